@@ -1,0 +1,53 @@
+# `make demo` and `make test` are all a newcomer needs; both set up .venv on first use and never install twice.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-slow lint types layers bench format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       set up, then compare the attention maps of every method (table and picture)"
+	@echo "make test       set up, then lint, types, layer rule, tests"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make bench      the op against its peers: time and memory"
+	@echo "make format     rewrite the sources in the project's format"
+	@echo "make clean      remove everything that these commands made"
+
+# the stamp depends on pyproject.toml alone: a changed dependency installs, a second run does not
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say which with make PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a few minutes on first use, about 5 GB with PyTorch)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/nalaformer compare --out runs/demo
+
+test: $(READY) lint types layers
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+layers: $(READY)
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/nalaformer bench ops
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,34 @@
+"""Linear attention that keeps what softmax has: it sharpens with the query norm and keeps the negative half."""
+
+from . import attention, feature_maps, ops, published
+from .feature_maps import FEATURE_MAPS, FeatureMap, feature_map
+from .ops import (
+    LinearState,
+    Rotary,
+    attention_weights,
+    get_backend,
+    linear_attention,
+    recurrent_linear_attention,
+    set_backend,
+    use_backend,
+)
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "FEATURE_MAPS",
+    "FeatureMap",
+    "LinearState",
+    "Rotary",
+    "attention",
+    "attention_weights",
+    "feature_map",
+    "feature_maps",
+    "get_backend",
+    "linear_attention",
+    "ops",
+    "published",
+    "recurrent_linear_attention",
+    "set_backend",
+    "use_backend",
+]

@@ -1,0 +1,18 @@
+"""Attention layers: one shell, and the published methods as configurations of it."""
+
+from typing import Any
+
+from .config import METHODS, AttentionConfig, configure
+from .layer import Attention
+
+
+def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:
+    """The attention layer of a method: "softmax", "linear", "flatten", "polaformer", "polaformerpp", "nalaformer", "mirrorla".
+
+    Options change its parts (the fields of AttentionConfig); any other option goes to its feature map:
+    build("nalaformer", dim=64, num_heads=2, gate="none", direction="cosine").
+    """
+    return Attention(configure(name, options), dim=dim, num_heads=num_heads)
+
+
+__all__ = ["METHODS", "Attention", "AttentionConfig", "build", "configure"]

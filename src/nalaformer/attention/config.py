@@ -1,0 +1,98 @@
+"""What an attention layer is made of, and the published methods as such descriptions."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ..feature_maps import FEATURE_MAPS
+from ..registry import unknown_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """The parts of an attention layer. The methods differ in nothing else."""
+
+    feature_map: str | None
+    """Name of the feature map; None is exact softmax attention."""
+    map_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the feature map."""
+    position: str = "none"
+    """"none", "rotary" (2-D rotation of the features) or "table" (learned, added to the keys, interpolated to any grid)."""
+    rotary_over: str = "head"
+    """"head": rotations over the head size, repeated on each half of the features; "features": over the feature size."""
+    normalised_rotary: bool = False
+    """True: weights >= 0 that sum to one (our form); False: rotation in the numerator only, as published."""
+    table_grid: tuple[int, int] = (14, 14)
+    """Height and width for which the position table is learned."""
+    local_mix: str = "none"
+    """Depth-wise convolution of the values: "none", "channels" (a kernel per channel) or "heads" (shared by the heads)."""
+    kernel_size: int = 5
+    """Of the local mix; odd."""
+    norm: bool = False
+    """LayerNorm over the channels after attention and local mix."""
+    gate: str = "none"
+    """Output gate from the input: "none", "linear" (no activation) or "silu"."""
+    qkv_bias: bool = True
+    """Bias of the input projection."""
+    key_reduction: int = 1
+    """Keys and values from an image that many times smaller, as in PVT."""
+    value_upsampling: str = "grid"
+    """How reduced values reach the local mix: "grid" (2-D) or "flat" (along the flattened tokens, as published)."""
+    causal: bool = False
+    """Token i sees tokens 0..i."""
+
+    def __post_init__(self) -> None:
+        if self.feature_map is not None:
+            FEATURE_MAPS[self.feature_map]
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise unknown_name(f"{name}", getattr(self, name), choices)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, so that the image keeps its size, got {self.kernel_size}")
+        if self.key_reduction < 1:
+            raise ValueError(f"key_reduction must be at least 1, got {self.key_reduction}")
+        if self.causal and (self.local_mix != "none" or self.key_reduction > 1):
+            raise ValueError('a causal layer cannot look around: use local_mix="none" and key_reduction=1')
+
+
+CHOICES = {
+    "position": ("none", "rotary", "table"),
+    "rotary_over": ("head", "features"),
+    "local_mix": ("none", "channels", "heads"),
+    "gate": ("none", "linear", "silu"),
+    "value_upsampling": ("grid", "flat"),
+}
+
+METHODS = {
+    "softmax": AttentionConfig(feature_map=None),
+    "linear": AttentionConfig(feature_map="relu"),
+    "flatten": AttentionConfig(feature_map="focused", position="table", local_mix="heads"),
+    "polaformer": AttentionConfig(feature_map="polarity", position="table", local_mix="heads", gate="linear"),
+    "polaformerpp": AttentionConfig(
+        feature_map="polarity_exp", position="rotary", rotary_over="features", local_mix="channels", gate="linear"
+    ),
+    "nalaformer": AttentionConfig(feature_map="norm_aware", position="rotary", local_mix="channels", norm=True, gate="silu"),
+    # a reconstruction: position, local mix and gate are not in the published material
+    "mirrorla": AttentionConfig(
+        feature_map="reflection",
+        map_options={"variance": True},
+        position="rotary",
+        local_mix="channels",
+        gate="linear",
+    ),
+}
+
+
+def configure(name: str, options: dict[str, Any]) -> AttentionConfig:
+    """The method of that name with some parts changed; an option that is no part of a layer goes to the feature map."""
+    if name not in METHODS:
+        raise unknown_name("attention", name, METHODS)
+    config = METHODS[name]
+    parts = {f.name for f in fields(AttentionConfig)}
+    changed = {key: value for key, value in options.items() if key in parts}
+    for_map = {key: value for key, value in options.items() if key not in parts}
+    if for_map and config.feature_map is None and "feature_map" not in changed:
+        raise unknown_name(f"option of {name} attention:", next(iter(for_map)), parts)
+    # another map comes with its own defaults
+    kept = {} if "feature_map" in changed else config.map_options
+    map_options = kept | changed.pop("map_options", {}) | for_map
+    return replace(config, **changed, map_options=map_options)

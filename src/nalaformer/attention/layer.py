@@ -1,0 +1,163 @@
+"""The one attention layer: project, map, attend, mix nearby, normalise, gate, project."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..feature_maps import Reflection, feature_map
+from ..ops import Rotary, hide, linear_attention
+from .config import AttentionConfig
+from .local_mix import LocalMix, resize_values
+from .position_table import PositionTable
+
+Grid = tuple[int, int]
+
+
+class Attention(nn.Module):
+    """Attention over tokens [B, N, C]; `config` says of which parts.
+
+    A grid (height, width) tells how the tokens lie in an image, row by row; without one they are a single row.
+    """
+
+    def __init__(self, config: AttentionConfig, *, dim: int, num_heads: int) -> None:
+        super().__init__()
+        if dim < 1 or num_heads < 1 or dim % num_heads:
+            raise ValueError(f"dim must be a positive multiple of num_heads, got dim {dim} and {num_heads} heads")
+        head_dim = dim // num_heads
+        self.config = config
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, head_dim
+        if config.position == "rotary" and head_dim % 4:
+            raise ValueError(
+                f"2-D rotary needs head sizes in multiples of 4, got {head_dim} (dim {dim} / {num_heads} heads); "
+                f'choose other heads or position="none"'
+            )
+
+        self.map = None
+        if config.feature_map is not None:
+            self.map = feature_map(config.feature_map, num_heads=num_heads, head_dim=head_dim, **config.map_options)
+            if head_dim % self.map.streams:
+                raise ValueError(
+                    f"{config.feature_map} reads the values in {self.map.streams} equal parts and needs head sizes that "
+                    f"divide so, got {head_dim} (dim {dim} / {num_heads} heads)"
+                )
+        gates = 0 if config.gate == "none" else 1
+        if config.key_reduction == 1:
+            self.qkvg = nn.Linear(dim, (3 + gates) * dim, bias=config.qkv_bias)
+        else:
+            size = config.key_reduction
+            self.qg = nn.Linear(dim, (1 + gates) * dim, bias=config.qkv_bias)
+            self.kv = nn.Linear(dim, 2 * dim, bias=config.qkv_bias)
+            self.reduce = nn.Conv2d(dim, dim, size, stride=size)
+            self.reduce_norm = nn.LayerNorm(dim)
+        self.table = None
+        if config.position == "table":
+            self.table = PositionTable(channels=dim, grid=config.table_grid)
+        self.local_mix = None
+        if config.local_mix != "none":
+            self.local_mix = LocalMix(
+                num_heads=num_heads,
+                head_dim=head_dim,
+                kernel_size=config.kernel_size,
+                shared=config.local_mix == "heads",
+            )
+        self.norm = nn.LayerNorm(dim) if config.norm else None
+        self.projection = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, grid: Grid | None = None, key_mask: Tensor | None = None) -> Tensor:
+        """x: [B, N, C] -> [B, N, C]. key_mask: [B, N] bool, True = a real token; padding changes no other token."""
+        grid = self._checked_grid(x, grid)
+        q, k, v, gate, key_grid = self._project(x, grid, key_mask)
+        if self.table is not None:
+            k = k + self.table(key_grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
+        out = self._attend(q, k, v, grid, key_grid, key_mask).flatten(2)
+        if self.local_mix is not None:
+            # padding must not reach its neighbours through the convolution either
+            v = hide(v, key_mask)
+            if self.config.key_reduction > 1:
+                v = resize_values(v, key_grid, grid, self.config.value_upsampling)
+            out = out + self.local_mix(v, grid)
+        if self.norm is not None:
+            out = self.norm(out)
+        if gate is not None:
+            out = out * (F.silu(gate) if self.config.gate == "silu" else gate)
+        return self.projection(out)
+
+    def _project(self, x: Tensor, grid: Grid, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Grid]:
+        """Views q, k, v [B, N, H, D] of one projection, the gate [B, N, C], and the grid of the keys."""
+
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (self.num_heads, self.head_dim))
+
+        size = self.config.key_reduction
+        if size == 1:
+            q, k, v, *gate = self.qkvg(x).split(self.dim, dim=-1)
+            return heads(q), heads(k), heads(v), gate[0] if gate else None, grid
+        if key_mask is not None:
+            raise ValueError(
+                f"key_mask needs a key for each token, got key_reduction={size}, which mixes tokens before they become "
+                "keys; use key_reduction=1 or pad the image instead"
+            )
+        q, *gate = self.qg(x).split(self.dim, dim=-1)
+        # a grid that does not divide is padded at its end, so that no pixel is lost
+        image = x.transpose(1, 2).unflatten(2, grid)
+        image = self.reduce(F.pad(image, (0, -grid[1] % size, 0, -grid[0] % size)))
+        key_grid = (image.shape[2], image.shape[3])
+        k, v = self.kv(self.reduce_norm(image.flatten(2).transpose(1, 2))).split(self.dim, dim=-1)
+        return heads(q), heads(k), heads(v), gate[0] if gate else None, key_grid
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None) -> Tensor:
+        """[B, N, H, D]."""
+        if self.map is None:
+            if self.config.position == "rotary":
+                q = self._rotary(grid, self.head_dim, q).rotate(q.float()).to(q.dtype)
+                k = self._rotary(key_grid, self.head_dim, k).rotate(k.float()).to(k.dtype)
+            return self._softmax(q, k, v, key_mask)
+        rotary = None
+        if self.config.position == "rotary":
+            channels = self.head_dim * (2 if self.config.rotary_over == "features" else 1)
+            rotary = self._rotary(grid, channels, q)
+            if key_grid != grid:
+                rotary = (rotary, self._rotary(key_grid, channels, k))  # type: ignore[assignment]
+        return linear_attention(q, k, v, feature_map=self.map, causal=self.config.causal, rotary=rotary, key_mask=key_mask)
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        mask = None
+        if key_mask is not None:
+            k, v = hide(k, key_mask), hide(v, key_mask)
+            mask = key_mask[:, None, None, :]
+            if self.config.causal:
+                mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        causal = self.config.causal and mask is None
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2)
+
+    def _rotary(self, grid: Grid, channels: int, like: Tensor) -> Rotary:
+        return Rotary.grid(*grid, channels, normalised=self.config.normalised_rotary, device=like.device)
+
+    def _checked_grid(self, x: Tensor, grid: Grid | None) -> Grid:
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"x must be tokens [batch, tokens, {self.dim}], got shape {tuple(x.shape)}; "
+                "flatten an image with x.flatten(2).transpose(1, 2)"
+            )
+        if grid is None:
+            return 1, x.shape[1]
+        height, width = grid
+        if height * width != x.shape[1]:
+            raise ValueError(f"grid must cover the tokens: {height} x {width} = {height * width}, got {x.shape[1]} tokens")
+        return height, width
+
+    @torch.no_grad()
+    def fold(self) -> "Attention":
+        """Fold a static reflection into the projection, in place: the same outputs with plain ReLU features. For inference."""
+        if not isinstance(self.map, Reflection):
+            raise ValueError(f"only a reflection folds into the projection, got {self.config.feature_map} features")
+        parts = [(self.qkvg, 0), (self.qkvg, 1)] if self.config.key_reduction == 1 else [(self.qg, 0), (self.kv, 0)]
+        for linear, index in parts:
+            rows = slice(index * self.dim, (index + 1) * self.dim)
+            weight, bias = self.map.fold(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+            linear.weight[rows] = weight
+            if bias is not None:
+                linear.bias[rows] = bias
+        self.map = feature_map("relu", num_heads=self.num_heads, head_dim=self.head_dim)
+        return self

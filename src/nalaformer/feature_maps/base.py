@@ -1,0 +1,100 @@
+"""What a feature map is."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import FeatureMapLike, ScaledFeatures
+
+# Features stay below this, so that query feature x key feature x value x tokens fits into float32 with room to spare.
+LARGEST_FEATURE = 1e6
+LOG_LARGEST_FEATURE = math.log(LARGEST_FEATURE)
+
+
+class FeatureMap(nn.Module):
+    """phi_q and phi_k of linear attention; attention weights are phi_q(q_i) . phi_k(k_j), never negative.
+
+    The smallest map overrides `query` and `key`, [B, N, H, D] -> [B, N, H, F]. What it need not care about: the inputs come
+    in float32 or float64, outside autocast, with hidden keys set to zero.
+
+    A map whose features can overflow also overrides `key_log_scale` and `query_streams` (see ops.features).
+    """
+
+    streams = 1
+    """2 for polarity maps: the second stream of queries reads the second half of the values."""
+    heads_have_own_keys = False
+    """True where the key map has parameters per head; grouped keys are then repeated for a map made for more heads."""
+
+    def __init__(self, *, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        if num_heads < 1 or head_dim < 1:
+            raise ValueError(f"num_heads and head_dim must be positive, got {num_heads} and {head_dim}")
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+
+    def query(self, q: Tensor) -> Tensor:
+        """phi_q of the first stream: [B, N, H, D] -> [B, N, H, F]."""
+        return self.streams_as_numbers(q)[0]
+
+    def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
+        """phi_k(k) * exp(-log_scale): [B, N, H, D] -> [B, N, H, F]. Maps without `key_log_scale` never see the argument."""
+        raise NotImplementedError
+
+    def query_streams(self, q: Tensor) -> tuple[ScaledFeatures, ...]:
+        """Query features of every stream, each with the scale by which its tokens were divided."""
+        return (ScaledFeatures(self.query(q)),)
+
+    def key_log_scale(self, k: Tensor) -> Tensor | None:
+        """[B, N, H, 1]: by how much each key's features must be divided to stay below LARGEST_FEATURE; None: never."""
+        return None
+
+    def given(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool) -> FeatureMapLike:
+        """The map for this very input; only maps that look at all tokens at once differ from themselves."""
+        return self
+
+    def streams_as_numbers(self, q: Tensor) -> tuple[Tensor, ...]:
+        """The true features of each stream, which may overflow."""
+        return tuple(
+            features.value if features.log_scale is None else features.value * features.log_scale.exp()
+            for features in self.query_streams(q)
+        )
+
+    def per_head(self, parameter: Tensor, x: Tensor) -> Tensor:
+        """A parameter [num_heads, ...] in the dtype of x and for its heads; each serves the heads that share it."""
+        parameter = parameter.to(x.dtype)
+        heads = x.shape[2]
+        if heads == self.num_heads:
+            return parameter
+        if heads % self.num_heads:
+            raise ValueError(f"the map was made for {self.num_heads} heads, got {heads}; make it with num_heads={heads}")
+        return parameter.repeat_interleave(heads // self.num_heads, dim=0)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+
+def excess(log_size: Tensor) -> Tensor:
+    """By how much features of this logarithmic size exceed the largest that we want; 0 for ordinary ones."""
+    return (log_size - LOG_LARGEST_FEATURE).clamp(min=0)
+
+
+def both_signs(x: Tensor) -> Tensor:
+    """[relu(x) ; relu(-x)]: nothing is thrown away, and everything is non-negative."""
+    return torch.cat((x.relu(), (-x).relu()), dim=-1)
+
+
+def by_sign(magnitude: Tensor, sign_of: Tensor) -> Tensor:
+    """Put each magnitude into the first half of the channels where `sign_of` is positive, else into the second half.
+
+    Half the work of computing a function of relu(x) and of relu(-x).
+    """
+    positive = sign_of > 0
+    zero = torch.zeros((), dtype=magnitude.dtype, device=magnitude.device)
+    return torch.cat((torch.where(positive, magnitude, zero), torch.where(positive, zero, magnitude)), dim=-1)
+
+
+def swap_halves(features: Tensor) -> Tensor:
+    """[a ; b] -> [b ; a]: the feature of -x for maps that keep both signs."""
+    first, second = features.chunk(2, dim=-1)
+    return torch.cat((second, first), dim=-1)

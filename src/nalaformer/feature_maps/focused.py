@@ -1,0 +1,44 @@
+"""FLatten Transformer: focused linear attention (Han et al., 2023)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .registry import FEATURE_MAPS
+from .simple import SameForBoth
+
+
+@FEATURE_MAPS.register("focused")
+class Focused(SameForBoth):
+    """phi(x) = focus((relu(x) + 1e-6) / softplus(scale), power); scale learned per channel, F = D.
+
+    Both norms inside `focus` run over all heads together, as published; `norm_over="head"` takes each head by itself.
+    """
+
+    heads_have_own_keys = True
+
+    def __init__(self, *, num_heads: int, head_dim: int, power: float = 3.0, norm_over: str = "all") -> None:
+        super().__init__(num_heads=num_heads, head_dim=head_dim)
+        if power < 1:
+            raise ValueError(f"power must be at least 1 (below, it flattens), got {power}")
+        if norm_over not in ("all", "head"):
+            raise ValueError(f'norm_over must be "all" (the heads together, as published) or "head", got {norm_over!r}')
+        self.power = power
+        self.norm_over = norm_over
+        self.scale = nn.Parameter(torch.zeros(num_heads, head_dim))
+
+    def phi(self, x: Tensor) -> Tensor:
+        x = (x.relu() + 1e-6) / F.softplus(self.per_head(self.scale, x))
+        return focus(x, self.power, dim=(-2, -1) if self.norm_over == "all" else (-1,))
+
+
+def focus(x: Tensor, power: float, dim: tuple[int, ...] = (-1,)) -> Tensor:
+    """Sharpen a positive vector and keep its length: x^p * |x| / |x^p|, norms over `dim`."""
+    # the largest entry becomes 1 before the power: it neither overflows nor underflows, and cancels exactly
+    peak = x.detach().amax(dim=dim, keepdim=True)
+    powered = (x / peak) ** power
+    return powered * (norm(x / peak, dim) * peak / norm(powered, dim))
+
+
+def norm(x: Tensor, dim: tuple[int, ...]) -> Tensor:
+    return x.square().sum(dim=dim, keepdim=True).sqrt()

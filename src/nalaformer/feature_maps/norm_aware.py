@@ -1,0 +1,130 @@
+"""NaLaFormer: norm-aware linear attention (arXiv 2506.21137)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import FeatureMap, by_sign, excess
+from .registry import FEATURE_MAPS
+
+# Below this norm a query has no direction that gradients could trust: it fades into a query that favours no channel.
+SMALLEST_NORM = 1e-5
+
+
+@FEATURE_MAPS.register("norm_aware")
+class NormAware(FeatureMap):
+    """The query norm sets the power, so a larger query attends more sharply; both signs are kept. F = 2 D.
+
+    u = q / |q|, p = lambda (tau + tanh(norm_scale |q|)):
+    - direction="split" (the released code):  phi_q = [relu(u)^p ; relu(-u)^p],  phi_k = [relu(k)^3 ; relu(-k)^3]
+    - direction="cosine" (the paper, with a safe angle):  a(x) = pi/4 tanh(alpha x / |x|),
+      phi_q = |u|^p [cos a(q) ; sin a(q)],  phi_k = |k|^3 [cos a(k) ; sin a(k)]; approaches the split map as alpha grows
+
+    norm_scale: with the published 1 the power is saturated at |q| = 3, while unit-variance queries of 64 channels have
+        |q| = 8; "head" stands for 1/sqrt(head_dim), which leaves room on both sides.
+    learnable: lambda and tau per head.
+    powers="mild": p = 1 + softplus(a) tanh(norm_scale |q|) and 1 + softplus(b) for keys, a and b learned per head, both
+        powers near 1 at first. The published powers cost recall and training speed on small budgets.
+
+    A query of norm below 1e-5 has no direction; the published code gives NaN at zero. Ours fades it into a query that weighs
+    all channels alike, so outputs and gradients stay bounded.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        direction: str = "split",
+        lambda_: float = 3.0,
+        tau: float = 0.5,
+        alpha: float = 20.0,
+        norm_scale: float | str = 1.0,
+        key_power: float = 3.0,
+        learnable: bool = False,
+        powers: str = "published",
+    ) -> None:
+        super().__init__(num_heads=num_heads, head_dim=head_dim)
+        if direction not in ("split", "cosine"):
+            raise ValueError(f'direction must be "split" or "cosine", got {direction!r}')
+        if powers not in ("published", "mild"):
+            raise ValueError(f'powers must be "published" or "mild", got {powers!r}')
+        if lambda_ * tau < 1 or key_power < 1:
+            raise ValueError(
+                f"powers below 1 have no finite gradient at zero: lambda_ * tau and key_power must be at least 1, got "
+                f"{lambda_} * {tau} and {key_power}"
+            )
+        if isinstance(norm_scale, str) and norm_scale != "head":
+            raise ValueError(f'norm_scale must be a number or "head" (1/sqrt(head_dim)), got {norm_scale!r}')
+        self.direction = direction
+        self.alpha = alpha
+        self.norm_scale = head_dim**-0.5 if isinstance(norm_scale, str) else norm_scale
+        self.powers = powers
+        self.learnable = learnable or powers == "mild"
+        self.fixed_lambda, self.fixed_tau, self.fixed_key_power = lambda_, tau, float(key_power)
+        if powers == "mild":
+            self.query_gain = nn.Parameter(torch.full((num_heads,), -2.0))
+            self.key_gain = nn.Parameter(torch.full((num_heads,), -2.0))
+        elif learnable:
+            self.lambda_ = nn.Parameter(torch.full((num_heads,), float(lambda_)))
+            self.tau = nn.Parameter(torch.full((num_heads,), float(tau)))
+        # a mild key power is a parameter of each head
+        self.heads_have_own_keys = powers == "mild"
+
+    def query(self, q: Tensor) -> Tensor:
+        size = q.square().sum(-1, keepdim=True)
+        norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
+        unit = q / norm
+        magnitude = unit.abs() ** self.query_power(norm)
+        features = self.spread(magnitude, q, unit)
+        # 1 for a zero query, 0 from SMALLEST_NORM on, and smooth at zero
+        fading = (1 - size / SMALLEST_NORM**2).clamp(min=0) * self.head_dim**-0.75
+        return features + fading if self.direction == "split" else features + self.first_half(fading)
+
+    def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
+        power = self.key_power(k)
+        magnitude = k.abs()
+        if isinstance(log_scale, Tensor):
+            magnitude = magnitude * (-log_scale / power).exp()
+        unit = None
+        if self.direction == "cosine":
+            unit = k / k.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM**2).sqrt()
+        # the published power by multiplication, several times as fast as a general power
+        is_cube = isinstance(power, float) and power == 3.0
+        return self.spread(magnitude * magnitude * magnitude if is_cube else magnitude**power, k, unit)
+
+    def key_log_scale(self, k: Tensor) -> Tensor:
+        return excess(self.key_power(k) * k.abs().amax(dim=-1, keepdim=True).log())
+
+    def spread(self, magnitude: Tensor, x: Tensor, unit: Tensor | None) -> Tensor:
+        """Put the magnitudes on the two halves of the features by the direction of x."""
+        if unit is None or self.direction == "split":
+            return by_sign(magnitude, x)
+        angle = math.pi / 4 * (self.alpha * unit).tanh()
+        return torch.cat((magnitude * angle.cos(), magnitude * angle.sin()), dim=-1)
+
+    def first_half(self, fading: Tensor) -> Tensor:
+        """The same amount on the cosine channels and none on the sine channels: weights stay >= 0."""
+        channels = torch.arange(2 * self.head_dim, device=fading.device) < self.head_dim
+        return fading * channels.to(fading.dtype)
+
+    def query_power(self, norm: Tensor) -> Tensor:
+        """p of a query norm [B, N, H, 1]."""
+        turn = (self.norm_scale * norm).tanh()
+        if self.powers == "mild":
+            return 1 + F.softplus(self.per_head(self.query_gain, norm))[:, None] * turn
+        if self.learnable:
+            lambda_, tau = self.per_head(self.lambda_, norm), self.per_head(self.tau, norm)
+            return (lambda_[:, None] * (tau[:, None] + turn)).clamp(min=1.0)
+        return self.fixed_lambda * (self.fixed_tau + turn)
+
+    def key_power(self, k: Tensor) -> Tensor | float:
+        """The power of the keys: a number, or [H, 1] where it is learned."""
+        if self.powers == "mild":
+            return 1 + F.softplus(self.per_head(self.key_gain, k))[:, None]
+        return self.fixed_key_power
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, direction={self.direction}, powers={self.powers}, norm_scale={self.norm_scale:g}"

@@ -1,0 +1,98 @@
+"""PolaFormer (Meng et al., 2025) and PolaFormer++: same-sign and opposite-sign products in two streams."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import ScaledFeatures
+from .base import FeatureMap, both_signs, by_sign, excess, swap_halves
+from .registry import FEATURE_MAPS
+
+
+@FEATURE_MAPS.register("polarity")
+class Polarity(FeatureMap):
+    """phi(x)_c = [x+ ; x-]^p_c with p_c = 1 + alpha * sigmoid(w_c), after x / softplus(scale); F = 2 D, two streams.
+
+    The second stream asks with [q- ; q+]: it collects the keys of opposite sign and reads the second half of the values.
+    w and scale are learned, w per head and channel (the same for q, k and both signs), scale per channel; zero at first.
+    """
+
+    streams = 2
+    heads_have_own_keys = True
+
+    def __init__(self, *, num_heads: int, head_dim: int, alpha: float = 4.0) -> None:
+        super().__init__(num_heads=num_heads, head_dim=head_dim)
+        if alpha < 0:
+            raise ValueError(f"alpha must be >= 0, so that the power is at least 1, got {alpha}")
+        self.alpha = alpha
+        self.power = nn.Parameter(torch.zeros(num_heads, head_dim))
+        self.scale = nn.Parameter(torch.zeros(num_heads, head_dim))
+
+    def query_streams(self, q: Tensor) -> tuple[ScaledFeatures, ...]:
+        size, power = self._size_and_power(q)
+        scale = log_scale_of_power(size, power)
+        same = by_sign(scaled_power(size, power, scale), q)
+        return ScaledFeatures(same, scale), ScaledFeatures(swap_halves(same), scale)
+
+    def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
+        size, power = self._size_and_power(k)
+        return by_sign(scaled_power(size, power, log_scale), k)
+
+    def key_log_scale(self, k: Tensor) -> Tensor:
+        return log_scale_of_power(*self._size_and_power(k))
+
+    def _size_and_power(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        size = x.abs() / F.softplus(self.per_head(self.scale, x))
+        return size, 1 + self.alpha * self.per_head(self.power, x).sigmoid()
+
+
+def log_scale_of_power(size: Tensor, power: Tensor) -> Tensor:
+    """[B, N, H, 1]: how far the largest of size^power lies above what we want, as a logarithm."""
+    with torch.no_grad():
+        return excess((power * size.log()).amax(dim=-1, keepdim=True))
+
+
+def scaled_power(size: Tensor, power: Tensor, log_scale: Tensor | float) -> Tensor:
+    """size^power * exp(-log_scale), with the scale taken off before the power so that nothing overflows."""
+    if isinstance(log_scale, Tensor):
+        size = size * (-log_scale / power).exp()
+    return size**power
+
+
+@FEATURE_MAPS.register("polarity_exp")
+class PolarityExp(FeatureMap):
+    """PolaFormer++: phi_q = exp(t * [q+ ; q-]) - 1, phi_k = exp([k+ ; k-]) - 1; F = 2 D, two streams.
+
+    t = sigmoid(s): one learned vector of 2 D temperatures per head for the same-sign stream and one for the opposite-sign
+    stream, which asks with [q- ; q+].
+    """
+
+    streams = 2
+
+    def __init__(self, *, num_heads: int, head_dim: int) -> None:
+        super().__init__(num_heads=num_heads, head_dim=head_dim)
+        self.same = nn.Parameter(torch.zeros(num_heads, 2 * head_dim))
+        self.opposite = nn.Parameter(torch.zeros(num_heads, 2 * head_dim))
+
+    def query_streams(self, q: Tensor) -> tuple[ScaledFeatures, ...]:
+        signs = both_signs(q)
+        streams = []
+        for argument, temperature in ((signs, self.same), (swap_halves(signs), self.opposite)):
+            argument = argument * self.per_head(temperature, q).sigmoid()
+            scale = excess(argument.detach().amax(dim=-1, keepdim=True))
+            streams.append(ScaledFeatures(scaled_expm1(argument, scale), scale))
+        return tuple(streams)
+
+    def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
+        return scaled_expm1(both_signs(k), log_scale)
+
+    def key_log_scale(self, k: Tensor) -> Tensor:
+        return excess(k.abs().amax(dim=-1, keepdim=True))
+
+
+def scaled_expm1(x: Tensor, log_scale: Tensor | float) -> Tensor:
+    """(exp(x) - 1) * exp(-log_scale) for x >= 0."""
+    if not isinstance(log_scale, Tensor):
+        return torch.expm1(x)
+    # exp(x - s) - exp(-s): the two terms written so that a scale of zero leaves expm1 with all its digits
+    return torch.expm1(x - log_scale) - torch.expm1(-log_scale)

@@ -1,0 +1,179 @@
+"""MirrorLA (arXiv 2602.04346): reflect queries and keys so that little is lost to ReLU.
+
+A reconstruction from the abstract and a figure of the paper: its code is not public.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import FeatureMapLike, ScaledFeatures
+from .base import FeatureMap
+from .registry import FEATURE_MAPS
+
+PIECE = 4096  # tokens whose statistics are taken at once: the float32 copies stay small
+
+
+@FEATURE_MAPS.register("reflection")
+class Reflection(FeatureMap):
+    """phi(x) = relu(R x) with a learned reflection R, shared by queries and keys; F = D.
+
+    (c) cross_head: I - 2 u u^T / |u|^2 over the channels of all heads together;
+    (a) blockwise: on each channel pair (2i, 2i+1) of a head, I - 2 u_i u_i^T with u_i = (cos t_i, sin t_i);
+    (b) variance: the angles of (a) move with the variance of the input, t = theta + delta,
+        delta = pi/4 tanh(a) tanh(b (s - mean of s over the blocks)), s = log of the variance of a block over the tokens
+        of q and k; a and b are learned per head, a = 0 at first. Bidirectional only: it looks at all tokens.
+
+    R is symmetric, R R = I, and (R q).(R k) = q.k. Training starts at a swap of channels, which is plain ReLU attention.
+    """
+
+    heads_have_own_keys = True
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        cross_head: bool = True,
+        blockwise: bool = True,
+        variance: bool = False,
+    ) -> None:
+        super().__init__(num_heads=num_heads, head_dim=head_dim)
+        if variance and not blockwise:
+            raise ValueError("variance=True moves the block angles and needs blockwise=True, got blockwise=False")
+        if blockwise and head_dim % 2:
+            raise ValueError(f"blockwise reflections act on channel pairs: head_dim must be even, got {head_dim}")
+        self.cross_head, self.blockwise, self.variance = cross_head, blockwise, variance
+        if cross_head:
+            self.normal = nn.Parameter(torch.randn(num_heads * head_dim))
+        if blockwise:
+            self.theta = nn.Parameter(-math.pi / 4 + 0.02 * torch.randn(num_heads, head_dim // 2))
+        if variance:
+            self.strength = nn.Parameter(torch.zeros(num_heads))
+            self.sensitivity = nn.Parameter(torch.ones(num_heads))
+
+    def query(self, q: Tensor) -> Tensor:
+        return self.phi(q, self.angles(q))
+
+    def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
+        return self.phi(k, self.angles(k))
+
+    def phi(self, x: Tensor, angles: Tensor | None) -> Tensor:
+        """relu(R x); angles broadcast to [B, N, H, D/2]."""
+        return self.reflect(x, angles).relu()
+
+    def angles(self, x: Tensor) -> Tensor | None:
+        """The block angles at rest, [H, D/2]."""
+        if not self.blockwise:
+            return None
+        if self.variance:
+            raise ValueError(
+                "the variance-aware reflection depends on q and k together; call it through linear_attention, or use "
+                "feature_map.given(q, k, key_mask=None, causal=False).query(q)"
+            )
+        return self.per_head(self.theta, x)
+
+    def reflect(self, x: Tensor, angles: Tensor | None) -> Tensor:
+        """R x."""
+        x = self.reflect_across_heads(x)
+        if angles is None:
+            return x
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+        # I - 2uu^T with u = (cos t, sin t) is [[-cos 2t, -sin 2t], [-sin 2t, cos 2t]]
+        cos, sin = (2 * angles).cos(), (2 * angles).sin()
+        return torch.stack((-cos * even - sin * odd, cos * odd - sin * even), dim=-1).flatten(-2)
+
+    def reflect_across_heads(self, x: Tensor) -> Tensor:
+        if not self.cross_head:
+            return x
+        if x.shape[2] != self.num_heads:
+            raise ValueError(
+                f"a reflection across heads needs the heads that it was made for ({self.num_heads}), got {x.shape[2]}; "
+                "use cross_head=False with grouped heads"
+            )
+        normal = self.normal.to(x.dtype)
+        normal = (normal / normal.norm().clamp(min=1e-12)).unflatten(0, (self.num_heads, self.head_dim))
+        return x - 2 * torch.einsum("bnhd,hd->bn", x, normal)[..., None, None] * normal
+
+    def given(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool) -> FeatureMapLike:
+        if not self.variance:
+            return self
+        if causal:
+            raise ValueError(
+                "the variance-aware reflection looks at all tokens and cannot be causal, got variance=True; "
+                'use feature_map("reflection", variance=False, ...)'
+            )
+        spread = self.block_variance(q, k, key_mask)
+        log_variance = (spread + 1e-6).log()
+        relative = log_variance - log_variance.mean(dim=-1, keepdim=True)
+        strength = math.pi / 4 * self.per_head(self.strength, q).float().tanh()
+        delta = strength[:, None] * (self.per_head(self.sensitivity, q)[:, None] * relative).tanh()
+        return _ReflectionAt(self, (self.per_head(self.theta, q) + delta)[:, None])
+
+    def block_variance(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+        """[B, H, D/2]: the variance of each channel pair over the tokens of q and k pooled, hidden tokens left out."""
+        # as many queries as keys: self-attention, where a hidden key is a hidden query too
+        query_mask = key_mask if key_mask is not None and q.shape[1] == key_mask.shape[1] else None
+        total = mean = moment = torch.zeros((), device=q.device)
+        for x, mask in ((q, query_mask), (k, key_mask)):
+            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            masks = [None] * math.ceil(x.shape[1] / PIECE) if mask is None else mask.split(PIECE, dim=1)
+            for piece, piece_mask in zip(x.split(PIECE, dim=1), masks, strict=True):
+                shown = torch.ones(piece.shape[:2], dtype=torch.bool, device=x.device) if piece_mask is None else piece_mask
+                shown = shown[:, :, None, None, None]
+                reflected = self.reflect_across_heads(torch.where(shown[..., 0], piece, 0).to(dtype))
+                pairs = torch.where(shown, reflected.unflatten(-1, (-1, 2)), 0)  # [B, n, H, D/2, 2]
+                count = 2 * shown.sum(dim=(1, 4)).to(dtype)  # [B, 1, 1]
+                piece_mean = pairs.sum(dim=(1, 4)) / count.clamp(min=1)
+                off = torch.where(shown, pairs - piece_mean[:, None, :, :, None], 0)
+                # means and squared deviations of two sets combine exactly, without the cancellation of E[x^2] - E[x]^2
+                after = (total + count).clamp(min=1)
+                step = piece_mean - mean
+                moment = moment + off.square().sum(dim=(1, 4)) + step.square() * total * count / after
+                mean = mean + step * count / after
+                total = total + count
+        return moment / total.clamp(min=1)
+
+    def fold(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """R applied to the rows of a query or key projection, [H*D, in] and [H*D]: then plain `relu` gives the same features.
+
+        Only without (b), which depends on the input.
+        """
+        if self.variance:
+            raise ValueError("a variance-aware reflection depends on the input and cannot be folded; train with variance=False")
+        channels = self.num_heads * self.head_dim
+        if weight.shape[0] != channels:
+            raise ValueError(f"the projection must have {channels} output channels, got {weight.shape[0]}")
+
+        def apply(columns: Tensor) -> Tensor:  # [C, n], each column a vector over all channels
+            x = columns.T.unflatten(-1, (self.num_heads, self.head_dim))[None]
+            return self.reflect(x, self.angles(x))[0].flatten(-2).T
+
+        return apply(weight), None if bias is None else apply(bias[:, None])[:, 0]
+
+
+class _ReflectionAt:
+    """A reflection whose angles are known for each sample, [B, 1, H, D/2]; lives for one call of the op."""
+
+    streams = 1
+    heads_have_own_keys = True
+
+    def __init__(self, reflection: Reflection, angles: Tensor) -> None:
+        self.num_heads, self.head_dim = reflection.num_heads, reflection.head_dim
+        self.reflection, self.angles = reflection, angles
+
+    def given(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool) -> FeatureMapLike:
+        return self
+
+    def query(self, q: Tensor) -> Tensor:
+        return self.reflection.phi(q, self.angles.to(q.dtype))
+
+    def query_streams(self, q: Tensor) -> tuple[ScaledFeatures, ...]:
+        return (ScaledFeatures(self.query(q)),)
+
+    def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
+        return self.reflection.phi(k, self.angles.to(k.dtype))
+
+    def key_log_scale(self, k: Tensor) -> Tensor | None:
+        return None

@@ -1,0 +1,71 @@
+"""The plain maps: baselines that everything else is compared with."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import FeatureMap, both_signs
+from .registry import FEATURE_MAPS
+
+
+class SameForBoth(FeatureMap):
+    """A map that treats queries and keys alike."""
+
+    def phi(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def query(self, q: Tensor) -> Tensor:
+        return self.phi(q)
+
+    def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
+        return self.phi(k)
+
+
+@FEATURE_MAPS.register("relu")
+class Relu(SameForBoth):
+    """phi(x) = relu(x). The query norm cancels and every negative channel is lost."""
+
+    def phi(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+
+@FEATURE_MAPS.register("elu")
+class Elu(SameForBoth):
+    """phi(x) = elu(x) + 1 (Katharopoulos et al., 2020)."""
+
+    def phi(self, x: Tensor) -> Tensor:
+        return F.elu(x) + 1
+
+
+@FEATURE_MAPS.register("split")
+class Split(SameForBoth):
+    """phi(x) = [relu(x) ; relu(-x)]: keeps both signs, F = 2 D."""
+
+    def phi(self, x: Tensor) -> Tensor:
+        return both_signs(x)
+
+
+@FEATURE_MAPS.register("hedgehog")
+class Hedgehog(FeatureMap):
+    """phi(x) = [softmax(W_h x) ; softmax(-W_h x)] over the channels, W_h learned per head, one for q and one for k.
+
+    Hedgehog (Zhang et al., 2024); W starts as the identity. F = 2 D.
+    """
+
+    heads_have_own_keys = True
+
+    def __init__(self, *, num_heads: int, head_dim: int) -> None:
+        super().__init__(num_heads=num_heads, head_dim=head_dim)
+        self.query_weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
+        self.key_weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
+
+    def query(self, q: Tensor) -> Tensor:
+        return softmax_of_both_signs(torch.einsum("bnhd,hed->bnhe", q, self.per_head(self.query_weight, q)))
+
+    def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
+        return softmax_of_both_signs(torch.einsum("bnhd,hed->bnhe", k, self.per_head(self.key_weight, k)))
+
+
+def softmax_of_both_signs(x: Tensor) -> Tensor:
+    """[softmax(x) ; softmax(-x)] over the channels."""
+    return torch.cat((x.softmax(-1), (-x).softmax(-1)), dim=-1)

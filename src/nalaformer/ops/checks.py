@@ -1,0 +1,158 @@
+"""What may be passed to the ops. Each error states the rule, what came instead, and what to do."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .features import FeatureMapLike
+from .rotary import Rotary
+from .state import LinearState
+
+RotaryArgument = Rotary | tuple[Rotary, Rotary] | None
+RotaryPair = tuple[Rotary | None, Rotary | None]
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    *,
+    feature_map: FeatureMapLike,
+    causal: bool,
+    rotary: RotaryArgument,
+    key_mask: Tensor | None,
+) -> RotaryPair:
+    """All rules for a call with [B, N, H, D] inputs; returns the rotary of q and that of k."""
+    check_tensors(q, k, k if v is None else v, feature_map)
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"causal attention needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}; "
+            "to continue an earlier sequence use recurrent_linear_attention with its state"
+        )
+    check_key_mask(key_mask, k)
+    rotary_q, rotary_k = rotary if isinstance(rotary, tuple) else (rotary, rotary)
+    check_rotary(rotary_q, q, "q")
+    check_rotary(rotary_k, k, "k")
+    return rotary_q, rotary_k
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> None:
+    if not hasattr(feature_map, "query_streams"):
+        raise TypeError(
+            f"feature_map must be a FeatureMap, got {feature_map!r}; "
+            'make one with nalaformer.feature_map("norm_aware", num_heads=..., head_dim=...)'
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must be [batch, tokens, heads, channels], got shape {tuple(x.shape)}; "
+                "tokens of packed sequences ([tokens, heads, channels]) need cu_seqlens"
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must hold floats, got {x.dtype}; convert it with .float()")
+        if x.device != q.device:
+            raise ValueError(
+                f"q, k and v must be on one device, got q on {q.device} and {name} on {x.device}; move it with .to()"
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"q, k and v must have one batch size, got {q.shape[0]} for q and {x.shape[0]} for {name}")
+        if x.shape[1] == 0:
+            raise ValueError(
+                f"{name} must hold at least one token, got shape {tuple(x.shape)}; an empty batch is fine, no tokens is not"
+            )
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must have the same tokens, got {k.shape[1]} and {v.shape[1]}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k and v must have the same heads, got {k.shape[2]} and {v.shape[2]}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"the query heads must be a multiple of the key heads, got {q.shape[2]} and {k.shape[2]}; "
+            "each key head serves the same number of query heads"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head size, got {q.shape[3]} and {k.shape[3]}")
+    if q.shape[3] != feature_map.head_dim:
+        raise ValueError(
+            f"the feature map was made for head_dim {feature_map.head_dim}, got q with {q.shape[3]} channels a head; "
+            f"make the map with head_dim={q.shape[3]}"
+        )
+    if feature_map.num_heads not in (q.shape[2], k.shape[2]):
+        raise ValueError(
+            f"the feature map was made for {feature_map.num_heads} heads, got {q.shape[2]} query and {k.shape[2]} key "
+            f"heads; make the map with num_heads={q.shape[2]}"
+        )
+    if v.shape[3] % feature_map.streams:
+        raise ValueError(
+            f"the value size must be divisible by the map's streams ({feature_map.streams}), got {v.shape[3]}; "
+            "choose an even head_dim"
+        )
+
+
+def check_key_mask(key_mask: Tensor | None, k: Tensor) -> None:
+    if key_mask is None:
+        return
+    if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:
+        raise ValueError(
+            f"key_mask must be bool [batch, keys] = {tuple(k.shape[:2])}, True where a key is visible, "
+            f"got {key_mask.dtype} {tuple(key_mask.shape)}; a float or inverted mask must be converted first"
+        )
+    if key_mask.device != k.device:
+        raise ValueError(f"key_mask must be on the device of k ({k.device}), got {key_mask.device}; move it with .to()")
+
+
+def check_rotary(rotary: Rotary | None, x: Tensor, name: str) -> None:
+    if rotary is None:
+        return
+    if not isinstance(rotary, Rotary):
+        raise TypeError(
+            f"rotary must be a nalaformer.Rotary, got {type(rotary).__name__}; make one with Rotary.sequence or Rotary.grid"
+        )
+    if rotary.num_tokens != x.shape[1]:
+        raise ValueError(
+            f"the rotary must have a position for each token of {name} ({x.shape[1]}), got {rotary.num_tokens}; "
+            "for cross-attention pass a pair (rotary of q, rotary of k)"
+        )
+    if rotary.positions.dim() == 3 and rotary.positions.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"rotary positions [B, N, axes] must have the batch size of {name} ({x.shape[0]}), got {rotary.positions.shape[0]}"
+        )
+    if rotary.positions.device != x.device:
+        raise ValueError(
+            f"the rotary must be on the device of {name} ({x.device}), got {rotary.positions.device}; "
+            "pass device= when making it"
+        )
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> list[int]:
+    """The lengths of the packed sequences."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens must be a list of integers [sequences + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; "
+            "for lengths 3 and 5 it is [0, 3, 8]"
+        )
+    bounds = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    if bounds[0] != 0 or bounds[-1] != num_tokens or min(lengths) < 0:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of tokens ({num_tokens}), "
+            f"got {bounds[:8]}{'...' if len(bounds) > 8 else ''}; "
+            "it holds the running total of the lengths, beginning with 0"
+        )
+    return lengths
+
+
+def check_state(state: LinearState | None, k: Tensor, v: Tensor) -> None:
+    if state is None:
+        return
+    found = (state.state.shape[0], state.state.shape[1], state.state.shape[3])
+    wanted = (k.shape[0], k.shape[2], v.shape[3])
+    if found != wanted:
+        raise ValueError(
+            f"the state must have batch, key heads and value size {wanted}, got {found}; "
+            "it must come from the same layer and batch (LinearState.select reorders the batch)"
+        )
+    if state.state.device != k.device:
+        raise ValueError(
+            f"the state must be on the device of k ({k.device}), got {state.state.device}; move it with state.to()"
+        )

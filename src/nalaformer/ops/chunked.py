@@ -1,0 +1,246 @@
+"""The same function in memory linear in N: no feature of more than one piece of tokens ever exists.
+
+For CPUs and for GPUs without Triton. Pieces are recomputed in the backward pass, so nothing of size N x F is kept for it
+either. Bidirectional attention sums the states of the pieces, then reads them; causal attention walks from piece to piece
+with a running state, which is also what recurrent decoding does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .features import (
+    FeatureMapLike,
+    Keys,
+    Queries,
+    compute_dtype,
+    key_features,
+    key_log_scale,
+    normalise,
+    query_features,
+)
+from .rotary import Rotary
+from .state import LinearState
+
+# A piece's features should stay in the cache of a core: 2^18 floats, 1 MB. Fewer than 64 tokens waste the matrix unit.
+PIECE_ELEMENTS = 2**18
+SMALLEST_PIECE = 64
+# A causal piece costs piece^2 products besides piece x F: about the head size is right.
+CAUSAL_PIECE = 128
+
+
+def piece_size(batch: int, heads: int, head_dim: int) -> int:
+    """Tokens per piece of the bidirectional form."""
+    return max(SMALLEST_PIECE, PIECE_ELEMENTS // max(1, 2 * batch * heads * head_dim))
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    rotary: tuple[Rotary | None, Rotary | None],
+    key_mask: Tensor | None,
+    eps: float,
+    recompute: bool,
+    piece: int | None = None,
+) -> Tensor:
+    """Bidirectional; shapes as in the reference, output in the dtype of q."""
+    batch, _, heads, head_dim = q.shape
+    piece = piece or piece_size(batch, heads, head_dim)
+    dtype = compute_dtype(q, k, v)
+    run = recomputing if recompute else direct
+
+    def state_of_piece(k: Tensor, v: Tensor, mask: Tensor | None, rotary: Rotary | None) -> LinearState:
+        scales = key_log_scale(feature_map, k, mask, dtype)
+        scale = None if scales is None else scales.amax(dim=1, keepdim=True)
+        return state_of(key_features(feature_map, k, v, key_mask=mask, rotary=rotary, log_scale=scale, dtype=dtype), scale)
+
+    def read_piece(q: Tensor, state: LinearState, rotary: Rotary | None) -> Tensor:
+        return read(state, query_features(feature_map, q, rotary, dtype), eps).to(q.dtype)
+
+    state = None
+    for tokens in pieces(piece, k, v, key_mask, rotary[1]):
+        part = run(state_of_piece, *tokens)
+        state = part if state is None else LinearState.merge(state, part)
+    assert state is not None
+    outputs = [run(read_piece, q_piece, state, rotary_piece) for q_piece, rotary_piece in pieces(piece, q, rotary[0])]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def causal_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    state: LinearState | None,
+    rotary: tuple[Rotary | None, Rotary | None],
+    key_mask: Tensor | None,
+    eps: float,
+    recompute: bool,
+    piece: int | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Causal, from an earlier state (None: no earlier token) to the state after the last token."""
+    dtype = compute_dtype(q, k, v)
+    run = recomputing if recompute else direct
+
+    def step(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        rotary_q: Rotary | None,
+        rotary_k: Rotary | None,
+        state: LinearState | None,
+    ) -> tuple[Tensor, LinearState]:
+        scales = key_log_scale(feature_map, k, mask, dtype)
+        keys = key_features(feature_map, k, v, key_mask=mask, rotary=rotary_k, log_scale=scales, dtype=dtype)
+        queries = query_features(feature_map, q, rotary_q, dtype)
+        if state is None:
+            state = LinearState.empty(k.shape[0], k.shape[2], keys.rotated.shape[-1], v.shape[-1], dtype=dtype, device=k.device)
+        if scales is not None and all_zero(scales, state.log_scale):
+            scales = None
+        return causal_step(state, queries, keys, scales, mask, eps, q.dtype)
+
+    outputs = []
+    for tokens in pieces(piece or CAUSAL_PIECE, q, k, v, key_mask, rotary[0], rotary[1]):
+        out, state = run(step, *tokens, state)
+        outputs.append(out)
+    assert state is not None
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state
+
+
+def state_of(keys: Keys, log_scale: Tensor | None) -> LinearState:
+    """The state of these keys alone; log_scale [B, 1, K, 1]."""
+    state = torch.einsum("bjkf,bjkv->bkfv", keys.rotated, keys.values)
+    key_sum = keys.plain.sum(dim=1)
+    scale = key_sum.new_zeros(key_sum.shape[:2]) if log_scale is None else log_scale[:, 0, :, 0]
+    return LinearState(state, key_sum, keys.visible, scale)
+
+
+def read(state: LinearState, streams: list[Queries], eps: float) -> Tensor:
+    """What queries that see every token of the state get: [B, N, H, V]."""
+    kv_heads = state.state.shape[1]
+    outputs = []
+    for queries, stream_state in zip(streams, state.state.chunk(len(streams), dim=-1), strict=True):
+        numerator, denominator = (grouped(x, kv_heads) for x in (queries.rotated, queries.plain))
+        outputs.append(
+            normalise(
+                torch.einsum("bikgf,bkfv->bikgv", numerator, stream_state).flatten(2, 3),
+                torch.einsum("bikgf,bkf->bikg", denominator, state.key_sum).flatten(2, 3),
+                eps=eps,
+                count=state.count[:, None, None],
+                query_scale=None if queries.log_scale is None else queries.log_scale[..., 0],
+                key_scale=state.log_scale.repeat_interleave(numerator.shape[3], dim=1)[:, None],
+            )
+        )
+    return torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
+
+
+def causal_step(
+    state: LinearState,
+    streams: list[Queries],
+    keys: Keys,
+    scales: Tensor | None,
+    key_mask: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, LinearState]:
+    """One piece of tokens: what came before through the state, the piece itself through its matrix of weights."""
+    kv_heads, num_tokens = state.state.shape[1], keys.values.shape[1]
+    group = streams[0].plain.shape[2] // kv_heads
+    device = keys.values.device
+    lower = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+    if key_mask is None:
+        count = state.count[:, None] + torch.arange(1, num_tokens + 1, device=device)
+    else:
+        count = state.count[:, None] + key_mask.cumsum(1)
+
+    # a row is scaled by the largest key that it sees, never by a later one
+    row_scale = keep_state = keep_keys = None
+    if scales is not None:
+        token_scale = scales[..., 0]  # [B, n, K]
+        row_scale = torch.maximum(token_scale.cummax(dim=1).values, state.log_scale[:, None])
+        keep_state = (state.log_scale[:, None] - row_scale).exp()  # [B, n, K]
+        keep_keys = (token_scale[:, None] - row_scale[:, :, None]).clamp(max=0).exp()  # [B, i, j, K]
+        keep_keys = keep_keys.permute(0, 3, 1, 2)[:, :, None]  # [B, K, 1, i, j]
+
+    outputs = []
+    zero = torch.zeros((), dtype=keys.values.dtype, device=device)
+    values = zip(state.state.chunk(len(streams), -1), keys.values.chunk(len(streams), -1), strict=True)
+    for queries, (stream_state, stream_values) in zip(streams, values, strict=True):
+        rotated, plain = grouped(queries.rotated, kv_heads), grouped(queries.plain, kv_heads)
+        within = [torch.einsum("bikgf,bjkf->bkgij", x, y) for x, y in ((rotated, keys.rotated), (plain, keys.plain))]
+        if keep_keys is not None:
+            within = [weights * keep_keys for weights in within]
+        within = [torch.where(lower, weights, zero) for weights in within]
+        before = torch.einsum("bikgf,bkfv->bikgv", rotated, stream_state)
+        before_sum = torch.einsum("bikgf,bkf->bikg", plain, state.key_sum)
+        if keep_state is not None:
+            before, before_sum = before * keep_state[..., None, None], before_sum * keep_state[..., None]
+        numerator = before + torch.einsum("bkgij,bjkv->bikgv", within[0], stream_values)
+        denominator = before_sum + within[1].sum(-1).permute(0, 3, 1, 2)
+        out = normalise(
+            numerator.flatten(2, 3),
+            denominator.flatten(2, 3),
+            eps=eps,
+            count=count[..., None],
+            query_scale=None if queries.log_scale is None else queries.log_scale[..., 0],
+            key_scale=None if row_scale is None else row_scale.repeat_interleave(group, dim=2),
+        )
+        outputs.append(out.to(out_dtype))
+
+    if scales is None:
+        after = state_of(keys, None)
+    else:
+        assert row_scale is not None
+        last = row_scale[:, -1:, :, None]  # [B, 1, K, 1]
+        keep = (scales - last).exp()
+        after = state_of(keys._replace(rotated=keys.rotated * keep, plain=keys.plain * keep), last)
+    return (torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]), LinearState.merge(state, after)
+
+
+def grouped(features: Tensor, kv_heads: int) -> Tensor:
+    """[B, N, H, F] -> [B, N, K, H/K, F]: the query heads that share a key head side by side."""
+    return features.unflatten(2, (kv_heads, features.shape[2] // kv_heads))
+
+
+def pieces(size: int, *sequences: Tensor | Rotary | None) -> "list[tuple[Any, ...]]":
+    """Cut tensors [B, N, ...] and rotaries into pieces of `size` tokens, side by side; None stays None."""
+    first = next(x for x in sequences if isinstance(x, Tensor))
+    num_tokens = first.shape[1]
+    # an exported program must serve every number of tokens, so it cannot count pieces
+    if torch.compiler.is_exporting() or num_tokens <= size:
+        return [sequences]
+    starts = range(0, num_tokens, size)
+    columns: list[Any] = []
+    for x in sequences:
+        if x is None:
+            columns.append([None] * len(starts))
+        elif isinstance(x, Rotary):
+            columns.append([x.tokens(start, start + size) for start in starts])
+        else:
+            # split rather than slice: the gradient of n slices is n tensors of full size
+            columns.append(x.split(size, dim=1))
+    return list(zip(*columns, strict=True))
+
+
+def all_zero(*scales: Tensor) -> bool:
+    """Whether a look at the numbers is cheap (not on a GPU, not while tracing) and shows that scaling would do nothing."""
+    if torch.compiler.is_compiling() or scales[0].device.type != "cpu":
+        return False
+    return all(bool((scale == 0).all()) for scale in scales)
+
+
+def direct(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def recomputing(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Keep only the arguments for the backward pass and compute the rest again there."""
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

@@ -1,0 +1,128 @@
+"""From queries and keys to features: the part that every backend shares.
+
+Features can grow beyond every float format (exp of 100, cubes of 1e10). A map therefore may hand out features divided by
+exp(log_scale); attention divides two sums of them, so the scale cancels everywhere but in eps, which is scaled along.
+Ordinary inputs have log_scale = 0, where nothing changes at all.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .rotary import Rotary
+
+# The scale of a query and a key together takes at most this factor off eps: 1/eps must stay a finite factor in gradients.
+MAX_LOG_SCALE_OF_EPS = 27.6  # ln 1e12
+
+
+class FeatureMapLike(Protocol):
+    """What the ops ask of a feature map; `nalaformer.feature_maps.FeatureMap` is the base class that provides it."""
+
+    streams: int
+    num_heads: int
+    head_dim: int
+    heads_have_own_keys: bool
+
+    def given(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool) -> "FeatureMapLike": ...
+    def query_streams(self, q: Tensor) -> "tuple[ScaledFeatures, ...]": ...
+    def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor: ...
+    def key_log_scale(self, k: Tensor) -> Tensor | None: ...
+
+
+class ScaledFeatures(NamedTuple):
+    """True features = value * exp(log_scale); log_scale [B, N, H, 1], or None for zero."""
+
+    value: Tensor
+    log_scale: Tensor | None = None
+
+
+class Queries(NamedTuple):
+    """One stream of query features; `rotated` for the numerator, `plain` for the denominator, each [B, N, H, F]."""
+
+    rotated: Tensor
+    plain: Tensor
+    log_scale: Tensor | None
+
+
+class Keys(NamedTuple):
+    """Key features and values with hidden tokens zeroed; rotated, plain [B, N, H, F], values [B, N, H, V], visible [B]."""
+
+    rotated: Tensor
+    plain: Tensor
+    values: Tensor
+    visible: Tensor
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any input is, else float32: half-precision sums over tokens lose the small terms."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def rotate(features: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator features."""
+    if rotary is None:
+        return features, features
+    turned = rotary.rotate(features)
+    return turned, turned if rotary.normalised else features
+
+
+def query_features(feature_map: FeatureMapLike, q: Tensor, rotary: Rotary | None, dtype: torch.dtype) -> list[Queries]:
+    """One entry per stream."""
+    streams = feature_map.query_streams(q.to(dtype))
+    return [Queries(*rotate(features.value, rotary), features.log_scale) for features in streams]
+
+
+def key_log_scale(feature_map: FeatureMapLike, k: Tensor, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """[B, N, H, 1] scale of each key, or None if this map never needs one. Without gradient: the scale cancels."""
+    with torch.no_grad():
+        return feature_map.key_log_scale(hide(k, key_mask).to(dtype))
+
+
+def key_features(
+    feature_map: FeatureMapLike,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None,
+    rotary: Rotary | None,
+    log_scale: Tensor | None,
+    dtype: torch.dtype,
+) -> Keys:
+    """Features of the keys divided by exp(log_scale), which broadcasts to [B, N, H, 1]."""
+    # hidden before the map as well as after: NaN in padding must reach neither the sums nor their gradients
+    k = hide(k, key_mask).to(dtype)
+    features = feature_map.key(k) if log_scale is None else feature_map.key(k, log_scale)
+    rotated, plain = rotate(features, rotary)
+    both_alike = plain is rotated
+    rotated = hide(rotated, key_mask)
+    plain = rotated if both_alike else hide(plain, key_mask)
+    batch, num_tokens = k.shape[:2]
+    every = torch.full((batch,), num_tokens, dtype=torch.int64, device=k.device)
+    return Keys(rotated, plain, hide(v, key_mask).to(dtype), every if key_mask is None else key_mask.sum(1))
+
+
+def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Zero the tokens of x [B, N, H, *] that the mask [B, N] does not show."""
+    return x if key_mask is None else torch.where(key_mask[:, :, None, None], x, x.new_zeros(()))
+
+
+def normalise(
+    numerator: Tensor,
+    denominator: Tensor,
+    *,
+    eps: float,
+    count: Tensor,
+    query_scale: Tensor | None,
+    key_scale: Tensor | None,
+) -> Tensor:
+    """numerator [..., V] / (denominator [...] + eps * count), eps in the units of the scaled features.
+
+    count and the scales broadcast to the denominator. A row that sees no key has both sums zero and gives zero.
+    """
+    amount = eps * count.to(denominator.dtype)
+    scales = [scale for scale in (query_scale, key_scale) if scale is not None]
+    if scales:
+        amount = amount * torch.exp(-sum(scales[1:], scales[0]).clamp(max=MAX_LOG_SCALE_OF_EPS))
+    denominator = denominator + amount
+    return numerator / torch.where(denominator == 0, 1.0, denominator)[..., None]

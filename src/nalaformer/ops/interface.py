@@ -1,0 +1,192 @@
+"""The public functions: check the arguments, pick a backend, run it outside autocast."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import chunked, reference
+from .backend import choose
+from .checks import RotaryArgument, check_call, check_cu_seqlens, check_rotary, check_state
+from .features import FeatureMapLike
+from .state import LinearState
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    causal: bool = False,
+    rotary: RotaryArgument = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Attention in time and memory linear in the number of tokens.
+
+        out_i = rot(phi_q(q_i)) . sum_j rot(phi_k(k_j)) v_j^T  /  ( phi_q(q_i) . sum_j phi_k(k_j)  +  eps * n )
+
+    q: [B, N, H, D]; k: [B, M, K, D]; v: [B, M, K, V] with K dividing H (grouped heads); any strides, any float types.
+    Returns [B, N, H, V] in the type of q. Maps, sums and the state are computed in float32 (float64 for float64 inputs),
+    also under autocast.
+
+    causal: token i sees keys 0..i; needs N = M.
+    rotary: positions of all tokens, or a pair (of q, of k) for cross-attention; turns the numerator only unless it was
+        made with normalised=True.
+    key_mask: [B, M] bool, True = visible. A row that sees nothing gives zeros; hidden tokens may hold NaN.
+    cu_seqlens: [S + 1] running total of lengths, beginning with 0. Then q, k, v are [T, H, D]: S sequences back to back.
+    eps: times the n visible keys; 0 makes the weights sum to one however small the keys are.
+    """
+    if cu_seqlens is not None:
+        return _packed(q, k, v, feature_map, causal, rotary, key_mask, cu_seqlens, eps)
+    turns = check_call(q, k, v, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask)
+    if q.shape[0] == 0:
+        return q.new_empty(*q.shape[:3], v.shape[3])
+
+    recompute = _needs_grad(q, k, v, feature_map)
+    k, v = _heads_for(feature_map, q, k, v)
+    # low-precision matmuls under autocast would undo the float32 sums
+    with torch.autocast(q.device.type, enabled=False):
+        mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
+        if choose(q) == "reference":
+            out = reference.linear_attention(
+                q, k, v, feature_map=mapped, causal=causal, rotary=turns, key_mask=key_mask, eps=eps
+            )
+            return out.to(q.dtype)
+        if causal:
+            return chunked.causal_linear_attention(
+                q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, eps=eps, recompute=recompute
+            )[0]
+        return chunked.linear_attention(
+            q, k, v, feature_map=mapped, rotary=turns, key_mask=key_mask, eps=eps, recompute=recompute
+        )
+
+
+def recurrent_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    state: LinearState | None = None,
+    rotary: RotaryArgument = None,
+    key_mask: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, LinearState]:
+    """Causal attention that continues after `state`: one token or many, the result does not depend on how they are cut.
+
+    Shapes as in `linear_attention`, with as many queries as keys. Returns the output and the state after the last token;
+    the state passed in is not changed. Rotary positions count on: Rotary.sequence(n, dim, start=tokens_before).
+    """
+    turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask)
+    recompute = _needs_grad(q, k, v, feature_map)
+    k, v = _heads_for(feature_map, q, k, v)
+    check_state(state, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
+        return chunked.causal_linear_attention(
+            q,
+            k,
+            v,
+            feature_map=mapped,
+            state=state,
+            rotary=turns,
+            key_mask=key_mask,
+            eps=eps,
+            recompute=recompute,
+        )
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    feature_map: FeatureMapLike,
+    *,
+    rows: Tensor | Sequence[int] | None = None,
+    stream: int = 0,
+    causal: bool = False,
+    rotary: RotaryArgument = None,
+    key_mask: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The exact weights that linear attention gives to each value: [B, H, R, M], for diagnostics.
+
+    rows: the queries to look at (all by default: a quadratic amount of memory). stream: which half of the values, for maps
+    with two streams. Without rotary every weight is >= 0 and a row sums to one but for eps.
+    """
+    turns = check_call(q, k, None, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask)
+    if not 0 <= stream < feature_map.streams:
+        raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream}")
+    index = None if rows is None else torch.as_tensor(rows, dtype=torch.int64, device=q.device)
+    k, _ = _heads_for(feature_map, q, k, k)
+    with torch.autocast(q.device.type, enabled=False):
+        mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
+        return reference.attention_weights(
+            q,
+            k,
+            feature_map=mapped,
+            causal=causal,
+            rotary=turns,
+            key_mask=key_mask,
+            eps=eps,
+            rows=index,
+        )[stream]
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: FeatureMapLike,
+    causal: bool,
+    rotary: RotaryArgument,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor,
+    eps: float,
+) -> Tensor:
+    """Each sequence by itself; the tensors are only cut, never padded."""
+    if key_mask is not None:
+        raise ValueError("key_mask and cu_seqlens exclude each other, got both; packed sequences have no padding to hide")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3 or x.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"with cu_seqlens, {name} must be [tokens, heads, channels] with the tokens of q ({q.shape[0]}), "
+                f"got shape {tuple(x.shape)}; drop the batch dimension"
+            )
+    lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
+    pair = rotary if isinstance(rotary, tuple) else (rotary, rotary)
+    for turn in pair:
+        check_rotary(turn, q[None], "q")
+    outputs = []
+    start = 0
+    parts = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    for length, q_part, k_part, v_part in parts:
+        turns = tuple(None if turn is None else turn.tokens(start, start + length) for turn in pair)
+        start += length
+        if length:
+            out = linear_attention(
+                q_part[None],
+                k_part[None],
+                v_part[None],
+                feature_map=feature_map,
+                causal=causal,
+                rotary=turns,  # type: ignore[arg-type]
+                eps=eps,
+            )
+            outputs.append(out[0])
+    return torch.cat(outputs) if outputs else q.new_empty(0, q.shape[1], v.shape[2])
+
+
+def _heads_for(feature_map: FeatureMapLike, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every query head its own keys where the map treats heads that share keys differently."""
+    if not feature_map.heads_have_own_keys or feature_map.num_heads == k.shape[2]:
+        return k, v
+    group = q.shape[2] // k.shape[2]
+    return k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+
+
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> bool:
+    parameters = feature_map.parameters() if isinstance(feature_map, torch.nn.Module) else ()
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *parameters))

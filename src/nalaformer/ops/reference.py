@@ -1,0 +1,118 @@
+"""The definition of linear attention, written as the formula reads.
+
+    out_i = rot(phi_q(q_i)) . sum_j rot(phi_k(k_j)) v_j^T  /  ( phi_q(q_i) . sum_j phi_k(k_j)  +  eps * n )
+
+n = number of keys that token i sees. Every other backend is judged against this one in float64. The causal form computes
+the whole matrix of weights: quadratic, and clear.
+"""
+
+import torch
+from torch import Tensor
+
+from .features import (
+    FeatureMapLike,
+    compute_dtype,
+    hide,
+    key_features,
+    key_log_scale,
+    normalise,
+    query_features,
+)
+from .rotary import Rotary
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    causal: bool,
+    rotary: tuple[Rotary | None, Rotary | None],
+    key_mask: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """q [B, N, H, D], k [B, M, K, D], v [B, M, K, V] with K dividing H -> [B, N, H, V] in the compute dtype."""
+    if causal:
+        weights = attention_weights(
+            q, k, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps, rows=None
+        )
+        # hidden tokens have weight zero, but zero times NaN is NaN
+        visible = hide(v, key_mask).to(weights[0].dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        values = visible.chunk(feature_map.streams, dim=-1)
+        return torch.cat([torch.einsum("bhij,bjhv->bihv", w, x) for w, x in zip(weights, values, strict=True)], dim=-1)
+
+    dtype = compute_dtype(q, k, v)
+    kv_heads = k.shape[2]
+    scales = key_log_scale(feature_map, k, key_mask, dtype)
+    scale = None if scales is None else scales.amax(dim=1, keepdim=True)  # [B, 1, K, 1]
+    keys = key_features(feature_map, k, v, key_mask=key_mask, rotary=rotary[1], log_scale=scale, dtype=dtype)
+    state = torch.einsum("bjkf,bjkv->bkfv", keys.rotated, keys.values)
+    key_sum = keys.plain.sum(dim=1)
+    if scale is not None:
+        scale = scale.repeat_interleave(q.shape[2] // kv_heads, dim=2)[..., 0]  # [B, 1, H]
+
+    outputs = []
+    values_of_stream = state.chunk(feature_map.streams, dim=-1)
+    for queries, stream_state in zip(query_features(feature_map, q, rotary[0], dtype), values_of_stream, strict=True):
+        query_scale = None if queries.log_scale is None else queries.log_scale[..., 0]
+        grouped_rotated = queries.rotated.unflatten(2, (kv_heads, -1))  # [B, N, K, H/K, F]
+        grouped_plain = queries.plain.unflatten(2, (kv_heads, -1))
+        numerator = torch.einsum("bikgf,bkfv->bikgv", grouped_rotated, stream_state).flatten(2, 3)
+        denominator = torch.einsum("bikgf,bkf->bikg", grouped_plain, key_sum).flatten(2, 3)
+        count = keys.visible[:, None, None]
+        outputs.append(normalise(numerator, denominator, eps=eps, count=count, query_scale=query_scale, key_scale=scale))
+    return torch.cat(outputs, dim=-1)
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    causal: bool,
+    rotary: tuple[Rotary | None, Rotary | None],
+    key_mask: Tensor | None,
+    eps: float,
+    rows: Tensor | None,
+) -> list[Tensor]:
+    """The weights that the formula gives to each value, one [B, H, R, M] per stream; rows = None means all."""
+    dtype = compute_dtype(q, k)
+    group = q.shape[2] // k.shape[2]
+    positions = torch.arange(q.shape[1], device=q.device) if rows is None else rows
+    rotary_q = rotary[0]
+    if rows is not None:
+        q = q.index_select(1, rows)
+        rotary_q = None if rotary_q is None else rotary_q.select(rows)
+
+    scales = key_log_scale(feature_map, k, key_mask, dtype)
+    keys = key_features(feature_map, k, k, key_mask=key_mask, rotary=rotary[1], log_scale=scales, dtype=dtype)
+    visible = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+    visible = visible[:, None, None, :]  # [B, 1, 1, M]
+    if causal:
+        visible = visible & (torch.arange(k.shape[1], device=k.device) <= positions[:, None])
+    count = visible.sum(-1)  # [B, 1, R or 1]
+
+    key_scale = shrink = None
+    if scales is not None:
+        token_scale = scales[..., 0].repeat_interleave(group, dim=2).transpose(1, 2)  # [B, H, M]
+        if causal:
+            # each row is scaled by the keys that it sees, so that a huge key later on cannot blur an earlier row
+            key_scale = token_scale.cummax(dim=-1).values.index_select(-1, positions)
+        else:
+            key_scale = token_scale.amax(dim=-1, keepdim=True)
+        shrink = (token_scale[:, :, None, :] - key_scale[..., None]).clamp(max=0).exp()
+
+    weights = []
+    for queries in query_features(feature_map, q, rotary_q, dtype):
+        rotated, plain = (
+            torch.einsum("bihf,bjhf->bhij", x, y.repeat_interleave(group, dim=2))
+            for x, y in ((queries.rotated, keys.rotated), (queries.plain, keys.plain))
+        )
+        if shrink is not None:
+            rotated, plain = rotated * shrink, plain * shrink
+        zero = torch.zeros((), dtype=dtype, device=q.device)
+        rotated, plain = torch.where(visible, rotated, zero), torch.where(visible, plain, zero)
+        query_scale = None if queries.log_scale is None else queries.log_scale[..., 0].transpose(1, 2)  # [B, H, R]
+        weights.append(normalise(rotated, plain.sum(-1), eps=eps, count=count, query_scale=query_scale, key_scale=key_scale))
+    return weights

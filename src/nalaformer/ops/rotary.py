@@ -1,0 +1,132 @@
+"""Rotary positions, computed from positions: no table of a fixed size anywhere."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+def rotary_frequencies(num_pairs: int, *, base: float = 10000.0, inclusive: bool = False) -> Tensor:
+    """Turning speeds base^-t of the channel pairs, float64 [P].
+
+    t runs over [0, 1): the usual form for text. `inclusive` runs over [0, 1]: the form of the published vision models.
+    """
+    if inclusive:
+        t = torch.linspace(0.0, 1.0, num_pairs, dtype=torch.float64)
+    else:
+        t = torch.arange(num_pairs, dtype=torch.float64) / num_pairs
+    return base**-t
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Where each token stands, and how fast each channel pair turns with it.
+
+    positions: [N, A] or [B, N, A], A axes (1 for text, 2 for images).
+    frequencies: [P]; axis a turns the pairs a*P .. (a+1)*P - 1, pair i = channels (2i, 2i+1). So dim = 2*A*P channels
+    turn; features of a multiple of that size are turned in groups of dim, each group alike.
+
+    By default the published form is meant: rotation in the numerator of attention only. Its weights can be negative
+    and do not sum to one. `normalised=True` is a form of our own whose weights are >= 0 and sum to one: each channel
+    pair (a, b) also contributes its length |(a, b)|, so that a pair's product becomes |x||y|(1 + cos angle) >= 0, in
+    the numerator and the denominator alike. It makes the features 1.5 times as wide.
+    """
+
+    positions: Tensor
+    frequencies: Tensor
+    normalised: bool = False
+
+    def __post_init__(self) -> None:
+        if self.positions.dim() not in (2, 3):
+            raise ValueError(
+                f"rotary positions must be [N, axes] or [B, N, axes], got shape {tuple(self.positions.shape)}; "
+                "use Rotary.sequence, Rotary.grid or Rotary.packed to make them"
+            )
+
+    @classmethod
+    def sequence(
+        cls,
+        num_tokens: int,
+        dim: int,
+        *,
+        start: int = 0,
+        base: float = 10000.0,
+        normalised: bool = False,
+        device: torch.device | str | None = None,
+    ) -> "Rotary":
+        """Tokens start, start+1, ... of one sequence; dim channels turn, dim even."""
+        if dim % 2:
+            raise ValueError(f"1-D rotary needs an even number of channels, got {dim}; choose an even head_dim")
+        positions = torch.arange(start, start + num_tokens, device=device)[:, None]
+        return cls(positions, rotary_frequencies(dim // 2, base=base).to(positions.device), normalised)
+
+    @classmethod
+    def grid(
+        cls,
+        height: int,
+        width: int,
+        dim: int,
+        *,
+        base: float = 10000.0,
+        normalised: bool = False,
+        device: torch.device | str | None = None,
+    ) -> "Rotary":
+        """The height*width tokens of an image, row by row; half of the dim channels turn with the row, half with the column."""
+        if dim % 4:
+            raise ValueError(f"2-D rotary needs channels in multiples of 4, got {dim}; choose head_dim divisible by 4")
+        rows = torch.arange(height, device=device)[:, None].expand(height, width)
+        columns = torch.arange(width, device=device)[None, :].expand(height, width)
+        positions = torch.stack((rows, columns), dim=-1).reshape(height * width, 2)
+        return cls(positions, rotary_frequencies(dim // 4, base=base, inclusive=True).to(positions.device), normalised)
+
+    @classmethod
+    def packed(cls, cu_seqlens: Tensor, dim: int, *, base: float = 10000.0, normalised: bool = False) -> "Rotary":
+        """Tokens of packed sequences: positions start at 0 in each."""
+        lengths = cu_seqlens.diff()
+        starts = torch.repeat_interleave(cu_seqlens[:-1], lengths)
+        one_sequence = cls.sequence(int(cu_seqlens[-1]), dim, base=base, normalised=normalised, device=cu_seqlens.device)
+        return replace(one_sequence, positions=one_sequence.positions - starts[:, None])
+
+    @property
+    def dim(self) -> int:
+        return 2 * self.positions.shape[-1] * self.frequencies.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[-2]
+
+    def tokens(self, start: int, stop: int) -> "Rotary":
+        """The same for tokens start .. stop - 1 only."""
+        return replace(self, positions=self.positions[..., start:stop, :])
+
+    def select(self, rows: Tensor) -> "Rotary":
+        """The same for some tokens only."""
+        return replace(self, positions=self.positions.index_select(-2, rows))
+
+    def cos_sin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles, each [N, A*P] or [B, N, A*P]."""
+        # float64 angles: at position 262,144 a float32 angle is off by 0.02 radian. ONNX runtimes and Apple GPUs lack
+        # float64 trigonometry, and images have small positions
+        lacks_double = torch.compiler.is_exporting() or self.positions.device.type == "mps"
+        precise = torch.float32 if lacks_double else torch.float64
+        angles = self.positions[..., None].to(precise) * self.frequencies.to(self.positions.device, precise)
+        angles = angles.flatten(-2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def rotate(self, features: Tensor) -> Tensor:
+        """Turn the channel pairs of features [B, N, H, F]; with `normalised`, append the pair lengths: [B, N, H, 1.5 F]."""
+        if features.shape[-1] % self.dim:
+            raise ValueError(
+                f"the feature size must be a multiple of the rotary's channels ({self.dim}), got {features.shape[-1]}; "
+                "make the rotary for the head size or the feature size of the map"
+            )
+        cos, sin = self.cos_sin(features.dtype)
+        cos, sin = cos[..., None, None, :], sin[..., None, None, :]  # [(B,) N, 1, 1, dim/2]
+        pairs = features.unflatten(-1, (features.shape[-1] // self.dim, self.dim // 2, 2))
+        even, odd = pairs.unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-3)
+        if not self.normalised:
+            return turned
+        # the tiny term gives the length of an empty pair a gradient of zero instead of NaN
+        lengths = (even.square() + odd.square() + torch.finfo(features.dtype).tiny).sqrt().flatten(-2)
+        return torch.cat((turned, lengths), dim=-1)

@@ -1,0 +1,43 @@
+"""Names that people type, and what to say when a name is wrong."""
+
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not known: the nearest names first, then all of them."""
+    names = sorted(known)
+    near = get_close_matches(str(name), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names)}")
+
+
+class Registry(Generic[T]):
+    """A table from names to things of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: enter the thing under `name`."""
+
+        def enter(thing: T) -> T:
+            if name in self._entries:
+                raise ValueError(f"the {self.kind} {name!r} is registered already; choose another name")
+            self._entries[name] = thing
+            return thing
+
+        return enter
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._entries:
+            raise unknown_name(self.kind, name, self._entries)
+        return self._entries[name]
+
+    def names(self) -> list[str]:
+        """All names, in the order in which they were entered."""
+        return list(self._entries)
