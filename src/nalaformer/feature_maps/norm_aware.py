@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import FeatureMap, by_sign, excess
+from .base import FeatureMap, both_signs, by_sign, excess
 from .registry import FEATURE_MAPS
 
 # Below this norm a query has no direction that gradients could trust: it fades into a query that favours no channel.
@@ -77,31 +77,30 @@ class NormAware(FeatureMap):
         size = q.square().sum(-1, keepdim=True)
         norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
         unit = q / norm
-        magnitude = unit.abs() ** self.query_power(norm)
-        features = self.spread(magnitude, q, unit)
+        features = self.spread(unit.abs() ** self.query_power(norm), unit)
         # 1 for a zero query, 0 from SMALLEST_NORM on, and smooth at zero
         fading = (1 - size / SMALLEST_NORM**2).clamp(min=0) * self.head_dim**-0.75
         return features + fading if self.direction == "split" else features + self.first_half(fading)
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
         power = self.key_power(k)
-        magnitude = k.abs()
-        if isinstance(log_scale, Tensor):
-            magnitude = magnitude * (-log_scale / power).exp()
-        unit = None
-        if self.direction == "cosine":
-            unit = k / k.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM**2).sqrt()
+        scaled = k * (-log_scale / power).exp() if isinstance(log_scale, Tensor) else k
         # the published power by multiplication, several times as fast as a general power
         is_cube = isinstance(power, float) and power == 3.0
-        return self.spread(magnitude * magnitude * magnitude if is_cube else magnitude**power, k, unit)
+        if self.direction == "split" and is_cube:
+            return both_signs(scaled * scaled * scaled)
+        size = scaled.abs()
+        magnitude = size * size * size if is_cube else size**power
+        unit = k / k.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM**2).sqrt()
+        return self.spread(magnitude, unit)
 
     def key_log_scale(self, k: Tensor) -> Tensor:
         return excess(self.key_power(k) * k.abs().amax(dim=-1, keepdim=True).log())
 
-    def spread(self, magnitude: Tensor, x: Tensor, unit: Tensor | None) -> Tensor:
-        """Put the magnitudes on the two halves of the features by the direction of x."""
-        if unit is None or self.direction == "split":
-            return by_sign(magnitude, x)
+    def spread(self, magnitude: Tensor, unit: Tensor) -> Tensor:
+        """Put the magnitudes on the two halves of the features by the direction of the input."""
+        if self.direction == "split":
+            return by_sign(magnitude, unit)
         angle = math.pi / 4 * (self.alpha * unit).tanh()
         return torch.cat((magnitude * angle.cos(), magnitude * angle.sin()), dim=-1)
 

@@ -25,8 +25,8 @@ from .features import (
 from .rotary import Rotary
 from .state import LinearState
 
-# A piece's features should stay in the cache of a core: 2^18 floats, 1 MB. Fewer than 64 tokens waste the matrix unit.
-PIECE_ELEMENTS = 2**18
+# A piece's features should stay in the cache of a core: 2^19 floats, 2 MB. Fewer than 64 tokens waste the matrix unit.
+PIECE_ELEMENTS = 2**19
 SMALLEST_PIECE = 64
 # A causal piece costs piece^2 products besides piece x F: about the head size is right.
 CAUSAL_PIECE = 128
