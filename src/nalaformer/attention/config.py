@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ..feature_maps import FEATURE_MAPS
+from ..feature_maps import FEATURE_MAPS, map_options_of
 from ..registry import unknown_name
 
 
@@ -46,8 +46,8 @@ class AttentionConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise unknown_name(f"{name}", getattr(self, name), choices)
-        if self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, so that the image keeps its size, got {self.kernel_size}")
+        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be positive and odd, so that the image keeps its size, got {self.kernel_size}")
         if self.key_reduction < 1:
             raise ValueError(f"key_reduction must be at least 1, got {self.key_reduction}")
         if self.causal and (self.local_mix != "none" or self.key_reduction > 1):
@@ -90,8 +90,11 @@ def configure(name: str, options: dict[str, Any]) -> AttentionConfig:
     parts = {f.name for f in fields(AttentionConfig)}
     changed = {key: value for key, value in options.items() if key in parts}
     for_map = {key: value for key, value in options.items() if key not in parts}
-    if for_map and config.feature_map is None and "feature_map" not in changed:
-        raise unknown_name(f"option of {name} attention:", next(iter(for_map)), parts)
+    name_of_map = changed.get("feature_map", config.feature_map)
+    known = parts if name_of_map is None else parts | set(map_options_of(name_of_map))
+    for option in for_map:
+        if option not in known:
+            raise unknown_name(f"option of {name} attention:", option, known)
     # another map comes with its own defaults
     kept = {} if "feature_map" in changed else config.map_options
     map_options = kept | changed.pop("map_options", {}) | for_map

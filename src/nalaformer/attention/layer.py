@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..feature_maps import Reflection, feature_map
-from ..ops import Rotary, hide, linear_attention
+from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention
 from .config import AttentionConfig
 from .local_mix import LocalMix, resize_values
 from .position_table import PositionTable
@@ -64,8 +64,12 @@ class Attention(nn.Module):
         self.projection = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, grid: Grid | None = None, key_mask: Tensor | None = None) -> Tensor:
-        """x: [B, N, C] -> [B, N, C]. key_mask: [B, N] bool, True = a real token; padding changes no other token."""
+        """x: [B, N, C] -> [B, N, C]. key_mask: [B, N] bool, True = a real token; what padding holds reaches no other one.
+
+        A position table covers the whole grid: there, padding changes where the real tokens stand.
+        """
         grid = self._checked_grid(x, grid)
+        check_key_mask(key_mask, x)
         q, k, v, gate, key_grid = self._project(x, grid, key_mask)
         if self.table is not None:
             k = k + self.table(key_grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
@@ -109,8 +113,8 @@ class Attention(nn.Module):
         """[B, N, H, D]."""
         if self.map is None:
             if self.config.position == "rotary":
-                q = self._rotary(grid, self.head_dim, q).rotate(q.float()).to(q.dtype)
-                k = self._rotary(key_grid, self.head_dim, k).rotate(k.float()).to(k.dtype)
+                q = self._rotary(grid, self.head_dim, q).rotate(q.to(compute_dtype(q))).to(q.dtype)
+                k = self._rotary(key_grid, self.head_dim, k).rotate(k.to(compute_dtype(k))).to(k.dtype)
             return self._softmax(q, k, v, key_mask)
         rotary = None
         if self.config.position == "rotary":
@@ -140,8 +144,12 @@ class Attention(nn.Module):
                 f"x must be tokens [batch, tokens, {self.dim}], got shape {tuple(x.shape)}; "
                 "flatten an image with x.flatten(2).transpose(1, 2)"
             )
+        if x.shape[1] == 0:
+            raise ValueError(f"x must hold at least one token, got shape {tuple(x.shape)}")
         if grid is None:
             return 1, x.shape[1]
+        if len(grid) != 2 or grid[0] < 1 or grid[1] < 1:
+            raise ValueError(f"grid must be (height, width), both positive, got {tuple(grid)}")
         height, width = grid
         if height * width != x.shape[1]:
             raise ValueError(f"grid must cover the tokens: {height} x {width} = {height * width}, got {x.shape[1]} tokens")

@@ -6,7 +6,7 @@ from .norm_aware import NormAware
 from .norm_preserving import NormPreserving
 from .polarity import Polarity, PolarityExp
 from .reflection import Reflection
-from .registry import FEATURE_MAPS, feature_map
+from .registry import FEATURE_MAPS, feature_map, map_options_of
 from .simple import Elu, Hedgehog, Relu, Split
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "Relu",
     "Split",
     "feature_map",
+    "map_options_of",
 ]

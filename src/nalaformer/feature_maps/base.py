@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..ops import FeatureMapLike, ScaledFeatures
+from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures
 
-# Features stay below this, so that query feature x key feature x value x tokens fits into float32 with room to spare.
-LARGEST_FEATURE = 1e6
+# Features stay below this, so that their products with values, tokens and 1/eps fit into float32, squared in gradients too.
+LARGEST_FEATURE = 1e4
 LOG_LARGEST_FEATURE = math.log(LARGEST_FEATURE)
 
 
@@ -47,6 +47,10 @@ class FeatureMap(nn.Module):
 
     def key_log_scale(self, k: Tensor) -> Tensor | None:
         """[B, N, H, 1]: by how much each key's features must be divided to stay below LARGEST_FEATURE; None: never."""
+        return None
+
+    def kernel_spec(self, device: torch.device) -> KernelSpec | None:
+        """How the fused kernels compute this map in registers; None: they get features computed here."""
         return None
 
     def given(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool) -> FeatureMapLike:

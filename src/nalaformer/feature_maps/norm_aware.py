@@ -1,11 +1,13 @@
 """NaLaFormer: norm-aware linear attention (arXiv 2506.21137)."""
 
 import math
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import KernelSpec
 from .base import FeatureMap, both_signs, by_sign, excess
 from .registry import FEATURE_MAPS
 
@@ -51,6 +53,10 @@ class NormAware(FeatureMap):
             raise ValueError(f'direction must be "split" or "cosine", got {direction!r}')
         if powers not in ("published", "mild"):
             raise ValueError(f'powers must be "published" or "mild", got {powers!r}')
+        if lambda_ <= 0 or tau <= 0:
+            raise ValueError(f"lambda_ and tau must be positive: the power grows with the norm, got {lambda_} and {tau}")
+        if not isinstance(norm_scale, str) and norm_scale <= 0:
+            raise ValueError(f"norm_scale must be positive, so that the power grows with the norm, got {norm_scale}")
         if lambda_ * tau < 1 or key_power < 1:
             raise ValueError(
                 f"powers below 1 have no finite gradient at zero: lambda_ * tau and key_power must be at least 1, got "
@@ -78,8 +84,8 @@ class NormAware(FeatureMap):
         norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
         unit = q / norm
         features = self.spread(unit.abs() ** self.query_power(norm), unit)
-        # 1 for a zero query, 0 from SMALLEST_NORM on, and smooth at zero
-        fading = (1 - size / SMALLEST_NORM**2).clamp(min=0) * self.head_dim**-0.75
+        # 1 for a zero query, 0 from SMALLEST_NORM on; without gradient, which would be steep and point nowhere
+        fading = (1 - size.detach() / SMALLEST_NORM**2).clamp(min=0) * self.head_dim**-0.75
         return features + fading if self.direction == "split" else features + self.first_half(fading)
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
@@ -96,6 +102,26 @@ class NormAware(FeatureMap):
 
     def key_log_scale(self, k: Tensor) -> Tensor:
         return excess(self.key_power(k) * k.abs().amax(dim=-1, keepdim=True).log())
+
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        if self.powers == "mild":
+            slope, key_power = F.softplus(self.query_gain.float()), 1 + F.softplus(self.key_gain.float())
+            rows = torch.stack((torch.ones_like(slope), slope, key_power), dim=1).to(device)
+        elif self.learnable:
+            lambda_, tau = self.lambda_.float(), self.tau.float()
+            key_power = torch.full_like(lambda_, self.fixed_key_power)
+            rows = torch.stack((lambda_ * tau, lambda_, key_power), dim=1).to(device)
+        else:
+            rows = constant_row((self.fixed_lambda * self.fixed_tau, self.fixed_lambda, self.fixed_key_power), device)
+        return KernelSpec(
+            f"norm_aware_{self.direction}",
+            parts=2,
+            parameters=rows,
+            norm_scale=self.norm_scale,
+            alpha=self.alpha,
+            log2_key_shift=30.0,
+            is_cube=self.powers == "published" and self.fixed_key_power == 3.0,
+        )
 
     def spread(self, magnitude: Tensor, unit: Tensor) -> Tensor:
         """Put the magnitudes on the two halves of the features by the direction of the input."""
@@ -127,3 +153,9 @@ class NormAware(FeatureMap):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, direction={self.direction}, powers={self.powers}, norm_scale={self.norm_scale:g}"
+
+
+@cache
+def constant_row(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """One row of numbers on the device, made once: a copy to the GPU at each call would cost more than the op."""
+    return torch.tensor([values], dtype=torch.float32, device=device)

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import ScaledFeatures
-from .base import FeatureMap, both_signs, by_sign, excess, swap_halves
+from ..ops import KernelSpec, ScaledFeatures
+from .base import LOG_LARGEST_FEATURE, FeatureMap, both_signs, by_sign, excess, swap_halves
 from .registry import FEATURE_MAPS
 
 
@@ -40,6 +40,11 @@ class Polarity(FeatureMap):
 
     def key_log_scale(self, k: Tensor) -> Tensor:
         return log_scale_of_power(*self._size_and_power(k))
+
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        power = 1 + self.alpha * self.power.float().sigmoid()
+        rows = torch.cat((power, 1 / F.softplus(self.scale.float())), dim=1)
+        return KernelSpec("polarity", parts=2, parameters=rows.to(device), is_guarded=True)
 
     def _size_and_power(self, x: Tensor) -> tuple[Tensor, Tensor]:
         size = x.abs() / F.softplus(self.per_head(self.scale, x))
@@ -89,10 +94,15 @@ class PolarityExp(FeatureMap):
     def key_log_scale(self, k: Tensor) -> Tensor:
         return excess(k.abs().amax(dim=-1, keepdim=True))
 
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        rows = torch.cat((self.same, self.opposite), dim=1).float().sigmoid()
+        return KernelSpec("polarity_exp", parts=2, parameters=rows.to(device), is_guarded=True)
+
 
 def scaled_expm1(x: Tensor, log_scale: Tensor | float) -> Tensor:
     """(exp(x) - 1) * exp(-log_scale) for x >= 0."""
     if not isinstance(log_scale, Tensor):
         return torch.expm1(x)
-    # exp(x - s) - exp(-s): the two terms written so that a scale of zero leaves expm1 with all its digits
-    return torch.expm1(x - log_scale) - torch.expm1(-log_scale)
+    # (1 - exp(-x)) keeps the digits of small x where features are scaled
+    plain = torch.expm1(x.clamp(max=LOG_LARGEST_FEATURE + 1))
+    return torch.where(log_scale > 0, torch.exp(x - log_scale) * -torch.expm1(-x), plain)

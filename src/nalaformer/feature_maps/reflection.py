@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..ops import FeatureMapLike, ScaledFeatures
+from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures
 from .base import FeatureMap
 from .registry import FEATURE_MAPS
 
@@ -25,7 +25,8 @@ class Reflection(FeatureMap):
         delta = pi/4 tanh(a) tanh(b (s - mean of s over the blocks)), s = log of the variance of a block over the tokens
         of q and k; a and b are learned per head, a = 0 at first. Bidirectional only: it looks at all tokens.
 
-    R is symmetric, R R = I, and (R q).(R k) = q.k. Training starts at a swap of channels, which is plain ReLU attention.
+    Each reflection is symmetric and its own inverse; together they keep products, (R q).(R k) = q.k. Training starts at a
+    swap of channels, which is plain ReLU attention.
     """
 
     heads_have_own_keys = True
@@ -104,12 +105,19 @@ class Reflection(FeatureMap):
                 "the variance-aware reflection looks at all tokens and cannot be causal, got variance=True; "
                 'use feature_map("reflection", variance=False, ...)'
             )
+        if k.shape[2] != q.shape[2]:
+            raise ValueError(
+                f"the variance-aware reflection has angles per query head and needs keys for each, got {q.shape[2]} query "
+                f"and {k.shape[2]} key heads; make the map with num_heads={q.shape[2]}, or use variance=False"
+            )
         spread = self.block_variance(q, k, key_mask)
         log_variance = (spread + 1e-6).log()
         relative = log_variance - log_variance.mean(dim=-1, keepdim=True)
-        strength = math.pi / 4 * self.per_head(self.strength, q).float().tanh()
-        delta = strength[:, None] * (self.per_head(self.sensitivity, q)[:, None] * relative).tanh()
-        return _ReflectionAt(self, (self.per_head(self.theta, q) + delta)[:, None])
+        # in the dtype of the statistics: angles rounded to half precision would cost the gradients most of their digits
+        like = q.to(spread.dtype)
+        strength = math.pi / 4 * self.per_head(self.strength, like).tanh()
+        delta = strength[:, None] * (self.per_head(self.sensitivity, like)[:, None] * relative).tanh()
+        return _ReflectionAt(self, (self.per_head(self.theta, like) + delta)[:, None])
 
     def block_variance(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
         """[B, H, D/2]: the variance of each channel pair over the tokens of q and k pooled, hidden tokens left out."""
@@ -176,4 +184,7 @@ class _ReflectionAt:
         return self.reflection.phi(k, self.angles.to(k.dtype))
 
     def key_log_scale(self, k: Tensor) -> Tensor | None:
+        return None
+
+    def kernel_spec(self, device: torch.device) -> KernelSpec | None:
         return None

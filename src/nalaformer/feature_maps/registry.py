@@ -8,11 +8,16 @@ from .base import FeatureMap
 FEATURE_MAPS: Registry[type[FeatureMap]] = Registry("feature map")
 
 
+def map_options_of(name: str) -> list[str]:
+    """The options that the feature map of that name takes."""
+    parameters = signature(FEATURE_MAPS[name]).parameters.values()
+    return [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY and p.name not in ("num_heads", "head_dim")]
+
+
 def feature_map(name: str, *, num_heads: int, head_dim: int, **options: object) -> FeatureMap:
     """Make the feature map of that name; the options are those of its class."""
-    cls = FEATURE_MAPS[name]
-    known = [p.name for p in signature(cls).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
+    known = map_options_of(name)
     for option in options:
         if option not in known:
-            raise unknown_name(f"option of the feature map {name!r}:", option, set(known) - {"num_heads", "head_dim"})
-    return cls(num_heads=num_heads, head_dim=head_dim, **options)
+            raise unknown_name(f"option of the feature map {name!r}:", option, known)
+    return FEATURE_MAPS[name](num_heads=num_heads, head_dim=head_dim, **options)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import KernelSpec
 from .base import FeatureMap, both_signs
 from .registry import FEATURE_MAPS
 
@@ -28,6 +29,9 @@ class Relu(SameForBoth):
     def phi(self, x: Tensor) -> Tensor:
         return x.relu()
 
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        return KernelSpec("relu", parts=1)
+
 
 @FEATURE_MAPS.register("elu")
 class Elu(SameForBoth):
@@ -36,6 +40,9 @@ class Elu(SameForBoth):
     def phi(self, x: Tensor) -> Tensor:
         return F.elu(x) + 1
 
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        return KernelSpec("elu", parts=1)
+
 
 @FEATURE_MAPS.register("split")
 class Split(SameForBoth):
@@ -43,6 +50,9 @@ class Split(SameForBoth):
 
     def phi(self, x: Tensor) -> Tensor:
         return both_signs(x)
+
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        return KernelSpec("split", parts=2)
 
 
 @FEATURE_MAPS.register("hedgehog")

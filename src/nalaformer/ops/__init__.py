@@ -1,17 +1,22 @@
 """Mathematics on tensors: the attention op, its state, and the choice of its implementation."""
 
 from .backend import get_backend, set_backend, use_backend
-from .features import FeatureMapLike, ScaledFeatures, hide
+from .checks import check_key_mask
+from .features import FeatureMapLike, ScaledFeatures, compute_dtype, hide
 from .interface import attention_weights, linear_attention, recurrent_linear_attention
+from .kernel_spec import KernelSpec
 from .rotary import Rotary, rotary_frequencies
 from .state import LinearState
 
 __all__ = [
     "FeatureMapLike",
+    "KernelSpec",
     "LinearState",
     "Rotary",
     "ScaledFeatures",
     "attention_weights",
+    "check_key_mask",
+    "compute_dtype",
     "get_backend",
     "hide",
     "linear_attention",

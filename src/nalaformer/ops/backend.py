@@ -1,12 +1,16 @@
 """Which implementation runs. The choice depends on static facts only, so torch.compile can trace through it."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from ..registry import unknown_name
+from .features import FeatureMapLike
+from .rotary import Rotary
 
 BACKENDS = {
     "auto": "the fastest that supports the call",
@@ -14,6 +18,11 @@ BACKENDS = {
     "chunked": "plain torch, piece by piece: memory linear in the number of tokens",
     "triton": "fused GPU kernels",
 }
+LARGEST_HEAD = 128  # for maps computed in registers, whose features are twice as wide
+LARGEST_FEATURES = 256  # for features computed outside
+TRITON_FOUND = find_spec("triton") is not None
+# Triton's interpreter runs the kernels on a CPU, slowly: for tests
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 # one setting for the process, read where the op is called: no ContextVar, which torch.compile cannot trace
 _setting = "auto"
@@ -24,8 +33,9 @@ def set_backend(name: str) -> None:
     global _setting
     if name not in BACKENDS:
         raise unknown_name("backend", name, BACKENDS)
-    if name == "triton":
-        raise ValueError(f"the triton backend cannot run here: {why_no_triton()}; use 'auto' or 'chunked'")
+    reason = why_no_triton_here()
+    if name == "triton" and reason:
+        raise ValueError(f"the triton backend cannot run here: {reason}; use 'auto' or 'chunked'")
     _setting = name
 
 
@@ -44,19 +54,72 @@ def use_backend(name: str) -> Iterator[None]:
         set_backend(before)
 
 
-def choose(q: Tensor) -> str:
-    """The backend for this call."""
-    # while there are no fused kernels, pieces are the best on every device; a short input is a single piece
-    return "chunked" if _setting == "auto" else _setting
+def choose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    causal: bool,
+    rotary: tuple[Rotary | None, Rotary | None],
+) -> str:
+    """The backend for this call; an explicit "triton" that cannot serve it raises with the reason."""
+    if _setting in ("reference", "chunked"):
+        return _setting
+    reason = why_not_triton(q, k, v, feature_map, causal, rotary)
+    if reason is None:
+        return "triton"
+    if _setting == "triton":
+        raise ValueError(f"the triton backend cannot serve this call: {reason}; use set_backend('auto')")
+    return "chunked"
 
 
-def why_no_triton() -> str:
-    """The reason in words."""
-    if not torch.cuda.is_available():
+def why_no_triton_here() -> str | None:
+    """Why no call can use the kernels on this machine; None if some can."""
+    if not TRITON_FOUND:
+        return "the package triton is not installed"
+    if not torch.cuda.is_available() and not INTERPRETING:
         return "no CUDA device was found"
-    return "this version of nalaformer has no fused kernels yet"
+    return None
+
+
+def why_not_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: FeatureMapLike,
+    causal: bool,
+    rotary: tuple[Rotary | None, Rotary | None],
+) -> str | None:
+    """Why this call cannot use the kernels; None if it can."""
+    reason = why_no_triton_here()
+    if reason:
+        return reason
+    if q.device.type != "cuda" and not (INTERPRETING and _setting == "triton"):
+        return f"the tensors are on {q.device.type}"
+    if q.shape[0] == 0:
+        return "the batch is empty"
+    if torch.compiler.is_exporting():
+        return "an exported program must run without Triton"
+    if causal:
+        return "there is no causal kernel yet"
+    if torch.float64 in (q.dtype, k.dtype, v.dtype):
+        return "float64 has no matrix units"
+    features = feature_map.head_dim if feature_map.kernel_spec(q.device) is not None else None
+    if features is None and feature_map.streams > 1:
+        return "a map with two streams needs a kernel of its own"
+    if feature_map.head_dim > LARGEST_HEAD or v.shape[-1] > LARGEST_HEAD:
+        return f"heads of more than {LARGEST_HEAD} channels do not fit on chip"
+    if (rotary[0] is None) != (rotary[1] is None):
+        return "only one of q and k has positions"
+    if rotary[0] is not None and (feature_map.head_dim % 2 or (rotary[0].normalised and feature_map.streams > 1)):
+        return "the kernels turn channel pairs of an even head"
+    return None
 
 
 def report() -> dict[str, str]:
     """What would run here and why, for `nalaformer info`."""
-    return {"backend": f"{_setting} -> chunked", "triton": f"not used: {why_no_triton()}"}
+    reason = why_no_triton_here()
+    best = "chunked" if reason else "triton where it can, else chunked"
+    runs = best if _setting == "auto" else _setting
+    return {"backend": f"{_setting} -> {runs}", "triton": f"not used: {reason}" if reason else "fused kernels"}

@@ -1,5 +1,6 @@
 """What may be passed to the ops. Each error states the rule, what came instead, and what to do."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,7 @@ def check_call(
     causal: bool,
     rotary: RotaryArgument,
     key_mask: Tensor | None,
+    eps: float,
 ) -> RotaryPair:
     """All rules for a call with [B, N, H, D] inputs; returns the rotary of q and that of k."""
     check_tensors(q, k, k if v is None else v, feature_map)
@@ -30,7 +32,11 @@ def check_call(
             f"causal attention needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}; "
             "to continue an earlier sequence use recurrent_linear_attention with its state"
         )
+    if not eps >= 0:
+        raise ValueError(f"eps must be >= 0, got {eps}; the default is 1e-6")
     check_key_mask(key_mask, k)
+    if isinstance(rotary, tuple) and len(rotary) != 2:
+        raise ValueError(f"rotary must be one Rotary or a pair (of q, of k), got a tuple of {len(rotary)}")
     rotary_q, rotary_k = rotary if isinstance(rotary, tuple) else (rotary, rotary)
     check_rotary(rotary_q, q, "q")
     check_rotary(rotary_k, k, "k")
@@ -44,6 +50,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) 
             'make one with nalaformer.feature_map("norm_aware", num_heads=..., head_dim=...)'
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}; convert it with torch.as_tensor()")
         if x.dim() != 4:
             raise ValueError(
                 f"{name} must be [batch, tokens, heads, channels], got shape {tuple(x.shape)}; "
@@ -57,6 +65,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) 
             )
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"q, k and v must have one batch size, got {q.shape[0]} for q and {x.shape[0]} for {name}")
+        if x.shape[2] == 0 or x.shape[3] == 0:
+            raise ValueError(f"the heads and channels of {name} must be at least 1, got shape {tuple(x.shape)}")
         if x.shape[1] == 0:
             raise ValueError(
                 f"{name} must hold at least one token, got shape {tuple(x.shape)}; an empty batch is fine, no tokens is not"
@@ -126,6 +136,10 @@ def check_rotary(rotary: Rotary | None, x: Tensor, name: str) -> None:
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> list[int]:
     """The lengths of the packed sequences."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(
+            f"cu_seqlens must be a torch tensor, got {type(cu_seqlens).__name__}; convert it with torch.tensor([0, 3, 8])"
+        )
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens must be a list of integers [sequences + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; "
@@ -142,17 +156,32 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> list[int]:
     return lengths
 
 
-def check_state(state: LinearState | None, k: Tensor, v: Tensor) -> None:
+def check_rows(rows: Tensor | Sequence[int], q: Tensor) -> Tensor:
+    """Numbers of queries as an index."""
+    index = torch.as_tensor(rows, dtype=torch.int64, device=q.device)
+    if index.dim() != 1 or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < q.shape[1]):
+        raise ValueError(f"rows must be a list of query numbers from 0 to {q.shape[1] - 1}, got {rows}")
+    return index
+
+
+def check_state(
+    state: LinearState | None, q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, rotary: Rotary | None
+) -> None:
     if state is None:
         return
-    found = (state.state.shape[0], state.state.shape[1], state.state.shape[3])
-    wanted = (k.shape[0], k.shape[2], v.shape[3])
-    if found != wanted:
-        raise ValueError(
-            f"the state must have batch, key heads and value size {wanted}, got {found}; "
-            "it must come from the same layer and batch (LinearState.select reorders the batch)"
-        )
     if state.state.device != k.device:
         raise ValueError(
             f"the state must be on the device of k ({k.device}), got {state.state.device}; move it with state.to()"
+        )
+    # no token at all tells the size of the features without computing any
+    no_token = k[:, :0]
+    features = feature_map.key(no_token.to(torch.float32)).shape[-1]
+    if rotary is not None and rotary.normalised:
+        features += features // 2
+    found = tuple(state.state.shape)
+    wanted = (k.shape[0], k.shape[2], features, v.shape[3])
+    if found != wanted:
+        raise ValueError(
+            f"the state must have batch, key heads, features and value size {wanted}, got {found}; "
+            "it must come from the same layer and batch (LinearState.select reorders the batch)"
         )

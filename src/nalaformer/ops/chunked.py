@@ -21,6 +21,7 @@ from .features import (
     key_log_scale,
     normalise,
     query_features,
+    weighted_values,
 )
 from .rotary import Rotary
 from .state import LinearState
@@ -183,7 +184,7 @@ def causal_step(
         before_sum = torch.einsum("bikgf,bkf->bikg", plain, state.key_sum)
         if keep_state is not None:
             before, before_sum = before * keep_state[..., None, None], before_sum * keep_state[..., None]
-        numerator = before + torch.einsum("bkgij,bjkv->bikgv", within[0], stream_values)
+        numerator = before + weighted_values(within[0], stream_values, lower)
         denominator = before_sum + within[1].sum(-1).permute(0, 3, 1, 2)
         out = normalise(
             numerator.flatten(2, 3),

@@ -10,10 +10,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .kernel_spec import KernelSpec
 from .rotary import Rotary
 
 # The scale of a query and a key together takes at most this factor off eps: 1/eps must stay a finite factor in gradients.
-MAX_LOG_SCALE_OF_EPS = 27.6  # ln 1e12
+MAX_LOG_SCALE_OF_EPS = 9.210340371976184  # ln 1e4
 
 
 class FeatureMapLike(Protocol):
@@ -28,6 +29,7 @@ class FeatureMapLike(Protocol):
     def query_streams(self, q: Tensor) -> "tuple[ScaledFeatures, ...]": ...
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor: ...
     def key_log_scale(self, k: Tensor) -> Tensor | None: ...
+    def kernel_spec(self, device: torch.device) -> KernelSpec | None: ...
 
 
 class ScaledFeatures(NamedTuple):
@@ -105,6 +107,21 @@ def key_features(
 def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """Zero the tokens of x [B, N, H, *] that the mask [B, N] does not show."""
     return x if key_mask is None else torch.where(key_mask[:, :, None, None], x, x.new_zeros(()))
+
+
+def weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """weights [B, K, G, i, j] times values [B, j, K, V] -> [B, i, K, G, V]; a value counts only where visible [i, j].
+
+    Zero times NaN is NaN: a token that holds NaN or infinity would reach the rows that do not see it.
+    """
+    bad = ~values.isfinite()
+    # a look at the numbers is cheap on a CPU; elsewhere, and while tracing, the general form runs always
+    if values.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(bad.any()):
+        return torch.einsum("bkgij,bjkv->bikgv", weights, values)
+    finite = torch.where(bad, values.new_zeros(()), values)
+    reached = torch.einsum("ij,bjkv->bikv", visible.to(values.dtype), bad.to(values.dtype)) > 0
+    product = torch.einsum("bkgij,bjkv->bikgv", weights, finite)
+    return torch.where(reached[:, :, :, None], values.new_full((), torch.nan), product)
 
 
 def normalise(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import chunked, reference
 from .backend import choose
-from .checks import RotaryArgument, check_call, check_cu_seqlens, check_rotary, check_state
+from .checks import RotaryArgument, check_call, check_cu_seqlens, check_rotary, check_rows, check_state, check_tensors
 from .features import FeatureMapLike
 from .state import LinearState
 
@@ -41,26 +41,39 @@ def linear_attention(
     """
     if cu_seqlens is not None:
         return _packed(q, k, v, feature_map, causal, rotary, key_mask, cu_seqlens, eps)
-    turns = check_call(q, k, v, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask)
-    if q.shape[0] == 0:
-        return q.new_empty(*q.shape[:3], v.shape[3])
-
-    recompute = _needs_grad(q, k, v, feature_map)
+    turns = check_call(q, k, v, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
+    needs_grad = _needs_grad(q, k, v, feature_map)
     k, v = _heads_for(feature_map, q, k, v)
     # low-precision matmuls under autocast would undo the float32 sums
     with torch.autocast(q.device.type, enabled=False):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
-        if choose(q) == "reference":
+        backend = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns)
+        if backend == "triton":
+            from . import kernels
+
+            return kernels.linear_attention(
+                q,
+                k,
+                v,
+                feature_map=mapped,
+                rotary=turns,
+                key_mask=key_mask,
+                cu_seqlens=None,
+                longest=0,
+                eps=eps,
+                keep=needs_grad,
+            )
+        if backend == "reference":
             out = reference.linear_attention(
                 q, k, v, feature_map=mapped, causal=causal, rotary=turns, key_mask=key_mask, eps=eps
             )
             return out.to(q.dtype)
         if causal:
             return chunked.causal_linear_attention(
-                q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, eps=eps, recompute=recompute
+                q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, eps=eps, recompute=needs_grad
             )[0]
         return chunked.linear_attention(
-            q, k, v, feature_map=mapped, rotary=turns, key_mask=key_mask, eps=eps, recompute=recompute
+            q, k, v, feature_map=mapped, rotary=turns, key_mask=key_mask, eps=eps, recompute=needs_grad
         )
 
 
@@ -80,10 +93,10 @@ def recurrent_linear_attention(
     Shapes as in `linear_attention`, with as many queries as keys. Returns the output and the state after the last token;
     the state passed in is not changed. Rotary positions count on: Rotary.sequence(n, dim, start=tokens_before).
     """
-    turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask)
+    turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps)
     recompute = _needs_grad(q, k, v, feature_map)
     k, v = _heads_for(feature_map, q, k, v)
-    check_state(state, k, v)
+    check_state(state, q, k, v, feature_map, turns[1])
     with torch.autocast(q.device.type, enabled=False):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
         return chunked.causal_linear_attention(
@@ -116,10 +129,10 @@ def attention_weights(
     rows: the queries to look at (all by default: a quadratic amount of memory). stream: which half of the values, for maps
     with two streams. Without rotary every weight is >= 0 and a row sums to one but for eps.
     """
-    turns = check_call(q, k, None, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask)
+    turns = check_call(q, k, None, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
     if not 0 <= stream < feature_map.streams:
         raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream}")
-    index = None if rows is None else torch.as_tensor(rows, dtype=torch.int64, device=q.device)
+    index = None if rows is None else check_rows(rows, q)
     k, _ = _heads_for(feature_map, q, k, k)
     with torch.autocast(q.device.type, enabled=False):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
@@ -159,6 +172,29 @@ def _packed(
     pair = rotary if isinstance(rotary, tuple) else (rotary, rotary)
     for turn in pair:
         check_rotary(turn, q[None], "q")
+    if q.shape[0] == 0:
+        return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * v.sum()
+    with torch.autocast(q.device.type, enabled=False):
+        check_tensors(q[None], k[None], v[None], feature_map)
+        spread_k, spread_v = _heads_for(feature_map, q[None], k[None], v[None])
+        # a map that looks at all tokens must see each sequence by itself
+        is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
+        backend = choose(q[None], spread_k, spread_v, feature_map=feature_map, causal=causal, rotary=pair)
+        if is_same and backend == "triton":
+            from . import kernels
+
+            return kernels.linear_attention(
+                q,
+                spread_k[0],
+                spread_v[0],
+                feature_map=feature_map,
+                rotary=pair,
+                key_mask=None,
+                cu_seqlens=cu_seqlens.to(q.device),
+                longest=max(lengths),
+                eps=eps,
+                keep=_needs_grad(q, k, v, feature_map),
+            )
     outputs = []
     start = 0
     parts = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
@@ -176,7 +212,7 @@ def _packed(
                 eps=eps,
             )
             outputs.append(out[0])
-    return torch.cat(outputs) if outputs else q.new_empty(0, q.shape[1], v.shape[2])
+    return torch.cat(outputs)
 
 
 def _heads_for(feature_map: FeatureMapLike, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

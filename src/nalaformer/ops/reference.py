@@ -17,6 +17,7 @@ from .features import (
     key_log_scale,
     normalise,
     query_features,
+    weighted_values,
 )
 from .rotary import Rotary
 
@@ -37,10 +38,13 @@ def linear_attention(
         weights = attention_weights(
             q, k, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps, rows=None
         )
-        # hidden tokens have weight zero, but zero times NaN is NaN
-        visible = hide(v, key_mask).to(weights[0].dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-        values = visible.chunk(feature_map.streams, dim=-1)
-        return torch.cat([torch.einsum("bhij,bjhv->bihv", w, x) for w, x in zip(weights, values, strict=True)], dim=-1)
+        values = hide(v, key_mask).to(weights[0].dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        lower = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+        outputs = [
+            weighted_values(w[:, :, None], x, lower)[..., 0, :]
+            for w, x in zip(weights, values.chunk(feature_map.streams, dim=-1), strict=True)
+        ]
+        return torch.cat(outputs, dim=-1)
 
     dtype = compute_dtype(q, k, v)
     kv_heads = k.shape[2]

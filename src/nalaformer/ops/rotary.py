@@ -113,6 +113,14 @@ class Rotary:
         angles = angles.flatten(-2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """float32 cosine and sine as the kernels read them; kept, so that the layers of a network compute them once."""
+        known: tuple[Tensor, Tensor] | None = self.__dict__.get("_tables")
+        if known is None:
+            known = self.cos_sin(torch.float32)
+            self.__dict__["_tables"] = known
+        return known
+
     def rotate(self, features: Tensor) -> Tensor:
         """Turn the channel pairs of features [B, N, H, F]; with `normalised`, append the pair lengths: [B, N, H, 1.5 F]."""
         if features.shape[-1] % self.dim:
@@ -127,6 +135,5 @@ class Rotary:
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-3)
         if not self.normalised:
             return turned
-        # the tiny term gives the length of an empty pair a gradient of zero instead of NaN
-        lengths = (even.square() + odd.square() + torch.finfo(features.dtype).tiny).sqrt().flatten(-2)
+        lengths = torch.linalg.vector_norm(pairs, dim=-1).flatten(-2)
         return torch.cat((turned, lengths), dim=-1)

@@ -61,7 +61,7 @@ class LinearState:
 
     def select(self, samples: Tensor | Sequence[int]) -> "LinearState":
         """The states of some samples, in the given order and with repetitions: beam search reorders with it."""
-        index = torch.as_tensor(samples, device=self.state.device)
+        index = torch.as_tensor(samples, dtype=torch.int64, device=self.state.device)
         return LinearState(**{name: tensor.index_select(0, index) for name, tensor in self.tensors().items()})
 
     def split(self, sizes: int | list[int]) -> list["LinearState"]:

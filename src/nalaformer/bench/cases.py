@@ -1,0 +1,52 @@
+"""The sizes that are measured, and their inputs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Attention of N tokens with themselves: B samples, H heads of size D."""
+
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int = 64
+
+    @property
+    def shape(self) -> str:
+        return f"B{self.batch} H{self.heads} N{self.tokens} D{self.head_dim}"
+
+    def inputs(self, *, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
+        """Standard normal q, k, v and a gradient for the output, each [B, N, H, D]; the same numbers on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        size = (self.batch, self.tokens, self.heads, self.head_dim)
+        return tuple(torch.randn(size, generator=generator).to(device, dtype) for _ in range(4))
+
+
+# one head group at growing length: how time and memory grow is read from these
+GROWTH = tuple(Case(batch=1, heads=4, tokens=tokens) for tokens in (4096, 16384, 65536, 262144))
+
+CASES = {
+    "cpu": (*GROWTH, Case(batch=4, heads=1, tokens=3136), Case(batch=4, heads=2, tokens=784)),
+    "cuda": (
+        *GROWTH,
+        Case(batch=64, heads=1, tokens=3136),
+        Case(batch=64, heads=2, tokens=784),
+        Case(batch=1, heads=4, tokens=69696),
+        Case(batch=1, heads=8, tokens=262144),
+    ),
+}
+QUICK = (*GROWTH[:2], Case(batch=1, heads=1, tokens=3136))
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+def cases_for(device: str, *, quick: bool = False) -> tuple[Case, ...]:
+    """The cases of a device; `quick` is a look in under a minute or two."""
+    if device not in CASES:
+        raise ValueError(f"device must be one of {', '.join(CASES)}, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device was found, got device 'cuda'; use --device cpu")
+    return QUICK if quick else CASES[device]

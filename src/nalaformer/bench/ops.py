@@ -1,0 +1,164 @@
+"""Measure attention: first whether it is right, then how long it takes and what it holds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cases import DTYPES, Case
+from .implementations import IMPLEMENTATIONS, Attend, Implementation
+from .memory import can_measure, peak_extra_mib, peak_in_fresh_process
+from .timing import median_ms
+
+FORWARD, BOTH = "forward", "forward+backward"
+DIRECTIONS = (FORWARD, BOTH)
+# |ours - float64| / |float64| over a whole tensor; gradients, longer chains of roundings, may have twice as much
+LARGEST_ERROR = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# so many queries, evenly spaced, are compared: the truth of all would take longer than the measurement
+COMPARED_ROWS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One thing to measure."""
+
+    case: Case
+    implementation: str
+    direction: str
+    device: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.device]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What was measured; no time and no memory where the outputs were wrong."""
+
+    measurement: Measurement
+    error: float
+    """Relative to float64: the largest of the output's and, with backward, half of each gradient's."""
+    median_ms: float | None
+    peak_extra_mib: float | None
+    """Beyond q, k, v (and the output's gradient); output and gradients count. None also where the system cannot tell."""
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= LARGEST_ERROR[self.measurement.dtype]
+
+
+def plan(cases: Sequence[Case], device: str) -> list[Measurement]:
+    """What will be measured, in order."""
+    return [
+        Measurement(case=case, implementation=name, direction=direction, device=device)
+        for case in cases
+        for name in IMPLEMENTATIONS.names()
+        for direction in DIRECTIONS
+        if IMPLEMENTATIONS[name].runs(case, device)
+    ]
+
+
+def measure(measurement: Measurement, *, seconds: float = 2.0, memory: bool = True) -> Result:
+    """Correctness, then time, then memory (on a CPU in a fresh process)."""
+    error = relative_error(measurement)
+    right = error <= LARGEST_ERROR[measurement.dtype]
+    milliseconds = mebibytes = None
+    if right:
+        call = make_call(measurement)
+        milliseconds = median_ms(call, device=measurement.device, seconds=seconds)
+        if memory and can_measure(measurement.device):
+            if measurement.device == "cuda":
+                mebibytes = peak_extra_mib(call, device="cuda")
+            else:
+                del call
+                mebibytes = peak_in_fresh_process("nalaformer.bench.ops:call_in_fresh_process", to_plain(measurement))
+    return Result(measurement=measurement, error=error, median_ms=milliseconds, peak_extra_mib=mebibytes)
+
+
+def make_call(measurement: Measurement) -> Callable[[], object]:
+    """The call that is measured, with its inputs ready."""
+    implementation = IMPLEMENTATIONS[measurement.implementation]
+    attend = implementation.make(measurement.case)
+    q, k, v, out_gradient = laid_out(implementation, measurement)
+    if measurement.direction == FORWARD:
+        return lambda: attend(q, k, v)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def forward_and_backward() -> object:
+        out = attend(*leaves)
+        # the output stays alive to the end, as it does where a network uses it
+        return out, torch.autograd.grad(out, leaves, out_gradient)
+
+    return forward_and_backward
+
+
+def laid_out(implementation: Implementation, measurement: Measurement) -> list[Tensor]:
+    """q, k, v and the output's gradient in the implementation's own order, contiguous."""
+    inputs = measurement.case.inputs(device=measurement.device, dtype=measurement.dtype)
+    return [x.transpose(1, 2).contiguous() if implementation.heads_first else x for x in inputs]
+
+
+def relative_error(measurement: Measurement) -> float:
+    """The largest relative error of the output (and of each gradient, halved) against the oracle in float64."""
+    implementation = IMPLEMENTATIONS[measurement.implementation]
+    case = measurement.case
+    rows = torch.linspace(0, case.tokens - 1, min(case.tokens, COMPARED_ROWS), device=measurement.device).long()
+    with_gradients = measurement.direction == BOTH
+    q, k, v, out_gradient = measurement.case.inputs(device=measurement.device, dtype=measurement.dtype)
+    # a gradient that is zero outside the compared rows makes the gradients of k and v depend on these rows alone
+    only_rows = torch.zeros(case.tokens, device=measurement.device, dtype=out_gradient.dtype).index_fill(0, rows, 1)
+    out_gradient = out_gradient * only_rows[:, None, None]
+
+    found = attend_and_differentiate(
+        implementation.make(case), q, k, v, out_gradient, heads_first=implementation.heads_first, gradients=with_gradients
+    )
+    found[0] = found[0][:, rows]
+    if with_gradients:
+        found[1] = found[1][:, rows]
+    expected: list[list[Tensor]] = [[] for _ in found]
+    # one head at a time: float64 with its features is many times the size of the inputs
+    for head in range(case.heads):
+        of_head = (x[:, :, head : head + 1].double() for x in (q[:, rows], k, v, out_gradient[:, rows]))
+        parts = attend_and_differentiate(implementation.oracle, *of_head, heads_first=False, gradients=with_gradients)
+        for column, part in zip(expected, parts, strict=True):
+            column.append(part)
+    errors = []
+    for number, (ours, truth) in enumerate(zip(found, expected, strict=True)):
+        joined = torch.cat(truth, dim=2)
+        error = ((ours.double() - joined).norm() / joined.norm().clamp(min=1e-6)).item()
+        errors.append(error if number == 0 else error / 2)
+    # NaN compares false with everything: it must not slip through a maximum
+    return float("inf") if any(error != error for error in errors) else max(errors)
+
+
+def attend_and_differentiate(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, out_gradient: Tensor, *, heads_first: bool, gradients: bool
+) -> list[Tensor]:
+    """Output and, if asked for, the gradients of q, k, v; all [B, N, H, D] whatever the implementation's layout."""
+    leaves = [x.transpose(1, 2).contiguous() if heads_first else x for x in (q, k, v)]
+    leaves = [x.detach().requires_grad_(gradients) for x in leaves]
+    out = attend(*leaves)
+    results = [out.detach()]
+    if gradients:
+        results.extend(torch.autograd.grad(out, leaves, out_gradient.transpose(1, 2) if heads_first else out_gradient))
+    return [x.transpose(1, 2) if heads_first else x for x in results]
+
+
+def to_plain(measurement: Measurement) -> dict[str, object]:
+    """The measurement as plain values, for another process."""
+    case = measurement.case
+    return {
+        "case": {"batch": case.batch, "heads": case.heads, "tokens": case.tokens, "head_dim": case.head_dim},
+        "implementation": measurement.implementation,
+        "direction": measurement.direction,
+        "device": measurement.device,
+    }
+
+
+def call_in_fresh_process(*, case: dict[str, int], implementation: str, direction: str, device: str) -> Callable[[], object]:
+    """The call of `to_plain`'s measurement, after a small one that starts threads and libraries."""
+    small = Case(**(case | {"tokens": min(64, case["tokens"])}))
+    make_call(Measurement(case=small, implementation=implementation, direction=direction, device=device))()
+    return make_call(Measurement(case=Case(**case), implementation=implementation, direction=direction, device=device))

@@ -1,0 +1,133 @@
+"""The results as a CSV file and as text for the terminal."""
+
+import csv
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .implementations import IMPLEMENTATIONS
+from .machine import Machine
+from .ops import DIRECTIONS, Result
+from .verdict import CASE_OF_BARS, bars, growth
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLUMNS = (
+    "op",
+    "implementation",
+    "device",
+    "threads",
+    "dtype",
+    "shape",
+    "direction",
+    "median_ms",
+    "peak_extra_mib",
+    "peak_extra_means",
+    "relative_error",
+    "torch",
+    "triton",
+    "nalaformer",
+    "commit",
+    "date",
+)
+# the definition travels with every row: figures of two files are comparable only if it is the same
+PEAK_EXTRA_MEANS = {
+    "cpu": "resident memory of a fresh process: peak (VmHWM) minus before the call; q k v and the output's gradient are "
+    "held before and do not count; output and gradients of q k v count",
+    "cuda": "torch allocator: peak (max_memory_allocated) minus before the call; q k v and the output's gradient are held "
+    "before and do not count; output and gradients of q k v count",
+}
+
+
+def write_csv(results: Sequence[Result], path: str | Path, machine: Machine) -> Path:
+    """One row per result; figures that were not measured are empty. An existing file is replaced as a whole."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    date = datetime.now(UTC).date().isoformat()
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(csv_row(result, machine, date) for result in results)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def csv_row(result: Result, machine: Machine, date: str) -> dict[str, object]:
+    measurement = result.measurement
+    return {
+        "op": "bidirectional attention",
+        "implementation": measurement.implementation,
+        "device": machine.device_name(measurement.device),
+        "threads": machine.threads if measurement.device == "cpu" else "",
+        "dtype": str(measurement.dtype).removeprefix("torch."),
+        "shape": measurement.case.shape,
+        "direction": measurement.direction,
+        "median_ms": "" if result.median_ms is None else f"{result.median_ms:.4g}",
+        "peak_extra_mib": "" if result.peak_extra_mib is None else f"{result.peak_extra_mib:.4g}",
+        "peak_extra_means": PEAK_EXTRA_MEANS[measurement.device],
+        "relative_error": f"{result.error:.2g}",
+        "torch": machine.torch,
+        "triton": machine.triton,
+        "nalaformer": machine.nalaformer,
+        "commit": machine.commit,
+        "date": date,
+    }
+
+
+def results_table(results: Sequence[Result]) -> "Table":
+    """A line per case and implementation; "-" where one was left out."""
+    from rich import box
+    from rich.table import Table
+
+    found = {(r.measurement.case, r.measurement.implementation, r.measurement.direction): r for r in results}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("shape", no_wrap=True)
+    table.add_column("implementation", no_wrap=True)
+    for title in ("forward\nms", "fwd+bwd\nms", "forward\nextra MiB", "fwd+bwd\nextra MiB"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for case in dict.fromkeys(r.measurement.case for r in results):
+        for number, name in enumerate(IMPLEMENTATIONS.names()):
+            cells = [found.get((case, name, direction)) for direction in DIRECTIONS]
+            table.add_row(
+                case.shape if number == 0 else "",
+                name,
+                *(figure(result, "median_ms") for result in cells),
+                *(figure(result, "peak_extra_mib") for result in cells),
+                end_section=number == len(IMPLEMENTATIONS.names()) - 1,
+            )
+    return table
+
+
+def figure(result: Result | None, field: str) -> str:
+    if result is None:
+        return "-"
+    if not result.is_right:
+        return "wrong"
+    value = getattr(result, field)
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def summary_lines(results: Sequence[Result]) -> list[str]:
+    """Growth, bars, and whatever went wrong, as sentences."""
+    lines = []
+    for fit in growth(results):
+        span = f"{fit.tokens[0]:,} to {fit.tokens[-1]:,} tokens"
+        lines.append(f"nalaformer, {fit.direction}: {fit.quantity} ~ N^{fit.exponent:.2f} from {span} (1 = linear)")
+    verdicts = bars(results)
+    for bar in verdicts:
+        lines.append(f"{CASE_OF_BARS.tokens:,} tokens, {bar.promise}: {bar.measured}, {'met' if bar.is_met else 'NOT met'}")
+    if not verdicts:
+        lines.append(f"the bars stand at {CASE_OF_BARS.tokens:,} tokens, which this run did not measure")
+    for result in results:
+        if not result.is_right:
+            measurement = result.measurement
+            what = f"{measurement.implementation}, {measurement.case.shape}, {measurement.direction}"
+            lines.append(f"WRONG and not timed: {what}: relative error {result.error:.2g} against float64")
+    return lines

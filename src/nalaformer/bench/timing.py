@@ -1,0 +1,52 @@
+"""How long a call takes."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def median_ms(
+    call: Callable[[], object],
+    *,
+    device: str = "cpu",
+    seconds: float = 2.0,
+    least: int = 3,
+    most: int = 50,
+) -> float:
+    """Median milliseconds of a call after warming up.
+
+    It is repeated for about `seconds`, but at least `least` and at most `most` times. On a GPU the time is taken between
+    events, so it is that of the device and not that of launching.
+    """
+    if least < 1 or most < least:
+        raise ValueError(f"repetitions must satisfy 1 <= least <= most, got {least} and {most}")
+    timed = _timed_on_gpu if device == "cuda" else _timed_on_cpu
+    # the first call also builds what is built once: thread pools, compiled code, the allocator's blocks
+    timed(call, 1)
+    once = timed(call, 1)
+    repeats = min(most, max(least, round(1e3 * seconds / max(once[0], 1e-3))))
+    return statistics.median(once + timed(call, repeats - 1))
+
+
+def _timed_on_cpu(call: Callable[[], object], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def _timed_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
+    torch.cuda.synchronize()
+    events = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        stop.record()
+        events.append((start, stop))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(stop) for start, stop in events]

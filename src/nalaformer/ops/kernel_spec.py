@@ -1,0 +1,23 @@
+"""How a feature map tells the fused kernels what it computes. Needs no Triton."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class KernelSpec(NamedTuple):
+    """A map that the kernels know by name (ops.kernels.maps), with its parameters as one row per head."""
+
+    name: str
+    parts: int
+    """1, or 2 for maps that keep both signs: the halves of the features."""
+    parameters: Tensor | None = None
+    """float32 [heads of the map, P], laid out as ops.kernels.maps says; carries the gradient to the map's own parameters."""
+    norm_scale: float = 1.0
+    alpha: float = 0.0
+    log2_key_shift: float = 0.0
+    """Key features come out multiplied by 2^-this; eps must be as well."""
+    is_guarded: bool = False
+    """Features have no bound: keys are scaled by their largest as they come."""
+    is_cube: bool = False
+    """Norm-aware keys to the power 3 exactly: by multiplication."""

@@ -1,0 +1,547 @@
+"""Bidirectional linear attention: kernels that read each input once and keep the state on chip.
+
+    state kernel    k, v          -> sums of one stretch of tokens
+    output kernel   q, sums       -> out
+    whole kernel    q, k, v       -> out            one launch for short inputs: a program owns a sample and head
+    dq kernel       q, dout, sums -> dq
+    dsums kernel    q, dout       -> gradients of the sums, of one stretch of tokens
+    dk kernel       k, v, those   -> dk, dv
+
+The sums of a sample and head are float32 [PARTS, D, V + 2]: S, then the key sum z as column V, then the number of visible
+keys as column V + 1. Their gradients have the same shape (last column unused). Features exist in registers only.
+
+Rows are tokens. DOT is the type of matrix operands: bfloat16 for bfloat16 inputs, float32 otherwise; sums are float32 always.
+Each loop runs in a fixed order and nothing is added atomically, so results are the same in every run.
+"""
+
+import triton
+import triton.language as tl
+
+from .fastmath import constant, exp2
+from .maps import key_excess, phi_key, phi_query
+
+# log2 of what MAX_LOG_SCALE_OF_EPS in ops.features allows
+MAX_LOG2_SCALE_OF_EPS = constant(13.287712379549449)
+
+
+@triton.jit
+def load_rows(
+    ptr,  # first row of the sample and head
+    first,  # number of the first row
+    rows,  # [BN] offsets from it
+    ok,  # [BN] whether the row exists and is visible
+    columns,  # [BC]
+    in_row,  # [BC]
+    stride,
+):
+    # the part of the offset that can pass 2^31 stays in a 64-bit scalar
+    base = ptr + tl.cast(first, tl.int64) * stride
+    return tl.load(base + rows[:, None] * stride + columns[None, :], mask=ok[:, None] & in_row[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, value, first, rows, ok, columns, in_row, stride):
+    base = ptr + tl.cast(first, tl.int64) * stride
+    tl.store(
+        base + rows[:, None] * stride + columns[None, :],
+        value.to(ptr.dtype.element_ty),
+        mask=ok[:, None] & in_row[None, :],
+    )
+
+
+@triton.jit
+def load_angles(cos_ptr, sin_ptr, first, rows, ok, PART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAIRS: tl.constexpr):
+    """cos and sin [BN, BD/2] for the channel pairs of one part of the features; PAIRS in a row of the table."""
+    pairs = tl.arange(0, BD // 2)
+    columns = (PART * (D // 2) + pairs) % PAIRS
+    in_row = pairs < D // 2
+    cos = load_rows(cos_ptr, first, rows, ok, columns, in_row, PAIRS)
+    sin = load_rows(sin_ptr, first, rows, ok, columns, in_row, PAIRS)
+    return cos, sin
+
+
+@triton.jit
+def turn(x, cos, sin):
+    """Rotate the channel pairs (2i, 2i+1) of x [BN, BD]; with -sin it turns back."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def rotated(
+    x,
+    cos_ptr,
+    sin_ptr,
+    first,
+    rows,
+    ok,
+    PART: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    if PAIRS > 0:
+        cos, sin = load_angles(cos_ptr, sin_ptr, first, rows, ok, PART, D, BD, PAIRS)
+        x = turn(x, cos, -sin) if BACK else turn(x, cos, sin)
+    return x
+
+
+@triton.jit
+def load_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+    """S [BD, BV] and z [BD] of one part."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    in_head = channels < D
+    offsets = channels[:, None] * (V + 2) + columns[None, :]
+    s = tl.load(ptr + offsets, mask=in_head[:, None] & (columns < V)[None, :], other=0.0)
+    z = tl.load(ptr + channels * (V + 2) + V, mask=in_head, other=0.0)
+    return s, z
+
+
+@triton.jit
+def store_sums(ptr, s, z, count, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    in_head = channels < D
+    tl.store(ptr + channels[:, None] * (V + 2) + columns[None, :], s, mask=in_head[:, None] & (columns < V)[None, :])
+    tl.store(ptr + channels * (V + 2) + V, z, mask=in_head)
+    tl.store(ptr + channels * (V + 2) + V + 1, tl.zeros_like(z) + count, mask=in_head)
+
+
+@triton.jit
+def sum_keys(
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    start,
+    stop,
+    stride_k,
+    stride_v,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    GUARD: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The sums over keys start .. stop - 1."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    s_a = tl.zeros([BD, BV], tl.float32)
+    s_b = tl.zeros([BD, BV], tl.float32)
+    # z is a product with ones: a sum over rows would make the warps wait for each other at every step
+    ones = tl.full([BN, 16], 1.0, DOT)
+    z_a = tl.zeros([BD, 16], tl.float32)
+    z_b = tl.zeros([BD, 16], tl.float32)
+    count = tl.zeros([BN], tl.float32)
+    log_scale = 0.0
+    for first in range(start, stop, BN):
+        ok = rows < stop - first
+        if HAS_MASK:
+            ok = ok & (tl.load(mask_ptr + first + rows, mask=ok, other=0) != 0)
+        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+        if GUARD:
+            larger = tl.maximum(log_scale, key_excess(x, param_ptr, channels, D, MAP))
+            keep = exp2(log_scale - larger)
+            s_a *= keep
+            s_b *= keep
+            z_a *= keep
+            z_b *= keep
+            log_scale = larger
+        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
+        z_a = tl.dot(tl.trans(a.to(DOT)), ones, z_a, input_precision=PRECISION)
+        a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
+        s_a = tl.dot(tl.trans(a.to(DOT)), v, s_a, input_precision=PRECISION)
+        if PARTS == 2:
+            z_b = tl.dot(tl.trans(b.to(DOT)), ones, z_b, input_precision=PRECISION)
+            b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
+            s_b = tl.dot(tl.trans(b.to(DOT)), v, s_b, input_precision=PRECISION)
+        count += ok.to(tl.float32)
+    # the columns of z are alike, and a sixteenth is exact
+    return s_a, s_b, tl.sum(z_a, axis=1) * 0.0625, tl.sum(z_b, axis=1) * 0.0625, tl.sum(count), log_scale
+
+
+@triton.jit
+def inverse_denominator(a, b, z_a, z_b, query_scale, key_scale, eps_count, PARTS: tl.constexpr):
+    """1 / denominator, [BN, 1]; 1 where a row sees nothing, whose numerator is 0."""
+    total = tl.sum(a * z_a[None, :], axis=1)[:, None]
+    if PARTS == 2:
+        total += tl.sum(b * z_b[None, :], axis=1)[:, None]
+    total += eps_count * exp2(-tl.minimum(query_scale + key_scale, MAX_LOG2_SCALE_OF_EPS))
+    return 1.0 / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def write_outputs(
+    q_ptr,
+    out_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    s_a,
+    s_b,
+    z_a,
+    z_b,
+    eps_count,
+    key_scale,
+    start,
+    stop,
+    stride_q,
+    stride_o,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attention outputs of queries start .. stop - 1; s_a, s_b already in DOT."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    for first in range(start, stop, BN):
+        ok = rows < stop - first
+        x = load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q).to(tl.float32)
+        out = tl.zeros([BN, BV], tl.float32)
+        for stream in tl.static_range(STREAMS):
+            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
+            inverse = inverse_denominator(a, b, z_a, z_b, query_scale, key_scale, eps_count, PARTS)
+            a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
+            above = tl.dot(a.to(DOT), s_a, input_precision=PRECISION)
+            if PARTS == 2:
+                b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
+                above = tl.dot(b.to(DOT), s_b, above, input_precision=PRECISION)
+            if STREAMS == 1:
+                out = above * inverse
+            else:
+                mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
+                out = tl.where(mine[None, :], above * inverse, out)
+        store_rows(out_ptr, out, first, rows, ok, columns, columns < V, stride_o)
+
+
+@triton.jit
+def sample_rows(cu_ptr, sample, num_tokens, stride_batch, stride_row, PACKED: tl.constexpr):
+    """Offset of a sample's first row, its number in the table of angles, and its number of tokens."""
+    offset = tl.cast(sample, tl.int64) * stride_batch
+    row = tl.cast(sample, tl.int64) * 0
+    length = num_tokens
+    if PACKED:
+        row = tl.load(cu_ptr + sample).to(tl.int64)
+        length = (tl.load(cu_ptr + sample + 1) - tl.load(cu_ptr + sample)).to(tl.int32)
+        offset = row * stride_row
+    return offset, row, length
+
+
+@triton.jit
+def state_kernel(
+    k_ptr,  # [B, M, K, D]
+    v_ptr,  # [B, M, K, V]
+    mask_ptr,  # [B, M] uint8
+    cu_ptr,  # [B + 1]
+    param_ptr,  # [heads of the map, P]
+    cos_ptr,  # [B or 1, M, PAIRS]
+    sin_ptr,
+    sums_ptr,  # [splits, B * K, PARTS, D, V + 2]
+    scale_ptr,  # [splits, B * K]
+    num_keys,
+    kv_heads,
+    stretch,  # tokens per split, a multiple of BN
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_angle_b,
+    param_group,  # key heads per row of parameters
+    num_params,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    GUARD: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    split = tl.program_id(0)
+    sample = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    k_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_kb, stride_k, PACKED)
+    v_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_vb, stride_v, PACKED)
+    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    start = split * stretch
+    stop = tl.minimum(start + stretch, length)
+    s_a, s_b, z_a, z_b, count, log_scale = sum_keys(
+        k_ptr + k_offset + head * stride_kh,
+        v_ptr + v_offset + head * stride_vh,
+        mask_ptr + tl.cast(sample, tl.int64) * num_keys,
+        param_ptr + (head // param_group) * num_params,
+        cos_ptr + angles,
+        sin_ptr + angles,
+        start,
+        stop,
+        stride_k,
+        stride_v,
+        alpha,
+        D,
+        V,
+        BD,
+        BV,
+        BN,
+        MAP,
+        PARTS,
+        PAIRS,
+        CUBE,
+        HAS_MASK,
+        GUARD,
+        DOT,
+        PRECISION,
+    )
+    place = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    sums = sums_ptr + place * (PARTS * D * (V + 2))
+    store_sums(sums, s_a, z_a, count, D, V, BD, BV)
+    if PARTS == 2:
+        store_sums(sums + D * (V + 2), s_b, z_b, count, D, V, BD, BV)
+    if GUARD:
+        tl.store(scale_ptr + place, log_scale)
+
+
+@triton.jit
+def output_kernel(
+    q_ptr,  # [B, N, H, D]
+    cu_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    sums_ptr,  # [B * K, PARTS, D, V + 2]
+    scale_ptr,  # [B * K]
+    out_ptr,  # [B, N, H, V]
+    num_queries,
+    heads,
+    group,  # query heads per key head
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_ob,
+    stride_o,
+    stride_oh,
+    stride_angle_b,
+    param_group,  # query heads per row of parameters
+    num_params,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PACKED: tl.constexpr,
+    GUARD: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
+    o_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_ob, stride_o, PACKED)
+    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    if start < stop:
+        owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
+        sums = sums_ptr + owner * (PARTS * D * (V + 2))
+        s_a, z_a = load_sums(sums, D, V, BD, BV)
+        s_b, z_b = s_a, z_a
+        if PARTS == 2:
+            s_b, z_b = load_sums(sums + D * (V + 2), D, V, BD, BV)
+        key_scale = 0.0
+        if GUARD:
+            key_scale = tl.load(scale_ptr + owner)
+        write_outputs(
+            q_ptr + q_offset + head * stride_qh,
+            out_ptr + o_offset + head * stride_oh,
+            param_ptr + (head // param_group) * num_params,
+            cos_ptr + angles,
+            sin_ptr + angles,
+            s_a.to(DOT),
+            s_b.to(DOT),
+            z_a,
+            z_b,
+            eps * tl.load(sums + V + 1),
+            key_scale,
+            start,
+            stop,
+            stride_q,
+            stride_o,
+            norm_scale,
+            alpha,
+            D,
+            V,
+            BD,
+            BV,
+            BN,
+            MAP,
+            PARTS,
+            STREAMS,
+            PAIRS,
+            DOT,
+            PRECISION,
+        )
+
+
+@triton.jit
+def whole_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    param_ptr,
+    cos_q_ptr,
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    out_ptr,
+    sums_ptr,
+    scale_ptr,
+    num_queries,
+    num_keys,
+    heads,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_ob,
+    stride_o,
+    stride_oh,
+    stride_angle_qb,
+    stride_angle_kb,
+    param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    GUARD: tl.constexpr,
+    KEEP: tl.constexpr,  # store the sums for the backward pass
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    wide = tl.cast(sample, tl.int64)
+    params = param_ptr + (head // param_group) * num_params
+    s_a, s_b, z_a, z_b, count, log_scale = sum_keys(
+        k_ptr + wide * stride_kb + head * stride_kh,
+        v_ptr + wide * stride_vb + head * stride_vh,
+        mask_ptr + wide * num_keys,
+        params,
+        cos_k_ptr + wide * stride_angle_kb,
+        sin_k_ptr + wide * stride_angle_kb,
+        0,
+        num_keys,
+        stride_k,
+        stride_v,
+        alpha,
+        D,
+        V,
+        BD,
+        BV,
+        BN,
+        MAP,
+        PARTS,
+        PAIRS,
+        CUBE,
+        HAS_MASK,
+        GUARD,
+        DOT,
+        PRECISION,
+    )
+    if KEEP:
+        sums = sums_ptr + tl.cast(tl.program_id(0), tl.int64) * (PARTS * D * (V + 2))
+        store_sums(sums, s_a, z_a, count, D, V, BD, BV)
+        if PARTS == 2:
+            store_sums(sums + D * (V + 2), s_b, z_b, count, D, V, BD, BV)
+        if GUARD:
+            tl.store(scale_ptr + tl.program_id(0), log_scale)
+    write_outputs(
+        q_ptr + wide * stride_qb + head * stride_qh,
+        out_ptr + wide * stride_ob + head * stride_oh,
+        params,
+        cos_q_ptr + wide * stride_angle_qb,
+        sin_q_ptr + wide * stride_angle_qb,
+        s_a.to(DOT),
+        s_b.to(DOT),
+        z_a,
+        z_b,
+        eps * count,
+        log_scale,
+        0,
+        num_queries,
+        stride_q,
+        stride_o,
+        norm_scale,
+        alpha,
+        D,
+        V,
+        BD,
+        BV,
+        BN,
+        MAP,
+        PARTS,
+        STREAMS,
+        PAIRS,
+        DOT,
+        PRECISION,
+    )

@@ -1,0 +1,355 @@
+"""The backward pass of bidirectional linear attention; see bidirectional.py for the plan and the layout of the sums.
+
+With g = dout / den and the query features phi, the gradient of the numerator's features is g S^T, and the row's dot product of
+dout and out, which the denominator needs, is phi . (g S^T): the output itself is not needed.
+"""
+
+import triton
+import triton.language as tl
+
+from .bidirectional import inverse_denominator, load_rows, load_sums, rotated, sample_rows, store_rows, store_sums
+from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr,  # [B, N, H, D]
+    dout_ptr,  # [B, N, H, V]
+    cu_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    sums_ptr,  # [B * K, PARTS, D, V + 2]
+    scale_ptr,  # [B * K]
+    dq_ptr,  # [B, N, H, D]
+    rows_ptr,  # [B, N, H, STREAMS, 2]: 1 / denominator, and minus its gradient
+    dparam_ptr,  # [splits, B * H, 4, D]
+    num_queries,
+    heads,
+    group,
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_dob,
+    stride_do,
+    stride_doh,
+    stride_dqb,
+    stride_dq,
+    stride_dqh,
+    stride_angle_b,
+    param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PACKED: tl.constexpr,
+    GUARD: tl.constexpr,
+    LEARNED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, and per row what the gradients of the sums need."""
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
+    do_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dob, stride_do, PACKED)
+    dq_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dqb, stride_dq, PACKED)
+    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    row += tl.cast(sample, tl.int64) * num_queries * (0 if PACKED else 1)
+    q_ptr += q_offset + head * stride_qh
+    dout_ptr += do_offset + head * stride_doh
+    dq_ptr += dq_offset + head * stride_dqh
+    rows_ptr += (row * heads + head) * (2 * STREAMS)
+    param_ptr += (head // param_group) * num_params
+    cos_ptr += angles
+    sin_ptr += angles
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
+    sums = sums_ptr + owner * (PARTS * D * (V + 2))
+    s_a, z_a = load_sums(sums, D, V, BD, BV)
+    s_b, z_b = s_a, z_a
+    if PARTS == 2:
+        s_b, z_b = load_sums(sums + D * (V + 2), D, V, BD, BV)
+    s_a = tl.trans(s_a.to(DOT))
+    s_b = tl.trans(s_b.to(DOT))
+    eps_count = eps * tl.load(sums + V + 1)
+    key_scale = 0.0
+    if GUARD:
+        key_scale = tl.load(scale_ptr + owner)
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    p0 = tl.zeros([BD], tl.float32)
+    p1 = tl.zeros([BD], tl.float32)
+    p2 = tl.zeros([BD], tl.float32)
+    p3 = tl.zeros([BD], tl.float32)
+    for first in range(start, stop, BN):
+        ok = rows < stop - first
+        x = load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q).to(tl.float32)
+        dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
+        dx = tl.zeros([BN, BD], tl.float32)
+        for stream in tl.static_range(STREAMS):
+            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
+            inverse = inverse_denominator(a, b, z_a, z_b, query_scale, key_scale, eps_count, PARTS)
+            share = dout
+            if STREAMS == 2:
+                mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
+                share = tl.where(mine[None, :], dout, 0.0)
+            # the denominator is divided out after the product, where it is one factor per row of a finished tile
+            da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION) * inverse
+            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
+            # a turned feature times a turned gradient is their product before the turn
+            along = tl.sum(a * da, axis=1)[:, None]
+            db = da
+            if PARTS == 2:
+                db = tl.dot(share.to(DOT), s_b, input_precision=PRECISION) * inverse
+                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
+                along += tl.sum(b * db, axis=1)[:, None]
+            drop = along * inverse
+            da -= drop * z_a[None, :]
+            if PARTS == 2:
+                db -= drop * z_b[None, :]
+            step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
+            dx += step
+            where = rows_ptr + tl.cast(first, tl.int64) * (heads * 2 * STREAMS) + rows * (heads * 2 * STREAMS) + 2 * stream
+            tl.store(where, tl.reshape(inverse, [BN]), mask=ok)
+            tl.store(where + 1, tl.reshape(-drop, [BN]), mask=ok)
+            if LEARNED:
+                g0 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
+                g1 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)
+                if stream == 0:
+                    p0 += g0
+                    p1 += g1
+                else:
+                    p2 += g0
+                    p3 += g1
+        store_rows(dq_ptr, dx, first, rows, ok, channels, in_head, stride_dq)
+    if LEARNED:
+        place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        dparam_ptr += place * (4 * D)
+        tl.store(dparam_ptr + channels, p0, mask=in_head)
+        tl.store(dparam_ptr + D + channels, p1, mask=in_head)
+        tl.store(dparam_ptr + 2 * D + channels, p2, mask=in_head)
+        tl.store(dparam_ptr + 3 * D + channels, p3, mask=in_head)
+
+
+@triton.jit
+def dsums_kernel(
+    q_ptr,  # [B, N, H, D]
+    dout_ptr,  # [B, N, H, V]
+    cu_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    rows_ptr,  # [B, N, H, STREAMS, 2]
+    dsums_ptr,  # [splits, B * H, PARTS, D, V + 2]
+    num_queries,
+    heads,
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_dob,
+    stride_do,
+    stride_doh,
+    stride_angle_b,
+    param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PACKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What one stretch of queries adds to the gradients of S and z.
+
+    Apart from dq_kernel although it reads the same tensors: the two together need more registers than there are.
+    """
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
+    do_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dob, stride_do, PACKED)
+    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    row += tl.cast(sample, tl.int64) * num_queries * (0 if PACKED else 1)
+    q_ptr += q_offset + head * stride_qh
+    dout_ptr += do_offset + head * stride_doh
+    rows_ptr += (row * heads + head) * (2 * STREAMS)
+    param_ptr += (head // param_group) * num_params
+    cos_ptr += angles
+    sin_ptr += angles
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    ds_a = tl.zeros([BD, BV], tl.float32)
+    ds_b = tl.zeros([BD, BV], tl.float32)
+    dz_a = tl.zeros([BD], tl.float32)
+    dz_b = tl.zeros([BD], tl.float32)
+    for first in range(start, stop, BN):
+        ok = rows < stop - first
+        x = load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q).to(tl.float32)
+        dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
+        for stream in tl.static_range(STREAMS):
+            where = rows_ptr + tl.cast(first, tl.int64) * (heads * 2 * STREAMS) + rows * (heads * 2 * STREAMS) + 2 * stream
+            inverse = tl.load(where, mask=ok, other=0.0)[:, None]
+            drop = tl.load(where + 1, mask=ok, other=0.0)[:, None]
+            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
+            share = dout
+            if STREAMS == 2:
+                mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
+                share = tl.where(mine[None, :], dout, 0.0)
+            dz_a += tl.sum(a * drop, axis=0)
+            # the row's factor goes to the features: dout then needs no pass through registers
+            turned = rotated(a * inverse, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
+            ds_a = tl.dot(tl.trans(turned.to(DOT)), share.to(DOT), ds_a, input_precision=PRECISION)
+            if PARTS == 2:
+                dz_b += tl.sum(b * drop, axis=0)
+                turned = rotated(b * inverse, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
+                ds_b = tl.dot(tl.trans(turned.to(DOT)), share.to(DOT), ds_b, input_precision=PRECISION)
+    place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    dsums = dsums_ptr + place * (PARTS * D * (V + 2))
+    store_sums(dsums, ds_a, dz_a, 0.0, D, V, BD, BV)
+    if PARTS == 2:
+        store_sums(dsums + D * (V + 2), ds_b, dz_b, 0.0, D, V, BD, BV)
+
+
+@triton.jit
+def dk_kernel(
+    k_ptr,  # [B, M, K, D]
+    v_ptr,  # [B, M, K, V]
+    mask_ptr,
+    cu_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    dsums_ptr,  # [B * K, PARTS, D, V + 2]
+    scale_ptr,  # [B * K]
+    dk_ptr,  # [B, M, K, D]
+    dv_ptr,  # [B, M, K, V]
+    dparam_ptr,  # [splits, B * K, 2, D]
+    num_keys,
+    kv_heads,
+    stretch,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_dkb,
+    stride_dk,
+    stride_dkh,
+    stride_dvb,
+    stride_dv,
+    stride_dvh,
+    stride_angle_b,
+    param_group,
+    num_params,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    GUARD: tl.constexpr,
+    LEARNED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    k_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_kb, stride_k, PACKED)
+    v_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_vb, stride_v, PACKED)
+    dk_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_dkb, stride_dk, PACKED)
+    dv_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_dvb, stride_dv, PACKED)
+    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    dsums = dsums_ptr + tl.cast(tl.program_id(1), tl.int64) * (PARTS * D * (V + 2))
+    ds_a, dz_a = load_sums(dsums, D, V, BD, BV)
+    ds_b, dz_b = ds_a, dz_a
+    if PARTS == 2:
+        ds_b, dz_b = load_sums(dsums + D * (V + 2), D, V, BD, BV)
+    ds_a = ds_a.to(DOT)
+    ds_b = ds_b.to(DOT)
+    k_ptr += k_offset + head * stride_kh
+    v_ptr += v_offset + head * stride_vh
+    mask_ptr += tl.cast(sample, tl.int64) * num_keys
+    dk_ptr += dk_offset + head * stride_dkh
+    dv_ptr += dv_offset + head * stride_dvh
+    param_ptr += (head // param_group) * num_params
+    cos_ptr += angles
+    sin_ptr += angles
+    log_scale = 0.0
+    if GUARD:
+        log_scale = tl.load(scale_ptr + tl.program_id(1))
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    p0 = tl.zeros([BD], tl.float32)
+    p1 = tl.zeros([BD], tl.float32)
+    for first in range(start, stop, BN):
+        exists = rows < stop - first
+        ok = exists
+        if HAS_MASK:
+            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
+        a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
+        dv = tl.dot(a.to(DOT), ds_a, input_precision=PRECISION)
+        da = tl.dot(v, tl.trans(ds_a), input_precision=PRECISION)
+        da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True) + dz_a[None, :]
+        db = da
+        if PARTS == 2:
+            b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
+            dv = tl.dot(b.to(DOT), ds_b, dv, input_precision=PRECISION)
+            db = tl.dot(v, tl.trans(ds_b), input_precision=PRECISION)
+            db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True) + dz_b[None, :]
+        dx, g0, g1 = phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
+        # hidden keys get a gradient of zero, which must be written
+        store_rows(
+            dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
+        )
+        store_rows(dv_ptr, dv, first, rows, exists, columns, columns < V, stride_dv)
+        if LEARNED:
+            p0 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
+            p1 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)
+    if LEARNED:
+        place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        dparam_ptr += place * (2 * D)
+        tl.store(dparam_ptr + channels, p0, mask=in_head)
+        tl.store(dparam_ptr + D + channels, p1, mask=in_head)

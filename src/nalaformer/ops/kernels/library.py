@@ -1,0 +1,247 @@
+"""The kernels as torch.library operators: torch.compile sees their shapes and gradients, not their code."""
+
+import torch
+from torch import Tensor
+
+from . import launch
+from .launch import Call
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_q: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    name: str,
+    parts: int,
+    streams: int,
+    norm_scale: float,
+    alpha: float,
+    eps: float,
+    is_guarded: bool,
+    is_cube: bool,
+) -> Call:
+    packed = cu_seqlens is not None
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    return Call(
+        name=name,
+        parts=parts,
+        streams=streams,
+        norm_scale=norm_scale,
+        alpha=alpha,
+        eps=eps,
+        is_guarded=is_guarded,
+        is_cube=is_cube,
+        samples=cu_seqlens.shape[0] - 1 if cu_seqlens is not None else q.shape[0],
+        num_queries=longest if packed else q.shape[1],
+        num_keys=longest if packed else k.shape[1],
+        heads=q.shape[-2],
+        kv_heads=k.shape[-2],
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        pairs=0 if cos_q is None else cos_q.shape[-1],
+        # matrix operands in the type of the inputs; mixed types meet in float32
+        operand=dtypes.pop() if len(dtypes) == 1 else torch.float32,
+        is_packed=packed,
+        has_mask=key_mask is not None,
+    )
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    cos_q: Tensor | None,
+    sin_q: Tensor | None,
+    cos_k: Tensor | None,
+    sin_k: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    name: str,
+    parts: int,
+    streams: int,
+    norm_scale: float,
+    alpha: float,
+    eps: float,
+    is_guarded: bool,
+    is_cube: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [B, N, H, V] (or [T, H, V]), sums and their scale."""
+    call = describe(
+        q, k, v, cos_q, key_mask, cu_seqlens, longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube
+    )
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    sums, scale = launch.forward(call, q, k, v, parameters, (cos_q, sin_q), (cos_k, sin_k), key_mask, cu_seqlens, out, keep)
+    return out, sums, scale
+
+
+bidirectional = torch.library.custom_op("nalaformer::bidirectional", mutates_args=())(run_forward)
+
+
+@bidirectional.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    cos_q: Tensor | None,
+    sin_q: Tensor | None,
+    cos_k: Tensor | None,
+    sin_k: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    name: str,
+    parts: int,
+    streams: int,
+    norm_scale: float,
+    alpha: float,
+    eps: float,
+    is_guarded: bool,
+    is_cube: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    samples = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else q.shape[0]
+    rows = samples * k.shape[-2]
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    sums = q.new_empty(rows, parts, q.shape[-1], v.shape[-1] + 2, dtype=torch.float32)
+    return out, sums, q.new_empty(rows, dtype=torch.float32)
+
+
+def run_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    cos_q: Tensor | None,
+    sin_q: Tensor | None,
+    cos_k: Tensor | None,
+    sin_k: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sums: Tensor,
+    scale: Tensor,
+    longest: int,
+    name: str,
+    parts: int,
+    streams: int,
+    norm_scale: float,
+    alpha: float,
+    eps: float,
+    is_guarded: bool,
+    is_cube: bool,
+    is_learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and the gradient of the parameters (empty if they are not learned)."""
+    call = describe(
+        q, k, v, cos_q, key_mask, cu_seqlens, longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube
+    )
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dq, dk, dv, dquery, dkey = launch.backward(
+        call,
+        q,
+        k,
+        v,
+        dout,
+        parameters,
+        (cos_q, sin_q),
+        (cos_k, sin_k),
+        key_mask,
+        cu_seqlens,
+        sums,
+        scale,
+        is_learned,
+    )
+    if dquery is None or dkey is None:
+        return dq, dk, dv, parameters.new_empty(0)
+    rows = parameters.shape[0]
+    # heads that share a row of parameters add up
+    by_query = dquery.unflatten(0, (rows, -1)).sum(1)  # [rows, 4, D]
+    by_key = dkey.unflatten(0, (rows, -1)).sum(1)  # [rows, 2, D]
+    if name == "polarity":
+        return dq, dk, dv, (by_query[:, :2] + by_query[:, 2:] + by_key).flatten(1)
+    if name == "polarity_exp":
+        return dq, dk, dv, by_query.flatten(1)
+    return dq, dk, dv, torch.cat((by_query[:, :2, 0], by_key[:, :1, 0]), dim=1)
+
+
+bidirectional_backward = torch.library.custom_op("nalaformer::bidirectional_backward", mutates_args=())(run_backward)
+
+
+@bidirectional_backward.register_fake
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    cos_q: Tensor | None,
+    sin_q: Tensor | None,
+    cos_k: Tensor | None,
+    sin_k: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sums: Tensor,
+    scale: Tensor,
+    longest: int,
+    name: str,
+    parts: int,
+    streams: int,
+    norm_scale: float,
+    alpha: float,
+    eps: float,
+    is_guarded: bool,
+    is_cube: bool,
+    is_learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dparameters = torch.empty_like(parameters) if is_learned else parameters.new_empty(0)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv, dparameters
+
+
+class Eager(torch.autograd.Function):
+    """The same without the dispatcher, whose Python operators cost a millisecond per call: more than the kernels do."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        output = run_forward(*inputs)
+        _save(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        return gradients(ctx, dout, run_backward)
+
+
+def attend(*inputs) -> Tensor:  # type: ignore[no-untyped-def]
+    """The arguments of `bidirectional`: through the dispatcher while torch.compile traces, directly otherwise."""
+    if torch.compiler.is_compiling():
+        return bidirectional(*inputs)[0]
+    return Eager.apply(*inputs) if inputs[-1] else run_forward(*inputs)[0]
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube, _ = inputs
+    _, sums, scale = output
+    ctx.save_for_backward(*tensors, sums, scale)
+    ctx.settings = (longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube)
+    ctx.is_learned = tensors[3].requires_grad
+
+
+def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
+    dq, dk, dv, dparameters = run(dout, *ctx.saved_tensors, *ctx.settings, ctx.is_learned)
+    return dq, dk, dv, dparameters if ctx.is_learned else None, *([None] * 16)
+
+
+def _backward(ctx, dout, dsums, dscale):  # type: ignore[no-untyped-def]
+    return gradients(ctx, dout, bidirectional_backward)
+
+
+bidirectional.register_autograd(_backward, setup_context=_save)

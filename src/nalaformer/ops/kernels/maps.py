@@ -1,0 +1,316 @@
+"""The feature maps in registers: value and gradient of a tile of tokens, computed where it is needed and never stored.
+
+A tile is [BN, BD] float32, BD = head size padded to a power of two; channels beyond the head and rows beyond the tokens hold
+zeros, and every map but elu makes zeros of them. Maps with both signs give two tiles `a` and `b`, the two halves of the
+features; the others give `a` only, and `b` is `a`, unused. Parameters lie in one float32 row per head:
+
+    norm_aware:   base, slope, key power          query power = base + slope * tanh(norm_scale * |q|)
+    polarity:     power [D], 1 / softplus(scale) [D]
+    polarity_exp: temperature of the same-sign stream [2 D], of the opposite-sign stream [2 D]
+
+Powers are exp2(p * log2 x): the hardware has exactly these two instructions, and the interpreter has no pow. What limits these
+kernels is the number of instructions per channel, so divisions are taken out of the tiles and guards are left to log2.
+"""
+
+import triton
+import triton.language as tl
+
+from .fastmath import constant, cos, exp2, log2, reciprocal, sin
+
+TINY = constant(1e-30)
+# see feature_maps.norm_aware: below this norm a query fades into one that favours no channel
+SMALLEST_SIZE = constant(1e-10)
+# norm-aware key features are multiplied by 2^-30: keys of 1e9 stay finite, and what that rounds to zero is far below eps
+KEY_SHIFT = constant(30.0)
+KEY_UNIT = constant(2.0**-10)
+# log2 of LARGEST_FEATURE in feature_maps.base, above which features of the maps without a bound are scaled down
+LOG2_LARGEST = constant(13.287712379549449)
+LOG2_E = constant(1.4426950408889634)
+LN_2 = constant(0.6931471805599453)
+QUARTER_PI = constant(0.7853981633974483)
+
+
+@triton.jit
+def tanh(x):
+    # 1 - 2 / (exp(2x) + 1): exact at both ends
+    return 1.0 - 2.0 * reciprocal(exp2(2.0 * LOG2_E * x) + 1.0)
+
+
+@triton.jit
+def expm1_base2(y, log_scale):
+    """(2^y - 1) * 2^-log_scale for y >= 0, with all digits where y is small and nothing is scaled."""
+    z = y * LN_2
+    # five terms: below z = 0.25 they are exact to float32, above it the difference has lost two bits at most
+    series = z * (1.0 + z * (0.5 + z * (0.16666666666666666 + z * (0.041666666666666664 + z * 0.008333333333333333))))
+    scaled = exp2(y - log_scale) - exp2(-log_scale)
+    return tl.where(log_scale > 0, scaled, tl.where(z < 0.25, series, scaled))
+
+
+@triton.jit
+def inside(tile, channels, D: tl.constexpr):
+    """Zero the channels beyond the head."""
+    if tile.shape[1] != D:
+        tile = tl.where(channels[None, :] < D, tile, 0.0)
+    return tile
+
+
+@triton.jit
+def elu_plus_one(x):
+    return tl.where(x > 0, x + 1.0, exp2(LOG2_E * tl.minimum(x, 0.0)))
+
+
+@triton.jit
+def unit_and_norm(x):
+    """(x / |x|, squared norm, norm, 1 / norm), the norm kept away from zero; all but the first [BN, 1]."""
+    size = tl.sum(x * x, axis=1)[:, None]
+    norm = tl.sqrt(tl.maximum(size, SMALLEST_SIZE))
+    inverse = 1.0 / norm
+    return x * inverse, size, norm, inverse
+
+
+@triton.jit
+def fading_of(size, D: tl.constexpr):
+    """1 * D^-0.75 for a zero query, 0 from the smallest norm on."""
+    return tl.maximum(1.0 - size / SMALLEST_SIZE, 0.0) * exp2(-0.75 * log2(size * 0.0 + D))
+
+
+@triton.jit
+def row_of(param_ptr, offset, channels, D: tl.constexpr):
+    """One parameter per channel, [1, BD]; 0 beyond the head."""
+    return tl.load(param_ptr + offset + channels, mask=channels < D, other=0.0)[None, :]
+
+
+@triton.jit
+def phi_query(x, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, STREAM: tl.constexpr):
+    """Features of a tile of queries for one stream, and the log2 of the factor that was divided out of each row."""
+    log_scale = tl.zeros([x.shape[0], 1], tl.float32)
+    if MAP == "identity":
+        a = x
+        b = x
+    elif MAP == "relu":
+        a = tl.maximum(x, 0.0)
+        b = a
+    elif MAP == "elu":
+        a = inside(elu_plus_one(x), channels, D)
+        b = a
+    elif MAP == "split":
+        a = tl.maximum(x, 0.0)
+        b = tl.maximum(-x, 0.0)
+    elif MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
+        unit, size, norm, inverse = unit_and_norm(x)
+        p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
+        magnitude = exp2(p * log2(tl.abs(unit)))
+        fading = fading_of(size, D)
+        if MAP == "norm_aware_split":
+            a = inside(tl.where(x > 0, magnitude, 0.0) + fading, channels, D)
+            b = inside(tl.where(x > 0, 0.0, magnitude) + fading, channels, D)
+        else:
+            angle = QUARTER_PI * tanh(alpha * unit)
+            a = inside(magnitude * cos(angle) + fading, channels, D)
+            b = magnitude * sin(angle)
+    elif MAP == "polarity":
+        p = row_of(param_ptr, 0, channels, D)
+        log_size = p * log2(tl.abs(x) * row_of(param_ptr, D, channels, D))
+        log_scale = tl.maximum(tl.max(log_size, axis=1)[:, None] - LOG2_LARGEST, 0.0)
+        magnitude = inside(exp2(log_size - log_scale), channels, D)
+        a = tl.where((x > 0) == (STREAM == 0), magnitude, 0.0)
+        b = tl.where((x > 0) == (STREAM == 0), 0.0, magnitude)
+    elif MAP == "polarity_exp":
+        up = LOG2_E * row_of(param_ptr, 2 * D * STREAM, channels, D)
+        down = LOG2_E * row_of(param_ptr, 2 * D * STREAM + D, channels, D)
+        signed = x if STREAM == 0 else -x
+        up = up * tl.maximum(signed, 0.0)
+        down = down * tl.maximum(-signed, 0.0)
+        log_scale = tl.maximum(tl.max(tl.maximum(up, down), axis=1)[:, None] - LOG2_LARGEST, 0.0)
+        a = expm1_base2(up, log_scale)
+        b = expm1_base2(down, log_scale)
+    return a, b, log_scale
+
+
+@triton.jit
+def key_excess(x, param_ptr, channels, D: tl.constexpr, MAP: tl.constexpr):
+    """log2 of how far the largest feature of a tile of keys lies above what float32 sums should hold; 0 for bounded maps."""
+    if MAP == "polarity":
+        log_size = row_of(param_ptr, 0, channels, D) * log2(tl.abs(x) * row_of(param_ptr, D, channels, D))
+        excess = tl.maximum(tl.max(log_size) - LOG2_LARGEST, 0.0)
+    elif MAP == "polarity_exp":
+        excess = tl.maximum(tl.max(LOG2_E * tl.abs(x)) - LOG2_LARGEST, 0.0)
+    else:
+        excess = 0.0
+    return excess
+
+
+@triton.jit
+def phi_key(x, ok, param_ptr, channels, log_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, CUBE: tl.constexpr):
+    """Features of a tile of keys times 2^-log_scale (times 2^-KEY_SHIFT for norm-aware keys); ok [BN]: visible rows."""
+    if MAP == "identity":
+        a = x
+        b = x
+    elif MAP == "relu":
+        a = tl.maximum(x, 0.0)
+        b = a
+    elif MAP == "elu":
+        a = inside(tl.where(ok[:, None], elu_plus_one(x), 0.0), channels, D)
+        b = a
+    elif MAP == "split":
+        a = tl.maximum(x, 0.0)
+        b = tl.maximum(-x, 0.0)
+    elif MAP == "norm_aware_split":
+        if CUBE:
+            small = x * KEY_UNIT
+            cube = small * small * small
+            a = tl.maximum(cube, 0.0)
+            b = tl.maximum(-cube, 0.0)
+        else:
+            magnitude = exp2(tl.load(param_ptr + 2) * log2(tl.abs(x)) - KEY_SHIFT)
+            a = tl.where(x > 0, magnitude, 0.0)
+            b = tl.where(x > 0, 0.0, magnitude)
+    elif MAP == "norm_aware_cosine":
+        unit, size, norm, inverse = unit_and_norm(x)
+        magnitude = exp2(tl.load(param_ptr + 2) * log2(tl.abs(x)) - KEY_SHIFT)
+        angle = QUARTER_PI * tanh(alpha * unit)
+        a = magnitude * cos(angle)
+        b = magnitude * sin(angle)
+    elif MAP == "polarity":
+        log_size = row_of(param_ptr, 0, channels, D) * log2(tl.abs(x) * row_of(param_ptr, D, channels, D))
+        magnitude = inside(exp2(log_size - log_scale), channels, D)
+        a = tl.where(x > 0, magnitude, 0.0)
+        b = tl.where(x > 0, 0.0, magnitude)
+    elif MAP == "polarity_exp":
+        a = expm1_base2(LOG2_E * tl.maximum(x, 0.0), log_scale)
+        b = expm1_base2(LOG2_E * tl.maximum(-x, 0.0), log_scale)
+    return a, b
+
+
+@triton.jit
+def sign_of(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+
+
+@triton.jit
+def power_gradient(x, p, inverse, log_y, log_scale, dmagnitude):
+    """magnitude = y^p 2^-log_scale with y = |x| * inverse: dx, dp and d inverse."""
+    dy = dmagnitude * p * exp2((p - 1.0) * log_y - log_scale)
+    dp = dmagnitude * exp2(p * log_y - log_scale) * log_y * LN_2
+    return sign_of(x) * dy * inverse, dp, dy * tl.abs(x)
+
+
+@triton.jit
+def phi_query_gradient(
+    x, da, db, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, STREAM: tl.constexpr
+):
+    """Gradient of one stream's query features: dx, and the gradients g0, g1 [BN, BD] of up to two parameters per channel.
+
+    da, db belong to the features after division by 2^log_scale, as phi_query returns them, and mean nothing beyond the head.
+    norm_aware puts the gradients of base and slope into column 0 of g0 and g1.
+    """
+    g0 = tl.zeros_like(x)
+    g1 = tl.zeros_like(x)
+    if MAP == "identity":
+        dx = da
+    elif MAP == "relu":
+        dx = tl.where(x > 0, da, 0.0)
+    elif MAP == "elu":
+        dx = da * tl.where(x > 0, 1.0, exp2(LOG2_E * tl.minimum(x, 0.0)))
+    elif MAP == "split":
+        dx = tl.where(x > 0, da, tl.where(x < 0, -db, 0.0))
+    elif MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
+        unit, size, norm, inverse = unit_and_norm(x)
+        slope = tl.load(param_ptr + 1)
+        turn = tanh(norm_scale * norm)
+        raw = tl.load(param_ptr) + slope * turn
+        p = tl.maximum(raw, 1.0)
+        length = tl.abs(unit)
+        log_length = log2(length)
+        # |u|^(p-1): times |u| it is the feature, times p its derivative
+        below = exp2((p - 1.0) * log_length)
+        if MAP == "norm_aware_split":
+            dmagnitude = inside(tl.where(x > 0, da, db), channels, D)
+            dunit = tl.where(x > 0, dmagnitude, -dmagnitude) * (p * below)
+        else:
+            wave = tanh(alpha * unit)
+            angle = QUARTER_PI * wave
+            c = cos(angle)
+            s = sin(angle)
+            dmagnitude = inside(da * c + db * s, channels, D)
+            dangle = inside(db * c - da * s, channels, D) * below * length
+            dunit = tl.where(x > 0, dmagnitude, -dmagnitude) * (p * below)
+            dunit += dangle * (QUARTER_PI * alpha) * (1.0 - wave * wave)
+        dp = tl.sum(dmagnitude * (below * length) * log_length, axis=1)[:, None] * LN_2
+        dp = tl.where(raw > 1.0, dp, 0.0)
+        dnorm = dp * slope * norm_scale * (1.0 - turn * turn) - tl.sum(dunit * unit, axis=1)[:, None] * inverse
+        dx = dunit * inverse + tl.where(size > SMALLEST_SIZE, dnorm, 0.0) * unit
+        g0 = tl.where(channels[None, :] == 0, dp, 0.0)
+        g1 = tl.where(channels[None, :] == 0, dp * turn, 0.0)
+    elif MAP == "polarity":
+        p = row_of(param_ptr, 0, channels, D)
+        inverse = row_of(param_ptr, D, channels, D)
+        log_y = log2(tl.abs(x) * inverse)
+        log_scale = tl.maximum(tl.max(p * log_y, axis=1)[:, None] - LOG2_LARGEST, 0.0)
+        dmagnitude = tl.where((x > 0) == (STREAM == 0), da, db)
+        dx, g0, g1 = power_gradient(x, p, inverse, log_y, log_scale, dmagnitude)
+    elif MAP == "polarity_exp":
+        up = row_of(param_ptr, 2 * D * STREAM, channels, D)
+        down = row_of(param_ptr, 2 * D * STREAM + D, channels, D)
+        signed = x if STREAM == 0 else -x
+        positive = tl.maximum(signed, 0.0)
+        negative = tl.maximum(-signed, 0.0)
+        largest = tl.max(LOG2_E * tl.maximum(up * positive, down * negative), axis=1)[:, None]
+        log_scale = tl.maximum(largest - LOG2_LARGEST, 0.0)
+        g0 = da * exp2(LOG2_E * up * positive - log_scale)
+        g1 = db * exp2(LOG2_E * down * negative - log_scale)
+        dsigned = tl.where(signed > 0, g0 * up, tl.where(signed < 0, -g1 * down, 0.0))
+        dx = dsigned if STREAM == 0 else -dsigned
+        g0 = g0 * positive
+        g1 = g1 * negative
+    return dx, g0, g1
+
+
+@triton.jit
+def phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, CUBE: tl.constexpr):
+    """Gradient of the key features, as phi_query_gradient; norm_aware puts the gradient of the key power into g0."""
+    g0 = tl.zeros_like(x)
+    g1 = tl.zeros_like(x)
+    if MAP == "identity":
+        dx = da
+    elif MAP == "relu":
+        dx = tl.where(x > 0, da, 0.0)
+    elif MAP == "elu":
+        dx = da * tl.where(x > 0, 1.0, exp2(LOG2_E * tl.minimum(x, 0.0)))
+    elif MAP == "split":
+        dx = tl.where(x > 0, da, tl.where(x < 0, -db, 0.0))
+    elif MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
+        p = tl.load(param_ptr + 2)
+        if CUBE:
+            small = x * KEY_UNIT
+            slope = 3.0 * KEY_UNIT * small * small
+        else:
+            slope = p * exp2((p - 1.0) * log2(tl.abs(x)) - KEY_SHIFT)
+        if MAP == "norm_aware_split":
+            dmagnitude = tl.where(x > 0, da, -db)  # with the sign of |x|'
+            dx = dmagnitude * slope
+        else:
+            unit, size, norm, inverse = unit_and_norm(x)
+            wave = tanh(alpha * unit)
+            angle = QUARTER_PI * wave
+            c = cos(angle)
+            s = sin(angle)
+            magnitude = exp2(p * log2(tl.abs(x)) - KEY_SHIFT)
+            dmagnitude = sign_of(x) * (da * c + db * s)
+            dunit = magnitude * (db * c - da * s) * (QUARTER_PI * alpha) * (1.0 - wave * wave)
+            dunit = inside(dunit, channels, D)
+            along = tl.sum(dunit * unit, axis=1)[:, None]
+            dx = dmagnitude * slope + (dunit - tl.where(size > SMALLEST_SIZE, along, 0.0) * unit) * inverse
+        if not CUBE:
+            log_length = log2(tl.abs(x))
+            dp = inside(sign_of(x) * dmagnitude, channels, D) * exp2(p * log_length - KEY_SHIFT) * log_length
+            g0 = tl.where(channels[None, :] == 0, tl.sum(dp, axis=1)[:, None] * LN_2, 0.0)
+    elif MAP == "polarity":
+        p = row_of(param_ptr, 0, channels, D)
+        inverse = row_of(param_ptr, D, channels, D)
+        dx, g0, g1 = power_gradient(x, p, inverse, log2(tl.abs(x) * inverse), log_scale, tl.where(x > 0, da, db))
+    elif MAP == "polarity_exp":
+        up = da * exp2(LOG2_E * tl.maximum(x, 0.0) - log_scale)
+        down = db * exp2(LOG2_E * tl.maximum(-x, 0.0) - log_scale)
+        dx = tl.where(x > 0, up, tl.where(x < 0, -down, 0.0))
+    return dx, g0, g1

@@ -1,0 +1,112 @@
+"""What the tests of the core share: seeds, poisoned memory, and every feature map with parameters away from their start."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nalaformer
+from nalaformer import FEATURE_MAPS, FeatureMap
+
+# options that change what a map computes; the registry alone would test the defaults only
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "norm_aware+cosine": ("norm_aware", {"direction": "cosine"}),
+    "norm_aware+learnable": ("norm_aware", {"learnable": True}),
+    "norm_aware+mild": ("norm_aware", {"powers": "mild", "norm_scale": "head"}),
+    "focused+head": ("focused", {"norm_over": "head"}),
+    "reflection+per_head": ("reflection", {"cross_head": False}),
+}
+
+MAP_NAMES = [*FEATURE_MAPS.names(), *VARIANTS]
+
+# looks at all tokens at once, so it has no causal form and stands in none of the lists above
+VARIANCE_AWARE = "reflection+variance"
+
+MapMaker = Callable[..., FeatureMap]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers whichever tests run before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory holds NaN, so a value that was never written is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The tensors of these tests are small: a second thread only waits, and on a busy machine it waits long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=MAP_NAMES)
+def map_name(request: pytest.FixtureRequest) -> str:
+    """Every map of the registry, and its main options."""
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["bidirectional", "causal"])
+def causal(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(params=["reference", "chunked"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs on this backend."""
+    with nalaformer.use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def make_map() -> MapMaker:
+    """A map by its name in MAP_NAMES, with parameters moved away from their start: zeros there would hide mistakes."""
+
+    def make(name: str, *, num_heads: int = 2, head_dim: int = 8, dtype: torch.dtype = torch.float32) -> FeatureMap:
+        variants = VARIANTS | {VARIANCE_AWARE: ("reflection", {"variance": True})}
+        kind, options = variants.get(name, (name, {}))
+        feature_map = nalaformer.feature_map(kind, num_heads=num_heads, head_dim=head_dim, **options)
+        with torch.no_grad():
+            for parameter in feature_map.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        return feature_map.to(dtype)
+
+    return make
+
+
+@pytest.fixture
+def make_qkv() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Random q [B, N, H, D], k [B, M, K, D] and v [B, M, K, V]; M = N, K = H and V = D unless told."""
+
+    def make(
+        batch: int = 2,
+        tokens: int = 7,
+        heads: int = 2,
+        head_dim: int = 8,
+        *,
+        keys: int | None = None,
+        key_heads: int | None = None,
+        values: int | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys, key_heads, values = keys or tokens, key_heads or heads, values or head_dim
+        return (
+            torch.randn(batch, tokens, heads, head_dim, dtype=dtype),
+            torch.randn(batch, keys, key_heads, head_dim, dtype=dtype),
+            torch.randn(batch, keys, key_heads, values, dtype=dtype),
+        )
+
+    return make

@@ -1,0 +1,362 @@
+"""The measuring itself: clocks, memory, correctness before speed, verdicts, files."""
+
+import csv
+import re
+import subprocess
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+import nalaformer as nf
+from nalaformer.bench import (
+    COLUMNS,
+    IMPLEMENTATIONS,
+    Case,
+    Measurement,
+    Result,
+    bars,
+    cases_for,
+    describe_machine,
+    extras,
+    growth,
+    measure,
+    median_ms,
+    peak_extra_mib,
+    peak_in_fresh_process,
+    plan,
+    results_table,
+    summary_lines,
+    write_csv,
+)
+from nalaformer.bench import ops as bench_ops
+from nalaformer.bench.cases import GROWTH
+from nalaformer.bench.implementations import OURS, PUBLISHED, published_formula
+from nalaformer.bench.machine import commit_of
+from nalaformer.bench.memory import can_measure
+from nalaformer.bench.ops import BOTH, DIRECTIONS, FORWARD
+from nalaformer.bench.verdict import slope
+
+TINY = Case(batch=2, heads=2, tokens=37, head_dim=16)
+counts_memory = pytest.mark.skipif(not can_measure("cpu"), reason="this system does not count peak memory")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    # threads that wait for each other crawl on a busy machine
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def result(case=TINY, implementation=OURS, direction=FORWARD, *, ms=1.0, mib=1.0, error=0.0):
+    measurement = Measurement(case=case, implementation=implementation, direction=direction, device="cpu")
+    return Result(measurement=measurement, error=error, median_ms=ms, peak_extra_mib=mib)
+
+
+def plant(mebibytes, keep):
+    """What the fresh process calls: a call that holds this much, up to its end or for a moment."""
+
+    def call():
+        block = torch.ones(mebibytes * 2**18)
+        return block if keep else block.sum()
+
+    return call
+
+
+@pytest.mark.parametrize("slow", [1, 4])
+def test_one_slow_call_does_not_count(slow):
+    calls = []
+
+    def call():
+        calls.append(1)
+        time.sleep(0.5 if len(calls) == slow else 0.01)
+
+    milliseconds = median_ms(call, seconds=0.1)
+    assert 10 <= milliseconds < 250
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 4), (100.0, 21)])
+def test_calls_are_repeated_within_the_limits(seconds, expected):
+    calls = []
+    median_ms(lambda: (calls.append(1), time.sleep(0.001)), seconds=seconds, least=3, most=20)
+    assert len(calls) == expected
+
+
+def test_limits_the_wrong_way_round_are_refused():
+    with pytest.raises(ValueError, match="least <= most"):
+        median_ms(lambda: None, least=5, most=3)
+
+
+@counts_memory
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_planted_allocation_is_seen(keep):
+    assert 199 < peak_extra_mib(plant(200, keep)) < 260
+
+
+@counts_memory
+def test_a_call_that_holds_nothing_needs_nothing():
+    assert peak_extra_mib(lambda: None) < 5
+
+
+@counts_memory
+def test_an_earlier_peak_does_not_count():
+    plant(400, False)()
+    assert 95 < peak_extra_mib(plant(100, True)) < 160
+
+
+@counts_memory
+def test_memory_that_was_freed_but_kept_does_not_hide_a_need():
+    # small blocks come from the heap, and a block above them keeps it from shrinking
+    blocks = [torch.ones(2**14) for _ in range(3200)]
+    pin = torch.ones(2**14)
+    del blocks
+    found = peak_extra_mib(lambda: [torch.ones(2**14) for _ in range(3200)])
+    assert found > 199
+    del pin
+
+
+@counts_memory
+def test_a_planted_allocation_is_seen_in_a_fresh_process():
+    found = peak_in_fresh_process(f"{__name__}:plant", {"mebibytes": 200, "keep": False})
+    assert 199 < found < 260
+
+
+def test_a_failing_measurement_says_what_failed():
+    with pytest.raises(RuntimeError, match="no_such_function"):
+        peak_in_fresh_process(f"{__name__}:no_such_function", {})
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 4), (2, 3, 50, 10)])
+def test_the_published_formula_is_the_reference(shape):
+    q, k, v = torch.randn(3, *shape, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    phi = nf.feature_map("norm_aware", num_heads=shape[1], head_dim=shape[3])
+    with nf.use_backend("reference"):
+        expected = nf.linear_attention(*(x.transpose(1, 2).double() for x in (q, k, v)), feature_map=phi)
+    torch.testing.assert_close(published_formula(q, k, v).transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS.names())
+def test_every_implementation_is_right_and_gets_timed(name, direction):
+    found = measure(Measurement(case=TINY, implementation=name, direction=direction, device="cpu"), seconds=0, memory=False)
+    assert found.is_right
+    assert found.median_ms > 0
+    assert found.peak_extra_mib is None
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS.names())
+def test_rows_between_the_compared_ones_do_not_matter_to_the_check(name, monkeypatch):
+    monkeypatch.setattr(bench_ops, "COMPARED_ROWS", 5)
+    assert bench_ops.relative_error(Measurement(case=TINY, implementation=name, direction=BOTH, device="cpu")) < 2e-6
+
+
+def with_wrong(monkeypatch, change):
+    """Register an implementation whose output was changed."""
+    ours = IMPLEMENTATIONS[OURS]
+
+    def make(case):
+        attend = ours.make(case)
+        return lambda q, k, v: change(attend(q, k, v), q, k, v)
+
+    monkeypatch.setitem(IMPLEMENTATIONS._entries, "wrong", replace(ours, make=make))
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out):
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 1.001 * gradient
+
+
+@pytest.mark.parametrize(
+    ("change", "direction"),
+    [
+        (lambda out, q, k, v: out * 1.001, FORWARD),
+        (lambda out, q, k, v: out.index_fill(1, torch.tensor([36]), 0.0), FORWARD),
+        (lambda out, q, k, v: out * float("nan"), FORWARD),
+        (lambda out, q, k, v: WrongGradient.apply(out), BOTH),
+    ],
+    ids=["scaled", "last token lost", "nan", "gradient scaled"],
+)
+def test_a_wrong_implementation_is_not_timed(monkeypatch, change, direction):
+    with_wrong(monkeypatch, change)
+    found = measure(Measurement(case=TINY, implementation="wrong", direction=direction, device="cpu"), seconds=0)
+    assert not found.is_right
+    assert found.median_ms is None
+    assert found.peak_extra_mib is None
+    assert any("WRONG" in line for line in summary_lines([found]))
+
+
+@counts_memory
+def test_the_output_counts_as_extra_memory_and_the_inputs_do_not():
+    # q, k, v and the output are 16 MiB each
+    case = Case(batch=1, heads=1, tokens=65536)
+    found = measure(Measurement(case=case, implementation=OURS, direction=FORWARD, device="cpu"), seconds=0)
+    assert 16 <= found.peak_extra_mib < 16 * 12
+
+
+def test_the_plan_leaves_out_what_takes_too_long():
+    planned = plan(cases_for("cpu"), "cpu")
+    longest = {m.implementation: 0 for m in planned}
+    for m in planned:
+        longest[m.implementation] = max(longest[m.implementation], m.case.tokens)
+    assert longest["torch SDPA"] == 16384
+    assert longest[OURS] == 262144
+
+
+def test_unknown_and_missing_devices_are_refused_with_a_remedy(monkeypatch):
+    with pytest.raises(ValueError, match="cpu, cuda, got 'tpu'"):
+        cases_for("tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="use --device cpu"):
+        cases_for("cuda")
+
+
+@pytest.mark.parametrize("exponent", [1.0, 2.0, 0.5])
+def test_the_slope_of_a_power_is_its_exponent(exponent):
+    x = [4096, 16384, 65536]
+    assert slope(x, [3 * value**exponent for value in x]) == pytest.approx(exponent)
+
+
+def test_the_slope_is_that_of_least_squares():
+    # log y = 0, 1, 0, 1 over log x = 0, 1, 2, 3: slope 1/5
+    e = 2.718281828459045
+    assert slope([1, e, e**2, e**3], [1, e, 1, e]) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("points", [([5.0], [1.0]), ([5.0, 5.0], [1.0, 2.0]), ([1.0, 2.0], [0.0, 1.0])])
+def test_a_slope_through_too_little_is_refused(points):
+    with pytest.raises(ValueError, match="slope"):
+        slope(*points)
+
+
+def test_growth_is_fitted_to_the_cases_that_differ_in_tokens_alone():
+    results = [result(case, ms=case.tokens / 1e3, mib=case.tokens**2.0) for case in GROWTH]
+    # neither another shape nor another implementation may bend the line
+    results += [result(TINY, ms=1e9), result(GROWTH[0], PUBLISHED, ms=1e9)]
+    fits = {(fit.quantity, fit.direction): fit for fit in growth(results)}
+    assert fits["time", FORWARD].exponent == pytest.approx(1)
+    assert fits["memory", FORWARD].exponent == pytest.approx(2)
+    assert fits["time", FORWARD].tokens == (4096, 16384, 65536, 262144)
+    assert len(fits) == 2
+
+
+@pytest.mark.parametrize(
+    ("ours", "published", "met"),
+    [((10, 10), (20, 30), [True, True]), ((10, 10), (19, 29), [False, False]), ((10, 11), (20, 30), [True, False])],
+)
+def test_bars_are_met_from_their_limit_on(ours, published, met):
+    case = Case(batch=1, heads=4, tokens=65536)
+    assert case in GROWTH
+    # what happens backward or at other shapes is no part of the promise
+    results = [result(case, OURS, BOTH, ms=1e9, mib=1e9), result(replace(case, batch=2), OURS, ms=1e9, mib=1e9)]
+    results += [result(case, OURS, ms=ours[0], mib=ours[1]), result(case, PUBLISHED, ms=published[0], mib=published[1])]
+    assert [bar.is_met for bar in bars(results)] == met
+
+
+def test_a_run_without_the_bars_case_claims_nothing():
+    assert bars([result()]) == []
+    assert any("did not measure" in line for line in summary_lines([result()]))
+
+
+def test_the_csv_has_the_promised_columns_and_a_row_per_result(tmp_path):
+    machine = describe_machine()
+    path = write_csv(
+        [result(ms=12.345), result(implementation=PUBLISHED, ms=None, mib=None)], tmp_path / "new" / "a.csv", machine
+    )
+    with path.open() as file:
+        written = list(csv.DictReader(file))
+    assert list(written[0]) == list(COLUMNS)
+    promised = "op implementation device dtype shape direction median_ms peak_extra_mib torch triton nalaformer commit date"
+    assert set(promised.split()) <= set(COLUMNS)
+    assert written[0]["shape"] == "B2 H2 N37 D16"
+    assert written[0]["median_ms"] == "12.35"
+    assert written[0]["device"] == machine.cpu
+    assert written[0]["threads"] == str(torch.get_num_threads())
+    assert "output and gradients of q k v count" in written[0]["peak_extra_means"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", written[0]["date"])
+    assert (written[1]["median_ms"], written[1]["peak_extra_mib"]) == ("", "")
+    assert len(written) == 2
+
+
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_rubbish(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("old")
+    with pytest.raises(AttributeError):
+        write_csv([None], path, describe_machine())
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_table_shows_what_was_left_out_as_a_dash():
+    from rich.console import Console
+
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(results_table([result(ms=1234.5, mib=2.345), result(implementation=PUBLISHED, error=1.0)]))
+    lines = console.export_text().splitlines()
+    (ours,) = [line.split() for line in lines if OURS in line]
+    assert ours[-4:] == ["1,234", "-", "2.35", "-"]
+    (wrong,) = [line.split() for line in lines if PUBLISHED in line]
+    assert wrong[-4:] == ["wrong", "-", "wrong", "-"]
+    assert any("torch SDPA" in line for line in lines)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    def git(*arguments):
+        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "code.py").write_text("x = 1\n")
+    git("init", "-q")
+    git("add", "package")
+    git("commit", "-q", "-m", "first")
+    return tmp_path
+
+
+def test_the_commit_of_clean_and_of_changed_source(checkout):
+    clean = commit_of(checkout / "package")
+    assert re.fullmatch(r"[0-9a-f]{12}", clean)
+    (checkout / "results.csv").write_text("a result beside the package does not make it another package")
+    assert commit_of(checkout / "package") == clean
+    (checkout / "package" / "code.py").write_text("x = 2\n")
+    assert commit_of(checkout / "package") == f"{clean}+dirty"
+
+
+def test_a_package_installed_inside_another_checkout_has_no_commit(checkout):
+    installed = checkout / "site-packages"
+    installed.mkdir()
+    (installed / "code.py").write_text("x = 1\n")
+    assert commit_of(installed) == "unknown"
+
+
+def test_source_outside_git_has_no_commit(tmp_path):
+    assert commit_of(tmp_path) == "unknown"
+
+
+def test_the_machine_names_what_it_runs_on():
+    machine = describe_machine()
+    assert machine.cpu
+    assert machine.torch == torch.__version__
+    assert machine.nalaformer == nf.__version__
+    assert machine.device_name("cpu") == machine.cpu
+
+
+def test_a_missing_extra_says_how_to_get_it(monkeypatch):
+    from importlib import metadata
+
+    wanted = ["torch>=2", "rich>=1; extra == 'cli'", "no-such-package>=1; extra == 'rare'", "rich; extra == 'all'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: wanted)
+    found = {extra.name: extra for extra in extras()}
+    assert set(found) == {"cli", "rare"}
+    assert found["cli"].missing == ()
+    assert found["cli"].present[0].startswith("rich ")
+    assert found["rare"].missing == ("no-such-package",)
+    assert found["rare"].install == "pip install 'nalaformer[rare]'"

@@ -1,0 +1,135 @@
+"""The command line as a user meets it."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import nalaformer as nf
+from nalaformer import cli
+from nalaformer.bench import COLUMNS, IMPLEMENTATIONS, Case, cases, ops
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    # threads that wait for each other crawl on a busy machine
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(cli.build_app(), list(arguments))
+
+
+def test_version_is_that_of_the_package(run):
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"nalaformer {nf.__version__}\n"
+
+
+def test_help_names_every_command(run):
+    output = run("--help").output
+    assert all(name in output for name in ("compare", "bench", "info"))
+
+
+def test_compare_prints_every_method_and_writes_the_picture(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: 1.0)
+    result = run("compare", "--out", str(tmp_path / "out"), "--tokens", "32", "--seed", "3")
+    assert result.exit_code == 0, result.output
+    picture = tmp_path / "out" / "entropy_vs_norm.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"picture: {picture}" in result.output
+    assert "32 random tokens" in result.output
+    for label in ("softmax", "norm_aware split", "norm_aware cosine", *nf.FEATURE_MAPS.names()):
+        assert label in result.output
+    assert max(map(len, result.output.split("picture:")[0].splitlines())) <= 100
+
+
+def test_bench_ops_prints_and_writes_its_results(run, tmp_path, monkeypatch):
+    tiny = (Case(batch=1, heads=1, tokens=40, head_dim=8), Case(batch=1, heads=2, tokens=33, head_dim=8))
+    monkeypatch.setattr(cases, "QUICK", tiny)
+    monkeypatch.setattr(ops, "can_measure", lambda device: False)
+    path = tmp_path / "new" / "ops.csv"
+    result = run("bench", "ops", "--quick", "--out", str(path))
+    assert result.exit_code == 0, result.output
+    with path.open() as file:
+        written = list(csv.DictReader(file))
+    assert len(written) == 2 * len(IMPLEMENTATIONS.names()) * 2
+    assert tuple(written[0]) == COLUMNS
+    assert all(float(row["median_ms"]) > 0 for row in written)
+    for text in ("nalaformer", "published formula", "torch SDPA", "B1 H2 N33 D8", "threads", f"results: {path}"):
+        assert text in result.output
+
+
+def test_a_wrong_result_is_an_exit_code(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "QUICK", (Case(batch=1, heads=1, tokens=40, head_dim=8),))
+    monkeypatch.setattr(ops, "relative_error", lambda measurement: 1.0)
+    result = run("bench", "ops", "--quick", "--out", str(tmp_path / "ops.csv"))
+    assert result.exit_code == 1
+    assert "WRONG and not timed" in result.output
+
+
+def test_info_says_what_would_run_and_why(run):
+    result = run("info")
+    assert result.exit_code == 0, result.output
+    for value in nf.ops.backend.report().values():
+        assert value[:60] in result.output
+    assert nf.__version__ in result.output
+    assert "extra cli" in result.output
+
+
+def test_info_gives_the_line_that_brings_a_missing_extra(run, monkeypatch):
+    from importlib import metadata
+
+    monkeypatch.setattr(metadata, "requires", lambda name: ["no-such-package; extra == 'rare'"])
+    assert "missing no-such-package: pip install 'nalaformer[rare]'" in run("info").output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("compare", "--tokens", "3"),
+        ("bench", "ops", "--device", "tpu"),
+        ("bench", "ops", "--quick", "--out", "/dev/null/a.csv"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_exit_code_two(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["nalaformer", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_its_packages_the_command_says_what_to_install(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=rf"{package}: pip install 'nalaformer\[cli\]'"):
+        cli.main()
+
+
+def test_the_installed_command_fails_without_a_traceback():
+    command = Path(sys.executable).with_name("nalaformer")
+    done = subprocess.run([command, "compare", "--tokens", "3"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: a sweep over norms needs at least 16 tokens, got 3\n"
+
+
+def test_importing_the_library_loads_no_heavy_packages():
+    code = (
+        "import sys, nalaformer.analysis, nalaformer.bench, nalaformer.cli\n"
+        "sys.exit(', '.join(sorted({'typer', 'rich', 'matplotlib'} & set(sys.modules))) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+    assert done.returncode == 0
