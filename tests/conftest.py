@@ -1,5 +1,10 @@
 """What the tests of the core share: seeds, poisoned memory, and every feature map with parameters away from their start."""
 
+import os
+
+# before anything imports nalaformer's kernels: @triton.jit reads it when it decorates
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from collections.abc import Callable, Iterator
 from typing import Any
 

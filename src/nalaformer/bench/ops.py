@@ -1,5 +1,6 @@
 """Measure attention: first whether it is right, then how long it takes and what it holds."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from .cases import DTYPES, Case
 from .implementations import IMPLEMENTATIONS, Attend, Implementation
 from .memory import can_measure, peak_extra_mib, peak_in_fresh_process
-from .timing import median_ms
+from .timing import times_ms
 
 FORWARD, BOTH = "forward", "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)
@@ -41,6 +42,8 @@ class Result:
     error: float
     """Relative to float64: the largest of the output's and, with backward, half of each gradient's."""
     median_ms: float | None
+    fastest_ms: float | None
+    """Of the calls of which that is the median: far below it, the machine was busy with something else."""
     peak_extra_mib: float | None
     """Beyond q, k, v (and the output's gradient); output and gradients count. None also where the system cannot tell."""
 
@@ -64,17 +67,24 @@ def measure(measurement: Measurement, *, seconds: float = 2.0, memory: bool = Tr
     """Correctness, then time, then memory (on a CPU in a fresh process)."""
     error = relative_error(measurement)
     right = error <= LARGEST_ERROR[measurement.dtype]
-    milliseconds = mebibytes = None
+    times: list[float] = []
+    mebibytes = None
     if right:
         call = make_call(measurement)
-        milliseconds = median_ms(call, device=measurement.device, seconds=seconds)
+        times = times_ms(call, device=measurement.device, seconds=seconds)
         if memory and can_measure(measurement.device):
             if measurement.device == "cuda":
                 mebibytes = peak_extra_mib(call, device="cuda")
             else:
                 del call
                 mebibytes = peak_in_fresh_process("nalaformer.bench.ops:call_in_fresh_process", to_plain(measurement))
-    return Result(measurement=measurement, error=error, median_ms=milliseconds, peak_extra_mib=mebibytes)
+    return Result(
+        measurement=measurement,
+        error=error,
+        median_ms=statistics.median(times) if times else None,
+        fastest_ms=min(times, default=None),
+        peak_extra_mib=mebibytes,
+    )
 
 
 def make_call(measurement: Measurement) -> Callable[[], object]:

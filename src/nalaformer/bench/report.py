@@ -24,6 +24,7 @@ COLUMNS = (
     "shape",
     "direction",
     "median_ms",
+    "fastest_ms",
     "peak_extra_mib",
     "peak_extra_means",
     "relative_error",
@@ -33,6 +34,8 @@ COLUMNS = (
     "commit",
     "date",
 )
+# a quiet machine stays well below
+UNSTEADY = 2.0
 # the definition travels with every row: figures of two files are comparable only if it is the same
 PEAK_EXTRA_MEANS = {
     "cpu": "resident memory of a fresh process: peak (VmHWM) minus before the call; q k v and the output's gradient are "
@@ -69,8 +72,9 @@ def csv_row(result: Result, machine: Machine, date: str) -> dict[str, object]:
         "dtype": str(measurement.dtype).removeprefix("torch."),
         "shape": measurement.case.shape,
         "direction": measurement.direction,
-        "median_ms": "" if result.median_ms is None else f"{result.median_ms:.4g}",
-        "peak_extra_mib": "" if result.peak_extra_mib is None else f"{result.peak_extra_mib:.4g}",
+        "median_ms": rounded(result.median_ms),
+        "fastest_ms": rounded(result.fastest_ms),
+        "peak_extra_mib": rounded(result.peak_extra_mib),
         "peak_extra_means": PEAK_EXTRA_MEANS[measurement.device],
         "relative_error": f"{result.error:.2g}",
         "torch": machine.torch,
@@ -79,6 +83,10 @@ def csv_row(result: Result, machine: Machine, date: str) -> dict[str, object]:
         "commit": machine.commit,
         "date": date,
     }
+
+
+def rounded(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def results_table(results: Sequence[Result]) -> "Table":
@@ -117,6 +125,12 @@ def figure(result: Result | None, field: str) -> str:
 def summary_lines(results: Sequence[Result]) -> list[str]:
     """Growth, bars, and whatever went wrong, as sentences."""
     lines = []
+    unsteady = [r for r in results if r.median_ms and r.fastest_ms and r.median_ms > UNSTEADY * r.fastest_ms]
+    if unsteady:
+        lines.append(
+            f"BUSY machine: in {len(unsteady)} of {len(results)} measurements the median call took over {UNSTEADY:g}x as long "
+            "as the fastest; times and what follows from them are worth little"
+        )
     for fit in growth(results):
         span = f"{fit.tokens[0]:,} to {fit.tokens[-1]:,} tokens"
         lines.append(f"nalaformer, {fit.direction}: {fit.quantity} ~ N^{fit.exponent:.2f} from {span} (1 = linear)")

@@ -7,15 +7,20 @@ from collections.abc import Callable
 import torch
 
 
-def median_ms(
+def median_ms(call: Callable[[], object], *, device: str = "cpu", seconds: float = 2.0) -> float:
+    """Median milliseconds of a call after warming up; see `times_ms`."""
+    return statistics.median(times_ms(call, device=device, seconds=seconds))
+
+
+def times_ms(
     call: Callable[[], object],
     *,
     device: str = "cpu",
     seconds: float = 2.0,
     least: int = 3,
     most: int = 50,
-) -> float:
-    """Median milliseconds of a call after warming up.
+) -> list[float]:
+    """Milliseconds of each of many calls after warming up.
 
     It is repeated for about `seconds`, but at least `least` and at most `most` times. On a GPU the time is taken between
     events, so it is that of the device and not that of launching.
@@ -27,7 +32,7 @@ def median_ms(
     timed(call, 1)
     once = timed(call, 1)
     repeats = min(most, max(least, round(1e3 * seconds / max(once[0], 1e-3))))
-    return statistics.median(once + timed(call, repeats - 1))
+    return once + timed(call, repeats - 1)
 
 
 def _timed_on_cpu(call: Callable[[], object], repeats: int) -> list[float]:

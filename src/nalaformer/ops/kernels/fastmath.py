@@ -23,7 +23,7 @@ if INTERPRETING:
     @triton.jit
     def log2(x):
         """log2 x for x >= 0; -150 at and near 0, so that powers vanish and products with them stay finite."""
-        return tl.log2(tl.maximum(x, 7e-46))
+        return tl.where(x > 0, tl.log2(tl.maximum(x, 1.2e-38)), -150.0)
 
     @triton.jit
     def exp2(x):

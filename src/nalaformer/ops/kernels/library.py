@@ -164,7 +164,8 @@ def run_backward(
     rows = parameters.shape[0]
     # heads that share a row of parameters add up
     by_query = dquery.unflatten(0, (rows, -1)).sum(1)  # [rows, 4, D]
-    by_key = dkey.unflatten(0, (rows, -1)).sum(1)  # [rows, 2, D]
+    # fewer key heads than rows: then no key reads a parameter that is learned
+    by_key = dkey.unflatten(0, (rows, -1)).sum(1) if dkey.shape[0] >= rows else torch.zeros_like(by_query[:, :2])
     if name == "polarity":
         return dq, dk, dv, (by_query[:, :2] + by_query[:, 2:] + by_key).flatten(1)
     if name == "polarity_exp":

@@ -1,0 +1,183 @@
+"""The fused kernels in Triton's interpreter, against the float64 definition: small odd shapes, forward and backward."""
+
+import pytest
+import torch
+
+import nalaformer
+from nalaformer import Rotary
+
+pytest.importorskip("triton", reason="the kernels need Triton, which this platform has no build of")
+
+MAPS = {
+    "relu": {},
+    "elu": {},
+    "split": {},
+    "norm_aware": {},
+    "norm_aware cosine": {"direction": "cosine"},
+    "norm_aware learnable": {"learnable": True},
+    "norm_aware mild": {"powers": "mild"},
+    "polarity": {},
+    "polarity_exp": {},
+    # computed outside, attended to by the same kernels
+    "focused": {},
+    "hedgehog": {},
+    "reflection": {"cross_head": False},
+    "norm_preserving": {},
+}
+
+
+def relative_error(ours, exact):
+    return ((ours.double() - exact).norm() / exact.norm().clamp(min=1e-6)).item()
+
+
+def outcome(backend, name, dtype, tensors, upstream, *, heads, head_dim, **arguments):
+    """Output and all gradients, and the parameters that were used."""
+    torch.manual_seed(0)
+    feature_map = nalaformer.feature_map(name.split()[0], num_heads=heads, head_dim=head_dim, **MAPS[name]).to(dtype)
+    for parameter in feature_map.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape).to(dtype)
+    inputs = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    with nalaformer.use_backend(backend):
+        out = nalaformer.linear_attention(*inputs, feature_map=feature_map, **arguments)
+    wanted = [*inputs, *feature_map.parameters()]
+    return [out, *torch.autograd.grad(out, wanted, upstream.to(out.dtype), allow_unused=True, materialize_grads=True)]
+
+
+def check(name, tensors, *, heads, head_dim, bar=2e-6, **arguments):
+    """Within the bar of float64, or within twice what plain float32 misses it by: some sums over tokens cancel."""
+    upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1])
+    exact, plain, ours = (
+        outcome(backend, name, dtype, tensors, upstream, heads=heads, head_dim=head_dim, **arguments)
+        for backend, dtype in (("reference", torch.float64), ("reference", torch.float32), ("triton", torch.float32))
+    )
+    for x, y, z in zip(ours, exact, plain, strict=True):
+        assert relative_error(x, y) < bar + 2 * relative_error(z, y)
+
+
+def make(*shapes, scale=1.0):
+    return [torch.randn(shape) * scale for shape in shapes]
+
+
+@pytest.fixture(params=MAPS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def poisoned(poisoned_memory):
+    """Memory that nothing wrote is NaN: a missing store fails."""
+
+
+def test_short_inputs_in_one_launch(name):
+    check(name, make(*[(2, 37, 2, 8)] * 3), heads=2, head_dim=8)
+
+
+def test_long_inputs_are_split_over_programs(name, monkeypatch):
+    from nalaformer.ops.kernels import launch
+
+    # what counts as long is a setting, and the interpreter is slow
+    monkeypatch.setattr(launch, "WHOLE_TOKENS", 100)
+    monkeypatch.setattr(launch, "SPREAD", {kernel: (2, 1) for kernel in launch.SPREAD})
+    check(name, make(*[(1, 300, 1, 8)] * 3), heads=1, head_dim=8)
+
+
+def test_head_and_value_sizes_that_are_no_powers_of_two(name):
+    check(name, make((2, 50, 2, 20), (2, 23, 2, 20), (2, 23, 2, 12)), heads=2, head_dim=20)
+
+
+def test_rotary_and_key_mask(name):
+    rotary = Rotary.sequence(37, 8), Rotary.sequence(21, 8)
+    visible = torch.rand(2, 21) > 0.3
+    check(name, make((2, 37, 2, 8), (2, 21, 2, 8), (2, 21, 2, 8)), heads=2, head_dim=8, rotary=rotary, key_mask=visible)
+
+
+def test_packed_sequences_with_positions(name):
+    bounds = torch.tensor([0, 5, 5, 40, 74])
+    check(name, make(*[(74, 2, 8)] * 3), heads=2, head_dim=8, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 8))
+
+
+def test_grouped_heads(name):
+    check(name, make((2, 21, 4, 8), (2, 21, 2, 8), (2, 21, 2, 8)), heads=2, head_dim=8)
+
+
+def test_grouped_heads_with_a_map_for_each_query_head(name):
+    check(name, make((2, 21, 4, 8), (2, 21, 2, 8), (2, 21, 2, 8)), heads=4, head_dim=8)
+
+
+def test_large_inputs(name):
+    # powers and exponentials of these leave every float format: the scale of keys and queries must cancel
+    check(name, make(*[(2, 37, 2, 8)] * 3, scale=30.0), heads=2, head_dim=8, bar=2e-5)
+
+
+@pytest.mark.parametrize("name", ["polarity", "polarity_exp", "norm_aware", "split"])
+def test_rotary_over_both_halves_of_the_features(name):
+    check(name, make(*[(2, 35, 2, 8)] * 3), heads=2, head_dim=8, rotary=Rotary.grid(5, 7, 16))
+
+
+@pytest.mark.parametrize("name", ["relu", "norm_aware", "focused"])
+def test_normalised_rotary(name):
+    check(name, make(*[(2, 35, 2, 8)] * 3), heads=2, head_dim=8, rotary=Rotary.grid(5, 7, 8, normalised=True))
+
+
+def test_views_of_one_projection_are_read_in_place(name):
+    check(name, torch.randn(2, 21, 3, 2, 8).unbind(2), heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize("name", ["norm_aware", "norm_aware cosine", "polarity", "polarity_exp"])
+def test_degenerate_tokens_stay_finite(name):
+    q, k, v = make(*[(2, 21, 2, 8)] * 3)
+    q[0, 3], k[0, 5], q[1] = 0, 0, q[1] * 1e-20
+    visible = torch.ones(2, 21, dtype=torch.bool)
+    visible[1] = False
+    v[1], k[1] = torch.nan, torch.nan
+    out, *gradients = outcome(
+        "triton", name, torch.float32, (q, k, v), torch.ones(2, 21, 2, 8), heads=2, head_dim=8, key_mask=visible
+    )
+    assert (out[1] == 0).all()
+    assert all(x.isfinite().all() for x in (out, *gradients))
+
+
+@pytest.mark.parametrize("longest_whole", [2048, 10])
+def test_result_does_not_depend_on_tiles(longest_whole, monkeypatch):
+    from nalaformer.ops.kernels import launch
+
+    tokens = 150
+    monkeypatch.setattr(launch, "WHOLE_TOKENS", longest_whole)
+    tensors = make(*[(1, tokens, 1, 8)] * 3)
+    arguments = {"heads": 1, "head_dim": 8}
+    first = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8), **arguments)
+    monkeypatch.setattr(launch, "TILES", {kernel: {256: launch.Tile(128, 4, 1)} for kernel in launch.TILES})
+    second = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8), **arguments)
+    for x, y in zip(first, second, strict=True):
+        assert relative_error(x, y.double()) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["norm_aware", "polarity"])
+def test_operator_keeps_the_contract_of_torch_library(name):
+    from nalaformer.ops.kernels import library
+
+    spec = nalaformer.feature_map(name, num_heads=2, head_dim=8).kernel_spec(torch.device("cpu"))
+    q, k, v = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 3))
+    settings = (0, spec.name, spec.parts, spec.parts if name == "polarity" else 1, 1.0, 0.0, 1e-6)
+    flags = (spec.is_guarded, spec.is_cube, True)
+    arguments = (q, k, v, spec.parameters.detach(), None, None, None, None, None, None, *settings, *flags)
+    # aot_dispatch repeats what tests/test_export.py asks of torch.compile, minutes long in the interpreter
+    torch.library.opcheck(
+        library.bidirectional, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"causal": True}, "no causal kernel"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"head_dim": 160}, "more than 128 channels"),
+    ],
+)
+def test_explicit_choice_of_the_kernels_says_why_it_cannot_serve(change, reason):
+    head_dim, dtype = change.get("head_dim", 8), change.get("dtype", torch.float32)
+    q, k, v = (x.to(dtype) for x in make(*[(1, 9, 2, head_dim)] * 3))
+    feature_map = nalaformer.feature_map("relu", num_heads=2, head_dim=head_dim)
+    with nalaformer.use_backend("triton"), pytest.raises(ValueError, match=f"triton backend cannot serve.*{reason}"):
+        nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=change.get("causal", False))
