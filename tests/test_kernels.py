@@ -77,7 +77,7 @@ def test_long_inputs_are_split_over_programs(name, monkeypatch):
 
     # what counts as long is a setting, and the interpreter is slow
     monkeypatch.setattr(launch, "WHOLE_TOKENS", 100)
-    monkeypatch.setattr(launch, "SPREAD", {kernel: (2, 1) for kernel in launch.SPREAD})
+    monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (2, 1)))
     check(name, make(*[(1, 300, 1, 8)] * 3), heads=1, head_dim=8)
 
 

@@ -1,6 +1,5 @@
 """Measure attention: first whether it is right, then how long it takes and what it holds."""
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from .cases import DTYPES, Case
 from .implementations import IMPLEMENTATIONS, Attend, Implementation
 from .memory import can_measure, peak_extra_mib, peak_in_fresh_process
-from .timing import times_ms
+from .timing import OtherProcesses, median_ms
 
 FORWARD, BOTH = "forward", "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)
@@ -42,8 +41,8 @@ class Result:
     error: float
     """Relative to float64: the largest of the output's and, with backward, half of each gradient's."""
     median_ms: float | None
-    fastest_ms: float | None
-    """Of the calls of which that is the median: far below it, the machine was busy with something else."""
+    others_cpu: float | None
+    """Share of the machine's CPU time that other processes took meanwhile; None where the system cannot tell."""
     peak_extra_mib: float | None
     """Beyond q, k, v (and the output's gradient); output and gradients count. None also where the system cannot tell."""
 
@@ -67,11 +66,12 @@ def measure(measurement: Measurement, *, seconds: float = 2.0, memory: bool = Tr
     """Correctness, then time, then memory (on a CPU in a fresh process)."""
     error = relative_error(measurement)
     right = error <= LARGEST_ERROR[measurement.dtype]
-    times: list[float] = []
-    mebibytes = None
+    milliseconds = mebibytes = others_cpu = None
     if right:
         call = make_call(measurement)
-        times = times_ms(call, device=measurement.device, seconds=seconds)
+        clocks = OtherProcesses()
+        milliseconds = median_ms(call, device=measurement.device, seconds=seconds)
+        others_cpu = clocks.share()
         if memory and can_measure(measurement.device):
             if measurement.device == "cuda":
                 mebibytes = peak_extra_mib(call, device="cuda")
@@ -81,8 +81,8 @@ def measure(measurement: Measurement, *, seconds: float = 2.0, memory: bool = Tr
     return Result(
         measurement=measurement,
         error=error,
-        median_ms=statistics.median(times) if times else None,
-        fastest_ms=min(times, default=None),
+        median_ms=milliseconds,
+        others_cpu=others_cpu,
         peak_extra_mib=mebibytes,
     )
 

@@ -24,18 +24,18 @@ COLUMNS = (
     "shape",
     "direction",
     "median_ms",
-    "fastest_ms",
     "peak_extra_mib",
     "peak_extra_means",
     "relative_error",
+    "others_cpu",
     "torch",
     "triton",
     "nalaformer",
     "commit",
     "date",
 )
-# a quiet machine stays well below
-UNSTEADY = 2.0
+# of the CPU time of a machine; one that does nothing else stays well below
+DISTURBED = 0.1
 # the definition travels with every row: figures of two files are comparable only if it is the same
 PEAK_EXTRA_MEANS = {
     "cpu": "resident memory of a fresh process: peak (VmHWM) minus before the call; q k v and the output's gradient are "
@@ -73,10 +73,10 @@ def csv_row(result: Result, machine: Machine, date: str) -> dict[str, object]:
         "shape": measurement.case.shape,
         "direction": measurement.direction,
         "median_ms": rounded(result.median_ms),
-        "fastest_ms": rounded(result.fastest_ms),
         "peak_extra_mib": rounded(result.peak_extra_mib),
         "peak_extra_means": PEAK_EXTRA_MEANS[measurement.device],
         "relative_error": f"{result.error:.2g}",
+        "others_cpu": "" if result.others_cpu is None else f"{result.others_cpu:.2f}",
         "torch": machine.torch,
         "triton": machine.triton,
         "nalaformer": machine.nalaformer,
@@ -125,11 +125,11 @@ def figure(result: Result | None, field: str) -> str:
 def summary_lines(results: Sequence[Result]) -> list[str]:
     """Growth, bars, and whatever went wrong, as sentences."""
     lines = []
-    unsteady = [r for r in results if r.median_ms and r.fastest_ms and r.median_ms > UNSTEADY * r.fastest_ms]
-    if unsteady:
+    disturbed = [r for r in results if r.others_cpu and r.others_cpu > DISTURBED]
+    if disturbed:
         lines.append(
-            f"BUSY machine: in {len(unsteady)} of {len(results)} measurements the median call took over {UNSTEADY:g}x as long "
-            "as the fastest; times and what follows from them are worth little"
+            f"BUSY machine: in {len(disturbed)} of {len(results)} measurements other processes took over {DISTURBED:.0%} "
+            "of the CPU time; times and what follows from them are worth little"
         )
     for fit in growth(results):
         span = f"{fit.tokens[0]:,} to {fit.tokens[-1]:,} tokens"

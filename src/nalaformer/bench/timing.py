@@ -1,8 +1,10 @@
 """How long a call takes."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -55,3 +57,31 @@ def _timed_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
         events.append((start, stop))
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) for start, stop in events]
+
+
+class OtherProcesses:
+    """How much of the machine's CPU time goes to other processes: beside a busy neighbour a time means little."""
+
+    def __init__(self) -> None:
+        self.start = self._clocks()
+
+    def share(self) -> float | None:
+        """Since the start, 0 to 1; None where the system does not say or too little time has passed to tell."""
+        now = self._clocks()
+        if self.start is None or now is None:
+            return None
+        everything, busy, own = (after - before for after, before in zip(now, self.start, strict=True))
+        # clocks tick a hundred times a second
+        return None if everything < 0.2 else min(1.0, max(0.0, (busy - own) / everything))
+
+    @staticmethod
+    def _clocks() -> tuple[float, float, float] | None:
+        """Seconds of all CPUs, of those the busy ones, and of those our own."""
+        try:
+            numbers = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+            ticks = os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):
+            return None
+        own = os.times()
+        idle = numbers[3] + numbers[4]
+        return sum(numbers) / ticks, (sum(numbers) - idle) / ticks, own.user + own.system

@@ -1,19 +1,26 @@
-"""Launches of the bidirectional kernels: sizes from small tables, never from a search at run time."""
+"""Launches of the bidirectional kernels: sizes from small tables, never from a search at run time.
 
-from dataclasses import dataclass
+A launch through Triton's front end takes tens of microseconds of Python, longer than a kernel on a small image. A `Call`
+therefore remembers, per kernel, the compiled code and its numbers; the next call with tensors of the same shapes, strides,
+types and alignment only hands over the pointers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backend import INTERPRETING
 from .bidirectional import output_kernel, state_kernel, whole_kernel
 from .bidirectional_gradient import dk_kernel, dq_kernel, dsums_kernel
 
 # up to this many tokens a single program may own a sample and head: one launch instead of three
 WHOLE_TOKENS = 2048
-Strides = tuple[int, int, int]
 Angles = tuple[Tensor | None, Tensor | None]
 
 
@@ -26,27 +33,27 @@ class Tile:
     stages: int
 
 
-# by kernel, then by the padded head size: measured on one H200 with bfloat16 (benchmarks/results)
+# by kernel, then by the padded head size; 64 is measured on one H200 with bfloat16, the others follow from registers
 TILES = {
     "state": {64: Tile(64, 4, 3), 128: Tile(64, 8, 2), 256: Tile(32, 8, 1)},
-    "output": {64: Tile(64, 4, 2), 128: Tile(64, 8, 2), 256: Tile(32, 8, 1)},
-    "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 2), 256: Tile(32, 8, 1)},
-    "dq": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
-    "dsums": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
+    "output": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
+    "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
+    "dq": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
+    "dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
 }
-
-
 # by kernel: programs per multiprocessor that we want, and steps below which a program is not worth its sums
-SPREAD = {"state": (3, 8), "output": (8, 4), "dq": (8, 4), "dsums": (3, 8), "dk": (8, 4)}
+SPREAD = {"state": (2, 8), "output": (16, 4), "dq": (16, 4), "dsums": (2, 8), "dk": (16, 4)}
+# three tf32 products make one of float32 quality; a single one would cost float16 three of its eleven bits
+PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "tf32x3"}
 
 
 def tile(kernel: str, head: int, operand: torch.dtype) -> Tile:
     chosen = next(entry for size, entry in TILES[kernel].items() if head <= size)
-    if operand == torch.float32:
-        # twice the bytes per element: half the tokens fit
-        return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps, 1)
-    return chosen
+    if operand == torch.bfloat16:
+        return chosen
+    # twice the bytes per element: half the tokens fit
+    return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps, 1)
 
 
 @cache
@@ -54,19 +61,19 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
-    """What all launches of one call share."""
+    """What all launches for one kind of input share."""
 
     name: str
     parts: int
     streams: int
-    is_cube: bool
-    """Norm-aware keys to the power 3, which is not learned."""
     norm_scale: float
     alpha: float
     eps: float
     is_guarded: bool
+    is_cube: bool
+    """Norm-aware keys to the power 3, which is not learned."""
     samples: int
     """Batch size, or number of packed sequences."""
     num_queries: int
@@ -81,14 +88,13 @@ class Call:
     operand: torch.dtype
     is_packed: bool
     has_mask: bool
+    device: torch.device
+    launches: dict[object, Any] = field(default_factory=dict)
+    """Compiled kernels with their numbers."""
 
     @property
     def block_d(self) -> int:
         return max(16, triton.next_power_of_2(self.head_dim))
-
-    @property
-    def block_v(self) -> int:
-        return max(16, triton.next_power_of_2(self.value_dim))
 
     @property
     def is_whole(self) -> bool:
@@ -96,42 +102,66 @@ class Call:
         short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS
         return short and self.heads == self.kv_heads and not self.is_packed
 
-    def constants(self, chosen: Tile) -> dict[str, object]:
+    def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
+        """Over how many programs the tokens of a sample and head are spread, and how many each takes."""
+        chosen = tile(kernel, self.block_d, self.operand)
+        per_processor, steps = SPREAD[kernel]
+        # rounded down: one program more than fit at once would take as long as all of them again
+        wanted = per_processor * processors(self.device) // max(1, self.samples * heads)
+        count = max(1, min(wanted, tokens // (steps * chosen.tokens)))
+        stretch = -(-tokens // (count * chosen.tokens)) * chosen.tokens
+        return -(-tokens // stretch), stretch
+
+    def constants(self, kernel: str) -> dict[str, object]:
+        """Every constant that some kernel has; each takes those that it knows."""
+        chosen = tile(kernel, self.block_d, self.operand)
         return {
             "D": self.head_dim,
             "V": self.value_dim,
             "BD": self.block_d,
-            "BV": self.block_v,
+            "BV": max(16, triton.next_power_of_2(self.value_dim)),
             "BN": chosen.tokens,
             "MAP": self.name,
             "PARTS": self.parts,
+            "STREAMS": self.streams,
             "PAIRS": self.pairs,
+            "CUBE": self.is_cube,
+            "HAS_MASK": self.has_mask,
+            "PACKED": self.is_packed,
+            "GUARD": self.is_guarded,
             "DOT": tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
             "PRECISION": PRECISION[self.operand],
             "num_warps": chosen.warps,
             "num_stages": chosen.stages,
         }
 
-    def sums(self, splits: int, heads: int, device: torch.device) -> Tensor:
+    def sums(self, splits: int, heads: int) -> Tensor:
         shape = (splits, self.samples * heads, self.parts, self.head_dim, self.value_dim + 2)
-        return torch.empty(shape, dtype=torch.float32, device=device)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def start(
+        self,
+        key: object,
+        kernel: Any,
+        tensors: Sequence[Tensor],
+        describe: Callable[[], tuple[str, tuple[int, ...], tuple[float, ...], dict[str, object]]],
+    ) -> None:
+        """Launch; `describe` gives name, grid, numbers and further constants, and is asked only the first time."""
+        known = self.launches.get(key)
+        if known is not None:
+            runner, rest = known
+            runner(*tensors, *rest)
+            return
+        name, grid, numbers, more = describe()
+        constants = self.constants(name) | more
+        taken = {n: v for n, v in constants.items() if n in kernel.arg_names or n.startswith("num_")}
+        compiled = kernel[grid](*tensors, *numbers, **taken)
+        if not INTERPRETING:
+            in_order = kernel.arg_names[len(tensors) + len(numbers) :]
+            self.launches[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *(taken[n] for n in in_order))
 
 
-# three tf32 products make one of float32 quality; a single one would cost float16 three of its eleven bits
-PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "tf32x3"}
-
-
-def splits(call: Call, kernel: str, tokens: int, heads: int, chosen: Tile, device: torch.device) -> tuple[int, int]:
-    """Over how many programs the tokens of a sample and head are spread, and how many each takes."""
-    per_processor, steps = SPREAD[kernel]
-    # rounded down: one program more than fit at once would take as long as all of them again
-    wanted = per_processor * processors(device) // max(1, call.samples * heads)
-    count = max(1, min(wanted, tokens // (steps * chosen.tokens)))
-    stretch = -(-tokens // (count * chosen.tokens)) * chosen.tokens
-    return -(-tokens // stretch), stretch
-
-
-def strides(x: Tensor) -> Strides:
+def strides(x: Tensor) -> tuple[int, int, int]:
     """Of batch, token and head; packed tensors have no batch."""
     return (0, x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
 
@@ -140,9 +170,14 @@ def angle_stride(table: Tensor | None) -> int:
     return table.stride(0) if table is not None and table.dim() == 3 else 0
 
 
-def parameter_group(heads: int, parameters: Tensor) -> int:
-    """Heads per row of parameters."""
-    return max(1, heads // max(1, parameters.shape[0]))
+def parameter_row(heads: int, parameters: Tensor) -> tuple[int, int]:
+    """Heads per row of parameters, and the length of a row."""
+    return max(1, heads // max(1, parameters.shape[0])), parameters.shape[1]
+
+
+def stand_ins(q: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """A pointer that no constant of the call lets the kernel read still has to be one."""
+    return [q if x is None else x for x in tensors]
 
 
 def forward(
@@ -159,104 +194,66 @@ def forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """Fills `out`; returns the sums [B * K, PARTS, D, V + 2] and their log2 scale [B * K]."""
-    device = q.device
-    # a pointer that no constant of the call lets the kernel read still has to be one
-    table_q, table_k = (tuple(q if x is None else x for x in angles) for angles in (angles_q, angles_k))
-    mask, bounds = (q if x is None else x for x in (key_mask, cu_seqlens))
+    cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
     if call.is_whole:
-        chosen = tile("whole", call.block_d, call.operand)
-        sums = call.sums(1, call.heads, device)[0]
+        sums = call.sums(1, call.heads)[0]
         scale = sums.new_empty(sums.shape[0])
-        whole_kernel[(call.samples * call.heads,)](
-            q,
-            k,
-            v,
-            mask,
-            parameters,
-            *table_q,
-            *table_k,
-            out,
-            sums,
-            scale,
-            call.num_queries,
-            call.num_keys,
-            call.heads,
-            *strides(q),
-            *strides(k),
-            *strides(v),
-            *strides(out),
-            angle_stride(angles_q[0]),
-            angle_stride(angles_k[0]),
-            parameter_group(call.heads, parameters),
-            parameters.shape[1],
-            call.norm_scale,
-            call.alpha,
-            call.eps,
-            STREAMS=call.streams,
-            CUBE=call.is_cube,
-            HAS_MASK=call.has_mask,
-            GUARD=call.is_guarded,
-            KEEP=keep,
-            **call.constants(chosen),
+        call.start(
+            ("whole", keep),
+            whole_kernel,
+            (q, k, v, mask, parameters, cos_q, sin_q, cos_k, sin_k, out, sums, scale),
+            lambda: (
+                "whole",
+                (call.samples * call.heads,),
+                (
+                    *(call.num_queries, call.num_keys, call.heads),
+                    *(*strides(q), *strides(k), *strides(v), *strides(out)),
+                    *(angle_stride(angles_q[0]), angle_stride(angles_k[0])),
+                    *parameter_row(call.heads, parameters),
+                    *(call.norm_scale, call.alpha, call.eps),
+                ),
+                {"KEEP": keep},
+            ),
         )
         return sums, scale
 
-    chosen = tile("state", call.block_d, call.operand)
-    count, stretch = splits(call, "state", call.num_keys, call.kv_heads, chosen, device)
-    partial = call.sums(count, call.kv_heads, device)
+    count, stretch = call.splits("state", call.num_keys, call.kv_heads)
+    partial = call.sums(count, call.kv_heads)
     partial_scale = partial.new_empty(partial.shape[:2])
-    state_kernel[(count, call.samples * call.kv_heads)](
-        k,
-        v,
-        mask,
-        bounds,
-        parameters,
-        *table_k,
-        partial,
-        partial_scale,
-        call.num_keys,
-        call.kv_heads,
-        stretch,
-        *strides(k),
-        *strides(v),
-        angle_stride(angles_k[0]),
-        parameter_group(call.kv_heads, parameters),
-        parameters.shape[1],
-        call.alpha,
-        CUBE=call.is_cube,
-        HAS_MASK=call.has_mask,
-        PACKED=call.is_packed,
-        GUARD=call.is_guarded,
-        **call.constants(chosen),
+    call.start(
+        "state",
+        state_kernel,
+        (k, v, mask, bounds, parameters, cos_k, sin_k, partial, partial_scale),
+        lambda: (
+            "state",
+            (count, call.samples * call.kv_heads),
+            (
+                *(call.num_keys, call.kv_heads, stretch),
+                *(*strides(k), *strides(v), angle_stride(angles_k[0])),
+                *parameter_row(call.kv_heads, parameters),
+                call.alpha,
+            ),
+            {},
+        ),
     )
     sums, scale = merge(partial, partial_scale, call.is_guarded)
 
-    chosen = tile("output", call.block_d, call.operand)
-    count, stretch = splits(call, "output", call.num_queries, call.heads, chosen, device)
-    output_kernel[(count, call.samples * call.heads)](
-        q,
-        bounds,
-        parameters,
-        *table_q,
-        sums,
-        scale,
-        out,
-        call.num_queries,
-        call.heads,
-        call.heads // call.kv_heads,
-        stretch,
-        *strides(q),
-        *strides(out),
-        angle_stride(angles_q[0]),
-        parameter_group(call.heads, parameters),
-        parameters.shape[1],
-        call.norm_scale,
-        call.alpha,
-        call.eps,
-        STREAMS=call.streams,
-        PACKED=call.is_packed,
-        GUARD=call.is_guarded,
-        **call.constants(chosen),
+    count, stretch_q = call.splits("output", call.num_queries, call.heads)
+    call.start(
+        "output",
+        output_kernel,
+        (q, bounds, parameters, cos_q, sin_q, sums, scale, out),
+        lambda: (
+            "output",
+            (count, call.samples * call.heads),
+            (
+                *(call.num_queries, call.heads, call.heads // call.kv_heads, stretch_q),
+                *(*strides(q), *strides(out), angle_stride(angles_q[0])),
+                *parameter_row(call.heads, parameters),
+                *(call.norm_scale, call.alpha, call.eps),
+            ),
+            {},
+        ),
     )
     return sums, scale
 
@@ -289,110 +286,75 @@ def backward(
     is_learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv; and for learned maps the gradients of the query's [4, D] and the key's [2, D] parameters per head."""
-    device = q.device
-    table_q, table_k = (tuple(q if x is None else x for x in angles) for angles in (angles_q, angles_k))
-    mask, bounds = (q if x is None else x for x in (key_mask, cu_seqlens))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+    cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v))
     group = call.heads // call.kv_heads
+    # the strides of what comes from outside are part of a launch; dout's layout is chosen by the next layer
+    layout = (dout.stride(), dout.data_ptr() % 16, is_learned)
 
     def parameter_buffer(splits: int, heads: int, rows: int) -> Tensor:
-        shape = (splits, call.samples, heads, rows, call.head_dim) if is_learned else (1,)
-        return torch.empty(shape, dtype=torch.float32, device=device)
+        if not is_learned:
+            return scale
+        shape = (splits, call.samples, heads, rows, call.head_dim)
+        return torch.empty(shape, dtype=torch.float32, device=call.device)
 
-    chosen = tile("dq", call.block_d, call.operand)
-    count, stretch = splits(call, "dq", call.num_queries, call.heads, chosen, device)
+    count, stretch = call.splits("dq", call.num_queries, call.heads)
     dquery = parameter_buffer(count, call.heads, 4)
-    rows = torch.empty((*q.shape[:-1], call.streams, 2), dtype=torch.float32, device=device)
-    dq_kernel[(count, call.samples * call.heads)](
-        q,
-        dout,
-        bounds,
-        parameters,
-        *table_q,
-        sums,
-        scale,
-        dq,
-        rows,
-        dquery,
-        call.num_queries,
-        call.heads,
-        group,
-        stretch,
-        *strides(q),
-        *strides(dout),
-        *strides(dq),
-        angle_stride(angles_q[0]),
-        parameter_group(call.heads, parameters),
-        parameters.shape[1],
-        call.norm_scale,
-        call.alpha,
-        call.eps,
-        STREAMS=call.streams,
-        PACKED=call.is_packed,
-        GUARD=call.is_guarded,
-        LEARNED=is_learned,
-        **call.constants(chosen),
+    rows = torch.empty((*q.shape[:-1], call.streams, 2), dtype=torch.float32, device=call.device)
+    call.start(
+        ("dq", layout),
+        dq_kernel,
+        (q, dout, bounds, parameters, cos_q, sin_q, sums, scale, dq, rows, dquery),
+        lambda: (
+            "dq",
+            (count, call.samples * call.heads),
+            (
+                *(call.num_queries, call.heads, group, stretch),
+                *(*strides(q), *strides(dout), *strides(dq), angle_stride(angles_q[0])),
+                *parameter_row(call.heads, parameters),
+                *(call.norm_scale, call.alpha, call.eps),
+            ),
+            {"LEARNED": is_learned},
+        ),
     )
 
-    chosen = tile("dsums", call.block_d, call.operand)
-    count, stretch = splits(call, "dsums", call.num_queries, call.heads, chosen, device)
-    partial = call.sums(count, call.heads, device)
-    dsums_kernel[(count, call.samples * call.heads)](
-        q,
-        dout,
-        bounds,
-        parameters,
-        *table_q,
-        rows,
-        partial,
-        call.num_queries,
-        call.heads,
-        stretch,
-        *strides(q),
-        *strides(dout),
-        angle_stride(angles_q[0]),
-        parameter_group(call.heads, parameters),
-        parameters.shape[1],
-        call.norm_scale,
-        call.alpha,
-        STREAMS=call.streams,
-        PACKED=call.is_packed,
-        **call.constants(chosen),
+    sum_count, sum_stretch = call.splits("dsums", call.num_queries, call.heads)
+    partial = call.sums(sum_count, call.heads)
+    call.start(
+        ("dsums", layout),
+        dsums_kernel,
+        (q, dout, bounds, parameters, cos_q, sin_q, rows, partial),
+        lambda: (
+            "dsums",
+            (sum_count, call.samples * call.heads),
+            (
+                *(call.num_queries, call.heads, sum_stretch),
+                *(*strides(q), *strides(dout), angle_stride(angles_q[0])),
+                *parameter_row(call.heads, parameters),
+                *(call.norm_scale, call.alpha),
+            ),
+            {},
+        ),
     )
-    dsums = partial.unflatten(1, (-1, group)).sum((0, 2)) if count * group > 1 else partial[0]
+    dsums = partial.unflatten(1, (-1, group)).sum((0, 2)) if sum_count * group > 1 else partial[0]
 
-    chosen = tile("dk", call.block_d, call.operand)
-    count, stretch = splits(call, "dk", call.num_keys, call.kv_heads, chosen, device)
-    dkey = parameter_buffer(count, call.kv_heads, 2)
-    dk_kernel[(count, call.samples * call.kv_heads)](
-        k,
-        v,
-        mask,
-        bounds,
-        parameters,
-        *table_k,
-        dsums,
-        scale,
-        dk,
-        dv,
-        dkey,
-        call.num_keys,
-        call.kv_heads,
-        stretch,
-        *strides(k),
-        *strides(v),
-        *strides(dk),
-        *strides(dv),
-        angle_stride(angles_k[0]),
-        parameter_group(call.kv_heads, parameters),
-        parameters.shape[1],
-        call.alpha,
-        CUBE=call.is_cube,
-        HAS_MASK=call.has_mask,
-        PACKED=call.is_packed,
-        GUARD=call.is_guarded,
-        LEARNED=is_learned,
-        **call.constants(chosen),
+    key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)
+    dkey = parameter_buffer(key_count, call.kv_heads, 2)
+    call.start(
+        ("dk", is_learned),
+        dk_kernel,
+        (k, v, mask, bounds, parameters, cos_k, sin_k, dsums, scale, dk, dv, dkey),
+        lambda: (
+            "dk",
+            (key_count, call.samples * call.kv_heads),
+            (
+                *(call.num_keys, call.kv_heads, key_stretch),
+                *(*strides(k), *strides(v), *strides(dk), *strides(dv), angle_stride(angles_k[0])),
+                *parameter_row(call.kv_heads, parameters),
+                call.alpha,
+            ),
+            {"LEARNED": is_learned},
+        ),
     )
     if not is_learned:
         return dq, dk, dv, None, None

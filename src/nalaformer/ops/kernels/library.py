@@ -6,8 +6,36 @@ from torch import Tensor
 from . import launch
 from .launch import Call
 
+_calls: dict[tuple[object, ...], Call] = {}
+
 
 def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    cos_q: Tensor | None,
+    cos_k: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    settings: tuple[object, ...],
+) -> Call:
+    """The call for inputs of this kind: whatever its launches may depend on is in the key."""
+    key = (
+        settings,
+        *((x.shape, x.stride(), x.dtype) for x in (q, k, v)),
+        parameters.shape,
+        *(None if x is None else (x.shape, x.dtype) for x in (cos_q, cos_k, key_mask, cu_seqlens)),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if key_mask is None else key_mask.data_ptr())) % 16,
+        q.device,
+    )
+    known = _calls.get(key)
+    if known is None:
+        known = _calls[key] = new_call(q, k, v, cos_q, key_mask, cu_seqlens, *settings)  # type: ignore[arg-type]
+    return known
+
+
+def new_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,6 +75,7 @@ def describe(
         operand=dtypes.pop() if len(dtypes) == 1 else torch.float32,
         is_packed=packed,
         has_mask=key_mask is not None,
+        device=q.device,
     )
 
 
@@ -73,9 +102,8 @@ def run_forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, N, H, V] (or [T, H, V]), sums and their scale."""
-    call = describe(
-        q, k, v, cos_q, key_mask, cu_seqlens, longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube
-    )
+    settings = (longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube)
+    call = describe(q, k, v, parameters, cos_q, cos_k, key_mask, cu_seqlens, settings)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     sums, scale = launch.forward(call, q, k, v, parameters, (cos_q, sin_q), (cos_k, sin_k), key_mask, cu_seqlens, out, keep)
     return out, sums, scale
@@ -140,9 +168,8 @@ def run_backward(
     is_learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the parameters (empty if they are not learned)."""
-    call = describe(
-        q, k, v, cos_q, key_mask, cu_seqlens, longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube
-    )
+    settings = (longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube)
+    call = describe(q, k, v, parameters, cos_q, cos_k, key_mask, cu_seqlens, settings)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dq, dk, dv, dquery, dkey = launch.backward(
         call,
