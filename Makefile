@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint types layers bench format clean
+.PHONY: help demo test test-slow test-gpu lint types layers bench format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       set up, then compare the attention maps of every method (table and picture)"
 	@echo "make test       set up, then lint, types, layer rule, tests"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make test-gpu   the kernels on a CUDA device"
 	@echo "make bench      the op against its peers: time and memory"
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make clean      remove everything that these commands made"
@@ -31,6 +32,10 @@ test: $(READY) lint types layers
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# on a machine with a CUDA device: the kernels compiled instead of interpreted, and what only a GPU can show
+test-gpu: $(READY)
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/test_kernels.py tests/test_gpu.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

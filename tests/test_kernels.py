@@ -1,13 +1,18 @@
-"""The fused kernels in Triton's interpreter, against the float64 definition: small odd shapes, forward and backward."""
+"""The fused kernels against the float64 definition: small odd shapes, forward and backward.
+
+In Triton's interpreter on a CPU; with TRITON_INTERPRET=0 the same tests run compiled, on a GPU.
+"""
 
 import pytest
 import torch
 
 import nalaformer
 from nalaformer import Rotary
+from nalaformer.ops.backend import INTERPRETING
 
 pytest.importorskip("triton", reason="the kernels need Triton, which this platform has no build of")
 
+DEVICE = "cpu" if INTERPRETING else "cuda"
 MAPS = {
     "relu": {},
     "elu": {},
@@ -33,9 +38,10 @@ def relative_error(ours, exact):
 def outcome(backend, name, dtype, tensors, upstream, *, heads, head_dim, **arguments):
     """Output and all gradients, and the parameters that were used."""
     torch.manual_seed(0)
-    feature_map = nalaformer.feature_map(name.split()[0], num_heads=heads, head_dim=head_dim, **MAPS[name]).to(dtype)
+    feature_map = nalaformer.feature_map(name.split()[0], num_heads=heads, head_dim=head_dim, **MAPS[name])
+    feature_map = feature_map.to(DEVICE, torch.float64 if dtype == torch.float64 else torch.float32)
     for parameter in feature_map.parameters():
-        parameter.data += 0.3 * torch.randn(parameter.shape).to(dtype)
+        parameter.data += 0.3 * torch.randn(parameter.shape).to(parameter)
     inputs = [x.detach().to(dtype).requires_grad_() for x in tensors]
     with nalaformer.use_backend(backend):
         out = nalaformer.linear_attention(*inputs, feature_map=feature_map, **arguments)
@@ -45,7 +51,7 @@ def outcome(backend, name, dtype, tensors, upstream, *, heads, head_dim, **argum
 
 def check(name, tensors, *, heads, head_dim, bar=2e-6, **arguments):
     """Within the bar of float64, or within twice what plain float32 misses it by: some sums over tokens cancel."""
-    upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1])
+    upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1], device=DEVICE)
     exact, plain, ours = (
         outcome(backend, name, dtype, tensors, upstream, heads=heads, head_dim=head_dim, **arguments)
         for backend, dtype in (("reference", torch.float64), ("reference", torch.float32), ("triton", torch.float32))
@@ -55,7 +61,7 @@ def check(name, tensors, *, heads, head_dim, bar=2e-6, **arguments):
 
 
 def make(*shapes, scale=1.0):
-    return [torch.randn(shape) * scale for shape in shapes]
+    return [(torch.randn(shape) * scale).to(DEVICE) for shape in shapes]
 
 
 @pytest.fixture(params=MAPS)
@@ -86,13 +92,13 @@ def test_head_and_value_sizes_that_are_no_powers_of_two(name):
 
 
 def test_rotary_and_key_mask(name):
-    rotary = Rotary.sequence(37, 8), Rotary.sequence(21, 8)
-    visible = torch.rand(2, 21) > 0.3
+    rotary = Rotary.sequence(37, 8, device=DEVICE), Rotary.sequence(21, 8, device=DEVICE)
+    visible = torch.rand(2, 21, device=DEVICE) > 0.3
     check(name, make((2, 37, 2, 8), (2, 21, 2, 8), (2, 21, 2, 8)), heads=2, head_dim=8, rotary=rotary, key_mask=visible)
 
 
 def test_packed_sequences_with_positions(name):
-    bounds = torch.tensor([0, 5, 5, 40, 74])
+    bounds = torch.tensor([0, 5, 5, 40, 74], device=DEVICE)
     check(name, make(*[(74, 2, 8)] * 3), heads=2, head_dim=8, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 8))
 
 
@@ -111,27 +117,27 @@ def test_large_inputs(name):
 
 @pytest.mark.parametrize("name", ["polarity", "polarity_exp", "norm_aware", "split"])
 def test_rotary_over_both_halves_of_the_features(name):
-    check(name, make(*[(2, 35, 2, 8)] * 3), heads=2, head_dim=8, rotary=Rotary.grid(5, 7, 16))
+    check(name, make(*[(2, 35, 2, 8)] * 3), heads=2, head_dim=8, rotary=Rotary.grid(5, 7, 16, device=DEVICE))
 
 
 @pytest.mark.parametrize("name", ["relu", "norm_aware", "focused"])
 def test_normalised_rotary(name):
-    check(name, make(*[(2, 35, 2, 8)] * 3), heads=2, head_dim=8, rotary=Rotary.grid(5, 7, 8, normalised=True))
+    check(name, make(*[(2, 35, 2, 8)] * 3), heads=2, head_dim=8, rotary=Rotary.grid(5, 7, 8, normalised=True, device=DEVICE))
 
 
 def test_views_of_one_projection_are_read_in_place(name):
-    check(name, torch.randn(2, 21, 3, 2, 8).unbind(2), heads=2, head_dim=8)
+    check(name, torch.randn(2, 21, 3, 2, 8, device=DEVICE).unbind(2), heads=2, head_dim=8)
 
 
 @pytest.mark.parametrize("name", ["norm_aware", "norm_aware cosine", "polarity", "polarity_exp"])
 def test_degenerate_tokens_stay_finite(name):
     q, k, v = make(*[(2, 21, 2, 8)] * 3)
     q[0, 3], k[0, 5], q[1] = 0, 0, q[1] * 1e-20
-    visible = torch.ones(2, 21, dtype=torch.bool)
+    visible = torch.ones(2, 21, dtype=torch.bool, device=DEVICE)
     visible[1] = False
     v[1], k[1] = torch.nan, torch.nan
     out, *gradients = outcome(
-        "triton", name, torch.float32, (q, k, v), torch.ones(2, 21, 2, 8), heads=2, head_dim=8, key_mask=visible
+        "triton", name, torch.float32, (q, k, v), torch.ones(2, 21, 2, 8, device=DEVICE), heads=2, head_dim=8, key_mask=visible
     )
     assert (out[1] == 0).all()
     assert all(x.isfinite().all() for x in (out, *gradients))
@@ -145,9 +151,9 @@ def test_result_does_not_depend_on_tiles(longest_whole, monkeypatch):
     monkeypatch.setattr(launch, "WHOLE_TOKENS", longest_whole)
     tensors = make(*[(1, tokens, 1, 8)] * 3)
     arguments = {"heads": 1, "head_dim": 8}
-    first = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8), **arguments)
+    first = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
     monkeypatch.setattr(launch, "TILES", {kernel: {256: launch.Tile(128, 4, 1)} for kernel in launch.TILES})
-    second = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8), **arguments)
+    second = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
     for x, y in zip(first, second, strict=True):
         assert relative_error(x, y.double()) < 1e-6
 
@@ -156,7 +162,7 @@ def test_result_does_not_depend_on_tiles(longest_whole, monkeypatch):
 def test_operator_keeps_the_contract_of_torch_library(name):
     from nalaformer.ops.kernels import library
 
-    spec = nalaformer.feature_map(name, num_heads=2, head_dim=8).kernel_spec(torch.device("cpu"))
+    spec = nalaformer.feature_map(name, num_heads=2, head_dim=8).to(DEVICE).kernel_spec(torch.device(DEVICE))
     q, k, v = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 3))
     settings = (0, spec.name, spec.parts, spec.parts if name == "polarity" else 1, 1.0, 0.0, 1e-6)
     flags = (spec.is_guarded, spec.is_cube, True)

@@ -134,11 +134,13 @@ def run_bench_ops(device: str, out: Path, quick: bool) -> None:
             what = f"{measurement.case.shape}  {measurement.implementation}, {measurement.direction}"
             progress.update(task, description=what)
             results.append(measure(measurement, seconds=0.3 if quick else 2.0))
+            # whatever stops a long run, what it has measured stays
+            write_csv(results, out, machine)
             progress.advance(task)
     console.print(results_table(results))
     for line in summary_lines(results):
         console.print(line)
-    console.print(f"results: {write_csv(results, out, machine)}", soft_wrap=True)
+    console.print(f"results: {out}", soft_wrap=True)
     if not all(result.is_right for result in results):
         sys.exit(1)
 

@@ -84,6 +84,14 @@ IMPLEMENTATIONS.register(PUBLISHED)(
         heads_first=True,
     )
 )
+IMPLEMENTATIONS.register("published formula, compiled")(
+    Implementation(
+        make=lambda case: torch.compile(published_formula, dynamic=False),
+        oracle=norm_aware_oracle,
+        heads_first=True,
+        devices=("cuda",),
+    )
+)
 IMPLEMENTATIONS.register("torch SDPA")(
     Implementation(
         make=lambda case: torch_softmax,

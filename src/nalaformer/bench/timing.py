@@ -24,12 +24,14 @@ def times_ms(
 ) -> list[float]:
     """Milliseconds of each of many calls after warming up.
 
-    It is repeated for about `seconds`, but at least `least` and at most `most` times. On a GPU the time is taken between
-    events, so it is that of the device and not that of launching.
+    It is repeated for about `seconds`, but at least `least` and at most `most` times. On a GPU the call is captured once and
+    replayed, and the time is taken between events: it is that of the device, not that of Python, with a cold cache.
     """
     if least < 1 or most < least:
         raise ValueError(f"repetitions must satisfy 1 <= least <= most, got {least} and {most}")
     timed = _timed_on_gpu if device == "cuda" else _timed_on_cpu
+    if device == "cuda":
+        call = captured(call)
     # the first call also builds what is built once: thread pools, compiled code, the allocator's blocks
     timed(call, 1)
     once = timed(call, 1)
@@ -46,10 +48,27 @@ def _timed_on_cpu(call: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """Replays of the call as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def _timed_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
+    # larger than any cache: a second run over inputs that are still in it would time the cache
+    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
     torch.cuda.synchronize()
     events = []
     for _ in range(repeats):
+        flush.zero_()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()

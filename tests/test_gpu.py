@@ -1,0 +1,66 @@
+"""What only a GPU can show: half precision, compiled graphs, graph replay, long inputs. Run with TRITON_INTERPRET=0."""
+
+import pytest
+import torch
+
+import nalaformer
+from nalaformer import Rotary
+from test_kernels import MAPS, outcome, relative_error
+
+pytestmark = pytest.mark.gpu
+BARS = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def make(*shapes, dtype):
+    return [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", BARS)
+@pytest.mark.parametrize("name", MAPS)
+def test_half_precision_stays_near_float64(name, dtype):
+    q, k, v = make((2, 2500, 2, 64), (2, 2111, 2, 64), (2, 2111, 2, 64), dtype=dtype)
+    upstream = torch.randn(2, 2500, 2, 64, device="cuda").to(dtype)
+    rotary = Rotary.sequence(2500, 64, device="cuda"), Rotary.sequence(2111, 64, device="cuda")
+    arguments = {"heads": 2, "head_dim": 64, "rotary": rotary, "key_mask": torch.rand(2, 2111, device="cuda") > 0.3}
+    exact = outcome("reference", name, torch.float64, (q, k, v), upstream, **arguments)
+    ours = outcome("triton", name, dtype, (q, k, v), upstream, **arguments)
+    for x, y in zip(ours, exact, strict=True):
+        assert relative_error(x, y) < BARS[dtype]
+
+
+def test_layer_compiles_into_one_graph_and_trains():
+    layer = nalaformer.attention.build("nalaformer", dim=64, num_heads=2).cuda()
+    x = torch.randn(2, 35, 64, device="cuda", requires_grad=True)
+    expected = layer(x, (5, 7))
+    out = torch.compile(layer, fullgraph=True)(x, (5, 7))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    (ours,) = torch.autograd.grad(out.sum(), x)
+    (theirs,) = torch.autograd.grad(expected.sum(), x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [200, 5000])
+def test_graph_replay_follows_its_inputs(tokens):
+    feature_map = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=64)
+    q, k, v = make(*[(2, tokens, 2, 64)] * 3, dtype=torch.bfloat16)
+
+    def attend():
+        return nalaformer.linear_attention(q, k, v, feature_map=feature_map)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for x in (q, k, v):
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(out, attend(), rtol=0, atol=0)
+
+
+def test_a_quarter_million_tokens_repeat_to_the_bit():
+    q, k, v = (x.requires_grad_() for x in make(*[(1, 262_144, 2, 64)] * 3, dtype=torch.bfloat16))
+    upstream = torch.randn_like(q)
+    first = outcome("triton", "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
+    for _ in range(20):
+        again = outcome("triton", "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
