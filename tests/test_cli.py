@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import nalaformer as nf
 from nalaformer import cli
-from nalaformer.bench import COLUMNS, IMPLEMENTATIONS, Case, cases, ops
+from nalaformer.bench import COLUMNS, Case, cases, ops
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +61,26 @@ def test_bench_ops_prints_and_writes_its_results(run, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     with path.open() as file:
         written = list(csv.DictReader(file))
-    assert len(written) == 2 * len(IMPLEMENTATIONS.names()) * 2
+    assert len(written) == len(ops.plan(tiny, "cpu")) >= 2 * 3 * 2
     assert tuple(written[0]) == COLUMNS
     assert all(float(row["median_ms"]) > 0 for row in written)
     for text in ("nalaformer", "published formula", "torch SDPA", "B1 H2 N33 D8", "threads", f"results: {path}"):
         assert text in result.output
+
+
+def test_a_run_that_is_stopped_keeps_what_it_measured(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "QUICK", (Case(batch=1, heads=1, tokens=40, head_dim=8),))
+    measured = []
+
+    def measure_two(measurement, *, seconds):
+        measured.append(measurement)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return ops.measure(measurement, seconds=0, memory=False)
+
+    monkeypatch.setattr("nalaformer.bench.measure", measure_two)
+    assert run("bench", "ops", "--quick", "--out", str(tmp_path / "ops.csv")).exit_code != 0
+    assert len((tmp_path / "ops.csv").read_text().splitlines()) == 1 + 2
 
 
 def test_a_wrong_result_is_an_exit_code(run, tmp_path, monkeypatch):

@@ -100,15 +100,17 @@ def results_table(results: Sequence[Result]) -> "Table":
     table.add_column("implementation", no_wrap=True)
     for title in ("forward\nms", "fwd+bwd\nms", "forward\nextra MiB", "fwd+bwd\nextra MiB"):
         table.add_column(title, justify="right", no_wrap=True)
+    devices = {r.measurement.device for r in results}
+    names = [name for name in IMPLEMENTATIONS.names() if devices.intersection(IMPLEMENTATIONS[name].devices)]
     for case in dict.fromkeys(r.measurement.case for r in results):
-        for number, name in enumerate(IMPLEMENTATIONS.names()):
+        for number, name in enumerate(names):
             cells = [found.get((case, name, direction)) for direction in DIRECTIONS]
             table.add_row(
                 case.shape if number == 0 else "",
                 name,
                 *(figure(result, "median_ms") for result in cells),
                 *(figure(result, "peak_extra_mib") for result in cells),
-                end_section=number == len(IMPLEMENTATIONS.names()) - 1,
+                end_section=number == len(names) - 1,
             )
     return table
 

@@ -69,8 +69,10 @@ def linear_attention(
         part = run(state_of_piece, *tokens)
         state = part if state is None else LinearState.merge(state, part)
     assert state is not None
-    outputs = [run(read_piece, q_piece, state, rotary_piece) for q_piece, rotary_piece in pieces(piece, q, rotary[0])]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    outputs = Outputs(q, v, in_place=not recompute)
+    for q_piece, rotary_piece in pieces(piece, q, rotary[0]):
+        outputs.add(run(read_piece, q_piece, state, rotary_piece))
+    return outputs.joined()
 
 
 def causal_linear_attention(
@@ -108,12 +110,34 @@ def causal_linear_attention(
             scales = None
         return causal_step(state, queries, keys, scales, mask, eps, q.dtype)
 
-    outputs = []
+    outputs = Outputs(q, v, in_place=not recompute and (state is None or not state.state.requires_grad))
     for tokens in pieces(piece or CAUSAL_PIECE, q, k, v, key_mask, rotary[0], rotary[1]):
         out, state = run(step, *tokens, state)
-        outputs.append(out)
+        outputs.add(out)
     assert state is not None
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state
+    return outputs.joined(), state
+
+
+class Outputs:
+    """The outputs of the pieces on their way to one tensor; in place, they are never held twice."""
+
+    def __init__(self, q: Tensor, v: Tensor, *, in_place: bool) -> None:
+        self.q, self.value_dim, self.in_place = q, v.shape[3], in_place
+        self.parts: list[Tensor] = []
+        self.start = 0
+
+    def add(self, part: Tensor) -> None:
+        if not self.in_place or part.shape[1] == self.q.shape[1]:
+            self.parts.append(part)
+            return
+        if not self.parts:
+            self.parts.append(self.q.new_empty(*self.q.shape[:3], self.value_dim))
+        stop = self.start + part.shape[1]
+        self.parts[0][:, self.start : stop] = part
+        self.start = stop
+
+    def joined(self) -> Tensor:
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=1)
 
 
 def state_of(keys: Keys, log_scale: Tensor | None) -> LinearState:
@@ -129,15 +153,23 @@ def read(state: LinearState, streams: list[Queries], eps: float) -> Tensor:
     kv_heads = state.state.shape[1]
     outputs = []
     for queries, stream_state in zip(streams, state.state.chunk(len(streams), dim=-1), strict=True):
-        numerator, denominator = (grouped(x, kv_heads) for x in (queries.rotated, queries.plain))
+        rotated = grouped(queries.rotated, kv_heads)
+        if queries.plain is queries.rotated:
+            # the key sum as one more column of the state: a product of its own would read the features again
+            with_sum = torch.cat((stream_state, state.key_sum[..., None]), dim=-1)
+            both = torch.einsum("bikgf,bkfv->bikgv", rotated, with_sum)
+            numerator, denominator = both[..., :-1], both[..., -1]
+        else:
+            numerator = torch.einsum("bikgf,bkfv->bikgv", rotated, stream_state)
+            denominator = torch.einsum("bikgf,bkf->bikg", grouped(queries.plain, kv_heads), state.key_sum)
         outputs.append(
             normalise(
-                torch.einsum("bikgf,bkfv->bikgv", numerator, stream_state).flatten(2, 3),
-                torch.einsum("bikgf,bkf->bikg", denominator, state.key_sum).flatten(2, 3),
+                numerator.flatten(2, 3),
+                denominator.flatten(2, 3),
                 eps=eps,
                 count=state.count[:, None, None],
                 query_scale=None if queries.log_scale is None else queries.log_scale[..., 0],
-                key_scale=state.log_scale.repeat_interleave(numerator.shape[3], dim=1)[:, None],
+                key_scale=state.log_scale.repeat_interleave(rotated.shape[3], dim=1)[:, None],
             )
         )
     return torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
