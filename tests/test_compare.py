@@ -25,6 +25,7 @@ from nalaformer.analysis import (
 from nalaformer.analysis.compare import channels_sharpen, time_of_call, weights_of
 from nalaformer.analysis.entropy import falls_monotonically, ranks
 from nalaformer.analysis.pictures import line_styles, spread
+from nalaformer.analysis.tables import cells
 from nalaformer.feature_maps import FEATURE_MAPS
 
 
@@ -219,6 +220,13 @@ def test_the_curve_shows_the_entropy_at_its_norms(rows):
     assert softmax.entropy == pytest.approx(expected, abs=0.06)
 
 
+def test_a_comparison_without_times_takes_none(monkeypatch):
+    monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: pytest.fail("timed"))
+    (row,) = compare_methods([Method(map_name="relu")], num_tokens=16, timed=False)
+    assert row.milliseconds is None
+    assert cells(row)[-1] == "-"
+
+
 def test_more_tokens_take_more_time():
     phi = Method(map_name="relu").make(torch.float32)
     assert time_of_call(phi, num_tokens=32768) > time_of_call(phi, num_tokens=64)
@@ -294,6 +302,4 @@ def test_small_figures_read_as_zero_and_missing_ones_as_a_dash():
         norms=(),
         entropy=(),
     )
-    from nalaformer.analysis.tables import cells
-
     assert cells(row) == ("x", "0", "0.000", "-", "0", "2.0", "1.0")

@@ -78,8 +78,8 @@ class Row:
     """Whether PSE(phi_q) falls monotonically in the norm for every direction tried; None for softmax, which has no phi."""
     smallest_weight: float
     effective_rank: float
-    milliseconds: float
-    """Median time of one forward call on [1, 4096, 4, 64], float32."""
+    milliseconds: float | None
+    """Median time of one forward call on [1, 4096, 4, 64], float32; None where it was left out."""
     norms: tuple[float, ...]
     entropy: tuple[float, ...]
     """The curve for the picture: mean entropy (nats) in bins of the norm, at the bins' geometric centres."""
@@ -93,15 +93,15 @@ def methods() -> list[Method]:
     return found
 
 
-def compare_methods(chosen: list[Method], *, num_tokens: int = 256, seed: int = 0) -> Iterator[Row]:
-    """A row for each method, as it is ready."""
+def compare_methods(chosen: list[Method], *, num_tokens: int = 256, seed: int = 0, timed: bool = True) -> Iterator[Row]:
+    """A row for each method, as it is ready; `timed=False` leaves the time out."""
     norms, q, k = norm_sweep(num_tokens, num_heads=NUM_HEADS, head_dim=HEAD_DIM, seeds=SEEDS, seed=seed)
     for method in chosen:
-        yield compare_one(method, norms, q, k, seed=seed)
+        yield compare_one(method, norms, q, k, seed=seed, timed=timed)
 
 
 @torch.no_grad()
-def compare_one(method: Method, norms: Tensor, q: Tensor, k: Tensor, *, seed: int = 0) -> Row:
+def compare_one(method: Method, norms: Tensor, q: Tensor, k: Tensor, *, seed: int = 0, timed: bool = True) -> Row:
     """norms [N], q and k [S, N, H, D] from `norm_sweep`."""
     phi = method.make(q.dtype, seed=seed)
     entropies, smallest, rank = [], math.inf, []
@@ -123,7 +123,7 @@ def compare_one(method: Method, norms: Tensor, q: Tensor, k: Tensor, *, seed: in
         channel_entropy_falls=None if phi is None else channels_sharpen(phi, seed=seed),
         smallest_weight=smallest,
         effective_rank=torch.stack(rank).mean().item(),
-        milliseconds=time_of_call(method.make(torch.float32, seed=seed)),
+        milliseconds=time_of_call(method.make(torch.float32, seed=seed)) if timed else None,
         norms=tuple(bins),
         entropy=tuple(heights),
     )

@@ -58,5 +58,5 @@ def cells(row: Row) -> tuple[str, ...]:
         falls,
         "0" if row.smallest_weight == 0 else f"{row.smallest_weight:.1e}",
         f"{row.effective_rank:.1f}",
-        f"{row.milliseconds:.1f}",
+        "-" if row.milliseconds is None else f"{row.milliseconds:.1f}",
     )
