@@ -33,9 +33,12 @@ MapMaker = Callable[..., FeatureMap]
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Every test draws the same numbers whichever tests run before it."""
+def seeded() -> Iterator[None]:
+    """Every test draws the same numbers, and leaves the backend as it was, whichever tests run before it."""
     torch.manual_seed(0)
+    before = nalaformer.get_backend()
+    yield
+    nalaformer.set_backend(before)
 
 
 @pytest.fixture
