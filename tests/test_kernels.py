@@ -187,3 +187,12 @@ def test_explicit_choice_of_the_kernels_says_why_it_cannot_serve(change, reason)
     feature_map = nalaformer.feature_map("relu", num_heads=2, head_dim=head_dim)
     with nalaformer.use_backend("triton"), pytest.raises(ValueError, match=f"triton backend cannot serve.*{reason}"):
         nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=change.get("causal", False))
+
+
+def test_features_too_wide_for_the_chip_are_refused_with_the_reason():
+    # 96 channels, both signs, and the pair lengths of a normalised rotary: 288 features
+    q, k, v = make(*[(1, 9, 2, 96)] * 3)
+    feature_map = nalaformer.feature_map("split", num_heads=2, head_dim=96).to(DEVICE)
+    rotary = Rotary.sequence(9, 96, normalised=True, device=DEVICE)
+    with nalaformer.use_backend("triton"), pytest.raises(ValueError, match=r"cannot serve.*288 features"):
+        nalaformer.linear_attention(q, k, v, feature_map=feature_map, rotary=rotary)

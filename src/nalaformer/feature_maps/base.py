@@ -91,7 +91,7 @@ def both_signs(x: Tensor) -> Tensor:
 def by_sign(magnitude: Tensor, sign_of: Tensor) -> Tensor:
     """Put each magnitude into the first half of the channels where `sign_of` is positive, else into the second half.
 
-    Half the work of computing a function of relu(x) and of relu(-x); four times as fast on a CPU as torch.where.
+    Half the work of computing a function of relu(x) and of relu(-x), and without torch.where, which is slow on a CPU.
     """
     return both_signs(magnitude * sign_of.sign())
 

@@ -105,14 +105,21 @@ def why_not_triton(
         return "there is no causal kernel yet"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
         return "float64 has no matrix units"
-    features = feature_map.head_dim if feature_map.kernel_spec(q.device) is not None else None
-    if features is None and feature_map.streams > 1:
-        return "a map with two streams needs a kernel of its own"
+    is_normalised = rotary[0] is not None and rotary[0].normalised
+    # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
+    if is_normalised or feature_map.kernel_spec(q.device) is None:
+        if feature_map.streams > 1:
+            return "a map with two streams needs a kernel of its own"
+        # no token at all tells the size of the features without computing any
+        features = feature_map.key(k[:, :0].to(torch.float32)).shape[-1]
+        features += features // 2 if is_normalised else 0
+        if features > LARGEST_FEATURES:
+            return f"{features} features do not fit on chip, {LARGEST_FEATURES} do"
     if feature_map.head_dim > LARGEST_HEAD or v.shape[-1] > LARGEST_HEAD:
         return f"heads of more than {LARGEST_HEAD} channels do not fit on chip"
     if (rotary[0] is None) != (rotary[1] is None):
         return "only one of q and k has positions"
-    if rotary[0] is not None and (feature_map.head_dim % 2 or (rotary[0].normalised and feature_map.streams > 1)):
+    if rotary[0] is not None and feature_map.head_dim % 2:
         return "the kernels turn channel pairs of an even head"
     return None
 

@@ -235,7 +235,7 @@ def _(
 
 
 class Eager(torch.autograd.Function):
-    """The same without the dispatcher, whose Python operators cost a millisecond per call: more than the kernels do."""
+    """The same without the dispatcher, whose operators written in Python cost more per call than small kernels do."""
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
