@@ -422,6 +422,7 @@ def test_packed_sequences_of_no_tokens_at_all_give_no_output(make_map):
 
 
 @pytest.mark.parametrize("piece", [1, 3, 64, 150, 1000])
+@torch.no_grad()
 def test_bidirectional_result_does_not_depend_on_the_piece_size(map_name, piece, make_map, make_qkv):
     q, k, v = make_qkv(2, 11 if piece == 1 else 150)
     feature_map = make_map(map_name, dtype=torch.float64)

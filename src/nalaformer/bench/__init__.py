@@ -3,7 +3,7 @@
 from .cases import Case, cases_for
 from .implementations import IMPLEMENTATIONS, Implementation
 from .machine import Machine, describe_machine, extras
-from .memory import peak_extra_mib, peak_in_fresh_process
+from .memory import in_fresh_process, peak_extra_mib
 from .ops import Measurement, Result, measure, plan
 from .report import COLUMNS, results_table, summary_lines, write_csv
 from .timing import median_ms
@@ -24,10 +24,10 @@ __all__ = [
     "describe_machine",
     "extras",
     "growth",
+    "in_fresh_process",
     "measure",
     "median_ms",
     "peak_extra_mib",
-    "peak_in_fresh_process",
     "plan",
     "results_table",
     "summary_lines",

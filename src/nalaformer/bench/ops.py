@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .cases import DTYPES, Case
 from .implementations import IMPLEMENTATIONS, Attend, Implementation
-from .memory import can_measure, peak_extra_mib, peak_in_fresh_process
+from .memory import can_measure, in_fresh_process, peak_extra_mib
 from .timing import OtherProcesses, median_ms
 
 FORWARD, BOTH = "forward", "forward+backward"
@@ -63,21 +63,21 @@ def plan(cases: Sequence[Case], device: str) -> list[Measurement]:
 
 
 def measure(measurement: Measurement, *, seconds: float = 2.0, memory: bool = True) -> Result:
-    """Correctness, then time, then memory (on a CPU in a fresh process)."""
+    """Correctness, then time and memory (on a CPU in a fresh process each)."""
     error = relative_error(measurement)
     right = error <= LARGEST_ERROR[measurement.dtype]
     milliseconds = mebibytes = others_cpu = None
     if right:
-        call = make_call(measurement)
         clocks = OtherProcesses()
-        milliseconds = median_ms(call, device=measurement.device, seconds=seconds)
+        if memory and measurement.device == "cpu" and can_measure("cpu"):
+            target = "nalaformer.bench.ops:call_in_fresh_process"
+            mebibytes, milliseconds = in_fresh_process(target, to_plain(measurement), seconds=seconds)
+        else:
+            call = make_call(measurement)
+            milliseconds = median_ms(call, device=measurement.device, seconds=seconds)
+            if memory and can_measure(measurement.device):
+                mebibytes = peak_extra_mib(call, device=measurement.device)
         others_cpu = clocks.share()
-        if memory and can_measure(measurement.device):
-            if measurement.device == "cuda":
-                mebibytes = peak_extra_mib(call, device="cuda")
-            else:
-                del call
-                mebibytes = peak_in_fresh_process("nalaformer.bench.ops:call_in_fresh_process", to_plain(measurement))
     return Result(
         measurement=measurement,
         error=error,

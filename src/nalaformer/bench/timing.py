@@ -95,7 +95,7 @@ class OtherProcesses:
 
     @staticmethod
     def _clocks() -> tuple[float, float, float] | None:
-        """Seconds of all CPUs, of those the busy ones, and of those our own."""
+        """Seconds of all CPUs, of those the busy ones, and of those our own and our finished children's."""
         try:
             numbers = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
             ticks = os.sysconf("SC_CLK_TCK")
@@ -103,4 +103,4 @@ class OtherProcesses:
             return None
         own = os.times()
         idle = numbers[3] + numbers[4]
-        return sum(numbers) / ticks, (sum(numbers) - idle) / ticks, own.user + own.system
+        return sum(numbers) / ticks, (sum(numbers) - idle) / ticks, sum(own[:4])

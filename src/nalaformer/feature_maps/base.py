@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures
+from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures, cheap_to_look_at
 
 # Features stay below this, so that their products with values, tokens and 1/eps fit into float32, squared in gradients too.
 LARGEST_FEATURE = 1e4
@@ -85,7 +85,16 @@ def excess(log_size: Tensor) -> Tensor:
 
 def both_signs(x: Tensor) -> Tensor:
     """[relu(x) ; relu(-x)]: nothing is thrown away, and everything is non-negative."""
-    return torch.cat((x.relu(), (-x).relu()), dim=-1)
+    if not cheap_to_look_at(x) or (x.requires_grad and torch.is_grad_enabled()):
+        return torch.cat((x.relu(), (-x).relu()), dim=-1)
+    # the same numbers written straight to their place: in a forward pass on a CPU, joining the halves took a third of the time
+    # and heads outside tokens in memory, the order in which the products over tokens are fastest
+    batch, tokens, heads, channels = x.shape
+    features = x.new_empty(batch, heads, tokens, 2 * channels).transpose(1, 2)
+    positive, negative = features.chunk(2, dim=-1)
+    torch.clamp(x, min=0, out=positive)
+    torch.sub(positive, x, out=negative)
+    return features
 
 
 def by_sign(magnitude: Tensor, sign_of: Tensor) -> Tensor:

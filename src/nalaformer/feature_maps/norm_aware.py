@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import KernelSpec
+from ..ops import KernelSpec, cheap_to_look_at
 from .base import FeatureMap, both_signs, by_sign, excess
 from .registry import FEATURE_MAPS
 
@@ -85,6 +85,8 @@ class NormAware(FeatureMap):
         unit = q / norm
         features = self.spread(unit.abs() ** self.query_power(norm), unit)
         # 1 for a zero query, 0 from SMALLEST_NORM on; without gradient, which would be steep and point nowhere
+        if cheap_to_look_at(size) and bool((size >= SMALLEST_NORM**2).all()):
+            return features
         fading = (1 - size.detach() / SMALLEST_NORM**2).clamp(min=0) * self.head_dim**-0.75
         return features + fading if self.direction == "split" else features + self.first_half(fading)
 

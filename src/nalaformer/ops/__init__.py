@@ -2,7 +2,7 @@
 
 from .backend import get_backend, set_backend, use_backend
 from .checks import check_key_mask
-from .features import FeatureMapLike, ScaledFeatures, compute_dtype, hide
+from .features import FeatureMapLike, ScaledFeatures, cheap_to_look_at, compute_dtype, hide
 from .interface import attention_weights, linear_attention, recurrent_linear_attention
 from .kernel_spec import KernelSpec
 from .rotary import Rotary, rotary_frequencies
@@ -15,6 +15,7 @@ __all__ = [
     "Rotary",
     "ScaledFeatures",
     "attention_weights",
+    "cheap_to_look_at",
     "check_key_mask",
     "compute_dtype",
     "get_backend",

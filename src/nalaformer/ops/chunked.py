@@ -16,6 +16,7 @@ from .features import (
     FeatureMapLike,
     Keys,
     Queries,
+    cheap_to_look_at,
     compute_dtype,
     key_features,
     key_log_scale,
@@ -58,21 +59,26 @@ def linear_attention(
 
     def state_of_piece(k: Tensor, v: Tensor, mask: Tensor | None, rotary: Rotary | None) -> LinearState:
         scales = key_log_scale(feature_map, k, mask, dtype)
-        scale = None if scales is None else scales.amax(dim=1, keepdim=True)
+        scale = None if scales is None or all_zero(scales) else scales.amax(dim=1, keepdim=True)
         return state_of(key_features(feature_map, k, v, key_mask=mask, rotary=rotary, log_scale=scale, dtype=dtype), scale)
 
-    def read_piece(q: Tensor, state: LinearState, rotary: Rotary | None) -> Tensor:
-        return read(state, query_features(feature_map, q, rotary, dtype), eps).to(q.dtype)
+    def read_piece(q: Tensor, state: LinearState, rotary: Rotary | None, out: Tensor | None) -> Tensor:
+        return read(state, query_features(feature_map, q, rotary, dtype), eps, out).to(q.dtype)
 
     state = None
     for tokens in pieces(piece, k, v, key_mask, rotary[1]):
         part = run(state_of_piece, *tokens)
         state = part if state is None else LinearState.merge(state, part)
     assert state is not None
-    outputs = Outputs(q, v, in_place=not recompute)
-    for q_piece, rotary_piece in pieces(piece, q, rotary[0]):
-        outputs.add(run(read_piece, q_piece, state, rotary_piece))
-    return outputs.joined()
+    tokens_of_queries = pieces(piece, q, rotary[0])
+    if recompute or len(tokens_of_queries) == 1:
+        parts = [run(read_piece, *tokens[:1], state, *tokens[1:], None) for tokens in tokens_of_queries]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    # where no gradient is wanted each piece is written to its place: the outputs are never held twice
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    for (q_piece, rotary_piece), place in zip(tokens_of_queries, out.split(piece, dim=1), strict=True):
+        read_piece(q_piece, state, rotary_piece, place)
+    return out
 
 
 def causal_linear_attention(
@@ -148,11 +154,12 @@ def state_of(keys: Keys, log_scale: Tensor | None) -> LinearState:
     return LinearState(state, key_sum, keys.visible, scale)
 
 
-def read(state: LinearState, streams: list[Queries], eps: float) -> Tensor:
-    """What queries that see every token of the state get: [B, N, H, V]."""
+def read(state: LinearState, streams: list[Queries], eps: float, out: Tensor | None = None) -> Tensor:
+    """What queries that see every token of the state get: [B, N, H, V], put into `out` if there is one."""
     kv_heads = state.state.shape[1]
+    places = [None] * len(streams) if out is None else out.chunk(len(streams), dim=-1)
     outputs = []
-    for queries, stream_state in zip(streams, state.state.chunk(len(streams), dim=-1), strict=True):
+    for queries, stream_state, place in zip(streams, state.state.chunk(len(streams), dim=-1), places, strict=True):
         rotated = grouped(queries.rotated, kv_heads)
         if queries.plain is queries.rotated:
             # the key sum as one more column of the state: a product of its own would read the features again
@@ -170,8 +177,11 @@ def read(state: LinearState, streams: list[Queries], eps: float) -> Tensor:
                 count=state.count[:, None, None],
                 query_scale=None if queries.log_scale is None else queries.log_scale[..., 0],
                 key_scale=state.log_scale.repeat_interleave(rotated.shape[3], dim=1)[:, None],
+                out=place,
             )
         )
+    if out is not None:
+        return out
     return torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
 
 
@@ -264,10 +274,8 @@ def pieces(size: int, *sequences: Tensor | Rotary | None) -> "list[tuple[Any, ..
 
 
 def all_zero(*scales: Tensor) -> bool:
-    """Whether a look at the numbers is cheap (not on a GPU, not while tracing) and shows that scaling would do nothing."""
-    if torch.compiler.is_compiling() or scales[0].device.type != "cpu":
-        return False
-    return all(bool((scale == 0).all()) for scale in scales)
+    """Whether a look at the numbers is cheap and shows that scaling would do nothing."""
+    return all(cheap_to_look_at(scale) and bool((scale == 0).all()) for scale in scales)
 
 
 def direct(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -104,6 +104,11 @@ def key_features(
     return Keys(rotated, plain, hide(v, key_mask).to(dtype), every if key_mask is None else key_mask.sum(1))
 
 
+def cheap_to_look_at(x: Tensor) -> bool:
+    """Whether code may depend on the numbers in x: on a GPU that would wait for it, and a traced program has none."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """Zero the tokens of x [B, N, H, *] that the mask [B, N] does not show."""
     return x if key_mask is None else torch.where(key_mask[:, :, None, None], x, x.new_zeros(()))
@@ -115,8 +120,7 @@ def weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     Zero times NaN is NaN: a token that holds NaN or infinity would reach the rows that do not see it.
     """
     bad = ~values.isfinite()
-    # a look at the numbers is cheap on a CPU; elsewhere, and while tracing, the general form runs always
-    if values.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(bad.any()):
+    if cheap_to_look_at(values) and not bool(bad.any()):
         return torch.einsum("bkgij,bjkv->bikgv", weights, values)
     finite = torch.where(bad, values.new_zeros(()), values)
     reached = torch.einsum("ij,bjkv->bikv", visible.to(values.dtype), bad.to(values.dtype)) > 0
@@ -132,14 +136,17 @@ def normalise(
     count: Tensor,
     query_scale: Tensor | None,
     key_scale: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """numerator [..., V] / (denominator [...] + eps * count), eps in the units of the scaled features.
 
     count and the scales broadcast to the denominator. A row that sees no key has both sums zero and gives zero.
+    `out`, where no gradient is wanted: the place for the result, in any float dtype.
     """
     amount = eps * count.to(denominator.dtype)
     scales = [scale for scale in (query_scale, key_scale) if scale is not None]
     if scales:
         amount = amount * torch.exp(-sum(scales[1:], scales[0]).clamp(max=MAX_LOG_SCALE_OF_EPS))
     denominator = denominator + amount
-    return numerator / torch.where(denominator == 0, 1.0, denominator)[..., None]
+    divisor = torch.where(denominator == 0, 1.0, denominator)[..., None]
+    return numerator / divisor if out is None else torch.div(numerator, divisor, out=out)
