@@ -9,6 +9,7 @@ from .ops import (
     get_backend,
     linear_attention,
     recurrent_linear_attention,
+    recurrent_step_,
     set_backend,
     use_backend,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "ops",
     "published",
     "recurrent_linear_attention",
+    "recurrent_step_",
     "set_backend",
     "use_backend",
 ]

@@ -3,7 +3,7 @@
 from .backend import get_backend, set_backend, use_backend
 from .checks import check_key_mask
 from .features import FeatureMapLike, ScaledFeatures, cheap_to_look_at, compute_dtype, hide
-from .interface import attention_weights, linear_attention, recurrent_linear_attention
+from .interface import attention_weights, linear_attention, recurrent_linear_attention, recurrent_step_
 from .kernel_spec import KernelSpec
 from .rotary import Rotary, rotary_frequencies
 from .state import LinearState
@@ -22,6 +22,7 @@ __all__ = [
     "hide",
     "linear_attention",
     "recurrent_linear_attention",
+    "recurrent_step_",
     "rotary_frequencies",
     "set_backend",
     "use_backend",

@@ -101,13 +101,14 @@ def why_not_triton(
         return "the batch is empty"
     if torch.compiler.is_exporting():
         return "an exported program must run without Triton"
-    if causal:
-        return "there is no causal kernel yet"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
         return "float64 has no matrix units"
     is_normalised = rotary[0] is not None and rotary[0].normalised
     # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
-    if is_normalised or feature_map.kernel_spec(q.device) is None:
+    spec = None if is_normalised else feature_map.kernel_spec(q.device)
+    if causal and spec is not None and spec.is_guarded:
+        return "features without a bound need a scale per row in causal attention, which the kernels lack"
+    if spec is None:
         if feature_map.streams > 1:
             return "a map with two streams needs a kernel of its own"
         # no token at all tells the size of the features without computing any

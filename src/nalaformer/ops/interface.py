@@ -7,7 +7,16 @@ from torch import Tensor
 
 from . import chunked, reference
 from .backend import choose
-from .checks import RotaryArgument, check_call, check_cu_seqlens, check_rotary, check_rows, check_state, check_tensors
+from .checks import (
+    RotaryArgument,
+    RotaryPair,
+    check_call,
+    check_cu_seqlens,
+    check_rotary,
+    check_rows,
+    check_state,
+    check_tensors,
+)
 from .features import FeatureMapLike
 from .state import LinearState
 
@@ -49,20 +58,7 @@ def linear_attention(
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
         backend = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns)
         if backend == "triton":
-            from . import kernels
-
-            return kernels.linear_attention(
-                q,
-                k,
-                v,
-                feature_map=mapped,
-                rotary=turns,
-                key_mask=key_mask,
-                cu_seqlens=None,
-                longest=0,
-                eps=eps,
-                keep=needs_grad,
-            )
+            return _fused(q, k, v, mapped, causal, turns, key_mask, None, 0, eps, needs_grad)
         if backend == "reference":
             out = reference.linear_attention(
                 q, k, v, feature_map=mapped, causal=causal, rotary=turns, key_mask=key_mask, eps=eps
@@ -99,6 +95,25 @@ def recurrent_linear_attention(
     check_state(state, q, k, v, feature_map, turns[1])
     with torch.autocast(q.device.type, enabled=False):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
+        if choose(q, k, v, feature_map=mapped, causal=True, rotary=turns) == "triton":
+            from . import kernels
+
+            out, after = kernels.causal_linear_attention(
+                q,
+                k,
+                v,
+                feature_map=mapped,
+                state=state,
+                want_state=True,
+                rotary=turns,
+                key_mask=key_mask,
+                cu_seqlens=None,
+                longest=0,
+                eps=eps,
+                keep=recompute,
+            )
+            assert after is not None
+            return out, after
         return chunked.causal_linear_attention(
             q,
             k,
@@ -110,6 +125,42 @@ def recurrent_linear_attention(
             eps=eps,
             recompute=recompute,
         )
+
+
+@torch.no_grad()
+def recurrent_step_(
+    state: LinearState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    rotary: RotaryArgument = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """One token of `recurrent_linear_attention`, the state updated in place: the step of a decoding loop.
+
+    q: [B, 1, H, D]; k: [B, 1, K, D]; v: [B, 1, K, V] -> [B, 1, H, V], without gradients. Start from the state of a prompt or
+    from LinearState.empty. On a GPU it is one small kernel that never waits for the host, so a CUDA graph can hold it.
+    """
+    turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=None, eps=eps)
+    if q.shape[1] != 1:
+        raise ValueError(f"a step takes one token, got {q.shape[1]}; use recurrent_linear_attention for more")
+    k, v = _heads_for(feature_map, q, k, v)
+    check_state(state, q, k, v, feature_map, turns[1])
+    with torch.autocast(q.device.type, enabled=False):
+        mapped = feature_map.given(q, k, key_mask=None, causal=True)
+        fits = all(tensor.is_contiguous() for tensor in state.tensors().values()) and state.state.dtype == torch.float32
+        if fits and choose(q, k, v, feature_map=mapped, causal=False, rotary=turns) == "triton":
+            from . import kernels
+
+            return kernels.step_(state, q, k, v, feature_map=mapped, rotary=turns, eps=eps)
+        out, after = chunked.causal_linear_attention(
+            q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=None, eps=eps, recompute=False
+        )
+    for name, tensor in state.tensors().items():
+        tensor.copy_(after.tensors()[name])
+    return out
 
 
 def attention_weights(
@@ -181,20 +232,8 @@ def _packed(
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
         backend = choose(q[None], spread_k, spread_v, feature_map=feature_map, causal=causal, rotary=pair)
         if is_same and backend == "triton":
-            from . import kernels
-
-            return kernels.linear_attention(
-                q,
-                spread_k[0],
-                spread_v[0],
-                feature_map=feature_map,
-                rotary=pair,
-                key_mask=None,
-                cu_seqlens=cu_seqlens.to(q.device),
-                longest=max(lengths),
-                eps=eps,
-                keep=_needs_grad(q, k, v, feature_map),
-            )
+            bounds, keep = cu_seqlens.to(q.device), _needs_grad(q, k, v, feature_map)
+            return _fused(q, spread_k[0], spread_v[0], feature_map, causal, pair, None, bounds, max(lengths), eps, keep)
     outputs = []
     start = 0
     parts = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
@@ -213,6 +252,51 @@ def _packed(
             )
             outputs.append(out[0])
     return torch.cat(outputs)
+
+
+def _fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: FeatureMapLike,
+    causal: bool,
+    rotary: RotaryPair,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    eps: float,
+    keep: bool,
+) -> Tensor:
+    # imported where used: Triton may be missing
+    from . import kernels
+
+    if not causal:
+        return kernels.linear_attention(
+            q,
+            k,
+            v,
+            feature_map=feature_map,
+            rotary=rotary,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            longest=longest,
+            eps=eps,
+            keep=keep,
+        )
+    return kernels.causal_linear_attention(
+        q,
+        k,
+        v,
+        feature_map=feature_map,
+        state=None,
+        want_state=False,
+        rotary=rotary,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        longest=longest,
+        eps=eps,
+        keep=keep,
+    )[0]
 
 
 def _heads_for(feature_map: FeatureMapLike, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,55 @@
 """Fused GPU kernels behind `linear_attention`. Importing this package needs Triton; `nalaformer.ops.backend` decides."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..features import FeatureMapLike, compute_dtype, hide
 from ..kernel_spec import KernelSpec
 from ..rotary import Rotary
-from . import library
+from ..state import LinearState
+from . import causal_library, library
+from .step import step
 
 RotaryPair = tuple[Rotary | None, Rotary | None]
+
+
+class Prepared(NamedTuple):
+    """A call as the kernels want it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    parameters: Tensor
+    angles: list[Tensor | None]
+    """cos and sin of the queries, then of the keys."""
+    key_mask: Tensor | None
+    spec: KernelSpec
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.q, self.k, self.v, self.parameters, *self.angles, self.key_mask
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMapLike, rotary: RotaryPair, key_mask: Tensor | None
+) -> Prepared:
+    """Maps that the kernels do not know are computed here; the others are left to them."""
+    is_normalised = rotary[0] is not None and rotary[0].normalised
+    spec = None if is_normalised else feature_map.kernel_spec(q.device)
+    if spec is None:
+        q, k = mapped(feature_map, q, k, rotary if is_normalised else (None, None), key_mask)
+        rotary = (None, None) if is_normalised else rotary
+        spec = KernelSpec("identity", parts=1)
+    angles: list[Tensor | None] = [None] * 4
+    if rotary[0] is not None and rotary[1] is not None:
+        angles = [*rotary[0].tables(), *rotary[1].tables()]
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    parameters = spec.parameters
+    if parameters is None:
+        parameters = q.new_empty(1, 0, dtype=torch.float32)
+    return Prepared(q, k, v, parameters, angles, None if key_mask is None else key_mask.contiguous(), spec)
 
 
 def linear_attention(
@@ -25,26 +66,10 @@ def linear_attention(
     keep: bool,
 ) -> Tensor:
     """Bidirectional attention; [B, N, H, D] inputs, or [T, H, D] with cu_seqlens. `keep`: a backward pass may follow."""
-    is_normalised = rotary[0] is not None and rotary[0].normalised
-    spec = None if is_normalised else feature_map.kernel_spec(q.device)
-    if spec is None:
-        q, k = mapped(feature_map, q, k, rotary if is_normalised else (None, None), key_mask)
-        rotary = (None, None) if is_normalised else rotary
-        spec = KernelSpec("identity", parts=1)
-    angles: list[Tensor | None] = [None] * 4
-    if rotary[0] is not None and rotary[1] is not None:
-        angles = [*rotary[0].tables(), *rotary[1].tables()]
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    parameters = spec.parameters
-    if parameters is None:
-        parameters = q.new_empty(1, 0, dtype=torch.float32)
+    ready = prepare(q, k, v, feature_map=feature_map, rotary=rotary, key_mask=key_mask)
+    spec = ready.spec
     return library.attend(
-        q,
-        k,
-        v,
-        parameters,
-        *angles,
-        None if key_mask is None else key_mask.contiguous(),
+        *ready.tensors,
         cu_seqlens,
         longest,
         spec.name,
@@ -57,6 +82,78 @@ def linear_attention(
         spec.is_cube,
         keep,
     )
+
+
+def causal_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    state: LinearState | None,
+    want_state: bool,
+    rotary: RotaryPair,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    eps: float,
+    keep: bool,
+) -> tuple[Tensor, LinearState | None]:
+    """Causal attention after `state`, and if wanted the state after the last token. Shapes as above; a state needs a batch."""
+    ready = prepare(q, k, v, feature_map=feature_map, rotary=rotary, key_mask=key_mask)
+    spec = ready.spec
+    unit = 2.0**spec.log2_key_shift
+    out, total = causal_library.attend(
+        *ready.tensors,
+        cu_seqlens,
+        None if state is None else sums_of(state, spec.parts, unit),
+        longest,
+        spec.name,
+        spec.parts,
+        spec.norm_scale,
+        spec.alpha,
+        eps / unit,
+        spec.is_cube,
+        want_state,
+        keep or (state is not None and state.state.requires_grad),
+    )
+    if not want_state:
+        return out, None
+    batch, tokens, kv_heads = k.shape[:3]
+    new = torch.full((batch,), tokens, device=k.device) if key_mask is None else key_mask.sum(1)
+    count = new if state is None else state.count + new
+    sums = total.unflatten(0, (batch, kv_heads)).flatten(2, 3)  # [B, K, F, V + 2]
+    return out, LinearState(sums[..., :-2] * unit, sums[..., -2] * unit, count, sums.new_zeros(batch, kv_heads))
+
+
+def step_(
+    state: LinearState, q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMapLike, rotary: RotaryPair, eps: float
+) -> Tensor:
+    """One token after `state`, which becomes the state after it; its tensors must be contiguous."""
+    ready = prepare(q, k, v, feature_map=feature_map, rotary=rotary, key_mask=None)
+    spec = ready.spec
+    return step(
+        *ready.tensors[:-1],
+        *(state.state, state.key_sum, state.count, state.log_scale),
+        spec.name,
+        spec.parts,
+        feature_map.streams,
+        spec.norm_scale,
+        spec.alpha,
+        eps,
+        spec.log2_key_shift,
+        spec.is_guarded,
+        spec.is_cube,
+    )
+
+
+def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:
+    """A state in the layout of the kernels' sums, [B * K, PARTS, D, V + 2]; `unit`: what their features are divided by."""
+    grow = state.log_scale.exp() / unit
+    count = state.count.to(state.state.dtype)[:, None, None].expand_as(state.key_sum)
+    columns = (state.state * grow[..., None, None], (state.key_sum * grow[..., None])[..., None], count[..., None])
+    sums = torch.cat(columns, dim=-1).to(torch.float32)
+    return sums.flatten(0, 1).unflatten(1, (parts, -1)).contiguous()
 
 
 def mapped(

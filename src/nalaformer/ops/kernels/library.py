@@ -113,28 +113,7 @@ bidirectional = torch.library.custom_op("nalaformer::bidirectional", mutates_arg
 
 
 @bidirectional.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: Tensor,
-    cos_q: Tensor | None,
-    sin_q: Tensor | None,
-    cos_k: Tensor | None,
-    sin_k: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    longest: int,
-    name: str,
-    parts: int,
-    streams: int,
-    norm_scale: float,
-    alpha: float,
-    eps: float,
-    is_guarded: bool,
-    is_cube: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, longest, name, parts, *rest):  # type: ignore[no-untyped-def]
     samples = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else q.shape[0]
     rows = samples * k.shape[-2]
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -186,49 +165,31 @@ def run_backward(
         scale,
         is_learned,
     )
+    return dq, dk, dv, parameter_gradient(name, parameters, dquery, dkey)
+
+
+def parameter_gradient(name: str, parameters: Tensor, dquery: Tensor | None, dkey: Tensor | None) -> Tensor:
+    """From gradients per head, of the query's [4, D] and the key's [2, D] numbers, to those of the parameters' rows."""
     if dquery is None or dkey is None:
-        return dq, dk, dv, parameters.new_empty(0)
+        return parameters.new_empty(0)
     rows = parameters.shape[0]
     # heads that share a row of parameters add up
     by_query = dquery.unflatten(0, (rows, -1)).sum(1)  # [rows, 4, D]
     # fewer key heads than rows: then no key reads a parameter that is learned
     by_key = dkey.unflatten(0, (rows, -1)).sum(1) if dkey.shape[0] >= rows else torch.zeros_like(by_query[:, :2])
     if name == "polarity":
-        return dq, dk, dv, (by_query[:, :2] + by_query[:, 2:] + by_key).flatten(1)
+        return (by_query[:, :2] + by_query[:, 2:] + by_key).flatten(1)
     if name == "polarity_exp":
-        return dq, dk, dv, by_query.flatten(1)
-    return dq, dk, dv, torch.cat((by_query[:, :2, 0], by_key[:, :1, 0]), dim=1)
+        return by_query.flatten(1)
+    return torch.cat((by_query[:, :2, 0], by_key[:, :1, 0]), dim=1)
 
 
 bidirectional_backward = torch.library.custom_op("nalaformer::bidirectional_backward", mutates_args=())(run_backward)
 
 
 @bidirectional_backward.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: Tensor,
-    cos_q: Tensor | None,
-    sin_q: Tensor | None,
-    cos_k: Tensor | None,
-    sin_k: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    sums: Tensor,
-    scale: Tensor,
-    longest: int,
-    name: str,
-    parts: int,
-    streams: int,
-    norm_scale: float,
-    alpha: float,
-    eps: float,
-    is_guarded: bool,
-    is_cube: bool,
-    is_learned: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(dout, q, k, v, parameters, *rest):  # type: ignore[no-untyped-def]
+    is_learned = rest[-1]
     dparameters = torch.empty_like(parameters) if is_learned else parameters.new_empty(0)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, dparameters

@@ -1,0 +1,214 @@
+"""Causal linear attention: a program owns a stretch of tokens and walks through it with a running state.
+
+    state kernel     k, v                 -> sums of each stretch            (that of bidirectional.py)
+    prefix kernel    those                -> sums before each stretch, and of all tokens
+    causal kernel    q, k, v, sums before -> out
+    causal dq        q, k, v, dout, sums before   -> dq, and per row 1 / denominator and minus its gradient
+    dsums kernel     q, dout, those       -> gradients of the sums by each stretch of queries
+    prefix kernel    those, from the end  -> gradients of the sums after each stretch
+    causal dk        q, k, v, dout, those -> dk, dv
+
+Inside a tile of tokens attention is the masked product of the tile's features; what came before the tile comes through the
+state. The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a
+scale per key each row would need its own.
+"""
+
+import triton
+import triton.language as tl
+
+from .bidirectional import load_rows, load_sums, rotated, sample_rows, store_rows
+from .maps import phi_key, phi_query
+
+
+@triton.jit
+def prefix_kernel(
+    sums_ptr,  # [splits, rows, E] -> the sums before (REVERSE: after) each split, in place
+    initial_ptr,  # [rows, E] what comes before all of them
+    total_ptr,  # [rows, E] everything together
+    splits,
+    elements,  # rows * E
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = offsets < elements
+    running = tl.zeros([BLOCK], tl.float32)
+    if HAS_INITIAL:
+        running += tl.load(initial_ptr + offsets, mask=ok, other=0.0)
+    for step in range(0, splits):
+        split = splits - 1 - step if REVERSE else step
+        place = sums_ptr + tl.cast(split, tl.int64) * elements + offsets
+        own = tl.load(place, mask=ok, other=0.0)
+        tl.store(place, running, mask=ok)
+        running += own
+    tl.store(total_ptr + offsets, running, mask=ok)
+
+
+@triton.jit
+def lower_triangle(BN: tl.constexpr):
+    """[BN, BN]: True where the column's token is not later than the row's."""
+    rows = tl.arange(0, BN)
+    return rows[:, None] >= rows[None, :]
+
+
+@triton.jit
+def products_within(aq, bq, ak, bk, PARTS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """Feature products of a tile's queries (rows) and keys (columns), zero for later keys."""
+    within = tl.dot(aq.to(DOT), tl.trans(ak.to(DOT)), input_precision=PRECISION)
+    if PARTS == 2:
+        within = tl.dot(bq.to(DOT), tl.trans(bk.to(DOT)), within, input_precision=PRECISION)
+    return tl.where(lower_triangle(aq.shape[0]), within, 0.0)
+
+
+@triton.jit
+def seen_keys(count, ok, HAS_MASK: tl.constexpr):
+    """Visible keys up to each row of a tile, [BN, 1], and up to its end."""
+    if HAS_MASK:
+        seen = count + tl.cumsum(ok.to(tl.float32), axis=0)
+        count += tl.sum(ok.to(tl.float32))
+    else:
+        seen = count + 1.0 + tl.arange(0, ok.shape[0]).to(tl.float32)
+        count += ok.shape[0]
+    return seen[:, None], count
+
+
+@triton.jit
+def inverse_of(aq, bq, z_a, z_b, within, eps_seen, PARTS: tl.constexpr):
+    """1 / denominator of the rows, [BN, 1]; 1 where a row sees nothing."""
+    total = tl.sum(aq * z_a[None, :], axis=1)[:, None] + tl.sum(within, axis=1)[:, None]
+    if PARTS == 2:
+        total += tl.sum(bq * z_b[None, :], axis=1)[:, None]
+    total += eps_seen
+    return 1.0 / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def weighted_values(weights, v, raw, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """weights [BN, BN], zero for later tokens, times v; a NaN or infinity in a later value must not reach the row."""
+    bad = (raw - raw) != 0.0
+    if tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) > 0:
+        finite = tl.where(bad, 0.0, v.to(tl.float32)).to(DOT)
+        product = tl.dot(weights.to(DOT), finite, input_precision=PRECISION)
+        reach = tl.where(lower_triangle(v.shape[0]), 1.0, 0.0).to(DOT)
+        reached = tl.dot(reach, bad.to(DOT), input_precision=PRECISION)
+        product = tl.where(reached > 0.0, float("nan"), product)
+    else:
+        product = tl.dot(weights.to(DOT), v, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def causal_kernel(
+    q_ptr,  # [B, N, H, D]
+    k_ptr,  # [B, N, K, D]
+    v_ptr,  # [B, N, K, V]
+    mask_ptr,  # [B, N] uint8
+    cu_ptr,  # [B + 1]
+    param_ptr,  # [heads of the map, P]
+    cos_q_ptr,  # [B or 1, N, PAIRS]
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    before_ptr,  # [splits, B * K, PARTS, D, V + 2]
+    out_ptr,  # [B, N, H, V]
+    num_tokens,
+    heads,
+    group,  # query heads per key head
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_ob,
+    stride_o,
+    stride_oh,
+    stride_angle_q,
+    stride_angle_k,
+    query_param_group,
+    key_param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    kv_head = head // group
+    kv_heads = heads // group
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
+    k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
+    v_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_vb, stride_v, PACKED)
+    o_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_ob, stride_o, PACKED)
+    q_ptr += q_offset + head * stride_qh
+    k_ptr += k_offset + kv_head * stride_kh
+    v_ptr += v_offset + kv_head * stride_vh
+    out_ptr += o_offset + head * stride_oh
+    mask_ptr += tl.cast(sample, tl.int64) * num_tokens
+    angles_q = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    angles_k = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    query_params = param_ptr + (head // query_param_group) * num_params
+    key_params = param_ptr + (kv_head // key_param_group) * num_params
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
+    before = before_ptr + owner * (PARTS * D * (V + 2))
+    s_a, z_a = load_sums(before, D, V, BD, BV)
+    s_b, z_b = s_a, z_a
+    if PARTS == 2:
+        s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
+    count = tl.load(before + V + 1)
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    for first in range(start, stop, BN):
+        exists = rows < stop - first
+        ok = exists
+        if HAS_MASK:
+            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
+        y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
+        v = raw.to(DOT)
+        ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
+        aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
+        within = products_within(aq, bq, ak, bk, PARTS, DOT, PRECISION)
+        seen, count = seen_keys(count, ok, HAS_MASK)
+        inverse = inverse_of(aq, bq, z_a, z_b, within, eps * seen, PARTS)
+        z_a += tl.sum(ak, axis=0)
+        if PARTS == 2:
+            z_b += tl.sum(bk, axis=0)
+        if PAIRS > 0:
+            aq = rotated(aq, cos_q_ptr + angles_q, sin_q_ptr + angles_q, first, rows, exists, 0, D, BD, PAIRS, False)
+            ak = rotated(ak, cos_k_ptr + angles_k, sin_k_ptr + angles_k, first, rows, exists, 0, D, BD, PAIRS, False)
+            if PARTS == 2:
+                bq = rotated(bq, cos_q_ptr + angles_q, sin_q_ptr + angles_q, first, rows, exists, 1, D, BD, PAIRS, False)
+                bk = rotated(bk, cos_k_ptr + angles_k, sin_k_ptr + angles_k, first, rows, exists, 1, D, BD, PAIRS, False)
+            within = products_within(aq, bq, ak, bk, PARTS, DOT, PRECISION)
+        above = weighted_values(within, v, raw, DOT, PRECISION)
+        above = tl.dot(aq.to(DOT), s_a.to(DOT), above, input_precision=PRECISION)
+        s_a = tl.dot(tl.trans(ak.to(DOT)), v, s_a, input_precision=PRECISION)
+        if PARTS == 2:
+            above = tl.dot(bq.to(DOT), s_b.to(DOT), above, input_precision=PRECISION)
+            s_b = tl.dot(tl.trans(bk.to(DOT)), v, s_b, input_precision=PRECISION)
+        store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)

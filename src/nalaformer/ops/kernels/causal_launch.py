@@ -1,0 +1,182 @@
+"""Launches of the causal kernels; see launch.py for what a Call is and causal.py for the plan."""
+
+import torch
+import triton
+from torch import Tensor
+
+from .bidirectional import state_kernel
+from .bidirectional_gradient import dsums_kernel
+from .causal import causal_kernel, prefix_kernel
+from .causal_gradient import causal_dk_kernel, causal_dq_kernel
+from .launch import Angles, Call, angle_stride, parameter_row, stand_ins, strides
+
+PREFIX_BLOCK = 512
+
+
+def forward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    angles_q: Angles,
+    angles_k: Angles,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial: Tensor | None,
+    out: Tensor,
+    want_total: bool,
+) -> tuple[Tensor, Tensor]:
+    """Writes out; returns the sums before each stretch [splits, B * K, PARTS, D, V + 2] and those of all tokens."""
+    cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
+    count, stretch = call.splits("causal", call.num_queries, call.heads)
+    sums = call.sums(count, call.kv_heads)
+    if count == 1 and not want_total:
+        # nothing but the initial sums comes before the only stretch: one launch
+        total = sums[0]
+        sums[0].zero_() if initial is None else sums[0].copy_(initial)
+    else:
+        scale = sums.new_empty(sums.shape[:2])
+        call.start(
+            "causal state",
+            state_kernel,
+            (k, v, mask, bounds, parameters, cos_k, sin_k, sums, scale),
+            lambda: (
+                "state",
+                (count, call.samples * call.kv_heads),
+                (
+                    *(call.num_keys, call.kv_heads, stretch),
+                    *(*strides(k), *strides(v), angle_stride(angles_k[0])),
+                    *parameter_row(call.kv_heads, parameters),
+                    call.alpha,
+                ),
+                {},
+            ),
+        )
+        total = prefix(call, sums, initial, reverse=False)
+    call.start(
+        "causal",
+        causal_kernel,
+        (q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, sums, out),
+        lambda: (
+            "causal",
+            (count, call.samples * call.heads),
+            (
+                *(call.num_queries, call.heads, call.heads // call.kv_heads, stretch),
+                *(*strides(q), *strides(k), *strides(v), *strides(out)),
+                *parameters_of_both(call, parameters, angles_q, angles_k),
+                *(call.norm_scale, call.alpha, call.eps),
+            ),
+            {},
+        ),
+    )
+    return sums, total
+
+
+def backward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dtotal: Tensor | None,
+    parameters: Tensor,
+    angles_q: Angles,
+    angles_k: Angles,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    before: Tensor,
+    is_learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dv, the gradient of the initial sums; and for learned maps those of the parameters per head."""
+    cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v))
+    group = call.heads // call.kv_heads
+    count, stretch = call.splits("causal", call.num_queries, call.heads)
+    layout = (dout.stride(), dout.data_ptr() % 16, is_learned)
+    rows = torch.empty((*q.shape[:-1], 1, 2), dtype=torch.float32, device=call.device)
+    dquery = dkey = rows
+    if is_learned:
+        dquery, dkey = (
+            torch.empty((count, call.samples, heads, number, call.head_dim), dtype=torch.float32, device=call.device)
+            for heads, number in ((call.heads, 4), (call.kv_heads, 2))
+        )
+    call.start(
+        ("causal dq", layout),
+        causal_dq_kernel,
+        (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, before, dq, rows, dquery),
+        lambda: (
+            "causal_dq",
+            (count, call.samples * call.heads),
+            (
+                *(call.num_queries, call.heads, group, stretch),
+                *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq)),
+                *parameters_of_both(call, parameters, angles_q, angles_k),
+                *(call.norm_scale, call.alpha, call.eps),
+            ),
+            {"LEARNED": is_learned},
+        ),
+    )
+    by_query = call.sums(count, call.heads)
+    call.start(
+        ("causal dsums", layout),
+        dsums_kernel,
+        (q, dout, bounds, parameters, cos_q, sin_q, rows, by_query),
+        lambda: (
+            "dsums",
+            (count, call.samples * call.heads),
+            (
+                *(call.num_queries, call.heads, stretch),
+                *(*strides(q), *strides(dout), angle_stride(angles_q[0])),
+                *parameter_row(call.heads, parameters),
+                *(call.norm_scale, call.alpha),
+            ),
+            {},
+        ),
+    )
+    after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
+    dinitial = prefix(call, after, dtotal, reverse=True)
+    call.start(
+        ("causal dk", layout),
+        causal_dk_kernel,
+        (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, rows, after, dk, dv, dkey),
+        lambda: (
+            "causal_dk",
+            (count, call.samples * call.kv_heads),
+            (
+                *(call.num_queries, call.kv_heads, group, stretch),
+                *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv)),
+                *parameters_of_both(call, parameters, angles_q, angles_k),
+                *(call.norm_scale, call.alpha),
+            ),
+            {"LEARNED": is_learned},
+        ),
+    )
+    if not is_learned:
+        return dq, dk, dv, dinitial, None, None
+    return dq, dk, dv, dinitial, dquery.sum((0, 1)), dkey.sum((0, 1))
+
+
+def prefix(call: Call, sums: Tensor, initial: Tensor | None, *, reverse: bool) -> Tensor:
+    """Turns sums [splits, rows, ...] into those before (or after) each split, in place; returns the sum of all."""
+    total = torch.empty_like(sums[0])
+    elements = total.numel()
+    has_initial = initial is not None
+    prefix_kernel[(triton.cdiv(elements, PREFIX_BLOCK),)](
+        sums,
+        initial if initial is not None else sums,
+        total,
+        sums.shape[0],
+        elements,
+        BLOCK=PREFIX_BLOCK,
+        REVERSE=reverse,
+        HAS_INITIAL=has_initial,
+    )
+    return total
+
+
+def parameters_of_both(call: Call, parameters: Tensor, angles_q: Angles, angles_k: Angles) -> tuple[int, ...]:
+    """Strides of the angles, query and key heads per row of parameters, and the length of a row."""
+    query_group, num_params = parameter_row(call.heads, parameters)
+    key_group, _ = parameter_row(call.kv_heads, parameters)
+    return angle_stride(angles_q[0]), angle_stride(angles_k[0]), query_group, key_group, num_params

@@ -1,0 +1,165 @@
+"""The causal kernels as torch.library operators; library.py explains."""
+
+import torch
+from torch import Tensor
+
+from . import causal_launch
+from .library import describe, new_call, parameter_gradient
+
+Settings = tuple[int, str, int, int, float, float, float, bool, bool]
+
+
+def all_settings(longest: int, name: str, parts: int, norm_scale: float, alpha: float, eps: float, is_cube: bool) -> Settings:
+    """Those of a Call: one stream, no guard."""
+    return longest, name, parts, 1, norm_scale, alpha, eps, False, is_cube
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    cos_q: Tensor | None,
+    sin_q: Tensor | None,
+    cos_k: Tensor | None,
+    sin_k: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial: Tensor | None,
+    longest: int,
+    name: str,
+    parts: int,
+    norm_scale: float,
+    alpha: float,
+    eps: float,
+    is_cube: bool,
+    want_total: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, the sums of all tokens (wanted or not: then anything), and the sums before each stretch."""
+    settings = all_settings(longest, name, parts, norm_scale, alpha, eps, is_cube)
+    call = describe(q, k, v, parameters, cos_q, cos_k, key_mask, cu_seqlens, settings)
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    before, total = causal_launch.forward(
+        call, q, k, v, parameters, (cos_q, sin_q), (cos_k, sin_k), key_mask, cu_seqlens, initial, out, want_total
+    )
+    # an operator may not return two views of one tensor
+    return out, total if want_total else total.new_empty(0), before
+
+
+causal = torch.library.custom_op("nalaformer::causal", mutates_args=())(run_forward)
+
+
+@causal.register_fake
+def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, initial, *rest):  # type: ignore[no-untyped-def]
+    *settings, want_total = rest
+    call = new_call(q, k, v, cos_q, key_mask, cu_seqlens, *all_settings(*settings))
+    parts = call.parts
+    count, _ = call.splits("causal", call.num_queries, call.heads)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    before = q.new_empty(count, call.samples * call.kv_heads, parts, q.shape[-1], v.shape[-1] + 2, dtype=torch.float32)
+    return out, torch.empty_like(before[0]) if want_total else before.new_empty(0), before
+
+
+def run_backward(
+    dout: Tensor,
+    dtotal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    cos_q: Tensor | None,
+    sin_q: Tensor | None,
+    cos_k: Tensor | None,
+    sin_k: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    before: Tensor,
+    longest: int,
+    name: str,
+    parts: int,
+    norm_scale: float,
+    alpha: float,
+    eps: float,
+    is_cube: bool,
+    is_learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, the gradient of the initial sums and that of the parameters (empty if they are not learned)."""
+    settings = all_settings(longest, name, parts, norm_scale, alpha, eps, is_cube)
+    call = describe(q, k, v, parameters, cos_q, cos_k, key_mask, cu_seqlens, settings)
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dq, dk, dv, dinitial, dquery, dkey = causal_launch.backward(
+        call,
+        q,
+        k,
+        v,
+        dout,
+        None if dtotal is None else dtotal.contiguous(),
+        parameters,
+        (cos_q, sin_q),
+        (cos_k, sin_k),
+        key_mask,
+        cu_seqlens,
+        before,
+        is_learned,
+    )
+    return dq, dk, dv, dinitial, parameter_gradient(name, parameters, dquery, dkey)
+
+
+causal_backward = torch.library.custom_op("nalaformer::causal_backward", mutates_args=())(run_backward)
+
+
+@causal_backward.register_fake
+def _(dout, dtotal, q, k, v, parameters, *rest):  # type: ignore[no-untyped-def]
+    before, is_learned = rest[6], rest[-1]
+    dparameters = torch.empty_like(parameters) if is_learned else parameters.new_empty(0)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv, torch.empty_like(before[0]), dparameters
+
+
+class Eager(torch.autograd.Function):
+    """The same without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        output = run_forward(*inputs)
+        _save(ctx, inputs, output)
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx, dout, dtotal):  # type: ignore[no-untyped-def]
+        return gradients(ctx, dout, dtotal, run_backward)
+
+
+def attend(*arguments) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    """The arguments of `causal`, then whether a backward pass may follow -> output and the sums of all tokens."""
+    *inputs, keep = arguments
+    if torch.compiler.is_compiling():
+        return causal(*inputs)[:2]
+    return Eager.apply(*inputs) if keep else run_forward(*inputs)[:2]
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, initial, longest, name, parts, norm_scale, alpha, eps, is_cube, want_total = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.settings = (longest, name, parts, norm_scale, alpha, eps, is_cube)
+    ctx.is_learned = tensors[3].requires_grad
+    ctx.want_total, ctx.has_initial = want_total, initial is not None
+    # a gradient that nobody asked for stays None instead of becoming zeros
+    ctx.set_materialize_grads(False)
+
+
+def gradients(ctx, dout, dtotal, run):  # type: ignore[no-untyped-def]
+    q, _, v = ctx.saved_tensors[:3]
+    if dout is None:
+        dout = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    dtotal = dtotal if ctx.want_total else None
+    dq, dk, dv, dinitial, dparameters = run(dout, dtotal, *ctx.saved_tensors, *ctx.settings, ctx.is_learned)
+    learned = dparameters if ctx.is_learned else None
+    return dq, dk, dv, learned, *([None] * 6), dinitial if ctx.has_initial else None, *([None] * 8)
+
+
+def _backward(ctx, dout, dtotal, dbefore):  # type: ignore[no-untyped-def]
+    return gradients(ctx, dout, dtotal, causal_backward)
+
+
+causal.register_autograd(_backward, setup_context=_save)
