@@ -3,7 +3,7 @@
     state kernel    k, v          -> sums of one stretch of tokens
     output kernel   q, sums       -> out
     whole kernel    q, k, v       -> out            one launch for short inputs: a program owns a sample and head
-    dq kernel       q, dout, sums -> dq
+    dq kernel       q, out, dout, sums -> dq
     dsums kernel    q, dout       -> gradients of the sums, of one stretch of tokens
     dk kernel       k, v, those   -> dk, dv
 
@@ -47,6 +47,19 @@ def store_rows(ptr, value, first, rows, ok, columns, in_row, stride):
         value.to(ptr.dtype.element_ty),
         mask=ok[:, None] & in_row[None, :],
     )
+
+
+@triton.jit
+def store_per_row(ptr, value, first, rows, ok, stream, stride):
+    """One number per row and stream: value [BN, 1]."""
+    where = ptr + tl.cast(first, tl.int64) * stride + rows * stride + stream
+    tl.store(where, tl.reshape(value, [value.shape[0]]), mask=ok)
+
+
+@triton.jit
+def load_per_row(ptr, first, rows, ok, stream, stride):
+    where = ptr + tl.cast(first, tl.int64) * stride + rows * stride + stream
+    return tl.load(where, mask=ok, other=0.0)[:, None]
 
 
 @triton.jit
@@ -190,6 +203,7 @@ def inverse_denominator(a, b, z_a, z_b, query_scale, key_scale, eps_count, PARTS
 def write_outputs(
     q_ptr,
     out_ptr,
+    inverse_ptr,  # [N, heads, STREAMS] of the sample, from its head on
     param_ptr,
     cos_ptr,
     sin_ptr,
@@ -201,6 +215,7 @@ def write_outputs(
     key_scale,
     start,
     stop,
+    heads,
     stride_q,
     stride_o,
     norm_scale,
@@ -214,6 +229,7 @@ def write_outputs(
     PARTS: tl.constexpr,
     STREAMS: tl.constexpr,
     PAIRS: tl.constexpr,
+    KEEP: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -229,6 +245,8 @@ def write_outputs(
         for stream in tl.static_range(STREAMS):
             a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
             inverse = inverse_denominator(a, b, z_a, z_b, query_scale, key_scale, eps_count, PARTS)
+            if KEEP:
+                store_per_row(inverse_ptr, inverse, first, rows, ok, stream, heads * STREAMS)
             a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
             above = tl.dot(a.to(DOT), s_a, input_precision=PRECISION)
             if PARTS == 2:
@@ -347,6 +365,7 @@ def output_kernel(
     sums_ptr,  # [B * K, PARTS, D, V + 2]
     scale_ptr,  # [B * K]
     out_ptr,  # [B, N, H, V]
+    inverse_ptr,  # [B, N, H, STREAMS]: 1 / denominator, for the backward pass
     num_queries,
     heads,
     group,  # query heads per key head
@@ -374,6 +393,7 @@ def output_kernel(
     PAIRS: tl.constexpr,
     PACKED: tl.constexpr,
     GUARD: tl.constexpr,
+    KEEP: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -384,6 +404,7 @@ def output_kernel(
     angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
+    row += tl.cast(sample, tl.int64) * num_queries * (0 if PACKED else 1)
     if start < stop:
         owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
         sums = sums_ptr + owner * (PARTS * D * (V + 2))
@@ -397,6 +418,7 @@ def output_kernel(
         write_outputs(
             q_ptr + q_offset + head * stride_qh,
             out_ptr + o_offset + head * stride_oh,
+            inverse_ptr + (row * heads + head) * STREAMS,
             param_ptr + (head // param_group) * num_params,
             cos_ptr + angles,
             sin_ptr + angles,
@@ -408,6 +430,7 @@ def output_kernel(
             key_scale,
             start,
             stop,
+            heads,
             stride_q,
             stride_o,
             norm_scale,
@@ -421,6 +444,7 @@ def output_kernel(
             PARTS,
             STREAMS,
             PAIRS,
+            KEEP,
             DOT,
             PRECISION,
         )
@@ -438,6 +462,7 @@ def whole_kernel(
     cos_k_ptr,
     sin_k_ptr,
     out_ptr,
+    inverse_ptr,
     sums_ptr,
     scale_ptr,
     num_queries,
@@ -474,7 +499,7 @@ def whole_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     GUARD: tl.constexpr,
-    KEEP: tl.constexpr,  # store the sums for the backward pass
+    KEEP: tl.constexpr,  # store what the backward pass needs
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -518,6 +543,7 @@ def whole_kernel(
     write_outputs(
         q_ptr + wide * stride_qb + head * stride_qh,
         out_ptr + wide * stride_ob + head * stride_oh,
+        inverse_ptr + (wide * num_queries * heads + head) * STREAMS,
         params,
         cos_q_ptr + wide * stride_angle_qb,
         sin_q_ptr + wide * stride_angle_qb,
@@ -529,6 +555,7 @@ def whole_kernel(
         log_scale,
         0,
         num_queries,
+        heads,
         stride_q,
         stride_o,
         norm_scale,
@@ -542,6 +569,7 @@ def whole_kernel(
         PARTS,
         STREAMS,
         PAIRS,
+        KEEP,
         DOT,
         PRECISION,
     )

@@ -1,28 +1,29 @@
 """The backward pass of bidirectional linear attention; see bidirectional.py for the plan and the layout of the sums.
 
-With g = dout / den and the query features phi, the gradient of the numerator's features is g S^T, and the row's dot product of
-dout and out, which the denominator needs, is phi . (g S^T): the output itself is not needed.
+With g = dout / den the gradient of the query's features is g S^T - (g . out) z. The output and 1 / den come from the forward
+pass: with them the features themselves are not needed here, only the derivative of their map.
 """
 
 import triton
 import triton.language as tl
 
-from .bidirectional import inverse_denominator, load_rows, load_sums, rotated, sample_rows, store_rows, store_sums
+from .bidirectional import load_per_row, load_rows, load_sums, rotated, sample_rows, store_per_row, store_rows, store_sums
 from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
 
 
 @triton.jit
 def dq_kernel(
     q_ptr,  # [B, N, H, D]
+    out_ptr,  # [B, N, H, V]
     dout_ptr,  # [B, N, H, V]
+    inverse_ptr,  # [B, N, H, STREAMS]: 1 / denominator
     cu_ptr,
     param_ptr,
     cos_ptr,
     sin_ptr,
     sums_ptr,  # [B * K, PARTS, D, V + 2]
-    scale_ptr,  # [B * K]
     dq_ptr,  # [B, N, H, D]
-    rows_ptr,  # [B, N, H, STREAMS, 2]: 1 / denominator, and minus its gradient
+    drop_ptr,  # [B, N, H, STREAMS]: minus the gradient of the denominator
     dparam_ptr,  # [splits, B * H, 4, D]
     num_queries,
     heads,
@@ -31,6 +32,9 @@ def dq_kernel(
     stride_qb,
     stride_q,
     stride_qh,
+    stride_ob,
+    stride_o,
+    stride_oh,
     stride_dob,
     stride_do,
     stride_doh,
@@ -42,7 +46,6 @@ def dq_kernel(
     num_params,
     norm_scale,
     alpha,
-    eps,
     D: tl.constexpr,
     V: tl.constexpr,
     BD: tl.constexpr,
@@ -53,7 +56,6 @@ def dq_kernel(
     STREAMS: tl.constexpr,
     PAIRS: tl.constexpr,
     PACKED: tl.constexpr,
-    GUARD: tl.constexpr,
     LEARNED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -62,14 +64,17 @@ def dq_kernel(
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
+    o_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_ob, stride_o, PACKED)
     do_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dob, stride_do, PACKED)
     dq_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dqb, stride_dq, PACKED)
     angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
     row += tl.cast(sample, tl.int64) * num_queries * (0 if PACKED else 1)
     q_ptr += q_offset + head * stride_qh
+    out_ptr += o_offset + head * stride_oh
     dout_ptr += do_offset + head * stride_doh
     dq_ptr += dq_offset + head * stride_dqh
-    rows_ptr += (row * heads + head) * (2 * STREAMS)
+    inverse_ptr += (row * heads + head) * STREAMS
+    drop_ptr += (row * heads + head) * STREAMS
     param_ptr += (head // param_group) * num_params
     cos_ptr += angles
     sin_ptr += angles
@@ -83,10 +88,6 @@ def dq_kernel(
         s_b, z_b = load_sums(sums + D * (V + 2), D, V, BD, BV)
     s_a = tl.trans(s_a.to(DOT))
     s_b = tl.trans(s_b.to(DOT))
-    eps_count = eps * tl.load(sums + V + 1)
-    key_scale = 0.0
-    if GUARD:
-        key_scale = tl.load(scale_ptr + owner)
 
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -100,33 +101,28 @@ def dq_kernel(
         ok = rows < stop - first
         x = load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q).to(tl.float32)
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
+        out = load_rows(out_ptr, first, rows, ok, columns, columns < V, stride_o)
+        along = dout.to(tl.float32) * out.to(tl.float32)
         dx = tl.zeros([BN, BD], tl.float32)
         for stream in tl.static_range(STREAMS):
-            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
-            inverse = inverse_denominator(a, b, z_a, z_b, query_scale, key_scale, eps_count, PARTS)
+            inverse = load_per_row(inverse_ptr, first, rows, ok, stream, heads * STREAMS)
             share = dout
+            drop = along
             if STREAMS == 2:
                 mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
                 share = tl.where(mine[None, :], dout, 0.0)
+                drop = tl.where(mine[None, :], along, 0.0)
+            drop = tl.sum(drop, axis=1)[:, None] * inverse
+            store_per_row(drop_ptr, -drop, first, rows, ok, stream, heads * STREAMS)
             # the denominator is divided out after the product, where it is one factor per row of a finished tile
             da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION) * inverse
-            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
-            # a turned feature times a turned gradient is their product before the turn
-            along = tl.sum(a * da, axis=1)[:, None]
+            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True) - drop * z_a[None, :]
             db = da
             if PARTS == 2:
                 db = tl.dot(share.to(DOT), s_b, input_precision=PRECISION) * inverse
-                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
-                along += tl.sum(b * db, axis=1)[:, None]
-            drop = along * inverse
-            da -= drop * z_a[None, :]
-            if PARTS == 2:
-                db -= drop * z_b[None, :]
+                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True) - drop * z_b[None, :]
             step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
             dx += step
-            where = rows_ptr + tl.cast(first, tl.int64) * (heads * 2 * STREAMS) + rows * (heads * 2 * STREAMS) + 2 * stream
-            tl.store(where, tl.reshape(inverse, [BN]), mask=ok)
-            tl.store(where + 1, tl.reshape(-drop, [BN]), mask=ok)
             if LEARNED:
                 g0 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
                 g1 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)
@@ -154,7 +150,8 @@ def dsums_kernel(
     param_ptr,
     cos_ptr,
     sin_ptr,
-    rows_ptr,  # [B, N, H, STREAMS, 2]
+    inverse_ptr,  # [B, N, H, STREAMS]
+    drop_ptr,  # [B, N, H, STREAMS]
     dsums_ptr,  # [splits, B * H, PARTS, D, V + 2]
     num_queries,
     heads,
@@ -195,7 +192,8 @@ def dsums_kernel(
     row += tl.cast(sample, tl.int64) * num_queries * (0 if PACKED else 1)
     q_ptr += q_offset + head * stride_qh
     dout_ptr += do_offset + head * stride_doh
-    rows_ptr += (row * heads + head) * (2 * STREAMS)
+    inverse_ptr += (row * heads + head) * STREAMS
+    drop_ptr += (row * heads + head) * STREAMS
     param_ptr += (head // param_group) * num_params
     cos_ptr += angles
     sin_ptr += angles
@@ -215,9 +213,8 @@ def dsums_kernel(
         x = load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q).to(tl.float32)
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         for stream in tl.static_range(STREAMS):
-            where = rows_ptr + tl.cast(first, tl.int64) * (heads * 2 * STREAMS) + rows * (heads * 2 * STREAMS) + 2 * stream
-            inverse = tl.load(where, mask=ok, other=0.0)[:, None]
-            drop = tl.load(where + 1, mask=ok, other=0.0)[:, None]
+            inverse = load_per_row(inverse_ptr, first, rows, ok, stream, heads * STREAMS)
+            drop = load_per_row(drop_ptr, first, rows, ok, stream, heads * STREAMS)
             a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
             share = dout
             if STREAMS == 2:

@@ -3,7 +3,7 @@
     state kernel     k, v                 -> sums of each stretch            (that of bidirectional.py)
     prefix kernel    those                -> sums before each stretch, and of all tokens
     causal kernel    q, k, v, sums before -> out
-    causal dq        q, k, v, dout, sums before   -> dq, and per row 1 / denominator and minus its gradient
+    causal dq        q, k, v, out, dout, sums before   -> dq, and per row the gradient of the denominator
     dsums kernel     q, dout, those       -> gradients of the sums by each stretch of queries
     prefix kernel    those, from the end  -> gradients of the sums after each stretch
     causal dk        q, k, v, dout, those -> dk, dv
@@ -16,7 +16,7 @@ scale per key each row would need its own.
 import triton
 import triton.language as tl
 
-from .bidirectional import load_rows, load_sums, rotated, sample_rows, store_rows
+from .bidirectional import load_rows, load_sums, rotated, sample_rows, store_per_row, store_rows
 from .maps import phi_key, phi_query
 
 
@@ -53,11 +53,11 @@ def lower_triangle(BN: tl.constexpr):
 
 
 @triton.jit
-def products_within(aq, bq, ak, bk, PARTS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+def products_within(aq, bq, ak, bk, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """Feature products of a tile's queries (rows) and keys (columns), zero for later keys."""
-    within = tl.dot(aq.to(DOT), tl.trans(ak.to(DOT)), input_precision=PRECISION)
+    within = tl.dot(aq, tl.trans(ak), input_precision=PRECISION)
     if PARTS == 2:
-        within = tl.dot(bq.to(DOT), tl.trans(bk.to(DOT)), within, input_precision=PRECISION)
+        within = tl.dot(bq, tl.trans(bk), within, input_precision=PRECISION)
     return tl.where(lower_triangle(aq.shape[0]), within, 0.0)
 
 
@@ -74,12 +74,18 @@ def seen_keys(count, ok, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(aq, bq, z_a, z_b, within, eps_seen, PARTS: tl.constexpr):
-    """1 / denominator of the rows, [BN, 1]; 1 where a row sees nothing."""
-    total = tl.sum(aq * z_a[None, :], axis=1)[:, None] + tl.sum(within, axis=1)[:, None]
+def denominator_before(aq, bq, z_a, z_b, PARTS: tl.constexpr):
+    """What the keys before the tile add to the denominators of its rows, [BN, 1]."""
+    total = tl.sum(aq * z_a[None, :], axis=1)
     if PARTS == 2:
-        total += tl.sum(bq * z_b[None, :], axis=1)[:, None]
-    total += eps_seen
+        total += tl.sum(bq * z_b[None, :], axis=1)
+    return total[:, None]
+
+
+@triton.jit
+def inverse_of(before, within, eps_seen):
+    """1 / denominator of the rows, [BN, 1]; 1 where a row sees nothing."""
+    total = before + tl.sum(within, axis=1)[:, None] + eps_seen
     return 1.0 / tl.where(total == 0.0, 1.0, total)
 
 
@@ -112,6 +118,7 @@ def causal_kernel(
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     out_ptr,  # [B, N, H, V]
+    inverse_ptr,  # [B, N, H, 1]: 1 / denominator, for the backward pass
     num_tokens,
     heads,
     group,  # query heads per key head
@@ -147,6 +154,7 @@ def causal_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
+    KEEP: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -163,8 +171,12 @@ def causal_kernel(
     v_ptr += v_offset + kv_head * stride_vh
     out_ptr += o_offset + head * stride_oh
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
-    angles_q = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
-    angles_k = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    row += tl.cast(sample, tl.int64) * num_tokens * (0 if PACKED else 1)
+    inverse_ptr += row * heads + head
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
     start = tl.program_id(0) * stretch
@@ -186,29 +198,40 @@ def causal_kernel(
         ok = exists
         if HAS_MASK:
             ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        # each pair of feature tiles shrinks to operands before the next is made: registers are what limits this kernel
+        y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
+        aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
+        total = denominator_before(aq, bq, z_a, z_b, PARTS)
+        plain_aq = aq.to(DOT)
+        plain_bq = bq.to(DOT)
+        turned_aq = rotated(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        turned_bq = turned_aq
+        if PARTS == 2:
+            turned_bq = rotated(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+        above = tl.dot(turned_aq, s_a.to(DOT), input_precision=PRECISION)
+        if PARTS == 2:
+            above = tl.dot(turned_bq, s_b.to(DOT), above, input_precision=PRECISION)
         x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
         raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
-        y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
         v = raw.to(DOT)
         ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-        aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
-        within = products_within(aq, bq, ak, bk, PARTS, DOT, PRECISION)
-        seen, count = seen_keys(count, ok, HAS_MASK)
-        inverse = inverse_of(aq, bq, z_a, z_b, within, eps * seen, PARTS)
         z_a += tl.sum(ak, axis=0)
+        plain_ak = ak.to(DOT)
+        plain_bk = bk.to(DOT)
+        turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        turned_bk = turned_ak
         if PARTS == 2:
             z_b += tl.sum(bk, axis=0)
+            turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+        within = products_within(plain_aq, plain_bq, plain_ak, plain_bk, PARTS, PRECISION)
+        seen, count = seen_keys(count, ok, HAS_MASK)
+        inverse = inverse_of(total, within, eps * seen)
+        if KEEP:
+            store_per_row(inverse_ptr, inverse, first, rows, exists, 0, heads)
         if PAIRS > 0:
-            aq = rotated(aq, cos_q_ptr + angles_q, sin_q_ptr + angles_q, first, rows, exists, 0, D, BD, PAIRS, False)
-            ak = rotated(ak, cos_k_ptr + angles_k, sin_k_ptr + angles_k, first, rows, exists, 0, D, BD, PAIRS, False)
-            if PARTS == 2:
-                bq = rotated(bq, cos_q_ptr + angles_q, sin_q_ptr + angles_q, first, rows, exists, 1, D, BD, PAIRS, False)
-                bk = rotated(bk, cos_k_ptr + angles_k, sin_k_ptr + angles_k, first, rows, exists, 1, D, BD, PAIRS, False)
-            within = products_within(aq, bq, ak, bk, PARTS, DOT, PRECISION)
-        above = weighted_values(within, v, raw, DOT, PRECISION)
-        above = tl.dot(aq.to(DOT), s_a.to(DOT), above, input_precision=PRECISION)
-        s_a = tl.dot(tl.trans(ak.to(DOT)), v, s_a, input_precision=PRECISION)
+            within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
+        above += weighted_values(within, v, raw, DOT, PRECISION)
+        s_a = tl.dot(tl.trans(turned_ak), v, s_a, input_precision=PRECISION)
         if PARTS == 2:
-            above = tl.dot(bq.to(DOT), s_b.to(DOT), above, input_precision=PRECISION)
-            s_b = tl.dot(tl.trans(bk.to(DOT)), v, s_b, input_precision=PRECISION)
+            s_b = tl.dot(tl.trans(turned_bk), v, s_b, input_precision=PRECISION)
         store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)

@@ -1,20 +1,20 @@
 """The backward pass of causal linear attention; see causal.py for the plan.
 
-With g = dout / den, the products G_ij = g_i . v_j and P_ij = phi(q_i) . phi(k_j), zero for j > i:
+With g = dout / den, e_i = g_i . out_i, the products G_ij = g_i . v_j and P_ij = phi(q_i) . phi(k_j), zero for j > i:
 
-    dphi(q_i) = sum_j (G_ij - e_i) phi(k_j)        e_i = (g_i . out_i), the row's share of the denominator
+    dphi(q_i) = sum_j (G_ij - e_i) phi(k_j)
     dphi(k_j) = sum_i (G_ij - e_i) phi(q_i)
     dv_j      = sum_i P_ij g_i
 
 where with rotary the terms with G and P take the turned features. Tokens outside the tile come through the sums S, z before it
-and through their gradients after it. g_i . out_i is the row sum of P G plus the part through S: the output is not needed.
+and through their gradients after it. out and 1 / den come from the forward pass.
 """
 
 import triton
 import triton.language as tl
 
-from .bidirectional import load_rows, load_sums, rotated, sample_rows, store_rows
-from .causal import inverse_of, lower_triangle, products_within, seen_keys
+from .bidirectional import load_per_row, load_rows, load_sums, rotated, sample_rows, store_per_row, store_rows
+from .causal import lower_triangle
 from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
 
 
@@ -23,7 +23,9 @@ def causal_dq_kernel(
     q_ptr,  # [B, N, H, D]
     k_ptr,  # [B, N, K, D]
     v_ptr,  # [B, N, K, V]
+    out_ptr,  # [B, N, H, V]
     dout_ptr,  # [B, N, H, V]
+    inverse_ptr,  # [B, N, H, 1]
     mask_ptr,
     cu_ptr,
     param_ptr,
@@ -33,7 +35,7 @@ def causal_dq_kernel(
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     dq_ptr,  # [B, N, H, D]
-    rows_ptr,  # [B, N, H, 1, 2]: 1 / denominator, and minus its gradient
+    drop_ptr,  # [B, N, H, 1]: minus the gradient of the denominator
     dparam_ptr,  # [splits, B * H, 4, D]
     num_tokens,
     heads,
@@ -48,6 +50,9 @@ def causal_dq_kernel(
     stride_vb,
     stride_v,
     stride_vh,
+    stride_ob,
+    stride_o,
+    stride_oh,
     stride_dob,
     stride_do,
     stride_doh,
@@ -61,7 +66,6 @@ def causal_dq_kernel(
     num_params,
     norm_scale,
     alpha,
-    eps,
     D: tl.constexpr,
     V: tl.constexpr,
     BD: tl.constexpr,
@@ -84,11 +88,13 @@ def causal_dq_kernel(
     q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
     k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
     v_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_vb, stride_v, PACKED)
+    o_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_ob, stride_o, PACKED)
     do_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dob, stride_do, PACKED)
     dq_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dqb, stride_dq, PACKED)
     q_ptr += q_offset + head * stride_qh
     k_ptr += k_offset + kv_head * stride_kh
     v_ptr += v_offset + kv_head * stride_vh
+    out_ptr += o_offset + head * stride_oh
     dout_ptr += do_offset + head * stride_doh
     dq_ptr += dq_offset + head * stride_dqh
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
@@ -97,7 +103,8 @@ def causal_dq_kernel(
     cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
     sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
     row += tl.cast(sample, tl.int64) * num_tokens * (0 if PACKED else 1)
-    rows_ptr += (row * heads + head) * 2
+    inverse_ptr += row * heads + head
+    drop_ptr += row * heads + head
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
     start = tl.program_id(0) * stretch
@@ -108,7 +115,6 @@ def causal_dq_kernel(
     s_b, z_b = s_a, z_a
     if PARTS == 2:
         s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
-    count = tl.load(before + V + 1)
 
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -121,69 +127,45 @@ def causal_dq_kernel(
         ok = exists
         if HAS_MASK:
             ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
-        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
-        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-        y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
-        dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do).to(DOT)
-        ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-        aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
-        within = products_within(aq, bq, ak, bk, PARTS, DOT, PRECISION)
-        seen, count = seen_keys(count, ok, HAS_MASK)
-        inverse = inverse_of(aq, bq, z_a, z_b, within, eps * seen, PARTS)
-        toward = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * inverse
-        toward = tl.where(lower_triangle(BN), toward, 0.0)
+        dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
+        out = load_rows(out_ptr, first, rows, exists, columns, columns < V, stride_o)
+        inverse = load_per_row(inverse_ptr, first, rows, exists, 0, heads)
+        drop = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)[:, None] * inverse
+        store_per_row(drop_ptr, -drop, first, rows, exists, 0, heads)
+        dout = dout.to(DOT)
+        # what came before the tile
         da = tl.dot(dout, tl.trans(s_a.to(DOT)), input_precision=PRECISION) * inverse
         db = da
         if PARTS == 2:
             db = tl.dot(dout, tl.trans(s_b.to(DOT)), input_precision=PRECISION) * inverse
-        if PAIRS > 0:
-            turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False)
-            turned_aq = rotated(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False)
-            turned_bk = turned_ak
-            turned_bq = turned_aq
-            if PARTS == 2:
-                turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False)
-                turned_bq = rotated(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False)
-            within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, DOT, PRECISION)
-            # after the turn back, features times da is what the tokens before the tile add to g . out
-            da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
-            if PARTS == 2:
-                db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
-        along = tl.sum(aq * da, axis=1)[:, None] + tl.sum(within * toward, axis=1)[:, None]
-        if PARTS == 2:
-            along += tl.sum(bq * db, axis=1)[:, None]
-        drop = along * inverse
-        da -= drop * z_a[None, :]
-        if PARTS == 2:
-            db -= drop * z_b[None, :]
+        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+        toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION) * inverse, 0.0)
         minus = tl.where(lower_triangle(BN), drop, 0.0)
+        if PAIRS == 0:
+            toward -= minus
+        toward = toward.to(DOT)
+        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
+        turned = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        da = tl.dot(toward, turned, da, input_precision=PRECISION)
+        s_a = tl.dot(tl.trans(turned), v, s_a, input_precision=PRECISION)
+        da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True) - drop * z_a[None, :]
         if PAIRS > 0:
-            da -= tl.dot(minus.to(DOT), ak.to(DOT), input_precision=PRECISION)
-            turned = tl.dot(toward.to(DOT), turned_ak.to(DOT), input_precision=PRECISION)
-            da += rotated(turned, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
-            s_a = tl.dot(tl.trans(turned_ak.to(DOT)), v, s_a, input_precision=PRECISION)
-            if PARTS == 2:
-                db -= tl.dot(minus.to(DOT), bk.to(DOT), input_precision=PRECISION)
-                turned = tl.dot(toward.to(DOT), turned_bk.to(DOT), input_precision=PRECISION)
-                db += rotated(turned, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
-                s_b = tl.dot(tl.trans(turned_bk.to(DOT)), v, s_b, input_precision=PRECISION)
-        else:
-            toward = (toward - minus).to(DOT)
-            da = tl.dot(toward, ak.to(DOT), da, input_precision=PRECISION)
-            s_a = tl.dot(tl.trans(ak.to(DOT)), v, s_a, input_precision=PRECISION)
-            if PARTS == 2:
-                db = tl.dot(toward, bk.to(DOT), db, input_precision=PRECISION)
-                s_b = tl.dot(tl.trans(bk.to(DOT)), v, s_b, input_precision=PRECISION)
-        z_a += tl.sum(ak, axis=0)
+            da -= tl.dot(minus.to(DOT), a.to(DOT), input_precision=PRECISION)
+        z_a += tl.sum(a, axis=0)
         if PARTS == 2:
-            z_b += tl.sum(bk, axis=0)
+            turned = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+            db = tl.dot(toward, turned, db, input_precision=PRECISION)
+            s_b = tl.dot(tl.trans(turned), v, s_b, input_precision=PRECISION)
+            db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True) - drop * z_b[None, :]
+            if PAIRS > 0:
+                db -= tl.dot(minus.to(DOT), b.to(DOT), input_precision=PRECISION)
+            z_b += tl.sum(b, axis=0)
         else:
             db = da
+        y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
         dy, g0, g1 = phi_query_gradient(y, da, db, query_params, channels, norm_scale, alpha, D, MAP, 0)
         store_rows(dq_ptr, dy, first, rows, exists, channels, in_head, stride_dq)
-        where = rows_ptr + tl.cast(first, tl.int64) * (heads * 2) + rows * (heads * 2)
-        tl.store(where, tl.reshape(inverse, [BN]), mask=exists)
-        tl.store(where + 1, tl.reshape(-drop, [BN]), mask=exists)
         if LEARNED:
             p0 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g0, 0.0), axis=0)
             p1 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g1, 0.0), axis=0)
@@ -209,7 +191,8 @@ def causal_dk_kernel(
     sin_q_ptr,
     cos_k_ptr,
     sin_k_ptr,
-    rows_ptr,  # [B, N, H, 1, 2]
+    inverse_ptr,  # [B, N, H, 1]
+    drop_ptr,  # [B, N, H, 1]
     after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
     dk_ptr,  # [B, N, K, D]
     dv_ptr,  # [B, N, K, V]
@@ -302,71 +285,79 @@ def causal_dk_kernel(
         ok = exists
         if HAS_MASK:
             ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
-        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        raw_k = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-        ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-        ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False)
-        dv = tl.dot(ak.to(DOT), ds_a.to(DOT), input_precision=PRECISION)
-        # gradients of the turned features, and what belongs to the features before the turn
+        a, b = phi_key(raw_k.to(tl.float32), ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
+        ak = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        bk = ak
+        dv = tl.dot(ak, ds_a.to(DOT), input_precision=PRECISION)
+        # gradients of the turned features; what belongs to the features before the turn comes from z
         da = tl.dot(v, tl.trans(ds_a.to(DOT)), input_precision=PRECISION)
-        plain_a = tl.zeros([BN, BD], tl.float32) + dz_a[None, :]
         db = da
-        plain_b = plain_a
         if PARTS == 2:
-            bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False)
-            dv = tl.dot(bk.to(DOT), ds_b.to(DOT), dv, input_precision=PRECISION)
+            bk = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+            dv = tl.dot(bk, ds_b.to(DOT), dv, input_precision=PRECISION)
             db = tl.dot(v, tl.trans(ds_b.to(DOT)), input_precision=PRECISION)
-            plain_b = tl.zeros([BN, BD], tl.float32) + dz_b[None, :]
+        later_a = dz_a
+        later_b = dz_b
+        if PAIRS > 0:
+            plain_a = tl.zeros([BN, BD], tl.float32)
+            plain_b = tl.zeros([BN, BD], tl.float32)
         for member in range(0, group):
             query_head = head * group + member
             query_params = param_ptr + (query_head // query_param_group) * num_params
             own_q = q_ptr + q_offset + query_head * stride_qh
             own_do = dout_ptr + do_offset + query_head * stride_doh
-            y = load_rows(own_q, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
+            place_of_row = row * heads + query_head
+            inverse = load_per_row(inverse_ptr + place_of_row, first, rows, exists, 0, heads)
+            drop = load_per_row(drop_ptr + place_of_row, first, rows, exists, 0, heads)
             g = load_rows(own_do, first, rows, exists, columns, columns < V, stride_do)
-            where = rows_ptr + ((row + first) * heads + query_head) * 2 + rows * (heads * 2)
-            inverse = tl.load(where, mask=exists, other=0.0)
-            drop = tl.load(where + 1, mask=exists, other=0.0)
-            g = (g.to(tl.float32) * inverse[:, None]).to(DOT)
-            aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
+            g = (g.to(tl.float32) * inverse).to(DOT)
+            toward = tl.where(upper, tl.dot(v, tl.trans(g), input_precision=PRECISION), 0.0)
+            minus = tl.where(upper, tl.trans(drop), 0.0)
+            if PAIRS == 0:
+                toward += minus
+            toward = toward.to(DOT)
+            y = load_rows(own_q, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
+            a, b, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
             if MAP == "elu" or MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
                 # rows beyond the tokens have features there
-                aq = tl.where(exists[:, None], aq, 0.0)
-                bq = tl.where(exists[:, None], bq, 0.0)
-            dz_a += tl.sum(aq * drop[:, None], axis=0)
-            if PARTS == 2:
-                dz_b += tl.sum(bq * drop[:, None], axis=0)
-            toward = tl.where(upper, tl.dot(v, tl.trans(g), input_precision=PRECISION), 0.0)
-            minus = tl.where(upper, drop[None, :], 0.0)
+                a = tl.where(exists[:, None], a, 0.0)
+                b = tl.where(exists[:, None], b, 0.0)
+            dz_a += tl.sum(a * drop, axis=0)
             if PAIRS > 0:
-                plain_a = tl.dot(minus.to(DOT), aq.to(DOT), plain_a, input_precision=PRECISION)
-                aq = rotated(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False)
-                if PARTS == 2:
-                    plain_b = tl.dot(minus.to(DOT), bq.to(DOT), plain_b, input_precision=PRECISION)
-                    bq = rotated(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False)
-            else:
-                toward += minus
-            da = tl.dot(toward.to(DOT), aq.to(DOT), da, input_precision=PRECISION)
-            weights = tl.dot(ak.to(DOT), tl.trans(aq.to(DOT)), input_precision=PRECISION)
-            ds_a = tl.dot(tl.trans(aq.to(DOT)), g, ds_a, input_precision=PRECISION)
+                plain_a = tl.dot(minus.to(DOT), a.to(DOT), plain_a, input_precision=PRECISION)
+            aq = rotated(a, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+            da = tl.dot(toward, aq, da, input_precision=PRECISION)
+            weights = tl.dot(ak, tl.trans(aq), input_precision=PRECISION)
+            ds_a = tl.dot(tl.trans(aq), g, ds_a, input_precision=PRECISION)
             if PARTS == 2:
-                db = tl.dot(toward.to(DOT), bq.to(DOT), db, input_precision=PRECISION)
-                weights = tl.dot(bk.to(DOT), tl.trans(bq.to(DOT)), weights, input_precision=PRECISION)
-                ds_b = tl.dot(tl.trans(bq.to(DOT)), g, ds_b, input_precision=PRECISION)
+                dz_b += tl.sum(b * drop, axis=0)
+                if PAIRS > 0:
+                    plain_b = tl.dot(minus.to(DOT), b.to(DOT), plain_b, input_precision=PRECISION)
+                bq = rotated(b, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+                db = tl.dot(toward, bq, db, input_precision=PRECISION)
+                weights = tl.dot(bk, tl.trans(bq), weights, input_precision=PRECISION)
+                ds_b = tl.dot(tl.trans(bq), g, ds_b, input_precision=PRECISION)
             weights = tl.where(upper, weights, 0.0)
             dv = tl.dot(weights.to(DOT), g, dv, input_precision=PRECISION)
-        da = rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True) + plain_a
+        store_rows(
+            dv_ptr, tl.where(ok[:, None], dv, 0.0) if HAS_MASK else dv, first, rows, exists, columns, columns < V, stride_dv
+        )
+        da = rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True) + later_a[None, :]
+        if PAIRS > 0:
+            da += plain_a
         if PARTS == 2:
-            db = rotated(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True) + plain_b
+            db = rotated(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True) + later_b[None, :]
+            if PAIRS > 0:
+                db += plain_b
         else:
             db = da
+        x = raw_k.to(tl.float32)
         dx, g0, g1 = phi_key_gradient(x, da, db, key_params, channels, 0.0, alpha, D, MAP, CUBE)
         # hidden keys get a gradient of zero, which must be written
         store_rows(
             dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
-        )
-        store_rows(
-            dv_ptr, tl.where(ok[:, None], dv, 0.0) if HAS_MASK else dv, first, rows, exists, columns, columns < V, stride_dv
         )
         if LEARNED:
             p0 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)

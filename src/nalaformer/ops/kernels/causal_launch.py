@@ -26,9 +26,11 @@ def forward(
     initial: Tensor | None,
     out: Tensor,
     want_total: bool,
-) -> tuple[Tensor, Tensor]:
-    """Writes out; returns the sums before each stretch [splits, B * K, PARTS, D, V + 2] and those of all tokens."""
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes out; returns the sums of all tokens, those before each stretch, and if kept 1 / denominator per row."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
+    inverse = torch.empty((*q.shape[:-1], 1) if keep else 0, dtype=torch.float32, device=call.device)
     count, stretch = call.splits("causal", call.num_queries, call.heads)
     sums = call.sums(count, call.kv_heads)
     if count == 1 and not want_total:
@@ -55,9 +57,9 @@ def forward(
         )
         total = prefix(call, sums, initial, reverse=False)
     call.start(
-        "causal",
+        ("causal", keep),
         causal_kernel,
-        (q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, sums, out),
+        (q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, sums, out, inverse),
         lambda: (
             "causal",
             (count, call.samples * call.heads),
@@ -67,10 +69,10 @@ def forward(
                 *parameters_of_both(call, parameters, angles_q, angles_k),
                 *(call.norm_scale, call.alpha, call.eps),
             ),
-            {},
+            {"KEEP": keep},
         ),
     )
-    return sums, total
+    return total, sums, inverse
 
 
 def backward(
@@ -78,7 +80,9 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
     dout: Tensor,
+    inverse: Tensor,
     dtotal: Tensor | None,
     parameters: Tensor,
     angles_q: Angles,
@@ -94,8 +98,8 @@ def backward(
     group = call.heads // call.kv_heads
     count, stretch = call.splits("causal", call.num_queries, call.heads)
     layout = (dout.stride(), dout.data_ptr() % 16, is_learned)
-    rows = torch.empty((*q.shape[:-1], 1, 2), dtype=torch.float32, device=call.device)
-    dquery = dkey = rows
+    drop = torch.empty_like(inverse)
+    dquery = dkey = drop
     if is_learned:
         dquery, dkey = (
             torch.empty((count, call.samples, heads, number, call.head_dim), dtype=torch.float32, device=call.device)
@@ -104,15 +108,15 @@ def backward(
     call.start(
         ("causal dq", layout),
         causal_dq_kernel,
-        (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, before, dq, rows, dquery),
+        (q, k, v, out, dout, inverse, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, before, dq, drop, dquery),
         lambda: (
             "causal_dq",
             (count, call.samples * call.heads),
             (
                 *(call.num_queries, call.heads, group, stretch),
-                *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq)),
+                *(*strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq)),
                 *parameters_of_both(call, parameters, angles_q, angles_k),
-                *(call.norm_scale, call.alpha, call.eps),
+                *(call.norm_scale, call.alpha),
             ),
             {"LEARNED": is_learned},
         ),
@@ -121,7 +125,7 @@ def backward(
     call.start(
         ("causal dsums", layout),
         dsums_kernel,
-        (q, dout, bounds, parameters, cos_q, sin_q, rows, by_query),
+        (q, dout, bounds, parameters, cos_q, sin_q, inverse, drop, by_query),
         lambda: (
             "dsums",
             (count, call.samples * call.heads),
@@ -139,7 +143,7 @@ def backward(
     call.start(
         ("causal dk", layout),
         causal_dk_kernel,
-        (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, rows, after, dk, dv, dkey),
+        (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, drop, after, dk, dv, dkey),
         lambda: (
             "causal_dk",
             (count, call.samples * call.kv_heads),

@@ -34,16 +34,17 @@ def run_forward(
     eps: float,
     is_cube: bool,
     want_total: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, the sums of all tokens (wanted or not: then anything), and the sums before each stretch."""
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, the sums of all tokens (empty unless wanted), and for the backward pass the sums before each stretch and 1 / den."""
     settings = all_settings(longest, name, parts, norm_scale, alpha, eps, is_cube)
     call = describe(q, k, v, parameters, cos_q, cos_k, key_mask, cu_seqlens, settings)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    before, total = causal_launch.forward(
-        call, q, k, v, parameters, (cos_q, sin_q), (cos_k, sin_k), key_mask, cu_seqlens, initial, out, want_total
+    total, before, inverse = causal_launch.forward(
+        call, q, k, v, parameters, (cos_q, sin_q), (cos_k, sin_k), key_mask, cu_seqlens, initial, out, want_total, keep
     )
     # an operator may not return two views of one tensor
-    return out, total if want_total else total.new_empty(0), before
+    return out, total if want_total else total.new_empty(0), before, inverse
 
 
 causal = torch.library.custom_op("nalaformer::causal", mutates_args=())(run_forward)
@@ -51,13 +52,14 @@ causal = torch.library.custom_op("nalaformer::causal", mutates_args=())(run_forw
 
 @causal.register_fake
 def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, initial, *rest):  # type: ignore[no-untyped-def]
-    *settings, want_total = rest
+    *settings, want_total, keep = rest
     call = new_call(q, k, v, cos_q, key_mask, cu_seqlens, *all_settings(*settings))
     parts = call.parts
     count, _ = call.splits("causal", call.num_queries, call.heads)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     before = q.new_empty(count, call.samples * call.kv_heads, parts, q.shape[-1], v.shape[-1] + 2, dtype=torch.float32)
-    return out, torch.empty_like(before[0]) if want_total else before.new_empty(0), before
+    inverse = before.new_empty((*q.shape[:-1], 1) if keep else 0)
+    return out, torch.empty_like(before[0]) if want_total else before.new_empty(0), before, inverse
 
 
 def run_backward(
@@ -73,7 +75,9 @@ def run_backward(
     sin_k: Tensor | None,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    out: Tensor,
     before: Tensor,
+    inverse: Tensor,
     longest: int,
     name: str,
     parts: int,
@@ -92,7 +96,9 @@ def run_backward(
         q,
         k,
         v,
+        out,
         dout,
+        inverse,
         None if dtotal is None else dtotal.contiguous(),
         parameters,
         (cos_q, sin_q),
@@ -110,7 +116,7 @@ causal_backward = torch.library.custom_op("nalaformer::causal_backward", mutates
 
 @causal_backward.register_fake
 def _(dout, dtotal, q, k, v, parameters, *rest):  # type: ignore[no-untyped-def]
-    before, is_learned = rest[6], rest[-1]
+    before, is_learned = rest[7], rest[-1]
     dparameters = torch.empty_like(parameters) if is_learned else parameters.new_empty(0)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, torch.empty_like(before[0]), dparameters
@@ -131,16 +137,16 @@ class Eager(torch.autograd.Function):
 
 
 def attend(*arguments) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    """The arguments of `causal`, then whether a backward pass may follow -> output and the sums of all tokens."""
-    *inputs, keep = arguments
+    """The arguments of `causal` -> output and the sums of all tokens."""
     if torch.compiler.is_compiling():
-        return causal(*inputs)[:2]
-    return Eager.apply(*inputs) if keep else run_forward(*inputs)[:2]
+        return causal(*arguments)[:2]
+    return Eager.apply(*arguments) if arguments[-1] else run_forward(*arguments)[:2]
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, initial, longest, name, parts, norm_scale, alpha, eps, is_cube, want_total = inputs
-    ctx.save_for_backward(*tensors, output[2])
+    *tensors, initial, longest, name, parts, norm_scale, alpha, eps, is_cube, want_total, _ = inputs
+    out, _, before, inverse = output
+    ctx.save_for_backward(*tensors, out, before, inverse)
     ctx.settings = (longest, name, parts, norm_scale, alpha, eps, is_cube)
     ctx.is_learned = tensors[3].requires_grad
     ctx.want_total, ctx.has_initial = want_total, initial is not None
@@ -155,10 +161,10 @@ def gradients(ctx, dout, dtotal, run):  # type: ignore[no-untyped-def]
     dtotal = dtotal if ctx.want_total else None
     dq, dk, dv, dinitial, dparameters = run(dout, dtotal, *ctx.saved_tensors, *ctx.settings, ctx.is_learned)
     learned = dparameters if ctx.is_learned else None
-    return dq, dk, dv, learned, *([None] * 6), dinitial if ctx.has_initial else None, *([None] * 8)
+    return dq, dk, dv, learned, *([None] * 6), dinitial if ctx.has_initial else None, *([None] * 9)
 
 
-def _backward(ctx, dout, dtotal, dbefore):  # type: ignore[no-untyped-def]
+def _backward(ctx, dout, dtotal, *unused):  # type: ignore[no-untyped-def]
     return gradients(ctx, dout, dtotal, causal_backward)
 
 

@@ -195,16 +195,17 @@ def forward(
     cu_seqlens: Tensor | None,
     out: Tensor,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """Fills `out`; returns the sums [B * K, PARTS, D, V + 2] and their log2 scale [B * K]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fills `out`; returns the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K], and if kept 1 / denominator."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
+    inverse = torch.empty((*q.shape[:-1], call.streams) if keep else 0, dtype=torch.float32, device=call.device)
     if call.is_whole:
         sums = call.sums(1, call.heads)[0]
         scale = sums.new_empty(sums.shape[0])
         call.start(
             ("whole", keep),
             whole_kernel,
-            (q, k, v, mask, parameters, cos_q, sin_q, cos_k, sin_k, out, sums, scale),
+            (q, k, v, mask, parameters, cos_q, sin_q, cos_k, sin_k, out, inverse, sums, scale),
             lambda: (
                 "whole",
                 (call.samples * call.heads,),
@@ -218,7 +219,7 @@ def forward(
                 {"KEEP": keep},
             ),
         )
-        return sums, scale
+        return sums, scale, inverse
 
     count, stretch = call.splits("state", call.num_keys, call.kv_heads)
     partial = call.sums(count, call.kv_heads)
@@ -243,9 +244,9 @@ def forward(
 
     count, stretch_q = call.splits("output", call.num_queries, call.heads)
     call.start(
-        "output",
+        ("output", keep),
         output_kernel,
-        (q, bounds, parameters, cos_q, sin_q, sums, scale, out),
+        (q, bounds, parameters, cos_q, sin_q, sums, scale, out, inverse),
         lambda: (
             "output",
             (count, call.samples * call.heads),
@@ -255,10 +256,10 @@ def forward(
                 *parameter_row(call.heads, parameters),
                 *(call.norm_scale, call.alpha, call.eps),
             ),
-            {},
+            {"KEEP": keep},
         ),
     )
-    return sums, scale
+    return sums, scale, inverse
 
 
 def merge(partial: Tensor, scale: Tensor, is_guarded: bool) -> tuple[Tensor, Tensor]:
@@ -278,7 +279,9 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
     dout: Tensor,
+    inverse: Tensor,
     parameters: Tensor,
     angles_q: Angles,
     angles_k: Angles,
@@ -303,19 +306,19 @@ def backward(
 
     count, stretch = call.splits("dq", call.num_queries, call.heads)
     dquery = parameter_buffer(count, call.heads, 4)
-    rows = torch.empty((*q.shape[:-1], call.streams, 2), dtype=torch.float32, device=call.device)
+    drop = torch.empty_like(inverse)
     call.start(
         ("dq", layout),
         dq_kernel,
-        (q, dout, bounds, parameters, cos_q, sin_q, sums, scale, dq, rows, dquery),
+        (q, out, dout, inverse, bounds, parameters, cos_q, sin_q, sums, dq, drop, dquery),
         lambda: (
             "dq",
             (count, call.samples * call.heads),
             (
                 *(call.num_queries, call.heads, group, stretch),
-                *(*strides(q), *strides(dout), *strides(dq), angle_stride(angles_q[0])),
+                *(*strides(q), *strides(out), *strides(dout), *strides(dq), angle_stride(angles_q[0])),
                 *parameter_row(call.heads, parameters),
-                *(call.norm_scale, call.alpha, call.eps),
+                *(call.norm_scale, call.alpha),
             ),
             {"LEARNED": is_learned},
         ),
@@ -326,7 +329,7 @@ def backward(
     call.start(
         ("dsums", layout),
         dsums_kernel,
-        (q, dout, bounds, parameters, cos_q, sin_q, rows, partial),
+        (q, dout, bounds, parameters, cos_q, sin_q, inverse, drop, partial),
         lambda: (
             "dsums",
             (sum_count, call.samples * call.heads),

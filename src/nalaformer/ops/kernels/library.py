@@ -100,25 +100,26 @@ def run_forward(
     is_guarded: bool,
     is_cube: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [B, N, H, V] (or [T, H, V]), sums and their scale."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output [B, N, H, V] (or [T, H, V]), sums, their scale, and (if a backward pass follows) 1 / denominator per row."""
     settings = (longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube)
     call = describe(q, k, v, parameters, cos_q, cos_k, key_mask, cu_seqlens, settings)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    sums, scale = launch.forward(call, q, k, v, parameters, (cos_q, sin_q), (cos_k, sin_k), key_mask, cu_seqlens, out, keep)
-    return out, sums, scale
+    kept = launch.forward(call, q, k, v, parameters, (cos_q, sin_q), (cos_k, sin_k), key_mask, cu_seqlens, out, keep)
+    return out, *kept
 
 
 bidirectional = torch.library.custom_op("nalaformer::bidirectional", mutates_args=())(run_forward)
 
 
 @bidirectional.register_fake
-def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, longest, name, parts, *rest):  # type: ignore[no-untyped-def]
+def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, longest, name, parts, streams, *rest):  # type: ignore[no-untyped-def]
     samples = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else q.shape[0]
     rows = samples * k.shape[-2]
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     sums = q.new_empty(rows, parts, q.shape[-1], v.shape[-1] + 2, dtype=torch.float32)
-    return out, sums, q.new_empty(rows, dtype=torch.float32)
+    inverse = q.new_empty((*q.shape[:-1], streams) if rest[-1] else 0, dtype=torch.float32)
+    return out, sums, q.new_empty(rows, dtype=torch.float32), inverse
 
 
 def run_backward(
@@ -133,8 +134,10 @@ def run_backward(
     sin_k: Tensor | None,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    out: Tensor,
     sums: Tensor,
     scale: Tensor,
+    inverse: Tensor,
     longest: int,
     name: str,
     parts: int,
@@ -155,7 +158,9 @@ def run_backward(
         q,
         k,
         v,
+        out,
         dout,
+        inverse,
         parameters,
         (cos_q, sin_q),
         (cos_k, sin_k),
@@ -218,8 +223,7 @@ def attend(*inputs) -> Tensor:  # type: ignore[no-untyped-def]
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube, _ = inputs
-    _, sums, scale = output
-    ctx.save_for_backward(*tensors, sums, scale)
+    ctx.save_for_backward(*tensors, *output)
     ctx.settings = (longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube)
     ctx.is_learned = tensors[3].requires_grad
 
@@ -229,7 +233,7 @@ def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
     return dq, dk, dv, dparameters if ctx.is_learned else None, *([None] * 16)
 
 
-def _backward(ctx, dout, dsums, dscale):  # type: ignore[no-untyped-def]
+def _backward(ctx, dout, *unused):  # type: ignore[no-untyped-def]
     return gradients(ctx, dout, bidirectional_backward)
 
 
