@@ -1,16 +1,19 @@
-"""Causal linear attention: a program owns a stretch of tokens and walks through it with a running state.
+"""Causal linear attention in chunks of tokens.
 
-    state kernel     k, v                 -> sums of each stretch            (that of bidirectional.py)
-    prefix kernel    those                -> sums before each stretch, and of all tokens
+    state kernel     k, v                 -> sums of each chunk            (that of bidirectional.py)
+    prefix kernel    those                -> sums before each chunk, and of all tokens
     causal kernel    q, k, v, sums before -> out
-    causal dq        q, k, v, out, dout, sums before   -> dq, and per row the gradient of the denominator
-    dsums kernel     q, dout, those       -> gradients of the sums by each stretch of queries
-    prefix kernel    those, from the end  -> gradients of the sums after each stretch
+    causal dq        q, k, v, out, dout, sums before -> dq, and per row the gradient of the denominator
+    dsums kernel     q, dout, those       -> gradients of the sums by the queries of each chunk
+    prefix kernel    those, from the end  -> gradients of the sums after each chunk
     causal dk        q, k, v, dout, those -> dk, dv
 
-Inside a tile of tokens attention is the masked product of the tile's features; what came before the tile comes through the
-state. The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a
-scale per key each row would need its own.
+A program owns a chunk and walks over pairs of tiles: inside the chunk attention is the masked product of features, what came
+before it comes through the sums. A running state instead of sums per chunk would save their traffic, but it takes the
+registers that the tiles need: measured, that was two to four times slower.
+
+The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a scale
+per key each row would need its own.
 """
 
 import triton
@@ -26,78 +29,63 @@ def prefix_kernel(
     initial_ptr,  # [rows, E] what comes before all of them
     total_ptr,  # [rows, E] everything together
     splits,
-    elements,  # rows * E
+    elements: tl.int64,  # rows * E
+    STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     REVERSE: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
 ):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    steps = tl.arange(0, STEPS)
     ok = offsets < elements
     running = tl.zeros([BLOCK], tl.float32)
     if HAS_INITIAL:
         running += tl.load(initial_ptr + offsets, mask=ok, other=0.0)
-    for step in range(0, splits):
-        split = splits - 1 - step if REVERSE else step
-        place = sums_ptr + tl.cast(split, tl.int64) * elements + offsets
-        own = tl.load(place, mask=ok, other=0.0)
-        tl.store(place, running, mask=ok)
-        running += own
+    # many splits at a time: one after the other would wait for memory at each
+    for first in range(0, splits, STEPS):
+        split = first + steps
+        inside = (split < splits)[:, None] & ok[None, :]
+        stride = elements
+        if REVERSE:
+            split = splits - 1 - split
+            stride = -stride
+        places = sums_ptr + split.to(tl.int64)[:, None] * elements + offsets[None, :]
+        own = tl.load(places, mask=inside, other=0.0)
+        # the neighbour's number, not a difference of sums: a huge split must not wipe out those beside it
+        previous = tl.load(places - stride, mask=inside & (steps > 0)[:, None], other=0.0)
+        tl.debug_barrier()
+        tl.store(places, running[None, :] + tl.cumsum(previous, axis=0), mask=inside)
+        running += tl.sum(own, axis=0)
     tl.store(total_ptr + offsets, running, mask=ok)
 
 
 @triton.jit
-def lower_triangle(BN: tl.constexpr):
+def not_later(first_row, first_column, BN: tl.constexpr):
     """[BN, BN]: True where the column's token is not later than the row's."""
     rows = tl.arange(0, BN)
-    return rows[:, None] >= rows[None, :]
+    return first_row + rows[:, None] >= first_column + rows[None, :]
 
 
 @triton.jit
-def products_within(aq, bq, ak, bk, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Feature products of a tile's queries (rows) and keys (columns), zero for later keys."""
-    within = tl.dot(aq, tl.trans(ak), input_precision=PRECISION)
-    if PARTS == 2:
-        within = tl.dot(bq, tl.trans(bk), within, input_precision=PRECISION)
-    return tl.where(lower_triangle(aq.shape[0]), within, 0.0)
-
-
-@triton.jit
-def seen_keys(count, ok, HAS_MASK: tl.constexpr):
-    """Visible keys up to each row of a tile, [BN, 1], and up to its end."""
+def count_up_to(count, mask_ptr, first, start, rows, exists, HAS_MASK: tl.constexpr):
+    """Visible keys up to each row of a tile, [BN, 1]; `count` came before the chunk. And the count up to its end."""
     if HAS_MASK:
-        seen = count + tl.cumsum(ok.to(tl.float32), axis=0)
-        count += tl.sum(ok.to(tl.float32))
+        ok = (exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)).to(tl.float32)
+        seen = count + tl.cumsum(ok, axis=0)
+        count += tl.sum(ok)
     else:
-        seen = count + 1.0 + tl.arange(0, ok.shape[0]).to(tl.float32)
-        count += ok.shape[0]
+        seen = count + (first - start + 1 + rows).to(tl.float32)
     return seen[:, None], count
 
 
 @triton.jit
-def denominator_before(aq, bq, z_a, z_b, PARTS: tl.constexpr):
-    """What the keys before the tile add to the denominators of its rows, [BN, 1]."""
-    total = tl.sum(aq * z_a[None, :], axis=1)
-    if PARTS == 2:
-        total += tl.sum(bq * z_b[None, :], axis=1)
-    return total[:, None]
-
-
-@triton.jit
-def inverse_of(before, within, eps_seen):
-    """1 / denominator of the rows, [BN, 1]; 1 where a row sees nothing."""
-    total = before + tl.sum(within, axis=1)[:, None] + eps_seen
-    return 1.0 / tl.where(total == 0.0, 1.0, total)
-
-
-@triton.jit
-def weighted_values(weights, v, raw, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """weights [BN, BN], zero for later tokens, times v; a NaN or infinity in a later value must not reach the row."""
+def weighted_values(weights, v, raw, visible, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """weights [BN, BN], zero where not visible, times v; a NaN or infinity that a row does not see must not reach it."""
     bad = (raw - raw) != 0.0
     if tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) > 0:
         finite = tl.where(bad, 0.0, v.to(tl.float32)).to(DOT)
         product = tl.dot(weights.to(DOT), finite, input_precision=PRECISION)
-        reach = tl.where(lower_triangle(v.shape[0]), 1.0, 0.0).to(DOT)
-        reached = tl.dot(reach, bad.to(DOT), input_precision=PRECISION)
+        reached = tl.dot(tl.where(visible, 1.0, 0.0).to(DOT), bad.to(DOT), input_precision=PRECISION)
         product = tl.where(reached > 0.0, float("nan"), product)
     else:
         product = tl.dot(weights.to(DOT), v, input_precision=PRECISION)
@@ -122,7 +110,7 @@ def causal_kernel(
     num_tokens,
     heads,
     group,  # query heads per key head
-    stretch,
+    stretch,  # tokens of a chunk
     stride_qb,
     stride_q,
     stride_qh,
@@ -189,49 +177,50 @@ def causal_kernel(
         s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
     count = tl.load(before + V + 1)
 
+    s_a = s_a.to(DOT)
+    s_b = s_b.to(DOT)
+
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
     for first in range(start, stop, BN):
         exists = rows < stop - first
-        ok = exists
-        if HAS_MASK:
-            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
-        # each pair of feature tiles shrinks to operands before the next is made: registers are what limits this kernel
         y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
         aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
-        total = denominator_before(aq, bq, z_a, z_b, PARTS)
-        plain_aq = aq.to(DOT)
-        plain_bq = bq.to(DOT)
+        seen, count = count_up_to(count, mask_ptr, first, start, rows, exists, HAS_MASK)
+        total = tl.sum(aq * z_a[None, :], axis=1)[:, None] + eps * seen
         turned_aq = rotated(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        above = tl.dot(turned_aq, s_a, input_precision=PRECISION)
         turned_bq = turned_aq
         if PARTS == 2:
+            total += tl.sum(bq * z_b[None, :], axis=1)[:, None]
             turned_bq = rotated(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-        above = tl.dot(turned_aq, s_a.to(DOT), input_precision=PRECISION)
-        if PARTS == 2:
-            above = tl.dot(turned_bq, s_b.to(DOT), above, input_precision=PRECISION)
-        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
-        raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
-        v = raw.to(DOT)
-        ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-        z_a += tl.sum(ak, axis=0)
-        plain_ak = ak.to(DOT)
-        plain_bk = bk.to(DOT)
-        turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-        turned_bk = turned_ak
-        if PARTS == 2:
-            z_b += tl.sum(bk, axis=0)
-            turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-        within = products_within(plain_aq, plain_bq, plain_ak, plain_bk, PARTS, PRECISION)
-        seen, count = seen_keys(count, ok, HAS_MASK)
-        inverse = inverse_of(total, within, eps * seen)
+            above = tl.dot(turned_bq, s_b, above, input_precision=PRECISION)
+        plain_aq = aq.to(DOT)
+        plain_bq = bq.to(DOT)
+        for other in range(start, first + BN, BN):
+            ok = rows < stop - other
+            if HAS_MASK:
+                ok = ok & (tl.load(mask_ptr + other + rows, mask=ok, other=0) != 0)
+            x = load_rows(k_ptr, other, rows, ok, channels, in_head, stride_k).to(tl.float32)
+            raw = load_rows(v_ptr, other, rows, ok, columns, columns < V, stride_v)
+            ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
+            within = tl.dot(plain_aq, tl.trans(ak.to(DOT)), input_precision=PRECISION)
+            if PARTS == 2:
+                within = tl.dot(plain_bq, tl.trans(bk.to(DOT)), within, input_precision=PRECISION)
+            visible = not_later(first, other, BN)
+            within = tl.where(visible, within, 0.0)
+            total += tl.sum(within, axis=1)[:, None]
+            if PAIRS > 0:
+                ak = rotated(ak, cos_k_ptr, sin_k_ptr, other, rows, ok, 0, D, BD, PAIRS, False)
+                within = tl.dot(turned_aq, tl.trans(ak.to(DOT)), input_precision=PRECISION)
+                if PARTS == 2:
+                    bk = rotated(bk, cos_k_ptr, sin_k_ptr, other, rows, ok, 1, D, BD, PAIRS, False)
+                    within = tl.dot(turned_bq, tl.trans(bk.to(DOT)), within, input_precision=PRECISION)
+                within = tl.where(visible, within, 0.0)
+            above += weighted_values(within, raw.to(DOT), raw, visible, DOT, PRECISION)
+        inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
         if KEEP:
             store_per_row(inverse_ptr, inverse, first, rows, exists, 0, heads)
-        if PAIRS > 0:
-            within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
-        above += weighted_values(within, v, raw, DOT, PRECISION)
-        s_a = tl.dot(tl.trans(turned_ak), v, s_a, input_precision=PRECISION)
-        if PARTS == 2:
-            s_b = tl.dot(tl.trans(turned_bk), v, s_b, input_precision=PRECISION)
         store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)

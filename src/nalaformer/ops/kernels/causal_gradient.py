@@ -6,7 +6,7 @@ With g = dout / den, e_i = g_i . out_i, the products G_ij = g_i . v_j and P_ij =
     dphi(k_j) = sum_i (G_ij - e_i) phi(q_i)
     dv_j      = sum_i P_ij g_i
 
-where with rotary the terms with G and P take the turned features. Tokens outside the tile come through the sums S, z before it
+where with rotary the terms with G and P take the turned features. Tokens outside the chunk come through the sums S, z before it
 and through their gradients after it. out and 1 / den come from the forward pass.
 """
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .bidirectional import load_per_row, load_rows, load_sums, rotated, sample_rows, store_per_row, store_rows
-from .causal import lower_triangle
+from .causal import not_later
 from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
 
 
@@ -40,7 +40,7 @@ def causal_dq_kernel(
     num_tokens,
     heads,
     group,
-    stretch,
+    stretch,  # tokens of a chunk
     stride_qb,
     stride_q,
     stride_qh,
@@ -116,6 +116,9 @@ def causal_dq_kernel(
     if PARTS == 2:
         s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
 
+    s_a = tl.trans(s_a.to(DOT))
+    s_b = tl.trans(s_b.to(DOT))
+
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
@@ -124,43 +127,49 @@ def causal_dq_kernel(
     p1 = tl.zeros([BD], tl.float32)
     for first in range(start, stop, BN):
         exists = rows < stop - first
-        ok = exists
-        if HAS_MASK:
-            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
         dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
         out = load_rows(out_ptr, first, rows, exists, columns, columns < V, stride_o)
         inverse = load_per_row(inverse_ptr, first, rows, exists, 0, heads)
         drop = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)[:, None] * inverse
         store_per_row(drop_ptr, -drop, first, rows, exists, 0, heads)
         dout = dout.to(DOT)
-        # what came before the tile
-        da = tl.dot(dout, tl.trans(s_a.to(DOT)), input_precision=PRECISION) * inverse
+        da = tl.dot(dout, s_a, input_precision=PRECISION) * inverse
         db = da
         if PARTS == 2:
-            db = tl.dot(dout, tl.trans(s_b.to(DOT)), input_precision=PRECISION) * inverse
-        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-        toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION) * inverse, 0.0)
-        minus = tl.where(lower_triangle(BN), drop, 0.0)
-        if PAIRS == 0:
-            toward -= minus
-        toward = toward.to(DOT)
-        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
-        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-        turned = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-        da = tl.dot(toward, turned, da, input_precision=PRECISION)
-        s_a = tl.dot(tl.trans(turned), v, s_a, input_precision=PRECISION)
+            db = tl.dot(dout, s_b, input_precision=PRECISION) * inverse
+        if PAIRS > 0:
+            plain_a = tl.zeros([BN, BD], tl.float32)
+            plain_b = tl.zeros([BN, BD], tl.float32)
+        for other in range(start, first + BN, BN):
+            ok = rows < stop - other
+            if HAS_MASK:
+                ok = ok & (tl.load(mask_ptr + other + rows, mask=ok, other=0) != 0)
+            visible = not_later(first, other, BN)
+            v = load_rows(v_ptr, other, rows, ok, columns, columns < V, stride_v).to(DOT)
+            toward = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * inverse
+            if PAIRS == 0:
+                toward -= drop
+            toward = tl.where(visible, toward, 0.0).to(DOT)
+            x = load_rows(k_ptr, other, rows, ok, channels, in_head, stride_k).to(tl.float32)
+            a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
+            if PAIRS > 0:
+                # what the denominator adds belongs to the features before the turn
+                minus = tl.where(visible, -drop, 0.0).to(DOT)
+                plain_a = tl.dot(minus, a.to(DOT), plain_a, input_precision=PRECISION)
+                a = rotated(a, cos_k_ptr, sin_k_ptr, other, rows, ok, 0, D, BD, PAIRS, False)
+                if PARTS == 2:
+                    plain_b = tl.dot(minus, b.to(DOT), plain_b, input_precision=PRECISION)
+                    b = rotated(b, cos_k_ptr, sin_k_ptr, other, rows, ok, 1, D, BD, PAIRS, False)
+            da = tl.dot(toward, a.to(DOT), da, input_precision=PRECISION)
+            if PARTS == 2:
+                db = tl.dot(toward, b.to(DOT), db, input_precision=PRECISION)
         da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True) - drop * z_a[None, :]
         if PAIRS > 0:
-            da -= tl.dot(minus.to(DOT), a.to(DOT), input_precision=PRECISION)
-        z_a += tl.sum(a, axis=0)
+            da += plain_a
         if PARTS == 2:
-            turned = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-            db = tl.dot(toward, turned, db, input_precision=PRECISION)
-            s_b = tl.dot(tl.trans(turned), v, s_b, input_precision=PRECISION)
             db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True) - drop * z_b[None, :]
             if PAIRS > 0:
-                db -= tl.dot(minus.to(DOT), b.to(DOT), input_precision=PRECISION)
-            z_b += tl.sum(b, axis=0)
+                db += plain_b
         else:
             db = da
         y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
@@ -200,7 +209,7 @@ def causal_dk_kernel(
     num_tokens,
     kv_heads,
     group,
-    stretch,
+    stretch,  # tokens of a chunk
     stride_qb,
     stride_q,
     stride_qh,
@@ -270,17 +279,16 @@ def causal_dk_kernel(
     if PARTS == 2:
         ds_b, dz_b = load_sums(after + D * (V + 2), D, V, BD, BV)
 
+    ds_a = ds_a.to(DOT)
+    ds_b = ds_b.to(DOT)
+
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
-    # keys in the rows now: a query counts if it is not earlier
-    upper = rows[:, None] <= rows[None, :]
     p0 = tl.zeros([BD], tl.float32)
     p1 = tl.zeros([BD], tl.float32)
-    tiles = tl.cdiv(tl.maximum(stop - start, 0), BN)
-    for tile in range(0, tiles):
-        first = start + (tiles - 1 - tile) * BN
+    for first in range(start, stop, BN):
         exists = rows < stop - first
         ok = exists
         if HAS_MASK:
@@ -290,65 +298,66 @@ def causal_dk_kernel(
         a, b = phi_key(raw_k.to(tl.float32), ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
         ak = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
         bk = ak
-        dv = tl.dot(ak, ds_a.to(DOT), input_precision=PRECISION)
-        # gradients of the turned features; what belongs to the features before the turn comes from z
-        da = tl.dot(v, tl.trans(ds_a.to(DOT)), input_precision=PRECISION)
+        dv = tl.dot(ak, ds_a, input_precision=PRECISION)
+        # gradients of the turned features; what the denominator adds belongs to the features before the turn
+        da = tl.dot(v, tl.trans(ds_a), input_precision=PRECISION)
         db = da
         if PARTS == 2:
             bk = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-            dv = tl.dot(bk, ds_b.to(DOT), dv, input_precision=PRECISION)
-            db = tl.dot(v, tl.trans(ds_b.to(DOT)), input_precision=PRECISION)
-        later_a = dz_a
-        later_b = dz_b
+            dv = tl.dot(bk, ds_b, dv, input_precision=PRECISION)
+            db = tl.dot(v, tl.trans(ds_b), input_precision=PRECISION)
         if PAIRS > 0:
             plain_a = tl.zeros([BN, BD], tl.float32)
             plain_b = tl.zeros([BN, BD], tl.float32)
-        for member in range(0, group):
-            query_head = head * group + member
+        # the queries of the chunk that see these keys, of every head that shares them
+        tiles = tl.cdiv(stop - first, BN)
+        for step in range(0, tiles * group):
+            other = first + (step % tiles) * BN
+            query_head = head * group + step // tiles
+            here = rows < stop - other
             query_params = param_ptr + (query_head // query_param_group) * num_params
             own_q = q_ptr + q_offset + query_head * stride_qh
             own_do = dout_ptr + do_offset + query_head * stride_doh
-            place_of_row = row * heads + query_head
-            inverse = load_per_row(inverse_ptr + place_of_row, first, rows, exists, 0, heads)
-            drop = load_per_row(drop_ptr + place_of_row, first, rows, exists, 0, heads)
-            g = load_rows(own_do, first, rows, exists, columns, columns < V, stride_do)
+            inverse = load_per_row(inverse_ptr + row * heads + query_head, other, rows, here, 0, heads)
+            drop = load_per_row(drop_ptr + row * heads + query_head, other, rows, here, 0, heads)
+            g = load_rows(own_do, other, rows, here, columns, columns < V, stride_do)
             g = (g.to(tl.float32) * inverse).to(DOT)
-            toward = tl.where(upper, tl.dot(v, tl.trans(g), input_precision=PRECISION), 0.0)
-            minus = tl.where(upper, tl.trans(drop), 0.0)
+            # keys in the rows: the transpose of what dq sees
+            visible = tl.trans(not_later(other, first, BN))
+            toward = tl.dot(v, tl.trans(g), input_precision=PRECISION)
             if PAIRS == 0:
-                toward += minus
-            toward = toward.to(DOT)
-            y = load_rows(own_q, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
+                toward += tl.trans(drop)
+            toward = tl.where(visible, toward, 0.0).to(DOT)
+            y = load_rows(own_q, other, rows, here, channels, in_head, stride_q).to(tl.float32)
             a, b, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
             if MAP == "elu" or MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
                 # rows beyond the tokens have features there
-                a = tl.where(exists[:, None], a, 0.0)
-                b = tl.where(exists[:, None], b, 0.0)
-            dz_a += tl.sum(a * drop, axis=0)
+                a = tl.where(here[:, None], a, 0.0)
+                b = tl.where(here[:, None], b, 0.0)
             if PAIRS > 0:
-                plain_a = tl.dot(minus.to(DOT), a.to(DOT), plain_a, input_precision=PRECISION)
-            aq = rotated(a, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+                minus = tl.where(visible, tl.trans(drop), 0.0).to(DOT)
+                plain_a = tl.dot(minus, a.to(DOT), plain_a, input_precision=PRECISION)
+                a = rotated(a, cos_q_ptr, sin_q_ptr, other, rows, here, 0, D, BD, PAIRS, False)
+                if PARTS == 2:
+                    plain_b = tl.dot(minus, b.to(DOT), plain_b, input_precision=PRECISION)
+                    b = rotated(b, cos_q_ptr, sin_q_ptr, other, rows, here, 1, D, BD, PAIRS, False)
+            aq = a.to(DOT)
             da = tl.dot(toward, aq, da, input_precision=PRECISION)
             weights = tl.dot(ak, tl.trans(aq), input_precision=PRECISION)
-            ds_a = tl.dot(tl.trans(aq), g, ds_a, input_precision=PRECISION)
             if PARTS == 2:
-                dz_b += tl.sum(b * drop, axis=0)
-                if PAIRS > 0:
-                    plain_b = tl.dot(minus.to(DOT), b.to(DOT), plain_b, input_precision=PRECISION)
-                bq = rotated(b, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+                bq = b.to(DOT)
                 db = tl.dot(toward, bq, db, input_precision=PRECISION)
                 weights = tl.dot(bk, tl.trans(bq), weights, input_precision=PRECISION)
-                ds_b = tl.dot(tl.trans(bq), g, ds_b, input_precision=PRECISION)
-            weights = tl.where(upper, weights, 0.0)
+            weights = tl.where(visible, weights, 0.0)
             dv = tl.dot(weights.to(DOT), g, dv, input_precision=PRECISION)
         store_rows(
             dv_ptr, tl.where(ok[:, None], dv, 0.0) if HAS_MASK else dv, first, rows, exists, columns, columns < V, stride_dv
         )
-        da = rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True) + later_a[None, :]
+        da = rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True) + dz_a[None, :]
         if PAIRS > 0:
             da += plain_a
         if PARTS == 2:
-            db = rotated(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True) + later_b[None, :]
+            db = rotated(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True) + dz_b[None, :]
             if PAIRS > 0:
                 db += plain_b
         else:

@@ -10,7 +10,14 @@ from .causal import causal_kernel, prefix_kernel
 from .causal_gradient import causal_dk_kernel, causal_dq_kernel
 from .launch import Angles, Call, angle_stride, parameter_row, stand_ins, strides
 
-PREFIX_BLOCK = 512
+# tokens between which the sums are stored: longer chunks store less and multiply more
+CHUNK = 256
+PREFIX_BLOCK, PREFIX_STEPS = 128, 16
+
+
+def chunks(call: Call) -> tuple[int, int]:
+    """Number of chunks of a sample, and their tokens."""
+    return -(-call.num_queries // CHUNK), CHUNK
 
 
 def forward(
@@ -31,7 +38,7 @@ def forward(
     """Writes out; returns the sums of all tokens, those before each stretch, and if kept 1 / denominator per row."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
     inverse = torch.empty((*q.shape[:-1], 1) if keep else 0, dtype=torch.float32, device=call.device)
-    count, stretch = call.splits("causal", call.num_queries, call.heads)
+    count, stretch = chunks(call)
     sums = call.sums(count, call.kv_heads)
     if count == 1 and not want_total:
         # nothing but the initial sums comes before the only stretch: one launch
@@ -96,7 +103,7 @@ def backward(
     cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v))
     group = call.heads // call.kv_heads
-    count, stretch = call.splits("causal", call.num_queries, call.heads)
+    count, stretch = chunks(call)
     layout = (dout.stride(), dout.data_ptr() % 16, is_learned)
     drop = torch.empty_like(inverse)
     dquery = dkey = drop
@@ -172,6 +179,7 @@ def prefix(call: Call, sums: Tensor, initial: Tensor | None, *, reverse: bool) -
         total,
         sums.shape[0],
         elements,
+        STEPS=PREFIX_STEPS,
         BLOCK=PREFIX_BLOCK,
         REVERSE=reverse,
         HAS_INITIAL=has_initial,

@@ -36,7 +36,7 @@ def run_forward(
     want_total: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, the sums of all tokens (empty unless wanted), and for the backward pass the sums before each stretch and 1 / den."""
+    """Output, the sums of all tokens (empty unless wanted), those before each chunk and, if kept, 1 / denominator."""
     settings = all_settings(longest, name, parts, norm_scale, alpha, eps, is_cube)
     call = describe(q, k, v, parameters, cos_q, cos_k, key_mask, cu_seqlens, settings)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
@@ -55,7 +55,7 @@ def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, ini
     *settings, want_total, keep = rest
     call = new_call(q, k, v, cos_q, key_mask, cu_seqlens, *all_settings(*settings))
     parts = call.parts
-    count, _ = call.splits("causal", call.num_queries, call.heads)
+    count, _ = causal_launch.chunks(call)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     before = q.new_empty(count, call.samples * call.kv_heads, parts, q.shape[-1], v.shape[-1] + 2, dtype=torch.float32)
     inverse = before.new_empty((*q.shape[:-1], 1) if keep else 0)
