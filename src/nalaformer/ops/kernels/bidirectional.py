@@ -50,16 +50,23 @@ def store_rows(ptr, value, first, rows, ok, columns, in_row, stride):
 
 
 @triton.jit
-def store_per_row(ptr, value, first, rows, ok, stream, stride):
-    """One number per row and stream: value [BN, 1]."""
-    where = ptr + tl.cast(first, tl.int64) * stride + rows * stride + stream
-    tl.store(where, tl.reshape(value, [value.shape[0]]), mask=ok)
+def store_per_row(ptr, value, first, rows, ok):
+    """One number per row: value [BN, 1]."""
+    tl.store(ptr + tl.cast(first, tl.int64) + rows, tl.reshape(value, [value.shape[0]]), mask=ok)
 
 
 @triton.jit
-def load_per_row(ptr, first, rows, ok, stream, stride):
-    where = ptr + tl.cast(first, tl.int64) * stride + rows * stride + stream
-    return tl.load(where, mask=ok, other=0.0)[:, None]
+def load_per_row(ptr, first, rows, ok):
+    return tl.load(ptr + tl.cast(first, tl.int64) + rows, mask=ok, other=0.0)[:, None]
+
+
+@triton.jit
+def place_per_row(sample, head, heads, first_row, num_rows, PACKED: tl.constexpr):
+    """Where the numbers of a sample and head begin in [B, H, N], or in [H, T] if packed; tokens lie side by side."""
+    place = (tl.cast(sample, tl.int64) * heads + head) * num_rows
+    if PACKED:
+        place = tl.cast(head, tl.int64) * num_rows + first_row
+    return place
 
 
 @triton.jit
@@ -203,7 +210,8 @@ def inverse_denominator(a, b, z_a, z_b, query_scale, key_scale, eps_count, PARTS
 def write_outputs(
     q_ptr,
     out_ptr,
-    inverse_ptr,  # [N, heads, STREAMS] of the sample, from its head on
+    inverse_ptr,  # [STREAMS, ..., N], from the sample and head on
+    per_stream,  # numbers of a stream
     param_ptr,
     cos_ptr,
     sin_ptr,
@@ -215,7 +223,6 @@ def write_outputs(
     key_scale,
     start,
     stop,
-    heads,
     stride_q,
     stride_o,
     norm_scale,
@@ -246,7 +253,7 @@ def write_outputs(
             a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
             inverse = inverse_denominator(a, b, z_a, z_b, query_scale, key_scale, eps_count, PARTS)
             if KEEP:
-                store_per_row(inverse_ptr, inverse, first, rows, ok, stream, heads * STREAMS)
+                store_per_row(inverse_ptr + stream * per_stream, inverse, first, rows, ok)
             a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
             above = tl.dot(a.to(DOT), s_a, input_precision=PRECISION)
             if PARTS == 2:
@@ -365,7 +372,9 @@ def output_kernel(
     sums_ptr,  # [B * K, PARTS, D, V + 2]
     scale_ptr,  # [B * K]
     out_ptr,  # [B, N, H, V]
-    inverse_ptr,  # [B, N, H, STREAMS]: 1 / denominator, for the backward pass
+    inverse_ptr,  # [STREAMS, B, H, N] (packed: [STREAMS, H, T]): 1 / denominator, for the backward pass
+    num_rows,  # N, or T if packed
+    per_stream,  # numbers of a stream
     num_queries,
     heads,
     group,  # query heads per key head
@@ -404,7 +413,6 @@ def output_kernel(
     angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
-    row += tl.cast(sample, tl.int64) * num_queries * (0 if PACKED else 1)
     if start < stop:
         owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
         sums = sums_ptr + owner * (PARTS * D * (V + 2))
@@ -418,7 +426,8 @@ def output_kernel(
         write_outputs(
             q_ptr + q_offset + head * stride_qh,
             out_ptr + o_offset + head * stride_oh,
-            inverse_ptr + (row * heads + head) * STREAMS,
+            inverse_ptr + place_per_row(sample, head, heads, row, num_rows, PACKED),
+            per_stream,
             param_ptr + (head // param_group) * num_params,
             cos_ptr + angles,
             sin_ptr + angles,
@@ -430,7 +439,6 @@ def output_kernel(
             key_scale,
             start,
             stop,
-            heads,
             stride_q,
             stride_o,
             norm_scale,
@@ -543,7 +551,8 @@ def whole_kernel(
     write_outputs(
         q_ptr + wide * stride_qb + head * stride_qh,
         out_ptr + wide * stride_ob + head * stride_oh,
-        inverse_ptr + (wide * num_queries * heads + head) * STREAMS,
+        inverse_ptr + tl.cast(tl.program_id(0), tl.int64) * num_queries,
+        tl.cast(tl.num_programs(0), tl.int64) * num_queries,
         params,
         cos_q_ptr + wide * stride_angle_qb,
         sin_q_ptr + wide * stride_angle_qb,
@@ -555,7 +564,6 @@ def whole_kernel(
         log_scale,
         0,
         num_queries,
-        heads,
         stride_q,
         stride_o,
         norm_scale,

@@ -7,7 +7,17 @@ pass: with them the features themselves are not needed here, only the derivative
 import triton
 import triton.language as tl
 
-from .bidirectional import load_per_row, load_rows, load_sums, rotated, sample_rows, store_per_row, store_rows, store_sums
+from .bidirectional import (
+    load_per_row,
+    load_rows,
+    load_sums,
+    place_per_row,
+    rotated,
+    sample_rows,
+    store_per_row,
+    store_rows,
+    store_sums,
+)
 from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
 
 
@@ -16,15 +26,17 @@ def dq_kernel(
     q_ptr,  # [B, N, H, D]
     out_ptr,  # [B, N, H, V]
     dout_ptr,  # [B, N, H, V]
-    inverse_ptr,  # [B, N, H, STREAMS]: 1 / denominator
+    inverse_ptr,  # [STREAMS, B, H, N] (packed: [STREAMS, H, T]): 1 / denominator
     cu_ptr,
     param_ptr,
     cos_ptr,
     sin_ptr,
     sums_ptr,  # [B * K, PARTS, D, V + 2]
     dq_ptr,  # [B, N, H, D]
-    drop_ptr,  # [B, N, H, STREAMS]: minus the gradient of the denominator
+    drop_ptr,  # the same: minus the gradient of the denominator
     dparam_ptr,  # [splits, B * H, 4, D]
+    num_rows,  # N, or T if packed
+    per_stream,  # numbers of a stream
     num_queries,
     heads,
     group,
@@ -68,13 +80,13 @@ def dq_kernel(
     do_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dob, stride_do, PACKED)
     dq_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dqb, stride_dq, PACKED)
     angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
-    row += tl.cast(sample, tl.int64) * num_queries * (0 if PACKED else 1)
+    place = place_per_row(sample, head, heads, row, num_rows, PACKED)
     q_ptr += q_offset + head * stride_qh
     out_ptr += o_offset + head * stride_oh
     dout_ptr += do_offset + head * stride_doh
     dq_ptr += dq_offset + head * stride_dqh
-    inverse_ptr += (row * heads + head) * STREAMS
-    drop_ptr += (row * heads + head) * STREAMS
+    inverse_ptr += place
+    drop_ptr += place
     param_ptr += (head // param_group) * num_params
     cos_ptr += angles
     sin_ptr += angles
@@ -105,7 +117,7 @@ def dq_kernel(
         along = dout.to(tl.float32) * out.to(tl.float32)
         dx = tl.zeros([BN, BD], tl.float32)
         for stream in tl.static_range(STREAMS):
-            inverse = load_per_row(inverse_ptr, first, rows, ok, stream, heads * STREAMS)
+            inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
             share = dout
             drop = along
             if STREAMS == 2:
@@ -113,7 +125,7 @@ def dq_kernel(
                 share = tl.where(mine[None, :], dout, 0.0)
                 drop = tl.where(mine[None, :], along, 0.0)
             drop = tl.sum(drop, axis=1)[:, None] * inverse
-            store_per_row(drop_ptr, -drop, first, rows, ok, stream, heads * STREAMS)
+            store_per_row(drop_ptr + stream * per_stream, -drop, first, rows, ok)
             # the denominator is divided out after the product, where it is one factor per row of a finished tile
             da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION) * inverse
             da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True) - drop * z_a[None, :]
@@ -150,9 +162,11 @@ def dsums_kernel(
     param_ptr,
     cos_ptr,
     sin_ptr,
-    inverse_ptr,  # [B, N, H, STREAMS]
-    drop_ptr,  # [B, N, H, STREAMS]
+    inverse_ptr,  # [STREAMS, B, H, N] or [STREAMS, H, T]
+    drop_ptr,
     dsums_ptr,  # [splits, B * H, PARTS, D, V + 2]
+    num_rows,
+    per_stream,
     num_queries,
     heads,
     stretch,
@@ -189,11 +203,11 @@ def dsums_kernel(
     q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
     do_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dob, stride_do, PACKED)
     angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
-    row += tl.cast(sample, tl.int64) * num_queries * (0 if PACKED else 1)
+    place = place_per_row(sample, head, heads, row, num_rows, PACKED)
     q_ptr += q_offset + head * stride_qh
     dout_ptr += do_offset + head * stride_doh
-    inverse_ptr += (row * heads + head) * STREAMS
-    drop_ptr += (row * heads + head) * STREAMS
+    inverse_ptr += place
+    drop_ptr += place
     param_ptr += (head // param_group) * num_params
     cos_ptr += angles
     sin_ptr += angles
@@ -213,8 +227,8 @@ def dsums_kernel(
         x = load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q).to(tl.float32)
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         for stream in tl.static_range(STREAMS):
-            inverse = load_per_row(inverse_ptr, first, rows, ok, stream, heads * STREAMS)
-            drop = load_per_row(drop_ptr, first, rows, ok, stream, heads * STREAMS)
+            inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
+            drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
             a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
             share = dout
             if STREAMS == 2:

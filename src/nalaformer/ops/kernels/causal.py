@@ -1,25 +1,22 @@
-"""Causal linear attention in chunks of tokens.
+"""Causal linear attention: a program owns a stretch of tokens and walks through it with a running state.
 
-    state kernel     k, v                 -> sums of each chunk            (that of bidirectional.py)
-    prefix kernel    those                -> sums before each chunk, and of all tokens
+    state kernel     k, v                 -> sums of each stretch            (that of bidirectional.py)
+    prefix kernel    those                -> sums before each stretch, and of all tokens
     causal kernel    q, k, v, sums before -> out
-    causal dq        q, k, v, out, dout, sums before -> dq, and per row the gradient of the denominator
-    dsums kernel     q, dout, those       -> gradients of the sums by the queries of each chunk
-    prefix kernel    those, from the end  -> gradients of the sums after each chunk
+    causal dq        q, k, v, out, dout, sums before   -> dq, and per row the gradient of the denominator
+    dsums kernel     q, dout, those       -> gradients of the sums by each stretch of queries
+    prefix kernel    those, from the end  -> gradients of the sums after each stretch
     causal dk        q, k, v, dout, those -> dk, dv
 
-A program owns a chunk and walks over pairs of tiles: inside the chunk attention is the masked product of features, what came
-before it comes through the sums. A running state instead of sums per chunk would save their traffic, but it takes the
-registers that the tiles need: measured, that was two to four times slower.
-
-The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a scale
-per key each row would need its own.
+Inside a tile of tokens attention is the masked product of the tile's features; what came before the tile comes through the
+state. The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a
+scale per key each row would need its own.
 """
 
 import triton
 import triton.language as tl
 
-from .bidirectional import load_rows, load_sums, rotated, sample_rows, store_per_row, store_rows
+from .bidirectional import load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
 from .maps import phi_key, phi_query
 
 
@@ -29,67 +26,89 @@ def prefix_kernel(
     initial_ptr,  # [rows, E] what comes before all of them
     total_ptr,  # [rows, E] everything together
     splits,
-    elements: tl.int64,  # rows * E
-    STEPS: tl.constexpr,
+    elements,  # rows * E
     BLOCK: tl.constexpr,
     REVERSE: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
 ):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    steps = tl.arange(0, STEPS)
     ok = offsets < elements
     running = tl.zeros([BLOCK], tl.float32)
     if HAS_INITIAL:
         running += tl.load(initial_ptr + offsets, mask=ok, other=0.0)
-    # many splits at a time: one after the other would wait for memory at each
-    for first in range(0, splits, STEPS):
-        split = first + steps
-        inside = (split < splits)[:, None] & ok[None, :]
-        stride = elements
-        if REVERSE:
-            split = splits - 1 - split
-            stride = -stride
-        places = sums_ptr + split.to(tl.int64)[:, None] * elements + offsets[None, :]
-        own = tl.load(places, mask=inside, other=0.0)
-        # the neighbour's number, not a difference of sums: a huge split must not wipe out those beside it
-        previous = tl.load(places - stride, mask=inside & (steps > 0)[:, None], other=0.0)
-        tl.debug_barrier()
-        tl.store(places, running[None, :] + tl.cumsum(previous, axis=0), mask=inside)
-        running += tl.sum(own, axis=0)
+    for step in range(0, splits):
+        split = splits - 1 - step if REVERSE else step
+        place = sums_ptr + tl.cast(split, tl.int64) * elements + offsets
+        own = tl.load(place, mask=ok, other=0.0)
+        tl.store(place, running, mask=ok)
+        running += own
     tl.store(total_ptr + offsets, running, mask=ok)
 
 
 @triton.jit
-def not_later(first_row, first_column, BN: tl.constexpr):
+def lower_triangle(BN: tl.constexpr):
     """[BN, BN]: True where the column's token is not later than the row's."""
     rows = tl.arange(0, BN)
-    return first_row + rows[:, None] >= first_column + rows[None, :]
+    return rows[:, None] >= rows[None, :]
 
 
 @triton.jit
-def count_up_to(count, mask_ptr, first, start, rows, exists, HAS_MASK: tl.constexpr):
-    """Visible keys up to each row of a tile, [BN, 1]; `count` came before the chunk. And the count up to its end."""
+def products_within(aq, bq, ak, bk, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Feature products of a tile's queries (rows) and keys (columns), zero for later keys."""
+    within = tl.dot(aq, tl.trans(ak), input_precision=PRECISION)
+    if PARTS == 2:
+        within = tl.dot(bq, tl.trans(bk), within, input_precision=PRECISION)
+    return tl.where(lower_triangle(aq.shape[0]), within, 0.0)
+
+
+@triton.jit
+def seen_keys(count, ok, HAS_MASK: tl.constexpr):
+    """Visible keys up to each row of a tile, [BN, 1], and up to its end."""
     if HAS_MASK:
-        ok = (exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)).to(tl.float32)
-        seen = count + tl.cumsum(ok, axis=0)
-        count += tl.sum(ok)
+        seen = count + tl.cumsum(ok.to(tl.float32), axis=0)
+        count += tl.sum(ok.to(tl.float32))
     else:
-        seen = count + (first - start + 1 + rows).to(tl.float32)
+        seen = count + 1.0 + tl.arange(0, ok.shape[0]).to(tl.float32)
+        count += ok.shape[0]
     return seen[:, None], count
 
 
 @triton.jit
-def weighted_values(weights, v, raw, visible, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """weights [BN, BN], zero where not visible, times v; a NaN or infinity that a row does not see must not reach it."""
-    bad = (raw - raw) != 0.0
-    if tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) > 0:
+def inverse_of(before, within, eps_seen):
+    """1 / denominator of the rows, [BN, 1]; 1 where a row sees nothing."""
+    total = before + tl.sum(within, axis=1)[:, None] + eps_seen
+    return 1.0 / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def weighted_values(weights, v, raw, is_suspect, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """weights [BN, BN], zero for later tokens, times v; a NaN or infinity in a later value must not reach the row."""
+    if is_suspect:
+        bad = (raw - raw) != 0.0
         finite = tl.where(bad, 0.0, v.to(tl.float32)).to(DOT)
         product = tl.dot(weights.to(DOT), finite, input_precision=PRECISION)
-        reached = tl.dot(tl.where(visible, 1.0, 0.0).to(DOT), bad.to(DOT), input_precision=PRECISION)
+        reach = tl.where(lower_triangle(v.shape[0]), 1.0, 0.0).to(DOT)
+        reached = tl.dot(reach, bad.to(DOT), input_precision=PRECISION)
         product = tl.where(reached > 0.0, float("nan"), product)
     else:
         product = tl.dot(weights.to(DOT), v, input_precision=PRECISION)
     return product
+
+
+@triton.jit
+def holds_no_number(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+    """Whether the sums of a part hold NaN or infinity: then some value up to here does."""
+    s, z = load_sums(ptr, D, V, BD, BV)
+    return tl.max(tl.max(((s - s) != 0.0).to(tl.int32), axis=1), axis=0) > 0
+
+
+@triton.jit
+def high_and_low(z, DOT: tl.constexpr):
+    """z [BD, 16], columns alike, as an operand whose first two columns add up to z with more digits than one holds."""
+    column = tl.arange(0, 16)[None, :]
+    high = z.to(DOT)
+    low = (z - high.to(tl.float32)).to(DOT)
+    return tl.where(column == 0, high, tl.where(column == 1, low, 0.0).to(DOT))
 
 
 @triton.jit
@@ -105,12 +124,14 @@ def causal_kernel(
     cos_k_ptr,
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
+    total_ptr,  # [B * K, PARTS, D, V + 2]
     out_ptr,  # [B, N, H, V]
-    inverse_ptr,  # [B, N, H, 1]: 1 / denominator, for the backward pass
+    inverse_ptr,  # [1, B, H, N] (packed: [1, H, T]): 1 / denominator, for the backward pass
+    num_rows,  # N, or T if packed
     num_tokens,
     heads,
     group,  # query heads per key head
-    stretch,  # tokens of a chunk
+    stretch,
     stride_qb,
     stride_q,
     stride_qh,
@@ -143,6 +164,7 @@ def causal_kernel(
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     KEEP: tl.constexpr,
+    HAS_TOTAL: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -163,8 +185,7 @@ def causal_kernel(
     sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
     cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
     sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
-    row += tl.cast(sample, tl.int64) * num_tokens * (0 if PACKED else 1)
-    inverse_ptr += row * heads + head
+    inverse_ptr += place_per_row(sample, head, heads, row, num_rows, PACKED)
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
     start = tl.program_id(0) * stretch
@@ -176,9 +197,18 @@ def causal_kernel(
     if PARTS == 2:
         s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
     count = tl.load(before + V + 1)
-
-    s_a = s_a.to(DOT)
-    s_b = s_b.to(DOT)
+    # the sums after this stretch tell whether one of its values is no number; unknown means yes
+    is_suspect = tl.program_id(0) >= 0
+    if HAS_TOTAL:
+        size = PARTS * D * (V + 2)
+        after = total_ptr + (sample * kv_heads + kv_head) * size
+        if tl.program_id(0) + 1 < tl.num_programs(0):
+            after = before + (tl.num_programs(1) // group) * size
+        is_suspect = holds_no_number(after, D, V, BD, BV)
+    # z is updated and read by products: sums over rows would make the warps wait for each other at every step
+    ones = tl.full([BN, 16], 1.0, DOT)
+    wide_a = tl.zeros([BD, 16], tl.float32) + z_a[:, None]
+    wide_b = tl.zeros([BD, 16], tl.float32) + z_b[:, None]
 
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -186,41 +216,46 @@ def causal_kernel(
     in_head = channels < D
     for first in range(start, stop, BN):
         exists = rows < stop - first
+        ok = exists
+        if HAS_MASK:
+            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        # each pair of feature tiles shrinks to operands before the next is made: registers are what limits this kernel
         y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
         aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
-        seen, count = count_up_to(count, mask_ptr, first, start, rows, exists, HAS_MASK)
-        total = tl.sum(aq * z_a[None, :], axis=1)[:, None] + eps * seen
-        turned_aq = rotated(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-        above = tl.dot(turned_aq, s_a, input_precision=PRECISION)
-        turned_bq = turned_aq
-        if PARTS == 2:
-            total += tl.sum(bq * z_b[None, :], axis=1)[:, None]
-            turned_bq = rotated(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-            above = tl.dot(turned_bq, s_b, above, input_precision=PRECISION)
         plain_aq = aq.to(DOT)
         plain_bq = bq.to(DOT)
-        for other in range(start, first + BN, BN):
-            ok = rows < stop - other
-            if HAS_MASK:
-                ok = ok & (tl.load(mask_ptr + other + rows, mask=ok, other=0) != 0)
-            x = load_rows(k_ptr, other, rows, ok, channels, in_head, stride_k).to(tl.float32)
-            raw = load_rows(v_ptr, other, rows, ok, columns, columns < V, stride_v)
-            ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-            within = tl.dot(plain_aq, tl.trans(ak.to(DOT)), input_precision=PRECISION)
-            if PARTS == 2:
-                within = tl.dot(plain_bq, tl.trans(bk.to(DOT)), within, input_precision=PRECISION)
-            visible = not_later(first, other, BN)
-            within = tl.where(visible, within, 0.0)
-            total += tl.sum(within, axis=1)[:, None]
-            if PAIRS > 0:
-                ak = rotated(ak, cos_k_ptr, sin_k_ptr, other, rows, ok, 0, D, BD, PAIRS, False)
-                within = tl.dot(turned_aq, tl.trans(ak.to(DOT)), input_precision=PRECISION)
-                if PARTS == 2:
-                    bk = rotated(bk, cos_k_ptr, sin_k_ptr, other, rows, ok, 1, D, BD, PAIRS, False)
-                    within = tl.dot(turned_bq, tl.trans(bk.to(DOT)), within, input_precision=PRECISION)
-                within = tl.where(visible, within, 0.0)
-            above += weighted_values(within, raw.to(DOT), raw, visible, DOT, PRECISION)
-        inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
+        turned_aq = rotated(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        turned_bq = turned_aq
+        if PARTS == 2:
+            turned_bq = rotated(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+        total = tl.dot(plain_aq, high_and_low(wide_a, DOT), input_precision=PRECISION)
+        if PARTS == 2:
+            total = tl.dot(plain_bq, high_and_low(wide_b, DOT), total, input_precision=PRECISION)
+        above = tl.dot(turned_aq, s_a.to(DOT), input_precision=PRECISION)
+        if PARTS == 2:
+            above = tl.dot(turned_bq, s_b.to(DOT), above, input_precision=PRECISION)
+        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
+        v = raw.to(DOT)
+        ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
+        plain_ak = ak.to(DOT)
+        plain_bk = bk.to(DOT)
+        turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        turned_bk = turned_ak
+        if PARTS == 2:
+            turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+        within = products_within(plain_aq, plain_bq, plain_ak, plain_bk, PARTS, PRECISION)
+        seen, count = seen_keys(count, ok, HAS_MASK)
+        inverse = inverse_of(tl.sum(total, axis=1)[:, None], within, eps * seen)
         if KEEP:
-            store_per_row(inverse_ptr, inverse, first, rows, exists, 0, heads)
+            store_per_row(inverse_ptr, inverse, first, rows, exists)
+        if PAIRS > 0:
+            within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
+        above += weighted_values(within, v, raw, is_suspect, DOT, PRECISION)
+        wide_a = tl.dot(tl.trans(plain_ak), ones, wide_a, input_precision=PRECISION)
+        if PARTS == 2:
+            wide_b = tl.dot(tl.trans(plain_bk), ones, wide_b, input_precision=PRECISION)
+        s_a = tl.dot(tl.trans(turned_ak), v, s_a, input_precision=PRECISION)
+        if PARTS == 2:
+            s_b = tl.dot(tl.trans(turned_bk), v, s_b, input_precision=PRECISION)
         store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)

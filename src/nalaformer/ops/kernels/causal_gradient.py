@@ -6,15 +6,15 @@ With g = dout / den, e_i = g_i . out_i, the products G_ij = g_i . v_j and P_ij =
     dphi(k_j) = sum_i (G_ij - e_i) phi(q_i)
     dv_j      = sum_i P_ij g_i
 
-where with rotary the terms with G and P take the turned features. Tokens outside the chunk come through the sums S, z before it
+where with rotary the terms with G and P take the turned features. Tokens outside the tile come through the sums S, z before it
 and through their gradients after it. out and 1 / den come from the forward pass.
 """
 
 import triton
 import triton.language as tl
 
-from .bidirectional import load_per_row, load_rows, load_sums, rotated, sample_rows, store_per_row, store_rows
-from .causal import not_later
+from .bidirectional import load_per_row, load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
+from .causal import lower_triangle
 from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
 
 
@@ -25,7 +25,7 @@ def causal_dq_kernel(
     v_ptr,  # [B, N, K, V]
     out_ptr,  # [B, N, H, V]
     dout_ptr,  # [B, N, H, V]
-    inverse_ptr,  # [B, N, H, 1]
+    inverse_ptr,  # [1, B, H, N] or [1, H, T]
     mask_ptr,
     cu_ptr,
     param_ptr,
@@ -35,12 +35,13 @@ def causal_dq_kernel(
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     dq_ptr,  # [B, N, H, D]
-    drop_ptr,  # [B, N, H, 1]: minus the gradient of the denominator
+    drop_ptr,  # the same: minus the gradient of the denominator
     dparam_ptr,  # [splits, B * H, 4, D]
+    num_rows,  # N, or T if packed
     num_tokens,
     heads,
     group,
-    stretch,  # tokens of a chunk
+    stretch,
     stride_qb,
     stride_q,
     stride_qh,
@@ -102,9 +103,9 @@ def causal_dq_kernel(
     sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
     cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
     sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
-    row += tl.cast(sample, tl.int64) * num_tokens * (0 if PACKED else 1)
-    inverse_ptr += row * heads + head
-    drop_ptr += row * heads + head
+    place_of_rows = place_per_row(sample, head, heads, row, num_rows, PACKED)
+    inverse_ptr += place_of_rows
+    drop_ptr += place_of_rows
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
     start = tl.program_id(0) * stretch
@@ -116,9 +117,6 @@ def causal_dq_kernel(
     if PARTS == 2:
         s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
 
-    s_a = tl.trans(s_a.to(DOT))
-    s_b = tl.trans(s_b.to(DOT))
-
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
@@ -127,49 +125,43 @@ def causal_dq_kernel(
     p1 = tl.zeros([BD], tl.float32)
     for first in range(start, stop, BN):
         exists = rows < stop - first
+        ok = exists
+        if HAS_MASK:
+            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
         dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
         out = load_rows(out_ptr, first, rows, exists, columns, columns < V, stride_o)
-        inverse = load_per_row(inverse_ptr, first, rows, exists, 0, heads)
+        inverse = load_per_row(inverse_ptr, first, rows, exists)
         drop = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)[:, None] * inverse
-        store_per_row(drop_ptr, -drop, first, rows, exists, 0, heads)
+        store_per_row(drop_ptr, -drop, first, rows, exists)
         dout = dout.to(DOT)
-        da = tl.dot(dout, s_a, input_precision=PRECISION) * inverse
+        # what came before the tile
+        da = tl.dot(dout, tl.trans(s_a.to(DOT)), input_precision=PRECISION) * inverse
         db = da
         if PARTS == 2:
-            db = tl.dot(dout, s_b, input_precision=PRECISION) * inverse
-        if PAIRS > 0:
-            plain_a = tl.zeros([BN, BD], tl.float32)
-            plain_b = tl.zeros([BN, BD], tl.float32)
-        for other in range(start, first + BN, BN):
-            ok = rows < stop - other
-            if HAS_MASK:
-                ok = ok & (tl.load(mask_ptr + other + rows, mask=ok, other=0) != 0)
-            visible = not_later(first, other, BN)
-            v = load_rows(v_ptr, other, rows, ok, columns, columns < V, stride_v).to(DOT)
-            toward = tl.dot(dout, tl.trans(v), input_precision=PRECISION) * inverse
-            if PAIRS == 0:
-                toward -= drop
-            toward = tl.where(visible, toward, 0.0).to(DOT)
-            x = load_rows(k_ptr, other, rows, ok, channels, in_head, stride_k).to(tl.float32)
-            a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-            if PAIRS > 0:
-                # what the denominator adds belongs to the features before the turn
-                minus = tl.where(visible, -drop, 0.0).to(DOT)
-                plain_a = tl.dot(minus, a.to(DOT), plain_a, input_precision=PRECISION)
-                a = rotated(a, cos_k_ptr, sin_k_ptr, other, rows, ok, 0, D, BD, PAIRS, False)
-                if PARTS == 2:
-                    plain_b = tl.dot(minus, b.to(DOT), plain_b, input_precision=PRECISION)
-                    b = rotated(b, cos_k_ptr, sin_k_ptr, other, rows, ok, 1, D, BD, PAIRS, False)
-            da = tl.dot(toward, a.to(DOT), da, input_precision=PRECISION)
-            if PARTS == 2:
-                db = tl.dot(toward, b.to(DOT), db, input_precision=PRECISION)
+            db = tl.dot(dout, tl.trans(s_b.to(DOT)), input_precision=PRECISION) * inverse
+        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+        toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION) * inverse, 0.0)
+        minus = tl.where(lower_triangle(BN), drop, 0.0)
+        if PAIRS == 0:
+            toward -= minus
+        toward = toward.to(DOT)
+        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
+        turned = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        da = tl.dot(toward, turned, da, input_precision=PRECISION)
+        s_a = tl.dot(tl.trans(turned), v, s_a, input_precision=PRECISION)
         da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True) - drop * z_a[None, :]
         if PAIRS > 0:
-            da += plain_a
+            da -= tl.dot(minus.to(DOT), a.to(DOT), input_precision=PRECISION)
+        z_a += tl.sum(a, axis=0)
         if PARTS == 2:
+            turned = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+            db = tl.dot(toward, turned, db, input_precision=PRECISION)
+            s_b = tl.dot(tl.trans(turned), v, s_b, input_precision=PRECISION)
             db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True) - drop * z_b[None, :]
             if PAIRS > 0:
-                db += plain_b
+                db -= tl.dot(minus.to(DOT), b.to(DOT), input_precision=PRECISION)
+            z_b += tl.sum(b, axis=0)
         else:
             db = da
         y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
@@ -200,16 +192,17 @@ def causal_dk_kernel(
     sin_q_ptr,
     cos_k_ptr,
     sin_k_ptr,
-    inverse_ptr,  # [B, N, H, 1]
-    drop_ptr,  # [B, N, H, 1]
+    inverse_ptr,  # [1, B, H, N] or [1, H, T]
+    drop_ptr,
     after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
     dk_ptr,  # [B, N, K, D]
     dv_ptr,  # [B, N, K, V]
     dparam_ptr,  # [splits, B * K, 2, D]
+    num_rows,
     num_tokens,
     kv_heads,
     group,
-    stretch,  # tokens of a chunk
+    stretch,
     stride_qb,
     stride_q,
     stride_qh,
@@ -267,7 +260,6 @@ def causal_dk_kernel(
     sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
     cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
     sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
-    row += tl.cast(sample, tl.int64) * num_tokens * (0 if PACKED else 1)
     heads = kv_heads * group
     key_params = param_ptr + (head // key_param_group) * num_params
     start = tl.program_id(0) * stretch
@@ -279,16 +271,17 @@ def causal_dk_kernel(
     if PARTS == 2:
         ds_b, dz_b = load_sums(after + D * (V + 2), D, V, BD, BV)
 
-    ds_a = ds_a.to(DOT)
-    ds_b = ds_b.to(DOT)
-
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
+    # keys in the rows now: a query counts if it is not earlier
+    upper = rows[:, None] <= rows[None, :]
     p0 = tl.zeros([BD], tl.float32)
     p1 = tl.zeros([BD], tl.float32)
-    for first in range(start, stop, BN):
+    tiles = tl.cdiv(tl.maximum(stop - start, 0), BN)
+    for tile in range(0, tiles):
+        first = start + (tiles - 1 - tile) * BN
         exists = rows < stop - first
         ok = exists
         if HAS_MASK:
@@ -298,66 +291,65 @@ def causal_dk_kernel(
         a, b = phi_key(raw_k.to(tl.float32), ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
         ak = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
         bk = ak
-        dv = tl.dot(ak, ds_a, input_precision=PRECISION)
-        # gradients of the turned features; what the denominator adds belongs to the features before the turn
-        da = tl.dot(v, tl.trans(ds_a), input_precision=PRECISION)
+        dv = tl.dot(ak, ds_a.to(DOT), input_precision=PRECISION)
+        # gradients of the turned features; what belongs to the features before the turn comes from z
+        da = tl.dot(v, tl.trans(ds_a.to(DOT)), input_precision=PRECISION)
         db = da
         if PARTS == 2:
             bk = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-            dv = tl.dot(bk, ds_b, dv, input_precision=PRECISION)
-            db = tl.dot(v, tl.trans(ds_b), input_precision=PRECISION)
+            dv = tl.dot(bk, ds_b.to(DOT), dv, input_precision=PRECISION)
+            db = tl.dot(v, tl.trans(ds_b.to(DOT)), input_precision=PRECISION)
+        later_a = dz_a
+        later_b = dz_b
         if PAIRS > 0:
             plain_a = tl.zeros([BN, BD], tl.float32)
             plain_b = tl.zeros([BN, BD], tl.float32)
-        # the queries of the chunk that see these keys, of every head that shares them
-        tiles = tl.cdiv(stop - first, BN)
-        for step in range(0, tiles * group):
-            other = first + (step % tiles) * BN
-            query_head = head * group + step // tiles
-            here = rows < stop - other
+        for member in range(0, group):
+            query_head = head * group + member
             query_params = param_ptr + (query_head // query_param_group) * num_params
             own_q = q_ptr + q_offset + query_head * stride_qh
             own_do = dout_ptr + do_offset + query_head * stride_doh
-            inverse = load_per_row(inverse_ptr + row * heads + query_head, other, rows, here, 0, heads)
-            drop = load_per_row(drop_ptr + row * heads + query_head, other, rows, here, 0, heads)
-            g = load_rows(own_do, other, rows, here, columns, columns < V, stride_do)
+            place_of_rows = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
+            inverse = load_per_row(inverse_ptr + place_of_rows, first, rows, exists)
+            drop = load_per_row(drop_ptr + place_of_rows, first, rows, exists)
+            g = load_rows(own_do, first, rows, exists, columns, columns < V, stride_do)
             g = (g.to(tl.float32) * inverse).to(DOT)
-            # keys in the rows: the transpose of what dq sees
-            visible = tl.trans(not_later(other, first, BN))
-            toward = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+            toward = tl.where(upper, tl.dot(v, tl.trans(g), input_precision=PRECISION), 0.0)
+            minus = tl.where(upper, tl.trans(drop), 0.0)
             if PAIRS == 0:
-                toward += tl.trans(drop)
-            toward = tl.where(visible, toward, 0.0).to(DOT)
-            y = load_rows(own_q, other, rows, here, channels, in_head, stride_q).to(tl.float32)
+                toward += minus
+            toward = toward.to(DOT)
+            y = load_rows(own_q, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
             a, b, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
             if MAP == "elu" or MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
                 # rows beyond the tokens have features there
-                a = tl.where(here[:, None], a, 0.0)
-                b = tl.where(here[:, None], b, 0.0)
+                a = tl.where(exists[:, None], a, 0.0)
+                b = tl.where(exists[:, None], b, 0.0)
+            dz_a += tl.sum(a * drop, axis=0)
             if PAIRS > 0:
-                minus = tl.where(visible, tl.trans(drop), 0.0).to(DOT)
-                plain_a = tl.dot(minus, a.to(DOT), plain_a, input_precision=PRECISION)
-                a = rotated(a, cos_q_ptr, sin_q_ptr, other, rows, here, 0, D, BD, PAIRS, False)
-                if PARTS == 2:
-                    plain_b = tl.dot(minus, b.to(DOT), plain_b, input_precision=PRECISION)
-                    b = rotated(b, cos_q_ptr, sin_q_ptr, other, rows, here, 1, D, BD, PAIRS, False)
-            aq = a.to(DOT)
+                plain_a = tl.dot(minus.to(DOT), a.to(DOT), plain_a, input_precision=PRECISION)
+            aq = rotated(a, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
             da = tl.dot(toward, aq, da, input_precision=PRECISION)
             weights = tl.dot(ak, tl.trans(aq), input_precision=PRECISION)
+            ds_a = tl.dot(tl.trans(aq), g, ds_a, input_precision=PRECISION)
             if PARTS == 2:
-                bq = b.to(DOT)
+                dz_b += tl.sum(b * drop, axis=0)
+                if PAIRS > 0:
+                    plain_b = tl.dot(minus.to(DOT), b.to(DOT), plain_b, input_precision=PRECISION)
+                bq = rotated(b, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
                 db = tl.dot(toward, bq, db, input_precision=PRECISION)
                 weights = tl.dot(bk, tl.trans(bq), weights, input_precision=PRECISION)
-            weights = tl.where(visible, weights, 0.0)
+                ds_b = tl.dot(tl.trans(bq), g, ds_b, input_precision=PRECISION)
+            weights = tl.where(upper, weights, 0.0)
             dv = tl.dot(weights.to(DOT), g, dv, input_precision=PRECISION)
         store_rows(
             dv_ptr, tl.where(ok[:, None], dv, 0.0) if HAS_MASK else dv, first, rows, exists, columns, columns < V, stride_dv
         )
-        da = rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True) + dz_a[None, :]
+        da = rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True) + later_a[None, :]
         if PAIRS > 0:
             da += plain_a
         if PARTS == 2:
-            db = rotated(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True) + dz_b[None, :]
+            db = rotated(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True) + later_b[None, :]
             if PAIRS > 0:
                 db += plain_b
         else:

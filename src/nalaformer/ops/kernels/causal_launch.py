@@ -10,14 +10,7 @@ from .causal import causal_kernel, prefix_kernel
 from .causal_gradient import causal_dk_kernel, causal_dq_kernel
 from .launch import Angles, Call, angle_stride, parameter_row, stand_ins, strides
 
-# tokens between which the sums are stored: longer chunks store less and multiply more
-CHUNK = 256
-PREFIX_BLOCK, PREFIX_STEPS = 128, 16
-
-
-def chunks(call: Call) -> tuple[int, int]:
-    """Number of chunks of a sample, and their tokens."""
-    return -(-call.num_queries // CHUNK), CHUNK
+PREFIX_BLOCK = 512
 
 
 def forward(
@@ -37,10 +30,11 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes out; returns the sums of all tokens, those before each stretch, and if kept 1 / denominator per row."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
-    inverse = torch.empty((*q.shape[:-1], 1) if keep else 0, dtype=torch.float32, device=call.device)
-    count, stretch = chunks(call)
+    inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
+    count, stretch = call.splits("causal", call.num_queries, call.heads)
     sums = call.sums(count, call.kv_heads)
-    if count == 1 and not want_total:
+    has_total = count > 1 or want_total
+    if not has_total:
         # nothing but the initial sums comes before the only stretch: one launch
         total = sums[0]
         sums[0].zero_() if initial is None else sums[0].copy_(initial)
@@ -64,19 +58,19 @@ def forward(
         )
         total = prefix(call, sums, initial, reverse=False)
     call.start(
-        ("causal", keep),
+        ("causal", keep, has_total),
         causal_kernel,
-        (q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, sums, out, inverse),
+        (q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, sums, total, out, inverse),
         lambda: (
             "causal",
             (count, call.samples * call.heads),
             (
-                *(call.num_queries, call.heads, call.heads // call.kv_heads, stretch),
+                *(call.num_rows, call.num_queries, call.heads, call.heads // call.kv_heads, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(out)),
                 *parameters_of_both(call, parameters, angles_q, angles_k),
                 *(call.norm_scale, call.alpha, call.eps),
             ),
-            {"KEEP": keep},
+            {"KEEP": keep, "HAS_TOTAL": has_total},
         ),
     )
     return total, sums, inverse
@@ -103,7 +97,7 @@ def backward(
     cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v))
     group = call.heads // call.kv_heads
-    count, stretch = chunks(call)
+    count, stretch = call.splits("causal", call.num_queries, call.heads)
     layout = (dout.stride(), dout.data_ptr() % 16, is_learned)
     drop = torch.empty_like(inverse)
     dquery = dkey = drop
@@ -120,7 +114,7 @@ def backward(
             "causal_dq",
             (count, call.samples * call.heads),
             (
-                *(call.num_queries, call.heads, group, stretch),
+                *(call.num_rows, call.num_queries, call.heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq)),
                 *parameters_of_both(call, parameters, angles_q, angles_k),
                 *(call.norm_scale, call.alpha),
@@ -137,7 +131,7 @@ def backward(
             "dsums",
             (count, call.samples * call.heads),
             (
-                *(call.num_queries, call.heads, stretch),
+                *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, stretch),
                 *(*strides(q), *strides(dout), angle_stride(angles_q[0])),
                 *parameter_row(call.heads, parameters),
                 *(call.norm_scale, call.alpha),
@@ -155,7 +149,7 @@ def backward(
             "causal_dk",
             (count, call.samples * call.kv_heads),
             (
-                *(call.num_queries, call.kv_heads, group, stretch),
+                *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv)),
                 *parameters_of_both(call, parameters, angles_q, angles_k),
                 *(call.norm_scale, call.alpha),
@@ -179,7 +173,6 @@ def prefix(call: Call, sums: Tensor, initial: Tensor | None, *, reverse: bool) -
         total,
         sums.shape[0],
         elements,
-        STEPS=PREFIX_STEPS,
         BLOCK=PREFIX_BLOCK,
         REVERSE=reverse,
         HAS_INITIAL=has_initial,

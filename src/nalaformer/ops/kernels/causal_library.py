@@ -36,7 +36,7 @@ def run_forward(
     want_total: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, the sums of all tokens (empty unless wanted), those before each chunk and, if kept, 1 / denominator."""
+    """Output, the sums of all tokens (empty unless wanted), those before each stretch and, if kept, 1 / denominator."""
     settings = all_settings(longest, name, parts, norm_scale, alpha, eps, is_cube)
     call = describe(q, k, v, parameters, cos_q, cos_k, key_mask, cu_seqlens, settings)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
@@ -55,10 +55,10 @@ def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, ini
     *settings, want_total, keep = rest
     call = new_call(q, k, v, cos_q, key_mask, cu_seqlens, *all_settings(*settings))
     parts = call.parts
-    count, _ = causal_launch.chunks(call)
+    count, _ = call.splits("causal", call.num_queries, call.heads)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     before = q.new_empty(count, call.samples * call.kv_heads, parts, q.shape[-1], v.shape[-1] + 2, dtype=torch.float32)
-    inverse = before.new_empty((*q.shape[:-1], 1) if keep else 0)
+    inverse = before.new_empty(call.per_row if keep else 0)
     return out, torch.empty_like(before[0]) if want_total else before.new_empty(0), before, inverse
 
 

@@ -42,11 +42,11 @@ TILES = {
     "dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "causal": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
-    "causal_dq": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
+    "causal_dq": {64: Tile(64, 8, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
     "causal_dk": {64: Tile(64, 8, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
 }
 # by kernel: programs per multiprocessor that we want, and steps below which a program is not worth its sums
-SPREAD = {"state": (2, 8), "output": (16, 4), "dq": (16, 4), "dsums": (2, 8), "dk": (16, 4)}
+SPREAD = {"state": (2, 8), "output": (16, 4), "dq": (16, 4), "dsums": (2, 8), "dk": (16, 4), "causal": (2, 8)}
 # three tf32 products make one of float32 quality; a single one would cost float16 three of its eleven bits
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "tf32x3"}
 
@@ -82,6 +82,8 @@ class Call:
     num_queries: int
     """Of a sample; of the longest one if packed."""
     num_keys: int
+    num_rows: int
+    """Queries in a row of numbers: of a sample, or of all of them if packed."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -104,6 +106,12 @@ class Call:
         """Whether one program per sample and head does it all."""
         short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS
         return short and self.heads == self.kv_heads and not self.is_packed
+
+    @property
+    def per_row(self) -> torch.Size:
+        """Shape of what is kept per query: [streams, B, H, N], or [streams, H, T] if packed; tokens side by side."""
+        batch = () if self.is_packed else (self.samples,)
+        return torch.Size((self.streams, *batch, self.heads, self.num_rows))
 
     def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
         """Over how many programs the tokens of a sample and head are spread, and how many each takes."""
@@ -198,7 +206,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fills `out`; returns the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K], and if kept 1 / denominator."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
-    inverse = torch.empty((*q.shape[:-1], call.streams) if keep else 0, dtype=torch.float32, device=call.device)
+    inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
     if call.is_whole:
         sums = call.sums(1, call.heads)[0]
         scale = sums.new_empty(sums.shape[0])
@@ -251,7 +259,14 @@ def forward(
             "output",
             (count, call.samples * call.heads),
             (
-                *(call.num_queries, call.heads, call.heads // call.kv_heads, stretch_q),
+                *(
+                    call.num_rows,
+                    call.per_row[1:].numel(),
+                    call.num_queries,
+                    call.heads,
+                    call.heads // call.kv_heads,
+                    stretch_q,
+                ),
                 *(*strides(q), *strides(out), angle_stride(angles_q[0])),
                 *parameter_row(call.heads, parameters),
                 *(call.norm_scale, call.alpha, call.eps),
@@ -315,7 +330,7 @@ def backward(
             "dq",
             (count, call.samples * call.heads),
             (
-                *(call.num_queries, call.heads, group, stretch),
+                *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, group, stretch),
                 *(*strides(q), *strides(out), *strides(dout), *strides(dq), angle_stride(angles_q[0])),
                 *parameter_row(call.heads, parameters),
                 *(call.norm_scale, call.alpha),
@@ -334,7 +349,7 @@ def backward(
             "dsums",
             (sum_count, call.samples * call.heads),
             (
-                *(call.num_queries, call.heads, sum_stretch),
+                *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, sum_stretch),
                 *(*strides(q), *strides(dout), angle_stride(angles_q[0])),
                 *parameter_row(call.heads, parameters),
                 *(call.norm_scale, call.alpha),

@@ -66,6 +66,7 @@ def new_call(
         samples=cu_seqlens.shape[0] - 1 if cu_seqlens is not None else q.shape[0],
         num_queries=longest if packed else q.shape[1],
         num_keys=longest if packed else k.shape[1],
+        num_rows=q.shape[0] if packed else q.shape[1],
         heads=q.shape[-2],
         kv_heads=k.shape[-2],
         head_dim=q.shape[-1],
@@ -113,12 +114,12 @@ bidirectional = torch.library.custom_op("nalaformer::bidirectional", mutates_arg
 
 
 @bidirectional.register_fake
-def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, longest, name, parts, streams, *rest):  # type: ignore[no-untyped-def]
-    samples = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else q.shape[0]
-    rows = samples * k.shape[-2]
+def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, *settings):  # type: ignore[no-untyped-def]
+    call = new_call(q, k, v, cos_q, key_mask, cu_seqlens, *settings[:-1])
+    rows = call.samples * call.kv_heads
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    sums = q.new_empty(rows, parts, q.shape[-1], v.shape[-1] + 2, dtype=torch.float32)
-    inverse = q.new_empty((*q.shape[:-1], streams) if rest[-1] else 0, dtype=torch.float32)
+    sums = q.new_empty(rows, call.parts, call.head_dim, call.value_dim + 2, dtype=torch.float32)
+    inverse = q.new_empty(call.per_row if settings[-1] else 0, dtype=torch.float32)
     return out, sums, q.new_empty(rows, dtype=torch.float32), inverse
 
 
