@@ -130,6 +130,15 @@ def store_sums(ptr, s, z, count, D: tl.constexpr, V: tl.constexpr, BD: tl.conste
 
 
 @triton.jit
+def high_and_low(x, DOT: tl.constexpr):
+    """x [*, 16], columns alike, as an operand whose first two columns add up to x with more digits than one holds."""
+    column = tl.arange(0, 16)[None, :]
+    high = x.to(DOT)
+    low = (x - high.to(tl.float32)).to(DOT)
+    return tl.where(column == 0, high, tl.where(column == 1, low, 0.0).to(DOT))
+
+
+@triton.jit
 def sum_keys(
     k_ptr,
     v_ptr,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .bidirectional import (
+    high_and_low,
     load_per_row,
     load_rows,
     load_sums,
@@ -124,20 +125,20 @@ def dq_kernel(
                 mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
                 share = tl.where(mine[None, :], dout, 0.0)
                 drop = tl.where(mine[None, :], along, 0.0)
-            drop = tl.sum(drop, axis=1)[:, None] * inverse
-            store_per_row(drop_ptr + stream * per_stream, -drop, first, rows, ok)
-            # the denominator is divided out after the product, where it is one factor per row of a finished tile
-            da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION) * inverse
-            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True) - drop * z_a[None, :]
+            along_row = tl.sum(drop, axis=1)[:, None]
+            store_per_row(drop_ptr + stream * per_stream, -along_row * inverse, first, rows, ok)
+            # the denominator is divided out at the end, where the two halves have become one tile
+            da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION)
+            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True) - along_row * z_a[None, :]
             db = da
             if PARTS == 2:
-                db = tl.dot(share.to(DOT), s_b, input_precision=PRECISION) * inverse
-                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True) - drop * z_b[None, :]
+                db = tl.dot(share.to(DOT), s_b, input_precision=PRECISION)
+                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True) - along_row * z_b[None, :]
             step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
-            dx += step
+            dx += step * inverse
             if LEARNED:
-                g0 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
-                g1 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)
+                g0 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g0 * inverse, 0.0), axis=0)
+                g1 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g1 * inverse, 0.0), axis=0)
                 if stream == 0:
                     p0 += g0
                     p1 += g1
@@ -220,8 +221,9 @@ def dsums_kernel(
     in_head = channels < D
     ds_a = tl.zeros([BD, BV], tl.float32)
     ds_b = tl.zeros([BD, BV], tl.float32)
-    dz_a = tl.zeros([BD], tl.float32)
-    dz_b = tl.zeros([BD], tl.float32)
+    # dz is a product too, with a tile of few columns: a sum over rows would cost a shuffle per channel
+    dz_a = tl.zeros([BD, 16], tl.float32)
+    dz_b = tl.zeros([BD, 16], tl.float32)
     for first in range(start, stop, BN):
         ok = rows < stop - first
         x = load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q).to(tl.float32)
@@ -234,19 +236,22 @@ def dsums_kernel(
             if STREAMS == 2:
                 mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
                 share = tl.where(mine[None, :], dout, 0.0)
-            dz_a += tl.sum(a * drop, axis=0)
             # the row's factor goes to the features: dout then needs no pass through registers
-            turned = rotated(a * inverse, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
+            a = a * inverse
+            weight = high_and_low(tl.zeros([BN, 16], tl.float32) + drop / tl.where(ok[:, None], inverse, 1.0), DOT)
+            dz_a = tl.dot(tl.trans(a.to(DOT)), weight, dz_a, input_precision=PRECISION)
+            turned = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
             ds_a = tl.dot(tl.trans(turned.to(DOT)), share.to(DOT), ds_a, input_precision=PRECISION)
             if PARTS == 2:
-                dz_b += tl.sum(b * drop, axis=0)
-                turned = rotated(b * inverse, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
+                b = b * inverse
+                dz_b = tl.dot(tl.trans(b.to(DOT)), weight, dz_b, input_precision=PRECISION)
+                turned = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
                 ds_b = tl.dot(tl.trans(turned.to(DOT)), share.to(DOT), ds_b, input_precision=PRECISION)
     place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
     dsums = dsums_ptr + place * (PARTS * D * (V + 2))
-    store_sums(dsums, ds_a, dz_a, 0.0, D, V, BD, BV)
+    store_sums(dsums, ds_a, tl.sum(dz_a, axis=1), 0.0, D, V, BD, BV)
     if PARTS == 2:
-        store_sums(dsums + D * (V + 2), ds_b, dz_b, 0.0, D, V, BD, BV)
+        store_sums(dsums + D * (V + 2), ds_b, tl.sum(dz_b, axis=1), 0.0, D, V, BD, BV)
 
 
 @triton.jit

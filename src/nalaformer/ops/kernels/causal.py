@@ -16,7 +16,7 @@ scale per key each row would need its own.
 import triton
 import triton.language as tl
 
-from .bidirectional import load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
+from .bidirectional import high_and_low, load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
 from .maps import phi_key, phi_query
 
 
@@ -100,15 +100,6 @@ def holds_no_number(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV:
     """Whether the sums of a part hold NaN or infinity: then some value up to here does."""
     s, z = load_sums(ptr, D, V, BD, BV)
     return tl.max(tl.max(((s - s) != 0.0).to(tl.int32), axis=1), axis=0) > 0
-
-
-@triton.jit
-def high_and_low(z, DOT: tl.constexpr):
-    """z [BD, 16], columns alike, as an operand whose first two columns add up to z with more digits than one holds."""
-    column = tl.arange(0, 16)[None, :]
-    high = z.to(DOT)
-    low = (z - high.to(tl.float32)).to(DOT)
-    return tl.where(column == 0, high, tl.where(column == 1, low, 0.0).to(DOT))
 
 
 @triton.jit

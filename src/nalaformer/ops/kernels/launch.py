@@ -41,9 +41,9 @@ TILES = {
     "dq": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
-    "causal": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
-    "causal_dq": {64: Tile(64, 8, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
-    "causal_dk": {64: Tile(64, 8, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
+    "causal": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
+    "causal_dq": {64: Tile(32, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
+    "causal_dk": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
 }
 # by kernel: programs per multiprocessor that we want, and steps below which a program is not worth its sums
 SPREAD = {"state": (2, 8), "output": (16, 4), "dq": (16, 4), "dsums": (2, 8), "dk": (16, 4), "causal": (2, 8)}

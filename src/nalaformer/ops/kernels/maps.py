@@ -62,10 +62,16 @@ def elu_plus_one(x):
 @triton.jit
 def unit_and_norm(x):
     """(x / |x|, squared norm, norm, 1 / norm), the norm kept away from zero; all but the first [BN, 1]."""
+    size, norm, inverse = norm_of(x)
+    return x * inverse, size, norm, inverse
+
+
+@triton.jit
+def norm_of(x):
+    """Squared norm, norm and 1 / norm, [BN, 1] each, the norm kept away from zero."""
     size = tl.sum(x * x, axis=1)[:, None]
     norm = tl.sqrt(tl.maximum(size, SMALLEST_SIZE))
-    inverse = 1.0 / norm
-    return x * inverse, size, norm, inverse
+    return size, norm, 1.0 / norm
 
 
 @triton.jit
@@ -96,18 +102,21 @@ def phi_query(x, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: t
     elif MAP == "split":
         a = tl.maximum(x, 0.0)
         b = tl.maximum(-x, 0.0)
-    elif MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
+    elif MAP == "norm_aware_split":
+        size, norm, inverse = norm_of(x)
+        p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
+        # |u|^p as 2^(p log2|x| + p log2(1/norm)): the norm costs nothing per channel
+        fading = fading_of(size, D)
+        magnitude = exp2(p * log2(tl.abs(x)) + p * log2(inverse)) + fading
+        a = inside(tl.where(x > 0, magnitude, fading), channels, D)
+        b = inside(tl.where(x > 0, fading, magnitude), channels, D)
+    elif MAP == "norm_aware_cosine":
         unit, size, norm, inverse = unit_and_norm(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
         magnitude = exp2(p * log2(tl.abs(unit)))
-        fading = fading_of(size, D)
-        if MAP == "norm_aware_split":
-            a = inside(tl.where(x > 0, magnitude, 0.0) + fading, channels, D)
-            b = inside(tl.where(x > 0, 0.0, magnitude) + fading, channels, D)
-        else:
-            angle = QUARTER_PI * tanh(alpha * unit)
-            a = inside(magnitude * cos(angle) + fading, channels, D)
-            b = magnitude * sin(angle)
+        angle = QUARTER_PI * tanh(alpha * unit)
+        a = inside(magnitude * cos(angle) + fading_of(size, D), channels, D)
+        b = magnitude * sin(angle)
     elif MAP == "polarity":
         p = row_of(param_ptr, 0, channels, D)
         log_size = p * log2(tl.abs(x) * row_of(param_ptr, D, channels, D))
@@ -214,7 +223,26 @@ def phi_query_gradient(
         dx = da * tl.where(x > 0, 1.0, exp2(LOG2_E * tl.minimum(x, 0.0)))
     elif MAP == "split":
         dx = tl.where(x > 0, da, tl.where(x < 0, -db, 0.0))
-    elif MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
+    elif MAP == "norm_aware_split":
+        size, norm, inverse = norm_of(x)
+        slope = tl.load(param_ptr + 1)
+        turn = tanh(norm_scale * norm)
+        raw = tl.load(param_ptr) + slope * turn
+        p = tl.maximum(raw, 1.0)
+        log_x = log2(tl.abs(x))
+        log_inverse = log2(inverse)
+        # |u|^(p-1) with the sign and the gradient of its channel; p and the norm, alike in a row, wait for the row's sums
+        signed = inside(tl.where(x > 0, da, -db), channels, D)
+        dlength = signed * exp2((p - 1.0) * log_x + (p - 1.0) * log_inverse)
+        along = dlength * x
+        total = tl.sum(along, axis=1)[:, None] * inverse
+        dp = (tl.sum(along * log_x, axis=1)[:, None] * inverse + total * log_inverse) * LN_2
+        dp = tl.where(raw > 1.0, dp, 0.0)
+        dnorm = dp * slope * norm_scale * (1.0 - turn * turn) - total * p * inverse
+        dx = dlength * (p * inverse) + x * (tl.where(size > SMALLEST_SIZE, dnorm, 0.0) * inverse)
+        g0 = tl.where(channels[None, :] == 0, dp, 0.0)
+        g1 = tl.where(channels[None, :] == 0, dp * turn, 0.0)
+    elif MAP == "norm_aware_cosine":
         unit, size, norm, inverse = unit_and_norm(x)
         slope = tl.load(param_ptr + 1)
         turn = tanh(norm_scale * norm)
@@ -224,18 +252,14 @@ def phi_query_gradient(
         log_length = log2(length)
         # |u|^(p-1): times |u| it is the feature, times p its derivative
         below = exp2((p - 1.0) * log_length)
-        if MAP == "norm_aware_split":
-            dmagnitude = inside(tl.where(x > 0, da, db), channels, D)
-            dunit = tl.where(x > 0, dmagnitude, -dmagnitude) * (p * below)
-        else:
-            wave = tanh(alpha * unit)
-            angle = QUARTER_PI * wave
-            c = cos(angle)
-            s = sin(angle)
-            dmagnitude = inside(da * c + db * s, channels, D)
-            dangle = inside(db * c - da * s, channels, D) * below * length
-            dunit = tl.where(x > 0, dmagnitude, -dmagnitude) * (p * below)
-            dunit += dangle * (QUARTER_PI * alpha) * (1.0 - wave * wave)
+        wave = tanh(alpha * unit)
+        angle = QUARTER_PI * wave
+        c = cos(angle)
+        s = sin(angle)
+        dmagnitude = inside(da * c + db * s, channels, D)
+        dangle = inside(db * c - da * s, channels, D) * below * length
+        dunit = tl.where(x > 0, dmagnitude, -dmagnitude) * (p * below)
+        dunit += dangle * (QUARTER_PI * alpha) * (1.0 - wave * wave)
         dp = tl.sum(dmagnitude * (below * length) * log_length, axis=1)[:, None] * LN_2
         dp = tl.where(raw > 1.0, dp, 0.0)
         dnorm = dp * slope * norm_scale * (1.0 - turn * turn) - tl.sum(dunit * unit, axis=1)[:, None] * inverse
