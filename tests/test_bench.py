@@ -39,7 +39,7 @@ from nalaformer.bench.machine import commit_of
 from nalaformer.bench.memory import can_measure
 from nalaformer.bench.ops import BOTH, DIRECTIONS, FORWARD
 from nalaformer.bench.timing import OtherProcesses, times_ms
-from nalaformer.bench.verdict import slope
+from nalaformer.bench.verdict import crossover, slope
 
 TINY = Case(batch=2, heads=2, tokens=37, head_dim=16)
 ON_CPU = [name for name in IMPLEMENTATIONS.names() if "cpu" in IMPLEMENTATIONS[name].devices]
@@ -398,3 +398,39 @@ def test_a_missing_extra_says_how_to_get_it(monkeypatch):
     assert found["cli"].present[0].startswith("rich ")
     assert found["rare"].missing == ("no-such-package",)
     assert found["rare"].install == "pip install 'nalaformer[rare]'"
+
+
+def test_causal_case_is_measured_against_the_causal_truth():
+    case = Case(batch=1, heads=2, tokens=40, head_dim=8, causal=True)
+    for name in (OURS, "torch SDPA"):
+        found = measure(Measurement(case=case, implementation=name, direction=BOTH, device="cpu"), seconds=0, memory=False)
+        assert found.is_right
+    assert not IMPLEMENTATIONS["published formula"].runs(case, "cpu")
+    inputs = case.inputs(device="cpu", dtype=torch.float32)[:3]
+    full = Case(batch=1, heads=2, tokens=40, head_dim=8)
+    causal, not_causal = (IMPLEMENTATIONS[OURS].make(each)(*inputs) for each in (case, full))
+    assert not torch.allclose(causal, not_causal, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "softmax", "said"),
+    [
+        ((1, 1, 1), (2, 8, 32), "fewer than 256"),
+        ((4, 4, 4), (1, 2, 8), "about 2,000"),
+        ((9, 9, 9), (1, 2, 3), "more than 4,096"),
+    ],
+)
+def test_crossover_is_where_the_lines_meet(ours, softmax, said):
+    results = [
+        result(Case(batch=1, heads=4, tokens=tokens), name, ms=ms)
+        for name, times in ((OURS, ours), ("torch SDPA", softmax))
+        for tokens, ms in zip((256, 1024, 4096), times, strict=True)
+    ]
+    assert crossover(results, FORWARD) == said
+
+
+def test_floor_counts_every_tensor_once():
+    case = Case(batch=64, heads=1, tokens=3136)
+    tensor = 64 * 3136 * 64 * 2
+    assert case.least_bytes(torch.bfloat16, backward=False) == 4 * tensor
+    assert case.least_bytes(torch.bfloat16, backward=True) == 11 * tensor

@@ -31,6 +31,43 @@ def test_half_precision_stays_near_float64(name, dtype):
         assert relative_error(x, y) < BARS[dtype]
 
 
+@pytest.mark.parametrize("dtype", BARS)
+@pytest.mark.parametrize("with_rotary", [False, True])
+def test_causal_half_precision_stays_near_float64(dtype, with_rotary):
+    q, k, v = make((2, 1000, 4, 64), (2, 1000, 2, 64), (2, 1000, 2, 64), dtype=dtype)
+    upstream = torch.randn(2, 1000, 4, 64, device="cuda").to(dtype)
+    arguments = {"heads": 4, "head_dim": 64, "causal": True}
+    if with_rotary:
+        arguments["rotary"] = Rotary.sequence(1000, 64, device="cuda")
+    exact = outcome("reference", "norm_aware", torch.float64, (q, k, v), upstream, **arguments)
+    ours = outcome("triton", "norm_aware", dtype, (q, k, v), upstream, **arguments)
+    for x, y in zip(ours, exact, strict=True):
+        assert relative_error(x, y) < BARS[dtype]
+
+
+def test_a_graph_of_decoding_steps_continues_the_state():
+    feature_map = nalaformer.feature_map("norm_aware", num_heads=4, head_dim=64)
+    prompt = make(*[(2, 100, 4, 64)] * 3, dtype=torch.bfloat16)
+    tokens = make(*[(2, 20, 4, 64)] * 3, dtype=torch.bfloat16)
+    with torch.no_grad():
+        _, state = nalaformer.recurrent_linear_attention(*prompt, feature_map=feature_map)
+        expected, _ = nalaformer.recurrent_linear_attention(*tokens, feature_map=feature_map, state=state)
+        inputs = [x[:, :1].clone() for x in tokens]
+        spare = nalaformer.LinearState(**{name: x.clone() for name, x in state.tensors().items()})
+        nalaformer.recurrent_step_(spare, *inputs, feature_map=feature_map)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = nalaformer.recurrent_step_(state, *inputs, feature_map=feature_map)
+        found = []
+        for t in range(20):
+            for x, y in zip(inputs, tokens, strict=True):
+                x.copy_(y[:, t : t + 1])
+            graph.replay()
+            found.append(out.clone())
+    assert relative_error(torch.cat(found, dim=1), expected.double()) < 8e-3
+    assert state.count.tolist() == [120, 120]
+
+
 def test_layer_compiles_into_one_graph_and_trains():
     layer = nalaformer.attention.build("nalaformer", dim=64, num_heads=2).cuda()
     x = torch.randn(2, 35, 64, device="cuda", requires_grad=True)

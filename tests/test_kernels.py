@@ -173,10 +173,132 @@ def test_operator_keeps_the_contract_of_torch_library(name):
     )
 
 
+# keys without a bound need a scale per row, which the causal kernels lack
+CAUSAL_MAPS = [name for name in MAPS if not name.startswith("polarity")]
+
+
+@pytest.fixture(params=[2, 1], ids=["one stretch", "two stretches"])
+def stretches(request, monkeypatch):
+    """75 tokens in one stretch of tokens, or over two programs."""
+    from nalaformer.ops.kernels import launch
+
+    spread = (1, 100) if request.param == 2 else (8, 1)
+    monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, spread))
+
+
+@pytest.mark.parametrize("name", CAUSAL_MAPS)
+def test_causal_attention(name, stretches):
+    check(name, make(*[(2, 75, 2, 8)] * 3), heads=2, head_dim=8, causal=True)
+
+
+@pytest.mark.parametrize("name", CAUSAL_MAPS)
+def test_causal_attention_with_rotary_and_key_mask(name, stretches):
+    arguments = {"rotary": Rotary.sequence(75, 8, device=DEVICE), "key_mask": torch.rand(2, 75, device=DEVICE) > 0.3}
+    check(name, make(*[(2, 75, 2, 8)] * 3), heads=2, head_dim=8, causal=True, **arguments)
+
+
+@pytest.mark.parametrize("name", ["relu", "norm_aware", "norm_aware mild", "hedgehog"])
+def test_causal_attention_of_packed_sequences_with_grouped_heads(name, stretches):
+    bounds = torch.tensor([0, 5, 5, 66, 74], device=DEVICE)
+    tensors = make((74, 4, 20), (74, 2, 20), (74, 2, 12))
+    check(name, tensors, heads=4, head_dim=20, causal=True, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 20))
+
+
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+def test_causal_outputs_ignore_later_tokens_whatever_they_hold(spoilt, stretches):
+    tensors = make(*[(1, 75, 1, 8)] * 3)
+    feature_map = nalaformer.feature_map("norm_aware", num_heads=1, head_dim=8)
+    with nalaformer.use_backend("triton"):
+        expected = nalaformer.linear_attention(*tensors, feature_map=feature_map, causal=True)
+        for x in tensors:
+            x[:, 41] = spoilt
+        found = nalaformer.linear_attention(*tensors, feature_map=feature_map, causal=True)
+    assert torch.equal(found[:, :41], expected[:, :41])
+    assert not found[:, 41:].isfinite().any()
+
+
+@pytest.mark.parametrize("name", CAUSAL_MAPS)
+def test_recurrent_pieces_and_steps_are_causal_attention(name, stretches):
+    torch.manual_seed(0)
+    feature_map = nalaformer.feature_map(name.split()[0], num_heads=4, head_dim=8, **MAPS[name]).to(DEVICE)
+    kv_heads = 4 if feature_map.heads_have_own_keys or name == "focused" else 2
+    q, k, v = make((2, 75, 4, 8), (2, 75, kv_heads, 8), (2, 75, kv_heads, 8))
+    rotary = Rotary.sequence(75, 8, device=DEVICE)
+    state, outputs = None, []
+    with nalaformer.use_backend("reference"), torch.no_grad():
+        expected = nalaformer.linear_attention(
+            *(x.double() for x in (q, k, v)), feature_map=feature_map.double(), causal=True, rotary=rotary
+        )
+    feature_map = feature_map.float()
+    with nalaformer.use_backend("triton"), torch.no_grad():
+        for piece in (slice(0, 30), slice(30, 72)):
+            tokens = (x[:, piece] for x in (q, k, v))
+            out, state = nalaformer.recurrent_linear_attention(
+                *tokens, feature_map=feature_map, state=state, rotary=rotary.tokens(piece.start, piece.stop)
+            )
+            outputs.append(out)
+        for t in range(72, 75):
+            tokens = (x[:, t : t + 1] for x in (q, k, v))
+            outputs.append(nalaformer.recurrent_step_(state, *tokens, feature_map=feature_map, rotary=rotary.tokens(t, t + 1)))
+    assert relative_error(torch.cat(outputs, dim=1), expected) < (1e-4 if "cosine" in name else 2e-6)
+    assert state.count.tolist() == [75, 75]
+
+
+@pytest.mark.parametrize("name", ["polarity", "polarity_exp"])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_steps_rescale_the_state_when_a_larger_key_comes(name, scale):
+    feature_map = nalaformer.feature_map(name, num_heads=2, head_dim=8).to(DEVICE)
+    q, k, v = make(*[(2, 6, 2, 8)] * 3)
+    k = k * torch.linspace(0.1, scale, 6, device=DEVICE)[:, None, None]
+    state = nalaformer.LinearState.empty(2, 2, 16, 8, device=DEVICE)
+    with torch.no_grad():
+        expected = nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True)
+        with nalaformer.use_backend("triton"):
+            steps = [
+                nalaformer.recurrent_step_(state, *(x[:, t : t + 1] for x in (q, k, v)), feature_map=feature_map)
+                for t in range(6)
+            ]
+    assert relative_error(torch.cat(steps, dim=1), expected.double()) < 1e-5
+
+
+def test_gradients_flow_through_the_state(stretches):
+    feature_map = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=8)
+    tensors = make(*[(2, 75, 2, 8)] * 3)
+    upstream = torch.randn(2, 75, 2, 8, device=DEVICE)
+
+    def gradients(backend, dtype):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        with nalaformer.use_backend(backend):
+            first, state = nalaformer.recurrent_linear_attention(*(x[:, :40] for x in inputs), feature_map=feature_map)
+            second, _ = nalaformer.recurrent_linear_attention(
+                *(x[:, 40:] for x in inputs), feature_map=feature_map, state=state
+            )
+        return torch.autograd.grad(torch.cat((first, second), dim=1), inputs, upstream.to(dtype))
+
+    for ours, exact in zip(gradients("triton", torch.float32), gradients("chunked", torch.float64), strict=True):
+        assert relative_error(ours, exact) < 2e-6
+
+
+def test_causal_operator_keeps_the_contract_of_torch_library():
+    from nalaformer.ops.kernels import causal_library
+    from nalaformer.ops.kernels.step import step
+
+    parameters = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=8).kernel_spec(torch.device(DEVICE)).parameters
+    q, k, v = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 3))
+    settings = (0, "norm_aware_split", 2, 1.0, 0.0, 1e-6, True, True, True)
+    arguments = (q, k, v, parameters, *[None] * 7, *settings)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(causal_library.causal, arguments, test_utils=checks)
+    state = nalaformer.LinearState.empty(1, 2, 16, 8, device=DEVICE)
+    token = [x[:, :1].detach() for x in (q, k, v)]
+    settings = ("norm_aware_split", 2, 1, 1.0, 0.0, 1e-6, 30.0, False, True)
+    torch.library.opcheck(step, (*token, parameters, *[None] * 4, *state.tensors().values(), *settings), test_utils=checks[::2])
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"causal": True}, "no causal kernel"),
+        ({"causal": True, "name": "polarity"}, "a scale per row in causal attention"),
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 160}, "more than 128 channels"),
     ],
@@ -184,7 +306,7 @@ def test_operator_keeps_the_contract_of_torch_library(name):
 def test_explicit_choice_of_the_kernels_says_why_it_cannot_serve(change, reason):
     head_dim, dtype = change.get("head_dim", 8), change.get("dtype", torch.float32)
     q, k, v = (x.to(dtype) for x in make(*[(1, 9, 2, head_dim)] * 3))
-    feature_map = nalaformer.feature_map("relu", num_heads=2, head_dim=head_dim)
+    feature_map = nalaformer.feature_map(change.get("name", "relu"), num_heads=2, head_dim=head_dim)
     with nalaformer.use_backend("triton"), pytest.raises(ValueError, match=f"triton backend cannot serve.*{reason}"):
         nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=change.get("causal", False))
 

@@ -14,10 +14,16 @@ class Case:
     heads: int
     tokens: int
     head_dim: int = 64
+    causal: bool = False
 
     @property
     def shape(self) -> str:
-        return f"B{self.batch} H{self.heads} N{self.tokens} D{self.head_dim}"
+        return f"B{self.batch} H{self.heads} N{self.tokens} D{self.head_dim}{' causal' if self.causal else ''}"
+
+    def least_bytes(self, dtype: torch.dtype, *, backward: bool) -> int:
+        """What must go through memory: q, k, v in, the output out; backward those and its gradient in, three gradients out."""
+        tensor = self.batch * self.heads * self.tokens * self.head_dim * dtype.itemsize
+        return (4 + 7 * backward) * tensor
 
     def inputs(self, *, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
         """Standard normal q, k, v and a gradient for the output, each [B, N, H, D]; the same numbers on every device."""
@@ -28,15 +34,20 @@ class Case:
 
 # one head group at growing length: how time and memory grow is read from these
 GROWTH = tuple(Case(batch=1, heads=4, tokens=tokens) for tokens in (4096, 16384, 65536, 262144))
+# shorter ones, where exact softmax attention may still be faster
+SHORT = tuple(Case(batch=1, heads=4, tokens=tokens) for tokens in (256, 1024))
 
 CASES = {
     "cpu": (*GROWTH, Case(batch=4, heads=1, tokens=3136), Case(batch=4, heads=2, tokens=784)),
     "cuda": (
+        *SHORT,
         *GROWTH,
         Case(batch=64, heads=1, tokens=3136),
         Case(batch=64, heads=2, tokens=784),
         Case(batch=1, heads=4, tokens=69696),
         Case(batch=1, heads=8, tokens=262144),
+        Case(batch=4, heads=16, tokens=8192, causal=True),
+        Case(batch=1, heads=16, tokens=131072, causal=True),
     ),
 }
 QUICK = (*GROWTH[:2], Case(batch=1, heads=1, tokens=3136))

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,14 @@ from .cases import Case
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-OURS, PUBLISHED = "nalaformer", "published formula"
+
+class Oracle(Protocol):
+    """The truth in float64 for some queries of one head."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None) -> Tensor: ...
+
+
+OURS, PUBLISHED, SOFTMAX = "nalaformer", "published formula", "torch SDPA"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +32,10 @@ class Implementation:
 
     make: Callable[[Case], Attend]
     """Everything that is done once: building modules, compiling."""
-    oracle: Attend
-    """The truth in float64 for one head: q rows [B, R, 1, D], k and v [B, N, 1, D] -> [B, R, 1, D]."""
+    oracle: Oracle
+    """q rows [B, R, 1, D], k and v [B, N, 1, D] -> [B, R, 1, D]; places [R] for causal attention: each row's among the keys."""
+    causal: bool = False
+    """Whether it has a causal form."""
     heads_first: bool = False
     """True: it wants [B, H, N, D], and gets it in that order in memory; False: [B, N, H, D]."""
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -32,28 +43,40 @@ class Implementation:
     """Per device: beyond this, it takes minutes a call or more memory than most machines have."""
 
     def runs(self, case: Case, device: str) -> bool:
-        return device in self.devices and case.tokens <= self.most_tokens.get(device, case.tokens)
+        fits = case.tokens <= self.most_tokens.get(device, case.tokens)
+        return device in self.devices and fits and (self.causal or not case.causal)
 
 
 IMPLEMENTATIONS: Registry[Implementation] = Registry("implementation")
 
 
-def norm_aware_oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def norm_aware_oracle(q: Tensor, k: Tensor, v: Tensor, places: Tensor | None) -> Tensor:
     phi = feature_map("norm_aware", num_heads=1, head_dim=q.shape[-1])
-    with use_backend("reference"):
-        return linear_attention(q, k, v, feature_map=phi)
-
-
-def softmax_oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = torch.einsum("bihd,bjhd->bhij", q * q.shape[-1] ** -0.5, k).softmax(dim=-1)
+    if places is None:
+        with use_backend("reference"):
+            return linear_attention(q, k, v, feature_map=phi)
+    weights = torch.einsum("bihf,bjhf->bhij", phi.query(q), phi.key(k)).masked_fill(later(places, k), 0)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-6 * (places[:, None] + 1))
     return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+
+def softmax_oracle(q: Tensor, k: Tensor, v: Tensor, places: Tensor | None) -> Tensor:
+    scores = torch.einsum("bihd,bjhd->bhij", q * q.shape[-1] ** -0.5, k)
+    if places is not None:
+        scores = scores.masked_fill(later(places, k), -torch.inf)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(dim=-1), v)
+
+
+def later(places: Tensor, k: Tensor) -> Tensor:
+    """[R, N]: True for the keys that come after each row."""
+    return torch.arange(k.shape[1], device=k.device) > places[:, None]
 
 
 def make_ours(case: Case) -> Attend:
     phi = feature_map("norm_aware", num_heads=case.heads, head_dim=case.head_dim)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return linear_attention(q, k, v, feature_map=phi)
+        return linear_attention(q, k, v, feature_map=phi, causal=case.causal)
 
     return attend
 
@@ -72,11 +95,11 @@ def published_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (phi_q @ state / denominator).to(dtype)
 
 
-def torch_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
+def make_torch_softmax(case: Case) -> Attend:
+    return partial(F.scaled_dot_product_attention, is_causal=case.causal)
 
 
-IMPLEMENTATIONS.register(OURS)(Implementation(make=make_ours, oracle=norm_aware_oracle))
+IMPLEMENTATIONS.register(OURS)(Implementation(make=make_ours, oracle=norm_aware_oracle, causal=True))
 IMPLEMENTATIONS.register(PUBLISHED)(
     Implementation(
         make=lambda case: published_formula,
@@ -92,11 +115,12 @@ IMPLEMENTATIONS.register("published formula, compiled")(
         devices=("cuda",),
     )
 )
-IMPLEMENTATIONS.register("torch SDPA")(
+IMPLEMENTATIONS.register(SOFTMAX)(
     Implementation(
-        make=lambda case: torch_softmax,
+        make=make_torch_softmax,
         oracle=softmax_oracle,
+        causal=True,
         heads_first=True,
-        most_tokens={"cpu": 16384, "cuda": 69696},
+        most_tokens={"cpu": 16384, "cuda": 131072},
     )
 )

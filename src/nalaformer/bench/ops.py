@@ -1,7 +1,9 @@
 """Measure attention: first whether it is right, then how long it takes and what it holds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from .cases import DTYPES, Case
 from .implementations import IMPLEMENTATIONS, Attend, Implementation
 from .memory import can_measure, in_fresh_process, peak_extra_mib
-from .timing import OtherProcesses, median_ms
+from .timing import OtherProcesses, copy_bandwidth, median_ms
 
 FORWARD, BOTH = "forward", "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)
@@ -45,6 +47,9 @@ class Result:
     """Share of the machine's CPU time that other processes took meanwhile; None where the system cannot tell."""
     peak_extra_mib: float | None
     """Beyond q, k, v (and the output's gradient); output and gradients count. None also where the system cannot tell."""
+
+    floor_ms: float | None = None
+    """On a GPU: reading each input once and writing each output once, at the speed of a plain copy measured here."""
 
     @property
     def is_right(self) -> bool:
@@ -84,7 +89,13 @@ def measure(measurement: Measurement, *, seconds: float = 2.0, memory: bool = Tr
         median_ms=milliseconds,
         others_cpu=others_cpu,
         peak_extra_mib=mebibytes,
+        floor_ms=floor_ms(measurement) if measurement.device == "cuda" else None,
     )
+
+
+def floor_ms(measurement: Measurement) -> float:
+    needed = measurement.case.least_bytes(measurement.dtype, backward=measurement.direction == BOTH)
+    return 1e3 * needed / copy_bandwidth()
 
 
 def make_call(measurement: Measurement) -> Callable[[], object]:
@@ -131,7 +142,8 @@ def relative_error(measurement: Measurement) -> float:
     # one head at a time: float64 with its features is many times the size of the inputs
     for head in range(case.heads):
         of_head = (x[:, :, head : head + 1].double() for x in (q[:, rows], k, v, out_gradient[:, rows]))
-        parts = attend_and_differentiate(implementation.oracle, *of_head, heads_first=False, gradients=with_gradients)
+        truth_of_rows = partial(implementation.oracle, places=rows if case.causal else None)
+        parts = attend_and_differentiate(truth_of_rows, *of_head, heads_first=False, gradients=with_gradients)
         for column, part in zip(expected, parts, strict=True):
             column.append(part)
     errors = []
@@ -160,14 +172,14 @@ def to_plain(measurement: Measurement) -> dict[str, object]:
     """The measurement as plain values, for another process."""
     case = measurement.case
     return {
-        "case": {"batch": case.batch, "heads": case.heads, "tokens": case.tokens, "head_dim": case.head_dim},
+        "case": asdict(case),
         "implementation": measurement.implementation,
         "direction": measurement.direction,
         "device": measurement.device,
     }
 
 
-def call_in_fresh_process(*, case: dict[str, int], implementation: str, direction: str, device: str) -> Callable[[], object]:
+def call_in_fresh_process(*, case: dict[str, Any], implementation: str, direction: str, device: str) -> Callable[[], object]:
     """The call of `to_plain`'s measurement, after a small one that starts threads and libraries."""
     small = Case(**(case | {"tokens": min(64, case["tokens"])}))
     make_call(Measurement(case=small, implementation=implementation, direction=direction, device=device))()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .implementations import IMPLEMENTATIONS
 from .machine import Machine
 from .ops import DIRECTIONS, Result
-from .verdict import CASE_OF_BARS, bars, growth
+from .verdict import CASE_OF_BARS, bars, crossover, growth
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,6 +24,7 @@ COLUMNS = (
     "shape",
     "direction",
     "median_ms",
+    "floor_ms",
     "peak_extra_mib",
     "peak_extra_means",
     "relative_error",
@@ -65,7 +66,7 @@ def write_csv(results: Sequence[Result], path: str | Path, machine: Machine) -> 
 def csv_row(result: Result, machine: Machine, date: str) -> dict[str, object]:
     measurement = result.measurement
     return {
-        "op": "bidirectional attention",
+        "op": f"{'causal' if measurement.case.causal else 'bidirectional'} attention",
         "implementation": measurement.implementation,
         "device": machine.device_name(measurement.device),
         "threads": machine.threads if measurement.device == "cpu" else "",
@@ -73,6 +74,7 @@ def csv_row(result: Result, machine: Machine, date: str) -> dict[str, object]:
         "shape": measurement.case.shape,
         "direction": measurement.direction,
         "median_ms": rounded(result.median_ms),
+        "floor_ms": rounded(result.floor_ms),
         "peak_extra_mib": rounded(result.peak_extra_mib),
         "peak_extra_means": PEAK_EXTRA_MEANS[measurement.device],
         "relative_error": f"{result.error:.2g}",
@@ -121,7 +123,10 @@ def figure(result: Result | None, field: str) -> str:
     if not result.is_right:
         return "wrong"
     value = getattr(result, field)
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if value is None:
+        return "-"
+    number = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{number} ({value / result.floor_ms:.1f}x)" if field == "median_ms" and result.floor_ms else number
 
 
 def summary_lines(results: Sequence[Result]) -> list[str]:
@@ -136,6 +141,12 @@ def summary_lines(results: Sequence[Result]) -> list[str]:
     for fit in growth(results):
         span = f"{fit.tokens[0]:,} to {fit.tokens[-1]:,} tokens"
         lines.append(f"nalaformer, {fit.direction}: {fit.quantity} ~ N^{fit.exponent:.2f} from {span} (1 = linear)")
+    if any(result.floor_ms for result in results):
+        lines.append("in brackets: times the floor, each input read once and each output written once at the speed of a copy")
+    for direction in DIRECTIONS:
+        length = crossover(results, direction)
+        if length is not None:
+            lines.append(f"nalaformer, {direction}: faster than torch SDPA from {length} tokens on (1 sample, 4 heads of 64)")
     verdicts = bars(results)
     for bar in verdicts:
         lines.append(f"{CASE_OF_BARS.tokens:,} tokens, {bar.promise}: {bar.measured}, {'met' if bar.is_met else 'NOT met'}")

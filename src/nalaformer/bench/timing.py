@@ -4,6 +4,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -76,6 +77,14 @@ def _timed_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
         events.append((start, stop))
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) for start, stop in events]
+
+
+@cache
+def copy_bandwidth(*, gibibytes: float = 1.0) -> float:
+    """Bytes per second through the GPU's memory in a plain copy, reading and writing counted."""
+    source = torch.empty(int(gibibytes * 2**30), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (1e-3 * median_ms(lambda: target.copy_(source), device="cuda", seconds=0.1))
 
 
 class OtherProcesses:

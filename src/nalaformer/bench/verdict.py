@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from .cases import GROWTH, Case
-from .implementations import OURS, PUBLISHED
+from .cases import GROWTH, SHORT, Case
+from .implementations import OURS, PUBLISHED, SOFTMAX
 from .ops import FORWARD, Result
 
 LEAST_SPEEDUP = 2.0
@@ -60,6 +61,26 @@ def growth(results: Sequence[Result], implementation: str = OURS) -> list[Growth
                 exponent = slope(list(points), list(points.values()))
                 found.append(Growth(quantity=quantity, direction=direction, exponent=exponent, tokens=tuple(sorted(points))))
     return found
+
+
+def crossover(results: Sequence[Result], direction: str) -> str | None:
+    """The number of tokens from which ours is faster than exact softmax attention: where the two lines of log time against
+    log N meet, or that it lies below or beyond what was measured. None without two lengths that both were measured at."""
+    times: dict[int, dict[str, float]] = {}
+    for result in results:
+        measurement = result.measurement
+        if measurement.direction == direction and measurement.case in (*SHORT, *GROWTH) and result.median_ms:
+            times.setdefault(measurement.case.tokens, {})[measurement.implementation] = result.median_ms
+    gaps = [(n, math.log(t[OURS] / t[SOFTMAX])) for n, t in sorted(times.items()) if OURS in t and SOFTMAX in t]
+    if len(gaps) < 2:
+        return None
+    if gaps[0][1] <= 0:
+        return f"fewer than {gaps[0][0]:,}"
+    for (n, slower), (m, faster) in pairwise(gaps):
+        if faster <= 0:
+            share = slower / (slower - faster)
+            return f"about {round(math.exp(math.log(n) + share * math.log(m / n)), -2):,.0f}"
+    return f"more than {gaps[-1][0]:,}"
 
 
 def bars(results: Sequence[Result]) -> list[Bar]:

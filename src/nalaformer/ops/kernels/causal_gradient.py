@@ -13,7 +13,17 @@ and through their gradients after it. out and 1 / den come from the forward pass
 import triton
 import triton.language as tl
 
-from .bidirectional import load_per_row, load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
+from .bidirectional import (
+    high_and_low,
+    load_per_row,
+    load_rows,
+    load_sums,
+    place_per_row,
+    rotated,
+    sample_rows,
+    store_per_row,
+    store_rows,
+)
 from .causal import lower_triangle
 from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
 
@@ -117,6 +127,11 @@ def causal_dq_kernel(
     if PARTS == 2:
         s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
 
+    # z grows by products with ones, as in the forward pass
+    ones = tl.full([BN, 16], 1.0, DOT)
+    wide_a = tl.zeros([BD, 16], tl.float32) + z_a[:, None]
+    wide_b = tl.zeros([BD, 16], tl.float32) + z_b[:, None]
+
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
@@ -134,7 +149,9 @@ def causal_dq_kernel(
         drop = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)[:, None] * inverse
         store_per_row(drop_ptr, -drop, first, rows, exists)
         dout = dout.to(DOT)
-        # what came before the tile
+        # what came before the tile; the sixteen columns of z are alike
+        z_a = tl.sum(wide_a, axis=1) * 0.0625
+        z_b = tl.sum(wide_b, axis=1) * 0.0625
         da = tl.dot(dout, tl.trans(s_a.to(DOT)), input_precision=PRECISION) * inverse
         db = da
         if PARTS == 2:
@@ -153,7 +170,7 @@ def causal_dq_kernel(
         da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True) - drop * z_a[None, :]
         if PAIRS > 0:
             da -= tl.dot(minus.to(DOT), a.to(DOT), input_precision=PRECISION)
-        z_a += tl.sum(a, axis=0)
+        wide_a = tl.dot(tl.trans(a.to(DOT)), ones, wide_a, input_precision=PRECISION)
         if PARTS == 2:
             turned = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
             db = tl.dot(toward, turned, db, input_precision=PRECISION)
@@ -161,7 +178,7 @@ def causal_dq_kernel(
             db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True) - drop * z_b[None, :]
             if PAIRS > 0:
                 db -= tl.dot(minus.to(DOT), b.to(DOT), input_precision=PRECISION)
-            z_b += tl.sum(b, axis=0)
+            wide_b = tl.dot(tl.trans(b.to(DOT)), ones, wide_b, input_precision=PRECISION)
         else:
             db = da
         y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
@@ -271,6 +288,11 @@ def causal_dk_kernel(
     if PARTS == 2:
         ds_b, dz_b = load_sums(after + D * (V + 2), D, V, BD, BV)
 
+    # the first column begins with all of it: the columns are added up
+    first_column = tl.arange(0, 16)[None, :] == 0
+    wide_a = tl.where(first_column, dz_a[:, None], 0.0)
+    wide_b = tl.where(first_column, dz_b[:, None], 0.0)
+
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
@@ -299,8 +321,8 @@ def causal_dk_kernel(
             bk = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
             dv = tl.dot(bk, ds_b.to(DOT), dv, input_precision=PRECISION)
             db = tl.dot(v, tl.trans(ds_b.to(DOT)), input_precision=PRECISION)
-        later_a = dz_a
-        later_b = dz_b
+        later_a = tl.sum(wide_a, axis=1)
+        later_b = tl.sum(wide_b, axis=1)
         if PAIRS > 0:
             plain_a = tl.zeros([BN, BD], tl.float32)
             plain_b = tl.zeros([BN, BD], tl.float32)
@@ -325,7 +347,8 @@ def causal_dk_kernel(
                 # rows beyond the tokens have features there
                 a = tl.where(exists[:, None], a, 0.0)
                 b = tl.where(exists[:, None], b, 0.0)
-            dz_a += tl.sum(a * drop, axis=0)
+            weight = high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT)
+            wide_a = tl.dot(tl.trans(a.to(DOT)), weight, wide_a, input_precision=PRECISION)
             if PAIRS > 0:
                 plain_a = tl.dot(minus.to(DOT), a.to(DOT), plain_a, input_precision=PRECISION)
             aq = rotated(a, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
@@ -333,7 +356,7 @@ def causal_dk_kernel(
             weights = tl.dot(ak, tl.trans(aq), input_precision=PRECISION)
             ds_a = tl.dot(tl.trans(aq), g, ds_a, input_precision=PRECISION)
             if PARTS == 2:
-                dz_b += tl.sum(b * drop, axis=0)
+                wide_b = tl.dot(tl.trans(b.to(DOT)), weight, wide_b, input_precision=PRECISION)
                 if PAIRS > 0:
                     plain_b = tl.dot(minus.to(DOT), b.to(DOT), plain_b, input_precision=PRECISION)
                 bq = rotated(b, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)

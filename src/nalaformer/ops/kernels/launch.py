@@ -42,7 +42,7 @@ TILES = {
     "dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "causal": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
-    "causal_dq": {64: Tile(32, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
+    "causal_dq": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
     "causal_dk": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
 }
 # by kernel: programs per multiprocessor that we want, and steps below which a program is not worth its sums
