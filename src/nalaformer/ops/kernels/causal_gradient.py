@@ -29,6 +29,17 @@ from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
 
 
 @triton.jit
+def times_transposed(v, s, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """v s^T with both halves of the digits of s: what the denominator takes away again is nearly as large as the product."""
+    high = s.to(DOT)
+    product = tl.dot(v, tl.trans(high), input_precision=PRECISION)
+    if tl.bfloat16 == DOT:
+        low = (s - high.to(tl.float32)).to(DOT)
+        product = tl.dot(v, tl.trans(low), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
 def causal_dq_kernel(
     q_ptr,  # [B, N, H, D]
     k_ptr,  # [B, N, K, D]
@@ -315,12 +326,12 @@ def causal_dk_kernel(
         bk = ak
         dv = tl.dot(ak, ds_a.to(DOT), input_precision=PRECISION)
         # gradients of the turned features; what belongs to the features before the turn comes from z
-        da = tl.dot(v, tl.trans(ds_a.to(DOT)), input_precision=PRECISION)
+        da = times_transposed(v, ds_a, DOT, PRECISION)
         db = da
         if PARTS == 2:
             bk = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
             dv = tl.dot(bk, ds_b.to(DOT), dv, input_precision=PRECISION)
-            db = tl.dot(v, tl.trans(ds_b.to(DOT)), input_precision=PRECISION)
+            db = times_transposed(v, ds_b, DOT, PRECISION)
         later_a = tl.sum(wide_a, axis=1)
         later_b = tl.sum(wide_b, axis=1)
         if PAIRS > 0:
