@@ -81,7 +81,7 @@ def test_multiply_adds_of_softmax_grow_with_the_square_of_the_tokens():
 # --- timm's contract ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(64, 64), (70, 45), (1, 1), (33, 96)], ids=str)
+@pytest.mark.parametrize("size", [(70, 45), (1, 1)], ids=str)
 def test_any_size_goes_through_and_back(name, size):
     model = small(name)
     image = torch.randn(2, 3, *size, requires_grad=True)
@@ -178,7 +178,7 @@ def test_dropout_acts_before_the_classifier():
 
 
 @pytest.mark.parametrize("attention", METHODS)
-@pytest.mark.parametrize("name", ["nalaformer_t_linear", "polaformer_pvt_t", "vit_nala_tiny_patch16"])
+@pytest.mark.parametrize("name", ["nalaformer_t_linear", "polaformer_pvt_t", "flatten_swin_t", "vit_nala_tiny_patch16"])
 def test_every_method_fits_every_layout(name, attention):
     model = small(name, attention=attention).eval()
     image = torch.randn(2, 3, 50, 70)

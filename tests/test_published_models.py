@@ -1,6 +1,7 @@
 """Whole models against data computed with the authors' published code, and their files."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from safetensors import safe_open
 
 import nalaformer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = {
@@ -113,3 +116,34 @@ def test_a_file_without_weights_says_what_it_must_hold(tmp_path):
         nalaformer.published.read(path)
     with pytest.raises(FileNotFoundError):
         nalaformer.published.read(tmp_path / "missing.pth")
+
+
+@pytest.mark.parametrize("size", [(224, 224), (224, 448)], ids=str)
+def test_swin_with_softmax_everywhere_is_timms_swin(size):
+    # timm's implementation is an oracle of its own for windows, shifts, biases, merging and the published names; at these
+    # sizes windows divide every grid (elsewhere timm lets tokens see the padding, and we do not)
+    timm = pytest.importorskip("timm")
+    sizes = {"depths": (2, 2, 2, 2), "num_heads": (1, 2, 4, 8)}
+    theirs = (
+        timm.create_model("swin_tiny_patch4_window7_224", img_size=size, embed_dim=8, num_classes=10, **sizes).double().eval()
+    )
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    published = {}
+    for name, value in theirs.state_dict().items():
+        # timm begins a stage with its downsampling, the published code ends the stage before with it
+        stage = re.match(r"layers\.(\d)\.downsample\.", name)
+        name = name.replace(f"layers.{stage[1]}.", f"layers.{int(stage[1]) - 1}.") if stage else name
+        published[name.replace("head.fc.", "head.")] = value
+    ours = nalaformer.published.load(
+        published, "flatten", attention="softmax", embed_dims=(8, 16, 32, 64), dtype=torch.float64, **sizes
+    )
+    images = torch.randn(2, 3, *size, dtype=torch.float64)
+    theirs_in, ours_in = images.clone().requires_grad_(), images.clone().requires_grad_()
+    expected, found = theirs(theirs_in), ours(ours_in)
+    cotangent = torch.randn_like(expected)
+    expected.backward(cotangent)
+    found.backward(cotangent)
+    assert relative_error(found, expected) < 1e-10
+    assert relative_error(ours_in.grad, theirs_in.grad) < 1e-10

@@ -9,6 +9,7 @@ from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention
 from .config import AttentionConfig
 from .local_mix import LocalMix, resize_values
 from .position_table import PositionTable
+from .windows import RelativeBias, Windows
 
 Grid = tuple[int, int]
 
@@ -52,6 +53,9 @@ class Attention(nn.Module):
         self.table = None
         if config.position == "table":
             self.table = PositionTable(channels=dim, grid=config.table_grid)
+        self.relative_bias = None
+        if config.position == "relative":
+            self.relative_bias = RelativeBias(num_heads=num_heads, size=config.window)
         self.local_mix = None
         if config.local_mix != "none":
             self.local_mix = LocalMix(
@@ -111,11 +115,31 @@ class Attention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None) -> Tensor:
         """[B, N, H, D]."""
-        if self.map is None:
-            if self.config.position == "rotary":
-                q = self._rotary(grid, self.head_dim, q).rotate(q.to(compute_dtype(q))).to(q.dtype)
-                k = self._rotary(key_grid, self.head_dim, k).rotate(k.to(compute_dtype(k))).to(k.dtype)
-            return self._softmax(q, k, v, key_mask)
+        if self.config.window:
+            return self._attend_in_windows(q, k, v, grid, key_mask)
+        if self.map is not None:
+            return self._linear(q, k, v, grid, key_grid, key_mask)
+        visible = None
+        if key_mask is not None:
+            k, v = hide(k, key_mask), hide(v, key_mask)
+            visible = key_mask[:, None, :]
+            if self.config.causal:
+                visible = visible & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+        return self._softmax(q, k, v, grid, key_grid, visible)
+
+    def _attend_in_windows(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None) -> Tensor:
+        windows = Windows(grid, size=self.config.window, shifted=self.config.shifted)
+        visible_keys, visible_pairs = windows.visible_keys(key_mask, q), windows.visible_pairs(key_mask, q)
+        # what a hidden token holds must not reach others as 0 * NaN
+        q, k, v = (windows.split(y) for y in (q, hide(k, key_mask), hide(v, key_mask)))
+        if self.map is not None:
+            out = self._linear(q, k, v, windows.shape, windows.shape, visible_keys)
+        else:
+            out = self._softmax(q, k, v, windows.shape, windows.shape, visible_pairs)
+        return windows.join(out)
+
+    def _linear(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None) -> Tensor:
+        assert self.map is not None
         rotary = None
         if self.config.position == "rotary":
             channels = self.head_dim * (2 if self.config.rotary_over == "features" else 1)
@@ -124,13 +148,15 @@ class Attention(nn.Module):
                 rotary = (rotary, self._rotary(key_grid, channels, k))  # type: ignore[assignment]
         return linear_attention(q, k, v, feature_map=self.map, causal=self.config.causal, rotary=rotary, key_mask=key_mask)
 
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        mask = None
-        if key_mask is not None:
-            k, v = hide(k, key_mask), hide(v, key_mask)
-            mask = key_mask[:, None, None, :]
-            if self.config.causal:
-                mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, visible: Tensor | None) -> Tensor:
+        """visible: [B, N or 1, M] bool; None: all keys, or those up to the query where the layer is causal."""
+        if self.config.position == "rotary":
+            q = self._rotary(grid, self.head_dim, q).rotate(q.to(compute_dtype(q))).to(q.dtype)
+            k = self._rotary(key_grid, self.head_dim, k).rotate(k.to(compute_dtype(k))).to(k.dtype)
+        mask = None if visible is None else visible[:, None]
+        if self.relative_bias is not None:
+            bias = self.relative_bias(grid).to(q.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         causal = self.config.causal and mask is None
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2)

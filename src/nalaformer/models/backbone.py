@@ -130,7 +130,11 @@ class Backbone(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Position tables, biases of windows, and the parameters of feature maps (powers, scales, angles)."""
         # parts[-2]: the module that holds the parameter
-        return {name for name, _ in self.named_parameters() if set(name.split(".")[:-1]) & {"positions", "table", "map"}}
+        return {
+            name
+            for name, _ in self.named_parameters()
+            if set(name.split(".")[:-1]) & {"positions", "table", "relative_bias", "map"}
+        }
 
     def _initialise(self) -> None:
         for module in self.modules():

@@ -33,7 +33,7 @@ class BackboneConfig:
     softmax_shell: str = "softmax"
     """The method whose parts (position, local mix, norm, gate) a softmax stage has around its exact attention."""
     softmax_window: int = 0
-    """Side of the windows of softmax stages, every second block shifted by half of it; 0 is global attention."""
+    """Side of the windows of softmax stages, with a relative bias, every second block shifted (Swin); 0: global attention."""
     key_reduction: tuple[int, ...] | int = 1
     """How many times smaller the image of keys and values is in a linear stage."""
     softmax_key_reduction: tuple[int, ...] | int = 1
@@ -120,6 +120,8 @@ class BackboneConfig:
         if self.is_linear(stage):
             return configure(self.attention, parts | self.attention_options)
         parts["feature_map"] = None
+        if self.softmax_window:
+            parts |= {"window": self.softmax_window, "shifted": block % 2 == 1, "position": "relative"}
         return configure(self.softmax_shell, parts | {k: v for k, v in self.attention_options.items() if k in ATTENTION_PARTS})
 
 

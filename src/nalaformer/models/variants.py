@@ -78,6 +78,22 @@ PVT = BackboneConfig(
     projection=None,
     drop_path_rate=0.1,
 )
+SWIN = BackboneConfig(
+    family="polaformer",
+    embed_dims=(96, 192, 384, 768),
+    depths=(2, 2, 6, 2),
+    num_heads=(3, 6, 12, 24),
+    attention="polaformer",
+    softmax_window=7,
+    stem="patches",
+    downsampling="merging",
+    local_positions=0,
+    feed_forward_mix=False,
+    projection=None,
+    final_norm=True,
+    norm_eps=1e-5,
+    drop_path_rate=0.2,
+)
 VIT = BackboneConfig(
     family="nalaformer",
     embed_dims=(192,) * 4,
@@ -94,7 +110,7 @@ VIT = BackboneConfig(
     projection=None,
     final_norm=True,
 )
-LAYOUTS = {"nalaformer": NALAFORMER, "polaformerpp": POLAFORMERPP, "pvt": PVT, "vit": VIT}
+LAYOUTS = {"nalaformer": NALAFORMER, "polaformerpp": POLAFORMERPP, "pvt": PVT, "swin": SWIN, "vit": VIT}
 
 
 def _four_stage() -> dict[str, Variant]:
@@ -198,6 +214,24 @@ def _pvt() -> dict[str, Variant]:
     }
 
 
+def _swin() -> dict[str, Variant]:
+    sizes = {
+        "t": SWIN,
+        "s": replace(SWIN, depths=(2, 2, 18, 2), drop_path_rate=0.3),
+        "b": replace(
+            SWIN, embed_dims=(128, 256, 512, 1024), depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5
+        ),
+    }
+    published = {"polaformer": {"t": 82.6, "s": 83.6, "b": 83.8}, "flatten": {"t": 82.1, "s": 83.5, "b": 83.8}}
+    return {
+        f"{family}_swin_{size}": Variant(
+            config=replace(config, family=family, attention=family), published_top1=published[family][size]
+        )
+        for family in published
+        for size, config in sizes.items()
+    }
+
+
 def _vit() -> dict[str, Variant]:
     sizes = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
     return {
@@ -206,7 +240,7 @@ def _vit() -> dict[str, Variant]:
     }
 
 
-VARIANTS: dict[str, Variant] = _four_stage() | _polaformerpp() | _pvt() | _vit()
+VARIANTS: dict[str, Variant] = _four_stage() | _polaformerpp() | _pvt() | _swin() | _vit()
 
 
 def build(variant: str, **options: Any) -> Backbone:
