@@ -1,6 +1,8 @@
 """The attention layers: every published method on any grid, with padding, in any dtype, saved and loaded."""
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -145,21 +147,41 @@ def test_windows_are_attention_among_the_tokens_of_a_tile(grid, shifted):
     assert (layer(x, grid, key_mask) - expected)[key_mask].abs().max() < 1e-12
 
 
+@pytest.mark.parametrize(("shifted", "edges"), [(False, (0, 4, 8)), (True, (0, 2, 6, 8))], ids=["plain", "shifted"])
 @pytest.mark.parametrize("name", LINEAR_METHODS)
-def test_linear_windows_are_the_layer_on_each_tile(name):
-    # tables and local mixes cover the whole grid: here each tile by itself is compared
-    options = {"position": "none"} if METHODS[name].position == "table" else {}
-    layer = make(name, local_mix="none", window=4, **options)
-    alone = Attention(AttentionConfig(**{**vars(layer.config), "window": 0}), dim=16, num_heads=2)
+def test_linear_windows_are_the_layer_on_each_tile(name, shifted, edges):
+    # without positions, which begin anew at the corner of a window: a tile by itself may be a part of one
+    layer = make(name, position="none", local_mix="none", window=4, shifted=shifted)
+    alone = Attention(replace(layer.config, window=0, shifted=False), dim=16, num_heads=2)
     alone.load_state_dict(layer.state_dict())
     x = torch.randn(2, 7, 8, 16)
     out = layer(x.flatten(1, 2), (7, 8)).unflatten(1, (7, 8))
-    for top in (0, 4):
-        for left in (0, 4):
-            tile = x[:, top : top + 4, left : left + 4]
-            # the lower tiles have three rows of the grid, and one of padding that must not count
+    for top, bottom in pairwise(edges):
+        for left, right in pairwise(edges):
+            # the lower tiles end at row 7: a window's eighth row is padding that must not count
+            tile = x[:, top:bottom, left:right]
             expected = alone(tile.flatten(1, 2), tuple(tile.shape[1:3])).unflatten(1, tile.shape[1:3])
-            assert (out[:, top : top + 4, left : left + 4] - expected).abs().max() < 1e-5
+            assert (out[:, top:bottom, left:right] - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("key_mask", [None, torch.rand(2, 12, generator=torch.Generator().manual_seed(0)) < 0.7])
+def test_a_token_sees_its_group_alone(method, key_mask):
+    layer = make(method, position="none", local_mix="none")
+    groups = torch.randint(4, (2, 12))
+    x = torch.randn(2, 12, 16)
+    out = layer(x, groups=groups, key_mask=key_mask)
+    for group in range(4):
+        visible = groups == group if key_mask is None else (groups == group) & key_mask
+        expected = layer(x, key_mask=visible)
+        assert (out - expected)[visible].abs().max() < 1e-6
+
+
+def test_wrong_groups_say_the_rule():
+    x = torch.randn(2, 12, 16)
+    with pytest.raises(ValueError, match=r"groups must be integers for each token, \(2, 12\), got \(2, 11\)"):
+        make("linear")(x, groups=torch.zeros(2, 11, dtype=torch.long))
+    with pytest.raises(ValueError, match="use window=0"):
+        make("linear", window=2)(x, (3, 4), groups=torch.zeros(2, 12, dtype=torch.long))
 
 
 def test_gradients_flow_through_shifted_windows_to_every_parameter():
@@ -511,8 +533,7 @@ def test_another_map_comes_with_its_own_defaults(name):
         ("softmax", {"window": -1}, r"got window=-1"),
         ("softmax", {"window": 4, "causal": True}, r"windows .* look around: use causal=False"),
         ("softmax", {"window": 4, "key_reduction": 2}, r"as many keys as queries.*key_reduction=1"),
-        ("linear", {"window": 4, "shifted": True}, r"need the weight of each pair, got the linear relu map"),
-        ("linear", {"window": 4, "position": "relative"}, r"need the weight of each pair, got the linear relu map"),
+        ("linear", {"window": 4, "position": "relative"}, r"needs the weight of each pair, got the linear relu map"),
     ],
 )
 def test_windows_that_cannot_be_say_why(method, options, message):

@@ -41,7 +41,7 @@ class AttentionConfig:
     window: int = 0
     """Side of the windows inside which tokens attend; 0: all tokens see each other."""
     shifted: bool = False
-    """Windows moved by half their side, as in every second block of Swin; softmax only."""
+    """Windows moved by half their side, as in every second block of Swin; linear attention takes a pass per part of one."""
     causal: bool = False
     """Token i sees tokens 0..i."""
 
@@ -63,10 +63,10 @@ class AttentionConfig:
             )
         if self.window and (self.causal or self.key_reduction > 1):
             raise ValueError("windows hold as many keys as queries and look around: use causal=False and key_reduction=1")
-        if self.feature_map is not None and (self.shifted or self.position == "relative"):
+        if self.feature_map is not None and self.position == "relative":
             raise ValueError(
-                f'shifted windows and position="relative" need the weight of each pair, got the linear {self.feature_map} '
-                "map; use feature_map=None, or window alone with shifted=False and another position"
+                f'position="relative" needs the weight of each pair, got the linear {self.feature_map} map; '
+                "use feature_map=None, or another position"
             )
 
 

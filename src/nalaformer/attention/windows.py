@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Grid = tuple[int, int]
+MAX_GROUPS = 4  # parts of a shifted window that do not see each other
 
 
 class Windows:
@@ -53,7 +54,7 @@ class Windows:
             image = image.roll(self.shift, dims=(1, 2))
         return image[:, : self.grid[0], : self.grid[1]].flatten(1, 2)
 
-    def visible_keys(self, key_mask: Tensor | None, like: Tensor) -> Tensor | None:
+    def visible(self, key_mask: Tensor | None, like: Tensor) -> Tensor | None:
         """[B * count, tokens] bool: which tokens of each window are real; None: all. `like` is [B, N, ...]."""
         if key_mask is None:
             if not any(self.padding):
@@ -61,18 +62,16 @@ class Windows:
             key_mask = torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
         return self.split(key_mask)
 
-    def visible_pairs(self, key_mask: Tensor | None, like: Tensor) -> Tensor | None:
-        """[B * count, tokens, tokens] bool: which keys each query of a window sees; None: all."""
-        keys = self.visible_keys(key_mask, like)
+    def groups(self, like: Tensor) -> Tensor | None:
+        """[B * count, tokens] integers below MAX_GROUPS: a token sees those of its group; None: all see each other."""
         if not any(self.shift):
-            return None if keys is None else keys[:, None, :].expand(-1, self.tokens, -1)
+            return None
         rows, columns = (
             torch.arange(side, device=like.device) < shift for side, shift in zip(self.grid, self.shift, strict=True)
         )
         # a token is one of four kinds: it wrapped around vertically, horizontally, both ways or not
-        kind = self.split((2 * rows[:, None].long() + columns).flatten()[None])
-        pairs = (kind[:, :, None] == kind[:, None, :]).repeat(like.shape[0], 1, 1)
-        return pairs if keys is None else pairs & keys[:, None, :]
+        kind = 2 * rows[:, None].long() + columns
+        return self.split(kind.flatten().expand(like.shape[0], -1))
 
 
 class RelativeBias(nn.Module):
