@@ -1,5 +1,6 @@
 """Every named backbone: counts of the full size, timm's contract on a cut-down one."""
 
+import re
 import subprocess
 import sys
 
@@ -7,8 +8,10 @@ import pytest
 import timm
 import torch
 from timm.optim import param_groups_layer_decay
+from typer.testing import CliRunner
 
 import nalaformer
+from nalaformer import cli
 from nalaformer.attention import METHODS
 from nalaformer.models import VARIANTS, Backbone, build, card
 
@@ -264,3 +267,35 @@ def test_every_backbone_is_a_timm_model():
     assert set(VARIANTS) <= set(timm.list_models())
     assert isinstance(timm.create_model("nalaformer_xt", device="meta"), Backbone)
     assert nalaformer.models.VARIANTS is VARIANTS
+
+
+# --- the command --------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_lists_stages_counts_and_published_accuracy():
+    result = CliRunner().invoke(cli.build_app(), ["models", "*_xt*"])
+    assert result.exit_code == 0, result.output
+    rows = {
+        row[0]: row[1:] for row in (re.findall(r"[^│ ](?:[^│]*[^│ ])?", line) for line in result.output.splitlines()) if row
+    }
+    assert rows["nalaformer_xt"] == ["nalaformer", "llvv", "6.1 M", "0.64 G", "-"]
+    assert rows["nalaformer_xt_paper"] == ["nalaformer", "llvv", "7.8 M", "0.98 G", "79.1"]
+    assert rows["nalaformer_xt_linear"][1] == "llll"
+    assert "top-1, published" in result.output
+    assert "nalaformer_xt: released size" in result.output
+    assert "nalaformer_s" not in result.output
+
+
+def test_the_command_says_when_no_name_fits():
+    result = CliRunner().invoke(cli.build_app(), ["models", "resnet*"])
+    assert isinstance(result.exception, ValueError)
+    assert "no backbone is named like 'resnet*'" in str(result.exception)
+
+
+def test_without_timm_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["nalaformer", "models"])
+    for name in [name for name in sys.modules if name.startswith("nalaformer.models")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(SystemExit, match=r"timm: pip install 'nalaformer\[vision\]'"):
+        cli.main()

@@ -3,12 +3,9 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
 from ..registry import unknown_name
 from .backbone import Backbone
 from .config import BackboneConfig, change
-from .multiply_adds import count_multiply_adds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,23 +18,6 @@ class Variant:
     """ImageNet-1K accuracy as its authors publish it for training at 224; None: none published for this configuration."""
     note: str = ""
     """What a user should know before comparing with the paper."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelCard:
-    """What a backbone is, in figures: counted on its layers, except for the published accuracy."""
-
-    name: str
-    attention: str
-    """Method of the linear stages."""
-    stages: str
-    """"l" linear, "v" softmax, a letter per stage."""
-    parameters: int
-    """With 1000 classes."""
-    multiply_adds: int
-    """Of one image of 224 x 224."""
-    published_top1: float | None
-    note: str
 
 
 NALAFORMER = BackboneConfig(
@@ -261,26 +241,3 @@ def build_from(config: BackboneConfig, **options: Any) -> Backbone:
 
 
 BACKBONE_ARGUMENTS = ("num_classes", "in_chans", "global_pool", "drop_rate", "device", "dtype")
-
-
-def card(name: str) -> ModelCard:
-    """The card of a backbone, counted on a model without memory."""
-    model = build(name, device="meta")
-    variant = VARIANTS[name]
-    config = variant.config
-    linear = ["l" if config.is_linear(stage) else "v" for stage in range(len(config.depths))]
-    return ModelCard(
-        name=name,
-        attention=config.attention,
-        stages="".join(linear),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        multiply_adds=count_multiply_adds(model, (224, 224)),
-        published_top1=variant.published_top1,
-        note=variant.note,
-    )
-
-
-def cards() -> list[ModelCard]:
-    """The cards of all backbones."""
-    with torch.no_grad():
-        return [card(name) for name in VARIANTS]
