@@ -37,10 +37,7 @@ class Windows:
         """[B, N, ...] -> [B * count, tokens, ...]; padding holds zeros (False)."""
         image = x.unflatten(1, self.grid)
         if any(self.padding):
-            below = image.new_zeros(image.shape[0], self.padding[0], *image.shape[2:])
-            image = torch.cat((image, below), dim=1)
-            right = image.new_zeros(*image.shape[:2], self.padding[1], *image.shape[3:])
-            image = torch.cat((image, right), dim=2)
+            image = F.pad(image, (0, 0) * (x.dim() - 2) + (0, self.padding[1], 0, self.padding[0]))
         if any(self.shift):
             image = image.roll((-self.shift[0], -self.shift[1]), dims=(1, 2))
         cells = image.unflatten(2, (self.counts[1], self.shape[1])).unflatten(1, (self.counts[0], self.shape[0]))
