@@ -1,5 +1,6 @@
 """Every named backbone: counts of the full size, timm's contract on a cut-down one."""
 
+import math
 import re
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 import nalaformer
 from nalaformer import cli
 from nalaformer.attention import METHODS
-from nalaformer.models import VARIANTS, Backbone, build, card
+from nalaformer.models import VARIANTS, Backbone, build, card, count_multiply_adds
+from nalaformer.models.multiply_adds import attention_multiply_adds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,8 +72,6 @@ def test_softmax_as_the_method_makes_every_stage_exact():
 
 
 def test_multiply_adds_of_softmax_grow_with_the_square_of_the_tokens():
-    from nalaformer.models import count_multiply_adds
-
     linear, softmax = (build("vit_nala_tiny_patch16", device="meta", attention=name) for name in ("linear", "softmax"))
     # doubling the side makes 4 times the tokens
     linear_growth, softmax_growth = (
@@ -79,6 +79,24 @@ def test_multiply_adds_of_softmax_grow_with_the_square_of_the_tokens():
     )
     assert linear_growth == pytest.approx(4, rel=1e-3)
     assert softmax_growth > 4.5
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "grid", "expected"),
+    [
+        # 15 tokens, 2 heads of 4: scores and their use
+        ("softmax", {}, (3, 5), 2 * 15 * 15 * 8),
+        # F = 4: the state, its reading, the normaliser
+        ("linear", {}, (3, 5), 15 * 4 * 8 + 15 * 4 * 8 + 2 * 15 * 4),
+        # F = 8, two streams with a normaliser each; 3 x 5 in blocks of 2 are 2 x 3 keys
+        ("polaformer", {"key_reduction": 2}, (3, 5), 6 * 8 * 8 + 15 * 8 * 8 + 2 * 2 * 15 * 8),
+        # four windows of 3 x 3 with padding
+        ("softmax", {"window": 3}, (4, 6), 4 * 2 * 9 * 9 * 8),
+    ],
+)
+def test_attention_products_are_counted(method, options, grid, expected):
+    layer = nalaformer.attention.build(method, dim=8, num_heads=2, **options)
+    assert attention_multiply_adds(layer, *grid) == expected
 
 
 # --- timm's contract ----------------------------------------------------------------------------------------------------
@@ -94,6 +112,27 @@ def test_any_size_goes_through_and_back(name, size):
     assert image.grad.isfinite().all()
     unused = [key for key, parameter in model.named_parameters() if parameter.grad is None]
     assert unused == []
+
+
+def test_bad_batches_stay_what_they_are(name):
+    model = small(name).eval()
+    with torch.no_grad():
+        assert model(torch.randn(0, 3, 64, 64)).shape == (0, 7)
+        images = torch.randn(3, 3, 64, 64)
+        spoilt = images.clone()
+        spoilt[1, 0, 5, 5] = math.nan
+        before, after = model(images), model(spoilt)
+        assert torch.equal(after[[0, 2]], before[[0, 2]])
+        assert after[1].isnan().any()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_training_under_autocast_stays_finite(name, scale):
+    model = small(name).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(scale * torch.randn(2, 3, 64, 64))
+    logits.float().square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_features_have_the_announced_channels_and_strides(name):

@@ -110,3 +110,12 @@ def test_layer_traces_into_one_graph(name):
     model = OnImages(name)
     image = torch.randn(2, 16, 5, 7)
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(image), model(image))
+
+
+@pytest.mark.slow
+def test_a_backbone_compiles_in_one_graph():
+    size = {"embed_dims": (16, 16, 16, 16), "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2), "projection": 16}
+    model = timm.create_model("nalaformer_t", num_classes=3, **size).eval()
+    image = torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, fullgraph=True)(image), model(image), rtol=1e-4, atol=1e-5)

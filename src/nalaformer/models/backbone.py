@@ -129,7 +129,6 @@ class Backbone(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Position tables, biases of windows, and the parameters of feature maps (powers, scales, angles)."""
-        # parts[-2]: the module that holds the parameter
         return {
             name
             for name, _ in self.named_parameters()
