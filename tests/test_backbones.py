@@ -149,6 +149,7 @@ def test_chosen_features_are_those_of_the_whole_model(name):
     image = torch.randn(1, 3, 64, 64)
     end, every = whole.forward_intermediates(image)
     assert torch.equal(end, whole.forward_features(image))
+    assert torch.equal(whole.forward_intermediates(image, norm=True, intermediates_only=True)[-1], end)
     (third,) = whole.forward_intermediates(image, indices=[2], intermediates_only=True)
     assert torch.equal(third, every[2])
     torch.manual_seed(0)
@@ -179,8 +180,11 @@ def test_first_convolution_and_classifier_are_where_timm_looks_for_them(name):
 
 
 def test_recomputed_blocks_give_the_same_gradients(name):
-    model = small(name).train()
+    # with dropped paths, which must be the same ones the second time
+    model = small(name, drop_path_rate=0.3).train()
     image = torch.randn(2, 3, 64, 64)
+    calls = []
+    model.stages[1].blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
     gradients = []
     for enable in (False, True):
         model.set_grad_checkpointing(enable)
@@ -188,6 +192,7 @@ def test_recomputed_blocks_give_the_same_gradients(name):
         model.zero_grad()
         model(image).square().sum().backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert len(calls) == 1 + 2
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients, strict=True))
 
 
