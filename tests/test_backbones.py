@@ -242,6 +242,19 @@ def test_options_reach_every_stage_and_map_options_the_linear_ones():
     assert [layer.map is not None and layer.map.direction == "cosine" for layer in layers] == [True, True, False, False, False]
 
 
+def test_another_map_in_the_same_shell_stays_out_of_softmax_stages():
+    model = small("nalaformer_t", attention_options={"feature_map": "elu"})
+    layers = [block.attention for stage in model.stages for block in stage.blocks]
+    assert [layer.config.feature_map for layer in layers] == ["elu", "elu", None, None, None]
+    assert all(layer.local_mix is not None and layer.norm is not None for layer in layers)
+
+
+def test_options_of_a_layout_stay_beside_those_that_are_given():
+    model = small("polaformer_pvt_t", attention_options={"kernel_size": 3})
+    config = model.stages[0].blocks[0].attention.config
+    assert (config.kernel_size, config.value_upsampling) == (3, "flat")
+
+
 def test_a_model_of_low_precision_is_built_so(name):
     model = small(name, dtype=torch.bfloat16, device="cpu").eval()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -259,6 +272,7 @@ def test_a_model_of_low_precision_is_built_so(name):
         ({"depth": (1, 1, 1, 1)}, r"unknown option of a backbone: 'depth'; did you mean 'depths'"),
         ({"num_heads": (1, 2, 3)}, r"num_heads must have one entry for each of the 4 stages"),
         ({"attention_options": {"gat": "none"}}, r"'gat'; did you mean 'gate'"),
+        ({"attention": "softmax", "attention_options": {"gat": "none"}}, r"'gat'; did you mean 'gate'"),
         ({"drop_path_rate": 1.0}, r"drop_path_rate must be at least 0 and below 1"),
     ],
 )

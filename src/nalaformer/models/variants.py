@@ -5,7 +5,7 @@ from typing import Any
 
 from ..registry import unknown_name
 from .backbone import Backbone
-from .config import BackboneConfig, change
+from .config import BackboneConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,10 @@ def build_from(config: BackboneConfig, **options: Any) -> Backbone:
     for option in options:
         if option not in known:
             raise unknown_name("option of a backbone:", option, known)
-    return Backbone(change(config, options), **arguments)
+    if "attention_options" in options:
+        # what is not named stays: the layout's own options belong to its published form
+        options["attention_options"] = config.attention_options | options["attention_options"]
+    return Backbone(replace(config, **options), **arguments)
 
 
 BACKBONE_ARGUMENTS = ("num_classes", "in_chans", "global_pool", "drop_rate", "device", "dtype")
