@@ -200,31 +200,111 @@ def test_a_wrong_conversion_says_the_rule(tmp_path, monkeypatch, content, argume
 def test_weights_that_fit_a_named_backbone_pass_the_check(tmp_path):
     # full-size weights are heavy: those of the smallest backbone, all zeros, under the published names
     ours = nalaformer.models.build("nalaformer_xt", device="meta").state_dict()
-    published = {to_published(name): torch.zeros(value.shape) for name, value in ours.items()}
+    published = {}
+    for name, value in ours.items():
+        published |= to_published(name, torch.zeros(value.shape), "nalaformer_xt")
     source, out = tmp_path / "published.pth", tmp_path / "ours.safetensors"
     torch.save(published, source)
     names = nalaformer.published.convert_file(source, out, "nalaformer", model="nalaformer_xt")
     assert sorted(names) == sorted(ours)
 
 
-def to_published(name):
-    """Our names of the four-stage network as its authors write them, written down here a second time on purpose."""
-    name = re.sub(r"^stages\.(\d)\.downsampling", lambda m: f"layers.{int(m[1]) - 1}.downsample", name)
+SMALL = {"embed_dims": (16, 16, 32, 32), "depths": (1, 1, 2, 1), "num_heads": (1, 1, 2, 2), "img_size": 64}
+
+
+@pytest.mark.parametrize(
+    "name", ["nalaformer_t", "polaformerpp_b0", "polaformer_pvt_t", "flatten_pvt_t", "polaformer_swin_t", "flatten_swin_t"]
+)
+def test_every_published_name_finds_its_place(name):
+    # no published model of every kind is at hand: our weights under the names that the authors' code gives them
+    ours = timm.create_model(name, num_classes=5, **SMALL).eval()
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    published = {}
+    for key, value in ours.state_dict().items():
+        published |= to_published(key, value, name)
+    assert published.keys().isdisjoint(ours.state_dict().keys() - {"norm.weight", "norm.bias"})
+    # what their state dicts hold besides
+    extra = {"layers.0.RoPE.angle", "layers.0.RoPE_linear.angle", "layers.2.blocks.1.attn_mask"}
+    published |= {key: torch.zeros(3) for key in extra if "pvt" not in name}
+    family = name.split("_")[0]
+    again = nalaformer.published.load(published, family, **SMALL)
+    image = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(again(image), ours(image))
+
+
+def to_published(name, value, model):
+    """One of our tensors under the names that the authors' code gives it, written down a second time on purpose."""
+    if "pvt" in model:
+        frame = (
+            (r"^stem\.0\.", "patch_embed1.proj."),
+            (r"^stem\.1\.", "patch_embed1.norm."),
+            (r"^stages\.(\d)\.downsampling\.reduction\.", lambda m: f"patch_embed{int(m[1]) + 1}.proj."),
+            (r"^stages\.(\d)\.downsampling\.norm\.", lambda m: f"patch_embed{int(m[1]) + 1}.norm."),
+            (r"^stages\.(\d)\.positions\.table", lambda m: f"pos_embed{int(m[1]) + 1}"),
+            (r"^stages\.(\d)\.blocks\.", lambda m: f"block{int(m[1]) + 1}."),
+        )
+    else:
+        stem = ((r"^stem\.0\.", "patch_embed.proj."), (r"^stem\.1\.", "patch_embed.norm."))
+        frame = (
+            *(stem if "swin" in model else ((r"^stem\.", "patch_embed.proj."),)),
+            (r"^stages\.(\d)\.downsampling", lambda m: f"layers.{int(m[1]) - 1}.downsample"),
+            (r"^stages\.", "layers."),
+        )
+    plus = model.startswith("polaformerpp")
     for pattern, published in (
-        (r"^stem\.", "patch_embed.proj."),
-        (r"^stages\.", "layers."),
+        *frame,
         (r"^projection\.0\.", "proj."),
         (r"^projection\.1\.", "norm."),
         (r"^head\.fc\.", "head."),
-        (r"\.local([12])\.", r".cpe\1."),
-        (r"\.(norm[12])\.", r".\1.norm."),
+        (r"\.local1\.", ".pos." if plus else ".cpe1."),
+        (r"\.local2\.", ".cpe2."),
+        (r"\.(norm[12])\.", r".\1." if "pvt" in model or "swin" in model else r".\1.norm."),
         (r"\.attention\.norm\.", ".attn.ln."),
-        (r"\.attention\.local_mix\.conv\.", ".attn.lepe."),
-        (r"\.attention\.projection\.", ".attn.out_proj."),
+        (r"\.attention\.local_mix\.conv\.", ".attn.dwc." if "pvt" in model or "swin" in model else ".attn.lepe."),
+        (r"\.attention\.projection\.", ".attn.out_proj." if model.startswith("nalaformer") else ".attn.proj."),
+        (r"\.attention\.relative_bias\.bias", ".attn.relative_position_bias_table"),
+        (r"\.attention\.table\.table", ".attn.positional_encoding"),
+        (r"\.attention\.map\.same", ".attn.s1"),
+        (r"\.attention\.map\.opposite", ".attn.s2"),
+        (r"\.attention\.map\.", ".attn."),
         (r"\.attention\.", ".attn."),
         (r"\.feed_forward\.local\.", ".ffn.dwconv."),
-        (r"\.feed_forward\.", ".ffn."),
+        (r"\.feed_forward\.", ".mlp." if "pvt" in model or "swin" in model else ".ffn."),
         (r"\.scale([12])\.gamma", r".gamma_\1"),
     ):
         name = re.sub(pattern, published, name)
-    return name
+    last = name.split(".")[-1]
+    if last.startswith("gamma_"):
+        value = value[None, :, None, None]
+    elif last in ("s1", "s2", "power"):
+        value = value[None, :, None]
+    elif last == "scale":
+        value = value.flatten()[None, None]
+    elif name == "proj.weight":
+        value = value.flatten(1)
+    elif name == "head.weight" and "pvt" not in model and "swin" not in model:
+        value = value[:, :, None, None]
+    elif ".attn.qkvg." in name:
+        return in_parts(name, value, model)
+    return {name: value}
+
+
+def in_parts(name, value, model):
+    """The one projection of ours, as each family divides it: q, k, v and, where there is one, the gate."""
+    if "pvt" in model:
+        channels = value.shape[0] // (4 if model.startswith("polaformer") else 3)
+        q, k, v, *gate = value.split(channels)
+        query = "qg" if gate else "q"
+        return {
+            name.replace("qkvg", query): torch.cat((q, *gate)),
+            name.replace("qkvg", "kv"): torch.cat((k, v)),
+        }
+    is_softmax = name.startswith(("layers.2.", "layers.3."))
+    if model.startswith("polaformerpp") and is_softmax:
+        return {name.replace("qkvg", "qkvo"): value}
+    if "swin" in model and (is_softmax or model.startswith("flatten")):
+        return {name.replace("qkvg", "qkv"): value}
+    return {name: value}

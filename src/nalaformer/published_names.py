@@ -35,7 +35,7 @@ def _frame(published: Weights) -> Weights:
     ours = {}
     for name, value in published.items():
         # rotary angles, window masks and window offsets are computed here, not stored
-        if re.search(r"\.(RoPE\.|attn_mask$|relative_position_index$)", name):
+        if re.search(r"\.(RoPE(_linear)?\.|attn_mask$|relative_position_index$)", name):
             continue
         # the published PVT holds a last norm that its forward pass leaves out
         if name.startswith("norm.") and "pos_embed1" in published:
@@ -71,6 +71,7 @@ FRAME: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
 )
 INSIDE_BLOCKS = (
     (r"(\.blocks\.\d+)\.cpe([12])\.", r"\1.local\2."),
+    (r"(\.blocks\.\d+)\.pos\.", r"\1.local1."),
     (r"(\.blocks\.\d+\.norm[12])\.norm\.", r"\1."),
     (r"(\.blocks\.\d+)\.attn\.", r"\1.attention."),
     (r"(\.blocks\.\d+)\.(?:ffn|mlp)\.", r"\1.feed_forward."),
@@ -99,11 +100,12 @@ def _shaped(weights: Weights) -> Weights:
 
 
 def _nalaformer(published: Weights) -> Weights:
-    return _renamed(published, {"ln": "norm", "lepe": "local_mix.conv", "out_proj": "projection", "qkvg": "qkvg"})
+    return _renamed(published, {"ln": "norm", "lepe": "local_mix.conv", "out_proj": "projection"})
 
 
 def _polaformerpp(published: Weights) -> Weights:
-    ours = _renamed(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvg": "qkvg"})
+    # the gate of a linear layer is called g, that of a softmax layer o
+    ours = _renamed(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvo": "qkvg"})
     for prefix in _prefixes(published, "s1"):
         ours[f"{prefix}map.same"] = ours.pop(f"{prefix}s1")[0, :, 0]
         ours[f"{prefix}map.opposite"] = ours.pop(f"{prefix}s2")[0, :, 0]

@@ -45,7 +45,6 @@ default_cfgs = generate_default_cfgs(
             "first_conv": "stem.0",
             "classifier": "head.fc",
             "fixed_input_size": False,
-            "license": "mit",
         }
         for name, variant in VARIANTS.items()
     }

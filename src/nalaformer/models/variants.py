@@ -161,23 +161,29 @@ def _four_stage() -> dict[str, Variant]:
 
 
 def _polaformerpp() -> dict[str, Variant]:
+    one, small = (1.0,) * 4, (1e-6,) * 4
     sizes = (
-        ((32, 64, 128, 384), (2, 2, 2, 2), (1, 2, 4, 12), 2048, 0.1, 76.9),
-        ((32, 64, 192, 384), (2, 2, 4, 2), (1, 2, 6, 12), 2048, 0.1, 79.1),
-        ((64, 128, 256, 512), (2, 2, 6, 2), (1, 2, 4, 8), 2048, 0.1, 82.8),
-        ((64, 128, 320, 512), (3, 5, 9, 3), (1, 2, 5, 8), 2048, 0.15, 84.3),
-        ((96, 192, 384, 512), (4, 6, 12, 6), (1, 2, 6, 8), 2048, 0.4, 85.4),
-        ((96, 192, 448, 640), (4, 7, 19, 8), (1, 2, 7, 10), 2560, 0.55, 85.6),
+        ((32, 64, 128, 384), (2, 2, 2, 2), (1, 2, 4, 12), 2048, one, 0.1, 76.9),
+        ((32, 64, 192, 384), (2, 2, 4, 2), (1, 2, 6, 12), 2048, one, 0.1, 79.1),
+        ((64, 128, 256, 512), (2, 2, 6, 2), (1, 2, 4, 8), 2048, one, 0.1, 82.8),
+        ((64, 128, 320, 512), (3, 5, 9, 3), (1, 2, 5, 8), 2048, one, 0.15, 84.3),
+        ((96, 192, 384, 512), (4, 6, 12, 6), (1, 2, 6, 8), 2048, (1.0, 1.0, 1e-6, 1e-6), 0.4, 85.4),
+        ((96, 192, 448, 640), (4, 7, 19, 8), (1, 2, 7, 10), 2560, small, 0.55, 85.6),
     )
     return {
         f"polaformerpp_b{number}": Variant(
             config=replace(
-                POLAFORMERPP, embed_dims=dims, depths=depths, num_heads=heads, projection=projection, drop_path_rate=drop_path
+                POLAFORMERPP,
+                embed_dims=dims,
+                depths=depths,
+                num_heads=heads,
+                projection=projection,
+                layer_scale=scale,
+                drop_path_rate=drop_path,
             ),
             published_top1=accuracy,
-            note="softmax stages: our reading of the layout",
         )
-        for number, (dims, depths, heads, projection, drop_path, accuracy) in enumerate(sizes)
+        for number, (dims, depths, heads, projection, scale, drop_path, accuracy) in enumerate(sizes)
     }
 
 
