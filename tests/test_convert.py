@@ -137,7 +137,7 @@ def test_what_cannot_go_stays_with_a_reason():
     }
     with pytest.raises(ValueError, match="found no attention that can be replaced"):
         nalaformer.convert(normalised)
-    other = timm.create_model("pvt_v2_b0", device="meta")
+    other = timm.create_model("pvt_v2_b0")
     assert {found.obstacle for found in nalaformer.plan_conversion(other)} == {"of a kind that is not known here"}
     with pytest.raises(ValueError, match="found no attention"):
         nalaformer.convert(torch.nn.Linear(3, 3))
@@ -191,7 +191,7 @@ def test_type_device_and_mode_are_kept():
     model = nalaformer.convert(timm_vit().to(torch.bfloat16), "polaformer")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not any(module.training for module in model.modules())
-    on_meta = nalaformer.convert(timm.create_model("vit_tiny_patch16_224", device="meta"))
+    on_meta = nalaformer.convert(timm_vit().to("meta"))
     assert {parameter.device.type for parameter in on_meta.parameters()} == {"meta"}
 
 
