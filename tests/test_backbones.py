@@ -1,5 +1,8 @@
 """Every named backbone: counts of the full size, timm's contract on a cut-down one."""
 
+import importlib
+import importlib.resources
+import importlib.util
 import math
 import re
 import subprocess
@@ -16,6 +19,7 @@ from nalaformer import cli
 from nalaformer.attention import METHODS
 from nalaformer.models import VARIANTS, Backbone, build, card, count_multiply_adds
 from nalaformer.models.multiply_adds import attention_multiply_adds
+from nalaformer.when_imported import when_imported
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -303,6 +307,34 @@ def test_timm_knows_the_names_whichever_is_imported_first(order):
     asked = "import importlib.util; importlib.util.find_spec('timm')"
     found = "print(timm.is_model('nalaformer_t'), timm.__spec__.loader.__class__.__name__)"
     assert python(f"{asked}; {order}; {asked}; {found}") == ["True", "SourceFileLoader"]
+
+
+def test_a_watched_package_imports_as_ever_and_brings_the_module(tmp_path, monkeypatch):
+    (tmp_path / "watched").mkdir()
+    (tmp_path / "watched" / "__init__.py").write_text("value = 3\n")
+    (tmp_path / "companion.py").write_text("import watched\nseen = watched.value\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = list(sys.meta_path)
+    when_imported("watched", "companion")
+    assert importlib.util.find_spec("watched") is not None
+    assert "companion" not in sys.modules
+    watched = importlib.import_module("watched")
+    assert sys.modules["companion"].seen == 3
+    assert type(watched.__spec__.loader).__name__ == "SourceFileLoader"
+    assert importlib.resources.files("watched").joinpath("__init__.py").is_file()
+    assert sys.meta_path == finders
+    for name in ("watched", "companion"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_broken_companion_does_not_break_the_watched_package(tmp_path, monkeypatch):
+    (tmp_path / "watched_too.py").write_text("value = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    when_imported("watched_too", "no_such_companion")
+    with pytest.warns(UserWarning, match="no_such_companion is not available in watched_too"):
+        watched = importlib.import_module("watched_too")
+    assert watched.value == 3
+    monkeypatch.delitem(sys.modules, "watched_too")
 
 
 def test_importing_nalaformer_imports_neither_timm_nor_the_models():
