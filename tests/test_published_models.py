@@ -2,6 +2,9 @@
 
 import json
 import re
+import sys
+import types
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,25 @@ def test_weights_of_another_size_are_refused():
     missing = {name: value for name, value in weights.items() if "layers.2.blocks.1" not in name}
     with pytest.raises(RuntimeError, match=r"Missing key.*stages\.2\.blocks\.1"):
         nalaformer.published.load(missing, "nalaformer", **config)
+
+
+def test_settings_beside_the_weights_are_left_aside(tmp_path):
+    # DeiT's program keeps argparse's namespace, Swin's a node of yacs, which need not be installed here
+    class CfgNode(dict):
+        def __init__(self, values):
+            super().__init__(values)
+            self.__dict__["__immutable__"] = True
+
+    CfgNode.__module__, CfgNode.__qualname__ = "yacs.config", "CfgNode"
+    yacs = types.ModuleType("yacs.config")
+    yacs.CfgNode = CfgNode
+    path = tmp_path / "published.pth"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "yacs", types.ModuleType("yacs"))
+        patch.setitem(sys.modules, "yacs.config", yacs)
+        config = CfgNode({"MODEL": CfgNode({"NAME": "flatten"}), "BASE": [""]})
+        torch.save({"model": {"weight": torch.ones(2)}, "config": config, "args": Namespace(lr=1e-3), "epoch": 3}, path)
+    assert nalaformer.published.read(path).keys() == {"weight"}
 
 
 class Hostile:

@@ -1,5 +1,7 @@
 """The authors' released checkpoints, by their own parameter names: read without running code, translated, loaded."""
 
+from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,8 @@ __all__ = ["FAMILIES", "convert_file", "load", "read", "translate"]
 
 # under which key training programs keep the weights of a checkpoint: the averaged ones are those that were evaluated
 INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
+# how training programs keep their settings beside the weights: plain containers, read as such and then left aside
+SETTINGS = [Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
 
 def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any) -> "Backbone":
@@ -88,7 +92,8 @@ def read(path: str | Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return load_file(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(SETTINGS):  # type: ignore[arg-type]
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:
