@@ -1,6 +1,7 @@
 """Linear attention that keeps what softmax has: it sharpens with the query norm and keeps the negative half."""
 
 from . import attention, feature_maps, ops, published
+from .conversion import convert, plan_conversion
 from .feature_maps import FEATURE_MAPS, FeatureMap, feature_map
 from .ops import (
     LinearState,
@@ -13,6 +14,10 @@ from .ops import (
     set_backend,
     use_backend,
 )
+from .when_imported import when_imported
+
+# the backbones enter timm's registry as soon as both packages are imported, in either order
+when_imported("timm", "nalaformer.models")
 
 __version__ = "0.1.0.dev0"
 
@@ -23,11 +28,13 @@ __all__ = [
     "Rotary",
     "attention",
     "attention_weights",
+    "convert",
     "feature_map",
     "feature_maps",
     "get_backend",
     "linear_attention",
     "ops",
+    "plan_conversion",
     "published",
     "recurrent_linear_attention",
     "recurrent_step_",

@@ -17,7 +17,7 @@ from .checks import (
     check_state,
     check_tensors,
 )
-from .features import FeatureMapLike
+from .features import FeatureMapLike, outside_autocast
 from .state import LinearState
 
 
@@ -54,7 +54,7 @@ def linear_attention(
     needs_grad = _needs_grad(q, k, v, feature_map)
     k, v = _heads_for(feature_map, q, k, v)
     # low-precision matmuls under autocast would undo the float32 sums
-    with torch.autocast(q.device.type, enabled=False):
+    with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
         backend = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns)
         if backend == "triton":
@@ -93,7 +93,7 @@ def recurrent_linear_attention(
     recompute = _needs_grad(q, k, v, feature_map)
     k, v = _heads_for(feature_map, q, k, v)
     check_state(state, q, k, v, feature_map, turns[1])
-    with torch.autocast(q.device.type, enabled=False):
+    with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
         if choose(q, k, v, feature_map=mapped, causal=True, rotary=turns) == "triton":
             from . import kernels
@@ -148,7 +148,7 @@ def recurrent_step_(
         raise ValueError(f"a step takes one token, got {q.shape[1]}; use recurrent_linear_attention for more")
     k, v = _heads_for(feature_map, q, k, v)
     check_state(state, q, k, v, feature_map, turns[1])
-    with torch.autocast(q.device.type, enabled=False):
+    with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=None, causal=True)
         fits = all(tensor.is_contiguous() for tensor in state.tensors().values()) and state.state.dtype == torch.float32
         if fits and choose(q, k, v, feature_map=mapped, causal=False, rotary=turns) == "triton":
@@ -185,7 +185,7 @@ def attention_weights(
         raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream}")
     index = None if rows is None else check_rows(rows, q)
     k, _ = _heads_for(feature_map, q, k, k)
-    with torch.autocast(q.device.type, enabled=False):
+    with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
         return reference.attention_weights(
             q,
@@ -225,7 +225,7 @@ def _packed(
         check_rotary(turn, q[None], "q")
     if q.shape[0] == 0:
         return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * v.sum()
-    with torch.autocast(q.device.type, enabled=False):
+    with outside_autocast(q):
         check_tensors(q[None], k[None], v[None], feature_map)
         spread_k, spread_v = _heads_for(feature_map, q[None], k[None], v[None])
         # a map that looks at all tokens must see each sequence by itself
