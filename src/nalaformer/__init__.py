@@ -12,6 +12,10 @@ from .ops import (
     set_backend,
     use_backend,
 )
+from .when_imported import when_imported
+
+# the backbones enter timm's registry as soon as both packages are imported, in either order
+when_imported("timm", "nalaformer.models")
 
 __version__ = "0.1.0.dev0"
 

@@ -1,88 +1,70 @@
-"""The authors' released checkpoints, by their own parameter names.
+"""The authors' released checkpoints, by their own parameter names: read without running code, translated, loaded."""
 
-`translate` turns a state dict with published names into ours. It works on whole models as well as on single layers: a
-name is looked at from its last dot-separated parts, whatever stands before.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from .published_names import FAMILIES, translate
 from .registry import unknown_name
 
-Weights = dict[str, Tensor]
+if TYPE_CHECKING:
+    from .models import Backbone
+
+__all__ = ["FAMILIES", "load", "read", "translate"]
+
+# under which key training programs keep the weights of a checkpoint: the averaged ones are those that were evaluated
+INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
-def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
-    """Published names -> ours, for "nalaformer", "polaformer", "polaformerpp" or "flatten"."""
+def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any) -> "Backbone":
+    """The backbone with published weights: a file (see `read`) or a state dict, in the authors' names.
+
+    `config`: what differs from the family's tiny model, as fields of models.BackboneConfig; classes are counted on the
+    weights. The published variants have names: timm.create_model("nalaformer_s", checkpoint_path=file) does the same.
+    """
+    from .models import LAYOUTS
+    from .models.variants import build_from
+
     if family not in FAMILIES:
         raise unknown_name("family of published weights", family, FAMILIES)
-    return FAMILIES[family](dict(state_dict))
+    if isinstance(weights, str | Path):
+        weights = read(weights)
+    translated = translate(weights, family)
+    if "head.fc.weight" in translated:
+        config.setdefault("num_classes", translated["head.fc.weight"].shape[0])
+    if family in LAYOUTS:
+        layout = LAYOUTS[family]
+    else:
+        layout = LAYOUTS["pvt" if any(name.startswith("block1.") for name in weights) else "swin"]
+        config = {"family": family, "attention": family} | config
+    model = build_from(layout, **config)
+    model.load_state_dict(translated)
+    return model.eval()
 
 
-def _nalaformer(published: Weights) -> Weights:
-    return _renamed(published, {"ln": "norm", "lepe": "local_mix.conv", "out_proj": "projection", "qkvg": "qkvg"})
-
-
-def _polaformerpp(published: Weights) -> Weights:
-    ours = _renamed(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvg": "qkvg"})
-    for prefix in _prefixes(published, "s1"):
-        ours[f"{prefix}map.same"] = ours.pop(f"{prefix}s1")[0, :, 0]
-        ours[f"{prefix}map.opposite"] = ours.pop(f"{prefix}s2")[0, :, 0]
-    return ours
-
-
-def _flatten(published: Weights) -> Weights:
-    """Also PolaFormer's: it adds a gate and a power per channel to the same layer."""
-    ours = _renamed(published, {"dwc": "local_mix.conv", "proj": "projection"})
-    for prefix in _prefixes(published, "dwc.weight"):
-        ours[f"{prefix}table.table"] = ours.pop(f"{prefix}positional_encoding")
-        scale = ours.pop(f"{prefix}scale")[0, 0]
-        head_dim = published[f"{prefix}dwc.weight"].shape[0]
-        ours[f"{prefix}map.scale"] = scale.unflatten(0, (-1, head_dim))
-        if f"{prefix}power" in ours:
-            ours[f"{prefix}map.power"] = ours.pop(f"{prefix}power")[0, :, 0]
-        _join_projections(ours, prefix)
-    return ours
-
-
-def _join_projections(weights: Weights, prefix: str) -> None:
-    """Published: q (or q and gate) and kv apart. Ours: all of them in one, except where keys come from a reduced image."""
-    reduced = f"{prefix}sr.weight" in weights
-    for part in ("weight", "bias"):
-        names = [f"{prefix}{name}.{part}" for name in ("q", "qg", "qkv", "qkvg", "kv", "sr", "norm")]
-        q, qg, qkv, qkvg, kv, sr, norm = (weights.pop(name, None) for name in names)
-        query = q if q is not None else qg
-        if reduced:
-            found = {"qg": query, "kv": kv, "reduce": sr, "reduce_norm": norm}
-        elif kv is not None and query is not None:
-            channels = kv.shape[0] // 2
-            found = {"qkvg": torch.cat((query[:channels], kv, query[channels:]))}
-        else:
-            found = {"qkvg": qkvg if qkvg is not None else qkv}
-        weights.update({f"{prefix}{name}.{part}": value for name, value in found.items() if value is not None})
-
-
-def _renamed(weights: Weights, modules: dict[str, str]) -> Weights:
-    """Rename the module that holds a parameter: "blocks.0.ln.weight" -> "blocks.0.norm.weight"."""
-    result = {}
-    for name, value in weights.items():
-        *path, parameter = name.split(".")
-        if path and path[-1] in modules:
-            path[-1] = modules[path[-1]]
-        result[".".join((*path, parameter))] = value
-    return result
-
-
-def _prefixes(names: Iterable[str], ending: str) -> list[str]:
-    """What stands before `ending` in the names that end so; "" for a layer by itself."""
-    return [name.removesuffix(ending) for name in names if name == ending or name.endswith(f".{ending}")]
-
-
-FAMILIES: dict[str, Callable[[Weights], Weights]] = {
-    "nalaformer": _nalaformer,
-    "polaformer": _flatten,
-    "polaformerpp": _polaformerpp,
-    "flatten": _flatten,
-}
+def read(path: str | Path) -> dict[str, Tensor]:
+    """The weights in a checkpoint file: safetensors, or a .pth file of which nothing but tensors is read, never code."""
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read as weights alone: {' '.join(str(error).split())[:200]}; "
+            "a file that holds other objects would run their code, so save its state dict anew where you trust it"
+        ) from error
+    for key in INSIDE:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{path} must hold a state dict, or one under {', '.join(INSIDE)}; got {type(content).__name__}")
+    # what distributed training and torch.compile put in front
+    return {name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in content.items()}

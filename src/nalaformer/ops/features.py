@@ -5,6 +5,7 @@ exp(log_scale); attention divides two sums of them, so the scale cancels everywh
 Ordinary inputs have log_scale = 0, where nothing changes at all.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -107,6 +108,11 @@ def key_features(
 def cheap_to_look_at(x: Tensor) -> bool:
     """Whether code may depend on the numbers in x: on a GPU that would wait for it, and a traced program has none."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Computing in the types that are asked for; the meta device, which computes nothing, has no autocast to leave."""
+    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
 
 
 def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import chunked, reference
 from .backend import choose
 from .checks import RotaryArgument, check_call, check_cu_seqlens, check_rotary, check_rows, check_state, check_tensors
-from .features import FeatureMapLike
+from .features import FeatureMapLike, outside_autocast
 from .state import LinearState
 
 
@@ -45,7 +45,7 @@ def linear_attention(
     needs_grad = _needs_grad(q, k, v, feature_map)
     k, v = _heads_for(feature_map, q, k, v)
     # low-precision matmuls under autocast would undo the float32 sums
-    with torch.autocast(q.device.type, enabled=False):
+    with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
         backend = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns)
         if backend == "triton":
@@ -97,7 +97,7 @@ def recurrent_linear_attention(
     recompute = _needs_grad(q, k, v, feature_map)
     k, v = _heads_for(feature_map, q, k, v)
     check_state(state, q, k, v, feature_map, turns[1])
-    with torch.autocast(q.device.type, enabled=False):
+    with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
         return chunked.causal_linear_attention(
             q,
@@ -134,7 +134,7 @@ def attention_weights(
         raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream}")
     index = None if rows is None else check_rows(rows, q)
     k, _ = _heads_for(feature_map, q, k, k)
-    with torch.autocast(q.device.type, enabled=False):
+    with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
         return reference.attention_weights(
             q,
@@ -174,7 +174,7 @@ def _packed(
         check_rotary(turn, q[None], "q")
     if q.shape[0] == 0:
         return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * v.sum()
-    with torch.autocast(q.device.type, enabled=False):
+    with outside_autocast(q):
         check_tensors(q[None], k[None], v[None], feature_map)
         spread_k, spread_v = _heads_for(feature_map, q[None], k[None], v[None])
         # a map that looks at all tokens must see each sequence by itself

@@ -1,0 +1,197 @@
+"""The one network of every backbone: stem, stages, head, with timm's conventions around them."""
+
+from typing import Any
+
+import torch
+from timm.layers import ClassifierHead
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..attention.position_table import PositionTable
+from ..published_names import is_published_model, translate
+from .block import Block, as_image, as_tokens
+from .config import BackboneConfig
+from .resolution import ChannelNorm, make_downsampling, make_stem
+
+
+class Backbone(nn.Module):
+    """Images [B, in_chans, H, W] of any size -> logits [B, num_classes]; `config` says of which parts.
+
+    A state dict with the authors' names is translated as it is loaded, so that timm's checkpoint_path takes their files.
+    """
+
+    def __init__(
+        self,
+        config: BackboneConfig,
+        *,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_classes, self.in_chans, self.drop_rate = num_classes, in_chans, drop_rate
+        dims = config.embed_dims
+        with torch.device(device or torch.get_default_device()):
+            self.stem = make_stem(config, in_chans)
+            self.stages = nn.Sequential(*(Stage(config, index) for index in range(len(dims))))
+            self.norm = ChannelNorm(dims[-1], eps=config.norm_eps) if config.final_norm else nn.Identity()
+            self.projection: nn.Module = nn.Identity()
+            if config.projection is not None:
+                layers = nn.Conv2d(dims[-1], config.projection, 1), nn.BatchNorm2d(config.projection), nn.SiLU()
+                self.projection = nn.Sequential(*layers)
+            self.num_features = dims[-1]
+            self.head_hidden_size = config.projection or dims[-1]
+            self.head = ClassifierHead(self.head_hidden_size, num_classes, pool_type=global_pool, drop_rate=drop_rate)
+        self.feature_info = [
+            {"num_chs": dim, "reduction": config.stride(index), "module": f"stages.{index}"} for index, dim in enumerate(dims)
+        ]
+        self._initialise()
+        self.to(dtype=dtype)
+        self.register_load_state_dict_pre_hook(_translate_published_names)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(image))
+
+    def forward_features(self, image: Tensor) -> Tensor:
+        """[B, C, H / stride, W / stride] after the last stage, rounded up."""
+        if image.dim() != 4 or image.shape[1] != self.in_chans or 0 in image.shape[2:]:
+            raise ValueError(
+                f"images must be [batch, {self.in_chans}, height, width] with at least one pixel, got {tuple(image.shape)}; "
+                "other channels: create the model with in_chans="
+            )
+        return self.norm(self.stages(self.stem(image)))
+
+    def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
+        """[B, num_classes]; pre_logits: what the classifier sees, [B, head_hidden_size]."""
+        return self.head(self.projection(features), pre_logits=pre_logits)
+
+    def forward_intermediates(
+        self,
+        image: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """Features after the stages of `indices` (timm's convention), alone or as (features of the end, list)."""
+        if str(output_fmt) not in ("NCHW", "Format.NCHW"):
+            raise ValueError(f'output_fmt must be "NCHW", got {output_fmt!r}; permute the features afterwards')
+        taken, last = feature_take_indices(len(self.stages), indices)
+        intermediates = []
+        x = self.stem(image)
+        for index, stage in enumerate(self.stages):
+            if stop_early and index > last:
+                break
+            x = stage(x)
+            is_end = index == len(self.stages) - 1
+            if index in taken:
+                # the norm belongs to the last stage: earlier ones have other channels
+                intermediates.append(self.norm(x) if norm and is_end else x)
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop what the features of `indices` do not need; the indices that remain valid."""
+        taken, last = feature_take_indices(len(self.stages), indices)
+        self.stages = self.stages[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.projection = nn.Identity()
+            self.reset_classifier(0, "")
+        return taken
+
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        self.num_classes = num_classes
+        self.head.reset(num_classes, global_pool)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass instead of keeping what they computed."""
+        for stage in self.stages:
+            assert isinstance(stage, Stage)
+            stage.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """How parameters group by depth, for layer-wise learning rates."""
+        fine = [(r"^stages\.(\d+)\.(?:downsampling|positions)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
+        last = (r"^(?:norm|projection)", (99999,))
+        return {"stem": r"^stem", "blocks": [(r"^stages\.(\d+)", None), last] if coarse else [*fine, last]}
+
+    def no_weight_decay(self) -> set[str]:
+        """Position tables, biases of windows, and the parameters of feature maps (powers, scales, angles)."""
+        # parts[-2]: the module that holds the parameter
+        return {name for name, _ in self.named_parameters() if set(name.split(".")[:-1]) & {"positions", "table", "map"}}
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            # the published patch layouts leave convolutions at torch's start
+            own = (nn.Linear, nn.Conv2d) if self.config.stem == "convolutions" else (nn.Linear,)
+            if isinstance(module, own):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+
+class Stage(nn.Module):
+    """Downsampling (except in the first), a position table where there is one, and blocks: [B, C, H, W] -> [B, C', H', W']."""
+
+    def __init__(self, config: BackboneConfig, index: int) -> None:
+        super().__init__()
+        dim = config.embed_dims[index]
+        self.grad_checkpointing = False
+        self.downsampling: nn.Module = nn.Identity()
+        if index > 0:
+            self.downsampling = make_downsampling(config.downsampling, config.embed_dims[index - 1], dim)
+        has_table = config.positions == "every" or (config.positions == "first" and index == 0)
+        self.positions = PositionTable(channels=dim, grid=config.grid(index)) if has_table else None
+        self.blocks = nn.ModuleList(
+            Block(
+                config.attention_of(index, block),
+                dim=dim,
+                num_heads=config.num_heads[index],
+                mlp_ratio=config.of_stage("mlp_ratios", index),
+                local_positions=config.local_positions,
+                feed_forward_mix=config.feed_forward_mix,
+                layer_scale=config.of_stage("layer_scale", index),
+                drop_path=_drop_path(config, index, block),
+                norm_eps=config.norm_eps,
+            )
+            for block in range(config.depths[index])
+        )
+
+    def forward(self, image: Tensor) -> Tensor:
+        image = self.downsampling(image)
+        grid = (image.shape[2], image.shape[3])
+        # one copy here spares every layer of the stage a strided read
+        tokens = as_tokens(image).contiguous()
+        if self.positions is not None:
+            tokens = tokens + self.positions(grid).to(tokens.dtype)
+        for block in self.blocks:
+            if self.grad_checkpointing and self.training:
+                tokens = checkpoint(block, tokens, grid, use_reentrant=False)
+            else:
+                tokens = block(tokens, grid)
+        return as_image(tokens, grid)
+
+
+def _drop_path(config: BackboneConfig, stage: int, block: int) -> float:
+    last = sum(config.depths) - 1
+    return config.drop_path_rate * (sum(config.depths[:stage]) + block) / max(last, 1)
+
+
+def _translate_published_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    # only a whole model by itself: inside another module the names have a prefix that no published file has
+    if not prefix and is_published_model(state_dict):
+        ours = translate(state_dict, model.config.family)  # type: ignore[union-attr, arg-type]
+        state_dict.clear()
+        state_dict.update(ours)

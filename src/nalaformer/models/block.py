@@ -1,0 +1,84 @@
+"""The one block of every backbone, and its feed-forward network."""
+
+from timm.layers import DropPath, LayerScale
+from torch import Tensor, nn
+
+from ..attention import Attention, AttentionConfig
+
+Grid = tuple[int, int]
+
+
+class Block(nn.Module):
+    """x += local(x); x += scale * attention(norm x); x += local(x); x += scale * feed_forward(norm x).
+
+    Tokens [B, N, C] of a grid, same shape out. local: depth-wise 3x3 convolutions, both, the first or none.
+    """
+
+    def __init__(
+        self,
+        attention: AttentionConfig,
+        *,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float,
+        local_positions: int,
+        feed_forward_mix: bool,
+        layer_scale: float | None,
+        drop_path: float,
+        norm_eps: float,
+    ) -> None:
+        super().__init__()
+        self.local1 = DepthwiseConv(dim) if local_positions > 0 else None
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attention = Attention(attention, dim=dim, num_heads=num_heads)
+        self.scale1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
+        self.local2 = DepthwiseConv(dim) if local_positions > 1 else None
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.feed_forward = FeedForward(dim, int(dim * mlp_ratio), mix=feed_forward_mix)
+        self.scale2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        if self.local1 is not None:
+            x = x + self.local1(x, grid)
+        x = x + self.drop_path(self.scale1(self.attention(self.norm1(x), grid)))
+        if self.local2 is not None:
+            x = x + self.local2(x, grid)
+        return x + self.drop_path(self.scale2(self.feed_forward(self.norm2(x), grid)))
+
+
+class FeedForward(nn.Module):
+    """fc2(y + local(y)), y = gelu(fc1(x)); without the convolution where mix is off."""
+
+    def __init__(self, dim: int, hidden: int, *, mix: bool) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.activation = nn.GELU()
+        self.local = DepthwiseConv(hidden) if mix else None
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        x = self.activation(self.fc1(x))
+        if self.local is not None:
+            x = x + self.local(x, grid)
+        return self.fc2(x)
+
+
+class DepthwiseConv(nn.Conv2d):
+    """A 3x3 kernel per channel, on tokens [B, N, C] of a grid."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, dim, 3, padding=1, groups=dim)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
+        return as_tokens(super().forward(as_image(x, grid)))
+
+
+def as_image(tokens: Tensor, grid: Grid) -> Tensor:
+    """[B, N, C] -> [B, C, H, W], a view in the memory format channels_last."""
+    return tokens.transpose(1, 2).unflatten(2, grid)
+
+
+def as_tokens(image: Tensor) -> Tensor:
+    """[B, C, H, W] -> [B, N, C], row by row."""
+    return image.flatten(2).transpose(1, 2)

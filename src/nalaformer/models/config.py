@@ -1,0 +1,140 @@
+"""What a backbone is made of; the published families are such descriptions."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ..attention import METHODS, AttentionConfig, configure
+from ..published_names import FAMILIES
+from ..registry import unknown_name
+
+ATTENTION_PARTS = {part.name for part in fields(AttentionConfig)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """The parts of a backbone. The families differ in nothing else."""
+
+    family: str
+    """Whose published parameter names its checkpoints have, a name of nalaformer.published.FAMILIES."""
+    embed_dims: tuple[int, ...]
+    """Channels of each stage."""
+    depths: tuple[int, ...]
+    """Blocks of each stage."""
+    num_heads: tuple[int, ...]
+    """Attention heads of each stage."""
+    mlp_ratios: tuple[float, ...] | float = 4.0
+    """Hidden channels of the feed-forward network over the channels, per stage or for all."""
+    attention: str = "nalaformer"
+    """Method of the linear stages, a name of nalaformer.attention.METHODS; "softmax" makes every stage exact."""
+    attention_options: dict[str, Any] = field(default_factory=dict)
+    """Parts of the attention layers (all stages) and options of the feature map (linear stages), as attention.build takes."""
+    attention_stages: str = "llvv"
+    """A letter per stage: "l" linear (the method of `attention`), "v" softmax."""
+    softmax_shell: str = "softmax"
+    """The method whose parts (position, local mix, norm, gate) a softmax stage has around its exact attention."""
+    softmax_window: int = 0
+    """Side of the windows of softmax stages, every second block shifted by half of it; 0 is global attention."""
+    key_reduction: tuple[int, ...] | int = 1
+    """How many times smaller the image of keys and values is in a linear stage."""
+    softmax_key_reduction: tuple[int, ...] | int = 1
+    """The same in a softmax stage."""
+    stem: str = "convolutions"
+    """"convolutions" (four 3x3, two of them with stride 2) or "patches" (one of patch_size, with stride patch_size)."""
+    patch_size: int = 4
+    """Pixels per token of the first stage; 4 for the convolution stem."""
+    stem_norm: bool = True
+    """LayerNorm after a patch stem."""
+    downsampling: str = "convolution"
+    """Between stages: "convolution" (3x3, stride 2, BatchNorm), "patches" (2x2, LayerNorm), "merging" (Swin) or "none"."""
+    positions: str = "none"
+    """Learned position table added to the tokens: "none", "first" (of the first stage) or "every" stage."""
+    local_positions: int = 2
+    """Depth-wise 3x3 convolutions of a block: 0, 1 (before attention) or 2 (before the feed-forward network too)."""
+    feed_forward_mix: bool = True
+    """A depth-wise 3x3 convolution inside the feed-forward network."""
+    layer_scale: tuple[float | None, ...] | float | None = None
+    """Start of the learned scale of each residual branch, per stage or for all; None is no such scale."""
+    projection: int | None = 1024
+    """Channels of the head before pooling (linear, BatchNorm, SiLU); None is pooling and the classifier alone."""
+    final_norm: bool = False
+    """LayerNorm after the last stage."""
+    norm_eps: float = 1e-6
+    """Of the LayerNorms of the blocks and the head."""
+    img_size: tuple[int, int] | int = 224
+    """Height and width at which position tables are learned; the network takes any size."""
+    drop_path_rate: float = 0.0
+    """Chance of skipping a residual branch of the last block in training; it grows linearly from 0 at the first."""
+
+    def __post_init__(self) -> None:
+        stages = len(self.depths)
+        for name in PER_STAGE:
+            value = getattr(self, name)
+            listed = tuple(value) if isinstance(value, tuple | list) else (value,) * stages
+            if len(listed) != stages:
+                raise ValueError(f"{name} must have one entry for each of the {stages} stages, got {value!r}")
+            # frozen: lists, as configuration files give them, and single values become one tuple
+            object.__setattr__(self, name, listed)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise unknown_name(name, getattr(self, name), choices)
+        for name, known in (("attention", METHODS), ("softmax_shell", METHODS), ("family", FAMILIES)):
+            if getattr(self, name) not in known:
+                raise unknown_name(name, getattr(self, name), known)
+        if len(self.attention_stages) != stages or set(self.attention_stages) - {"l", "v"}:
+            raise ValueError(
+                f'attention_stages must be "l" (linear) or "v" (softmax) for each of the {stages} stages, '
+                f'got {self.attention_stages!r}; for example "{"l" * stages}"'
+            )
+        if self.local_positions not in (0, 1, 2):
+            raise ValueError(f"local_positions must be 0, 1 or 2, got {self.local_positions}")
+        if self.stem == "convolutions" and self.patch_size != 4:
+            raise ValueError(f'the convolution stem has stride 4, got patch_size={self.patch_size}; use stem="patches"')
+        if not 0 <= self.drop_path_rate < 1:
+            raise ValueError(f"drop_path_rate must be at least 0 and below 1, got {self.drop_path_rate}")
+
+    def of_stage(self, name: str, stage: int) -> Any:
+        """The entry for a stage of a field that may have been given as one value for all."""
+        return getattr(self, name)[stage]
+
+    def stride(self, stage: int) -> int:
+        """Pixels per token of a stage."""
+        return self.patch_size * (1 if self.downsampling == "none" else 2**stage)
+
+    def grid(self, stage: int) -> tuple[int, int]:
+        """Height and width in tokens at img_size."""
+        height, width = (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+        # sizes that do not divide are padded, stage by stage: rounded up each time, which is rounded up once
+        return -(-height // self.stride(stage)), -(-width // self.stride(stage))
+
+    def is_linear(self, stage: int) -> bool:
+        return self.attention_stages[stage] == "l" and METHODS[self.attention].feature_map is not None
+
+    def attention_of(self, stage: int, block: int) -> AttentionConfig:
+        """The attention layer of a block."""
+        reduction = self.of_stage("key_reduction" if self.is_linear(stage) else "softmax_key_reduction", stage)
+        height, width = self.grid(stage)
+        parts: dict[str, Any] = {
+            "key_reduction": reduction,
+            "table_grid": (-(-height // reduction), -(-width // reduction)),
+        }
+        if self.is_linear(stage):
+            return configure(self.attention, parts | self.attention_options)
+        parts["feature_map"] = None
+        return configure(self.softmax_shell, parts | {k: v for k, v in self.attention_options.items() if k in ATTENTION_PARTS})
+
+
+PER_STAGE = ("embed_dims", "depths", "num_heads", "mlp_ratios", "key_reduction", "softmax_key_reduction", "layer_scale")
+CHOICES = {
+    "stem": ("convolutions", "patches"),
+    "downsampling": ("convolution", "patches", "merging", "none"),
+    "positions": ("none", "first", "every"),
+}
+
+
+def change(config: BackboneConfig, options: dict[str, Any]) -> BackboneConfig:
+    """The configuration with some parts changed; a name that is no part is refused with the nearest ones."""
+    known = {part.name for part in fields(BackboneConfig)}
+    for option in options:
+        if option not in known:
+            raise unknown_name("option of a backbone:", option, known)
+    return replace(config, **options)

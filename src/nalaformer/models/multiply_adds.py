@@ -1,0 +1,56 @@
+"""Multiply-adds of a model for one image, counted exactly from the shapes that its layers see."""
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention
+
+
+def count_multiply_adds(model: nn.Module, image_size: tuple[int, int]) -> int:
+    """Multiply-adds of convolutions, linear layers and attention products for one image; norms and activations are free.
+
+    Attention over N queries and M keys with H heads of size D: softmax 2 H N M D; linear H (N + M) F D for the state and
+    its reading, and H N F for each stream's normaliser. The model lies on any device, "meta" included (no arithmetic then).
+    """
+    total = 0
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal total
+        if isinstance(module, nn.Conv2d):
+            total += output[0].numel() * module.weight[0].numel()
+        elif isinstance(module, nn.Linear):
+            total += output[0].numel() * module.in_features
+        elif isinstance(module, Attention):
+            total += attention_multiply_adds(module, *_grid(inputs))
+
+    watched = (nn.Conv2d, nn.Linear, Attention)
+    handles = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, watched)]
+    parameter = next(model.parameters())
+    was_training = model.training
+    channels = getattr(model, "in_chans", 3)
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, channels, *image_size, device=parameter.device, dtype=parameter.dtype))
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return total
+
+
+def attention_multiply_adds(layer: Attention, height: int, width: int) -> int:
+    """The products of queries, keys and values of one layer on a grid of tokens."""
+    size = layer.config.key_reduction
+    queries, keys = height * width, -(-height // size) * -(-width // size)
+    if layer.map is None:
+        return 2 * queries * keys * layer.dim
+    # ask the map itself: one token of zeros tells its feature size
+    probe = torch.zeros(1, 1, layer.num_heads, layer.head_dim, device=layer.projection.weight.device)
+    features = layer.map.given(probe, probe, key_mask=None, causal=False).key(probe).shape[-1]
+    return (queries + keys) * features * layer.dim + layer.num_heads * queries * features * layer.map.streams
+
+
+def _grid(inputs: tuple) -> tuple[int, int]:
+    """Of an attention layer's arguments: the grid, or a single row of tokens."""
+    tokens, grid = inputs[0], inputs[1] if len(inputs) > 1 else None
+    return grid if grid is not None else (1, tokens.shape[1])

@@ -1,0 +1,70 @@
+"""From pixels to tokens, and from one stage to the next coarser one; any height and width."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import BackboneConfig
+
+
+def make_stem(config: BackboneConfig, in_chans: int) -> nn.Sequential:
+    """[B, in_chans, H, W] -> [B, C, ceil(H / stride), ceil(W / stride)]."""
+    dim = config.embed_dims[0]
+    if config.stem == "patches":
+        norm = [ChannelNorm(dim, eps=1e-5)] if config.stem_norm else []
+        return nn.Sequential(PatchConv(in_chans, dim, config.patch_size), *norm)
+    half = dim // 2
+    layers: list[nn.Module] = []
+    for channels_in, channels_out, stride in ((in_chans, half, 2), (half, half, 1), (half, half, 1), (half, dim, 2)):
+        layers += [nn.Conv2d(channels_in, channels_out, 3, stride, 1), nn.BatchNorm2d(channels_out), nn.GELU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def make_downsampling(kind: str, dim_in: int, dim_out: int) -> nn.Module:
+    """[B, C, H, W] -> [B, C', ceil(H / 2), ceil(W / 2)]; "none" keeps both."""
+    if kind == "convolution":
+        return nn.Sequential(nn.Conv2d(dim_in, dim_out, 3, 2, 1), nn.BatchNorm2d(dim_out))
+    if kind == "patches":
+        return nn.Sequential(PatchConv(dim_in, dim_out, 2), ChannelNorm(dim_out, eps=1e-5))
+    if kind == "merging":
+        return PatchMerging(dim_in, dim_out)
+    if dim_in != dim_out:
+        raise ValueError(f'downsampling="none" keeps the channels, got stages of {dim_in} and {dim_out} channels')
+    return nn.Identity()
+
+
+class PatchConv(nn.Conv2d):
+    """A convolution whose stride is its size; an image that does not divide is padded with zeros at its end."""
+
+    def __init__(self, channels_in: int, channels_out: int, size: int) -> None:
+        super().__init__(channels_in, channels_out, size, stride=size)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return super().forward(padded(image, self.kernel_size[0]))
+
+
+class PatchMerging(nn.Module):
+    """Swin's way to half the resolution: the four neighbours' channels side by side, LayerNorm, linear."""
+
+    def __init__(self, dim_in: int, dim_out: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * dim_in)
+        self.reduction = nn.Linear(4 * dim_in, dim_out, bias=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        batch, channels, height, width = padded(image, 2).shape
+        cells = padded(image, 2).reshape(batch, channels, height // 2, 2, width // 2, 2)
+        # column by column inside a cell, as published: the order of the weights' inputs
+        neighbours = cells.permute(0, 2, 4, 5, 3, 1).flatten(3)  # [B, H/2, W/2, 4C]
+        return self.reduction(self.norm(neighbours)).permute(0, 3, 1, 2)
+
+
+class ChannelNorm(nn.LayerNorm):
+    """LayerNorm over the channels of an image [B, C, H, W]."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return super().forward(image.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def padded(image: Tensor, size: int) -> Tensor:
+    """Zeros below and to the right, up to multiples of `size`."""
+    return F.pad(image, (0, -image.shape[3] % size, 0, -image.shape[2] % size))

@@ -1,0 +1,252 @@
+"""The named backbones: each is a layout with sizes, and a card that says what it is."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from ..registry import unknown_name
+from .backbone import Backbone
+from .config import BackboneConfig, change
+from .multiply_adds import count_multiply_adds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A named backbone: its configuration and what its authors report."""
+
+    config: BackboneConfig
+    """Of which parts and sizes."""
+    published_top1: float | None = None
+    """ImageNet-1K accuracy as its authors publish it for training at 224; None: none published for this configuration."""
+    note: str = ""
+    """What a user should know before comparing with the paper."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What a backbone is, in figures: counted on its layers, except for the published accuracy."""
+
+    name: str
+    attention: str
+    """Method of the linear stages."""
+    stages: str
+    """"l" linear, "v" softmax, a letter per stage."""
+    parameters: int
+    """With 1000 classes."""
+    multiply_adds: int
+    """Of one image of 224 x 224."""
+    published_top1: float | None
+    note: str
+
+
+NALAFORMER = BackboneConfig(
+    family="nalaformer",
+    embed_dims=(64, 128, 256, 512),
+    depths=(2, 2, 6, 2),
+    num_heads=(1, 2, 4, 8),
+    softmax_shell="nalaformer",
+    layer_scale=1.0,
+    drop_path_rate=0.1,
+)
+POLAFORMERPP = replace(
+    NALAFORMER,
+    family="polaformerpp",
+    attention="polaformerpp",
+    softmax_shell="polaformerpp",
+    mlp_ratios=3.5,
+    local_positions=1,
+    projection=2048,
+)
+# its published form has a last norm among its weights and does not use it
+PVT = BackboneConfig(
+    family="polaformer",
+    embed_dims=(64, 128, 320, 512),
+    depths=(2, 2, 2, 2),
+    num_heads=(1, 2, 5, 8),
+    mlp_ratios=(8, 8, 4, 4),
+    attention="polaformer",
+    # the published branch of reduced values interpolates along the flattened tokens
+    attention_options={"value_upsampling": "flat"},
+    attention_stages="llll",
+    softmax_key_reduction=(8, 4, 2, 1),
+    stem="patches",
+    downsampling="patches",
+    positions="every",
+    local_positions=0,
+    feed_forward_mix=False,
+    projection=None,
+    drop_path_rate=0.1,
+)
+VIT = BackboneConfig(
+    family="nalaformer",
+    embed_dims=(192,) * 4,
+    depths=(3,) * 4,
+    num_heads=(3,) * 4,
+    attention_stages="llll",
+    stem="patches",
+    patch_size=16,
+    stem_norm=False,
+    downsampling="none",
+    positions="first",
+    local_positions=0,
+    feed_forward_mix=False,
+    projection=None,
+    final_norm=True,
+)
+LAYOUTS = {"nalaformer": NALAFORMER, "polaformerpp": POLAFORMERPP, "pvt": PVT, "vit": VIT}
+
+
+def _four_stage() -> dict[str, Variant]:
+    """NaLaFormer as released and as published, all-linear forms, and MirrorLA on the same network."""
+    released = {
+        "xt": (
+            replace(NALAFORMER, embed_dims=(32, 64, 128, 384), depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 12), mlp_ratios=3.5),
+            79.1,
+        ),
+        "t": (NALAFORMER, 82.6),
+        "s": (
+            replace(
+                NALAFORMER,
+                embed_dims=(64, 128, 320, 512),
+                depths=(3, 5, 9, 3),
+                num_heads=(1, 2, 5, 8),
+                mlp_ratios=3.5,
+                drop_path_rate=0.15,
+            ),
+            84.3,
+        ),
+        "b": (
+            replace(
+                NALAFORMER,
+                embed_dims=(96, 192, 384, 512),
+                depths=(4, 6, 12, 6),
+                num_heads=(1, 2, 6, 8),
+                layer_scale=(1.0, 1.0, 1e-6, 1e-6),
+                drop_path_rate=0.4,
+            ),
+            85.2,
+        ),
+        "l": (
+            replace(
+                NALAFORMER,
+                embed_dims=(96, 192, 448, 640),
+                depths=(4, 7, 19, 8),
+                num_heads=(1, 2, 7, 10),
+                mlp_ratios=3.5,
+                layer_scale=1e-6,
+                drop_path_rate=0.55,
+            ),
+            85.7,
+        ),
+    }
+    xt_paper = replace(released["xt"][0], embed_dims=(32, 64, 192, 384), depths=(2, 2, 4, 2), num_heads=(1, 2, 6, 12))
+    # the released sizes of XT and T are not those of the paper's table, whose accuracy belongs to the _paper forms
+    smaller = {
+        "xt": "released size, 6.1M; the paper's 79.1 is for 8M: nalaformer_xt_paper",
+        "t": "released size, 15.9M; the paper's 82.6 is for 15M, which mlp ratio 3.5 gives: nalaformer_t_paper",
+    }
+    found = {
+        f"nalaformer_{size}": Variant(
+            config=config, published_top1=None if size in smaller else accuracy, note=smaller.get(size, "")
+        )
+        for size, (config, accuracy) in released.items()
+    }
+    found["nalaformer_xt_paper"] = Variant(config=xt_paper, published_top1=79.1, note="sizes inferred from the paper")
+    found["nalaformer_t_paper"] = Variant(
+        config=replace(NALAFORMER, mlp_ratios=3.5), published_top1=82.6, note="sizes inferred from the paper"
+    )
+    for size, (config, _) in released.items():
+        found[f"nalaformer_{size}_linear"] = Variant(config=replace(config, attention_stages="llll"))
+    for size in ("t", "s", "b"):
+        config = replace(released[size][0], attention="mirrorla")
+        found[f"mirrorla_{size}"] = Variant(config=config, note="a reconstruction: no code is published")
+    return found
+
+
+def _polaformerpp() -> dict[str, Variant]:
+    sizes = (
+        ((32, 64, 128, 384), (2, 2, 2, 2), (1, 2, 4, 12), 2048, 0.1, 76.9),
+        ((32, 64, 192, 384), (2, 2, 4, 2), (1, 2, 6, 12), 2048, 0.1, 79.1),
+        ((64, 128, 256, 512), (2, 2, 6, 2), (1, 2, 4, 8), 2048, 0.1, 82.8),
+        ((64, 128, 320, 512), (3, 5, 9, 3), (1, 2, 5, 8), 2048, 0.15, 84.3),
+        ((96, 192, 384, 512), (4, 6, 12, 6), (1, 2, 6, 8), 2048, 0.4, 85.4),
+        ((96, 192, 448, 640), (4, 7, 19, 8), (1, 2, 7, 10), 2560, 0.55, 85.6),
+    )
+    return {
+        f"polaformerpp_b{number}": Variant(
+            config=replace(
+                POLAFORMERPP, embed_dims=dims, depths=depths, num_heads=heads, projection=projection, drop_path_rate=drop_path
+            ),
+            published_top1=accuracy,
+            note="softmax stages: our reading of the layout",
+        )
+        for number, (dims, depths, heads, projection, drop_path, accuracy) in enumerate(sizes)
+    }
+
+
+def _pvt() -> dict[str, Variant]:
+    sizes = {"t": ((2, 2, 2, 2), 0.1), "s": ((3, 4, 6, 3), 0.1), "m": ((3, 4, 18, 3), 0.3), "l": ((3, 8, 27, 3), 0.3)}
+    published = {"polaformer_pvt_t": 78.8, "polaformer_pvt_s": 81.9, "flatten_pvt_t": 77.8}
+    return {
+        f"{family}_pvt_{size}": Variant(
+            config=replace(PVT, family=family, attention=family, depths=depths, drop_path_rate=drop_path),
+            published_top1=published.get(f"{family}_pvt_{size}"),
+        )
+        for family in ("polaformer", "flatten")
+        for size, (depths, drop_path) in sizes.items()
+    }
+
+
+def _vit() -> dict[str, Variant]:
+    sizes = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
+    return {
+        f"vit_nala_{size}_patch16": Variant(config=replace(VIT, embed_dims=(dim,) * 4, num_heads=(heads,) * 4))
+        for size, (dim, heads) in sizes.items()
+    }
+
+
+VARIANTS: dict[str, Variant] = _four_stage() | _polaformerpp() | _pvt() | _vit()
+
+
+def build(variant: str, **options: Any) -> Backbone:
+    """The backbone of that name; options are fields of BackboneConfig and arguments of Backbone."""
+    if variant not in VARIANTS:
+        raise unknown_name("backbone", variant, VARIANTS)
+    return build_from(VARIANTS[variant].config, **options)
+
+
+def build_from(config: BackboneConfig, **options: Any) -> Backbone:
+    """A backbone of this configuration with some parts changed."""
+    arguments = {key: options.pop(key) for key in BACKBONE_ARGUMENTS if key in options}
+    known = {part.name for part in fields(BackboneConfig)} | set(BACKBONE_ARGUMENTS)
+    for option in options:
+        if option not in known:
+            raise unknown_name("option of a backbone:", option, known)
+    return Backbone(change(config, options), **arguments)
+
+
+BACKBONE_ARGUMENTS = ("num_classes", "in_chans", "global_pool", "drop_rate", "device", "dtype")
+
+
+def card(name: str) -> ModelCard:
+    """The card of a backbone, counted on a model without memory."""
+    model = build(name, device="meta")
+    variant = VARIANTS[name]
+    config = variant.config
+    linear = ["l" if config.is_linear(stage) else "v" for stage in range(len(config.depths))]
+    return ModelCard(
+        name=name,
+        attention=config.attention,
+        stages="".join(linear),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        multiply_adds=count_multiply_adds(model, (224, 224)),
+        published_top1=variant.published_top1,
+        note=variant.note,
+    )
+
+
+def cards() -> list[ModelCard]:
+    """The cards of all backbones."""
+    with torch.no_grad():
+        return [card(name) for name in VARIANTS]

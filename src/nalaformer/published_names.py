@@ -1,0 +1,163 @@
+"""The authors' parameter names, turned into ours.
+
+`translate` works on whole models as well as on single layers: first the frame of a model (stem, stages, head) where there
+is one, then each attention layer, which is found by the last dot-separated parts of its names, whatever stands before.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from .registry import unknown_name
+
+Weights = dict[str, Tensor]
+
+
+def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
+    """Published names -> ours, for "nalaformer", "polaformer", "polaformerpp" or "flatten"."""
+    if family not in FAMILIES:
+        raise unknown_name("family of published weights", family, FAMILIES)
+    weights = dict(state_dict)
+    if is_published_model(weights):
+        weights = _frame(weights)
+    return FAMILIES[family](weights)
+
+
+def is_published_model(names: Iterable[str]) -> bool:
+    """Whether these are the names of a whole published model: all of them begin with a patch embedding, ours with a stem."""
+    return any(name.startswith("patch_embed") for name in names)
+
+
+def _frame(published: Weights) -> Weights:
+    """Stem, stages and head; attention layers keep their names inside the blocks."""
+    ours = {}
+    for name, value in published.items():
+        # rotary angles, window masks and window offsets are computed here, not stored
+        if re.search(r"\.(RoPE\.|attn_mask$|relative_position_index$)", name):
+            continue
+        # the published PVT holds a last norm that its forward pass leaves out
+        if name.startswith("norm.") and "pos_embed1" in published:
+            continue
+        for pattern, replacement in FRAME:
+            name, found = re.subn(pattern, replacement, name)
+            if found:
+                break
+        for pattern, replacement in INSIDE_BLOCKS:
+            name = re.sub(pattern, replacement, name)
+        ours[name] = value
+    return _shaped(ours)
+
+
+# the first rule that fits
+FRAME: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    # the four-stage network
+    (r"^patch_embed\.proj\.(\d+)\.", r"stem.\1."),
+    (r"^layers\.(\d+)\.downsample\.reduction\.", lambda m: f"stages.{int(m[1]) + 1}.downsampling.0."),
+    (r"^layers\.(\d+)\.downsample\.norm\.", lambda m: f"stages.{int(m[1]) + 1}.downsampling.1."),
+    (r"^layers\.(\d+)\.", r"stages.\1."),
+    (r"^proj\.", "projection.0."),
+    # PVT
+    (r"^patch_embed1\.proj\.", "stem.0."),
+    (r"^patch_embed1\.norm\.", "stem.1."),
+    (r"^patch_embed(\d)\.proj\.", lambda m: f"stages.{int(m[1]) - 1}.downsampling.0."),
+    (r"^patch_embed(\d)\.norm\.", lambda m: f"stages.{int(m[1]) - 1}.downsampling.1."),
+    (r"^pos_embed(\d)$", lambda m: f"stages.{int(m[1]) - 1}.positions.table"),
+    (r"^block(\d)\.(\d+)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks.{m[2]}."),
+    (r"^head\.", "head.fc."),
+)
+INSIDE_BLOCKS = (
+    (r"(\.blocks\.\d+)\.cpe([12])\.", r"\1.local\2."),
+    (r"(\.blocks\.\d+\.norm[12])\.norm\.", r"\1."),
+    (r"(\.blocks\.\d+)\.attn\.", r"\1.attention."),
+    (r"(\.blocks\.\d+)\.(?:ffn|mlp)\.", r"\1.feed_forward."),
+    (r"(\.feed_forward)\.dwconv\.", r"\1.local."),
+    (r"(\.blocks\.\d+)\.gamma_([12])$", r"\1.scale\2.gamma"),
+)
+
+
+def _shaped(weights: Weights) -> Weights:
+    """Entries whose shape or place differs: scales [1, C, 1, 1], 1x1 convolutions against linear layers, the last norm."""
+    ours = {}
+    projects = "projection.0.weight" in weights
+    for name, value in weights.items():
+        if name.endswith(".gamma"):
+            value = value.flatten()
+        elif name == "head.fc.weight":
+            value = value.flatten(1)
+        elif name == "projection.0.weight" and value.dim() == 2:
+            value = value[:, :, None, None]
+        elif name.startswith("norm.") and projects:
+            # BatchNorm behind the projection; elsewhere the LayerNorm of the last stage
+            name = f"projection.1.{name.removeprefix('norm.')}"
+        ours[name] = value
+    return ours
+
+
+def _nalaformer(published: Weights) -> Weights:
+    return _renamed(published, {"ln": "norm", "lepe": "local_mix.conv", "out_proj": "projection", "qkvg": "qkvg"})
+
+
+def _polaformerpp(published: Weights) -> Weights:
+    ours = _renamed(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvg": "qkvg"})
+    for prefix in _prefixes(published, "s1"):
+        ours[f"{prefix}map.same"] = ours.pop(f"{prefix}s1")[0, :, 0]
+        ours[f"{prefix}map.opposite"] = ours.pop(f"{prefix}s2")[0, :, 0]
+    return ours
+
+
+def _flatten(published: Weights) -> Weights:
+    """Also PolaFormer's: it adds a gate and a power per channel to the same layer. Softmax layers lack the conv branch."""
+    ours = _renamed(published, {"dwc": "local_mix.conv", "proj": "projection"})
+    for prefix in _prefixes(published, "dwc.weight"):
+        ours[f"{prefix}table.table"] = ours.pop(f"{prefix}positional_encoding")
+        scale = ours.pop(f"{prefix}scale")[0, 0]
+        head_dim = published[f"{prefix}dwc.weight"].shape[0]
+        ours[f"{prefix}map.scale"] = scale.unflatten(0, (-1, head_dim))
+        if f"{prefix}power" in ours:
+            ours[f"{prefix}map.power"] = ours.pop(f"{prefix}power")[0, :, 0]
+    for prefix in _prefixes(published, "proj.weight"):
+        _join_projections(ours, prefix)
+    return ours
+
+
+def _join_projections(weights: Weights, prefix: str) -> None:
+    """Published: q (or q and gate) and kv apart. Ours: all of them in one, except where keys come from a reduced image."""
+    reduced = f"{prefix}sr.weight" in weights
+    for part in ("weight", "bias"):
+        names = [f"{prefix}{name}.{part}" for name in ("q", "qg", "qkv", "qkvg", "kv", "sr", "norm")]
+        q, qg, qkv, qkvg, kv, sr, norm = (weights.pop(name, None) for name in names)
+        query = q if q is not None else qg
+        if reduced:
+            found = {"qg": query, "kv": kv, "reduce": sr, "reduce_norm": norm}
+        elif kv is not None and query is not None:
+            channels = kv.shape[0] // 2
+            found = {"qkvg": torch.cat((query[:channels], kv, query[channels:]))}
+        else:
+            found = {"qkvg": qkvg if qkvg is not None else qkv}
+        weights.update({f"{prefix}{name}.{part}": value for name, value in found.items() if value is not None})
+
+
+def _renamed(weights: Weights, modules: dict[str, str]) -> Weights:
+    """Rename the module that holds a parameter: "blocks.0.ln.weight" -> "blocks.0.norm.weight"."""
+    result = {}
+    for name, value in weights.items():
+        *path, parameter = name.split(".")
+        if path and path[-1] in modules:
+            path[-1] = modules[path[-1]]
+        result[".".join((*path, parameter))] = value
+    return result
+
+
+def _prefixes(names: Iterable[str], ending: str) -> list[str]:
+    """What stands before `ending` in the names that end so; "" for a layer by itself."""
+    return [name.removesuffix(ending) for name in names if name == ending or name.endswith(f".{ending}")]
+
+
+FAMILIES: dict[str, Callable[[Weights], Weights]] = {
+    "nalaformer": _nalaformer,
+    "polaformer": _flatten,
+    "polaformerpp": _polaformerpp,
+    "flatten": _flatten,
+}

@@ -1,0 +1,266 @@
+"""Every named backbone: counts of the full size, timm's contract on a cut-down one."""
+
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from timm.optim import param_groups_layer_decay
+
+import nalaformer
+from nalaformer.attention import METHODS
+from nalaformer.models import VARIANTS, Backbone, build, card
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# parameters and multiply-adds (G) measured on the published code
+MEASURED = {
+    "nalaformer_xt": (6_142_248, 0.645),
+    "nalaformer_t": (15_907_752, 2.857),
+    "nalaformer_s": (25_654_184, 5.035),
+    "nalaformer_b": (52_002_952, 11.740),
+    "nalaformer_l": (95_426_760, 17.680),
+}
+SMALL = {"depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 4), "num_classes": 7, "drop_path_rate": 0.0}
+
+
+def small(name, **options):
+    """The named backbone with few channels and blocks; what it is made of stays."""
+    config = VARIANTS[name].config
+    dims = (32,) * 4 if config.downsampling == "none" else (16, 32, 32, 64)
+    size = {"embed_dims": dims, "img_size": 64} | ({} if config.projection is None else {"projection": 48})
+    return timm.create_model(name, **SMALL | size | options)
+
+
+@pytest.fixture(params=VARIANTS)
+def name(request):
+    return request.param
+
+
+# --- counts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_counts_equal_those_of_the_published_code(name):
+    parameters, giga = MEASURED[name]
+    found = card(name)
+    assert found.parameters == parameters
+    assert found.multiply_adds / 1e9 == pytest.approx(giga, rel=1e-3)
+
+
+def test_the_paper_sizes_come_out():
+    assert card("nalaformer_xt_paper").parameters / 1e6 == pytest.approx(7.8, abs=0.05)
+    assert card("nalaformer_xt_paper").multiply_adds / 1e9 == pytest.approx(0.98, abs=0.005)
+    assert card("nalaformer_t_paper").parameters / 1e6 == pytest.approx(15, abs=0.1)
+
+
+def test_a_card_says_which_stages_are_linear():
+    assert card("nalaformer_t").stages == "llvv"
+    assert card("nalaformer_t_linear").stages == "llll"
+    assert card("polaformer_pvt_t").stages == "llll"
+
+
+def test_softmax_as_the_method_makes_every_stage_exact():
+    model = small("nalaformer_t", attention="softmax")
+    assert all(block.attention.map is None for stage in model.stages for block in stage.blocks)
+
+
+def test_multiply_adds_of_softmax_grow_with_the_square_of_the_tokens():
+    from nalaformer.models import count_multiply_adds
+
+    linear, softmax = (build("vit_nala_tiny_patch16", device="meta", attention=name) for name in ("linear", "softmax"))
+    # doubling the side makes 4 times the tokens
+    linear_growth, softmax_growth = (
+        count_multiply_adds(model, (512, 512)) / count_multiply_adds(model, (256, 256)) for model in (linear, softmax)
+    )
+    assert linear_growth == pytest.approx(4, rel=1e-3)
+    assert softmax_growth > 4.5
+
+
+# --- timm's contract ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(64, 64), (70, 45), (1, 1), (33, 96)], ids=str)
+def test_any_size_goes_through_and_back(name, size):
+    model = small(name)
+    image = torch.randn(2, 3, *size, requires_grad=True)
+    logits = model(image)
+    logits.square().sum().backward()
+    assert logits.shape == (2, 7)
+    assert image.grad.isfinite().all()
+    unused = [key for key, parameter in model.named_parameters() if parameter.grad is None]
+    assert unused == []
+
+
+def test_features_have_the_announced_channels_and_strides(name):
+    model = small(name, features_only=True).eval()
+    features = model(torch.randn(1, 3, 70, 45))
+    assert len(features) == 4
+    for feature, channels, stride in zip(features, model.feature_info.channels(), model.feature_info.reduction(), strict=True):
+        assert feature.shape == (1, channels, -(-70 // stride), -(-45 // stride))
+
+
+def test_chosen_features_are_those_of_the_whole_model(name):
+    torch.manual_seed(0)
+    whole = small(name).eval()
+    image = torch.randn(1, 3, 64, 64)
+    end, every = whole.forward_intermediates(image)
+    assert torch.equal(end, whole.forward_features(image))
+    (third,) = whole.forward_intermediates(image, indices=[2], intermediates_only=True)
+    assert torch.equal(third, every[2])
+    torch.manual_seed(0)
+    pruned = small(name, features_only=True, out_indices=(1, 2)).eval()
+    assert len(pruned.model.stages) == 3
+    assert torch.equal(pruned(image)[1], every[2])
+
+
+def test_the_classifier_comes_off_and_on(name):
+    model = small(name).eval()
+    image = torch.randn(2, 3, 64, 64)
+    assert model.get_classifier().out_features == 7
+    assert model.forward_features(image).shape[1] == model.num_features
+    before = model.forward_head(model.forward_features(image), pre_logits=True)
+    model.reset_classifier(0)
+    assert torch.equal(model(image), before)
+    assert before.shape == (2, model.head_hidden_size)
+    model.reset_classifier(5)
+    assert model(image).shape == (2, 5)
+
+
+def test_first_convolution_and_classifier_are_where_timm_looks_for_them(name):
+    model = small(name, in_chans=1)
+    config = model.pretrained_cfg
+    assert model.get_submodule(config["first_conv"]).in_channels == 1
+    assert model.get_submodule(config["classifier"]) is model.get_classifier()
+    assert model(torch.randn(2, 1, 64, 64)).shape == (2, 7)
+
+
+def test_recomputed_blocks_give_the_same_gradients(name):
+    model = small(name).train()
+    image = torch.randn(2, 3, 64, 64)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        torch.manual_seed(0)
+        model.zero_grad()
+        model(image).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients, strict=True))
+
+
+def test_every_parameter_belongs_to_a_depth(name):
+    model = small(name)
+    groups = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.5, no_weight_decay_list=model.no_weight_decay())
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
+    scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+    first, last, head = (
+        scale[id(next(module.parameters()))] for module in (model.stem, model.stages[3].blocks[-1], model.head)
+    )
+    assert first < last <= head == 1.0
+    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    for key, parameter in model.named_parameters():
+        if ".map." in key or "table" in key:
+            assert decay[id(parameter)] == 0.0, key
+
+
+def test_drop_path_grows_with_depth():
+    model = small("nalaformer_t", drop_path_rate=0.4)
+    rates = [getattr(block.drop_path, "drop_prob", 0.0) for stage in model.stages for block in stage.blocks]
+    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+
+
+def test_dropout_acts_before_the_classifier():
+    model = small("nalaformer_t", drop_rate=0.5).train()
+    features = model.forward_features(torch.randn(2, 3, 64, 64))
+    assert (model.forward_head(features, pre_logits=True) == 0).float().mean() > 0.2
+
+
+@pytest.mark.parametrize("attention", METHODS)
+@pytest.mark.parametrize("name", ["nalaformer_t_linear", "polaformer_pvt_t", "vit_nala_tiny_patch16"])
+def test_every_method_fits_every_layout(name, attention):
+    model = small(name, attention=attention).eval()
+    image = torch.randn(2, 3, 50, 70)
+    with torch.no_grad():
+        assert model(image).isfinite().all()
+        # batch mates do not matter
+        assert (model(image)[:1] - model(image[:1])).abs().max() < 1e-5
+
+
+def test_options_reach_every_stage_and_map_options_the_linear_ones():
+    model = small("nalaformer_t", attention_options={"local_mix": "none", "direction": "cosine"})
+    layers = [block.attention for stage in model.stages for block in stage.blocks]
+    assert all(layer.local_mix is None for layer in layers)
+    assert [layer.map is not None and layer.map.direction == "cosine" for layer in layers] == [True, True, False, False, False]
+
+
+def test_a_model_of_low_precision_is_built_so(name):
+    model = small(name, dtype=torch.bfloat16, device="cpu").eval()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        logits = model(torch.randn(1, 3, 64, 64, dtype=torch.bfloat16))
+    assert logits.dtype == torch.bfloat16
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "nalaforme"}, r"unknown attention 'nalaforme'; did you mean 'nalaformer'"),
+        ({"attention_stages": "llsv"}, r'attention_stages must be "l" \(linear\) or "v"'),
+        ({"depth": (1, 1, 1, 1)}, r"unknown option of a backbone: 'depth'; did you mean 'depths'"),
+        ({"num_heads": (1, 2, 3)}, r"num_heads must have one entry for each of the 4 stages"),
+        ({"attention_options": {"gat": "none"}}, r"'gat'; did you mean 'gate'"),
+        ({"drop_path_rate": 1.0}, r"drop_path_rate must be at least 0 and below 1"),
+    ],
+)
+def test_a_wrong_option_says_the_rule(options, message):
+    with pytest.raises(ValueError, match=message):
+        small("nalaformer_t", **options)
+
+
+def test_wrong_images_say_the_rule():
+    with pytest.raises(ValueError, match=r"images must be \[batch, 3, height, width\]"):
+        small("nalaformer_t")(torch.randn(2, 1, 64, 64))
+
+
+# --- registration -------------------------------------------------------------------------------------------------------
+
+
+def python(code):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize(
+    "order", ["import nalaformer, timm", "import timm, nalaformer", "import nalaformer, timm.layers, timm"]
+)
+def test_timm_knows_the_names_whichever_is_imported_first(order):
+    # to ask where timm lies is not to import it
+    asked = "import importlib.util; importlib.util.find_spec('timm')"
+    found = "print(timm.is_model('nalaformer_t'), timm.__spec__.loader.__class__.__name__)"
+    assert python(f"{asked}; {order}; {asked}; {found}") == ["True", "SourceFileLoader"]
+
+
+def test_importing_nalaformer_imports_neither_timm_nor_the_models():
+    code = "import sys, nalaformer; print(*(name in sys.modules for name in ('timm', 'torchvision', 'nalaformer.models')))"
+    assert python(code) == ["False"] * 3
+
+
+def test_without_timm_the_rest_works_and_the_models_say_what_is_missing():
+    code = (
+        "import sys; sys.modules['timm'] = None\n"
+        "import nalaformer\n"
+        "nalaformer.attention.build('nalaformer', dim=16, num_heads=2)\n"
+        "try: import nalaformer.models\n"
+        "except ModuleNotFoundError as error: print(error)"
+    )
+    assert "pip install 'nalaformer[vision]'" in " ".join(python(code))
+
+
+def test_every_backbone_is_a_timm_model():
+    assert set(VARIANTS) <= set(timm.list_models())
+    assert isinstance(timm.create_model("nalaformer_xt", device="meta"), Backbone)
+    assert nalaformer.models.VARIANTS is VARIANTS
