@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from nalaformer.training import Checkpoint, Checkpoints, DamagedCheckpoint, TrainingConfig, TrainingStopped, checkpoint
 from nalaformer.training.log import read_log
@@ -359,7 +359,7 @@ def test_the_rate_warms_up_falls_as_a_cosine_and_rests(tmp_path):
     assert len(rates) == 23
     assert rates[:5] == pytest.approx([1e-4, 2.575e-3, 5.05e-3, 7.525e-3, rates[4]])
     assert rates[4] == max(rates) > 0.9e-2
-    assert all(a > b for a, b in zip(rates[4:20], rates[5:21], strict=False))
+    assert all(a > b for a, b in pairwise(rates[4:21]))
     assert rates[20:] == [1e-5] * 3
 
 
@@ -535,5 +535,3 @@ def test_a_device_that_is_not_there_is_refused(tmp_path):
     object.__setattr__(trainer.config, "device", "no such thing")
     with pytest.raises(ValueError, match="device must be"):
         trainer.fit()
-
-

@@ -11,11 +11,12 @@ from .glyphs import NAMES, glyph_masks
 
 
 class GlyphGrid(Generated):
-    """A square of `cells` x `cells` cells of `cell_size` pixels: coloured glyphs, blanks, and one cell with a white frame."""
+    """A square of `cells` x `cells` cells of `cell_size` pixels: coloured glyphs, blanks, and one cell with a white frame.
 
-    def __init__(
-        self, *, split: str, samples: int, seed: int = 0, cells: int = 6, cell_size: int = 8, glyphs: int = 5
-    ) -> None:
+    Colours are points of a sphere around grey, on black: all of them differ from each other by direction alone.
+    """
+
+    def __init__(self, *, split: str, samples: int, seed: int = 0, cells: int = 6, cell_size: int = 8, glyphs: int = 4) -> None:
         super().__init__(split=split, samples=samples, seed=seed)
         if not 2 <= glyphs <= len(NAMES):
             raise ValueError(f"glyphs must be between 2 and {len(NAMES)}, got {glyphs}")
@@ -25,12 +26,17 @@ class GlyphGrid(Generated):
         self.image_size = cells * cell_size
         self.masks = glyph_masks(cell_size)[:glyphs]
 
-    def place(self, random: Generator, patches: NDArray[np.float32]) -> Image:
-        """Put patches [P, 3, size, size] into random cells, the rest stays black."""
-        places = np.zeros((self.cells**2, *patches.shape[1:]), dtype=np.float32)
-        places[random.permutation(self.cells**2)[: len(patches)]] = patches
-        rows = places.reshape(self.cells, self.cells, 3, self.cell_size, self.cell_size)
-        return rows.transpose(2, 0, 3, 1, 4).reshape(3, self.image_size, self.image_size)
+    def place(self, random: Generator, patches: NDArray[np.float32]) -> tuple[Image, NDArray[np.int64]]:
+        """Put patches [P, 3, size, size] into random cells, the rest stays black: the image, and the cell of each patch."""
+        places = random.permutation(self.cells**2)[: len(patches)]
+        filled = np.zeros((self.cells**2, *patches.shape[1:]), dtype=np.float32)
+        filled[places] = patches
+        rows = filled.reshape(self.cells, self.cells, 3, self.cell_size, self.cell_size)
+        return rows.transpose(2, 0, 3, 1, 4).reshape(3, self.image_size, self.image_size), places
+
+    def painted(self, directions: NDArray[np.float32], kinds: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Glyphs [P, 3, size, size] of these kinds in the colours grey + direction / 2; directions: [P, 3], unit vectors."""
+        return (0.5 + 0.5 * directions)[:, :, None, None] * self.masks[kinds][:, None]
 
     def framed(self, inside: NDArray[np.float32]) -> NDArray[np.float32]:
         """The marked cell: a white frame around `inside`, which broadcasts to [3, size - 2, size - 2]."""
@@ -44,8 +50,7 @@ class CueGrid(GlyphGrid):
     """The marked cell shows a colour; the label is the glyph that has it.
 
     Every glyph appears equally often and the colours say nothing about it, so without comparing the marked cell to all others
-    nothing beats chance. Colours are points of a sphere around grey, so that the one nearest to the cue has the largest dot
-    product; none but the answer lies within `separation` degrees of the cue.
+    nothing beats chance. No colour but the answer's lies within `separation` degrees of the cue, seen from grey.
 
     Copies of each glyph: 1 + floor(most * u^crowding), u uniform. Sparse images show the rule, full ones test sharpness; the
     eval split is full always.
@@ -59,9 +64,9 @@ class CueGrid(GlyphGrid):
         seed: int = 0,
         cells: int = 6,
         cell_size: int = 8,
-        glyphs: int = 5,
+        glyphs: int = 4,
         separation: float = 15.0,
-        crowding: float = 3.0,
+        crowding: float = 5.0,
     ) -> None:
         super().__init__(split=split, samples=samples, seed=seed, cells=cells, cell_size=cell_size, glyphs=glyphs)
         if not 0 <= separation <= 60:
@@ -72,6 +77,13 @@ class CueGrid(GlyphGrid):
         self.classes = NAMES[:glyphs]
 
     def draw(self, random: Generator) -> tuple[Image, int]:
+        return self.arranged(random)[:2]
+
+    def cue_and_answer(self, index: int) -> tuple[int, int]:
+        """In which cells, counted row by row, cue and answer of a sample lie."""
+        return self.arranged(self.random_of(index))[2]
+
+    def arranged(self, random: Generator) -> tuple[Image, int, tuple[int, int]]:
         copies = (self.cells**2 - 1) // self.glyphs
         if self.split == "train":
             copies = 1 + int(copies * random.random() ** self.crowding)
@@ -80,16 +92,15 @@ class CueGrid(GlyphGrid):
         directions = self.directions(random, len(kinds))
         cue = directions[0].copy()
         directions[[0, target]] = directions[[target, 0]]
-        colours = (0.5 + 0.5 * directions)[:, :, None, None]
         marked = self.framed((0.5 + 0.5 * cue)[:, None, None])
-        return self.place(random, np.concatenate((marked[None], colours * self.masks[kinds][:, None]))), int(kinds[target])
+        pixels, places = self.place(random, np.concatenate((marked[None], self.painted(directions, kinds))))
+        return pixels, int(kinds[target]), (int(places[0]), int(places[1 + target]))
 
     def directions(self, random: Generator, count: int) -> NDArray[np.float32]:
         """`count` unit vectors, all but the first at least `separation` degrees away from the first: [count, 3]."""
         limit = math.cos(math.radians(self.separation))
         # at 60 degrees a quarter of all directions is too near: three times as many leave enough
-        drawn = random.standard_normal((3 * count + 12, 3)).astype(np.float32)
-        drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
+        drawn = unit_vectors(random, 3 * count + 12)
         far = drawn[1:][drawn[1:] @ drawn[0] < limit]
         assert len(far) >= count - 1
         return np.concatenate((drawn[:1], far[: count - 1]))
@@ -110,7 +121,7 @@ class CountGrid(GlyphGrid):
         seed: int = 0,
         cells: int = 6,
         cell_size: int = 8,
-        glyphs: int = 5,
+        glyphs: int = 4,
         most: int = 8,
     ) -> None:
         super().__init__(split=split, samples=samples, seed=seed, cells=cells, cell_size=cell_size, glyphs=glyphs)
@@ -124,6 +135,12 @@ class CountGrid(GlyphGrid):
         filled = (self.cells**2 - 1) * 3 // 4
         others = (cued + random.integers(1, self.glyphs, size=filled - number)) % self.glyphs
         kinds = np.concatenate((np.full(number, cued), others))
-        colours = random.uniform(0.3, 1.0, size=(filled, 3, 1, 1)).astype(np.float32)
-        mask = self.masks[cued][None, 1:-1, 1:-1]
-        return self.place(random, np.concatenate((self.framed(mask)[None], colours * self.masks[kinds][:, None]))), number - 1
+        marked = self.framed(self.masks[cued][None, 1:-1, 1:-1])
+        glyphs = self.painted(unit_vectors(random, filled), kinds)
+        return self.place(random, np.concatenate((marked[None], glyphs)))[0], number - 1
+
+
+def unit_vectors(random: Generator, count: int) -> NDArray[np.float32]:
+    """Uniform on the sphere: [count, 3]."""
+    drawn = random.standard_normal((count, 3)).astype(np.float32)
+    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)

@@ -19,7 +19,7 @@ GENERATED: Registry[type["Generated"]] = Registry("generated data")
 
 
 class Generated(Dataset[tuple[Tensor, int]]):
-    """Sample i is a function of (name, seed, split, i) alone: (image [3, H, W] in -1..1, label).
+    """Sample i is a function of (name, seed, split, i) alone: (image [3, H, W], pixels minus one half, label).
 
     Train and eval never share a sample: their random streams differ.
     """
@@ -46,8 +46,12 @@ class Generated(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of {self.samples}")
-        pixels, label = self.draw(np.random.default_rng((self.seed, self.stream, index)))
-        return torch.from_numpy(2 * pixels - 1), label
+        pixels, label = self.draw(self.random_of(index))
+        return torch.from_numpy(pixels - 0.5), label
+
+    def random_of(self, index: int) -> Generator:
+        """The random numbers of one sample."""
+        return np.random.default_rng((self.seed, self.stream, index))
 
     def write(self, root: str | Path) -> Path:
         """Write the samples as PNG files into root/split/class/: the layout that ImageFolder reads."""
@@ -58,6 +62,6 @@ class Generated(Dataset[tuple[Tensor, int]]):
             (folder / name).mkdir(parents=True, exist_ok=True)
         for index in range(len(self)):
             image, label = self[index]
-            pixels = ((image + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy()
+            pixels = ((image + 0.5) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
             PillowImage.fromarray(pixels).save(folder / self.classes[label] / f"{index:06d}.png")
         return folder

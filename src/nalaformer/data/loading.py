@@ -7,7 +7,7 @@ augmented follows from (seed, epoch, place in the epoch), whichever worker makes
 import random
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -128,7 +128,7 @@ class TrainingPlan:
 
 
 class SeededSamples(Dataset[tuple[Any, tuple[str, ...]]]):
-    """Samples by key, each made in a random state of its own; a corrupt image gives way to the next readable one, or to none."""
+    """Samples by key, each made in a random state of its own; a corrupt one gives way to the next, or to none."""
 
     def __init__(self, data: Samples, *, seed: int, replace: bool) -> None:
         self.data, self.seed, self.replace = data, seed, replace
@@ -165,7 +165,7 @@ class random_state_of:
         torch.set_rng_state(self.before[2])
 
 
-def seed_host(words: NDArray[np.uint32]) -> None:
+def seed_host(words: NDArray[Any]) -> None:
     """Seed Python, numpy and torch on the CPU from four 32-bit words."""
     random.seed(words.tobytes())
     np.random.seed(words[:2])
@@ -197,8 +197,9 @@ def put_together(samples: list[tuple[Any, tuple[str, ...]]]) -> Batch:
 
 
 def _loader(data: SeededSamples, plan: Any, workers: int, pin_memory: bool) -> Batches:
+    # the collated batches are what the loader gives
     return DataLoader(
-        data,
+        cast(Dataset[Batch], data),
         batch_sampler=plan,
         num_workers=workers,
         collate_fn=put_together,

@@ -1,7 +1,10 @@
 """`key=value` on the command line, for every field of a frozen dataclass and those inside it."""
 
+import ast
+import inspect
 import json
-from dataclasses import fields, is_dataclass, replace
+import textwrap
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from ..registry import unknown_name
@@ -20,6 +23,40 @@ def changed(config: T, assignments: list[str]) -> T:
             raise ValueError(f"settings are given as key=value, got {assignment!r}")
         config = _with(config, find(config, key), text)
     return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One key of a description, for people."""
+
+    key: str
+    value: object
+    meaning: str
+    """The words under its field."""
+
+
+def settings_of(config: Any) -> list[Setting]:
+    """Every key with its value and meaning."""
+    found = []
+    for path in keys(config):
+        owner = config
+        for name in path[:-1]:
+            owner = getattr(owner, name)
+        meaning = field_docs(type(owner)).get(path[-1], "")
+        found.append(Setting(key=path[-1], value=getattr(owner, path[-1]), meaning=meaning))
+    return found
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass, which Python does not keep."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for line, after in zip(body.body, body.body[1:], strict=False):
+        named = isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            docs[line.target.id] = str(after.value.value)  # type: ignore[attr-defined]
+    return docs
 
 
 def keys(config: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -20,10 +20,16 @@ class Recipe:
     """Attention of the model's linear stages (models of this library only); empty: the model's own."""
     model_options: dict[str, Any] = field(default_factory=dict)
     """Further options of the model."""
+    initial_weights: str = "model"
+    """"model": as the model starts; "torch": linear layers as torch starts them, which short runs of small models need."""
     task: ClassificationConfig
     """What is learned."""
     training: TrainingConfig
     """How."""
+
+    def __post_init__(self) -> None:
+        if self.initial_weights not in ("model", "torch"):
+            raise ValueError(f'initial_weights must be "model" or "torch", got {self.initial_weights!r}')
 
 
 RECIPES: Registry[Callable[[], Recipe]] = Registry("recipe")

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from ..data import GENERATED, Augmentation, Generated, ImageFolder, eval_transform, training_transform
 from ..registry import unknown_name
 from .base import Loss
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +59,6 @@ class Classification:
 
     def __init__(self, config: ClassificationConfig) -> None:
         self.config = config
-        if config.data not in GENERATED.names() and not Path(config.data).is_dir():
-            raise unknown_name("data (a folder, or the name of generated data)", config.data, GENERATED.names())
 
     @property
     def is_generated(self) -> bool:
@@ -78,8 +80,9 @@ class Classification:
         config = self.config
         if self.is_generated:
             return self.generated("val", config.eval_samples)
-        data = ImageFolder(config.data, "val", transform=eval_transform(config.image_size, crop=config.eval_crop))
-        return data
+        if not Path(config.data).is_dir():
+            raise unknown_name("data (a folder, or the name of generated data)", config.data, GENERATED.names())
+        return ImageFolder(config.data, "val", transform=eval_transform(config.image_size, crop=config.eval_crop))
 
     def generated(self, split: str, samples: int) -> Generated:
         kind = GENERATED[self.config.data]
@@ -92,7 +95,15 @@ class Classification:
 
     @property
     def image_size(self) -> int:
-        return self.eval_data.image_size if isinstance(self.eval_data, Generated) else self.config.image_size
+        return self.generated("val", 1).image_size if self.is_generated else self.config.image_size
+
+    def prepare(self, image: "Image") -> Tensor:
+        """An image of any size as the model's input, [3, image_size, image_size]."""
+        if self.is_generated:
+            # generated images have no mean to subtract and are read as they were made
+            resized = image.resize((self.image_size, self.image_size))
+            return torch.from_numpy(np.array(resized)).permute(2, 0, 1) / 255 - 0.5
+        return eval_transform(self.config.image_size, crop=self.config.eval_crop)(image)
 
     @cached_property
     def _mix(self) -> Any:

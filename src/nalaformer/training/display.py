@@ -42,7 +42,9 @@ class Display:
         elif now - self.last_line > SECONDS_BETWEEN_LINES:
             self.last_line = now
             left = (self.total - step) * (now - self.started) / done
-            self.console.print(f"{self.title}  step {step}/{self.total}  loss {loss:.4g}  {rate:.0f} samples/s  {left:.0f} s left")
+            self.console.print(
+                f"{self.title}  step {step}/{self.total}  loss {loss:.4g}  {rate:.0f} samples/s  {left:.0f} s left"
+            )
 
     def say(self, line: str) -> None:
         if self.console is not None:
@@ -54,5 +56,5 @@ class Display:
 
 
 def figures_line(figures: dict[str, float]) -> str:
-    """"top1 0.953, loss 0.151"."""
+    """ "top1 0.953, loss 0.151"."""
     return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())

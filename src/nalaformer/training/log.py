@@ -54,4 +54,4 @@ def make_board(folder: Path, after_step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
         raise ValueError("tensorboard=true needs a package: pip install 'nalaformer[tensorboard]'") from error
-    return SummaryWriter(str(folder), purge_step=after_step + 1)  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder), purge_step=after_step + 1)

@@ -19,7 +19,9 @@ def pack(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 tensors[f"{parameter}/{name}"] = entry
             else:
                 values.setdefault(str(parameter), {})[name] = plain(entry, f"{type(optimizer).__name__} state {name!r}")
-    groups = [{name: plain(value, f"group option {name!r}") for name, value in group.items()} for group in state["param_groups"]]
+    groups = [
+        {name: plain(value, f"group option {name!r}") for name, value in group.items()} for group in state["param_groups"]
+    ]
     return tensors, {"values": values, "groups": groups}
 
 
@@ -43,4 +45,6 @@ def plain(value: Any, what: str) -> Any:
         return [plain(part, what) for part in value]
     if isinstance(value, PLAIN):
         return value
-    raise ValueError(f"a checkpoint holds tensors and plain values, got {what} of {type(value).__name__}; choose another optimizer")
+    raise ValueError(
+        f"a checkpoint holds tensors and plain values, got {what} of {type(value).__name__}; choose another optimizer"
+    )

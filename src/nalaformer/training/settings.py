@@ -4,7 +4,17 @@ from pathlib import Path
 from typing import Any
 
 # may change between the parts of a run: none of them changes what is learned
-FREE_SETTINGS = ("workers", "device", "compile", "keep", "save_every", "eval_every", "tensorboard", "most_corrupt", "on_corrupt")
+FREE_SETTINGS = (
+    "workers",
+    "device",
+    "compile",
+    "keep",
+    "save_every",
+    "eval_every",
+    "tensorboard",
+    "most_corrupt",
+    "on_corrupt",
+)
 
 
 def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:

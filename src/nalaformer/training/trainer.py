@@ -26,6 +26,7 @@ from .settings import refuse_other_settings
 if TYPE_CHECKING:
     from rich.console import Console
 
+
 class TrainingStopped(RuntimeError):
     """The run cannot go on; the message says why and what is left."""
 
@@ -128,9 +129,11 @@ class Trainer:
         self.model.to(self.ranks.device)
         if config.checkpoint_activations:
             if not hasattr(self.model, "set_grad_checkpointing"):
-                raise ValueError("checkpoint_activations needs a model with set_grad_checkpointing, as timm's have; leave it off")
-            self.model.set_grad_checkpointing(True)
-        options = {"betas": (0.9, config.beta2)} if "adam" in config.optimizer else {}
+                raise ValueError(
+                    "checkpoint_activations needs a model with set_grad_checkpointing, as timm's have; leave it off"
+                )
+            cast(Any, self.model).set_grad_checkpointing(True)
+        options: Any = {"betas": (0.9, config.beta2)} if "adam" in config.optimizer else {}
         self.optimizer = create_optimizer_v2(
             self.model, opt=config.optimizer, lr=config.learning_rate, weight_decay=config.weight_decay, **options
         )
@@ -218,7 +221,9 @@ class Trainer:
                 # divided by the batch size, which changes nothing in the end but keeps half precision in its range
                 self.scaler.scale(loss.total * (loss.weight / config.batch_size)).backward()
             names = tuple(loss.parts)
-            weighted.append(loss.weight * torch.stack([loss.total.detach(), *(p.detach() for p in loss.parts.values())]).double())
+            weighted.append(
+                loss.weight * torch.stack([loss.total.detach(), *(p.detach() for p in loss.parts.values())]).double()
+            )
             weight += loss.weight
         mine = torch.stack(weighted).sum(0)
         counts = torch.tensor([weight, float(self.is_asked_to_stop)], dtype=torch.float64, device=mine.device)
@@ -266,8 +271,8 @@ class Trainer:
             saved = self.checkpoints.steps()
             kept = f"the last good checkpoint is {self.checkpoints.path(saved[-1])}" if saved else "no checkpoint was due yet"
             raise TrainingStopped(
-                f"loss or gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to step {progress.step}; all "
-                f"were skipped, and {kept}; lower learning_rate, set clip_norm, or look at the data"
+                f"loss or gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to step {progress.step}; "
+                f"all were skipped, and {kept}; lower learning_rate, set clip_norm, or look at the data"
             )
 
     def _note_rejected(self, lines: tuple[str, ...], display: Display) -> None:

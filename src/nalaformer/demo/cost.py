@@ -1,0 +1,71 @@
+"""Time and memory of each method's network, in a process of its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from ..bench.memory import can_measure, in_fresh_process
+from ..recipes import build_model
+from .entries import ENTRIES, Entry, demo_recipe
+
+LARGE = 512
+"""Pixels a side: 4,096 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """On this machine's CPU."""
+
+    training_images_per_second: float | None
+    training_mib: float | None
+    """Peak memory of a training step beyond the network itself."""
+    large_images_per_second: float | None
+    """Inference with 4,096 tokens."""
+    large_mib: float | None
+
+
+def cost_of(entry: Entry, *, seconds: float = 0.4) -> Cost:
+    """None where the system does not count memory (only Linux does)."""
+    if entry not in ENTRIES or not can_measure("cpu"):
+        return Cost(training_images_per_second=None, training_mib=None, large_images_per_second=None, large_mib=None)
+    number = ENTRIES.index(entry)
+    training_mib, training_ms = in_fresh_process(f"{__name__}:training_step", {"number": number}, seconds=seconds)
+    large_mib, large_ms = in_fresh_process(f"{__name__}:large_image", {"number": number}, seconds=seconds)
+    batch = demo_recipe(entry, seed=0).training.batch_size
+    return Cost(
+        training_images_per_second=1e3 * batch / training_ms,
+        training_mib=training_mib,
+        large_images_per_second=1e3 / large_ms,
+        large_mib=large_mib,
+    )
+
+
+def training_step(number: int) -> Callable[[], object]:
+    """Forward and backward of one batch of the demo."""
+    recipe = demo_recipe(ENTRIES[number], seed=0)
+    model = build_model(recipe, 5)
+    images = torch.randn(recipe.training.batch_size, 3, 48, 48)
+    labels = torch.zeros(len(images), dtype=torch.long)
+
+    def step() -> object:
+        model.zero_grad(set_to_none=True)
+        F.cross_entropy(model(images), labels).backward()
+        return None
+
+    return step
+
+
+def large_image(number: int) -> Callable[[], object]:
+    """Inference on one image of 4,096 tokens."""
+    recipe = demo_recipe(ENTRIES[number], seed=0)
+    options = recipe.model_options | {"img_size": LARGE}
+    model = build_model(replace(recipe, model_options=options), 5).eval()
+    image = torch.randn(1, 3, LARGE, LARGE)
+
+    def infer() -> object:
+        with torch.no_grad():
+            return model(image)
+
+    return infer
