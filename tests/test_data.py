@@ -11,6 +11,7 @@ from PIL import Image, ImageFile
 
 from nalaformer.data import (
     GENERATED,
+    Augmentation,
     CorruptImage,
     CountGrid,
     CueGrid,
@@ -21,12 +22,14 @@ from nalaformer.data import (
     find_images,
     images,
     read_image,
+    training_transform,
 )
+from nalaformer.data.augment import posterize
 
 # sha256 over pixels and labels of the first eight samples: data that changes silently changes every figure learned on it
 CHECKSUMS = {
-    "cue_grid": "0f281b447df827a8",
-    "count_grid": "a1e4c266c5a8b2d4",
+    "cue_grid": "f1fd6efd10162663",
+    "count_grid": "c5c8fea63840321a",
     "marked_pair": "3fb0e2eaf7c00cb3",
 }
 
@@ -279,6 +282,18 @@ def test_an_image_too_large_is_refused_before_it_is_decoded(picture, monkeypatch
     monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
     with pytest.raises(CorruptImage, match="64 x 64 pixels"):
         read_image(picture)
+
+
+def test_the_strongest_posterization_is_black_and_no_error():
+    augmentation = Augmentation(auto_augment="rand-m10-n12-inc1")
+    transform = training_transform(16, augmentation)
+    image = Image.fromarray(np.full((20, 20, 3), 200, np.uint8))
+    for seed in range(40):
+        random.seed(seed)
+        np.random.seed(seed)
+        assert transform(image).shape == (3, 16, 16)
+    assert posterize(image, 0).getextrema() == ((0, 0),) * 3
+    assert posterize(image, 1).getextrema() == ((128, 128),) * 3
 
 
 def test_a_missing_file_is_not_called_corrupt(tmp_path):

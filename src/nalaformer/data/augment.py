@@ -45,7 +45,23 @@ def training_transform(size: int, augmentation: Augmentation) -> "Callable[[Imag
         re_prob=augmentation.random_erasing,
         re_mode="pixel",
     )
+    for step in transform.transforms:
+        for operation in getattr(step, "ops", ()):
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = posterize
     return cast("Callable[[Image], Tensor]", transform)
+
+
+def posterize(image: "Image", bits: int, **_: object) -> "Image":
+    """Keep the highest bits of each channel; none leaves black.
+
+    timm asks Pillow for 0 bits at its strongest, which Pillow has refused since version 13.
+    """
+    from PIL import ImageOps
+
+    if bits >= 8:
+        return image
+    return ImageOps.posterize(image, bits) if bits > 0 else image.point(lambda value: 0)
 
 
 def eval_transform(size: int, *, crop: float = 0.9) -> "Callable[[Image], Tensor]":

@@ -65,7 +65,7 @@ class CueGrid(GlyphGrid):
         cells: int = 6,
         cell_size: int = 8,
         glyphs: int = 4,
-        separation: float = 15.0,
+        separation: float = 10.0,
         crowding: float = 5.0,
     ) -> None:
         super().__init__(split=split, samples=samples, seed=seed, cells=cells, cell_size=cell_size, glyphs=glyphs)

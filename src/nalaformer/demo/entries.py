@@ -35,8 +35,15 @@ def demo_recipe(entry: Entry, *, seed: int, steps: int | None = None) -> Recipe:
     base = RECIPES["cue_grid"]()
     model_options = dict(base.model_options)
     model_options["attention_options"] = model_options["attention_options"] | entry.options
-    training = replace(base.training, seed=seed, eval_every=0, save_every=0)
-    if steps is not None:
-        training = replace(training, steps=steps, warmup=min(training.warmup, steps // 10))
-    training = replace(training, eval_every=max(1, training.steps // 10))
+    steps = base.training.steps if steps is None else steps
+    training = replace(
+        base.training,
+        seed=seed,
+        steps=steps,
+        warmup=min(base.training.warmup, steps // 10),
+        # ten points make a curve; shorter runs are trials
+        eval_every=steps // 10 if steps >= 100 else steps,
+        save_every=0,
+        device="cpu",
+    )
     return replace(base, attention=entry.attention, model_options=model_options, training=training)

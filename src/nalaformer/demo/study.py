@@ -85,14 +85,15 @@ def run_demo(
     seeds: int = 2,
     steps: int | None = None,
     entries: Sequence[Entry] = ENTRIES,
+    workers: int | None = None,
     console: "Console | None" = None,
 ) -> DemoResult:
-    """Runs that are there already are not repeated; a stopped demo goes on."""
+    """Runs that are there already are not repeated; a stopped demo goes on. workers: runs side by side, one per core."""
     if seeds < 1:
         raise ValueError(f"seeds must be positive, got {seeds}")
     began = time.monotonic()
     jobs = [(number, seed) for seed in range(seeds) for number in range(len(entries))]
-    train_all(folder, entries, jobs, steps, console)
+    train_all(folder, entries, jobs, steps, workers, console)
     found = []
     for number, entry in enumerate(entries):
         runs = [run_folder(folder, entry, seed) for seed in range(seeds)]
@@ -130,11 +131,20 @@ def run_folder(folder: Path, entry: Entry, seed: int) -> Path:
 
 
 def train_all(
-    folder: Path, entries: Sequence[Entry], jobs: list[tuple[int, int]], steps: int | None, console: "Console | None"
+    folder: Path,
+    entries: Sequence[Entry],
+    jobs: list[tuple[int, int]],
+    steps: int | None,
+    workers: int | None,
+    console: "Console | None",
 ) -> None:
     """One process per core, one thread each: networks this small gain nothing from more threads."""
     total = demo_recipe(entries[0], seed=0, steps=steps).training.steps
-    workers = max(1, min(len(jobs), os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count() or 1))
+    workers = min(len(jobs), workers or os.cpu_count() or 1)
+    if workers == 1:
+        for number, seed in jobs:
+            train_one(entries[number], seed, steps, run_folder(folder, entries[number], seed))
+        return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         waiting = {
             job: pool.submit(train_one, entries[job[0]], job[1], steps, run_folder(folder, entries[job[0]], job[1]))
