@@ -1,5 +1,7 @@
 """Every named backbone: counts of the full size, timm's contract on a cut-down one."""
 
+import math
+import re
 import subprocess
 import sys
 
@@ -7,10 +9,13 @@ import pytest
 import timm
 import torch
 from timm.optim import param_groups_layer_decay
+from typer.testing import CliRunner
 
 import nalaformer
+from nalaformer import cli
 from nalaformer.attention import METHODS
-from nalaformer.models import VARIANTS, Backbone, build, card
+from nalaformer.models import VARIANTS, Backbone, build, card, count_multiply_adds
+from nalaformer.models.multiply_adds import attention_multiply_adds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,8 +72,6 @@ def test_softmax_as_the_method_makes_every_stage_exact():
 
 
 def test_multiply_adds_of_softmax_grow_with_the_square_of_the_tokens():
-    from nalaformer.models import count_multiply_adds
-
     linear, softmax = (build("vit_nala_tiny_patch16", device="meta", attention=name) for name in ("linear", "softmax"))
     # doubling the side makes 4 times the tokens
     linear_growth, softmax_growth = (
@@ -78,10 +81,28 @@ def test_multiply_adds_of_softmax_grow_with_the_square_of_the_tokens():
     assert softmax_growth > 4.5
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "grid", "expected"),
+    [
+        # 15 tokens, 2 heads of 4: scores and their use
+        ("softmax", {}, (3, 5), 2 * 15 * 15 * 8),
+        # F = 4: the state, its reading, the normaliser
+        ("linear", {}, (3, 5), 15 * 4 * 8 + 15 * 4 * 8 + 2 * 15 * 4),
+        # F = 8, two streams with a normaliser each; 3 x 5 in blocks of 2 are 2 x 3 keys
+        ("polaformer", {"key_reduction": 2}, (3, 5), 6 * 8 * 8 + 15 * 8 * 8 + 2 * 2 * 15 * 8),
+        # four windows of 3 x 3 with padding
+        ("softmax", {"window": 3}, (4, 6), 4 * 2 * 9 * 9 * 8),
+    ],
+)
+def test_attention_products_are_counted(method, options, grid, expected):
+    layer = nalaformer.attention.build(method, dim=8, num_heads=2, **options)
+    assert attention_multiply_adds(layer, *grid) == expected
+
+
 # --- timm's contract ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(64, 64), (70, 45), (1, 1), (33, 96)], ids=str)
+@pytest.mark.parametrize("size", [(70, 45), (1, 1)], ids=str)
 def test_any_size_goes_through_and_back(name, size):
     model = small(name)
     image = torch.randn(2, 3, *size, requires_grad=True)
@@ -91,6 +112,27 @@ def test_any_size_goes_through_and_back(name, size):
     assert image.grad.isfinite().all()
     unused = [key for key, parameter in model.named_parameters() if parameter.grad is None]
     assert unused == []
+
+
+def test_bad_batches_stay_what_they_are(name):
+    model = small(name).eval()
+    with torch.no_grad():
+        assert model(torch.randn(0, 3, 64, 64)).shape == (0, 7)
+        images = torch.randn(3, 3, 64, 64)
+        spoilt = images.clone()
+        spoilt[1, 0, 5, 5] = math.nan
+        before, after = model(images), model(spoilt)
+        assert torch.equal(after[[0, 2]], before[[0, 2]])
+        assert after[1].isnan().any()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_training_under_autocast_stays_finite(name, scale):
+    model = small(name).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(scale * torch.randn(2, 3, 64, 64))
+    logits.float().square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_features_have_the_announced_channels_and_strides(name):
@@ -107,6 +149,7 @@ def test_chosen_features_are_those_of_the_whole_model(name):
     image = torch.randn(1, 3, 64, 64)
     end, every = whole.forward_intermediates(image)
     assert torch.equal(end, whole.forward_features(image))
+    assert torch.equal(whole.forward_intermediates(image, norm=True, intermediates_only=True)[-1], end)
     (third,) = whole.forward_intermediates(image, indices=[2], intermediates_only=True)
     assert torch.equal(third, every[2])
     torch.manual_seed(0)
@@ -137,8 +180,11 @@ def test_first_convolution_and_classifier_are_where_timm_looks_for_them(name):
 
 
 def test_recomputed_blocks_give_the_same_gradients(name):
-    model = small(name).train()
+    # with dropped paths, which must be the same ones the second time
+    model = small(name, drop_path_rate=0.3).train()
     image = torch.randn(2, 3, 64, 64)
+    calls = []
+    model.stages[1].blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
     gradients = []
     for enable in (False, True):
         model.set_grad_checkpointing(enable)
@@ -146,6 +192,7 @@ def test_recomputed_blocks_give_the_same_gradients(name):
         model.zero_grad()
         model(image).square().sum().backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert len(calls) == 1 + 2
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients, strict=True))
 
 
@@ -178,7 +225,7 @@ def test_dropout_acts_before_the_classifier():
 
 
 @pytest.mark.parametrize("attention", METHODS)
-@pytest.mark.parametrize("name", ["nalaformer_t_linear", "polaformer_pvt_t", "vit_nala_tiny_patch16"])
+@pytest.mark.parametrize("name", ["nalaformer_t_linear", "polaformer_pvt_t", "flatten_swin_t", "vit_nala_tiny_patch16"])
 def test_every_method_fits_every_layout(name, attention):
     model = small(name, attention=attention).eval()
     image = torch.randn(2, 3, 50, 70)
@@ -193,6 +240,19 @@ def test_options_reach_every_stage_and_map_options_the_linear_ones():
     layers = [block.attention for stage in model.stages for block in stage.blocks]
     assert all(layer.local_mix is None for layer in layers)
     assert [layer.map is not None and layer.map.direction == "cosine" for layer in layers] == [True, True, False, False, False]
+
+
+def test_another_map_in_the_same_shell_stays_out_of_softmax_stages():
+    model = small("nalaformer_t", attention_options={"feature_map": "elu"})
+    layers = [block.attention for stage in model.stages for block in stage.blocks]
+    assert [layer.config.feature_map for layer in layers] == ["elu", "elu", None, None, None]
+    assert all(layer.local_mix is not None and layer.norm is not None for layer in layers)
+
+
+def test_options_of_a_layout_stay_beside_those_that_are_given():
+    model = small("polaformer_pvt_t", attention_options={"kernel_size": 3})
+    config = model.stages[0].blocks[0].attention.config
+    assert (config.kernel_size, config.value_upsampling) == (3, "flat")
 
 
 def test_a_model_of_low_precision_is_built_so(name):
@@ -212,6 +272,7 @@ def test_a_model_of_low_precision_is_built_so(name):
         ({"depth": (1, 1, 1, 1)}, r"unknown option of a backbone: 'depth'; did you mean 'depths'"),
         ({"num_heads": (1, 2, 3)}, r"num_heads must have one entry for each of the 4 stages"),
         ({"attention_options": {"gat": "none"}}, r"'gat'; did you mean 'gate'"),
+        ({"attention": "softmax", "attention_options": {"gat": "none"}}, r"'gat'; did you mean 'gate'"),
         ({"drop_path_rate": 1.0}, r"drop_path_rate must be at least 0 and below 1"),
     ],
 )
@@ -264,3 +325,35 @@ def test_every_backbone_is_a_timm_model():
     assert set(VARIANTS) <= set(timm.list_models())
     assert isinstance(timm.create_model("nalaformer_xt", device="meta"), Backbone)
     assert nalaformer.models.VARIANTS is VARIANTS
+
+
+# --- the command --------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_lists_stages_counts_and_published_accuracy():
+    result = CliRunner().invoke(cli.build_app(), ["models", "*_xt*"])
+    assert result.exit_code == 0, result.output
+    rows = {
+        row[0]: row[1:] for row in (re.findall(r"[^│ ](?:[^│]*[^│ ])?", line) for line in result.output.splitlines()) if row
+    }
+    assert rows["nalaformer_xt"] == ["nalaformer", "llvv", "6.1 M", "0.64 G", "-"]
+    assert rows["nalaformer_xt_paper"] == ["nalaformer", "llvv", "7.8 M", "0.98 G", "79.1"]
+    assert rows["nalaformer_xt_linear"][1] == "llll"
+    assert "top-1, published" in result.output
+    assert "nalaformer_xt: released size" in result.output
+    assert "nalaformer_s" not in result.output
+
+
+def test_the_command_says_when_no_name_fits():
+    result = CliRunner().invoke(cli.build_app(), ["models", "resnet*"])
+    assert isinstance(result.exception, ValueError)
+    assert "no backbone is named like 'resnet*'" in str(result.exception)
+
+
+def test_without_timm_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["nalaformer", "models"])
+    for name in [name for name in sys.modules if name.startswith("nalaformer.models")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(SystemExit, match=r"timm: pip install 'nalaformer\[vision\]'"):
+        cli.main()

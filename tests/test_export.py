@@ -1,6 +1,7 @@
 """A layer inside other people's tools: torch.compile, torch.export, ONNX."""
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -40,6 +41,23 @@ def test_exported_program_with_reduced_keys_serves_other_grids():
     model = OnImages("flatten", key_reduction=2).eval()
     program = torch.export.export(model, (torch.randn(2, 16, 6, 10),), dynamic_shapes=dynamic(multiple=2))
     for shape in ((1, 16, 8, 4), (3, 16, 14, 12)):
+        image = torch.randn(shape)
+        torch.testing.assert_close(program.module()(image), model(image), rtol=1e-4, atol=1e-5)
+
+
+def test_exported_windows_serve_the_size_of_their_example():
+    model = OnImages("softmax", window=4, shifted=True, position="relative").eval()
+    image = torch.randn(2, 16, 6, 10)
+    program = torch.export.export(model, (image,))
+    torch.testing.assert_close(program.module()(image), model(image), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_exported_backbone_serves_other_sizes():
+    size = {"embed_dims": (16, 16, 16, 16), "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2), "projection": 16}
+    model = timm.create_model("nalaformer_t", num_classes=3, **size).eval()
+    program = torch.export.export(model, (torch.randn(2, 3, 96, 128),), dynamic_shapes=dynamic(multiple=32))
+    for shape in ((1, 3, 64, 160), (3, 3, 224, 224)):
         image = torch.randn(shape)
         torch.testing.assert_close(program.module()(image), model(image), rtol=1e-4, atol=1e-5)
 
@@ -92,3 +110,12 @@ def test_layer_traces_into_one_graph(name):
     model = OnImages(name)
     image = torch.randn(2, 16, 5, 7)
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(image), model(image))
+
+
+@pytest.mark.slow
+def test_a_backbone_compiles_in_one_graph():
+    size = {"embed_dims": (16, 16, 16, 16), "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2), "projection": 16}
+    model = timm.create_model("nalaformer_t", num_classes=3, **size).eval()
+    image = torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, fullgraph=True)(image), model(image), rtol=1e-4, atol=1e-5)

@@ -1,6 +1,8 @@
 """The attention layers: every published method on any grid, with padding, in any dtype, saved and loaded."""
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -114,6 +116,78 @@ def test_the_position_table_is_trained_through_a_stretch():
     table = PositionTable(channels=3, grid=(4, 6))
     table((7, 9)).square().sum().backward()
     assert (table.table.grad != 0).all()
+
+
+# --- windows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shifted", [False, True], ids=["plain", "shifted"])
+@pytest.mark.parametrize("grid", [(1, 1), (3, 3), (6, 9), (7, 8), (2, 11), (4, 3)], ids=str)
+def test_windows_are_attention_among_the_tokens_of_a_tile(grid, shifted):
+    layer = make("softmax", window=3, shifted=shifted, position="relative", dtype=torch.float64)
+    x = torch.randn(2, grid[0] * grid[1], 16, dtype=torch.float64)
+    key_mask = torch.rand(2, x.shape[1]) < 0.8
+
+    # by definition: tiles of 3, of which a shift moves the first border to 1 along sides that have more than one tile
+    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    offsets = [1 if shifted and side > 3 else 0 for side in grid]
+    tiles = [
+        (place.flatten() - offset).div(3, rounding_mode="floor") for place, offset in zip((rows, columns), offsets, strict=True)
+    ]
+    together = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+    for tile in tiles:
+        together &= tile[:, None] == tile
+    apart = [place.flatten()[:, None] - place.flatten() for place in (rows, columns)]
+    bias = layer.relative_bias.bias[((apart[0] + 2) * 5 + apart[1] + 2).clamp(0, 24)].permute(2, 0, 1)
+    visible = together & key_mask[:, None, None, :]
+    q, k, v = layer.qkvg(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    scores = (q @ k.transpose(-2, -1) / 8**0.5 + bias).masked_fill(~visible, -math.inf)
+    expected = layer.projection((scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2).flatten(2))
+
+    assert (layer(x, grid, key_mask) - expected)[key_mask].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("shifted", "edges"), [(False, (0, 4, 8)), (True, (0, 2, 6, 8))], ids=["plain", "shifted"])
+@pytest.mark.parametrize("name", LINEAR_METHODS)
+def test_linear_windows_are_the_layer_on_each_tile(name, shifted, edges):
+    # without positions, which begin anew at the corner of a window: a tile by itself may be a part of one
+    layer = make(name, position="none", local_mix="none", window=4, shifted=shifted)
+    alone = Attention(replace(layer.config, window=0, shifted=False), dim=16, num_heads=2)
+    alone.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 7, 8, 16)
+    out = layer(x.flatten(1, 2), (7, 8)).unflatten(1, (7, 8))
+    for top, bottom in pairwise(edges):
+        for left, right in pairwise(edges):
+            # the lower tiles end at row 7: a window's eighth row is padding that must not count
+            tile = x[:, top:bottom, left:right]
+            expected = alone(tile.flatten(1, 2), tuple(tile.shape[1:3])).unflatten(1, tile.shape[1:3])
+            assert (out[:, top:bottom, left:right] - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("key_mask", [None, torch.rand(2, 12, generator=torch.Generator().manual_seed(0)) < 0.7])
+def test_a_token_sees_its_group_alone(method, key_mask):
+    layer = make(method, position="none", local_mix="none")
+    groups = torch.randint(4, (2, 12))
+    x = torch.randn(2, 12, 16)
+    out = layer(x, groups=groups, key_mask=key_mask)
+    for group in range(4):
+        visible = groups == group if key_mask is None else (groups == group) & key_mask
+        expected = layer(x, key_mask=visible)
+        assert (out - expected)[visible].abs().max() < 1e-6
+
+
+def test_wrong_groups_say_the_rule():
+    x = torch.randn(2, 12, 16)
+    with pytest.raises(ValueError, match=r"groups must be integers for each token, \(2, 12\), got \(2, 11\)"):
+        make("linear")(x, groups=torch.zeros(2, 11, dtype=torch.long))
+    with pytest.raises(ValueError, match="use window=0"):
+        make("linear", window=2)(x, (3, 4), groups=torch.zeros(2, 12, dtype=torch.long))
+
+
+def test_gradients_flow_through_shifted_windows_to_every_parameter():
+    layer = make("softmax", window=3, shifted=True, position="relative")
+    layer(torch.randn(2, 63, 16), (7, 9)).square().sum().backward()
+    assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in layer.parameters())
 
 
 # --- padding, mates, order ----------------------------------------------------------------------------------------------
@@ -449,3 +523,19 @@ def test_another_map_comes_with_its_own_defaults(name):
     layer = build(name, dim=16, num_heads=2, feature_map="split")
     assert type(layer.map).__name__ == "Split"
     assert layer(torch.randn(2, 12, 16), (3, 4)).shape == (2, 12, 16)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("softmax", {"shifted": True}, r"shifted windows .* need window=1 or more, got window=0"),
+        ("softmax", {"position": "relative"}, r"need window=1 or more, got window=0"),
+        ("softmax", {"window": -1}, r"got window=-1"),
+        ("softmax", {"window": 4, "causal": True}, r"windows .* look around: use causal=False"),
+        ("softmax", {"window": 4, "key_reduction": 2}, r"as many keys as queries.*key_reduction=1"),
+        ("linear", {"window": 4, "position": "relative"}, r"needs the weight of each pair, got the linear relu map"),
+    ],
+)
+def test_windows_that_cannot_be_say_why(method, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(method, dim=16, num_heads=2, **options)

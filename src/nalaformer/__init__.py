@@ -1,6 +1,7 @@
 """Linear attention that keeps what softmax has: it sharpens with the query norm and keeps the negative half."""
 
 from . import attention, feature_maps, ops, published
+from .conversion import convert, plan_conversion
 from .feature_maps import FEATURE_MAPS, FeatureMap, feature_map
 from .ops import (
     LinearState,
@@ -26,11 +27,13 @@ __all__ = [
     "Rotary",
     "attention",
     "attention_weights",
+    "convert",
     "feature_map",
     "feature_maps",
     "get_backend",
     "linear_attention",
     "ops",
+    "plan_conversion",
     "published",
     "recurrent_linear_attention",
     "set_backend",

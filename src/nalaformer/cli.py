@@ -1,4 +1,4 @@
-"""`nalaformer <command>`: the table of commands. What they do lives in the packages below."""
+"""`nalaformer <command>`: the table of commands. What they do lives in the packages."""
 
 import sys
 from pathlib import Path
@@ -18,17 +18,11 @@ def main() -> None:
         build_app()()
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
-        extras = {
-            "typer": "cli",
-            "rich": "cli",
-            "matplotlib": "cli",
-            "timm": "vision",
-            "torchvision": "vision",
-            "PIL": "vision",
-        }
-        if missing not in extras:
+        extras = {"typer": "cli", "rich": "cli", "matplotlib": "cli", "timm": "vision", "PIL": "vision"}
+        extra = extras.get(missing)
+        if extra is None:
             raise
-        sys.exit(f"this command needs {missing}: pip install 'nalaformer[{extras[missing]}]'")
+        sys.exit(f"this command needs {missing}: pip install 'nalaformer[{extra}]'")
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         sys.exit(2)
@@ -117,6 +111,23 @@ def build_app() -> "typer.Typer":
     ) -> None:
         """Train the same small network with every attention and compare: table and report.html, in minutes on a CPU."""
         run_demo(out, seeds, steps)
+
+    @app.command()
+    def models(
+        pattern: Annotated[str, typer.Argument(help="Names to show, for example 'nalaformer_*'.")] = "*",
+    ) -> None:
+        """List the backbones: which stages are linear, parameters, multiply-adds, published accuracy."""
+        run_models(pattern)
+
+    @app.command()
+    def convert(
+        file: Annotated[Path, typer.Argument(help="The authors' checkpoint, .pth or .safetensors.")],
+        family: Annotated[str, typer.Option(help="nalaformer, polaformer, polaformerpp or flatten.")],
+        out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
+        model: Annotated[str, typer.Option(help="A backbone that the weights must fit; checked before writing.")] = "",
+    ) -> None:
+        """Translate a published checkpoint into our names, as safetensors."""
+        run_convert(file, family, out, model)
 
     @app.command()
     def info() -> None:
@@ -278,6 +289,31 @@ def run_bench_ops(device: str, out: Path, quick: bool) -> None:
     console.print(f"results: {out}", soft_wrap=True)
     if not all(result.is_right for result in results):
         sys.exit(1)
+
+
+def run_models(pattern: str) -> None:
+    from fnmatch import filter as matching
+
+    from rich.progress import track
+
+    from .models import VARIANTS, card, cards_table, notes_of
+
+    console = make_console()
+    names = matching(VARIANTS, pattern)
+    if not names:
+        raise ValueError(f"no backbone is named like {pattern!r}; `nalaformer models` lists all {len(VARIANTS)}")
+    show = track(names, "counting", console=console, transient=True, disable=not console.is_terminal)
+    found = [card(name) for name in show]
+    console.print(cards_table(found))
+    for line in notes_of(found):
+        console.print(line)
+
+
+def run_convert(file: Path, family: str, out: Path, model: str) -> None:
+    from .published import convert_file
+
+    names = convert_file(file, out, family, model=model)
+    make_console().print(f"{len(names)} tensors: {out}", soft_wrap=True)
 
 
 def run_info() -> None:

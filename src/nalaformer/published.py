@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .published_names import FAMILIES, translate
+from .published_names import FAMILIES, is_published_model, translate
 from .registry import unknown_name
 
 if TYPE_CHECKING:
     from .models import Backbone
 
-__all__ = ["FAMILIES", "load", "read", "translate"]
+__all__ = ["FAMILIES", "convert_file", "load", "read", "translate"]
 
 # under which key training programs keep the weights of a checkpoint: the averaged ones are those that were evaluated
 INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -44,6 +44,42 @@ def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any)
     model = build_from(layout, **config)
     model.load_state_dict(translated)
     return model.eval()
+
+
+def convert_file(source: str | Path, out: str | Path, family: str, *, model: str = "") -> list[str]:
+    """Translate a published checkpoint into a safetensors file with our names; those names are returned.
+
+    `model`: a backbone (a name of models.VARIANTS) that the weights must fit, tensor for tensor.
+    """
+    source, out = Path(source), Path(out)
+    if out.suffix != ".safetensors":
+        raise ValueError(f"out must end in .safetensors, got {out.name}")
+    published = read(source)
+    if not is_published_model(published):
+        some = ", ".join(list(published)[:3])
+        raise ValueError(f"{source} holds no published backbone: none of its names begins with patch_embed, but {some}, ...")
+    weights = {name: value.contiguous() for name, value in translate(published, family).items()}
+    if model:
+        from .models import build
+
+        classes = weights["head.fc.weight"].shape[0] if "head.fc.weight" in weights else 0
+        expected = {name: value.shape for name, value in build(model, device="meta", num_classes=classes).state_dict().items()}
+        wrong = sorted(name for name in expected.keys() | weights.keys() if not _same(expected.get(name), weights.get(name)))
+        if wrong:
+            raise ValueError(f"{source} does not fit {model}: {len(wrong)} tensors differ, the first is {wrong[0]}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # whatever stops the writing, nothing half-written has the final name
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        save_file(weights, partial, metadata={"format": "pt", "family": family})
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return list(weights)
+
+
+def _same(expected: torch.Size | None, found: Tensor | None) -> bool:
+    return expected is not None and found is not None and expected == found.shape
 
 
 def read(path: str | Path) -> dict[str, Tensor]:

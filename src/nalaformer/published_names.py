@@ -54,15 +54,17 @@ def _frame(published: Weights) -> Weights:
 FRAME: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     # the four-stage network
     (r"^patch_embed\.proj\.(\d+)\.", r"stem.\1."),
-    (r"^layers\.(\d+)\.downsample\.reduction\.", lambda m: f"stages.{int(m[1]) + 1}.downsampling.0."),
-    (r"^layers\.(\d+)\.downsample\.norm\.", lambda m: f"stages.{int(m[1]) + 1}.downsampling.1."),
+    (r"^layers\.(\d+)\.downsample\.", lambda m: f"stages.{int(m[1]) + 1}.downsampling."),
     (r"^layers\.(\d+)\.", r"stages.\1."),
     (r"^proj\.", "projection.0."),
+    # Swin has the stages of the above and a stem of its own
+    (r"^patch_embed\.proj\.", "stem.0."),
+    (r"^patch_embed\.norm\.", "stem.1."),
     # PVT
     (r"^patch_embed1\.proj\.", "stem.0."),
     (r"^patch_embed1\.norm\.", "stem.1."),
-    (r"^patch_embed(\d)\.proj\.", lambda m: f"stages.{int(m[1]) - 1}.downsampling.0."),
-    (r"^patch_embed(\d)\.norm\.", lambda m: f"stages.{int(m[1]) - 1}.downsampling.1."),
+    (r"^patch_embed(\d)\.proj\.", lambda m: f"stages.{int(m[1]) - 1}.downsampling.reduction."),
+    (r"^patch_embed(\d)\.norm\.", lambda m: f"stages.{int(m[1]) - 1}.downsampling.norm."),
     (r"^pos_embed(\d)$", lambda m: f"stages.{int(m[1]) - 1}.positions.table"),
     (r"^block(\d)\.(\d+)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks.{m[2]}."),
     (r"^head\.", "head.fc."),
@@ -73,6 +75,7 @@ INSIDE_BLOCKS = (
     (r"(\.blocks\.\d+)\.attn\.", r"\1.attention."),
     (r"(\.blocks\.\d+)\.(?:ffn|mlp)\.", r"\1.feed_forward."),
     (r"(\.feed_forward)\.dwconv\.", r"\1.local."),
+    (r"(\.attention)\.relative_position_bias_table$", r"\1.relative_bias.bias"),
     (r"(\.blocks\.\d+)\.gamma_([12])$", r"\1.scale\2.gamma"),
 )
 

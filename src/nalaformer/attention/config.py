@@ -16,7 +16,8 @@ class AttentionConfig:
     map_options: dict[str, Any] = field(default_factory=dict)
     """Options of the feature map."""
     position: str = "none"
-    """"none", "rotary" (2-D rotation of the features) or "table" (learned, added to the keys, interpolated to any grid)."""
+    """"none", "rotary" (2-D rotation of the features), "table" (learned, added to the keys, interpolated to any grid) or
+    "relative" (learned bias per offset inside a window; softmax only)."""
     rotary_over: str = "head"
     """"head": rotations over the head size, repeated on each half of the features; "features": over the feature size."""
     normalised_rotary: bool = False
@@ -37,6 +38,10 @@ class AttentionConfig:
     """Keys and values from an image that many times smaller, as in PVT."""
     value_upsampling: str = "grid"
     """How reduced values reach the local mix: "grid" (2-D) or "flat" (along the flattened tokens, as published)."""
+    window: int = 0
+    """Side of the windows inside which tokens attend; 0: all tokens see each other."""
+    shifted: bool = False
+    """Windows moved by half their side, as in every second block of Swin; linear attention takes a pass per part of one."""
     causal: bool = False
     """Token i sees tokens 0..i."""
 
@@ -52,10 +57,21 @@ class AttentionConfig:
             raise ValueError(f"key_reduction must be at least 1, got {self.key_reduction}")
         if self.causal and (self.local_mix != "none" or self.key_reduction > 1):
             raise ValueError('a causal layer cannot look around: use local_mix="none" and key_reduction=1')
+        if self.window < 0 or (self.window == 0 and (self.shifted or self.position == "relative")):
+            raise ValueError(
+                f'shifted windows and position="relative" need window=1 or more, got window={self.window}; Swin has window=7'
+            )
+        if self.window and (self.causal or self.key_reduction > 1):
+            raise ValueError("windows hold as many keys as queries and look around: use causal=False and key_reduction=1")
+        if self.feature_map is not None and self.position == "relative":
+            raise ValueError(
+                f'position="relative" needs the weight of each pair, got the linear {self.feature_map} map; '
+                "use feature_map=None, or another position"
+            )
 
 
 CHOICES = {
-    "position": ("none", "rotary", "table"),
+    "position": ("none", "rotary", "table", "relative"),
     "rotary_over": ("head", "features"),
     "local_mix": ("none", "channels", "heads"),
     "gate": ("none", "linear", "silu"),

@@ -9,6 +9,7 @@ from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention
 from .config import AttentionConfig
 from .local_mix import LocalMix, resize_values
 from .position_table import PositionTable
+from .windows import MAX_GROUPS, RelativeBias, Windows
 
 Grid = tuple[int, int]
 
@@ -52,6 +53,9 @@ class Attention(nn.Module):
         self.table = None
         if config.position == "table":
             self.table = PositionTable(channels=dim, grid=config.table_grid)
+        self.relative_bias = None
+        if config.position == "relative":
+            self.relative_bias = RelativeBias(num_heads=num_heads, size=config.window)
         self.local_mix = None
         if config.local_mix != "none":
             self.local_mix = LocalMix(
@@ -63,17 +67,22 @@ class Attention(nn.Module):
         self.norm = nn.LayerNorm(dim) if config.norm else None
         self.projection = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, grid: Grid | None = None, key_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, grid: Grid | None = None, key_mask: Tensor | None = None, groups: Tensor | None = None
+    ) -> Tensor:
         """x: [B, N, C] -> [B, N, C]. key_mask: [B, N] bool, True = a real token; what padding holds reaches no other one.
 
+        groups: [B, N] integers below MAX_GROUPS; a token attends to those of its group alone (the parts of a shifted window).
         A position table covers the whole grid: there, padding changes where the real tokens stand.
         """
         grid = self._checked_grid(x, grid)
         check_key_mask(key_mask, x)
+        if groups is not None:
+            self._check_groups(groups, x)
         q, k, v, gate, key_grid = self._project(x, grid, key_mask)
         if self.table is not None:
             k = k + self.table(key_grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
-        out = self._attend(q, k, v, grid, key_grid, key_mask).flatten(2)
+        out = self._attend(q, k, v, grid, key_grid, key_mask, groups).flatten(2)
         if self.local_mix is not None:
             # padding must not reach its neighbours through the convolution either
             v = hide(v, key_mask)
@@ -109,30 +118,61 @@ class Attention(nn.Module):
         k, v = self.kv(self.reduce_norm(image.flatten(2).transpose(1, 2))).split(self.dim, dim=-1)
         return heads(q), heads(k), heads(v), gate[0] if gate else None, key_grid
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Tensor | None
+    ) -> Tensor:
         """[B, N, H, D]."""
+        if not self.config.window:
+            return self._attend_globally(q, k, v, grid, key_grid, key_mask, groups)
+        windows = Windows(grid, size=self.config.window, shifted=self.config.shifted)
+        groups, key_mask = windows.groups(q), windows.visible(key_mask, q)
+        q, k, v = (windows.split(y) for y in (q, k, v))
+        return windows.join(self._attend_globally(q, k, v, windows.shape, windows.shape, key_mask, groups))
+
+    def _attend_globally(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Tensor | None
+    ) -> Tensor:
         if self.map is None:
-            if self.config.position == "rotary":
-                q = self._rotary(grid, self.head_dim, q).rotate(q.to(compute_dtype(q))).to(q.dtype)
-                k = self._rotary(key_grid, self.head_dim, k).rotate(k.to(compute_dtype(k))).to(k.dtype)
-            return self._softmax(q, k, v, key_mask)
+            return self._softmax(q, k, v, grid, key_grid, key_mask, groups)
         rotary = None
         if self.config.position == "rotary":
             channels = self.head_dim * (2 if self.config.rotary_over == "features" else 1)
             rotary = self._rotary(grid, channels, q)
             if key_grid != grid:
                 rotary = (rotary, self._rotary(key_grid, channels, k))  # type: ignore[assignment]
-        return linear_attention(q, k, v, feature_map=self.map, causal=self.config.causal, rotary=rotary, key_mask=key_mask)
+        causal = self.config.causal
+        if groups is None:
+            return linear_attention(q, k, v, feature_map=self.map, causal=causal, rotary=rotary, key_mask=key_mask)
+        # the state sums over keys and cannot tell queries apart: one pass for each group
+        out = torch.zeros_like(q)
+        for group in range(MAX_GROUPS):
+            inside = groups == group
+            visible = inside if key_mask is None else inside & key_mask
+            part = linear_attention(q, k, v, feature_map=self.map, causal=causal, rotary=rotary, key_mask=visible)
+            out = torch.where(inside[:, :, None, None], part, out)
+        return out
 
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _softmax(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Tensor | None
+    ) -> Tensor:
+        if self.config.position == "rotary":
+            q = self._rotary(grid, self.head_dim, q).rotate(q.to(compute_dtype(q))).to(q.dtype)
+            k = self._rotary(key_grid, self.head_dim, k).rotate(k.to(compute_dtype(k))).to(k.dtype)
         mask = None
         if key_mask is not None:
+            # what a hidden token holds must not reach others as 0 * NaN
             k, v = hide(k, key_mask), hide(v, key_mask)
             mask = key_mask[:, None, None, :]
-            if self.config.causal:
-                mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        if groups is not None:
+            together = (groups[:, :, None] == groups[:, None, :])[:, None]
+            mask = together if mask is None else mask & together
+        if self.config.causal and mask is not None:
+            mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
         causal = self.config.causal and mask is None
+        if self.relative_bias is not None:
+            bias = self.relative_bias(grid).to(q.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2)
 
     def _rotary(self, grid: Grid, channels: int, like: Tensor) -> Rotary:
@@ -154,6 +194,14 @@ class Attention(nn.Module):
         if height * width != x.shape[1]:
             raise ValueError(f"grid must cover the tokens: {height} x {width} = {height * width}, got {x.shape[1]} tokens")
         return height, width
+
+    def _check_groups(self, groups: Tensor, x: Tensor) -> None:
+        if groups.shape != x.shape[:2] or groups.is_floating_point():
+            raise ValueError(
+                f"groups must be integers for each token, {tuple(x.shape[:2])}, got {tuple(groups.shape)} {groups.dtype}"
+            )
+        if self.config.window or self.config.key_reduction > 1:
+            raise ValueError("groups need a key for each token of the grid; use window=0 and key_reduction=1")
 
     @torch.no_grad()
     def fold(self) -> "Attention":

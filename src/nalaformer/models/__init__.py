@@ -9,9 +9,10 @@ except ModuleNotFoundError as error:
 
 from . import registration  # noqa: F401  (enters the names into timm)
 from .backbone import Backbone
+from .cards import ModelCard, card, cards, cards_table, notes_of
 from .config import BackboneConfig
 from .multiply_adds import count_multiply_adds
-from .variants import LAYOUTS, VARIANTS, ModelCard, Variant, build, card, cards
+from .variants import LAYOUTS, VARIANTS, Variant, build
 
 __all__ = [
     "LAYOUTS",
@@ -23,5 +24,7 @@ __all__ = [
     "build",
     "card",
     "cards",
+    "cards_table",
     "count_multiply_adds",
+    "notes_of",
 ]

@@ -59,11 +59,7 @@ class Backbone(nn.Module):
 
     def forward_features(self, image: Tensor) -> Tensor:
         """[B, C, H / stride, W / stride] after the last stage, rounded up."""
-        if image.dim() != 4 or image.shape[1] != self.in_chans or 0 in image.shape[2:]:
-            raise ValueError(
-                f"images must be [batch, {self.in_chans}, height, width] with at least one pixel, got {tuple(image.shape)}; "
-                "other channels: create the model with in_chans="
-            )
+        self._check(image)
         return self.norm(self.stages(self.stem(image)))
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
@@ -84,6 +80,7 @@ class Backbone(nn.Module):
             raise ValueError(f'output_fmt must be "NCHW", got {output_fmt!r}; permute the features afterwards')
         taken, last = feature_take_indices(len(self.stages), indices)
         intermediates = []
+        self._check(image)
         x = self.stem(image)
         for index, stage in enumerate(self.stages):
             if stop_early and index > last:
@@ -129,8 +126,18 @@ class Backbone(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Position tables, biases of windows, and the parameters of feature maps (powers, scales, angles)."""
-        # parts[-2]: the module that holds the parameter
-        return {name for name, _ in self.named_parameters() if set(name.split(".")[:-1]) & {"positions", "table", "map"}}
+        return {
+            name
+            for name, _ in self.named_parameters()
+            if set(name.split(".")[:-1]) & {"positions", "table", "relative_bias", "map"}
+        }
+
+    def _check(self, image: Tensor) -> None:
+        if image.dim() != 4 or image.shape[1] != self.in_chans or 0 in image.shape[2:]:
+            raise ValueError(
+                f"images must be [batch, {self.in_chans}, height, width] with at least one pixel, got {tuple(image.shape)}; "
+                "other channels: create the model with in_chans="
+            )
 
     def _initialise(self) -> None:
         for module in self.modules():

@@ -1,6 +1,6 @@
 """What a backbone is made of; the published families are such descriptions."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..attention import METHODS, AttentionConfig, configure
@@ -27,13 +27,13 @@ class BackboneConfig:
     attention: str = "nalaformer"
     """Method of the linear stages, a name of nalaformer.attention.METHODS; "softmax" makes every stage exact."""
     attention_options: dict[str, Any] = field(default_factory=dict)
-    """Parts of the attention layers (all stages) and options of the feature map (linear stages), as attention.build takes."""
+    """Parts of the attention layers (all stages), the feature map and its options (linear stages), as attention.build takes."""
     attention_stages: str = "llvv"
     """A letter per stage: "l" linear (the method of `attention`), "v" softmax."""
     softmax_shell: str = "softmax"
     """The method whose parts (position, local mix, norm, gate) a softmax stage has around its exact attention."""
     softmax_window: int = 0
-    """Side of the windows of softmax stages, every second block shifted by half of it; 0 is global attention."""
+    """Side of the windows of softmax stages, with a relative bias, every second block shifted (Swin); 0: global attention."""
     key_reduction: tuple[int, ...] | int = 1
     """How many times smaller the image of keys and values is in a linear stage."""
     softmax_key_reduction: tuple[int, ...] | int = 1
@@ -91,6 +91,8 @@ class BackboneConfig:
             raise ValueError(f'the convolution stem has stride 4, got patch_size={self.patch_size}; use stem="patches"')
         if not 0 <= self.drop_path_rate < 1:
             raise ValueError(f"drop_path_rate must be at least 0 and below 1, got {self.drop_path_rate}")
+        # refuses what no stage would take
+        configure(self.attention, self.attention_options)
 
     def of_stage(self, name: str, stage: int) -> Any:
         """The entry for a stage of a field that may have been given as one value for all."""
@@ -107,7 +109,8 @@ class BackboneConfig:
         return -(-height // self.stride(stage)), -(-width // self.stride(stage))
 
     def is_linear(self, stage: int) -> bool:
-        return self.attention_stages[stage] == "l" and METHODS[self.attention].feature_map is not None
+        feature_map = configure(self.attention, self.attention_options).feature_map
+        return self.attention_stages[stage] == "l" and feature_map is not None
 
     def attention_of(self, stage: int, block: int) -> AttentionConfig:
         """The attention layer of a block."""
@@ -119,8 +122,10 @@ class BackboneConfig:
         }
         if self.is_linear(stage):
             return configure(self.attention, parts | self.attention_options)
-        parts["feature_map"] = None
-        return configure(self.softmax_shell, parts | {k: v for k, v in self.attention_options.items() if k in ATTENTION_PARTS})
+        if self.softmax_window:
+            parts |= {"window": self.softmax_window, "shifted": block % 2 == 1, "position": "relative"}
+        parts |= {key: value for key, value in self.attention_options.items() if key in ATTENTION_PARTS}
+        return configure(self.softmax_shell, parts | {"feature_map": None, "map_options": {}})
 
 
 PER_STAGE = ("embed_dims", "depths", "num_heads", "mlp_ratios", "key_reduction", "softmax_key_reduction", "layer_scale")
@@ -129,12 +134,3 @@ CHOICES = {
     "downsampling": ("convolution", "patches", "merging", "none"),
     "positions": ("none", "first", "every"),
 }
-
-
-def change(config: BackboneConfig, options: dict[str, Any]) -> BackboneConfig:
-    """The configuration with some parts changed; a name that is no part is refused with the nearest ones."""
-    known = {part.name for part in fields(BackboneConfig)}
-    for option in options:
-        if option not in known:
-            raise unknown_name("option of a backbone:", option, known)
-    return replace(config, **options)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention
+from ..attention.windows import Windows
 
 
 def count_multiply_adds(model: nn.Module, image_size: tuple[int, int]) -> int:
@@ -40,8 +41,14 @@ def count_multiply_adds(model: nn.Module, image_size: tuple[int, int]) -> int:
 
 def attention_multiply_adds(layer: Attention, height: int, width: int) -> int:
     """The products of queries, keys and values of one layer on a grid of tokens."""
+    if layer.config.window:
+        windows = Windows((height, width), size=layer.config.window, shifted=layer.config.shifted)
+        return windows.count * _pair_multiply_adds(layer, windows.tokens, windows.tokens)
     size = layer.config.key_reduction
-    queries, keys = height * width, -(-height // size) * -(-width // size)
+    return _pair_multiply_adds(layer, height * width, -(-height // size) * -(-width // size))
+
+
+def _pair_multiply_adds(layer: Attention, queries: int, keys: int) -> int:
     if layer.map is None:
         return 2 * queries * keys * layer.dim
     # ask the map itself: one token of zeros tells its feature size

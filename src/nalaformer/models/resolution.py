@@ -1,5 +1,7 @@
 """From pixels to tokens, and from one stage to the next coarser one; any height and width."""
 
+from collections import OrderedDict
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,9 +24,11 @@ def make_stem(config: BackboneConfig, in_chans: int) -> nn.Sequential:
 def make_downsampling(kind: str, dim_in: int, dim_out: int) -> nn.Module:
     """[B, C, H, W] -> [B, C', ceil(H / 2), ceil(W / 2)]; "none" keeps both."""
     if kind == "convolution":
-        return nn.Sequential(nn.Conv2d(dim_in, dim_out, 3, 2, 1), nn.BatchNorm2d(dim_out))
+        return nn.Sequential(
+            OrderedDict(reduction=nn.Conv2d(dim_in, dim_out, 3, stride=2, padding=1), norm=nn.BatchNorm2d(dim_out))
+        )
     if kind == "patches":
-        return nn.Sequential(PatchConv(dim_in, dim_out, 2), ChannelNorm(dim_out, eps=1e-5))
+        return nn.Sequential(OrderedDict(reduction=PatchConv(dim_in, dim_out, 2), norm=ChannelNorm(dim_out, eps=1e-5)))
     if kind == "merging":
         return PatchMerging(dim_in, dim_out)
     if dim_in != dim_out:
@@ -51,8 +55,7 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim_in, dim_out, bias=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        batch, channels, height, width = padded(image, 2).shape
-        cells = padded(image, 2).reshape(batch, channels, height // 2, 2, width // 2, 2)
+        cells = padded(image, 2).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, C, H/2, 2, W/2, 2]
         # column by column inside a cell, as published: the order of the weights' inputs
         neighbours = cells.permute(0, 2, 4, 5, 3, 1).flatten(3)  # [B, H/2, W/2, 4C]
         return self.reduction(self.norm(neighbours)).permute(0, 3, 1, 2)

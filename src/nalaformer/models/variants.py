@@ -3,12 +3,9 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
 from ..registry import unknown_name
 from .backbone import Backbone
-from .config import BackboneConfig, change
-from .multiply_adds import count_multiply_adds
+from .config import BackboneConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,23 +18,6 @@ class Variant:
     """ImageNet-1K accuracy as its authors publish it for training at 224; None: none published for this configuration."""
     note: str = ""
     """What a user should know before comparing with the paper."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelCard:
-    """What a backbone is, in figures: counted on its layers, except for the published accuracy."""
-
-    name: str
-    attention: str
-    """Method of the linear stages."""
-    stages: str
-    """"l" linear, "v" softmax, a letter per stage."""
-    parameters: int
-    """With 1000 classes."""
-    multiply_adds: int
-    """Of one image of 224 x 224."""
-    published_top1: float | None
-    note: str
 
 
 NALAFORMER = BackboneConfig(
@@ -78,6 +58,22 @@ PVT = BackboneConfig(
     projection=None,
     drop_path_rate=0.1,
 )
+SWIN = BackboneConfig(
+    family="polaformer",
+    embed_dims=(96, 192, 384, 768),
+    depths=(2, 2, 6, 2),
+    num_heads=(3, 6, 12, 24),
+    attention="polaformer",
+    softmax_window=7,
+    stem="patches",
+    downsampling="merging",
+    local_positions=0,
+    feed_forward_mix=False,
+    projection=None,
+    final_norm=True,
+    norm_eps=1e-5,
+    drop_path_rate=0.2,
+)
 VIT = BackboneConfig(
     family="nalaformer",
     embed_dims=(192,) * 4,
@@ -94,7 +90,7 @@ VIT = BackboneConfig(
     projection=None,
     final_norm=True,
 )
-LAYOUTS = {"nalaformer": NALAFORMER, "polaformerpp": POLAFORMERPP, "pvt": PVT, "vit": VIT}
+LAYOUTS = {"nalaformer": NALAFORMER, "polaformerpp": POLAFORMERPP, "pvt": PVT, "swin": SWIN, "vit": VIT}
 
 
 def _four_stage() -> dict[str, Variant]:
@@ -198,6 +194,24 @@ def _pvt() -> dict[str, Variant]:
     }
 
 
+def _swin() -> dict[str, Variant]:
+    sizes = {
+        "t": SWIN,
+        "s": replace(SWIN, depths=(2, 2, 18, 2), drop_path_rate=0.3),
+        "b": replace(
+            SWIN, embed_dims=(128, 256, 512, 1024), depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5
+        ),
+    }
+    published = {"polaformer": {"t": 82.6, "s": 83.6, "b": 83.8}, "flatten": {"t": 82.1, "s": 83.5, "b": 83.8}}
+    return {
+        f"{family}_swin_{size}": Variant(
+            config=replace(config, family=family, attention=family), published_top1=published[family][size]
+        )
+        for family in published
+        for size, config in sizes.items()
+    }
+
+
 def _vit() -> dict[str, Variant]:
     sizes = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
     return {
@@ -206,7 +220,7 @@ def _vit() -> dict[str, Variant]:
     }
 
 
-VARIANTS: dict[str, Variant] = _four_stage() | _polaformerpp() | _pvt() | _vit()
+VARIANTS: dict[str, Variant] = _four_stage() | _polaformerpp() | _pvt() | _swin() | _vit()
 
 
 def build(variant: str, **options: Any) -> Backbone:
@@ -223,30 +237,10 @@ def build_from(config: BackboneConfig, **options: Any) -> Backbone:
     for option in options:
         if option not in known:
             raise unknown_name("option of a backbone:", option, known)
-    return Backbone(change(config, options), **arguments)
+    if "attention_options" in options:
+        # what is not named stays: the layout's own options belong to its published form
+        options["attention_options"] = config.attention_options | options["attention_options"]
+    return Backbone(replace(config, **options), **arguments)
 
 
 BACKBONE_ARGUMENTS = ("num_classes", "in_chans", "global_pool", "drop_rate", "device", "dtype")
-
-
-def card(name: str) -> ModelCard:
-    """The card of a backbone, counted on a model without memory."""
-    model = build(name, device="meta")
-    variant = VARIANTS[name]
-    config = variant.config
-    linear = ["l" if config.is_linear(stage) else "v" for stage in range(len(config.depths))]
-    return ModelCard(
-        name=name,
-        attention=config.attention,
-        stages="".join(linear),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        multiply_adds=count_multiply_adds(model, (224, 224)),
-        published_top1=variant.published_top1,
-        note=variant.note,
-    )
-
-
-def cards() -> list[ModelCard]:
-    """The cards of all backbones."""
-    with torch.no_grad():
-        return [card(name) for name in VARIANTS]

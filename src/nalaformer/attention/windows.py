@@ -1,0 +1,90 @@
+"""Attention inside windows of a grid, shifted or not, and a learned bias for each offset inside a window (Swin)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Grid = tuple[int, int]
+MAX_GROUPS = 4  # parts of a shifted window that do not see each other
+
+
+class Windows:
+    """A grid of tokens cut into windows of at most `size` x `size`.
+
+    Shifted: the grid is rolled by half a window first, so that the windows straddle the borders of unshifted ones. What
+    wraps around, and what pads a grid that does not divide, is visible to no token of the grid. A side that fits into one
+    window is neither padded nor shifted.
+    """
+
+    def __init__(self, grid: Grid, *, size: int, shifted: bool) -> None:
+        self.grid = grid
+        self.shape = (min(size, grid[0]), min(size, grid[1]))
+        self.shift = tuple(size // 2 if shifted and side > size else 0 for side in grid)
+        self.padding = tuple(-side % step for side, step in zip(grid, self.shape, strict=True))
+        self.counts = tuple(-(-side // step) for side, step in zip(grid, self.shape, strict=True))
+
+    @property
+    def count(self) -> int:
+        """Windows of one image."""
+        return self.counts[0] * self.counts[1]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one window."""
+        return self.shape[0] * self.shape[1]
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, N, ...] -> [B * count, tokens, ...]; padding holds zeros (False)."""
+        image = x.unflatten(1, self.grid)
+        if any(self.padding):
+            image = F.pad(image, (0, 0) * (x.dim() - 2) + (0, self.padding[1], 0, self.padding[0]))
+        if any(self.shift):
+            image = image.roll((-self.shift[0], -self.shift[1]), dims=(1, 2))
+        cells = image.unflatten(2, (self.counts[1], self.shape[1])).unflatten(1, (self.counts[0], self.shape[0]))
+        return cells.transpose(2, 3).flatten(3, 4).flatten(0, 2)
+
+    def join(self, x: Tensor) -> Tensor:
+        """[B * count, tokens, ...] -> [B, N, ...]: the inverse of `split`."""
+        cells = x.unflatten(1, self.shape).unflatten(0, (-1, *self.counts))
+        image = cells.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        if any(self.shift):
+            image = image.roll(self.shift, dims=(1, 2))
+        return image[:, : self.grid[0], : self.grid[1]].flatten(1, 2)
+
+    def visible(self, key_mask: Tensor | None, like: Tensor) -> Tensor | None:
+        """[B * count, tokens] bool: which tokens of each window are real; None: all. `like` is [B, N, ...]."""
+        if key_mask is None:
+            if not any(self.padding):
+                return None
+            key_mask = torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
+        return self.split(key_mask)
+
+    def groups(self, like: Tensor) -> Tensor | None:
+        """[B * count, tokens] integers below MAX_GROUPS: a token sees those of its group; None: all see each other."""
+        if not any(self.shift):
+            return None
+        rows, columns = (
+            torch.arange(side, device=like.device) < shift for side, shift in zip(self.grid, self.shift, strict=True)
+        )
+        # a token is one of four kinds: it wrapped around vertically, horizontally, both ways or not
+        kind = 2 * rows[:, None].long() + columns
+        return self.split(kind.flatten().expand(like.shape[0], -1))
+
+
+class RelativeBias(nn.Module):
+    """A learned number for each head and offset (rows, columns) between a query and a key: [1, H, tokens, tokens]."""
+
+    def __init__(self, *, num_heads: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.bias = nn.Parameter(torch.zeros((2 * size - 1) ** 2, num_heads))
+        nn.init.trunc_normal_(self.bias, std=0.02)
+
+    def forward(self, shape: Grid) -> Tensor:
+        device = self.bias.device
+        rows, columns = (torch.arange(side, device=device) for side in shape)
+        row_offset = (rows[:, None] - rows + self.size - 1)[:, None, :, None]
+        column_offset = (columns[:, None] - columns + self.size - 1)[None, :, None, :]
+        index = (row_offset * (2 * self.size - 1) + column_offset).flatten(2).flatten(0, 1)  # [tokens, tokens]
+        # a lookup whose gradient adds up: indexing with a tensor would be slow in the backward pass on a GPU
+        return F.embedding(index, self.bias).permute(2, 0, 1)[None]

@@ -1,0 +1,69 @@
+"""Our attention, called as the models call theirs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention
+
+
+class TimmAttention(nn.Module):
+    """Called as timm's ViT calls its attention."""
+
+    def __init__(self, attention: Attention, dropout: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.dropout = attention, dropout
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if is_causal:
+            raise ValueError("this attention was converted for images and sees all tokens, got is_causal=True")
+        return self.dropout(self.attention(x, key_mask=key_mask_of(attn_mask, x)))
+
+
+class TimmWindowAttention(nn.Module):
+    """Called as timm's Swin calls its attention: windows [B * count, tokens, C], with the mask of shifted ones."""
+
+    def __init__(self, attention: Attention, dropout: nn.Module, window_size: tuple[int, int]) -> None:
+        super().__init__()
+        self.attention, self.dropout, self.window_size = attention, dropout, window_size
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        groups = None if mask is None else groups_of(mask).repeat(x.shape[0] // mask.shape[0], 1)
+        return self.dropout(self.attention(x, self.window_size, groups=groups))
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """For another image size; learned tables of our attention interpolate."""
+        self.window_size = (window_size[0], window_size[1])
+
+
+class TransformersAttention(nn.Module):
+    """Called as transformers' ViT calls its attention; the weights that it should return as well do not exist here."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
+        return self.attention(hidden_states, key_mask=key_mask_of(attention_mask, hidden_states)), None
+
+
+def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """[B, N] bool from an attention mask that hides keys from all queries alike, [B or 1, 1, 1, N], bool or added to scores."""
+    if mask is None:
+        return None
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
+        raise ValueError(
+            "linear attention can hide a key from all queries alone: a mask must be [batch, 1, 1, tokens], "
+            f"got {tuple(mask.shape)}"
+        )
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    return visible[:, 0, 0].expand(x.shape[0], -1)
+
+
+def groups_of(mask: Tensor) -> Tensor:
+    """[count, tokens]: the parts of each window, from Swin's mask [count, tokens, tokens] that is 0 inside a part."""
+    visible = mask == 0
+    first = visible.int().argmax(dim=-1)  # the first token of a part names it
+    leads = first == torch.arange(first.shape[1], device=first.device)
+    return (leads.cumsum(dim=-1) - 1).gather(1, first)

@@ -1,0 +1,75 @@
+"""What of a model is softmax attention, and its replacement.
+
+Knows the attention of timm's ViT, DeiT and Swin, of transformers' ViT family, and our own. Anything else that looks like
+attention is listed with the reason why it stays.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .hosts import host_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """An attention layer of a model, and what stands in the way of replacing it."""
+
+    name: str
+    """Where it is in the model."""
+    kind: str
+    """Its class."""
+    dim: int
+    num_heads: int
+    obstacle: str
+    """Why it stays; empty: it is replaced."""
+
+
+def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", **options: Any) -> nn.Module:
+    """Replace softmax attention by the linear attention of that method, in place; the model itself is returned.
+
+    The weights of the projections stay; the parameters of the feature map are new, so the model wants fine-tuning. `only`: a
+    regular expression that the names of the layers to replace must contain. Options as in attention.build; gates and norms
+    are off unless asked for. See `plan_conversion` for what would be replaced.
+    """
+    replacements = [found for found in plan_conversion(model, only=only) if not found.obstacle]
+    if not replacements:
+        chosen = f" among the names that contain {only!r}" if only else ""
+        raise ValueError(
+            f"found no attention that can be replaced{chosen}; plan_conversion(model) lists what looks like it and why it stays"
+        )
+    # all of them are made before the first is put in: an error leaves the model as it was
+    made = {}
+    for found in replacements:
+        module = model.get_submodule(found.name)
+        host = host_of(module)
+        assert host is not None
+        made[found.name] = host.convert(module, attention, options).train(module.training)
+    for name, module in made.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
+    return model
+
+
+def plan_conversion(model: nn.Module, *, only: str = "") -> list[Replacement]:
+    """What `convert` would replace, and what it would leave, with the reason; changes nothing."""
+    plan = []
+    for name, module in model.named_modules():
+        host = host_of(module)
+        if host is None or not re.search(only, name):
+            continue
+        if not name:
+            raise ValueError("the model must hold attention layers, got a single one; build a new one with attention.build")
+        dim = next(layer.in_features for layer in module.modules() if isinstance(layer, nn.Linear))
+        plan.append(
+            Replacement(
+                name=name,
+                kind=type(module).__name__,
+                dim=dim,
+                num_heads=host.num_heads(module),
+                obstacle=host.obstacle(module),
+            )
+        )
+    return plan

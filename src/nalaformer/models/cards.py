@@ -1,0 +1,75 @@
+"""What each backbone is, in figures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .multiply_adds import count_multiply_adds
+from .variants import VARIANTS, build
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What a backbone is, in figures: counted on its layers, except for the published accuracy."""
+
+    name: str
+    attention: str
+    """Method of the linear stages."""
+    stages: str
+    """"l" linear, "v" softmax, a letter per stage."""
+    parameters: int
+    """With 1000 classes."""
+    multiply_adds: int
+    """Of one image of 224 x 224."""
+    published_top1: float | None
+    note: str
+
+
+def card(name: str) -> ModelCard:
+    """The card of a backbone, counted on a model without memory."""
+    model = build(name, device="meta")
+    variant = VARIANTS[name]
+    config = variant.config
+    stages = ("l" if config.is_linear(stage) else "v" for stage in range(len(config.depths)))
+    return ModelCard(
+        name=name,
+        attention=config.attention,
+        stages="".join(stages),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        multiply_adds=count_multiply_adds(model, (224, 224)),
+        published_top1=variant.published_top1,
+        note=variant.note,
+    )
+
+
+def cards() -> list[ModelCard]:
+    """The cards of all backbones."""
+    return [card(name) for name in VARIANTS]
+
+
+def cards_table(shown: Sequence[ModelCard]) -> "Table":
+    """For a terminal; what was counted here and what was published stand apart."""
+    from rich.table import Table
+
+    table = Table(caption="stages: l linear, v softmax. Multiply-adds of one image of 224 x 224.", caption_justify="left")
+    for heading in ("name", "attention", "stages"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("parameters", "multiply-adds", "top-1, published"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for found in shown:
+        accuracy = "-" if found.published_top1 is None else f"{found.published_top1:.1f}"
+        size, cost = f"{found.parameters / 1e6:.1f} M", f"{found.multiply_adds / 1e9:.2f} G"
+        table.add_row(found.name, found.attention, found.stages, size, cost, accuracy)
+    return table
+
+
+def notes_of(shown: Sequence[ModelCard]) -> list[str]:
+    """A line for each note of these cards, with the names that share it."""
+    names: dict[str, list[str]] = {}
+    for found in shown:
+        if found.note:
+            names.setdefault(found.note, []).append(found.name)
+    return [f"{', '.join(sharing)}: {note}" for note, sharing in names.items()]

@@ -1,0 +1,202 @@
+"""Linear attention in models that others built."""
+
+import pytest
+import timm
+import torch
+import transformers
+
+import nalaformer
+from nalaformer.attention import METHODS, Attention
+from nalaformer.conversion import TimmAttention, TimmWindowAttention, TransformersAttention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LINEAR_METHODS = [name for name, config in METHODS.items() if config.feature_map is not None]
+
+
+def timm_vit(name="vit_tiny_patch16_224", **options):
+    return timm.create_model(name, img_size=48, embed_dim=32, depth=3, num_heads=2, num_classes=5, **options).eval()
+
+
+def timm_swin():
+    size = {"img_size": 96, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)}
+    return timm.create_model("swin_tiny_patch4_window7_224", num_classes=5, **size).eval()
+
+
+def transformers_vit(kind="ViT", **options):
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 32}
+    config = getattr(transformers, f"{kind}Config")(patch_size=8, num_labels=5, **size, **options)
+    return getattr(transformers, f"{kind}ForImageClassification")(config).eval()
+
+
+MODELS = {
+    "vit": timm_vit,
+    "deit": lambda: timm_vit("deit_tiny_patch16_224"),
+    "deit_distilled": lambda: timm_vit("deit_tiny_distilled_patch16_224"),
+    "swin": timm_swin,
+    "transformers_vit": transformers_vit,
+    "transformers_deit": lambda: transformers_vit("DeiT"),
+    "transformers_dinov2": lambda: transformers_vit("Dinov2"),
+}
+SIDES = {"swin": 96}
+
+
+def make(name):
+    """With weights away from their start: a class token of zeros asks nothing and learns nothing."""
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def run(name, model):
+    side = SIDES.get(name, 32 if name.startswith("transformers") else 48)
+    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    out = model(images)
+    return out.logits if hasattr(out, "logits") else out
+
+
+@pytest.mark.parametrize("method", LINEAR_METHODS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_model_runs_and_trains(name, method):
+    model = make(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        softmax = run(name, model)
+    assert nalaformer.convert(model, method) is model
+    logits = run(name, model)
+    assert logits.shape == softmax.shape
+    assert logits.isfinite().all()
+    assert (logits - softmax).abs().max() > 1e-6, "nothing has changed"
+    logits.square().sum().backward()
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    assert layers
+    assert all(layer.qkvg.weight.grad.isfinite().all() and layer.qkvg.weight.grad.any() for layer in layers)
+    # what was not attention is as it was
+    after = model.state_dict()
+    untouched = [key for key in before if "attn." not in key and "attention." not in key]
+    assert all(torch.equal(after[key], before[key]) for key in untouched)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_projections_keep_their_weights(name):
+    # with exact attention in our layer the converted model must compute what it did: only then are all weights in place
+    model = make(name)
+    if name == "swin":
+        # its relative bias has no counterpart
+        for key, parameter in model.named_parameters():
+            if "relative_position_bias_table" in key:
+                torch.nn.init.zeros_(parameter)
+    with torch.no_grad():
+        expected = run(name, model)
+        nalaformer.convert(model, "linear")
+        for layer in model.modules():
+            if isinstance(layer, Attention):
+                layer.map = None
+        assert (run(name, model) - expected).abs().max() < 1e-5
+
+
+def test_a_shifted_window_keeps_its_mask():
+    model = nalaformer.convert(timm_swin(), "linear", local_mix="none")
+    block = model.layers[0].blocks[1]
+    assert block.attn_mask is not None
+    layer = block.attn
+    x = torch.randn(block.attn_mask.shape[0], 49, 16)
+    with torch.no_grad():
+        before = layer(x, block.attn_mask)
+        moved = x.clone()
+        # the last window has four parts: its last token and its first do not see each other
+        moved[-1, -1] += 10
+        change = (layer(moved, block.attn_mask) - before).abs().amax(-1)
+        sees = block.attn_mask[-1, :, -1] == 0
+        assert change[:-1].max() == 0
+        assert change[-1][~sees].max() == 0
+        assert change[-1][sees].min() > 0
+        assert (layer(moved) - layer(x)).abs().amax(-1)[-1].min() > 0, "without the mask all see it"
+
+
+def test_the_plan_lists_what_would_go_and_changes_nothing():
+    model = timm_vit()
+    keys = list(model.state_dict())
+    plan = nalaformer.plan_conversion(model)
+    assert [found.name for found in plan] == ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]
+    assert {(found.kind, found.dim, found.num_heads, found.obstacle) for found in plan} == {("Attention", 32, 2, "")}
+    assert list(model.state_dict()) == keys
+
+
+def test_only_chooses_the_layers():
+    model = nalaformer.convert(timm_vit(), only=r"blocks\.[12]\.")
+    assert [isinstance(block.attn, TimmAttention) for block in model.blocks] == [False, True, True]
+
+
+def test_what_cannot_go_stays_with_a_reason():
+    normalised = timm_vit(qk_norm=True)
+    assert {found.obstacle for found in nalaformer.plan_conversion(normalised)} == {
+        "normalises queries with weights that linear attention has no place for"
+    }
+    with pytest.raises(ValueError, match="found no attention that can be replaced"):
+        nalaformer.convert(normalised)
+    other = timm.create_model("pvt_v2_b0", device="meta")
+    assert {found.obstacle for found in nalaformer.plan_conversion(other)} == {"of a kind that is not known here"}
+    with pytest.raises(ValueError, match="found no attention"):
+        nalaformer.convert(torch.nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "softmax"}, "name a linear method"),
+        ({"attention": "nala"}, "did you mean 'nalaformer'"),
+        ({"local_mix": "channels"}, "a ViT tells its attention no grid"),
+        ({"window": 7}, "leave causal, key_reduction and window"),
+        ({"directon": "cosine"}, "did you mean 'direction'"),
+    ],
+)
+def test_a_refused_conversion_leaves_the_model_as_it_was(options, message):
+    model = timm_vit()
+    before = run("vit", model)
+    with pytest.raises(ValueError, match=message):
+        nalaformer.convert(model, **options)
+    assert torch.equal(run("vit", model), before)
+
+
+def test_masks_of_keys_are_honoured_and_others_refused():
+    layer = nalaformer.convert(timm_vit()).blocks[0].attn
+    x = torch.randn(2, 10, 32)
+    mask = torch.ones(2, 1, 1, 10, dtype=torch.bool)
+    mask[..., 7:] = False
+    assert (layer(x, attn_mask=mask)[:, :7] - layer(x[:, :7])).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="hide a key from all queries alone"):
+        layer(x, attn_mask=torch.ones(2, 1, 10, 10, dtype=torch.bool))
+    with pytest.raises(ValueError, match="is_causal=True"):
+        layer(x, is_causal=True)
+
+
+def test_our_softmax_stages_become_linear_and_keep_every_part():
+    model = timm.create_model(
+        "nalaformer_t", embed_dims=(16, 16, 32, 32), depths=(1,) * 4, num_heads=(1, 1, 2, 2), projection=32
+    )
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    plan = nalaformer.plan_conversion(model)
+    assert [found.obstacle for found in plan] == ["is linear already"] * 2 + [""] * 2
+    nalaformer.convert(model, "nalaformer", direction="cosine")
+    assert [stage.blocks[0].attention.map is not None for stage in model.stages] == [True] * 4
+    assert model.stages[3].blocks[0].attention.map.direction == "cosine"
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items() if key in before)
+    assert model(torch.randn(2, 3, 50, 70)).isfinite().all()
+
+
+def test_type_device_and_mode_are_kept():
+    model = nalaformer.convert(timm_vit().to(torch.bfloat16), "polaformer")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any(module.training for module in model.modules())
+    on_meta = nalaformer.convert(timm.create_model("vit_tiny_patch16_224", device="meta"))
+    assert {parameter.device.type for parameter in on_meta.parameters()} == {"meta"}
+
+
+def test_each_kind_of_model_gets_its_kind_of_layer():
+    kinds = {"vit": TimmAttention, "swin": TimmWindowAttention, "transformers_vit": TransformersAttention}
+    for name, kind in kinds.items():
+        model = nalaformer.convert(MODELS[name]())
+        assert any(type(module) is kind for module in model.modules())
