@@ -8,10 +8,12 @@ import torch.nn.functional as F
 
 from ..bench.memory import can_measure, in_fresh_process
 from ..recipes import build_model
+from ..tasks import Classification
 from .entries import ENTRIES, Entry, demo_recipe
 
+NUM_CLASSES = 4
+# pixels a side: 4,096 tokens
 LARGE = 512
-"""Pixels a side: 4,096 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class Cost:
     large_mib: float | None
 
 
-def cost_of(entry: Entry, *, seconds: float = 0.4) -> Cost:
+def cost_of(entry: Entry, *, seconds: float = 0.3) -> Cost:
     """None where the system does not count memory (only Linux does)."""
     if entry not in ENTRIES or not can_measure("cpu"):
         return Cost(training_images_per_second=None, training_mib=None, large_images_per_second=None, large_mib=None)
@@ -45,8 +47,9 @@ def cost_of(entry: Entry, *, seconds: float = 0.4) -> Cost:
 def training_step(number: int) -> Callable[[], object]:
     """Forward and backward of one batch of the demo."""
     recipe = demo_recipe(ENTRIES[number], seed=0)
-    model = build_model(recipe, 5)
-    images = torch.randn(recipe.training.batch_size, 3, 48, 48)
+    size = Classification(recipe.task).image_size
+    model = build_model(recipe, NUM_CLASSES)
+    images = torch.randn(recipe.training.batch_size, 3, size, size)
     labels = torch.zeros(len(images), dtype=torch.long)
 
     def step() -> object:
@@ -61,7 +64,7 @@ def large_image(number: int) -> Callable[[], object]:
     """Inference on one image of 4,096 tokens."""
     recipe = demo_recipe(ENTRIES[number], seed=0)
     options = recipe.model_options | {"img_size": LARGE}
-    model = build_model(replace(recipe, model_options=options), 5).eval()
+    model = build_model(replace(recipe, model_options=options), NUM_CLASSES).eval()
     image = torch.randn(1, 3, LARGE, LARGE)
 
     def infer() -> object:

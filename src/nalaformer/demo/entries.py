@@ -46,4 +46,5 @@ def demo_recipe(entry: Entry, *, seed: int, steps: int | None = None) -> Recipe:
         save_every=0,
         device="cpu",
     )
-    return replace(base, attention=entry.attention, model_options=model_options, training=training)
+    task = replace(base.task, eval_samples=500)
+    return replace(base, attention=entry.attention, model_options=model_options, task=task, training=training)

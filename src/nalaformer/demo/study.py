@@ -2,6 +2,7 @@
 
 import os
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..ops import use_backend
 from ..recipes import make_trainer
 from ..training.log import read_log
 from .cost import Cost, cost_of
@@ -145,7 +147,7 @@ def train_all(
         for number, seed in jobs:
             train_one(entries[number], seed, steps, run_folder(folder, entries[number], seed))
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)) as pool:
         waiting = {
             job: pool.submit(train_one, entries[job[0]], job[1], steps, run_folder(folder, entries[job[0]], job[1]))
             for job in jobs
@@ -155,10 +157,23 @@ def train_all(
             future.result()
 
 
+def end_with(parent: int) -> None:
+    """Let this process end when its parent does: a demo that is killed must not go on in the background."""
+
+    def watch_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch_parent, daemon=True).start()
+
+
 def train_one(entry: Entry, seed: int, steps: int | None, folder: Path) -> None:
     """What a process of the demo does."""
     torch.set_num_threads(1)
-    make_trainer(demo_recipe(entry, seed=seed, steps=steps), folder).fit()
+    # tokens are few here: what saves memory for many only costs time
+    with use_backend("reference"):
+        make_trainer(demo_recipe(entry, seed=seed, steps=steps), folder).fit()
 
 
 def watch(

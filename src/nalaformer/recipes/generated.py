@@ -35,9 +35,9 @@ def cue_grid() -> Recipe:
     return Recipe(
         model="vit_nala_tiny_patch16",
         attention="nalaformer",
-        model_options=small_vit(48),
+        model_options=small_vit(56),
         initial_weights="torch",
-        task=ClassificationConfig(data="cue_grid", eval_samples=1_000),
+        task=ClassificationConfig(data="cue_grid", data_options={"cells": 7}, eval_samples=1_000),
         training=TrainingConfig(
             steps=700,
             batch_size=32,
@@ -64,7 +64,7 @@ def count_grid() -> Recipe:
     return Recipe(
         model=base.model,
         attention=base.attention,
-        model_options=base.model_options,
+        model_options=small_vit(48),
         initial_weights=base.initial_weights,
         task=ClassificationConfig(data="count_grid", eval_samples=1_000),
         training=base.training,
