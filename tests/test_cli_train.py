@@ -52,7 +52,7 @@ def test_eval_gives_the_figures_of_the_training(trained, run):
 
 
 def test_predict_names_the_likeliest_classes_of_a_folder(trained, run, tmp_path):
-    CueGrid(split="val", samples=3, cells=7).write(tmp_path / "images")
+    CueGrid(split="val", samples=3, cells=8).write(tmp_path / "images")
     result = run("predict", tmp_path / "images", "--run", trained, "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert result.output.count("%") == 3 * 4
@@ -62,7 +62,7 @@ def test_predict_names_the_likeliest_classes_of_a_folder(trained, run, tmp_path)
 def test_predict_says_the_same_of_an_image_as_of_the_sample_it_was_made_of(trained, tmp_path):
     from nalaformer.recipes import load_run, predict
 
-    data = CueGrid(split="val", samples=1, cells=7)
+    data = CueGrid(split="val", samples=1, cells=8)
     path = next(data.write(tmp_path / "images").rglob("*.png"))
     (prediction,) = predict([path], trained, device="cpu")
     loaded = load_run(trained)
@@ -165,7 +165,7 @@ def test_seeds_give_other_networks(demo_result):
 def test_the_maps_of_the_report_are_attention_weights(demo_result):
     for finding in demo_result.found:
         for weights in finding.diagnosis.maps:
-            assert weights.shape == (7, 7)
+            assert weights.shape == (8, 8)
             assert weights.min() >= 0
             assert weights.sum().item() == pytest.approx(1, abs=1e-4)
 

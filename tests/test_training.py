@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nalaformer.data import batches_from
 from nalaformer.training import Checkpoint, Checkpoints, DamagedCheckpoint, TrainingConfig, TrainingStopped, checkpoint
 from nalaformer.training.log import read_log
 
@@ -98,6 +99,8 @@ def test_every_kind_of_optimiser_resumes_to_the_same_bits(tmp_path, optimizer):
     stopped.task.seconds = 0.0
     stop_at(stopped, 11)
     assert stopped.fit().step == 11
+    # another process would come with another random state
+    torch.rand(7)
     make_trainer(tmp_path / "halves", model=halves, optimizer=optimizer).fit()
     assert same_bits(whole.state_dict(), halves.state_dict())
 
@@ -308,6 +311,20 @@ def test_accumulation_changes_nothing_but_rounding(tmp_path, accumulate):
     assert [row["loss"] for row in ours if row["kind"] == "step"] == pytest.approx(
         [row["loss"] for row in theirs if row["kind"] == "step"], rel=1e-5
     )
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_gradient_is_that_of_the_mean_over_all_units(tmp_path, accumulate):
+    model = make_model(norm=False, dropout=0)
+    trainer = make_trainer(tmp_path, model=model, accumulate=accumulate, steps=1, warmup=0)
+    (batch,) = batches_from(0, trainer.task.train_data, seed=0, batch_size=12, last_step=1)
+    x, target, units = batch.content
+    expected = (units * (model(x)[:, 0] - target) ** 2).sum() / units.sum()
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    trainer.fit()
+    row = read_log(tmp_path / "log.jsonl")[0]
+    assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert row["gradient_norm"] == pytest.approx(torch.cat([g.flatten() for g in gradients]).norm().item(), rel=1e-4)
 
 
 RANKS = """

@@ -28,7 +28,7 @@ class Cost:
     large_mib: float | None
 
 
-def cost_of(entry: Entry, *, seconds: float = 0.3) -> Cost:
+def cost_of(entry: Entry, *, seconds: float = 0.2) -> Cost:
     """None where the system does not count memory (only Linux does)."""
     if entry not in ENTRIES or not can_measure("cpu"):
         return Cost(training_images_per_second=None, training_mib=None, large_images_per_second=None, large_mib=None)
