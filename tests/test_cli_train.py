@@ -140,7 +140,7 @@ def demo_result(tmp_path_factory):
 def test_the_demo_shows_every_method_with_its_spread(demo_result):
     from rich.console import Console
 
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(demo_table(demo_result))
     text = console.export_text()
     for finding in demo_result.found:

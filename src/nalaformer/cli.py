@@ -249,12 +249,13 @@ def run_recipes(name: str | None) -> None:
 
 
 def run_demo(out: Path, seeds: int, steps: int | None) -> None:
-    from .demo import demo_table, run_demo, write_report
+    from .demo import HOW_TO_READ, demo_table, run_demo, write_report
 
     console = make_console()
     result = run_demo(out, seeds=seeds, steps=steps, console=console)
     report = write_report(result, out / "report.html")
     console.print(demo_table(result))
+    console.print(HOW_TO_READ)
     for line in result.findings():
         console.print(line)
     console.print(f"report: {report}", soft_wrap=True)

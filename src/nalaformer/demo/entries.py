@@ -26,7 +26,7 @@ ENTRIES = (
     Entry(label="PolaFormer", attention="polaformer"),
     Entry(label="MirrorLA", attention="mirrorla"),
     Entry(label="NaLaFormer", attention="nalaformer"),
-    Entry(label="ReLU + NaLa norm, gate", attention="linear", options={"norm": True, "gate": "silu"}),
+    Entry(label="ReLU, NaLa's shell", attention="linear", options={"norm": True, "gate": "silu"}),
 )
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # softmax black, plain linear grey, NaLaFormer strong: the three that the eye should find first
-COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION, "ReLU + NaLa norm, gate": BLUE}
+COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION, "ReLU, NaLa's shell": BLUE}
 
 
 def colours(result: DemoResult) -> dict[str, str]:
@@ -98,7 +98,7 @@ def attention_maps(result: DemoResult) -> bytes:
             axes.imshow(finding.diagnosis.maps[row].numpy(), cmap="magma", vmin=0)
             _frame_answer(axes, finding.diagnosis.answers[row], finding.diagnosis.maps[row].shape[1])
             if row == 0:
-                axes.set_title(finding.entry.label.replace(" + ", " +\n").replace(" (", "\n("), fontsize=8)
+                axes.set_title(finding.entry.label.replace(", ", ",\n").replace(" (", "\n("), fontsize=8)
     for axes in grid.flat:
         axes.set_xticks([])
         axes.set_yticks([])

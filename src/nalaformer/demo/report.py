@@ -17,11 +17,18 @@ COLUMNS = (
     ("attention", "With convolutions and positions inside attention off, its own norm and gate on."),
     ("accuracy", "On full grids at the end: mean over seeds, lowest to highest in brackets."),
     ("answer", "Mean weight that the best head of the marked cell puts on the answer's cell."),
-    ("norm/entropy", "Rank correlation of query norm and attention entropy in the trained network; 0 below 0.02 nats."),
-    ("train im/s", "Images per second of a training step (forward and backward)."),
-    ("MiB", "Peak memory of a training step beyond the network itself."),
-    ("4096: im/s", "Inference with 4,096 tokens."),
-    ("MiB at 4096", "Its peak memory."),
+    ("rho", "Rank correlation of query norm and attention entropy in the trained network; 0 below 0.02 nats."),
+    ("train/s", "Images per second in training steps (forward and backward)."),
+    ("MiB ", "Peak memory of a training step beyond the network itself."),
+    ("large/s", "Images per second in inference with 4,096 tokens each."),
+    ("MiB", "Peak memory of that."),
+)
+
+
+HOW_TO_READ = (
+    "answer: weight of the marked cell's best head on the answer; rho: rank correlation of query norm and attention entropy; "
+    "train/s, MiB: images per second and peak memory of training steps; large/s, MiB: of inference with 4,096 tokens. "
+    "NaLa's shell: its LayerNorm and gate around a plain ReLU map. In brackets: lowest and highest seed."
 )
 
 

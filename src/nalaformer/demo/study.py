@@ -64,7 +64,7 @@ class DemoResult:
                 f"Softmax reaches {softmax.accuracy:.2f}, plain linear attention {relu.accuracy:.2f} (chance "
                 f"{self.chance:.2f}): the gap that the other methods are to close."
             )
-        nala, shell = by_label.get("NaLaFormer"), by_label.get("ReLU + NaLa norm, gate")
+        nala, shell = by_label.get("NaLaFormer"), by_label.get("ReLU, NaLa's shell")
         if nala and shell:
             sides = (
                 f"NaLaFormer reaches {nala.accuracy:.2f}, its LayerNorm and gate around a plain ReLU map {shell.accuracy:.2f}"
