@@ -130,7 +130,7 @@ def test_without_timm_the_command_says_what_to_install(monkeypatch):
 @pytest.fixture(scope="module")
 def demo_result(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        cost = Cost(training_images_per_second=1000.0, training_mib=10.0, large_images_per_second=2.0, large_mib=None)
+        cost = Cost(training_images_per_second=1000.0, large_images_per_second=2.0, large_mib=None)
         patch.setattr(study, "cost_of", lambda entry: cost)
         folder = tmp_path_factory.mktemp("demo")
         entries = (ENTRIES[0], ENTRIES[1], ENTRIES[4], ENTRIES[5])

@@ -19,7 +19,6 @@ COLUMNS = (
     ("answer", "Mean weight that the best head of the marked cell puts on the answer's cell."),
     ("rho", "Rank correlation of query norm and attention entropy in the trained network; 0 below 0.02 nats."),
     ("train/s", "Images per second in training steps (forward and backward)."),
-    ("MiB ", "Peak memory of a training step beyond the network itself."),
     ("large/s", "Images per second in inference with 4,096 tokens each."),
     ("MiB", "Peak memory of that."),
 )
@@ -27,7 +26,7 @@ COLUMNS = (
 
 HOW_TO_READ = (
     "answer: weight of the marked cell's best head on the answer; rho: rank correlation of query norm and attention entropy; "
-    "train/s, MiB: images per second and peak memory of training steps; large/s, MiB: of inference with 4,096 tokens. "
+    "train/s: images per second of training steps; large/s, MiB: the same and peak memory of inference with 4,096 tokens. "
     "NaLa's shell: its LayerNorm and gate around a plain ReLU map. In brackets: lowest and highest seed."
 )
 
@@ -45,7 +44,6 @@ def cells(finding: Finding) -> tuple[str, ...]:
         # no minus in front of a rounded zero
         f"{round(finding.diagnosis.correlation, 2) + 0.0:.2f}",
         number(cost.training_images_per_second, ".0f"),
-        number(cost.training_mib, ".0f"),
         number(cost.large_images_per_second, ".1f"),
         number(cost.large_mib, ".0f"),
     )
