@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       set up, then compare the attention maps of every method (table and picture)"
+	@echo "make demo       set up, then train one small network with every attention (table and report.html)"
 	@echo "make test       set up, then lint, types, layer rule, tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the kernels on a CUDA device"
@@ -25,7 +25,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/nalaformer compare --out runs/demo
+	@$(BIN)/nalaformer demo --out runs/demo
 
 test: $(READY) lint types layers
 	$(BIN)/python -m pytest -m "not slow and not gpu"

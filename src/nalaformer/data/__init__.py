@@ -1,0 +1,32 @@
+"""Images to learn from: folders in the ImageNet layout, and generated tasks that need attention."""
+
+from .augment import Augmentation, eval_transform, training_transform
+from .cells import CountGrid, CueGrid
+from .folder import ImageFolder
+from .generated import GENERATED, Generated
+from .images import CorruptImage, find_images, read_image
+from .loading import Batch, Batches, Samples, batches_from, batches_in_order, map_tensors, seed_everything, steps_per_epoch
+from .relation import MarkedPair
+
+__all__ = [
+    "GENERATED",
+    "Augmentation",
+    "Batch",
+    "Batches",
+    "CorruptImage",
+    "CountGrid",
+    "CueGrid",
+    "Generated",
+    "ImageFolder",
+    "MarkedPair",
+    "Samples",
+    "batches_from",
+    "batches_in_order",
+    "eval_transform",
+    "find_images",
+    "map_tensors",
+    "read_image",
+    "seed_everything",
+    "steps_per_epoch",
+    "training_transform",
+]

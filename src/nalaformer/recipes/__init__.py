@@ -1,0 +1,24 @@
+"""Recipes: named runs, each a function that returns its full description."""
+
+from . import generated, imagenet  # noqa: F401  (enter their recipes)
+from .overrides import Setting, changed, settings_of
+from .recipe import RECIPES, Recipe, describe
+from .run import LoadedRun, build_model, load_run, make_trainer
+from .use import Evaluation, Prediction, evaluate_run, predict
+
+__all__ = [
+    "RECIPES",
+    "Evaluation",
+    "LoadedRun",
+    "Prediction",
+    "Recipe",
+    "Setting",
+    "build_model",
+    "changed",
+    "describe",
+    "evaluate_run",
+    "load_run",
+    "make_trainer",
+    "predict",
+    "settings_of",
+]

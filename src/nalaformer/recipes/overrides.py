@@ -1,0 +1,110 @@
+"""`key=value` on the command line, for every field of a frozen dataclass and those inside it."""
+
+import ast
+import inspect
+import json
+import textwrap
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from ..registry import unknown_name
+
+T = TypeVar("T")
+
+
+def changed(config: T, assignments: list[str]) -> T:
+    """The same description with some fields changed: changed(recipe, ["steps=100", "augmentation.flip=0"]).
+
+    A field of a part may be named by itself or by its path; a value is read as its field's type.
+    """
+    for assignment in assignments:
+        key, sign, text = assignment.partition("=")
+        if not sign:
+            raise ValueError(f"settings are given as key=value, got {assignment!r}")
+        config = _with(config, find(config, key), text)
+    return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One key of a description, for people."""
+
+    key: str
+    value: object
+    meaning: str
+    """The words under its field."""
+
+
+def settings_of(config: Any) -> list[Setting]:
+    """Every key with its value and meaning."""
+    found = []
+    for path in keys(config):
+        owner = config
+        for name in path[:-1]:
+            owner = getattr(owner, name)
+        meaning = field_docs(type(owner)).get(path[-1], "")
+        found.append(Setting(key=path[-1], value=getattr(owner, path[-1]), meaning=meaning))
+    return found
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass, which Python does not keep."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for line, after in zip(body.body, body.body[1:], strict=False):
+        named = isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            docs[line.target.id] = str(after.value.value)  # type: ignore[attr-defined]
+    return docs
+
+
+def keys(config: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The path of every field that holds a value."""
+    found = []
+    for part in fields(config):
+        value = getattr(config, part.name)
+        path = (*prefix, part.name)
+        found.extend(keys(value, path) if is_dataclass(value) else [path])
+    return found
+
+
+def find(config: Any, key: str) -> tuple[str, ...]:
+    """The field's full path; the end of a path is enough."""
+    wanted = tuple(key.split("."))
+    paths = keys(config)
+    matching = [path for path in paths if path[-len(wanted) :] == wanted]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        names = ", ".join(".".join(path) for path in matching)
+        raise ValueError(f"the key {key!r} must name one setting, got several: {names}")
+    raise unknown_name("key", key, {path[-1] for path in paths})
+
+
+def _with(config: Any, path: tuple[str, ...], text: str) -> Any:
+    name, *rest = path
+    old = getattr(config, name)
+    new = _with(old, tuple(rest), text) if rest else parsed(text, old, name)
+    return replace(config, **{name: new})
+
+
+def parsed(text: str, like: object, name: str) -> Any:
+    """The text as a value of the same type as `like`."""
+    if isinstance(like, str):
+        return text
+    if isinstance(like, bool):
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if text.lower() not in words:
+            raise ValueError(f"{name} must be true or false, got {text!r}")
+        return words[text.lower()]
+    try:
+        if isinstance(like, dict):
+            value = json.loads(text)
+            if not isinstance(value, dict):
+                raise ValueError("no object")
+            return value
+        return type(like)(text)  # type: ignore[call-arg]
+    except ValueError as error:
+        kind = 'a JSON object such as {"cells": 6}' if isinstance(like, dict) else f"a number ({type(like).__name__})"
+        raise ValueError(f"{name} must be {kind}, got {text!r}") from error

@@ -1,0 +1,40 @@
+"""What a recipe is."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..registry import Registry
+from ..tasks import ClassificationConfig
+from ..training import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run, described to the last choice."""
+
+    model: str
+    """timm's name of the model; those of this library are among them."""
+    attention: str = ""
+    """Attention of the model's linear stages (models of this library only); empty: the model's own."""
+    model_options: dict[str, Any] = field(default_factory=dict)
+    """Further options of the model."""
+    initial_weights: str = "model"
+    """"model": as the model starts; "torch": linear layers as torch starts them, which short runs of small models need."""
+    task: ClassificationConfig
+    """What is learned."""
+    training: TrainingConfig
+    """How."""
+
+    def __post_init__(self) -> None:
+        if self.initial_weights not in ("model", "torch"):
+            raise ValueError(f'initial_weights must be "model" or "torch", got {self.initial_weights!r}')
+
+
+RECIPES: Registry[Callable[[], Recipe]] = Registry("recipe")
+
+
+def describe(name: str) -> str:
+    """The recipe's own words: command, cost, expected result."""
+    return inspect.getdoc(RECIPES[name]) or ""

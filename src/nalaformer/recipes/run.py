@@ -1,0 +1,92 @@
+"""From a recipe to a trainer, and from a folder back to the model that was trained in it."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..data import Augmentation, seed_everything
+from ..tasks import Classification, ClassificationConfig
+from ..training import Checkpoints, Trainer, TrainingConfig
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRun:
+    """A trained model with what is needed to use it."""
+
+    recipe: Recipe
+    model: nn.Module
+    task: Classification
+    classes: tuple[str, ...]
+    """Names, by label; known without the data."""
+    step: int
+    """At which its weights were saved."""
+
+
+def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
+    """The recipe's model with weights that follow from its seed."""
+    import timm
+
+    options = dict(recipe.model_options)
+    if recipe.attention:
+        options["attention"] = recipe.attention
+    seed_everything(recipe.training.seed)
+    try:
+        model = timm.create_model(recipe.model, num_classes=num_classes, **options)
+    except TypeError as error:
+        raise ValueError(f"the model {recipe.model} does not take its options {options}: {error}") from error
+    except RuntimeError as error:
+        # timm's way of saying that it has no model of that name
+        raise ValueError(f"the model {recipe.model!r} cannot be created: {error}") from error
+    if recipe.initial_weights == "torch":
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+    return model
+
+
+def make_trainer(recipe: Recipe, folder: str | Path, *, title: str = "training", console: "Console | None" = None) -> Trainer:
+    """A trainer for the recipe; the same recipe in the same folder goes on where it was."""
+    task = Classification(recipe.task)
+    settings: dict[str, Any] = {name: value for name, value in asdict(recipe).items() if name != "training"}
+    settings["classes"] = list(task.classes)
+    model = build_model(recipe, len(task.classes))
+    return Trainer(recipe.training, task, model, folder, settings=settings, title=title, console=console)
+
+
+def load_run(folder: str | Path, *, step: int | None = None, data: str | None = None) -> LoadedRun:
+    """Model and task of a run: its best checkpoint, or that of a step; the moving average where there is one.
+
+    data: another folder of the same classes, for a run whose own has moved.
+    """
+    checkpoints = Checkpoints(Path(folder) / "checkpoints")
+    found = checkpoints.newest()
+    if found is None:
+        raise ValueError(f"{folder} must be the folder of a run, got no checkpoint in {checkpoints.folder}")
+    newest, checkpoint = found
+    best = checkpoint.state["progress"]["best_step"]
+    wanted = step if step is not None else best
+    if wanted is not None and wanted != newest:
+        if wanted not in checkpoints.steps():
+            raise ValueError(f"step must be one that was kept, got {wanted}; {folder} has {checkpoints.steps()}")
+        newest, checkpoint = wanted, checkpoints.load(wanted)
+    settings = checkpoint.state["settings"]
+    if data is not None:
+        settings = settings | {"task": settings["task"] | {"data": data}}
+    recipe, classes = recipe_from(settings), tuple(settings["classes"])
+    task = Classification(recipe.task)
+    model = build_model(recipe, len(classes))
+    model.load_state_dict(checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"])
+    return LoadedRun(recipe=recipe, model=model.eval(), task=task, classes=classes, step=newest)
+
+
+def recipe_from(settings: dict[str, Any]) -> Recipe:
+    """The recipe that a checkpoint's settings describe."""
+    task = settings["task"] | {"augmentation": Augmentation(**settings["task"]["augmentation"])}
+    parts = {"task": ClassificationConfig(**task), "training": TrainingConfig(**settings["training"])}
+    return Recipe(**({name: value for name, value in settings.items() if name != "classes"} | parts))

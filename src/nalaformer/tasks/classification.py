@@ -1,0 +1,151 @@
+"""Naming what an image shows."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data import GENERATED, Augmentation, Generated, ImageFolder, eval_transform, training_transform
+from ..registry import unknown_name
+from .base import Loss
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationConfig:
+    """Which images, and how they are learned."""
+
+    data: str
+    """A folder with train/<class>/ and val/<class>/ (the ImageNet layout), or the name of generated data."""
+    data_options: dict[str, Any] = field(default_factory=dict)
+    """Options of generated data, e.g. {"cells": 6}."""
+    data_seed: int = 0
+    """Of generated data."""
+    train_samples: int = 100_000
+    """Of generated data: images before they repeat."""
+    eval_samples: int = 2_000
+    """Of generated data: images of the eval split."""
+    image_size: int = 224
+    """Side of the images; generated ones have a size of their own."""
+    eval_crop: float = 0.9
+    """Part of the resized image's side that evaluation looks at."""
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    """Of images from a folder."""
+    mixup: float = 0.0
+    """Alpha of mixup; 0: none."""
+    cutmix: float = 0.0
+    """Alpha of cutmix; 0: none."""
+    smoothing: float = 0.0
+    """Part of the target that goes to all classes alike."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(f"smoothing must be at least 0 and below 1, got {self.smoothing}")
+        if self.mixup < 0 or self.cutmix < 0:
+            raise ValueError(f"mixup and cutmix must not be negative, got {self.mixup} and {self.cutmix}")
+        if not 0 < self.eval_crop <= 1:
+            raise ValueError(f"eval_crop must be above 0 and at most 1, got {self.eval_crop}")
+
+
+class Classification:
+    """Cross-entropy and top-1, top-5 accuracy on a folder of images or generated ones."""
+
+    def __init__(self, config: ClassificationConfig) -> None:
+        self.config = config
+
+    @property
+    def is_generated(self) -> bool:
+        return self.config.data in GENERATED.names()
+
+    @cached_property
+    def train_data(self) -> Generated | ImageFolder:
+        config = self.config
+        if self.is_generated:
+            return self.generated("train", config.train_samples)
+        data = ImageFolder(config.data, "train", transform=training_transform(config.image_size, config.augmentation))
+        if data.classes != self.classes:
+            odd = sorted(set(data.classes) ^ set(self.classes))
+            raise ValueError(f"train and val must have the same class folders, got only in one of them: {', '.join(odd[:5])}")
+        return data
+
+    @cached_property
+    def eval_data(self) -> Generated | ImageFolder:
+        config = self.config
+        if self.is_generated:
+            return self.generated("val", config.eval_samples)
+        if not Path(config.data).is_dir():
+            raise unknown_name("data (a folder, or the name of generated data)", config.data, GENERATED.names())
+        return ImageFolder(config.data, "val", transform=eval_transform(config.image_size, crop=config.eval_crop))
+
+    def generated(self, split: str, samples: int) -> Generated:
+        kind = GENERATED[self.config.data]
+        return kind(split=split, samples=samples, seed=self.config.data_seed, **self.config.data_options)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names, by label."""
+        return self.eval_data.classes
+
+    @property
+    def image_size(self) -> int:
+        return self.generated("val", 1).image_size if self.is_generated else self.config.image_size
+
+    def prepare(self, image: "Image") -> Tensor:
+        """An image of any size as the model's input, [3, image_size, image_size]."""
+        if self.is_generated:
+            # generated images have no mean to subtract and are read as they were made
+            resized = image.resize((self.image_size, self.image_size))
+            return torch.from_numpy(np.array(resized)).permute(2, 0, 1) / 255 - 0.5
+        return eval_transform(self.config.image_size, crop=self.config.eval_crop)(image)
+
+    @cached_property
+    def _mix(self) -> Any:
+        """timm's mixup, or None. It draws from numpy's random state, which the trainer sets for every step."""
+        config = self.config
+        if not config.mixup and not config.cutmix:
+            return None
+        from timm.data import Mixup
+
+        return Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing, num_classes=len(self.classes))
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+        """Cross-entropy against labels, or against mixed ones; parts: none."""
+        images, labels = batch
+        if self._mix is not None:
+            # cloned: timm mixes in place, and the batch belongs to the loader
+            images, targets = self._mix(images.clone(), labels)
+            return Loss(total=F.cross_entropy(model(images).float(), targets), weight=len(images))
+        logits = model(images).float()
+        return Loss(total=F.cross_entropy(logits, labels, label_smoothing=self.config.smoothing), weight=len(images))
+
+    def metrics(self) -> "TopAccuracy":
+        return TopAccuracy()
+
+
+class TopAccuracy:
+    """How often the right class is the first, and among the first five."""
+
+    def __init__(self) -> None:
+        # images, right ones, right ones among five, sum of losses
+        self.sums = torch.zeros(4, dtype=torch.float64)
+
+    def update(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        logits = cast(Tensor, model(images)).float()
+        ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+        losses = F.cross_entropy(logits, labels, reduction="sum")
+        counts = (torch.tensor(float(len(labels))), ranked[:, 0].sum(), ranked.any(dim=1).sum(), losses)
+        self.sums += torch.stack([count.double().cpu() for count in counts])
+
+    def result(self) -> dict[str, float]:
+        images, first, five, losses = self.sums.tolist()
+        if not images:
+            raise ValueError("accuracy needs at least one image, got none that could be read")
+        return {"top1": first / images, "top5": five / images, "loss": losses / images, "images": images}

@@ -1,0 +1,165 @@
+"""Checkpoints that are whole or not there: a folder per step, written aside, synced, and renamed into its place.
+
+    step_00000100/
+      model.safetensors, ...    tensors by name; nothing is pickled
+      state.json                everything that is no tensor
+      manifest.json             sha256 of each file; written last
+
+A process that is killed at any moment leaves at most a folder that starts with a dot, which the next one removes. Which is the
+newest follows from the step in its name. A file with a flipped bit is found by its sha256, and the folder before it serves.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+NAME = re.compile(r"step_(\d{8,})")
+MANIFEST, STATE = "manifest.json", "state.json"
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose files are not those that were written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What one folder holds."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """File name without ending -> tensors by name."""
+    state: dict[str, Any]
+    """Plain values: numbers, strings, lists, dictionaries."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, ascending."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := NAME.fullmatch(path.name)))
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def clean(self) -> None:
+        """Remove what killed processes have left."""
+        if self.folder.is_dir():
+            for path in self.folder.glob(".*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def save(self, step: int, checkpoint: Checkpoint) -> Path:
+        """Write all files aside, then rename the folder: before the rename there is nothing, after it everything."""
+        from safetensors.torch import save
+
+        aside = self.folder / f".writing_{self.path(step).name}_{os.getpid()}"
+        try:
+            aside.mkdir(parents=True)
+            contents = {
+                # a copy: tensors may share memory, which the format does not write
+                f"{name}.safetensors": save({key: value.detach().cpu().contiguous().clone() for key, value in group.items()})
+                for name, group in checkpoint.tensors.items()
+            }
+            contents[STATE] = json.dumps(checkpoint.state, indent=1, allow_nan=True).encode()
+            for name, content in contents.items():
+                write_and_sync(aside / name, content)
+            digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+            write_and_sync(aside / MANIFEST, json.dumps({"sha256": digests}, indent=1).encode())
+            sync_folder(aside)
+            if self.path(step).exists():
+                self.remove(step)
+            aside.rename(self.path(step))
+            sync_folder(self.folder)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {self.folder} ({error.strerror or error}); earlier "
+                "ones are untouched: make room there, then run the same command again"
+            ) from error
+        return self.path(step)
+
+    def remove(self, step: int) -> None:
+        """Rename first: a half-deleted folder must not look like a checkpoint."""
+        gone = self.folder / f".removing_{self.path(step).name}_{os.getpid()}"
+        self.path(step).rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def prune(self, *, keep: int, also: int | None = None) -> None:
+        """Remove all but the newest `keep` and the one of step `also`."""
+        for step in self.steps()[:-keep]:
+            if step != also:
+                self.remove(step)
+
+    def load(self, step: int) -> Checkpoint:
+        """The checkpoint of that step, every byte compared with its sha256."""
+        from safetensors.torch import load
+
+        folder = self.path(step)
+        contents = dict(verified_files(folder))
+        if STATE not in contents:
+            raise DamagedCheckpoint(f"{folder} has no {STATE}")
+        state = json.loads(contents.pop(STATE))
+        tensors = {name.removesuffix(".safetensors"): load(content) for name, content in contents.items()}
+        return Checkpoint(tensors=tensors, state=state)
+
+    def newest(self) -> tuple[int, Checkpoint] | None:
+        """The newest that is whole, with a warning for each newer one that is not; None if there is none."""
+        for step in reversed(self.steps()):
+            try:
+                return step, self.load(step)
+            except DamagedCheckpoint as error:
+                warnings.warn(f"{error}; trying the checkpoint before it", stacklevel=2)
+        return None
+
+
+def verified_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each file that the manifest lists."""
+    try:
+        digests = json.loads((folder / MANIFEST).read_bytes())["sha256"]
+        for name, digest in digests.items():
+            # a manifest is no permission to read elsewhere
+            if Path(name).name != name:
+                raise DamagedCheckpoint(f"{folder / MANIFEST} names a file outside of its folder: {name!r}")
+            content = (folder / name).read_bytes()
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise DamagedCheckpoint(f"{folder / name} is damaged: its sha256 is not the one that was written")
+            yield name, content
+    except (OSError, KeyError, AttributeError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DamagedCheckpoint(f"{folder} is damaged: {error}") from error
+
+
+def write_and_sync(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The file has its old content or the new one, whatever happens."""
+    aside = path.with_name(f".{path.name}_{os.getpid()}")
+    write_and_sync(aside, content)
+    aside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename lives in the folder, and the folder must reach the disk too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,95 @@
+"""How a run is trained, whatever it learns."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..registry import unknown_name
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Duration, optimiser, precision, and what is kept. Results do not depend on ranks or accumulation, but for rounding."""
+
+    epochs: float = 0.0
+    """Passes over the training data; give this or steps."""
+    steps: int = 0
+    """Optimiser steps; give this or epochs."""
+    batch_size: int = 64
+    """Samples per optimiser step, over all ranks and accumulation parts."""
+    accumulate: int = 1
+    """Parts into which each rank cuts its share of a batch, to save memory."""
+    optimizer: str = "adamw"
+    """timm's name of the optimiser."""
+    learning_rate: float = 1e-3
+    """At its highest."""
+    weight_decay: float = 0.05
+    """Not on biases, norms and what the model's no_weight_decay names."""
+    beta2: float = 0.999
+    """Of Adam's second moment."""
+    warmup: float = 0.0
+    """Epochs (or steps, where the duration is in steps) of linear warm-up, part of the duration."""
+    warmup_learning_rate: float = 1e-6
+    """Where the warm-up starts."""
+    min_learning_rate: float = 1e-5
+    """Where the cosine ends."""
+    cooldown: float = 0.0
+    """Epochs (or steps) at the lowest rate, added to the duration."""
+    clip_norm: float = 0.0
+    """Largest norm of the gradient of all parameters together; 0: no limit."""
+    ema: float = 0.0
+    """Decay of the moving average of the weights, which is then what is evaluated; 0: none."""
+    repeats: int = 1
+    """Repeated augmentation: how often each image comes in an epoch, augmented anew."""
+    precision: str = "float32"
+    """"float32", or forward and loss in "bfloat16" or "float16" (with loss scaling)."""
+    compile: bool = False
+    """torch.compile the model."""
+    checkpoint_activations: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    device: str = "auto"
+    """"cpu", "cuda", or "auto": a GPU where there is one."""
+    seed: int = 0
+    """Of the weights, the order of the data, augmentation and dropout."""
+    workers: int = 0
+    """Processes that read data, on each rank; 0: the training process itself."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: at the end only. There is always one at the end."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: at the end, when stopped, and at the best evaluation."""
+    keep: int = 2
+    """Newest checkpoints that are kept, besides the best."""
+    tensorboard: bool = False
+    """Write the log for TensorBoard too; needs nalaformer[tensorboard]."""
+    bad_steps: int = 10
+    """Steps with a loss or gradient that is not finite, in a row, after which the run stops; each is skipped and counted."""
+    on_corrupt: str = "skip"
+    """An image that cannot be read: "skip" (the next one takes its place; counted, named in the log) or "stop"."""
+    most_corrupt: int = 100
+    """Images that may be skipped before the run stops all the same."""
+
+    def __post_init__(self) -> None:
+        if (self.epochs > 0) == (self.steps > 0):
+            raise ValueError(f"the duration is given by epochs or by steps, got epochs={self.epochs} and steps={self.steps}")
+        for name in ("batch_size", "accumulate", "repeats", "keep", "bad_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("learning_rate", "warmup", "cooldown", "clip_norm", "workers", "eval_every", "save_every", "most_corrupt"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"ema must be at least 0 and below 1, got {self.ema}")
+        if self.precision not in PRECISIONS:
+            raise unknown_name("precision", self.precision, PRECISIONS)
+        if self.on_corrupt not in ("skip", "stop"):
+            raise ValueError(f'on_corrupt must be "skip" or "stop", got {self.on_corrupt!r}')
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Duration and cool-down in optimiser steps."""
+        return self.in_steps(self.epochs or self.steps, steps_per_epoch) + self.in_steps(self.cooldown, steps_per_epoch)
+
+    def in_steps(self, duration: float, steps_per_epoch: int) -> int:
+        """A duration in the config's unit as a number of steps."""
+        return round(duration * steps_per_epoch) if self.epochs else round(duration)

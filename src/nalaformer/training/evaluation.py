@@ -1,0 +1,47 @@
+"""Metrics of a model on data."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..data import Samples, batches_in_order, map_tensors
+from ..tasks.base import Metrics
+from .ranks import Ranks
+
+ALONE = Ranks(rank=0, count=1, device=torch.device("cpu"))
+
+
+def evaluate(
+    model: nn.Module,
+    data: Samples,
+    metrics: Metrics,
+    *,
+    batch_size: int,
+    ranks: Ranks = ALONE,
+    precision: torch.dtype = torch.float32,
+    workers: int = 0,
+    rejected: Callable[[str], None] = lambda line: None,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Every sample once, over all ranks; `rejected` is told each file that cannot be read, `advance` each batch."""
+    was_training = model.training
+    model.eval()
+    on_gpu = ranks.device.type == "cuda"
+    loader = batches_in_order(
+        data, batch_size=batch_size, rank=ranks.rank, ranks=ranks.count, workers=workers, pin_memory=on_gpu
+    )
+    try:
+        with torch.no_grad():
+            for batch in loader:
+                for line in batch.rejected:
+                    rejected(line)
+                if batch.content is not None:
+                    content = map_tensors(batch.content, lambda t: t.to(ranks.device, non_blocking=True))
+                    with torch.autocast(ranks.device.type, precision, enabled=precision != torch.float32):
+                        metrics.update(model, content)
+                advance()
+    finally:
+        model.train(was_training)
+    metrics.sums = ranks.sum(metrics.sums).cpu()
+    return metrics.result()

@@ -1,0 +1,64 @@
+"""The processes of a run: one, or those that torchrun started."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Which process this is, of how many, on which device."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """The one that writes and shows."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes, the same everywhere."""
+        if self.count == 1:
+            return values
+        values = values.to(self.device, copy=True)
+        dist.all_reduce(values)
+        return values
+
+    def wait(self) -> None:
+        if self.count > 1:
+            dist.barrier()
+
+
+@contextmanager
+def started(device: str) -> Iterator[Ranks]:
+    """Join torchrun's processes (DDP) if there are any, and leave them at the end."""
+    count, rank, local = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device, local) if device == "cuda" else torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f'device must be "cpu", "cuda" or "auto", got {device!r}') from error
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f'device={device} needs a CUDA device, and torch sees none; use device=cpu or "auto"')
+        torch.cuda.set_device(place)
+    if count == 1 or dist.is_initialized():
+        yield Ranks(rank=rank, count=count, device=place)
+        return
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield Ranks(rank=rank, count=count, device=place)
+    finally:
+        dist.destroy_process_group()
+
+
+# set by torchrun
+RANK_VARIABLES = (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))

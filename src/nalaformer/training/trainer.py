@@ -1,0 +1,367 @@
+"""The loop. It knows models and tasks only by what it asks of them."""
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..data import Batch, batches_from, map_tensors, seed_everything, steps_per_epoch
+from ..tasks.base import Task
+from . import optimizer_state
+from .checkpoint import Checkpoint, Checkpoints
+from .config import PRECISIONS, TrainingConfig
+from .display import Display, figures_line
+from .evaluation import evaluate
+from .log import RunLog
+from .ranks import started
+from .settings import refuse_other_settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; the message says why and what is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    total_steps: int
+    metrics: dict[str, float]
+    """Of the last evaluation; empty if there was none."""
+    skipped_steps: int
+    """Steps whose loss or gradient was not finite."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step == self.total_steps
+
+
+@dataclass
+class Progress:
+    """What changes from step to step and is no tensor."""
+
+    step: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    best_step: int | None = None
+    best_value: float = -math.inf
+    metrics: dict[str, float] | None = None
+
+
+class Trainer:
+    """Trains the model on the task; the folder keeps log and checkpoints, and a run in the same folder goes on where it was.
+
+    settings: a description of everything that the caller chose, plain values; a folder with other settings is refused.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        task: Task,
+        model: nn.Module,
+        folder: str | Path,
+        *,
+        settings: dict[str, Any] | None = None,
+        title: str = "training",
+        console: "Console | None" = None,
+    ) -> None:
+        self.config, self.task, self.model = config, task, model
+        self.folder, self.title, self.console = Path(folder), title, console
+        self.settings = (settings or {}) | {"training": asdict(config)}
+        self.checkpoints = Checkpoints(self.folder / "checkpoints")
+        self.precision = PRECISIONS[config.precision]
+        self.per_epoch = steps_per_epoch(task.train_data, config.batch_size)
+        self.total_steps = config.total_steps(self.per_epoch)
+        self.progress = Progress()
+        self.is_asked_to_stop = False
+
+    def fit(self) -> Outcome:
+        """Train to the end, or until SIGTERM, which saves first."""
+        with started(self.config.device) as ranks, self._stopping_on_sigterm():
+            self.ranks = ranks
+            self._prepare()
+            display = Display(
+                self.console if ranks.is_first else None, title=self.title, done=self.progress.step, total=self.total_steps
+            )
+            log = None
+            try:
+                if ranks.is_first:
+                    log = RunLog(self.folder, after_step=self.progress.step, tensorboard=self.config.tensorboard)
+                if self.progress.step and self.progress.step < self.total_steps:
+                    display.say(f"{self.title}: going on after step {self.progress.step} of {self.total_steps}")
+                self._run(log, display)
+            finally:
+                display.close()
+                if log is not None:
+                    log.close()
+            ranks.wait()
+        progress = self.progress
+        return Outcome(
+            step=progress.step,
+            total_steps=self.total_steps,
+            metrics=progress.metrics or {},
+            skipped_steps=progress.skipped,
+        )
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """The moving average where there is one."""
+        return cast(nn.Module, self.ema.module) if self.ema is not None else self.model
+
+    def _prepare(self) -> None:
+        """Optimiser, schedule and average, then what an earlier run has left."""
+        from timm.optim import create_optimizer_v2
+        from timm.scheduler import CosineLRScheduler
+        from timm.utils import ModelEmaV3
+
+        config = self.config
+        self.model.to(self.ranks.device)
+        if config.checkpoint_activations:
+            if not hasattr(self.model, "set_grad_checkpointing"):
+                raise ValueError(
+                    "checkpoint_activations needs a model with set_grad_checkpointing, as timm's have; leave it off"
+                )
+            cast(Any, self.model).set_grad_checkpointing(True)
+        options: Any = {"betas": (0.9, config.beta2)} if "adam" in config.optimizer else {}
+        self.optimizer = create_optimizer_v2(
+            self.model, opt=config.optimizer, lr=config.learning_rate, weight_decay=config.weight_decay, **options
+        )
+        self.schedule = CosineLRScheduler(
+            self.optimizer,
+            t_initial=config.in_steps(config.epochs or config.steps, self.per_epoch),
+            lr_min=config.min_learning_rate,
+            warmup_t=config.in_steps(config.warmup, self.per_epoch),
+            warmup_lr_init=config.warmup_learning_rate,
+            t_in_epochs=False,
+            cycle_limit=1,
+        )
+        self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=self.precision == torch.float16)
+        self.ema = ModelEmaV3(self.model, decay=config.ema) if config.ema else None
+        self._resume()
+        # the state above is that of the plain model; what runs may be wrapped
+        forward = torch.compile(self.model) if config.compile else self.model
+        self.forward = cast(nn.Module, forward)
+        if self.ranks.count > 1:
+            devices = [self.ranks.device] if self.ranks.device.type == "cuda" else None
+            self.forward = DistributedDataParallel(self.forward, device_ids=devices)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.rejected_path = self.folder / "rejected.txt"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.rejected = set(self.rejected_path.read_text().splitlines()) if self.rejected_path.exists() else set()
+
+    def _run(self, log: RunLog | None, display: Display) -> None:
+        config, progress = self.config, self.progress
+        if progress.step >= self.total_steps:
+            return
+        batches = iter(self._batches())
+        stop = False
+        while progress.step < self.total_steps and not stop:
+            figures, stop = self._step(batches, display)
+            progress.step += 1
+            if log is not None:
+                log.write("step", progress.step, figures)
+            display.step(progress.step, figures["loss"], config.batch_size)
+            self._check_health(display)
+            is_last = progress.step == self.total_steps
+            is_better = False
+            if is_last or (config.eval_every and progress.step % config.eval_every == 0):
+                is_better = self._evaluate(log, display)
+            due = config.save_every and progress.step % config.save_every == 0
+            if due or is_last or is_better or stop:
+                self._save()
+        if stop and progress.step < self.total_steps:
+            display.say(f"{self.title}: stopped and saved at step {progress.step}; the same command goes on from there")
+
+    def _batches(self) -> Any:
+        config = self.config
+        return batches_from(
+            self.progress.step,
+            self.task.train_data,
+            seed=config.seed,
+            batch_size=config.batch_size,
+            last_step=self.total_steps,
+            rank=self.ranks.rank,
+            ranks=self.ranks.count,
+            accumulate=config.accumulate,
+            repeats=config.repeats,
+            workers=config.workers,
+            pin_memory=self.ranks.device.type == "cuda",
+        )
+
+    def _step(self, batches: Iterator[Batch], display: Display) -> tuple[dict[str, Any], bool]:
+        """One optimiser step; its figures for the log, and whether any rank was asked to stop."""
+        config, progress = self.config, self.progress
+        # BatchNorm takes its statistics in the forward pass, before it is known whether the batch is any good
+        statistics = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        self.schedule.step_update(progress.step)
+        self.model.train()
+        weighted: list[Tensor] = []
+        weight = 0.0
+        names: tuple[str, ...] = ()
+        for part in range(config.accumulate):
+            batch = next(batches)
+            self._note_rejected(batch.rejected, display)
+            content = map_tensors(batch.content, lambda t: t.to(self.ranks.device, non_blocking=True))
+            # dropout, mixup and the like follow from the step and not from what ran before it
+            seed_everything(config.seed, progress.step, part, self.ranks.rank)
+            with self._not_yet_reduced(part):
+                with torch.autocast(self.ranks.device.type, self.precision, enabled=self.precision != torch.float32):
+                    loss = self.task.loss(self.forward, content)
+                # divided by the batch size, which changes nothing in the end but keeps half precision in its range
+                self.scaler.scale(loss.total * (loss.weight / config.batch_size)).backward()
+            names = tuple(loss.parts)
+            weighted.append(
+                loss.weight * torch.stack([loss.total.detach(), *(p.detach() for p in loss.parts.values())]).double()
+            )
+            weight += loss.weight
+        mine = torch.stack(weighted).sum(0)
+        counts = torch.tensor([weight, float(self.is_asked_to_stop)], dtype=torch.float64, device=mine.device)
+        sums = self.ranks.sum(torch.cat((mine, counts)))
+        total_weight, stops = sums[-2].item(), sums[-1].item()
+        means = (sums[:-2] / total_weight).tolist()
+        norm = self._finish_gradients(total_weight)
+        is_finite = math.isfinite(means[0]) and (math.isfinite(norm) or self.scaler.is_enabled())
+        figures = {"loss": means[0], **dict(zip(names, means[1:], strict=True)), "gradient_norm": norm}
+        figures["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        if is_finite:
+            self.scaler.step(self.optimizer)
+            progress.skipped_in_a_row = 0
+            if self.ema is not None:
+                self.ema.update(self.model, step=progress.step)
+        else:
+            with torch.no_grad():
+                for buffer, before in statistics:
+                    buffer.copy_(before)
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+            figures["skipped"] = True
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return figures, stops > 0
+
+    def _not_yet_reduced(self, part: int) -> Any:
+        """Gradients travel between ranks once a step, with its last part."""
+        is_last = part == self.config.accumulate - 1
+        return nullcontext() if is_last or self.ranks.count == 1 else self.forward.no_sync()  # type: ignore[operator]
+
+    def _finish_gradients(self, total_weight: float) -> float:
+        """Turn the sums of weighted gradients into their mean, clip, and return the norm before clipping."""
+        self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        # DDP has divided by the number of ranks
+        torch._foreach_mul_(gradients, self.ranks.count * self.config.batch_size / total_weight)
+        return nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm or math.inf).item()
+
+    def _check_health(self, display: Display) -> None:
+        progress = self.progress
+        if progress.skipped_in_a_row == 1:
+            display.say(f"{self.title}: step {progress.step} skipped, its loss or gradient is not finite")
+        if progress.skipped_in_a_row >= self.config.bad_steps:
+            saved = self.checkpoints.steps()
+            kept = f"the last good checkpoint is {self.checkpoints.path(saved[-1])}" if saved else "no checkpoint was due yet"
+            raise TrainingStopped(
+                f"loss or gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to step {progress.step}; "
+                f"all were skipped, and {kept}; lower learning_rate, set clip_norm, or look at the data"
+            )
+
+    def _note_rejected(self, lines: tuple[str, ...], display: Display) -> None:
+        for line in lines:
+            if line in self.rejected:
+                continue
+            self.rejected.add(line)
+            with self.rejected_path.open("a") as file:
+                file.write(line + "\n")
+            display.say(f"{self.title}: skipped {line}")
+            if self.config.on_corrupt == "stop":
+                raise TrainingStopped(f"{line}; on_corrupt=skip would leave it out and go on")
+            if len(self.rejected) > self.config.most_corrupt:
+                raise TrainingStopped(
+                    f"more than {self.config.most_corrupt} images cannot be read, listed in {self.rejected_path}; mend them or "
+                    "raise most_corrupt"
+                )
+
+    def _evaluate(self, log: RunLog | None, display: Display) -> bool:
+        """Evaluate; whether it is the best so far."""
+        progress = self.progress
+        progress.metrics = evaluate(
+            self.evaluated_model,
+            self.task.eval_data,
+            self.task.metrics(),
+            batch_size=max(1, self.config.batch_size // self.ranks.count),
+            ranks=self.ranks,
+            precision=self.precision,
+            workers=self.config.workers,
+            rejected=lambda line: self._note_rejected((line,), display),
+        )
+        if log is not None:
+            log.write("eval", progress.step, progress.metrics)
+        display.say(f"{self.title}: step {progress.step}  {figures_line(progress.metrics)}")
+        value = next(iter(progress.metrics.values()))
+        if value > progress.best_value:
+            progress.best_value, progress.best_step = value, progress.step
+            return True
+        return False
+
+    def _save(self) -> None:
+        if not self.ranks.is_first:
+            return
+        moments, values = optimizer_state.pack(self.optimizer)
+        tensors: dict[str, dict[str, Tensor]] = {"model": self.model.state_dict(), "optimizer": moments}
+        if self.ema is not None:
+            tensors["ema"] = self.ema.module.state_dict()
+        state = {
+            "progress": asdict(self.progress),
+            "optimizer": values,
+            "scaler": self.scaler.state_dict(),
+            "settings": self.settings,
+        }
+        self.checkpoints.save(self.progress.step, Checkpoint(tensors=tensors, state=state))
+        self.checkpoints.prune(keep=self.config.keep, also=self.progress.best_step)
+
+    def _resume(self) -> None:
+        """Everything as it was after the newest checkpoint that is whole."""
+        if self.ranks.is_first:
+            self.checkpoints.clean()
+        self.ranks.wait()
+        found = self.checkpoints.newest()
+        if found is None:
+            if self.checkpoints.steps():
+                raise ValueError(f"no checkpoint in {self.checkpoints.folder} is whole; move the folder away to start anew")
+            return
+        _, checkpoint = found
+        refuse_other_settings(checkpoint.state["settings"], self.settings, self.folder)
+        self.model.load_state_dict(checkpoint.tensors["model"])
+        optimizer_state.unpack(self.optimizer, dict(checkpoint.tensors["optimizer"]), checkpoint.state["optimizer"])
+        if self.ema is not None:
+            self.ema.module.load_state_dict(checkpoint.tensors["ema"])
+        self.scaler.load_state_dict(checkpoint.state["scaler"])
+        self.progress = Progress(**checkpoint.state["progress"])
+
+    @contextmanager
+    def _stopping_on_sigterm(self) -> Iterator[None]:
+        """The step in progress is finished and saved first."""
+
+        def ask(number: int, frame: object) -> None:
+            self.is_asked_to_stop = True
+
+        try:
+            before = signal.signal(signal.SIGTERM, ask)
+        except ValueError:
+            # only the main thread may listen
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)

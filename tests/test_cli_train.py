@@ -1,0 +1,183 @@
+"""Training, evaluating, predicting and the demo, as a user meets them."""
+
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from nalaformer import cli
+from nalaformer.data import CueGrid
+from nalaformer.demo import ENTRIES, demo_table, run_demo, study, write_report
+from nalaformer.demo.cost import Cost, large_image, training_step
+from nalaformer.recipes import RECIPES
+from nalaformer.training import Checkpoints
+from nalaformer.training.log import read_log
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHORT = ("steps=6", "warmup=1", "batch_size=8", "eval_every=3", "save_every=3", "eval_samples=16", "device=cpu")
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def trained(run, tmp_path):
+    folder = tmp_path / "run"
+    result = run("train", "cue_grid", "attention=linear", *SHORT, "--out", folder)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_train_reports_its_figures_and_keeps_the_run(trained, run):
+    assert Checkpoints(trained / "checkpoints").steps()[-1] == 6
+    assert [row["step"] for row in read_log(trained / "log.jsonl") if row["kind"] == "eval"] == [3, 6]
+
+
+def test_the_same_command_again_finds_the_run_finished(trained, run):
+    result = run("train", "cue_grid", "attention=linear", *SHORT, "--out", trained)
+    assert result.exit_code == 0
+    assert "finished: top1" in result.output
+
+
+def test_eval_gives_the_figures_of_the_training(trained, run):
+    top1 = [row for row in read_log(trained / "log.jsonl") if row["kind"] == "eval"][-1]["top1"]
+    result = run("eval", trained, "--step", 6, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert f"{top1:.4g}" in result.output
+    assert "top5" in result.output
+
+
+def test_predict_names_the_likeliest_classes_of_a_folder(trained, run, tmp_path):
+    CueGrid(split="val", samples=3, cells=8).write(tmp_path / "images")
+    result = run("predict", tmp_path / "images", "--run", trained, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("%") == 3 * 4
+    assert all(name in result.output for name in ("disc", "square", "cross", "ring"))
+
+
+def test_predict_says_the_same_of_an_image_as_of_the_sample_it_was_made_of(trained, tmp_path):
+    from nalaformer.recipes import load_run, predict
+
+    data = CueGrid(split="val", samples=1, cells=8)
+    path = next(data.write(tmp_path / "images").rglob("*.png"))
+    (prediction,) = predict([path], trained, device="cpu")
+    loaded = load_run(trained)
+    expected = loaded.model(data[0][0][None]).softmax(1)[0].max().item()
+    assert prediction.likeliest[0][1] == pytest.approx(expected, abs=0.01)
+
+
+def test_predict_of_a_broken_image_says_so_and_goes_on(trained, run, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"nothing")
+    Image.fromarray(np.zeros((50, 70, 3), np.uint8)).save(tmp_path / "good.png")
+    result = run("predict", tmp_path / "broken.png", tmp_path / "good.png", "--run", trained, "--device", "cpu")
+    assert result.exit_code == 1
+    assert "no image" in result.output.replace("\n", " ")
+    assert result.output.count("%") == 4
+
+
+def test_recipes_lists_all_and_shows_one(run):
+    listed = run("recipes").output
+    assert all(name in listed for name in RECIPES.names())
+    shown = run("recipes", "cue_grid").output
+    assert all(word in shown for word in ("Cost:", "Expected:", "learning_rate", "0.002"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "cue_gird"), "did you mean 'cue_grid'"),
+        (("train", "cue_grid", "learning_rat=1"), "did you mean 'learning_rate'"),
+        (("train", "imagenet_nalaformer_t"), "unknown data"),
+        (("eval", "/no/such/run"), "folder of a run"),
+        (("predict", "/no/such/image.png", "--run", "/no"), "must exist"),
+        (("recipes", "cue"), "did you mean 'cue_grid'"),
+        (("demo", "--seeds", "0"), "seeds must be positive"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_exit_code_two(monkeypatch, capsys, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["nalaformer", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_run_that_cannot_go_on_is_one_line_and_exit_code_one(monkeypatch, capsys, tmp_path):
+    settings = [*SHORT, "learning_rate=1e30", "clip_norm=0", "bad_steps=2"]
+    monkeypatch.setattr(sys, "argv", ["nalaformer", "train", "cue_grid", *settings, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 1
+    assert "not finite in 2 steps in a row" in capsys.readouterr().err
+
+
+def test_without_timm_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(cli, "build_app", lambda: (_ for _ in ()).throw(ModuleNotFoundError("no", name="timm")))
+    with pytest.raises(SystemExit, match=r"timm: pip install 'nalaformer\[vision\]'"):
+        cli.main()
+
+
+# ---- the demo
+
+
+@pytest.fixture(scope="module")
+def demo_result(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        cost = Cost(training_images_per_second=1000.0, large_images_per_second=2.0, large_mib=None)
+        patch.setattr(study, "cost_of", lambda entry: cost)
+        folder = tmp_path_factory.mktemp("demo")
+        entries = (ENTRIES[0], ENTRIES[1], ENTRIES[4], ENTRIES[5])
+        return run_demo(folder, seeds=2, steps=6, entries=entries, workers=1)
+
+
+def test_the_demo_shows_every_method_with_its_spread(demo_result):
+    from rich.console import Console
+
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(demo_table(demo_result))
+    text = console.export_text()
+    for finding in demo_result.found:
+        assert finding.entry.label in text
+        low, high = min(finding.accuracies), max(finding.accuracies)
+        assert f"({low:.2f}-{high:.2f})" in text
+        assert len(finding.accuracies) == 2
+    assert "chance 0.25" in text
+
+
+def test_the_report_needs_nothing_beside_itself(demo_result, tmp_path):
+    page = write_report(demo_result, tmp_path / "new" / "report.html").read_text()
+    assert page.count("data:image/png;base64,iVBOR") == 3
+    assert not any(link in page for link in ("http:", "https:", 'src="/', "<script"))
+    assert all(finding.entry.label in page for finding in demo_result.found)
+
+
+def test_seeds_give_other_networks(demo_result):
+    assert any(finding.curves[0] != finding.curves[1] for finding in demo_result.found)
+
+
+def test_the_maps_of_the_report_are_attention_weights(demo_result):
+    for finding in demo_result.found:
+        for weights in finding.diagnosis.maps:
+            assert weights.shape == (8, 8)
+            assert weights.min() >= 0
+            assert weights.sum().item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.label)
+def test_what_is_timed_runs(entry, monkeypatch):
+    monkeypatch.setattr("nalaformer.demo.cost.LARGE", 64)
+    assert training_step(ENTRIES.index(entry))() is None
+    assert large_image(ENTRIES.index(entry))().isfinite().all()
+
+
+def test_runs_side_by_side_are_those_of_one_after_the_other(demo_result, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "cost_of", lambda entry: None)
+    together = run_demo(tmp_path, seeds=2, steps=6, entries=ENTRIES[:1], workers=2)
+    assert together.found[0].curves == demo_result.found[0].curves

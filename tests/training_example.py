@@ -1,0 +1,77 @@
+"""A small task and model for the tests of the trainer, and a run of them in a process of its own."""
+
+import sys
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+from nalaformer.tasks import Loss
+from nalaformer.training import Trainer, TrainingConfig
+
+
+class Points:
+    """Points in the plane of a curve that is to be learned; the points listed as bad have the target NaN."""
+
+    def __init__(self, count=60, bad=()):
+        self.count, self.bad = count, bad
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        x = torch.from_numpy(np.random.default_rng(index).normal(size=4)).float()
+        # stands for augmentation
+        x = x + 0.01 * torch.randn(4)
+        target = torch.tensor(float("nan")) if index in self.bad else x.sin().sum()
+        # units of a sample: boxes and tokens are never the same number
+        return x, target, torch.tensor(float(1 + index % 3))
+
+
+class Regression:
+    """Weighted squared error: the weight of a batch is the sum of its samples' units."""
+
+    def __init__(self, bad=(), seconds=0.0):
+        self.train_data, self.eval_data = Points(bad=bad), Points(20)
+        self.seconds = seconds
+
+    def loss(self, model, batch):
+        time.sleep(self.seconds)
+        x, target, units = batch
+        errors = (model(x)[:, 0] - target) ** 2
+        total = (units * errors).sum() / units.sum()
+        return Loss(total=total, weight=units.sum().item(), parts={"largest_unit": units.mean()})
+
+    def metrics(self):
+        return MeanError()
+
+
+class MeanError:
+    def __init__(self):
+        self.sums = torch.zeros(2, dtype=torch.float64)
+
+    def update(self, model, batch):
+        x, target, _ = batch
+        self.sums += torch.stack((-(model(x)[:, 0] - target).abs().sum().cpu(), torch.tensor(float(len(x))))).double()
+
+    def result(self):
+        return {"negative_error": (self.sums[0] / self.sums[1]).item()}
+
+
+def make_model(norm=True, dropout=0.1):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 16), nn.BatchNorm1d(16) if norm else nn.Identity(), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 1)]
+    return nn.Sequential(*layers)
+
+
+def make_trainer(folder, *, task=None, model=None, **settings):
+    defaults = {"steps": 24, "batch_size": 12, "learning_rate": 1e-2, "warmup": 4, "save_every": 5, "eval_every": 8, "ema": 0.9}
+    config = TrainingConfig(device="cpu", **(defaults | settings))
+    return Trainer(config, task or Regression(), model or make_model(), folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    outcome = make_trainer(sys.argv[1], task=Regression(seconds=float(sys.argv[2]))).fit()
+    print("finished" if outcome.is_finished else f"stopped at {outcome.step}")
