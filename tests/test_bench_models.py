@@ -208,9 +208,10 @@ def test_a_reference_path_without_memory_leaves_the_others_to_be_timed(monkeypat
     assert measure_model(measurement_of(REFERENCE), seconds=0).outcome == OUT_OF_MEMORY
 
 
-def test_another_error_is_told_with_its_reason(monkeypatch, in_this_process):
+@pytest.mark.parametrize("kind", [RuntimeError, Exception])
+def test_another_error_is_told_with_its_reason(kind, monkeypatch, in_this_process):
     def broken(measurement):
-        raise RuntimeError("no kernel for\nthis")
+        raise kind("no kernel for\nthis")
 
     monkeypatch.setattr(bench_models, "make_model_call", broken)
     found = measure_model(measurement_of(SOFTMAX), seconds=0)

@@ -172,7 +172,9 @@ def measure_model(measurement: ModelMeasurement, *, seconds: float = SECONDS, me
     """Correctness, then time and memory; too little memory and a failure are outcomes."""
     try:
         result = _measure(measurement, seconds=seconds, memory=memory)
-    except (RuntimeError, MemoryError) as error:
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # a compiler's errors have no common class, and what follows can still be measured
         # the error itself must not live on: its frames hold the activations that did not fit
         outcome = OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
         result = ModelResult(measurement=measurement, outcome=outcome, reason=" ".join(str(error).split())[:300])
