@@ -68,6 +68,20 @@ def build_app() -> "typer.Typer":
         """Time and memory of linear attention, the published formula and torch's softmax attention."""
         run_bench_ops(device, out or Path(f"benchmarks/results/ops_{device}.csv"), quick)
 
+    @bench.command("models")
+    def bench_models(
+        device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+        out: Annotated[
+            Path | None, typer.Option(help="CSV file.", show_default="benchmarks/results/models_<device>.csv")
+        ] = None,
+        size: Annotated[
+            list[int] | None, typer.Option(help="Image size; may be repeated.", show_default="224; cuda: also 512, 1024, 2048")
+        ] = None,
+        seconds: Annotated[float, typer.Option(help="Of timing per measurement.")] = 3.0,
+    ) -> None:
+        """Images per second and memory of NaLaFormer-T: linear, its reference path, softmax, and as released."""
+        run_bench_models(device, out, size, seconds)
+
     @app.command()
     def train(
         recipe: Annotated[str, typer.Argument(help="Name of a recipe; `nalaformer recipes` lists them.")],
@@ -289,6 +303,15 @@ def run_bench_ops(device: str, out: Path, quick: bool) -> None:
         console.print(line)
     console.print(f"results: {out}", soft_wrap=True)
     if not all(result.is_right for result in results):
+        sys.exit(1)
+
+
+def run_bench_models(device: str, out: Path | None, sizes: list[int] | None, seconds: float) -> None:
+    from .bench import run_models
+    from .bench.models import MEASURED, OUT_OF_MEMORY
+
+    results = run_models(device, out, sizes or None, seconds=seconds)
+    if not all(result.outcome in (MEASURED, OUT_OF_MEMORY) for result in results):
         sys.exit(1)
 
 

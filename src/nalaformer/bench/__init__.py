@@ -1,9 +1,11 @@
-"""Speed and memory of the ops, side by side with their peers in one process."""
+"""Speed and memory of the ops and of whole backbones, side by side with their peers in one run."""
 
 from .cases import Case, cases_for
 from .implementations import IMPLEMENTATIONS, Implementation
 from .machine import Machine, describe_machine, extras
 from .memory import in_fresh_process, peak_extra_mib
+from .models import MODEL_VARIANTS, ModelMeasurement, ModelResult, ModelVariant, measure_model, plan_models, run_models
+from .models_report import MODEL_COLUMNS, model_bar_lines, model_bars, models_table, write_models_csv
 from .ops import Measurement, Result, measure, plan
 from .report import COLUMNS, results_table, summary_lines, write_csv
 from .timing import median_ms
@@ -12,12 +14,17 @@ from .verdict import Bar, Growth, bars, growth
 __all__ = [
     "COLUMNS",
     "IMPLEMENTATIONS",
+    "MODEL_COLUMNS",
+    "MODEL_VARIANTS",
     "Bar",
     "Case",
     "Growth",
     "Implementation",
     "Machine",
     "Measurement",
+    "ModelMeasurement",
+    "ModelResult",
+    "ModelVariant",
     "Result",
     "bars",
     "cases_for",
@@ -26,10 +33,17 @@ __all__ = [
     "growth",
     "in_fresh_process",
     "measure",
+    "measure_model",
     "median_ms",
+    "model_bar_lines",
+    "model_bars",
+    "models_table",
     "peak_extra_mib",
     "plan",
+    "plan_models",
     "results_table",
+    "run_models",
     "summary_lines",
     "write_csv",
+    "write_models_csv",
 ]

@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,15 +48,20 @@ PEAK_EXTRA_MEANS = {
 
 def write_csv(results: Sequence[Result], path: str | Path, machine: Machine) -> Path:
     """One row per result; figures that were not measured are empty. An existing file is replaced as a whole."""
+    date = datetime.now(UTC).date().isoformat()
+    return replace_csv(path, COLUMNS, (csv_row(result, machine, date) for result in results))
+
+
+def replace_csv(path: str | Path, columns: Sequence[str], rows: Iterable[dict[str, object]]) -> Path:
+    """Write the rows beside the file, then put them in its place: whatever happens, one whole file is there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    date = datetime.now(UTC).date().isoformat()
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, columns)
             writer.writeheader()
-            writer.writerows(csv_row(result, machine, date) for result in results)
+            writer.writerows(rows)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

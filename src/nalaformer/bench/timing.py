@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 
-def median_ms(call: Callable[[], object], *, device: str = "cpu", seconds: float = 2.0) -> float:
+def median_ms(call: Callable[[], object], *, device: str = "cpu", seconds: float = 2.0, capture: bool = True) -> float:
     """Median milliseconds of a call after warming up; see `times_ms`."""
-    return statistics.median(times_ms(call, device=device, seconds=seconds))
+    return statistics.median(times_ms(call, device=device, seconds=seconds, capture=capture))
 
 
 def times_ms(
@@ -22,16 +22,18 @@ def times_ms(
     seconds: float = 2.0,
     least: int = 3,
     most: int = 50,
+    capture: bool = True,
 ) -> list[float]:
     """Milliseconds of each of many calls after warming up.
 
     It is repeated for about `seconds`, but at least `least` and at most `most` times. On a GPU the call is captured once and
     replayed, and the time is taken between events: it is that of the device, not that of Python, with a cold cache.
+    capture=False: eager calls between events, so that a device that waits for Python waits within the time.
     """
     if least < 1 or most < least:
         raise ValueError(f"repetitions must satisfy 1 <= least <= most, got {least} and {most}")
     timed = _timed_on_gpu if device == "cuda" else _timed_on_cpu
-    if device == "cuda":
+    if device == "cuda" and capture:
         call = captured(call)
     # the first call also builds what is built once: thread pools, compiled code, the allocator's blocks
     timed(call, 1)
