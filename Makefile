@@ -28,7 +28,7 @@ demo: $(READY)
 	@$(BIN)/nalaformer demo --out runs/demo
 
 test: $(READY) lint types layers
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not gpu"
