@@ -41,8 +41,8 @@ def demo_recipe(entry: Entry, *, seed: int, steps: int | None = None) -> Recipe:
         seed=seed,
         steps=steps,
         warmup=min(base.training.warmup, steps // 10),
-        # ten points make a curve; shorter runs are trials
-        eval_every=steps // 10 if steps >= 100 else steps,
+        # five points make a curve; shorter runs are trials
+        eval_every=steps // 5 if steps >= 100 else steps,
         save_every=0,
         device="cpu",
     )
