@@ -116,34 +116,22 @@ def causal_linear_attention(
             scales = None
         return causal_step(state, queries, keys, scales, mask, eps, q.dtype)
 
-    outputs = Outputs(q, v, in_place=not recompute and (state is None or not state.state.requires_grad))
-    for tokens in pieces(piece or CAUSAL_PIECE, q, k, v, key_mask, rotary[0], rotary[1]):
-        out, state = run(step, *tokens, state)
-        outputs.add(out)
+    size = piece or CAUSAL_PIECE
+    cut = pieces(size, q, k, v, key_mask, rotary[0], rotary[1])
+    keeps_graph = recompute or (state is not None and state.state.requires_grad)
+    if keeps_graph or len(cut) == 1:
+        parts = []
+        for tokens in cut:
+            out, state = run(step, *tokens, state)
+            parts.append(out)
+        assert state is not None
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), state
+    # where no gradient is wanted each piece is written to its place: the outputs are never held twice
+    whole = q.new_empty(*q.shape[:3], v.shape[3])
+    for start, tokens in zip(range(0, q.shape[1], size), cut, strict=True):
+        whole[:, start : start + size], state = run(step, *tokens, state)
     assert state is not None
-    return outputs.joined(), state
-
-
-class Outputs:
-    """The outputs of the pieces on their way to one tensor; in place, they are never held twice."""
-
-    def __init__(self, q: Tensor, v: Tensor, *, in_place: bool) -> None:
-        self.q, self.value_dim, self.in_place = q, v.shape[3], in_place
-        self.parts: list[Tensor] = []
-        self.start = 0
-
-    def add(self, part: Tensor) -> None:
-        if not self.in_place or part.shape[1] == self.q.shape[1]:
-            self.parts.append(part)
-            return
-        if not self.parts:
-            self.parts.append(self.q.new_empty(*self.q.shape[:3], self.value_dim))
-        stop = self.start + part.shape[1]
-        self.parts[0][:, self.start : stop] = part
-        self.start = stop
-
-    def joined(self) -> Tensor:
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=1)
+    return whole, state
 
 
 def state_of(keys: Keys, log_scale: Tensor | None) -> LinearState:
