@@ -57,7 +57,7 @@ def causal_dq_kernel(
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     dq_ptr,  # [B, N, H, D]
     drop_ptr,  # the same: minus the gradient of the denominator
-    dparam_ptr,  # [splits, B * H, 4, D]
+    dparam_ptr,  # [splits, B * H, 2, D]
     num_rows,  # N, or T if packed
     num_tokens,
     heads,
@@ -200,11 +200,9 @@ def causal_dq_kernel(
             p1 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g1, 0.0), axis=0)
     if LEARNED:
         place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        dparam_ptr += place * (4 * D)
+        dparam_ptr += place * (2 * D)
         tl.store(dparam_ptr + channels, p0, mask=in_head)
         tl.store(dparam_ptr + D + channels, p1, mask=in_head)
-        tl.store(dparam_ptr + 2 * D + channels, tl.zeros_like(p0), mask=in_head)
-        tl.store(dparam_ptr + 3 * D + channels, tl.zeros_like(p0), mask=in_head)
 
 
 @triton.jit

@@ -35,9 +35,9 @@ def forward(
     sums = call.sums(count, call.kv_heads)
     has_total = count > 1 or want_total
     if not has_total:
-        # nothing but the initial sums comes before the only stretch: one launch
-        total = sums[0]
-        sums[0].zero_() if initial is None else sums[0].copy_(initial)
+        # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
+        assert initial is None
+        total = sums[0].zero_()
     else:
         scale = sums.new_empty(sums.shape[:2])
         call.start(
@@ -56,7 +56,7 @@ def forward(
                 {},
             ),
         )
-        total = prefix(call, sums, initial, reverse=False)
+        total = prefix(sums, initial, reverse=False)
     call.start(
         ("causal", keep, has_total),
         causal_kernel,
@@ -103,8 +103,8 @@ def backward(
     dquery = dkey = drop
     if is_learned:
         dquery, dkey = (
-            torch.empty((count, call.samples, heads, number, call.head_dim), dtype=torch.float32, device=call.device)
-            for heads, number in ((call.heads, 4), (call.kv_heads, 2))
+            torch.empty((count, call.samples, heads, 2, call.head_dim), dtype=torch.float32, device=call.device)
+            for heads in (call.heads, call.kv_heads)
         )
     call.start(
         ("causal dq", layout),
@@ -140,7 +140,7 @@ def backward(
         ),
     )
     after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
-    dinitial = prefix(call, after, dtotal, reverse=True)
+    dinitial = prefix(after, dtotal, reverse=True)
     call.start(
         ("causal dk", layout),
         causal_dk_kernel,
@@ -162,11 +162,10 @@ def backward(
     return dq, dk, dv, dinitial, dquery.sum((0, 1)), dkey.sum((0, 1))
 
 
-def prefix(call: Call, sums: Tensor, initial: Tensor | None, *, reverse: bool) -> Tensor:
+def prefix(sums: Tensor, initial: Tensor | None, *, reverse: bool) -> Tensor:
     """Turns sums [splits, rows, ...] into those before (or after) each split, in place; returns the sum of all."""
     total = torch.empty_like(sums[0])
     elements = total.numel()
-    has_initial = initial is not None
     prefix_kernel[(triton.cdiv(elements, PREFIX_BLOCK),)](
         sums,
         initial if initial is not None else sums,
@@ -175,7 +174,7 @@ def prefix(call: Call, sums: Tensor, initial: Tensor | None, *, reverse: bool) -
         elements,
         BLOCK=PREFIX_BLOCK,
         REVERSE=reverse,
-        HAS_INITIAL=has_initial,
+        HAS_INITIAL=initial is not None,
     )
     return total
 

@@ -175,7 +175,7 @@ def run_backward(
 
 
 def parameter_gradient(name: str, parameters: Tensor, dquery: Tensor | None, dkey: Tensor | None) -> Tensor:
-    """From gradients per head, of the query's [4, D] and the key's [2, D] numbers, to those of the parameters' rows."""
+    """From gradients per head, of the query's [2 * streams, D] and the key's [2, D] numbers, to those of the rows."""
     if dquery is None or dkey is None:
         return parameters.new_empty(0)
     rows = parameters.shape[0]
