@@ -151,6 +151,7 @@ def recurrent_step_(
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=None, causal=True)
         fits = all(tensor.is_contiguous() for tensor in state.tensors().values()) and state.state.dtype == torch.float32
+        # one token has no later ones: what causal kernels cannot serve, the step can
         if fits and choose(q, k, v, feature_map=mapped, causal=False, rotary=turns) == "triton":
             from . import kernels
 
