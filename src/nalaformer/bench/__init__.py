@@ -1,9 +1,10 @@
 """Speed and memory of the ops and of whole backbones, side by side with their peers in one run."""
 
 from .cases import Case, cases_for
+from .fresh_process import in_fresh_process
 from .implementations import IMPLEMENTATIONS, Implementation
 from .machine import Machine, describe_machine, extras
-from .memory import in_fresh_process, peak_extra_mib
+from .memory import peak_extra_mib
 from .models import MODEL_VARIANTS, ModelMeasurement, ModelResult, ModelVariant, measure_model, plan_models, run_models
 from .models_report import MODEL_COLUMNS, model_bar_lines, model_bars, models_table, write_models_csv
 from .ops import Measurement, Result, measure, plan

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ..ops import use_backend
 from .cases import DTYPES
+from .fresh_process import in_fresh_process
 from .machine import describe_machine
-from .memory import can_measure, in_fresh_process, peak_extra_mib
+from .memory import can_measure, peak_extra_mib
 from .timing import OtherProcesses, median_ms
 
 FORWARD, TRAINING = "forward", "training"

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .cases import DTYPES, Case
+from .fresh_process import in_fresh_process
 from .implementations import IMPLEMENTATIONS, Attend, Implementation
-from .memory import can_measure, in_fresh_process, peak_extra_mib
+from .memory import can_measure, peak_extra_mib
 from .timing import OtherProcesses, copy_bandwidth, median_ms
 
 FORWARD, BOTH = "forward", "forward+backward"

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from ..bench.memory import can_measure, in_fresh_process
+from ..bench.fresh_process import in_fresh_process
+from ..bench.memory import can_measure
 from ..bench.timing import median_ms
 from ..ops import use_backend
 from ..recipes import build_model
