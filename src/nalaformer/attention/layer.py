@@ -79,7 +79,7 @@ class Attention(nn.Module):
         check_key_mask(key_mask, x)
         if groups is not None:
             self._check_groups(groups, x)
-        q, k, v, gate, key_grid = self._project(x, grid, key_mask)
+        q, k, v, gate, key_grid = self.project(x, grid, key_mask)
         if self.table is not None:
             k = k + self.table(key_grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
         out = self._attend(q, k, v, grid, key_grid, key_mask, groups).flatten(2)
@@ -95,7 +95,7 @@ class Attention(nn.Module):
             out = out * (F.silu(gate) if self.config.gate == "silu" else gate)
         return self.projection(out)
 
-    def _project(self, x: Tensor, grid: Grid, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Grid]:
+    def project(self, x: Tensor, grid: Grid, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Grid]:
         """Views q, k, v [B, N, H, D] of one projection, the gate [B, N, C], and the grid of the keys."""
 
         def heads(y: Tensor) -> Tensor:

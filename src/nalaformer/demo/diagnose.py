@@ -85,7 +85,7 @@ def attention_of(model: nn.Module, images: Tensor) -> tuple[list[Tensor], list[T
     def look(layer: nn.Module, inputs: tuple[Tensor, tuple[int, int]]) -> None:
         assert isinstance(layer, Attention)
         x, grid = inputs
-        q, k, *_ = layer._project(x, grid, None)
+        q, k, *_ = layer.project(x, grid, None)
         norms.append(q.norm(dim=-1).movedim(1, 2))
         weights.append(weights_of(layer.map, q, k))
 
