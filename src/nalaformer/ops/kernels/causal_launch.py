@@ -4,11 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .bidirectional import state_kernel
-from .bidirectional_gradient import dsums_kernel
 from .causal import causal_kernel, prefix_kernel
 from .causal_gradient import causal_dk_kernel, causal_dq_kernel
-from .launch import Angles, Call, angle_stride, parameter_row, stand_ins, strides
+from .launch import Angles, Call, angle_stride, parameter_row, stand_ins, strides, sums_of_gradients, sums_of_keys
 
 PREFIX_BLOCK = 512
 
@@ -32,30 +30,14 @@ def forward(
     cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
     count, stretch = call.splits("causal", call.num_queries, call.heads)
-    sums = call.sums(count, call.kv_heads)
     has_total = count > 1 or want_total
     if not has_total:
         # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
         assert initial is None
-        total = sums[0].zero_()
+        sums = call.sums(1, call.kv_heads).zero_()
+        total = sums[0]
     else:
-        scale = sums.new_empty(sums.shape[:2])
-        call.start(
-            "causal state",
-            state_kernel,
-            (k, v, mask, bounds, parameters, cos_k, sin_k, sums, scale),
-            lambda: (
-                "state",
-                (count, call.samples * call.kv_heads),
-                (
-                    *(call.num_keys, call.kv_heads, stretch),
-                    *(*strides(k), *strides(v), angle_stride(angles_k[0])),
-                    *parameter_row(call.kv_heads, parameters),
-                    call.alpha,
-                ),
-                {},
-            ),
-        )
+        sums, _ = sums_of_keys(call, k, v, mask, bounds, parameters, (cos_k, sin_k), angles_k, count, stretch)
         total = prefix(sums, initial, reverse=False)
     call.start(
         ("causal", keep, has_total),
@@ -122,22 +104,8 @@ def backward(
             {"LEARNED": is_learned},
         ),
     )
-    by_query = call.sums(count, call.heads)
-    call.start(
-        ("causal dsums", layout),
-        dsums_kernel,
-        (q, dout, bounds, parameters, cos_q, sin_q, inverse, drop, by_query),
-        lambda: (
-            "dsums",
-            (count, call.samples * call.heads),
-            (
-                *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, stretch),
-                *(*strides(q), *strides(dout), angle_stride(angles_q[0])),
-                *parameter_row(call.heads, parameters),
-                *(call.norm_scale, call.alpha),
-            ),
-            {},
-        ),
+    by_query = sums_of_gradients(
+        call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, inverse, drop, layout, count, stretch
     )
     after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
     dinitial = prefix(after, dtotal, reverse=True)

@@ -230,24 +230,7 @@ def forward(
         return sums, scale, inverse
 
     count, stretch = call.splits("state", call.num_keys, call.kv_heads)
-    partial = call.sums(count, call.kv_heads)
-    partial_scale = partial.new_empty(partial.shape[:2])
-    call.start(
-        "state",
-        state_kernel,
-        (k, v, mask, bounds, parameters, cos_k, sin_k, partial, partial_scale),
-        lambda: (
-            "state",
-            (count, call.samples * call.kv_heads),
-            (
-                *(call.num_keys, call.kv_heads, stretch),
-                *(*strides(k), *strides(v), angle_stride(angles_k[0])),
-                *parameter_row(call.kv_heads, parameters),
-                call.alpha,
-            ),
-            {},
-        ),
-    )
+    partial, partial_scale = sums_of_keys(call, k, v, mask, bounds, parameters, (cos_k, sin_k), angles_k, count, stretch)
     sums, scale = merge(partial, partial_scale, call.is_guarded)
 
     count, stretch_q = call.splits("output", call.num_queries, call.heads)
@@ -275,6 +258,75 @@ def forward(
         ),
     )
     return sums, scale, inverse
+
+
+def sums_of_keys(
+    call: Call,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bounds: Tensor,
+    parameters: Tensor,
+    tables: tuple[Tensor, Tensor],
+    angles: Angles,
+    count: int,
+    stretch: int,
+) -> tuple[Tensor, Tensor]:
+    """The sums of each of `count` stretches of keys, [count, B * K, PARTS, D, V + 2], and their log2 scale."""
+    sums = call.sums(count, call.kv_heads)
+    scale = sums.new_empty(sums.shape[:2])
+    call.start(
+        ("state", stretch),
+        state_kernel,
+        (k, v, mask, bounds, parameters, *tables, sums, scale),
+        lambda: (
+            "state",
+            (count, call.samples * call.kv_heads),
+            (
+                *(call.num_keys, call.kv_heads, stretch),
+                *(*strides(k), *strides(v), angle_stride(angles[0])),
+                *parameter_row(call.kv_heads, parameters),
+                call.alpha,
+            ),
+            {},
+        ),
+    )
+    return sums, scale
+
+
+def sums_of_gradients(
+    call: Call,
+    q: Tensor,
+    dout: Tensor,
+    bounds: Tensor,
+    parameters: Tensor,
+    tables: tuple[Tensor, Tensor],
+    angles: Angles,
+    inverse: Tensor,
+    drop: Tensor,
+    layout: object,
+    count: int,
+    stretch: int,
+) -> Tensor:
+    """The gradients of the sums by each of `count` stretches of queries, [count, B * H, PARTS, D, V + 2]."""
+    sums = call.sums(count, call.heads)
+    call.start(
+        ("dsums", layout, stretch),
+        dsums_kernel,
+        (q, dout, bounds, parameters, *tables, inverse, drop, sums),
+        lambda: (
+            "dsums",
+            (count, call.samples * call.heads),
+            (
+                *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, stretch),
+                *(*strides(q), *strides(dout), angle_stride(angles[0])),
+                *parameter_row(call.heads, parameters),
+                *(call.norm_scale, call.alpha),
+            ),
+            {},
+        ),
+    )
+    return sums
 
 
 def merge(partial: Tensor, scale: Tensor, is_guarded: bool) -> tuple[Tensor, Tensor]:
@@ -340,22 +392,8 @@ def backward(
     )
 
     sum_count, sum_stretch = call.splits("dsums", call.num_queries, call.heads)
-    partial = call.sums(sum_count, call.heads)
-    call.start(
-        ("dsums", layout),
-        dsums_kernel,
-        (q, dout, bounds, parameters, cos_q, sin_q, inverse, drop, partial),
-        lambda: (
-            "dsums",
-            (sum_count, call.samples * call.heads),
-            (
-                *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, sum_stretch),
-                *(*strides(q), *strides(dout), angle_stride(angles_q[0])),
-                *parameter_row(call.heads, parameters),
-                *(call.norm_scale, call.alpha),
-            ),
-            {},
-        ),
+    partial = sums_of_gradients(
+        call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, inverse, drop, layout, sum_count, sum_stretch
     )
     dsums = partial.unflatten(1, (-1, group)).sum((0, 2)) if sum_count * group > 1 else partial[0]
 
