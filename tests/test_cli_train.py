@@ -119,7 +119,7 @@ def test_a_run_that_cannot_go_on_is_one_line_and_exit_code_one(monkeypatch, caps
 
 
 def test_without_timm_the_command_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(cli, "build_app", lambda: (_ for _ in ()).throw(ModuleNotFoundError("no", name="timm")))
+    monkeypatch.setattr(cli.app, "build_app", lambda: (_ for _ in ()).throw(ModuleNotFoundError("no", name="timm")))
     with pytest.raises(SystemExit, match=r"timm: pip install 'nalaformer\[vision\]'"):
         cli.main()
 

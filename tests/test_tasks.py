@@ -170,7 +170,7 @@ def test_a_run_gives_back_the_model_that_was_trained(tmp_path):
     outcome = trainer.fit()
     run = load_run(tmp_path, step=4)
     assert run.recipe == recipe
-    assert run.classes == trainer.task.classes
+    assert run.facts["classes"] == list(trainer.task.classes)
     for ours, theirs in zip(run.model.parameters(), trainer.evaluated_model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     again = evaluate(run.model, run.task.eval_data, run.task.metrics(), batch_size=3)
@@ -202,7 +202,7 @@ def test_a_recipe_says_command_cost_and_expected_result(name):
 def test_the_model_of_every_recipe_can_be_built(name):
     recipe = RECIPES[name]()
     with torch.device("meta"):
-        model = build_model(recipe, 10)
+        model = build_model(recipe, {"classes": [str(number) for number in range(10)]})
     assert sum(parameter.numel() for parameter in model.parameters()) > 1000
 
 

@@ -14,7 +14,7 @@ from ..recipes import build_model
 from ..tasks import Classification
 from .entries import ENTRIES, Entry, demo_recipe
 
-NUM_CLASSES = 4
+FACTS = {"classes": ["a", "b", "c", "d"]}
 # pixels a side: 4,096 tokens
 LARGE = 512
 
@@ -51,7 +51,7 @@ def training_step(number: int) -> Callable[[], object]:
     """Forward and backward of one batch of the demo."""
     recipe = demo_recipe(ENTRIES[number], seed=0)
     size = Classification(recipe.task).image_size
-    model = build_model(recipe, NUM_CLASSES)
+    model = build_model(recipe, FACTS)
     images = torch.randn(recipe.training.batch_size, 3, size, size)
     labels = torch.zeros(len(images), dtype=torch.long)
 
@@ -67,7 +67,7 @@ def large_image(number: int) -> Callable[[], object]:
     """Inference on one image of 4,096 tokens."""
     recipe = demo_recipe(ENTRIES[number], seed=0)
     options = recipe.model_options | {"img_size": LARGE}
-    model = build_model(replace(recipe, model_options=options), NUM_CLASSES).eval()
+    model = build_model(replace(recipe, model_options=options), FACTS).eval()
     image = torch.randn(1, 3, LARGE, LARGE)
 
     def infer() -> object:

@@ -71,7 +71,7 @@ def diagnose(folder: Path) -> Diagnosis:
         maps=maps,
         answers=tuple(answer for _, answer in places[:SHOWN]),
         weight_on_answer=rows[torch.arange(IMAGES), [answer for _, answer in places]].mean().item(),
-        classes=run.classes,
+        classes=tuple(run.facts["classes"]),
         tokens=images.shape[-1] ** 2 // data.cell_size**2,
         parameters=sum(parameter.numel() for parameter in run.model.parameters()),
     )

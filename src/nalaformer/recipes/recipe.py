@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..registry import Registry
-from ..tasks import ClassificationConfig
 from ..training import TrainingConfig
 
 
@@ -15,15 +14,15 @@ class Recipe:
     """A run, described to the last choice."""
 
     model: str
-    """timm's name of the model; those of this library are among them."""
+    """Name of the model: timm's for images, those of this library among them."""
     attention: str = ""
-    """Attention of the model's linear stages (models of this library only); empty: the model's own."""
+    """Attention of the model (of its linear stages, where stages differ; models of this library only); empty: its own."""
     model_options: dict[str, Any] = field(default_factory=dict)
     """Further options of the model."""
     initial_weights: str = "model"
     """"model": as the model starts; "torch": linear layers as torch starts them, which short runs of small models need."""
-    task: ClassificationConfig
-    """What is learned."""
+    task: Any
+    """What is learned: the description of a task in `nalaformer.tasks.TASKS`."""
     training: TrainingConfig
     """How."""
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..data import Augmentation, seed_everything
-from ..tasks import Classification, ClassificationConfig
+from ..data import seed_everything
+from ..tasks import TASKS, task_name
 from ..training import Checkpoints, Trainer, TrainingConfig
 from .recipe import Recipe
 
@@ -21,28 +21,23 @@ class LoadedRun:
 
     recipe: Recipe
     model: nn.Module
-    task: Classification
-    classes: tuple[str, ...]
-    """Names, by label; known without the data."""
+    task: Any
+    facts: dict[str, Any]
+    """Of the data it was trained on, such as the names of its classes; known without the data."""
     step: int
     """At which its weights were saved."""
 
 
-def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
-    """The recipe's model with weights that follow from its seed."""
-    import timm
-
+def build_model(recipe: Recipe, facts: dict[str, Any]) -> nn.Module:
+    """The recipe's model for data with these facts, with weights that follow from its seed."""
     options = dict(recipe.model_options)
     if recipe.attention:
         options["attention"] = recipe.attention
     seed_everything(recipe.training.seed)
     try:
-        model = timm.create_model(recipe.model, num_classes=num_classes, **options)
+        model = TASKS[task_name(recipe.task)].create_model(recipe.model, options, facts)
     except TypeError as error:
         raise ValueError(f"the model {recipe.model} does not take its options {options}: {error}") from error
-    except RuntimeError as error:
-        # timm's way of saying that it has no model of that name
-        raise ValueError(f"the model {recipe.model!r} cannot be created: {error}") from error
     if recipe.initial_weights == "torch":
         for module in model.modules():
             if isinstance(module, nn.Linear):
@@ -52,10 +47,11 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
 
 def make_trainer(recipe: Recipe, folder: str | Path, *, title: str = "training", console: "Console | None" = None) -> Trainer:
     """A trainer for the recipe; the same recipe in the same folder goes on where it was."""
-    task = Classification(recipe.task)
+    kind = task_name(recipe.task)
+    task = TASKS[kind](recipe.task)
     settings: dict[str, Any] = {name: value for name, value in asdict(recipe).items() if name != "training"}
-    settings["classes"] = list(task.classes)
-    model = build_model(recipe, len(task.classes))
+    settings |= {"kind": kind, "facts": task.facts()}
+    model = build_model(recipe, settings["facts"])
     return Trainer(recipe.training, task, model, folder, settings=settings, title=title, console=console)
 
 
@@ -78,15 +74,14 @@ def load_run(folder: str | Path, *, step: int | None = None, data: str | None = 
     settings = checkpoint.state["settings"]
     if data is not None:
         settings = settings | {"task": settings["task"] | {"data": data}}
-    recipe, classes = recipe_from(settings), tuple(settings["classes"])
-    task = Classification(recipe.task)
-    model = build_model(recipe, len(classes))
+    recipe, facts = recipe_from(settings), settings["facts"]
+    task = TASKS[settings["kind"]](recipe.task)
+    model = build_model(recipe, facts)
     model.load_state_dict(checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"])
-    return LoadedRun(recipe=recipe, model=model.eval(), task=task, classes=classes, step=newest)
+    return LoadedRun(recipe=recipe, model=model.eval(), task=task, facts=facts, step=newest)
 
 
 def recipe_from(settings: dict[str, Any]) -> Recipe:
     """The recipe that a checkpoint's settings describe."""
-    task = settings["task"] | {"augmentation": Augmentation(**settings["task"]["augmentation"])}
-    parts = {"task": ClassificationConfig(**task), "training": TrainingConfig(**settings["training"])}
-    return Recipe(**({name: value for name, value in settings.items() if name != "classes"} | parts))
+    parts = {"task": TASKS[settings["kind"]].Config(**settings["task"]), "training": TrainingConfig(**settings["training"])}
+    return Recipe(**({name: value for name, value in settings.items() if name not in ("kind", "facts")} | parts))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data import CorruptImage, find_images, read_image
+from ..tasks import Classification
 from ..training import evaluate
 from ..training.config import PRECISIONS
 from ..training.ranks import started
@@ -41,8 +42,10 @@ class Prediction:
 def evaluate_run(folder: Path, *, data: str | None = None, step: int | None = None, device: str = "auto") -> Evaluation:
     """The metrics of a run's task, as training computes them."""
     run = load_run(folder, step=step, data=data)
-    if run.task.classes != run.classes:
-        raise ValueError(f"the data must have the classes of the run ({len(run.classes)}), got {len(run.task.classes)} others")
+    if run.task.facts() != run.facts:
+        raise ValueError(
+            f"the data must have the {', '.join(run.facts)} of the run's own data, got others in {run.recipe.task.data}"
+        )
     rejected: list[str] = []
     with started(device) as ranks:
         training = run.recipe.training
@@ -63,6 +66,9 @@ def predict(paths: list[Path], folder: Path, *, device: str = "auto") -> Iterato
     """The likeliest classes of each image, one after the other; an image that cannot be read says why."""
     found = find_images(paths)
     run = load_run(folder)
+    if not isinstance(run.task, Classification):
+        raise ValueError(f"images are named by a run that has learned classification, got {folder}")
+    classes = tuple(run.facts["classes"])
     with started(device) as ranks:
         model = run.model.to(ranks.device)
         for path in found:
@@ -71,7 +77,7 @@ def predict(paths: list[Path], folder: Path, *, device: str = "auto") -> Iterato
             except CorruptImage as error:
                 yield Prediction(path=path, likeliest=(), error=str(error))
                 continue
-            yield Prediction(path=path, likeliest=likeliest(model, image.to(ranks.device), run.classes))
+            yield Prediction(path=path, likeliest=likeliest(model, image.to(ranks.device), classes))
 
 
 @torch.no_grad()

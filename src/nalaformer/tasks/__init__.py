@@ -1,6 +1,16 @@
 """Tasks: data, loss and metrics, for any model that is passed in."""
 
-from .base import Loss, Metrics, Task
+from .base import TASKS, Loss, Metrics, RecipeTask, Task, task_name
 from .classification import Classification, ClassificationConfig, TopAccuracy
 
-__all__ = ["Classification", "ClassificationConfig", "Loss", "Metrics", "Task", "TopAccuracy"]
+__all__ = [
+    "TASKS",
+    "Classification",
+    "ClassificationConfig",
+    "Loss",
+    "Metrics",
+    "RecipeTask",
+    "Task",
+    "TopAccuracy",
+    "task_name",
+]

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..data import Samples
+from ..registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +51,28 @@ class Task(Protocol):
 
     def metrics(self) -> Metrics:
         """A fresh set, all zero."""
+
+
+class RecipeTask(Task, Protocol):
+    """A task that recipes name: it is made of a description, and says which model fits its data."""
+
+    Config: type[Any]
+    """The frozen dataclass that describes it."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    def facts(self) -> dict[str, Any]:
+        """What of the data the model's shape and its answers depend on, as JSON holds it: kept with every checkpoint,
+        so that a model can be used where its data is not."""
+
+    @staticmethod
+    def create_model(name: str, options: dict[str, Any], facts: dict[str, Any]) -> nn.Module:
+        """The model of that name for data with these facts."""
+
+
+TASKS: Registry[type[RecipeTask]] = Registry("task")
+
+
+def task_name(config: object) -> str:
+    """Which task a description is of."""
+    return next(name for name in TASKS.names() if type(config) is TASKS[name].Config)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..data import GENERATED, Augmentation, Generated, ImageFolder, eval_transform, training_transform
 from ..registry import unknown_name
-from .base import Loss
+from .base import TASKS, Loss
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,14 +48,20 @@ class ClassificationConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.smoothing < 1:
             raise ValueError(f"smoothing must be at least 0 and below 1, got {self.smoothing}")
+        if isinstance(self.augmentation, dict):
+            # as a checkpoint's settings hold it
+            object.__setattr__(self, "augmentation", Augmentation(**self.augmentation))
         if self.mixup < 0 or self.cutmix < 0:
             raise ValueError(f"mixup and cutmix must not be negative, got {self.mixup} and {self.cutmix}")
         if not 0 < self.eval_crop <= 1:
             raise ValueError(f"eval_crop must be above 0 and at most 1, got {self.eval_crop}")
 
 
+@TASKS.register("classification")
 class Classification:
     """Cross-entropy and top-1, top-5 accuracy on a folder of images or generated ones."""
+
+    Config = ClassificationConfig
 
     def __init__(self, config: ClassificationConfig) -> None:
         self.config = config
@@ -96,6 +102,20 @@ class Classification:
     @property
     def image_size(self) -> int:
         return self.generated("val", 1).image_size if self.is_generated else self.config.image_size
+
+    def facts(self) -> dict[str, Any]:
+        return {"classes": list(self.classes)}
+
+    @staticmethod
+    def create_model(name: str, options: dict[str, Any], facts: dict[str, Any]) -> nn.Module:
+        """timm's model of that name; those of this library are among them."""
+        import timm
+
+        try:
+            return timm.create_model(name, num_classes=len(facts["classes"]), **options)
+        except RuntimeError as error:
+            # timm's way of saying that it has no model of that name
+            raise ValueError(f"the model {name!r} cannot be created: {error}") from error
 
     def prepare(self, image: "Image") -> Tensor:
         """An image of any size as the model's input, [3, image_size, image_size]."""

@@ -1,0 +1,59 @@
+"""`nalaformer <command>`: the table of commands. What they do lives in the packages."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from . import backbones, bench, study, train
+from .console import make_console
+
+if TYPE_CHECKING:
+    import typer
+
+HELP = "Linear attention that keeps what softmax has: it sharpens with the query norm and keeps the negative half."
+
+
+def main() -> None:
+    """Entry point: a wrong value or path is one line on stderr and exit code 2."""
+    try:
+        build_app()()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        extras = {"typer": "cli", "rich": "cli", "matplotlib": "cli", "timm": "vision", "PIL": "vision"}
+        extra = extras.get(missing)
+        if extra is None:
+            raise
+        sys.exit(f"this command needs {missing}: pip install 'nalaformer[{extra}]'")
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        sys.exit(2)
+
+
+def build_app() -> "typer.Typer":
+    """Every command with its options."""
+    import rich  # noqa: F401  (asked for here, so that main can say what is missing)
+    import typer
+
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
+
+    def version_and_exit(asked: bool) -> None:
+        if asked:
+            show_version()
+            raise typer.Exit
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=version_and_exit)
+        ] = False,
+    ) -> None:
+        pass
+
+    for group in (train, backbones, study, bench):
+        group.add_to(app)
+    return app
+
+
+def show_version() -> None:
+    from .. import __version__
+
+    make_console().print(f"nalaformer {__version__}")

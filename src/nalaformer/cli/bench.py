@@ -1,0 +1,81 @@
+"""`nalaformer bench ...`: speed and memory."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from .console import make_console
+
+if TYPE_CHECKING:
+    import typer
+
+
+def add_to(app: "typer.Typer") -> None:
+    """Enter the commands."""
+    import typer
+
+    bench = typer.Typer(no_args_is_help=True, help="Speed and memory, side by side with peers.")
+    app.add_typer(bench, name="bench")
+
+    @bench.command("ops")
+    def ops(
+        device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+        out: Annotated[Path | None, typer.Option(help="CSV file.", show_default="benchmarks/results/ops_<device>.csv")] = None,
+        quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases, shorter timing.")] = False,
+    ) -> None:
+        """Time and memory of linear attention, the published formula and torch's softmax attention."""
+        run_bench_ops(device, out or Path(f"benchmarks/results/ops_{device}.csv"), quick)
+
+    @bench.command("models")
+    def bench_models(
+        device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+        out: Annotated[
+            Path | None, typer.Option(help="CSV file.", show_default="benchmarks/results/models_<device>.csv")
+        ] = None,
+        size: Annotated[
+            list[int] | None, typer.Option(help="Image size; may be repeated.", show_default="224; cuda: also 512, 1024, 2048")
+        ] = None,
+        seconds: Annotated[float, typer.Option(help="Of timing per measurement.")] = 3.0,
+    ) -> None:
+        """Images per second and memory of NaLaFormer-T: linear, its reference path, softmax, and as released."""
+        run_bench_models(device, out, size, seconds)
+
+
+def run_bench_ops(device: str, out: Path, quick: bool) -> None:
+    from rich.progress import Progress
+
+    from ..bench import cases_for, describe_machine, measure, plan, results_table, summary_lines, write_csv
+
+    console = make_console()
+    machine = describe_machine()
+    measurements = plan(cases_for(device, quick=quick), device)
+    # a path that cannot be written should say so now and not after minutes
+    out.parent.mkdir(parents=True, exist_ok=True)
+    dtype = str(measurements[0].dtype).removeprefix("torch.")
+    threads = f", {machine.threads} threads" if device == "cpu" else ""
+    console.print(f"{machine.device_name(device)}{threads}, {dtype}, torch {machine.torch}, commit {machine.commit}")
+    results = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(measurements))
+        for measurement in measurements:
+            what = f"{measurement.case.shape}  {measurement.implementation}, {measurement.direction}"
+            progress.update(task, description=what)
+            results.append(measure(measurement, seconds=0.3 if quick else 2.0))
+            # whatever stops a long run, what it has measured stays
+            write_csv(results, out, machine)
+            progress.advance(task)
+    console.print(results_table(results))
+    for line in summary_lines(results):
+        console.print(line)
+    console.print(f"results: {out}", soft_wrap=True)
+    if not all(result.is_right for result in results):
+        sys.exit(1)
+
+
+def run_bench_models(device: str, out: Path | None, sizes: list[int] | None, seconds: float) -> None:
+    from ..bench import run_models
+    from ..bench.models import MEASURED, OUT_OF_MEMORY
+
+    results = run_models(device, out, sizes or None, seconds=seconds)
+    if not all(result.outcome in (MEASURED, OUT_OF_MEMORY) for result in results):
+        sys.exit(1)

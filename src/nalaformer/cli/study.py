@@ -1,0 +1,97 @@
+"""Commands that look at attention and at this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from .console import make_console
+
+if TYPE_CHECKING:
+    import typer
+
+
+def add_to(app: "typer.Typer") -> None:
+    """Enter the commands."""
+    import typer
+
+    @app.command()
+    def compare(
+        out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("runs/compare"),
+        tokens: Annotated[int, typer.Option(help="Number of tokens.")] = 256,
+        seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+    ) -> None:
+        """Compare softmax and every feature map: does attention sharpen as the query grows?"""
+        run_compare(out, tokens, seed)
+
+    @app.command()
+    def demo(
+        out: Annotated[Path, typer.Option(help="Folder for report.html and the runs.")] = Path("runs/demo"),
+        seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 2,
+        steps: Annotated[int | None, typer.Option(help="Steps of each run.", show_default="those of the demo")] = None,
+    ) -> None:
+        """Train the same small network with every attention and compare: table and report.html, in minutes on a CPU."""
+        run_demo(out, seeds, steps)
+
+    @app.command()
+    def info() -> None:
+        """Versions, devices, which implementation would run here and why, and which extras are installed."""
+        run_info()
+
+
+def run_compare(out: Path, tokens: int, seed: int) -> None:
+    from rich.progress import track
+
+    from ..analysis import HOW_TO_READ, compare_methods, comparison_table, draw_entropy_against_norm, methods
+
+    console = make_console()
+    chosen = methods()
+    rows = list(
+        track(
+            compare_methods(chosen, num_tokens=tokens, seed=seed),
+            "comparing",
+            len(chosen),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+    )
+    picture = draw_entropy_against_norm(rows, out / "entropy_vs_norm.png", num_tokens=tokens)
+    console.print(comparison_table(rows, num_tokens=tokens))
+    console.print(HOW_TO_READ)
+    # a path is for copying: never broken over two lines
+    console.print(f"picture: {picture}", soft_wrap=True)
+
+
+def run_demo(out: Path, seeds: int, steps: int | None) -> None:
+    from ..demo import HOW_TO_READ, demo_table, run_demo, write_report
+
+    console = make_console()
+    result = run_demo(out, seeds=seeds, steps=steps, console=console)
+    report = write_report(result, out / "report.html")
+    console.print(demo_table(result))
+    console.print(HOW_TO_READ)
+    for line in result.findings():
+        console.print(line)
+    console.print(f"report: {report}", soft_wrap=True)
+
+
+def run_info() -> None:
+    from rich.table import Table
+
+    from ..bench import describe_machine, extras
+    from ..ops import backend
+
+    console = make_console()
+    machine = describe_machine()
+    table = Table.grid(padding=(0, 2))
+    for name in ("nalaformer", "commit", "python", "torch", "triton"):
+        table.add_row(name, getattr(machine, name))
+    table.add_row("cpu", f"{machine.cpu}, {machine.threads} threads")
+    table.add_row("gpu", ", ".join(machine.gpus) or "none found")
+    for name, value in backend.report().items():
+        table.add_row(f"backend: {name}" if name != "backend" else name, value)
+    for extra in extras():
+        # brackets are markup to rich
+        install = extra.install.replace("[", "\\[")
+        state = f"missing {', '.join(extra.missing)}: {install}" if extra.missing else f"present: {', '.join(extra.present)}"
+        table.add_row(f"extra {extra.name}", state)
+    console.print(table)

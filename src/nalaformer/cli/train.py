@@ -1,0 +1,121 @@
+"""Commands that train and use what was trained."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from .console import make_console
+
+if TYPE_CHECKING:
+    import typer
+
+
+def add_to(app: "typer.Typer") -> None:
+    """Enter the commands."""
+    import typer
+
+    @app.command()
+    def train(
+        recipe: Annotated[str, typer.Argument(help="Name of a recipe; `nalaformer recipes` lists them.")],
+        settings: Annotated[list[str] | None, typer.Argument(help="key=value, any setting of the recipe.")] = None,
+        out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/<recipe>")] = None,
+    ) -> None:
+        """Train a recipe. The same command again goes on where a stopped or killed run was."""
+        run_train(recipe, settings or [], out or Path("runs") / recipe)
+
+    @app.command("eval")
+    def evaluate(
+        run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+        data: Annotated[str | None, typer.Option(help="Another folder of images with the same classes.")] = None,
+        step: Annotated[int | None, typer.Option(help="Step of the checkpoint.", show_default="the best")] = None,
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    ) -> None:
+        """Evaluate a trained model."""
+        run_eval(run, data, step, device)
+
+    @app.command()
+    def predict(
+        images: Annotated[list[Path], typer.Argument(help="Images, or folders of them.")],
+        run: Annotated[Path, typer.Option(help="Folder of the run whose model is asked.")],
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    ) -> None:
+        """Name what images show: the five likeliest classes of each."""
+        run_predict(images, run, device)
+
+    @app.command()
+    def recipes(
+        recipe: Annotated[str | None, typer.Argument(help="One recipe, with all its settings.")] = None,
+    ) -> None:
+        """List the recipes, or show one with its cost, expected result and settings."""
+        run_recipes(recipe)
+
+
+def run_train(name: str, settings: list[str], out: Path) -> None:
+    from ..recipes import RECIPES, changed, make_trainer
+    from ..training import TrainingStopped
+
+    console = make_console()
+    recipe = changed(RECIPES[name](), settings)
+    try:
+        outcome = make_trainer(recipe, out, title=name, console=console).fit()
+    except TrainingStopped as stopped:
+        sys.stderr.write(f"stopped: {stopped}\n")
+        sys.exit(1)
+    if outcome.is_finished:
+        figures = ", ".join(f"{key} {value:.4g}" for key, value in outcome.metrics.items())
+        console.print(f"finished: {figures}; run: {out}", soft_wrap=True)
+
+
+def run_eval(run: Path, data: str | None, step: int | None, device: str) -> None:
+    from rich.table import Table
+
+    from ..recipes import evaluate_run
+
+    console = make_console()
+    with console.status(f"evaluating {run}"):
+        result = evaluate_run(run, data=data, step=step, device=device)
+    table = Table(title=f"{run}, step {result.step}, {result.model}", title_justify="left")
+    for name in ("figure", "value"):
+        table.add_column(name)
+    for name, value in result.metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    console.print(table)
+    for line in result.rejected:
+        console.print(f"left out: {line}", soft_wrap=True, markup=False)
+
+
+def run_predict(images: list[Path], run: Path, device: str) -> None:
+    from rich.table import Table
+
+    from ..recipes import predict
+
+    console = make_console()
+    table = Table(title=f"by {run}", title_justify="left")
+    for heading in ("image", "first", "second", "third", "fourth", "fifth"):
+        table.add_column(heading, overflow="fold")
+    failed = False
+    for prediction in predict(images, run, device=device):
+        cells = [f"{name} {100 * part:.1f}%" for name, part in prediction.likeliest]
+        failed |= prediction.error != ""
+        table.add_row(str(prediction.path), *(cells or [prediction.error]))
+    console.print(table)
+    if failed:
+        sys.exit(1)
+
+
+def run_recipes(name: str | None) -> None:
+    from rich.table import Table
+
+    from ..recipes import RECIPES, describe, settings_of
+
+    console = make_console()
+    table = Table.grid(padding=(0, 2))
+    if name is None:
+        for each in RECIPES.names():
+            table.add_row(each, describe(each).splitlines()[0])
+        console.print(table)
+        return
+    console.print(describe(name), markup=False)
+    for setting in settings_of(RECIPES[name]()):
+        table.add_row(setting.key, str(setting.value), setting.meaning)
+    console.print(table)
