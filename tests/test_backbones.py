@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import nalaformer
 from nalaformer import cli
 from nalaformer.attention import METHODS
-from nalaformer.models import VARIANTS, Backbone, build, card, count_multiply_adds
-from nalaformer.models.multiply_adds import attention_multiply_adds
+from nalaformer.models.vision import VARIANTS, Backbone, build, card, count_multiply_adds
+from nalaformer.models.vision.multiply_adds import attention_multiply_adds
 from nalaformer.when_imported import when_imported
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -338,7 +338,9 @@ def test_a_broken_companion_does_not_break_the_watched_package(tmp_path, monkeyp
 
 
 def test_importing_nalaformer_imports_neither_timm_nor_the_models():
-    code = "import sys, nalaformer; print(*(name in sys.modules for name in ('timm', 'torchvision', 'nalaformer.models')))"
+    code = (
+        "import sys, nalaformer; print(*(name in sys.modules for name in ('timm', 'torchvision', 'nalaformer.models.vision')))"
+    )
     assert python(code) == ["False"] * 3
 
 
@@ -347,7 +349,7 @@ def test_without_timm_the_rest_works_and_the_models_say_what_is_missing():
         "import sys; sys.modules['timm'] = None\n"
         "import nalaformer\n"
         "nalaformer.attention.build('nalaformer', dim=16, num_heads=2)\n"
-        "try: import nalaformer.models\n"
+        "try: import nalaformer.models.vision\n"
         "except ModuleNotFoundError as error: print(error)"
     )
     assert "pip install 'nalaformer[vision]'" in " ".join(python(code))
@@ -356,7 +358,7 @@ def test_without_timm_the_rest_works_and_the_models_say_what_is_missing():
 def test_every_backbone_is_a_timm_model():
     assert set(VARIANTS) <= set(timm.list_models())
     assert isinstance(timm.create_model("nalaformer_xt", device="meta"), Backbone)
-    assert nalaformer.models.VARIANTS is VARIANTS
+    assert nalaformer.models.vision.VARIANTS is VARIANTS
 
 
 # --- the command --------------------------------------------------------------------------------------------------------
@@ -384,7 +386,7 @@ def test_the_command_says_when_no_name_fits():
 
 def test_without_timm_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["nalaformer", "models"])
-    for name in [name for name in sys.modules if name.startswith("nalaformer.models")]:
+    for name in [name for name in sys.modules if name.startswith("nalaformer.models.vision")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(SystemExit, match=r"timm: pip install 'nalaformer\[vision\]'"):

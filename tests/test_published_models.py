@@ -80,7 +80,7 @@ def test_a_published_file_loads_by_path_and_through_timm(name, key, tmp_path):
 def test_our_own_names_load_untranslated():
     weights, config, tensors = golden("nalaformer_hybrid")
     model = nalaformer.published.load(weights, "nalaformer", **config)
-    again = nalaformer.models.build("nalaformer_t", num_classes=10, **config).eval()
+    again = nalaformer.models.vision.build("nalaformer_t", num_classes=10, **config).eval()
     again.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(again(tensors["input"]), model(tensors["input"]))
@@ -221,7 +221,7 @@ def test_a_wrong_conversion_says_the_rule(tmp_path, monkeypatch, content, argume
 
 def test_weights_that_fit_a_named_backbone_pass_the_check(tmp_path):
     # full-size weights are heavy: those of the smallest backbone, all zeros, under the published names
-    ours = nalaformer.models.build("nalaformer_xt", device="meta").state_dict()
+    ours = nalaformer.models.vision.build("nalaformer_xt", device="meta").state_dict()
     published = {}
     for name, value in ours.items():
         published |= to_published(name, torch.zeros(value.shape), "nalaformer_xt")

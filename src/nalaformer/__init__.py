@@ -17,7 +17,7 @@ from .ops import (
 from .when_imported import when_imported
 
 # the backbones enter timm's registry as soon as both packages are imported, in either order
-when_imported("timm", "nalaformer.models")
+when_imported("timm", "nalaformer.models.vision")
 
 __version__ = "0.1.0.dev0"
 

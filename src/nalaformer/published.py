@@ -14,7 +14,7 @@ from .published_names import FAMILIES, is_published_model, translate
 from .registry import unknown_name
 
 if TYPE_CHECKING:
-    from .models import Backbone
+    from .models.vision import Backbone
 
 __all__ = ["FAMILIES", "convert_file", "load", "read", "translate"]
 
@@ -30,8 +30,8 @@ def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any)
     `config`: what differs from the family's tiny model, as fields of models.BackboneConfig; classes are counted on the
     weights. The published variants have names: timm.create_model("nalaformer_s", checkpoint_path=file) does the same.
     """
-    from .models import LAYOUTS
-    from .models.variants import build_from
+    from .models.vision import LAYOUTS
+    from .models.vision.variants import build_from
 
     if family not in FAMILIES:
         raise unknown_name("family of published weights", family, FAMILIES)
@@ -64,7 +64,7 @@ def convert_file(source: str | Path, out: str | Path, family: str, *, model: str
         raise ValueError(f"{source} holds no published backbone: none of its names begins with patch_embed, but {some}, ...")
     weights = {name: value.contiguous() for name, value in translate(published, family).items()}
     if model:
-        from .models import build
+        from .models.vision import build
 
         classes = weights["head.fc.weight"].shape[0] if "head.fc.weight" in weights else 0
         expected = {name: value.shape for name, value in build(model, device="meta", num_classes=classes).state_dict().items()}

@@ -238,7 +238,7 @@ def make_model_call(measurement: ModelMeasurement) -> Callable[[], object]:
 
 def build_variant(measurement: ModelMeasurement) -> nn.Module:
     """The network with the same random weights every time."""
-    from ..models import build
+    from ..models.vision import build
 
     variant = MODEL_VARIANTS[measurement.variant]
     torch.manual_seed(0)

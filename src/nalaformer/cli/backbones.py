@@ -36,7 +36,7 @@ def run_models(pattern: str) -> None:
 
     from rich.progress import track
 
-    from ..models import VARIANTS, card, cards_table, notes_of
+    from ..models.vision import VARIANTS, card, cards_table, notes_of
 
     console = make_console()
     names = matching(VARIANTS, pattern)

@@ -1,7 +1,7 @@
 """ImageNet-1K as NaLaFormer's released code trains it. Accuracies are the authors': published, not measured here."""
 
 from ..data import Augmentation
-from ..models import VARIANTS
+from ..models.vision import VARIANTS
 from ..tasks import ClassificationConfig
 from ..training import TrainingConfig
 from .recipe import RECIPES, Recipe

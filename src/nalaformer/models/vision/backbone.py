@@ -8,8 +8,8 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention.position_table import PositionTable
-from ..published_names import is_published_model, translate
+from ...attention.position_table import PositionTable
+from ...published_names import is_published_model, translate
 from .block import Block, as_image, as_tokens
 from .config import BackboneConfig
 from .resolution import ChannelNorm, make_downsampling, make_stem

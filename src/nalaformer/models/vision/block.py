@@ -3,7 +3,7 @@
 from timm.layers import DropPath, LayerScale
 from torch import Tensor, nn
 
-from ..attention import Attention, AttentionConfig
+from ...attention import Attention, AttentionConfig
 
 Grid = tuple[int, int]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..registry import unknown_name
+from ...registry import unknown_name
 from .backbone import Backbone
 from .config import BackboneConfig
 

@@ -27,7 +27,7 @@ def entry(name: str) -> Callable[..., Backbone]:
     # timm files a function under its name, and looks for its default_cfgs in its module
     create.__name__ = create.__qualname__ = name
     create.__module__ = __name__
-    create.__doc__ = f"{name}: see nalaformer.models.card({name!r})."
+    create.__doc__ = f"{name}: see nalaformer.models.vision.card({name!r})."
     return create
 
 

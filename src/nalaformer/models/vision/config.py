@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..attention import METHODS, AttentionConfig, configure
-from ..published_names import FAMILIES
-from ..registry import unknown_name
+from ...attention import METHODS, AttentionConfig, configure
+from ...published_names import FAMILIES
+from ...registry import unknown_name
 
 ATTENTION_PARTS = {part.name for part in fields(AttentionConfig)}
 

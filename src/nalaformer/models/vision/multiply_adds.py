@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ..attention import Attention
-from ..attention.windows import Windows
+from ...attention import Attention
+from ...attention.windows import Windows
 
 
 def count_multiply_adds(model: nn.Module, image_size: tuple[int, int]) -> int:
