@@ -23,6 +23,8 @@ LARGEST_FEATURES = 256  # for features computed outside
 TRITON_FOUND = find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, slowly: for tests
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+# older ones say of every torch.compile that it is an export
+TELLS_EXPORT_FROM_COMPILE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 # one setting for the process, read where the op is called: no ContextVar, which torch.compile cannot trace
 _setting = "auto"
@@ -99,7 +101,7 @@ def why_not_triton(
         return f"the tensors are on {q.device.type}"
     if q.shape[0] == 0:
         return "the batch is empty"
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() and (TELLS_EXPORT_FROM_COMPILE or not torch.compiler.is_dynamo_compiling()):
         return "an exported program must run without Triton"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
         return "float64 has no matrix units"
