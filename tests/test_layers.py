@@ -373,7 +373,8 @@ def layer_by_hand(layer: Attention, x: Tensor, grid: tuple[int, int], attended: 
     """NaLaFormer's shell around attention [B, N, C]: + 5x5 convolution of the values, LayerNorm, * silu(gate), projection."""
     _, _, v, gate = layer.qkvg(x).chunk(4, dim=-1)
     image = v.transpose(1, 2).unflatten(2, grid)
-    near = layer.local_mix.conv(image).flatten(2).transpose(1, 2)
+    conv = layer.local_mix.conv
+    near = F.conv2d(image, conv.weight, conv.bias, padding=2, groups=16).flatten(2).transpose(1, 2)
     mixed = attended + near
     centred = mixed - mixed.mean(-1, keepdim=True)
     normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.norm.weight + layer.norm.bias

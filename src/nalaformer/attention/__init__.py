@@ -4,6 +4,8 @@ from typing import Any
 
 from .config import METHODS, AttentionConfig, configure
 from .layer import Attention
+from .layer_norm import LayerNorm
+from .local_mix import DepthwiseConv
 
 
 def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:
@@ -15,4 +17,4 @@ def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:
     return Attention(configure(name, options), dim=dim, num_heads=num_heads)
 
 
-__all__ = ["METHODS", "Attention", "AttentionConfig", "build", "configure"]
+__all__ = ["METHODS", "Attention", "AttentionConfig", "DepthwiseConv", "LayerNorm", "build", "configure"]

@@ -1,5 +1,7 @@
 """The one attention layer: project, map, attend, mix nearby, normalise, gate, project."""
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,11 +9,14 @@ from torch import Tensor, nn
 from ..feature_maps import Reflection, feature_map
 from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention
 from .config import AttentionConfig
+from .layer_norm import LayerNorm
 from .local_mix import LocalMix, resize_values
 from .position_table import PositionTable
 from .windows import MAX_GROUPS, RelativeBias, Windows
 
 Grid = tuple[int, int]
+# layers of one stage share their positions, and the next step asks for them again
+kept_rotary = lru_cache(maxsize=32)(Rotary.grid)
 
 
 class Attention(nn.Module):
@@ -64,7 +69,7 @@ class Attention(nn.Module):
                 kernel_size=config.kernel_size,
                 shared=config.local_mix == "heads",
             )
-        self.norm = nn.LayerNorm(dim) if config.norm else None
+        self.norm = LayerNorm(dim) if config.norm else None
         self.projection = nn.Linear(dim, dim)
 
     def forward(
@@ -88,7 +93,9 @@ class Attention(nn.Module):
             v = hide(v, key_mask)
             if self.config.key_reduction > 1:
                 v = resize_values(v, key_grid, grid, self.config.value_upsampling)
-            out = out + self.local_mix(v, grid)
+            out = self.local_mix(v, grid, out)
+        if self.norm is not None and self.config.gate == "silu":
+            return self.projection(self.norm(out, gate))
         if self.norm is not None:
             out = self.norm(out)
         if gate is not None:
@@ -176,7 +183,12 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2)
 
     def _rotary(self, grid: Grid, channels: int, like: Tensor) -> Rotary:
-        return Rotary.grid(*grid, channels, normalised=self.config.normalised_rotary, device=like.device)
+        # a tensor made in inference mode may not be used in training, one made while a graph is captured has no value yet,
+        # and a tracer follows no cache
+        passing = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+        passing = passing or (like.is_cuda and torch.cuda.is_current_stream_capturing())
+        make = Rotary.grid if passing else kept_rotary
+        return make(*grid, channels, normalised=self.config.normalised_rotary, device=like.device)
 
     def _checked_grid(self, x: Tensor, grid: Grid | None) -> Grid:
         if x.dim() != 3 or x.shape[-1] != self.dim:

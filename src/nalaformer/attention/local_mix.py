@@ -3,9 +3,21 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import depthwise_conv
+
+
+class DepthwiseConv(nn.Conv2d):
+    """A kernel per channel, on tokens [B, N, C] of a grid, and `plus` added; more channels than kernels share them in turn."""
+
+    def __init__(self, channels: int, kernel_size: int) -> None:
+        super().__init__(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels)
+
+    def forward(self, x: Tensor, grid: tuple[int, int], plus: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return depthwise_conv(x, self.weight, self.bias, grid=grid, plus=plus)
+
 
 class LocalMix(nn.Module):
-    """Values [B, N, H, V] of a grid -> [B, N, C], each channel convolved over its neighbours.
+    """Values [B, N, H, V] of a grid -> [B, N, C], each channel convolved over its neighbours, and `plus` added.
 
     One kernel per channel, or (`shared`) one per channel of a head, used by every head.
     """
@@ -13,14 +25,10 @@ class LocalMix(nn.Module):
     def __init__(self, *, num_heads: int, head_dim: int, kernel_size: int, shared: bool) -> None:
         super().__init__()
         channels = head_dim if shared else num_heads * head_dim
-        self.shared = shared
-        self.conv = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels)
+        self.conv = DepthwiseConv(channels, kernel_size)
 
-    def forward(self, v: Tensor, grid: tuple[int, int]) -> Tensor:
-        batch, tokens, heads, size = v.shape
-        image = v.permute(0, 2, 3, 1)  # [B, H, V, N]
-        image = image.reshape(batch * heads, size, *grid) if self.shared else image.reshape(batch, heads * size, *grid)
-        return self.conv(image).reshape(batch, heads * size, tokens).transpose(1, 2)
+    def forward(self, v: Tensor, grid: tuple[int, int], plus: Tensor | None = None) -> Tensor:
+        return self.conv(v.flatten(2), grid, plus)
 
 
 def resize_values(v: Tensor, from_grid: tuple[int, int], to_grid: tuple[int, int], how: str) -> Tensor:

@@ -114,7 +114,9 @@ class NormAware(FeatureMap):
             key_power = torch.full_like(lambda_, self.fixed_key_power)
             rows = torch.stack((lambda_ * tau, lambda_, key_power), dim=1).to(device)
         else:
-            rows = constant_row((self.fixed_lambda * self.fixed_tau, self.fixed_lambda, self.fixed_key_power), device)
+            # torch.compile looks through the cache and warns of it
+            make = constant_row.__wrapped__ if torch.compiler.is_compiling() else constant_row
+            rows = make((self.fixed_lambda * self.fixed_tau, self.fixed_lambda, self.fixed_key_power), device)
         return KernelSpec(
             f"norm_aware_{self.direction}",
             parts=2,

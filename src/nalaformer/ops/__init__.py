@@ -1,10 +1,13 @@
-"""Mathematics on tensors: the attention op, its state, and the choice of its implementation."""
+"""Mathematics on tensors: the attention op, its state, what surrounds it, and the choice of the implementation."""
 
 from .backend import get_backend, set_backend, use_backend
 from .checks import check_key_mask
+from .depthwise import depthwise_conv
 from .features import FeatureMapLike, ScaledFeatures, cheap_to_look_at, compute_dtype, hide
 from .interface import attention_weights, linear_attention, recurrent_linear_attention, recurrent_step_
 from .kernel_spec import KernelSpec
+from .layer_norm import layer_norm
+from .residual import scaled_residual
 from .rotary import Rotary, rotary_frequencies
 from .state import LinearState
 
@@ -18,12 +21,15 @@ __all__ = [
     "cheap_to_look_at",
     "check_key_mask",
     "compute_dtype",
+    "depthwise_conv",
     "get_backend",
     "hide",
+    "layer_norm",
     "linear_attention",
     "recurrent_linear_attention",
     "recurrent_step_",
     "rotary_frequencies",
+    "scaled_residual",
     "set_backend",
     "use_backend",
 ]

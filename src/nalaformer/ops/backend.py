@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..registry import unknown_name
+from .exporting import is_exporting
 from .features import FeatureMapLike
 from .rotary import Rotary
 
@@ -23,8 +24,6 @@ LARGEST_FEATURES = 256  # for features computed outside
 TRITON_FOUND = find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, slowly: for tests
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-# older ones say of every torch.compile that it is an export
-TELLS_EXPORT_FROM_COMPILE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 # one setting for the process, read where the op is called: no ContextVar, which torch.compile cannot trace
 _setting = "auto"
@@ -85,6 +84,25 @@ def why_no_triton_here() -> str | None:
     return None
 
 
+def why_not_on(x: Tensor) -> str | None:
+    """Why the kernels cannot take such a tensor; None if they can."""
+    if not TRITON_FOUND or (x.device.type != "cuda" and not (INTERPRETING and _setting == "triton")):
+        # asked only here: looking for devices takes longer than a kernel's launch
+        return why_no_triton_here() or f"the tensors are on {x.device.type}"
+    if x.shape[0] == 0:
+        return "the batch is empty"
+    if is_exporting():
+        return "an exported program must run without Triton"
+    if x.dtype == torch.float64:
+        return "float64 has no matrix units"
+    return None
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether what surrounds attention (convolution, norm) runs on kernels too; plain torch is as good where they cannot."""
+    return _setting in ("auto", "triton") and x.is_floating_point() and why_not_on(x) is None
+
+
 def why_not_triton(
     q: Tensor,
     k: Tensor,
@@ -94,17 +112,9 @@ def why_not_triton(
     rotary: tuple[Rotary | None, Rotary | None],
 ) -> str | None:
     """Why this call cannot use the kernels; None if it can."""
-    reason = why_no_triton_here()
+    reason = why_not_on(q) or why_not_on(k) or why_not_on(v)
     if reason:
         return reason
-    if q.device.type != "cuda" and not (INTERPRETING and _setting == "triton"):
-        return f"the tensors are on {q.device.type}"
-    if q.shape[0] == 0:
-        return "the batch is empty"
-    if torch.compiler.is_exporting() and (TELLS_EXPORT_FROM_COMPILE or not torch.compiler.is_dynamo_compiling()):
-        return "an exported program must run without Triton"
-    if torch.float64 in (q.dtype, k.dtype, v.dtype):
-        return "float64 has no matrix units"
     is_normalised = rotary[0] is not None and rotary[0].normalised
     # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
     spec = None if is_normalised else feature_map.kernel_spec(q.device)

@@ -5,16 +5,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .exporting import is_exporting
 
-def rotary_frequencies(num_pairs: int, *, base: float = 10000.0, inclusive: bool = False) -> Tensor:
-    """Turning speeds base^-t of the channel pairs, float64 [P].
+
+def rotary_frequencies(
+    num_pairs: int, *, base: float = 10000.0, inclusive: bool = False, device: torch.device | str | None = None
+) -> Tensor:
+    """Turning speeds base^-t of the channel pairs, float64 [P] (float32 on Apple GPUs).
 
     t runs over [0, 1): the usual form for text. `inclusive` runs over [0, 1]: the form of the published vision models.
     """
+    # made where it is used: a copy from the host would make the host wait for the device
+    precise = torch.float32 if device is not None and torch.device(device).type == "mps" else torch.float64
     if inclusive:
-        t = torch.linspace(0.0, 1.0, num_pairs, dtype=torch.float64)
+        t = torch.linspace(0.0, 1.0, num_pairs, dtype=precise, device=device)
     else:
-        t = torch.arange(num_pairs, dtype=torch.float64) / num_pairs
+        t = torch.arange(num_pairs, dtype=precise, device=device) / num_pairs
     return base**-t
 
 
@@ -58,7 +64,7 @@ class Rotary:
         if dim % 2:
             raise ValueError(f"1-D rotary needs an even number of channels, got {dim}; choose an even head_dim")
         positions = torch.arange(start, start + num_tokens, device=device)[:, None]
-        return cls(positions, rotary_frequencies(dim // 2, base=base).to(positions.device), normalised)
+        return cls(positions, rotary_frequencies(dim // 2, base=base, device=positions.device), normalised)
 
     @classmethod
     def grid(
@@ -77,7 +83,7 @@ class Rotary:
         rows = torch.arange(height, device=device)[:, None].expand(height, width)
         columns = torch.arange(width, device=device)[None, :].expand(height, width)
         positions = torch.stack((rows, columns), dim=-1).reshape(height * width, 2)
-        return cls(positions, rotary_frequencies(dim // 4, base=base, inclusive=True).to(positions.device), normalised)
+        return cls(positions, rotary_frequencies(dim // 4, base=base, inclusive=True, device=positions.device), normalised)
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, dim: int, *, base: float = 10000.0, normalised: bool = False) -> "Rotary":
@@ -107,7 +113,7 @@ class Rotary:
         """Cosine and sine of the angles, each [N, A*P] or [B, N, A*P]."""
         # float64 angles: at position 262,144 a float32 angle is off by 0.02 radian. ONNX runtimes and Apple GPUs lack
         # float64 trigonometry, and images have small positions
-        lacks_double = torch.compiler.is_exporting() or self.positions.device.type == "mps"
+        lacks_double = is_exporting() or self.positions.device.type == "mps"
         precise = torch.float32 if lacks_double else torch.float64
         angles = self.positions[..., None].to(precise) * self.frequencies.to(self.positions.device, precise)
         angles = angles.flatten(-2)

@@ -3,7 +3,8 @@
 from timm.layers import DropPath, LayerScale
 from torch import Tensor, nn
 
-from ...attention import Attention, AttentionConfig
+from ...attention import Attention, AttentionConfig, DepthwiseConv, LayerNorm
+from ...ops import scaled_residual
 
 Grid = tuple[int, int]
 
@@ -28,23 +29,32 @@ class Block(nn.Module):
         norm_eps: float,
     ) -> None:
         super().__init__()
-        self.local1 = DepthwiseConv(dim) if local_positions > 0 else None
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.local1 = DepthwiseConv(dim, 3) if local_positions > 0 else None
+        self.norm1 = LayerNorm(dim, eps=norm_eps)
         self.attention = Attention(attention, dim=dim, num_heads=num_heads)
         self.scale1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
-        self.local2 = DepthwiseConv(dim) if local_positions > 1 else None
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.local2 = DepthwiseConv(dim, 3) if local_positions > 1 else None
+        self.norm2 = LayerNorm(dim, eps=norm_eps)
         self.feed_forward = FeedForward(dim, int(dim * mlp_ratio), mix=feed_forward_mix)
         self.scale2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         if self.local1 is not None:
-            x = x + self.local1(x, grid)
-        x = x + self.drop_path(self.scale1(self.attention(self.norm1(x), grid)))
+            x = self.local1(x, grid, plus=x)
+        x = self._add(x, self.attention(self.norm1(x), grid), self.scale1)
         if self.local2 is not None:
-            x = x + self.local2(x, grid)
-        return x + self.drop_path(self.scale2(self.feed_forward(self.norm2(x), grid)))
+            x = self.local2(x, grid, plus=x)
+        return self._add(x, self.feed_forward(self.norm2(x), grid), self.scale2)
+
+    def _add(self, x: Tensor, branch: Tensor, scale: nn.Module) -> Tensor:
+        """x + drop_path(scale(branch)) in one pass over the tokens."""
+        keep = None
+        if isinstance(self.drop_path, DropPath) and self.training:
+            # the random numbers that timm's module draws
+            kept = 1 - self.drop_path.drop_prob
+            keep = branch.new_empty(len(branch)).bernoulli_(kept).div_(kept)
+        return scaled_residual(x, branch, scale=scale.gamma if isinstance(scale, LayerScale) else None, keep=keep)
 
 
 class FeedForward(nn.Module):
@@ -54,24 +64,14 @@ class FeedForward(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
         self.activation = nn.GELU()
-        self.local = DepthwiseConv(hidden) if mix else None
+        self.local = DepthwiseConv(hidden, 3) if mix else None
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         x = self.activation(self.fc1(x))
         if self.local is not None:
-            x = x + self.local(x, grid)
+            x = self.local(x, grid, plus=x)
         return self.fc2(x)
-
-
-class DepthwiseConv(nn.Conv2d):
-    """A 3x3 kernel per channel, on tokens [B, N, C] of a grid."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim, dim, 3, padding=1, groups=dim)
-
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
-        return as_tokens(super().forward(as_image(x, grid)))
 
 
 def as_image(tokens: Tensor, grid: Grid) -> Tensor:

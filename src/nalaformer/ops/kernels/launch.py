@@ -7,7 +7,6 @@ types and alignment only hands over the pointers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backend import INTERPRETING
 from .bidirectional import output_kernel, state_kernel, whole_kernel
 from .bidirectional_gradient import dk_kernel, dq_kernel, dsums_kernel
+from .start import Description, Launches, processors, start
 
 # up to this many tokens a single program may own a sample and head: one launch instead of three
 WHOLE_TOKENS = 2048
@@ -26,11 +25,16 @@ Angles = tuple[Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its work: tokens per step, warps, pipeline stages."""
+    """How a kernel cuts its work: tokens per step, warps, pipeline stages, and how many registers a thread may take.
+
+    All kernels wait for memory more than they compute: a limit on registers lets more programs share a multiprocessor, and
+    pays where it does not spill.
+    """
 
     tokens: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 # by kernel, then by the padded head size; 64 is measured on one H200 with bfloat16, the others follow from registers
@@ -45,23 +49,13 @@ TILES = {
     "causal_dq": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
     "causal_dk": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
 }
+# for bfloat16, heads up to 64, one stream and no rotary, where few registers are enough
+LEAN_TILES = {"state": Tile(32, 4, 3, 128), "output": Tile(64, 4, 1, 168), "dsums": Tile(32, 4, 3, 128)}
 # by kernel: programs per multiprocessor that we want, and steps below which a program is not worth its sums
 SPREAD = {"state": (2, 8), "output": (16, 4), "dq": (16, 4), "dsums": (2, 8), "dk": (16, 4), "causal": (2, 8)}
+LEAN_SPREAD = {"state": (4, 8), "output": (24, 4), "dsums": (4, 8)}
 # three tf32 products make one of float32 quality; a single one would cost float16 three of its eleven bits
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "tf32x3"}
-
-
-def tile(kernel: str, head: int, operand: torch.dtype) -> Tile:
-    chosen = next(entry for size, entry in TILES[kernel].items() if head <= size)
-    if operand == torch.bfloat16:
-        return chosen
-    # twice the bytes per element: half the tokens fit
-    return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps, 1)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -94,7 +88,7 @@ class Call:
     is_packed: bool
     has_mask: bool
     device: torch.device
-    launches: dict[object, Any] = field(default_factory=dict)
+    launches: Launches = field(default_factory=dict)
     """Compiled kernels with their numbers."""
 
     @property
@@ -113,10 +107,22 @@ class Call:
         batch = () if self.is_packed else (self.samples,)
         return torch.Size((self.streams, *batch, self.heads, self.num_rows))
 
+    def tile(self, kernel: str) -> Tile:
+        """The entry of the tables; "stretch of" names the same kernel where the causal ones say how tokens are spread."""
+        is_lean = self.operand == torch.bfloat16 and self.block_d <= 64 and self.streams == 1 and not self.pairs
+        if is_lean and kernel in LEAN_TILES:
+            return LEAN_TILES[kernel]
+        sizes = TILES[kernel.removeprefix("stretch of ")]
+        chosen = next(entry for size, entry in sizes.items() if self.block_d <= size)
+        if self.operand == torch.bfloat16:
+            return chosen
+        # twice the bytes per element: half the tokens fit
+        return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps, 1)
+
     def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
         """Over how many programs the tokens of a sample and head are spread, and how many each takes."""
-        chosen = tile(kernel, self.block_d, self.operand)
-        per_processor, steps = SPREAD[kernel]
+        chosen = self.tile(kernel)
+        per_processor, steps = LEAN_SPREAD[kernel] if chosen.registers else SPREAD[kernel]
         # rounded down: one program more than fit at once would take as long as all of them again
         wanted = per_processor * processors(self.device) // max(1, self.samples * heads)
         count = max(1, min(wanted, tokens // (steps * chosen.tokens)))
@@ -125,7 +131,7 @@ class Call:
 
     def constants(self, kernel: str) -> dict[str, object]:
         """Every constant that some kernel has; each takes those that it knows."""
-        chosen = tile(kernel, self.block_d, self.operand)
+        chosen = self.tile(kernel)
         return {
             "D": self.head_dim,
             "V": self.value_dim,
@@ -144,6 +150,7 @@ class Call:
             "PRECISION": PRECISION[self.operand],
             "num_warps": chosen.warps,
             "num_stages": chosen.stages,
+            "maxnreg": chosen.registers,
         }
 
     def sums(self, splits: int, heads: int) -> Tensor:
@@ -158,18 +165,12 @@ class Call:
         describe: Callable[[], tuple[str, tuple[int, ...], tuple[float, ...], dict[str, object]]],
     ) -> None:
         """Launch; `describe` gives name, grid, numbers and further constants, and is asked only the first time."""
-        known = self.launches.get(key)
-        if known is not None:
-            runner, rest = known
-            runner(*tensors, *rest)
-            return
-        name, grid, numbers, more = describe()
-        constants = self.constants(name) | more
-        taken = {n: v for n, v in constants.items() if n in kernel.arg_names or n.startswith("num_")}
-        compiled = kernel[grid](*tensors, *numbers, **taken)
-        if not INTERPRETING:
-            in_order = kernel.arg_names[len(tensors) + len(numbers) :]
-            self.launches[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *(taken[n] for n in in_order))
+
+        def description() -> Description:
+            name, grid, numbers, more = describe()
+            return grid, numbers, self.constants(name) | more
+
+        start(self.launches, key, kernel, tensors, description)
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
@@ -271,16 +272,17 @@ def sums_of_keys(
     angles: Angles,
     count: int,
     stretch: int,
+    kernel: str = "state",
 ) -> tuple[Tensor, Tensor]:
     """The sums of each of `count` stretches of keys, [count, B * K, PARTS, D, V + 2], and their log2 scale."""
     sums = call.sums(count, call.kv_heads)
     scale = sums.new_empty(sums.shape[:2])
     call.start(
-        ("state", stretch),
+        (kernel, stretch),
         state_kernel,
         (k, v, mask, bounds, parameters, *tables, sums, scale),
         lambda: (
-            "state",
+            kernel,
             (count, call.samples * call.kv_heads),
             (
                 *(call.num_keys, call.kv_heads, stretch),
@@ -307,15 +309,16 @@ def sums_of_gradients(
     layout: object,
     count: int,
     stretch: int,
+    kernel: str = "dsums",
 ) -> Tensor:
     """The gradients of the sums by each of `count` stretches of queries, [count, B * H, PARTS, D, V + 2]."""
     sums = call.sums(count, call.heads)
     call.start(
-        ("dsums", layout, stretch),
+        (kernel, layout, stretch),
         dsums_kernel,
         (q, dout, bounds, parameters, *tables, inverse, drop, sums),
         lambda: (
-            "dsums",
+            kernel,
             (count, call.samples * call.heads),
             (
                 *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, stretch),

@@ -1,0 +1,11 @@
+"""Whether torch.export is at work."""
+
+import torch
+
+# older ones say of every torch.compile that it is an export
+TELLS_EXPORT_FROM_COMPILE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+
+def is_exporting() -> bool:
+    """True inside of torch.export, false inside of torch.compile; before torch 2.15 a strict export cannot be told from it."""
+    return torch.compiler.is_exporting() and (TELLS_EXPORT_FROM_COMPILE or not torch.compiler.is_dynamo_compiling())

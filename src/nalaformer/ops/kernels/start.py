@@ -1,0 +1,52 @@
+"""Launching a kernel without paying for Triton's front end more than once per kind of input."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backend import INTERPRETING
+
+Launches = dict[object, Any]
+# of the compiler, not of a kernel
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# grid, numbers, constants (those that the kernel does not know are left out)
+Description = tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]
+
+
+def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor], describe: Callable[[], Description]) -> None:
+    """Launch. `describe` is asked the first time; later calls with the same key only hand over the pointers.
+
+    The key must tell apart whatever the launch depends on: shapes, strides, types, alignment, device.
+    """
+    known = launches.get(key)
+    if known is not None:
+        runner, rest = known
+        runner(*tensors, *rest)
+        return
+    grid, numbers, constants = describe()
+    # None: the compiler's own choice
+    wanted = {name: value for name, value in constants.items() if name not in OPTIONS or value is not None}
+    taken = {name: value for name, value in wanted.items() if name in kernel.arg_names or name in OPTIONS}
+    compiled = kernel[grid](*tensors, *numbers, **taken)
+    if not INTERPRETING:
+        in_order = kernel.arg_names[len(tensors) + len(numbers) :]
+        launches[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *(taken[name] for name in in_order))
+
+
+def kind(*tensors: Tensor | None) -> tuple[object, ...]:
+    """What of some tensors a compiled launch depends on."""
+    present = [x for x in tensors if x is not None]
+    alignment = 0
+    for x in present:
+        alignment |= x.data_ptr()
+    described = (None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
+    return (*described, alignment % 16, present[0].device)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a small number where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

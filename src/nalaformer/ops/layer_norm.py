@@ -1,0 +1,29 @@
+"""Layer norm, and the gate that may follow it."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .backend import runs_kernels
+
+# beyond it a row does not fit on chip beside its gradient's sums
+MOST_CHANNELS = 4096
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, gate: Tensor | None = None) -> Tensor:
+    """(x - mean) / deviation * weight + bias over the last dimension, times silu(gate) where there is one.
+
+    x, gate: [..., C] -> [..., C] in the type of x.
+    """
+    if runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0:
+        from .kernels import layer_norm_library
+
+        gates = None if gate is None else _rows(gate)
+        return layer_norm_library.normalise(_rows(x), gates, weight, bias, eps).view(x.shape)
+    out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return out if gate is None else out * F.silu(gate)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[R, C]: a view where the rows lie at even distances, as those of a slice of a projection do."""
+    rows = x.flatten(0, -2)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
