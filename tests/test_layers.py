@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
