@@ -256,7 +256,8 @@ def test_a_corpus_in_which_nothing_can_be_read_is_refused(tmp_path):
 def test_a_process_killed_while_writing_leaves_no_folder_of_that_name(tmp_path):
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom nalaformer.whole_files import whole_folder\n"
-        "with whole_folder(sys.argv[1]) as folder:\n    (folder / 'a').write_text('x')\n    print('in', flush=True)\n    time.sleep(60)"
+        "with whole_folder(sys.argv[1]) as folder:\n    (folder / 'a').write_text('x')\n"
+        "    print('in', flush=True)\n    time.sleep(60)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "out")], stdout=subprocess.PIPE, env=environment)
