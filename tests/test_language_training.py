@@ -279,7 +279,7 @@ def test_a_pretrained_folder_is_trained_on_with_its_own_vocabulary(trained, tmp_
     before = load_run(trained).model.state_dict()
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
     assert trainer.fit().is_finished
-    with pytest.raises(ValueError, match=r"must know every token of the data \(400\), got 300"):
+    with pytest.raises(ValueError, match=r"must know every token of the tokenizer \(400\), got 300"):
         LanguageModelling.create_model(str(folder), {}, trainer.task.facts() | {"vocab_size": 400})
 
 

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..data.text import load_tokenizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from ..tasks.language import pretrained_model
+from ..training.config import PRECISIONS
+from ..training.ranks import find_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,24 +25,13 @@ def load_language_model(
 
     tokenizer: another folder that holds it. dtype: "float32", "bfloat16", "float16", or "auto": as it was saved.
     """
-    from transformers import AutoModelForCausalLM
-
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(
             f"a model must be a folder that save_pretrained wrote, got no config.json in {folder}; "
             "`nalaformer export RUN --out DIR` writes one from a run"
         )
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype != "auto" and dtype not in PRECISIONS:
+        raise ValueError(f"dtype must be one of auto, {', '.join(PRECISIONS)}, got {dtype!r}")
     words = load_tokenizer(tokenizer or folder)
-    model = AutoModelForCausalLM.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=False, dtype=DTYPES.get(dtype, dtype)
-    )
-    known = model.get_input_embeddings().weight.shape[0]
-    if len(words) > known:
-        raise ValueError(
-            f"the tokenizer must not have more entries than the model knows ({known}), got {len(words)}; it is another model's"
-        )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LanguageModel(model=model.to(device).eval(), tokenizer=words)
+    model = pretrained_model(folder, vocab_size=len(words), dtype=PRECISIONS.get(dtype, dtype))
+    return LanguageModel(model=model.to(find_device(device)).eval(), tokenizer=words)

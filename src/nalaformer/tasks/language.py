@@ -114,7 +114,9 @@ class LanguageModelling:
     def create_model(name: str, options: dict[str, Any], facts: dict[str, Any]) -> nn.Module:
         """A model of this library by its size, or the pretrained one of a local folder; `attention` names the mixers."""
         if Path(name).is_dir():
-            return pretrained_model(name, options, facts)
+            if options:
+                raise ValueError(f"a pretrained model is taken as it is, got options for {name}: {', '.join(options)}")
+            return pretrained_model(name, vocab_size=facts["vocab_size"], dtype=torch.float32)
         from ..models.language import NaLaConfig, NaLaForCausalLM
 
         changes = {key: facts[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
@@ -135,18 +137,16 @@ class LanguageModelling:
         return Perplexity(tokens_per_byte=cast(int, data.predicted) / cast(int, data.data.bytes) if known else None)
 
 
-def pretrained_model(folder: str, options: dict[str, Any], facts: dict[str, Any]) -> nn.Module:
-    """The model of a folder as save_pretrained writes it; it must have an embedding for every token of the data."""
+def pretrained_model(folder: str | Path, *, vocab_size: int, dtype: torch.dtype | str) -> nn.Module:
+    """The model of a folder as save_pretrained writes it, which must know `vocab_size` tokens; no code of the folder is run."""
     from transformers import AutoModelForCausalLM
 
-    if options:
-        raise ValueError(f"a pretrained model is taken as it is, got options for {folder}: {', '.join(options)}")
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, dtype=dtype)
     known = model.get_input_embeddings().weight.shape[0]
-    if known < facts["vocab_size"]:
+    if known < vocab_size:
         raise ValueError(
-            f"the model must know every token of the data ({facts['vocab_size']}), got {known} in {folder}; "
-            "tokenize the text with the model's own tokenizer"
+            f"the model must know every token of the tokenizer ({vocab_size}), got {known} in {folder}; the tokenizer is "
+            "another model's"
         )
     return cast(nn.Module, model)
 
