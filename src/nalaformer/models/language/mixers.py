@@ -89,7 +89,8 @@ class LinearMixer(RecurrentMixer):
         out, state = recurrent_linear_attention(
             q, k, v, feature_map=self.map, state=state, rotary=rotary, key_mask=tokens.key_mask
         )
-        layer.tensors.update(state.tensors())
+        # contiguous: the kernel of a single token updates them in place
+        layer.tensors.update({name: tensor.contiguous() for name, tensor in state.tensors().items()})
         return out
 
 
@@ -101,7 +102,7 @@ class DeltaMixer(RecurrentMixer):
         self.b_proj = nn.Linear(config.hidden_size, config.num_attention_heads, bias=False)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
-        tensors = [*unit_features(self.map, q, k), F.silu(v), self.b_proj(x).float().sigmoid()]
+        tensors = [*unit_features(self.map, q, k), F.silu(v), widened(self.b_proj(x)).sigmoid()]
         decay = self.log_decay(x)
         if tokens.cu_seqlens is not None:
             flat = (y.flatten(0, 1) for y in tensors)
@@ -142,7 +143,9 @@ class GatedDeltaMixer(DeltaMixer):
 
     def log_decay(self, x: Tensor) -> Tensor:
         # float32: a decay near 1 is raised to the power of thousands of tokens
-        return -self.A_log.float().exp() * F.softplus(self.a_proj(x).float() + self.dt_bias.float())
+        steps = widened(self.a_proj(x)) + widened(self.dt_bias)
+        # softplus, whose own gradient tells torch.compile a wrong memory layout
+        return -widened(self.A_log).exp() * torch.logaddexp(steps, steps.new_zeros(()))
 
 
 class SoftmaxMixer(nn.Module):
@@ -162,13 +165,18 @@ class SoftmaxMixer(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens, layer: CacheLayerMixin | None) -> Tensor:
         parts = self.qkv_proj(x).split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        q, k = (tokens.rotary.rotate(y.to(compute_dtype(y))).to(y.dtype) for y in (q, k))
+        q, k = (tokens.rotary.rotate(widened(y)).to(y.dtype) for y in (q, k))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if layer is not None:
             k, v = layer.update(k, v)
         is_causal = tokens.pairs is None and x.shape[1] > 1
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=tokens.pairs, is_causal=is_causal, enable_gqa=self.is_grouped)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32, or float64 if it is."""
+    return x.to(compute_dtype(x))
 
 
 def unit_features(feature_map: FeatureMapLike, q: Tensor, k: Tensor) -> list[Tensor]:
