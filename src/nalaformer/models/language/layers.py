@@ -40,12 +40,17 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
         """x [B, N, C], zero where a token is padding -> [B, N, C]; the layer keeps the last size - 1 real tokens."""
-        before = None if layer is None else layer.tensors.get("tail")
-        if before is None:
-            before = x.new_zeros(x.shape[0], self.size - 1, x.shape[2])
-        padded = torch.cat((before.to(x.dtype), x), dim=1)
+        kept = None if layer is None else layer.tensors.get("tail")
+        before = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if kept is None else kept.to(x.dtype)
+        padded = torch.cat((before, x), dim=1)
         if layer is not None:
-            layer.tensors["tail"] = self._tail(padded, tokens)
+            tail = self._tail(padded, tokens)
+            if kept is None or torch.is_grad_enabled():
+                # a copy: a view would hold all tokens of the piece in memory
+                layer.tensors["tail"] = tail.clone()
+            else:
+                # in its place, as the states of single tokens: a CUDA graph of a step goes on
+                kept.copy_(tail)
         weight = self.weight.to(x.dtype)
         if tokens.sequence is None:
             return F.conv1d(padded.transpose(1, 2), weight.flip(1)[:, None], groups=x.shape[2]).transpose(1, 2)

@@ -1,16 +1,32 @@
 """What mixes tokens: normalised linear attention, the delta rules, exact attention. All take and give [B, N, C]."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization
 from transformers.cache_utils import CacheLayerMixin
 
 from ...feature_maps import feature_map
-from ...ops import LinearState, compute_dtype, linear_attention, recurrent_linear_attention, recurrent_step_
+from ...ops import (
+    FeatureMapLike,
+    LinearState,
+    compute_dtype,
+    delta_rule,
+    delta_step_,
+    linear_attention,
+    outside_autocast,
+    recurrent_linear_attention,
+    recurrent_step_,
+)
 from .cache import RecurrentLayer
 from .config import NaLaConfig
 from .layers import ShortConvolution
 from .tokens import Tokens
+
+# features below this length fade to zero instead of being blown up to a unit that their rounding has chosen
+SMALLEST_LENGTH = 1e-6
 
 
 class RecurrentMixer(nn.Module):
@@ -73,8 +89,63 @@ class LinearMixer(RecurrentMixer):
         out, state = recurrent_linear_attention(
             q, k, v, feature_map=self.map, state=state, rotary=rotary, key_mask=tokens.key_mask
         )
-        layer.tensors.update(state.tensors())
+        # contiguous: the kernel of a single token updates them in place
+        layer.tensors.update({name: tensor.contiguous() for name, tensor in state.tensors().items()})
         return out
+
+
+class DeltaMixer(RecurrentMixer):
+    """DeltaNet with a feature map in place of SiLU on q and k: unit features, corrections weighted by beta = sigmoid(W x)."""
+
+    def __init__(self, config: NaLaConfig) -> None:
+        super().__init__(config, key_heads=config.num_attention_heads)
+        self.b_proj = nn.Linear(config.hidden_size, config.num_attention_heads, bias=False)
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
+        tensors = [*unit_features(self.map, q, k), F.silu(v), widened(self.b_proj(x)).sigmoid()]
+        decay = self.log_decay(x)
+        if tokens.cu_seqlens is not None:
+            flat = (y.flatten(0, 1) for y in tensors)
+            flat_decay = None if decay is None else decay.flatten(0, 1)
+            out, _ = delta_rule(*flat, log_decay=flat_decay, cu_seqlens=tokens.cu_seqlens)
+            return out.unflatten(0, q.shape[:2])
+        state = None if layer is None else layer.tensors.get("state")
+        if state is not None and q.shape[1] == 1 and tokens.key_mask is None and not torch.is_grad_enabled():
+            return delta_step_(state, *tensors, log_decay=decay)
+        out, state = delta_rule(*tensors, log_decay=decay, state=state, key_mask=tokens.key_mask)
+        if layer is not None:
+            layer.tensors["state"] = state
+        return out
+
+    def log_decay(self, x: Tensor) -> Tensor | None:
+        """[B, N, H], or None where nothing fades."""
+        return None
+
+
+class GatedDeltaMixer(DeltaMixer):
+    """Gated DeltaNet: the state of a head fades by exp(-exp(A_log) softplus(W x + dt_bias)) at each token."""
+
+    def __init__(self, config: NaLaConfig) -> None:
+        super().__init__(config)
+        heads = config.num_attention_heads
+        self.a_proj = nn.Linear(config.hidden_size, heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.reset_decay()
+
+    def reset_decay(self) -> None:
+        """As in Mamba 2: rates of 1 to 16, time steps of 0.001 to 0.1 on a logarithmic scale."""
+        rate = 1 + 15 * torch.rand(self.A_log.shape)
+        step = torch.exp(math.log(1e-3) + math.log(100.0) * torch.rand(self.dt_bias.shape))
+        initialization.copy_(self.A_log, rate.log())
+        # the inverse of softplus
+        initialization.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        # float32: a decay near 1 is raised to the power of thousands of tokens
+        steps = widened(self.a_proj(x)) + widened(self.dt_bias)
+        # softplus, whose own gradient tells torch.compile a wrong memory layout
+        return -widened(self.A_log).exp() * torch.logaddexp(steps, steps.new_zeros(()))
 
 
 class SoftmaxMixer(nn.Module):
@@ -94,7 +165,7 @@ class SoftmaxMixer(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens, layer: CacheLayerMixin | None) -> Tensor:
         parts = self.qkv_proj(x).split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        q, k = (tokens.rotary.rotate(y.to(compute_dtype(y))).to(y.dtype) for y in (q, k))
+        q, k = (tokens.rotary.rotate(widened(y)).to(y.dtype) for y in (q, k))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if layer is not None:
             k, v = layer.update(k, v)
@@ -103,5 +174,22 @@ class SoftmaxMixer(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-MIXERS = {"linear": LinearMixer, "softmax": SoftmaxMixer}
-"""The mixers by name; those of config.MIXER_NAMES."""
+def widened(x: Tensor) -> Tensor:
+    """In float32, or float64 if it is."""
+    return x.to(compute_dtype(x))
+
+
+def unit_features(feature_map: FeatureMapLike, q: Tensor, k: Tensor) -> list[Tensor]:
+    """Features of q and k with length one, [B, N, H, F] in float32 (float64 for float64): the delta rule needs bounded keys."""
+    dtype = compute_dtype(q, k)
+    with outside_autocast(q):
+        q, k = q.to(dtype), k.to(dtype)
+        mapped = feature_map.given(q, k, key_mask=None, causal=True)
+        # whatever a map divides large features by cancels in the length
+        scale = mapped.key_log_scale(k.detach())
+        features = (mapped.query_streams(q)[0].value, mapped.key(k) if scale is None else mapped.key(k, scale))
+        return [x * (x.square().sum(-1, keepdim=True) + SMALLEST_LENGTH**2).rsqrt() for x in features]
+
+
+MIXERS = {"linear": LinearMixer, "delta": DeltaMixer, "gated_delta": GatedDeltaMixer, "softmax": SoftmaxMixer}
+"""The mixers by the names of config.MIXER_NAMES."""

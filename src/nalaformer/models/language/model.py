@@ -19,7 +19,7 @@ from ...feature_maps import FeatureMap, feature_map
 from .cache import NaLaCache
 from .config import NaLaConfig
 from .layers import ShortConvolution, SwiGLU
-from .mixers import MIXERS
+from .mixers import MIXERS, GatedDeltaMixer
 from .tokens import Tokens, describe_tokens
 
 
@@ -50,6 +50,7 @@ class NaLaPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["NaLaBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
     # a state cannot be taken back: generation refuses what would need that
     _is_stateful = True
 
@@ -62,6 +63,8 @@ class NaLaPreTrainedModel(PreTrainedModel):
             fresh = feature_map(self.config.feature_map, num_heads=module.num_heads, head_dim=module.head_dim, **options)
             for parameter, start in zip(module.parameters(), fresh.parameters(), strict=True):
                 initialization.copy_(parameter, start)
+        elif isinstance(module, GatedDeltaMixer):
+            module.reset_decay()
         else:
             super()._init_weights(module)
 
