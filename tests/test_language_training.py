@@ -99,6 +99,20 @@ def test_a_batch_in_which_nothing_is_predicted_weighs_nothing():
     assert (loss.weight, loss.total.item()) == (0, 0)
 
 
+def test_a_step_in_which_nothing_is_predicted_is_skipped(tmp_path):
+    trainer = make_trainer(recipe_of(), tmp_path)
+    loss = trainer.task.loss
+
+    def without_targets(model, batch):
+        if trainer.progress.step == 3:
+            batch = batch | {"targets": torch.full_like(batch["targets"], IGNORED)}
+        return loss(model, batch)
+
+    trainer.task.loss = without_targets
+    outcome = trainer.fit()
+    assert (outcome.is_finished, outcome.skipped_steps) == (True, 1)
+
+
 def test_accumulation_changes_nothing_but_rounding(tmp_path):
     for name, parts in (("a", 1), ("b", 4)):
         make_trainer(recipe_of("optimizer=sgd", "steps=4", f"accumulate={parts}"), tmp_path / name).fit()

@@ -18,15 +18,15 @@ def lm_tiny() -> Recipe:
         attention="linear",
         task=LanguageConfig(data="tales", window=128, train_documents=4_000, eval_documents=100),
         training=TrainingConfig(
-            steps=200,
+            steps=150,
             batch_size=16,
             learning_rate=4e-3,
             weight_decay=0.01,
             beta2=0.95,
-            warmup=20,
+            warmup=15,
             clip_norm=1.0,
-            eval_every=100,
-            save_every=100,
+            eval_every=50,
+            save_every=50,
         ),
     )
 

@@ -83,7 +83,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         targets[: len(tokens) - 1] = tokens[1:]
         if shard.learned is not None:
             targets[: len(tokens) - 1][~shard.learned[start + 1 : stop + 1]] = IGNORED
-        # where documents begin, and where the filling does
+        # where documents end, and so the next one or the filling begins
         first, last = np.searchsorted(shard.ends, [start, stop], side="right")
         begins = np.asarray(shard.ends[first:last]) - start
         # the first token of a document does not follow from the document before it
@@ -91,7 +91,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         return {
             "input_ids": torch.from_numpy(inputs),
             "targets": torch.from_numpy(targets),
-            "position_ids": torch.from_numpy(positions(self.length, np.append(begins, size))),
+            "position_ids": torch.from_numpy(positions(self.length, begins)),
         }
 
 
