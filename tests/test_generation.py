@@ -207,3 +207,52 @@ def test_loaded_models_generate(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded.generate(prompt, **GREEDY), model.generate(prompt, **GREEDY))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model that knows one sentence by heart, and its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["a", "key", "written", "twice", "holds", "the", "last", "value", "[seen]", "."]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=".").save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    model = make("hybrid", dtype=torch.float32, vocab_size=len(words), eos_token_id=len(words) - 1).train()
+    rows = torch.arange(len(words))[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(rows, labels=rows).loss.backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_command_streams_the_text_of_a_model_in_a_folder(folder):
+    from typer.testing import CliRunner
+
+    from nalaformer.cli import build_app
+
+    arguments = ["generate", "text", "--model", str(folder), "--prompt", "a key", "--device", "cpu"]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 0, result.output
+    first, last = result.output.strip().splitlines()
+    assert first == "a key written twice holds the last value [seen]"
+    assert last.startswith("8 tokens, ")
+    drawn = [CliRunner().invoke(build_app(), [*arguments, "--temperature", "5", "--seed", "1"]).output for _ in range(2)]
+    assert drawn[0].splitlines()[0] == drawn[1].splitlines()[0] != first
+
+
+def test_wrong_folders_and_settings_of_writing_are_named(folder, tmp_path):
+    from nalaformer.models.language.writing import Writer
+
+    with pytest.raises(ValueError, match="must be a folder"):
+        Writer(tmp_path / "none")
+    writer = Writer(folder, device="cpu")
+    with pytest.raises(ValueError, match="top_p above 0"):
+        writer.write("a key", top_p=0.0)
+    with pytest.raises(ValueError, match="at least one token"):
+        writer.write("")

@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from . import backbones, bench, study, train
+from . import backbones, bench, generate, study, train
 from .console import make_console
 
 if TYPE_CHECKING:
@@ -18,7 +18,14 @@ def main() -> None:
         build_app()()
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
-        extras = {"typer": "cli", "rich": "cli", "matplotlib": "cli", "timm": "vision", "PIL": "vision"}
+        extras = {
+            "typer": "cli",
+            "rich": "cli",
+            "matplotlib": "cli",
+            "timm": "vision",
+            "PIL": "vision",
+            "transformers": "language",
+        }
         extra = extras.get(missing)
         if extra is None:
             raise
@@ -48,7 +55,7 @@ def build_app() -> "typer.Typer":
     ) -> None:
         pass
 
-    for group in (train, backbones, study, bench):
+    for group in (train, backbones, generate, study, bench):
         group.add_to(app)
     return app
 
