@@ -33,7 +33,7 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 def make(layout: str = "linear", *, dtype: torch.dtype = torch.float64, **changes) -> NaLaForCausalLM:
     """A small model with weights away from their start, which is nearly linear."""
-    config = NaLaConfig.from_size("nano", vocab_size=VOCABULARY, **(LAYOUTS[layout] | changes))
+    config = NaLaConfig.from_size("nano", **({"vocab_size": VOCABULARY} | LAYOUTS[layout] | changes))
     model = NaLaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -55,8 +55,12 @@ def add_to(app: "typer.Typer") -> None:
             raise ValueError("there is nothing to evaluate on: give --text FILE, or --tasks NAMES with --data FOLDER")
         if tasks and data is None:
             raise ValueError("tasks read local files: give --data FOLDER with a file <task>.jsonl for each of --tasks")
+        from transformers.utils import logging
+
         from ..evaluation import load_language_model
 
+        # a bar of 20 weights is no news
+        logging.disable_progress_bar()
         loaded = load_language_model(model, device=device, dtype=dtype)
         if text:
             show_perplexity(loaded, model, text, field, window, stride, batch_size)

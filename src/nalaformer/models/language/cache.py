@@ -82,6 +82,10 @@ class NaLaCache(Cache):
                 layer.crop(*args)
         super().crop(*args)  # type: ignore[arg-type]
 
+    def reset(self) -> None:
+        # transformers 5.17 zeroes the keys of a dynamic layer and keeps their number
+        self.layers = [type(layer)() for layer in self.layers]
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is remembered, by name."""
         found = {}
