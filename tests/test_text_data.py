@@ -83,6 +83,7 @@ def test_the_field_of_the_text_has_the_name_that_is_asked_for(tmp_path):
         (b'{"prompt": "x", "response": ""}', "the response is empty"),
         (b'{"messages": [{"role": "user"}]}', '"messages" must be a list of'),
         (b'{"messages": [{"role": "user", "content": "x"}]}', 'the role "assistant" says, got none'),
+        (b'{"text": "\\ud800"}', "surrogates not allowed"),
         (b"[" * 100_000, "recursion"),
     ],
 )

@@ -1,5 +1,6 @@
 """`nalaformer eval ...`: how good a trained model is."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,18 +56,19 @@ def add_to(app: "typer.Typer") -> None:
             raise ValueError("there is nothing to evaluate on: give --text FILE, or --tasks NAMES with --data FOLDER")
         if tasks and data is None:
             raise ValueError("tasks read local files: give --data FOLDER with a file <task>.jsonl for each of --tasks")
-        from transformers.utils import logging
+        from transformers.utils.logging import disable_progress_bar
 
         from ..evaluation import load_language_model
 
         # a bar of 20 weights is no news
-        logging.disable_progress_bar()
+        disable_progress_bar()
         loaded = load_language_model(model, device=device, dtype=dtype)
         if text:
             show_perplexity(loaded, model, text, field, window, stride, batch_size)
         if tasks:
             assert data is not None
-            show_tasks(loaded, model, [name.strip() for name in tasks.split(",")], data, limit, shots, batch_size)
+            names = [name.strip() for name in tasks.split(",")]
+            show_tasks(loaded, model, names, data, limit, shots, window, batch_size)
 
 
 def run_eval(run: Path, data: str | None, step: int | None, device: str) -> None:
@@ -117,12 +119,21 @@ def show_perplexity(
 
 
 def show_tasks(
-    loaded: "LanguageModel", model: Path, tasks: list[str], data: Path, limit: int | None, shots: int, batch_size: int
+    loaded: "LanguageModel",
+    model: Path,
+    tasks: list[str],
+    data: Path,
+    limit: int | None,
+    shots: int,
+    window: int | None,
+    batch_size: int,
 ) -> None:
     from ..evaluation import evaluate_tasks
 
     console = make_console()
-    results = evaluate_tasks(loaded, tasks, data, limit=limit, shots=shots, batch_size=batch_size)
+    # it warns of every default that it takes
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    results = evaluate_tasks(loaded, tasks, data, limit=limit, shots=shots, window=window, batch_size=batch_size)
     title = f"{model}, {shots} examples given" + (f", the first {limit} rows only" if limit else "")
     table = table_of(title, "task", "metric", "value", "standard error", "rows")
     for result in results:

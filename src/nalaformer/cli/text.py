@@ -40,12 +40,12 @@ def add_to(app: "typer.Typer") -> None:
         step: Annotated[int | None, typer.Option(help="Step of the checkpoint.", show_default="the best")] = None,
     ) -> None:
         """Write a trained language model with its tokenizer as transformers keeps them."""
-        from transformers.utils import logging
+        from transformers.utils.logging import disable_progress_bar
 
         from ..recipes import export_run
 
         # a bar of one file is no news
-        logging.disable_progress_bar()
+        disable_progress_bar()
         folder = export_run(run, out, tokenizer=tokenizer, step=step)
         make_console().print(f"model and tokenizer: {folder}", soft_wrap=True)
 

@@ -45,11 +45,13 @@ def evaluate_tasks(
     *,
     limit: int | None = None,
     shots: int = 0,
+    window: int | None = None,
     batch_size: int = 8,
 ) -> list[HarnessResult]:
     """Run tasks of HARNESS_TASKS on the files <task>.jsonl of a folder.
 
     limit: rows of each task, for a quick look. shots: solved examples before each question, drawn from the same file.
+    window: tokens that the model sees at once; None: the length that its config names.
     """
     files = {task: checked_file(task, Path(data)) for task in tasks}
     if limit is not None and limit < 1:
@@ -61,8 +63,15 @@ def evaluate_tasks(
         from lm_eval.tasks import TaskManager
 
         write_task_files(files, Path(aside))
+        model = HFLM(
+            pretrained=language_model.model,
+            tokenizer=language_model.tokenizer,
+            backend="causal",
+            max_length=window,
+            batch_size=batch_size,
+        )
         found: Any = simple_evaluate(
-            model=HFLM(pretrained=language_model.model, tokenizer=language_model.tokenizer, batch_size=batch_size),
+            model=model,
             tasks=list(files),
             task_manager=TaskManager(include_path=aside, include_defaults=False),
             num_fewshot=shots or None,

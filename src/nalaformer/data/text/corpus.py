@@ -63,11 +63,14 @@ def tokenize_corpus(
     splits = {"train": find_text(files), "val": find_text(val_files) if val_files else []}
     bad: list[str] = []
 
+    tell = reading.bad
+
     def note_bad(line: str) -> None:
+        tell(line)
         bad.append(line)
         if len(bad) > most_bad:
             raise ValueError(
-                f"more than {most_bad} lines cannot be read, the last of them {line}; mend them, or allow more (most_bad)"
+                f"more than {most_bad} lines cannot be read, the last of them {line}; mend them, or allow more (--most-bad)"
             )
 
     with whole_folder(out) as folder:

@@ -104,6 +104,8 @@ def _lines(file: Path, reading: Reading) -> Iterator[Document]:
                     document = (
                         from_row(text, source, reading) if file.suffix == ".jsonl" else plain(text.rstrip("\r\n"), source)
                     )
+                    # JSON can hold halves of characters, which no tokenizer takes
+                    document.text.encode()
                 except (ValueError, RecursionError) as error:
                     reading.bad(f"{source}: {' '.join(str(error).split()) or type(error).__name__}")
                 else:
