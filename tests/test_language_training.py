@@ -199,6 +199,11 @@ def test_attention_names_the_mixers():
         task.create_model("nan", {}, task.facts())
 
 
+def test_data_that_is_nowhere_says_how_it_is_made(tmp_path):
+    with pytest.raises(ValueError, match="data must be a folder that `nalaformer tokenize` wrote, or 'tales', got 'nowhere'"):
+        LanguageModelling(LanguageConfig(data="nowhere")).facts()
+
+
 def test_a_token_that_ends_documents_is_no_padding():
     """Its embedding would never learn."""
     task = small_task()

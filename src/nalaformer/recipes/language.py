@@ -104,10 +104,10 @@ def register(name: str, attention: str) -> None:
     def recipe() -> Recipe:
         return nala_340m(attention)
 
-    recipe.__doc__ = f"""The paper's language model of 340M parameters with {attention} mixers, on 15B tokens of SlimPajama.
+    recipe.__doc__ = f"""340M parameters with {attention} mixers on 15B tokens, the size and budget of the paper's models.
 
     Command: torchrun --nproc-per-node 8 -m nalaformer train {name} data=/path/to/tokens
-        with the tokens that `nalaformer tokenize` wrote of the corpus, with a tokenizer of 32,000 entries
+        with the tokens that `nalaformer tokenize` wrote of SlimPajama, with a tokenizer of 32,000 entries
     Cost: {STEPS:,} steps of 0.5M tokens, about 3.1e19 floating point operations: five hours on 8 GPUs if each keeps up 2e14
         a second. Not measured.
     Expected: {result}.

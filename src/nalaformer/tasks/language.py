@@ -63,6 +63,8 @@ class LanguageModelling:
         config = self.config
         if config.data == GENERATED and not config.tokenizer:
             return train_tokenizer(self.tales("train"), vocab_size=config.vocab_size)
+        if not Path(config.data).is_dir() and config.data != GENERATED:
+            raise ValueError(f"data must be a folder that `nalaformer tokenize` wrote, or {GENERATED!r}, got {config.data!r}")
         return load_tokenizer(config.tokenizer or Path(config.data) / TOKENIZER)
 
     def tales(self, split: str) -> Tales:
