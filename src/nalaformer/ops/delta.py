@@ -5,6 +5,7 @@
 The keys must have length at most one, or the state grows without bound. Without log_decay nothing fades (a_t = 1).
 """
 
+import warnings
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -175,8 +176,11 @@ def _kernels() -> ModuleType | None:
     """flash-linear-attention's operators, where it is installed."""
     if find_spec("fla") is None:
         return None
-    import fla.ops
-
+    try:
+        import fla.ops
+    except Exception as error:  # it looks at the GPU and at Triton while it is imported, and each fails in its own way
+        warnings.warn(f"flash-linear-attention cannot be used, the delta rule runs in plain torch: {error}", stacklevel=2)
+        return None
     return fla.ops
 
 

@@ -22,7 +22,7 @@ class Tokens:
     sequence: Tensor | None
     """[B, N], the number of the packed sequence that a token belongs to; None: each row is one sequence."""
     cu_seqlens: Tensor | None
-    """[S + 1], where the packed sequences begin in the B * N tokens, and their end; None: each row is one sequence."""
+    """[S + 1] on the CPU, where the packed sequences begin in the B * N tokens, and their end; None: each row is one."""
     pairs: Tensor | None
     """[B or 1, 1, N, past + N] bool, which keys a token of a `softmax` mixer sees; None: all up to itself."""
 
@@ -53,7 +53,8 @@ def describe_tokens(
     if starts is not None:
         flat = starts.flatten()
         sequence = flat.cumsum(0).unflatten(0, (batch, length))
-        bounds = torch.cat((flat.nonzero()[:, 0], flat.new_full((1,), flat.numel(), dtype=torch.int64)))
+        # read on the host once here, and not in every layer
+        bounds = torch.tensor([*flat.nonzero()[:, 0].tolist(), flat.numel()])
     if position_ids is None:
         position_ids = _positions(visible, starts, past, length, device)
     dim = config.head_dim
