@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from nalaformer import cli
 from nalaformer.data.text import IGNORED, Tales, fingerprint, load_tokenizer, train_tokenizer
-from nalaformer.recipes import RECIPES, changed, describe, evaluate_run, export_run, load_run, make_trainer
+from nalaformer.recipes import RECIPES, build_model, changed, describe, evaluate_run, export_run, load_run, make_trainer
 from nalaformer.tasks import LanguageConfig, LanguageModelling
 from nalaformer.tasks.language import next_token_losses
 from nalaformer.training import Checkpoints
@@ -316,3 +316,14 @@ def test_the_recipes_of_the_paper_read_15_billion_tokens_half_a_million_at_a_tim
     assert tokens * recipe.training.steps == pytest.approx(15e9, rel=1e-4)
     assert "not measured" in describe(name)
     assert recipe.attention == name.removeprefix("nala_lm_340m").lstrip("_") or recipe.attention == "linear"
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES.names() if isinstance(RECIPES[name]().task, LanguageConfig)])
+def test_the_model_of_every_recipe_can_be_built(name):
+    facts = {"vocab_size": 32_000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "tokenizer": "", "window": 2048}
+    with torch.device("meta"):
+        model = build_model(RECIPES[name](), facts)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count > 1_000_000
+    if name.startswith("nala_lm_340m"):
+        assert count == pytest.approx(340e6, rel=0.15)
