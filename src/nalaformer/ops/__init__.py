@@ -2,8 +2,9 @@
 
 from .backend import get_backend, set_backend, use_backend
 from .checks import check_key_mask
+from .delta import delta_rule, delta_step_
 from .depthwise import depthwise_conv
-from .features import FeatureMapLike, ScaledFeatures, cheap_to_look_at, compute_dtype, hide
+from .features import FeatureMapLike, ScaledFeatures, cheap_to_look_at, compute_dtype, hide, outside_autocast
 from .interface import attention_weights, linear_attention, recurrent_linear_attention, recurrent_step_
 from .kernel_spec import KernelSpec
 from .layer_norm import layer_norm
@@ -21,11 +22,14 @@ __all__ = [
     "cheap_to_look_at",
     "check_key_mask",
     "compute_dtype",
+    "delta_rule",
+    "delta_step_",
     "depthwise_conv",
     "get_backend",
     "hide",
     "layer_norm",
     "linear_attention",
+    "outside_autocast",
     "recurrent_linear_attention",
     "recurrent_step_",
     "rotary_frequencies",
