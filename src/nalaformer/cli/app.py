@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from . import backbones, bench, study, train
+from . import backbones, bench, sequences, study, train
 from .console import make_console
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def build_app() -> "typer.Typer":
     ) -> None:
         pass
 
-    for group in (train, backbones, study, bench):
+    for group in (train, backbones, study, bench, sequences):
         group.add_to(app)
     return app
 

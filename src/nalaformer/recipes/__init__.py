@@ -1,6 +1,6 @@
 """Recipes: named runs, each a function that returns its full description."""
 
-from . import generated, imagenet  # noqa: F401  (enter their recipes)
+from . import generated, imagenet, long_range  # noqa: F401  (enter their recipes)
 from .overrides import Setting, changed, settings_of
 from .recipe import RECIPES, Recipe, describe
 from .run import LoadedRun, build_model, load_run, make_trainer

@@ -2,15 +2,21 @@
 
 from .base import TASKS, Loss, Metrics, RecipeTask, Task, task_name
 from .classification import Classification, ClassificationConfig, TopAccuracy
+from .sequences import AnswerAccuracy, Sequences, SequencesConfig, answer_sums, answered
 
 __all__ = [
     "TASKS",
+    "AnswerAccuracy",
     "Classification",
     "ClassificationConfig",
     "Loss",
     "Metrics",
     "RecipeTask",
+    "Sequences",
+    "SequencesConfig",
     "Task",
     "TopAccuracy",
+    "answer_sums",
+    "answered",
     "task_name",
 ]

@@ -108,7 +108,7 @@ def answered(
 
 
 class AnswerAccuracy:
-    """How often the answer is right: a share of all answers, and of those of each group.
+    """How often the answer is right, in each group and in the mean over groups, each counting the same.
 
     `known` figures, such as chance, are reported beside it.
     """
@@ -126,11 +126,10 @@ class AnswerAccuracy:
         total = count.sum().item()
         if not total:
             raise ValueError("accuracy needs at least one answer, got none")
-        figures = {"accuracy": right.sum().item() / total, "loss": losses.sum().item() / total, "answers": total}
-        if len(self.groups) > 1:
-            for group, n, hits in zip(self.groups, count.tolist(), right.tolist(), strict=True):
-                if n:
-                    figures[f"accuracy, {group}"] = hits / n
+        shares = {group: hits / n for group, n, hits in zip(self.groups, count.tolist(), right.tolist(), strict=True) if n}
+        figures = {"accuracy": sum(shares.values()) / len(shares), "loss": losses.sum().item() / total, "answers": total}
+        if len(shares) > 1:
+            figures |= {f"accuracy, {group}": share for group, share in shares.items()}
         return figures | self.known
 
 

@@ -79,7 +79,7 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> Arrays:
         """Samples stacked to arrays: many at once are much faster than one by one."""
         chosen = np.asarray(indices, dtype=np.int64)
-        if chosen.ndim != 1 or (len(chosen) and not (0 <= chosen.min() and chosen.max() < self.samples)):
+        if chosen.ndim != 1 or (len(chosen) and not (chosen.min() >= 0 and chosen.max() < self.samples)):
             raise IndexError(f"indices must be a row of numbers from 0 to {self.samples - 1}, got {chosen}")
         arrays = self.make(chosen)
         return {"group": np.zeros(len(chosen), np.int64)} | arrays
@@ -90,7 +90,12 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of {self.samples}")
-        return {name: as_tensor(array)[0] for name, array in self.batch([index]).items()}
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
+        """What loaders call: a batch at once."""
+        tensors = {name: as_tensor(array) for name, array in self.batch(indices).items()}
+        return [{name: tensor[row] for name, tensor in tensors.items()} for row in range(len(indices))]
 
     @property
     def stream(self) -> int:

@@ -126,9 +126,7 @@ def propose(
     first, second, third = (drawn[:, part * CANDIDATES : (part + 1) * CANDIDATES] for part in range(3))
     before = predecessors[count]
     begins = before < 0
-    heading = np.where(
-        begins[:, None], 2 * np.pi * first, headings[active, before][:, None] + turns(first) / spec.continuity
-    )
+    heading = np.where(begins[:, None], 2 * np.pi * first, headings[active, before][:, None] + turns(first) / spec.continuity)
     direction = np.stack((np.cos(heading), np.sin(heading)), axis=-1)
     tail = heads[active, before][:, None] + margin[:, None, None] * direction
     # contour A begins in the middle, B at the seed distance from it, short ones anywhere
@@ -162,7 +160,7 @@ def is_free(
 ) -> NDArray[np.bool_]:
     """Which candidates [B, K] lie inside the image and keep clear of all paddles but the one that they continue."""
     ends = np.stack((tail, head))
-    inside = ((ends >= spec.padding) & (ends <= spec.size - spec.padding)).all(axis=(0, 3))
+    inside: NDArray[np.bool_] = np.all((ends >= spec.padding) & (ends <= spec.size - spec.padding), axis=(0, 3))
     most = int(count.max())
     if most == 0:
         return inside

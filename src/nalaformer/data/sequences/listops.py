@@ -18,6 +18,9 @@ OPERATORS = ("MIN", "MAX", "MED", "SM")
 PAD, FIRST_DIGIT, FIRST_OPERATOR, CLOSE = 0, 1, 11, 15
 WORDS = ("<pad>", *"0123456789", *(f"[{name}" for name in OPERATORS), "]")
 OPERATOR_SHARE = 0.25
+# shortest, longest, depth, arguments; and what little is needed to be right there how often
+PUBLISHED = (500, 2000, 10, 10)
+SHORTCUTS = {"majority": 0.17, "root operator": 0.36, "root operator and its digits": 0.457}
 # tries of one sample that are grown side by side; about one in twelve has the right length
 ATTEMPTS = 16
 
@@ -48,7 +51,6 @@ class ListOps(SequenceData):
 
     stream_name = "listops"
     chance = 0.1
-    shortcuts = {"majority": 0.17, "root operator": 0.36, "root operator and its digits": 0.457}
     brackets = True
 
     def __init__(
@@ -68,6 +70,8 @@ class ListOps(SequenceData):
         if shortest < 3 or longest < shortest + 10:
             raise ValueError(f"lengths must leave room: shortest >= 3, longest >= shortest + 10, got {shortest} and {longest}")
         self.shortest, self.longest, self.max_depth, self.max_arguments = shortest, longest, max_depth, max_arguments
+        if (shortest, longest, max_depth, max_arguments) == PUBLISHED:
+            self.shortcuts = SHORTCUTS
 
     @property
     def facts(self) -> SequenceFacts:

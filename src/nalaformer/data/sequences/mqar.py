@@ -1,6 +1,7 @@
 """Multi-query associative recall in zoology's protocol (Arora et al., 2023)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +86,7 @@ class AssociativeRecall(SequenceData):
             inputs = np.zeros((len(keys), tokens), np.int64)
         inputs[:, 0 : 2 * pairs : 2], inputs[:, 1 : 2 * pairs : 2] = asked, values
         room = (tokens - 2 * pairs) // 2
-        weight = np.arange(1, room + 1) ** (self.power - 1.0)
+        weight = np.arange(1, room + 1, dtype=np.float64) ** (self.power - 1.0)
         places = 2 * pairs + 2 * distinct(child_keys(keys, PLACES), room, pairs, weight)
         np.put_along_axis(inputs, places, asked, axis=1)
         targets = np.full(inputs.shape, IGNORE)
@@ -93,12 +94,14 @@ class AssociativeRecall(SequenceData):
         return inputs, targets
 
 
-def distinct(keys: Keys, below: int, count: int, weight: NDArray[np.float64] | None = None) -> NDArray[np.int64]:
+def distinct(keys: Keys, below: int, count: int, weight: NDArray[np.floating[Any]] | None = None) -> NDArray[np.int64]:
     """`count` different numbers below `below` for each key, drawn one after the other with these weights: [B, count]."""
     # exponential clocks: the order in which they ring is that of drawing without replacement
     clocks = -np.log1p(-uniforms(keys, below))
     if weight is not None:
         clocks /= weight
-    first = np.argpartition(clocks, count - 1, axis=1)[:, :count] if count < below else np.tile(np.arange(below), (len(keys), 1))
+    first = (
+        np.argpartition(clocks, count - 1, axis=1)[:, :count] if count < below else np.tile(np.arange(below), (len(keys), 1))
+    )
     order = np.take_along_axis(clocks, first, axis=1).argsort(axis=1)
     return np.take_along_axis(first, order, axis=1)

@@ -149,9 +149,7 @@ class HiddenFacts(SequenceData):
         """Names with `each` values; some names are asked for all of theirs."""
         name, value = self.some_names(random, names), self.some_values(random, names * each).reshape(names, each)
         facts = np.empty((names * each, 3), np.int64)
-        facts[places_in_order(random, names, each)] = np.stack(
-            np.broadcast_arrays(MARK, name[:, None], value), axis=-1
-        )
+        facts[places_in_order(random, names, each)] = np.stack(np.broadcast_arrays(MARK, name[:, None], value), axis=-1)
         asked = random.permutation(names)[: self.questions]
         questions = np.concatenate((np.full((len(asked), 1), ASK), name[asked, None], value[asked]), axis=1)
         return Riddle(facts=facts, questions=questions, answer_length=each, group=family)

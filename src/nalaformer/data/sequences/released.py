@@ -45,7 +45,7 @@ class Text(Released):
     stream_name = "text"
     chance = 0.5
 
-    def __init__(self, *, split: str, samples: int, seed: int = 0, root: str = "", length: int = 4096) -> None:
+    def __init__(self, *, split: str, samples: int, seed: int = 0, root: str = "", length: int = 4000) -> None:
         self.length = length
         super().__init__(split=split, samples=samples, seed=seed, root=root)
 
@@ -86,7 +86,7 @@ class Retrieval(Released):
     stream_name = "retrieval"
     chance = 0.5
 
-    def __init__(self, *, split: str, samples: int, seed: int = 0, root: str = "", length: int = 4096) -> None:
+    def __init__(self, *, split: str, samples: int, seed: int = 0, root: str = "", length: int = 4000) -> None:
         self.length = length
         super().__init__(split=split, samples=samples, seed=seed, root=root)
 
@@ -147,7 +147,9 @@ class GreyImage(Released):
         for name in names:
             content = np.fromfile(self.existing(self.root / name), np.uint8)
             if len(content) % self.record or not len(content):
-                raise ValueError(f"{self.root / name} must hold records of {self.record} bytes, got {len(content)} bytes in all")
+                raise ValueError(
+                    f"{self.root / name} must hold records of {self.record} bytes, got {len(content)} bytes in all"
+                )
             parts.append(content.reshape(-1, self.record))
         every = np.concatenate(parts)
         kept = len(every) - len(every) // 10
