@@ -35,7 +35,8 @@ def make(name, samples=40, split="train", seed=0, **options):
 
 
 def digest(arrays):
-    joined = b"".join(np.ascontiguousarray(arrays[name]).astype(np.float32).tobytes() for name in sorted(arrays))
+    # rounded: processors differ in the last bit of a cosine
+    joined = b"".join((arrays[name].astype(np.float32).round(3) + 0.0).tobytes() for name in sorted(arrays))
     return hashlib.sha256(joined).hexdigest()[:12]
 
 
@@ -73,14 +74,14 @@ def test_samples_are_as_the_facts_say(name):
     inputs, targets = arrays["inputs"], arrays["targets"]
     assert inputs.shape[1] == facts.length
     if facts.vocabulary:
-        assert 0 <= inputs.min()
+        assert inputs.min() >= 0
         assert inputs.max() < facts.vocabulary
     else:
         assert inputs.shape[2] == facts.channels
     assert targets.shape == ((40,) if facts.answers == "sequence" else inputs.shape[:2])
     asked = targets[targets != IGNORE]
     assert len(asked) >= 40
-    assert 0 <= asked.min()
+    assert asked.min() >= 0
     assert asked.max() < facts.outputs
     assert set(arrays["group"]) <= set(range(len(data.groups)))
     assert len(data.group_lengths) == len(data.groups)
@@ -94,8 +95,8 @@ CHECKSUMS = {
     "pathfinder": "30a68c6b3797",
     "pathx": "22ff160a423c",
     "mqar": "b2bcde2237dc",
-    "pointing": "c24339a03ca2",
-    "pointing_control": "595f24fb5c2b",
+    "pointing": "7d55aad1fc03",
+    "pointing_control": "2e450f7ba250",
     "copying": "c0c228c834e5",
     "induction": "7d11268d2fed",
     "recall_language": "11b6a2135108",

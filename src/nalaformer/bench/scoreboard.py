@@ -139,6 +139,9 @@ def run_scoreboard(
         loaded = Loaded(task, device, say) if todo else None
         for number, (method, rate, seed) in enumerate(todo, 1):
             assert loaded is not None
+            if number > 1 and time.monotonic() > until:
+                say(f"the time is up; {len(todo) + 1 - number} runs are left, and the same command goes on")
+                break
             key = identity(title, recipe, total, method, rate, seed)
             label = f"[{number}/{len(todo)}] {method.label}, lr {rate:.3g}, seed {seed}"
             row = one_run(key, label, recipe, method, rate, seed, total, facts, loaded, out, until, say)
@@ -190,8 +193,7 @@ def one_run(
     if aside.exists():
         sprint.resume(aside)
     if not sprint.run(until=until, say=lambda line: say(f"{label}: {line}")):
-        if sprint.course.step:
-            sprint.save(aside)
+        sprint.save(aside)
         return None
     course = sprint.course
     tested = sprint.test(loaded.test)

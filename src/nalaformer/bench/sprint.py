@@ -99,13 +99,17 @@ class Sprint:
         return rates
 
     def run(self, *, until: float = float("inf"), say: Callable[[str], None] = lambda line: None) -> bool:
-        """Train to the end, or until the clock (time.monotonic) says so; whether the end was reached."""
+        """Train to the end, or until the clock (time.monotonic) says so; whether the end was reached.
+
+        One block of steps, up to an evaluation, is always done: however short the time, repeated calls come to an end.
+        """
         config, course = self.config, self.course
         if not self.graphs:
             self._prepare()
         block = config.eval_every or self.steps
+        first = course.step
         while course.step < self.steps and not course.is_diverged:
-            if time.monotonic() > until:
+            if course.step > first and time.monotonic() > until:
                 return False
             started = time.monotonic()
             # dropout follows from the seed and the step, so a run that goes on later is the same run
@@ -124,7 +128,7 @@ class Sprint:
                 self._copy(self.parameters, self.best)
             spent = time.monotonic() - started
             course.seconds += spent
-            say(f"step {last}/{self.steps}  loss {loss:.4f}  dev {dev:.4f}  {block / spent:.0f} steps/s")
+            say(f"step {last}/{self.steps}  loss {loss:.4f}  dev {dev:.4f}  {block / max(spent, 1e-9):.0f} steps/s")
         return True
 
     def _prepare(self) -> None:

@@ -54,9 +54,8 @@ class ContourSpec:
     def predecessors(self) -> NDArray[np.int64]:
         """The paddle that each one continues; -1: it begins a contour. The two long contours take turns, as published."""
         long = np.concatenate(([-1, -1], np.arange(2 * self.contour - 2)))
-        short = np.arange(2 * self.contour, self.paddles).reshape(self.distractors, -1) - 1
-        if self.distractors:
-            short[:, 0] = -1
+        short = np.arange(2 * self.contour, self.paddles).reshape(self.distractors, self.distractor_length) - 1
+        short[:, :1] = -1
         return np.concatenate((long, short.ravel()))
 
 
