@@ -194,9 +194,11 @@ def one_run(
         sprint.resume(aside)
     if not sprint.run(until=until, say=lambda line: say(f"{label}: {line}")):
         sprint.save(aside)
+        sprint.close()
         return None
     course = sprint.course
     tested = sprint.test(loaded.test)
+    sprint.close()
     by_group = {name: round(value, 5) for name, value in zip(data.groups, tested["groups"], strict=True) if value is not None}
     aside.unlink(missing_ok=True)
     say(f"{label}: dev {course.best_dev:.4f} at step {course.best_step}, test {tested['accuracy']:.4f}, {course.seconds:.0f} s")

@@ -21,6 +21,7 @@ from ..training.schedule import make_schedule
 from .resident import Bucket, Plan, make_plan
 
 WARMUPS = 3
+MOST_ANSWERS = 2**17
 
 
 @dataclass
@@ -234,7 +235,9 @@ class Sprint:
         self.model.eval()
         sums = torch.zeros(self.groups, 2, dtype=torch.float64, device=self.device)
         for each in buckets:
-            for rows in torch.arange(len(each), device=self.device).split(self.eval_batch):
+            # the logits of a batch of many questions over a large vocabulary are gigabytes
+            at_once = max(1, min(self.eval_batch, MOST_ANSWERS // (each.targets.numel() // len(each))))
+            for rows in torch.arange(len(each), device=self.device).split(at_once):
                 inputs, at, targets, group = each.batch(rows)
                 targets = targets.flatten()
                 asked = targets != IGNORE
@@ -255,6 +258,12 @@ class Sprint:
     def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
         for old, new in zip(target, source, strict=True):
             old.copy_(new)
+
+    def close(self) -> None:
+        """Give the memory of the captured steps back."""
+        self.graphs = []
+        if self.on_gpu:
+            torch.cuda.empty_cache()
 
     # ---- a run that is cut short goes on later
 

@@ -36,7 +36,7 @@ class ContourSpec:
     """Length of a paddle."""
     thickness: float
     margin: float
-    """Between one paddle and the next of its contour; other paddles stay `thickness` further away."""
+    """Between one paddle and the next of its contour; other paddles stay their width (a pixel at least) further away."""
     seed_distance: float
     """Between the first ends of the two long contours."""
     continuity: float

@@ -30,7 +30,8 @@ def child_keys(keys: Keys, place: int | NDArray[np.int64]) -> Keys:
 
 def uniform_at(keys: Keys, number: NDArray[np.int64] | int) -> NDArray[np.float64]:
     """The number-th uniform in [0, 1) of each key; keys and numbers broadcast."""
-    words = mixed(keys + GOLDEN * (np.asarray(number, dtype=np.uint64) + np.uint64(1)))
+    # at least one dimension: numpy warns when a single number wraps around, and arrays may
+    words = mixed(keys + GOLDEN * (np.atleast_1d(np.asarray(number, dtype=np.uint64)) + np.uint64(1)))
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
