@@ -174,7 +174,7 @@ def mqar_small() -> Recipe:
     """Recall for a CPU: 64 tokens, 4 and 8 pairs, 256 different tokens.
 
     Command: nalaformer train mqar_small attention=split
-    Cost: about two minutes on a CPU core.
+    Cost: a few minutes on a CPU core.
     Expected: not measured; chance is 0.008.
     """
     task = SequencesConfig(
