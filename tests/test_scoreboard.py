@@ -144,6 +144,42 @@ def test_clipping_bounds_the_step_of_plain_descent(clip):
     assert 0 < moved <= 1e-4 * (1 + 1e-3)
 
 
+class NoDevice:
+    """Stands for streams, graphs and contexts of CUDA: the calls are made, and a captured step is run once and forgotten."""
+
+    def __init__(self, *_):
+        pass
+
+    def wait_stream(self, _):
+        pass
+
+    def replay(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_what_a_capture_needs_leaves_no_trace(monkeypatch):
+    for name in ("Stream", "stream", "CUDAGraph", "graph", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, NoDevice)
+    # a run that goes on: its moments and counters are not zero
+    sprint = make_sprint()
+    assert not sprint.run(until=0.0)
+    before = [p.detach().clone() for p in sprint.parameters]
+    moments = sprint._moments_copy()
+    counters = [int(counter) for counter in (sprint.done, *sprint.cursors)]
+    graphs = sprint._captured(sprint.graphs)
+    assert len(graphs) == 2
+    assert all(torch.equal(a, b) for a, b in zip(before, sprint.parameters, strict=True))
+    for parameter, state in sprint.optimizer.state.items():
+        assert all(torch.equal(value, moments[parameter][name]) for name, value in state.items())
+    assert [int(counter) for counter in (sprint.done, *sprint.cursors)] == counters == [2, *sprint.plan.before(2)]
+
+
 # ---- many runs
 
 
