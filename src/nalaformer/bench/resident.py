@@ -71,7 +71,9 @@ def bucket(length: int, parts: list[Arrays], device: str | torch.device) -> Buck
         asks = targets != IGNORE
         most = int(asks.sum(axis=1).max())
         if most < length:
-            at = np.argsort(~asks, axis=1, kind="stable")[:, :most]
+            # in pieces: sorted places of a million sequences are gigabytes
+            pieces = (asks[start : start + CHUNK] for start in range(0, len(asks), CHUNK))
+            at = np.concatenate([np.argsort(~piece, axis=1, kind="stable")[:, :most] for piece in pieces])
             targets = np.take_along_axis(targets, at, axis=1)
     if inputs.dtype == np.uint16:
         inputs = inputs.astype(np.int32)

@@ -201,7 +201,7 @@ def recall(data: str, *, options: dict[str, Any], model_options: dict[str, Any],
         "eval_every": 500,
         "save_every": 500,
     }
-    task = SequencesConfig(data=data, data_options=options, train_samples=1_000_000, eval_samples=1_000, test_samples=4_000)
+    task = SequencesConfig(data=data, data_options=options, train_samples=300_000, eval_samples=1_000, test_samples=4_000)
     return Recipe(
         model="recall",
         attention="nalaformer",
@@ -264,7 +264,7 @@ def probing(data: str) -> Recipe:
         model="sequence_classifier",
         attention="nalaformer",
         model_options={"dropout": 0.0},
-        task=SequencesConfig(data=data, train_samples=1_000_000, eval_samples=500, test_samples=2_000),
+        task=SequencesConfig(data=data, train_samples=100_000, eval_samples=500, test_samples=2_000),
         training=TrainingConfig(
             steps=10_000,
             batch_size=64,
