@@ -104,3 +104,45 @@ def test_a_quarter_million_tokens_repeat_to_the_bit():
     for _ in range(20):
         again = outcome("triton", "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["softmax", "relu", "nalaformer", "polaformer"])
+@pytest.mark.parametrize("name", ["listops", "mqar"])
+def test_a_captured_training_run_is_the_eager_one(name, attention, monkeypatch):
+    from nalaformer.bench.resident import resident
+    from nalaformer.bench.sprint import Sprint
+    from nalaformer.data.sequences import SEQUENCES
+    from nalaformer.models.sequence import RecallModel, SequenceClassifier
+    from nalaformer.training import TrainingConfig
+
+    options = {
+        "listops": {"shortest": 12, "longest": 64, "max_depth": 4},
+        "mqar": {"vocabulary": 64, "mixture": [[32, 4], [48, 6]]},
+    }
+    data = SEQUENCES[name](split="train", samples=64, **options[name])
+    model_kind = SequenceClassifier if name == "listops" else RecallModel
+
+    def trained():
+        torch.manual_seed(0)
+        model = model_kind(attention=attention, dim=32, dropout=0.0, **vars(data.facts))
+        # a large epsilon: Adam would blow the rounding of a gradient that is zero up to a whole step
+        config = TrainingConfig(
+            steps=6, batch_size=8, learning_rate=1e-2, epsilon=1e-3, eval_every=3, clip_value=1.0, clip_norm=1.0
+        )
+        buckets = resident(data, "cuda")
+        sprint = Sprint(model, config, train=buckets, dev=buckets, groups=len(data.groups), steps=6, seed=0)
+        assert sprint.run()
+        return sprint
+
+    captured = trained()
+    assert captured.how == "CUDA graph"
+
+    def refuse(*_):
+        raise RuntimeError("no capture")
+
+    monkeypatch.setattr(Sprint, "_captured", refuse)
+    eager = trained()
+    assert eager.how == "eager"
+    # steps of up to 1e-2: one that was lost or done twice would show
+    for one, other in zip(captured.parameters, eager.parameters, strict=True):
+        assert torch.allclose(one, other, atol=2e-4)

@@ -552,3 +552,27 @@ def test_a_device_that_is_not_there_is_refused(tmp_path):
     object.__setattr__(trainer.config, "device", "no such thing")
     with pytest.raises(ValueError, match="device must be"):
         trainer.fit()
+
+
+# ---- what protocols ask for
+
+
+def first_move(folder, **settings):
+    """The largest change of a weight in the first step."""
+    model = make_model(norm=False, dropout=0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    plain = {"steps": 1, "warmup": 0, "ema": 0.0, "learning_rate": 1.0, "weight_decay": 0.0}
+    make_trainer(folder, model=model, **(plain | settings)).fit()
+    return max((p.detach() - old).abs().max().item() for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_gradients_are_clipped_by_value(tmp_path):
+    # Nesterov's momentum of 0.9 makes the first step 1.9 times the gradient
+    assert first_move(tmp_path / "free", optimizer="sgd") > 0.1
+    assert 0 < first_move(tmp_path / "clipped", optimizer="sgd", clip_value=1e-4) <= 1.9e-4 * (1 + 1e-3)
+
+
+def test_epsilon_reaches_the_optimiser(tmp_path):
+    # Adam's first step is the learning rate times g / (|g| + epsilon)
+    assert first_move(tmp_path / "small", learning_rate=1e-2) == pytest.approx(1e-2, rel=1e-3)
+    assert first_move(tmp_path / "large", learning_rate=1e-2, epsilon=1e3) < 1e-4

@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from . import backbones, bench, evaluate, generate, study, text, train
+from . import backbones, bench, evaluate, generate, sequences, study, text, train
 from .console import make_console
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def build_app() -> "typer.Typer":
     ) -> None:
         pass
 
-    for group in (train, evaluate, text, generate, backbones, study, bench):
+    for group in (train, evaluate, text, generate, sequences, backbones, study, bench):
         group.add_to(app)
     return app
 

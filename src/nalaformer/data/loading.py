@@ -147,6 +147,13 @@ class SeededSamples(Dataset[tuple[Any, tuple[str, ...]]]):
                         return None, tuple(rejected)
         raise ValueError(f"100 images in a row cannot be read; the last: {rejected[-1]}")
 
+    def __getitems__(self, keys: list[Key]) -> list[tuple[Any, tuple[str, ...]]]:
+        """A batch; data that makes many samples at once, without augmentation, is asked for all of them."""
+        together = getattr(self.data, "__getitems__", None)
+        if together is None:
+            return [self[key] for key in keys]
+        return [(content, ()) for content in together([index for _, index in keys])]
+
 
 class random_state_of:
     """Within, Python's, numpy's and torch's random numbers follow from the key; after, they go on as if nothing had been."""

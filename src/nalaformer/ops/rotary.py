@@ -109,6 +109,10 @@ class Rotary:
         """The same for some tokens only."""
         return replace(self, positions=self.positions.index_select(-2, rows))
 
+    def flat(self) -> "Rotary":
+        """The same for the tokens of all samples back to back: positions [B, N, A] become [B * N, A]."""
+        return self if self.positions.dim() == 2 else replace(self, positions=self.positions.flatten(0, 1))
+
     def cos_sin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles, each [N, A*P] or [B, N, A*P]."""
         # float64 angles: at position 262,144 a float32 angle is off by 0.02 radian. ONNX runtimes and Apple GPUs lack

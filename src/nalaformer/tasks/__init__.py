@@ -3,9 +3,11 @@
 from .base import TASKS, Loss, Metrics, RecipeTask, Task, task_name
 from .classification import Classification, ClassificationConfig, TopAccuracy
 from .language import LanguageConfig, LanguageModelling
+from .sequences import AnswerAccuracy, Sequences, SequencesConfig, answer_sums, answered
 
 __all__ = [
     "TASKS",
+    "AnswerAccuracy",
     "Classification",
     "ClassificationConfig",
     "LanguageConfig",
@@ -13,7 +15,11 @@ __all__ = [
     "Loss",
     "Metrics",
     "RecipeTask",
+    "Sequences",
+    "SequencesConfig",
     "Task",
     "TopAccuracy",
+    "answer_sums",
+    "answered",
     "task_name",
 ]

@@ -6,6 +6,7 @@ import torch
 
 from ..registry import unknown_name
 
+SCHEDULES = ("cosine", "linear")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -29,16 +30,22 @@ class TrainingConfig:
     """Not on biases, norms and what the model's no_weight_decay names."""
     beta2: float = 0.999
     """Of Adam's second moment."""
+    epsilon: float = 1e-8
+    """Of Adam: added to the root of the second moment."""
+    schedule: str = "cosine"
+    """How the rate falls: "cosine", or "linear": straight up in the warm-up and straight down to the end (one cycle)."""
     warmup: float = 0.0
     """Epochs (or steps, where the duration is in steps) of linear warm-up, part of the duration."""
     warmup_learning_rate: float = 1e-6
     """Where the warm-up starts."""
     min_learning_rate: float = 1e-5
-    """Where the cosine ends."""
+    """Where the schedule ends."""
     cooldown: float = 0.0
     """Epochs (or steps) at the lowest rate, added to the duration."""
     clip_norm: float = 0.0
     """Largest norm of the gradient of all parameters together; 0: no limit."""
+    clip_value: float = 0.0
+    """Largest absolute value of each entry of the gradient; 0: no limit."""
     ema: float = 0.0
     """Decay of the moving average of the weights, which is then what is evaluated; 0: none."""
     repeats: int = 1
@@ -76,11 +83,25 @@ class TrainingConfig:
         for name in ("batch_size", "accumulate", "repeats", "keep", "bad_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("learning_rate", "warmup", "cooldown", "clip_norm", "workers", "eval_every", "save_every", "most_corrupt"):
+        for name in (
+            "learning_rate",
+            "warmup",
+            "cooldown",
+            "clip_norm",
+            "clip_value",
+            "workers",
+            "eval_every",
+            "save_every",
+            "most_corrupt",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 <= self.ema < 1:
             raise ValueError(f"ema must be at least 0 and below 1, got {self.ema}")
+        if self.epsilon <= 0:
+            raise ValueError(f"epsilon must be positive, got {self.epsilon}")
+        if self.schedule not in SCHEDULES:
+            raise unknown_name("schedule", self.schedule, SCHEDULES)
         if self.precision not in PRECISIONS:
             raise unknown_name("precision", self.precision, PRECISIONS)
         if self.on_corrupt not in ("skip", "stop"):

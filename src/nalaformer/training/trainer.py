@@ -21,6 +21,7 @@ from .display import Display, figures_line
 from .evaluation import evaluate
 from .log import RunLog
 from .ranks import started
+from .schedule import make_schedule
 from .settings import refuse_other_settings
 
 if TYPE_CHECKING:
@@ -122,26 +123,17 @@ class Trainer:
     def _prepare(self) -> None:
         """Optimiser, schedule and average, then what an earlier run has left."""
         from timm.optim import create_optimizer_v2
-        from timm.scheduler import CosineLRScheduler
         from timm.utils import ModelEmaV3
 
         config = self.config
         self.model.to(self.ranks.device)
         if config.checkpoint_activations:
             checkpoint_activations(self.model)
-        options: Any = {"betas": (0.9, config.beta2)} if "adam" in config.optimizer else {}
+        options: Any = {"betas": (0.9, config.beta2), "eps": config.epsilon} if "adam" in config.optimizer else {}
         self.optimizer = create_optimizer_v2(
             self.model, opt=config.optimizer, lr=config.learning_rate, weight_decay=config.weight_decay, **options
         )
-        self.schedule = CosineLRScheduler(
-            self.optimizer,
-            t_initial=config.in_steps(config.epochs or config.steps, self.per_epoch),
-            lr_min=config.min_learning_rate,
-            warmup_t=config.in_steps(config.warmup, self.per_epoch),
-            warmup_lr_init=config.warmup_learning_rate,
-            t_in_epochs=False,
-            cycle_limit=1,
-        )
+        self.schedule = make_schedule(config, self.optimizer, self.per_epoch)
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=self.precision == torch.float16)
         self.ema = ModelEmaV3(self.model, decay=config.ema) if config.ema else None
         self._resume()
@@ -257,7 +249,10 @@ class Trainer:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         # DDP has divided by the number of ranks
         torch._foreach_mul_(gradients, self.ranks.count * self.config.batch_size / (total_weight or math.nan))
-        return nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm or math.inf).item()
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm or math.inf).item()
+        if self.config.clip_value:
+            nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
+        return norm
 
     def _check_health(self, display: Display) -> None:
         progress = self.progress

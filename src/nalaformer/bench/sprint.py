@@ -1,0 +1,303 @@
+"""One training run with everything on the device: on a GPU a step is a CUDA graph, and the host only says "next".
+
+The general trainer looks at every loss, may stop after any step and reads data from anywhere; that costs a few milliseconds a
+step, which is most of the time of a small model. Here the host waits for the device at evaluations alone.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data import seed_everything
+from ..data.sequences import IGNORE
+from ..training.config import PRECISIONS, TrainingConfig
+from ..training.schedule import make_schedule
+from .resident import Bucket, Plan, make_plan
+
+WARMUPS = 3
+MOST_ANSWERS = 2**17
+
+
+@dataclass
+class Course:
+    """How far a run is."""
+
+    step: int = 0
+    best_step: int = 0
+    best_dev: float = -1.0
+    seconds: float = 0.0
+    is_diverged: bool = False
+
+
+class Sprint:
+    """A model trained on resident data by a TrainingConfig; the weights that are best on the dev data are kept."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainingConfig,
+        *,
+        train: list[Bucket],
+        dev: list[Bucket],
+        groups: int,
+        steps: int,
+        seed: int,
+        eval_batch: int = 0,
+    ) -> None:
+        # a bucket that fills no batch is never asked
+        train = [each for each in train if len(each) >= config.batch_size] or train
+        self.device = train[0].group.device
+        self.model, self.config, self.steps, self.seed = model.to(self.device), config, steps, seed
+        self.train, self.dev, self.groups = train, dev, groups
+        self.eval_batch = eval_batch or 4 * config.batch_size
+        self.plan: Plan = make_plan(train, steps=steps, batch_size=config.batch_size, seed=seed)
+        self.course = Course()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.best = [p.detach().clone() for p in self.parameters]
+        self.on_gpu = self.device.type == "cuda"
+        self.optimizer = self._make_optimizer()
+        rates = self._rates()
+        self.rates = torch.tensor(rates, dtype=torch.float32, device=self.device)
+        self.host_rates = rates
+        # counters on the device: a captured step finds its batch and its rate by itself
+        self.done = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.cursors = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in train]
+        self.loss_sum = torch.zeros((), device=self.device)
+        self.graphs: list[Callable[[], object]] = []
+        self.how = "eager"
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        config = self.config
+        # as timm does: no decay of biases and norms
+        matrices = [p for p in self.parameters if p.dim() > 1]
+        vectors = [p for p in self.parameters if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        rate: Any = torch.tensor(config.learning_rate, device=self.device) if self.on_gpu else config.learning_rate
+        options: dict[str, Any] = {"capturable": True, "fused": True} if self.on_gpu else {}
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=rate,
+            betas=(0.9, config.beta2),
+            eps=config.epsilon,
+            **options,
+        )
+
+    def _rates(self) -> list[float]:
+        """The learning rate of every step, by the trainer's own schedule."""
+        probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=self.config.learning_rate)
+        per_epoch = max(1, sum(len(each) for each in self.train) // self.config.batch_size)
+        schedule = make_schedule(self.config, probe, per_epoch)
+        rates = []
+        for step in range(self.steps):
+            schedule.step_update(step)
+            rates.append(float(probe.param_groups[0]["lr"]))
+        return rates
+
+    def run(self, *, until: float = float("inf"), say: Callable[[str], None] = lambda line: None) -> bool:
+        """Train to the end, or until the clock (time.monotonic) says so; whether the end was reached.
+
+        One block of steps, up to an evaluation, is always done: however short the time, repeated calls come to an end.
+        """
+        config, course = self.config, self.course
+        if not self.graphs:
+            self._prepare()
+        block = config.eval_every or self.steps
+        first = course.step
+        while course.step < self.steps and not course.is_diverged:
+            if course.step > first and time.monotonic() > until:
+                return False
+            started = time.monotonic()
+            # dropout follows from the seed and the step, so a run that goes on later is the same run
+            seed_everything(self.seed, course.step)
+            last = min(course.step + block, self.steps)
+            self.model.train()
+            self.loss_sum.zero_()
+            for step in range(course.step, last):
+                self.graphs[int(self.plan.bucket_of[step])]()
+            loss = self.loss_sum.item() / (last - course.step)
+            course.step = last
+            dev = self.evaluate(self.dev)["accuracy"]
+            course.is_diverged = loss != loss
+            if dev > course.best_dev and not course.is_diverged:
+                course.best_dev, course.best_step = dev, last
+                self._copy(self.parameters, self.best)
+            spent = time.monotonic() - started
+            course.seconds += spent
+            say(f"step {last}/{self.steps}  loss {loss:.4f}  dev {dev:.4f}  {block / max(spent, 1e-9):.0f} steps/s")
+        return True
+
+    def _prepare(self) -> None:
+        """A callable for each bucket that takes one step."""
+        for number, cursor in enumerate(self.plan.before(self.course.step)):
+            self.cursors[number].fill_(cursor)
+        self.done.fill_(self.course.step)
+        self.graphs = [self._stepper(number) for number in range(len(self.train))]
+        if self.on_gpu:
+            eager = self.graphs
+            try:
+                self.graphs = self._captured(eager)
+                self.how = "CUDA graph"
+            except RuntimeError:
+                # something in the model waits for the host: slower, and the same numbers
+                torch.cuda.synchronize()
+                self.graphs = eager
+
+    def _stepper(self, number: int) -> Callable[[], object]:
+        return lambda: self._step(number)
+
+    def _step(self, number: int) -> None:
+        config = self.config
+        if self.on_gpu:
+            rate = self.rates.index_select(0, self.done)[0]
+            for group in self.optimizer.param_groups:
+                group["lr"].copy_(rate)
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.host_rates[int(self.done)]
+        self.optimizer.zero_grad(set_to_none=True)
+        rows = self.plan.rows[number].index_select(0, self.cursors[number])[0]
+        inputs, at, targets, _ = self.train[number].batch(rows)
+        loss = self._loss(inputs, at, targets)
+        loss.backward()
+        if config.clip_norm:
+            nn.utils.clip_grad_norm_(self.parameters, config.clip_norm)
+        if config.clip_value:
+            nn.utils.clip_grad_value_(self.parameters, config.clip_value)
+        self.optimizer.step()
+        self.loss_sum += loss.detach()
+        self.done += 1
+        self.cursors[number] += 1
+
+    def _logits(self, inputs: Tensor, at: Tensor | None) -> Tensor:
+        precision = PRECISIONS[self.config.precision]
+        is_low = precision != torch.float32
+        # the cache of casts would outlive a captured step
+        with torch.autocast(self.device.type, precision, enabled=is_low, cache_enabled=False):
+            logits = self.model(inputs) if at is None else self.model(inputs, at=at)
+        return logits.float().flatten(0, -2)
+
+    def _loss(self, inputs: Tensor, at: Tensor | None, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self._logits(inputs, at), targets.flatten(), ignore_index=IGNORE)
+
+    def _captured(self, steppers: list[Callable[[], object]]) -> list[Callable[[], object]]:
+        """The steps as CUDA graphs; the warm-up that capture needs leaves no trace in weights, moments and counters."""
+        counters = [*self.parameters, self.done, *self.cursors]
+        before = [tensor.detach().clone() for tensor in counters]
+        moments_before = self._moments_copy()
+        self.model.train()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for stepper in steppers:
+                for _ in range(WARMUPS):
+                    stepper()
+                    # a short run has no later steps to run ahead into
+                    for tensor, old in zip(counters[len(self.parameters) :], before[len(self.parameters) :], strict=True):
+                        tensor.copy_(old)
+        torch.cuda.current_stream().wait_stream(side)
+
+        def restore() -> None:
+            with torch.no_grad():
+                for tensor, old in zip(counters, before, strict=True):
+                    tensor.copy_(old)
+                for parameter, state in self.optimizer.state.items():
+                    for name, value in state.items():
+                        moment = moments_before.get(parameter, {}).get(name)
+                        value.zero_() if moment is None else value.copy_(moment)
+
+        restore()
+        graphs: list[Callable[[], object]] = []
+        try:
+            for stepper in steppers:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    stepper()
+                graphs.append(graph.replay)
+        finally:
+            # counters were moved by nothing but warm-ups; a capture that failed half-way may have moved them
+            torch.cuda.synchronize()
+            restore()
+            self.optimizer.zero_grad(set_to_none=True)
+        return graphs
+
+    def _moments_copy(self) -> dict[Any, dict[str, Tensor]]:
+        return {p: {name: value.clone() for name, value in state.items()} for p, state in self.optimizer.state.items()}
+
+    @torch.no_grad()
+    def evaluate(self, buckets: list[Bucket]) -> dict[str, Any]:
+        """Accuracy of each group (None where it has no answer), and the mean over groups."""
+        self.model.eval()
+        sums = torch.zeros(self.groups, 2, dtype=torch.float64, device=self.device)
+        for each in buckets:
+            # the logits of a batch of many questions over a large vocabulary are gigabytes
+            at_once = max(1, min(self.eval_batch, MOST_ANSWERS // (each.targets.numel() // len(each))))
+            for rows in torch.arange(len(each), device=self.device).split(at_once):
+                inputs, at, targets, group = each.batch(rows)
+                targets = targets.flatten()
+                asked = targets != IGNORE
+                right = (self._logits(inputs, at).argmax(dim=1) == targets) & asked
+                of_answer = group.repeat_interleave(len(targets) // len(group), output_size=len(targets))
+                sums.index_add_(0, of_answer, torch.stack((asked.double(), right.double()), dim=1))
+        shares = [right / count if count else None for count, right in sums.tolist()]
+        known = [share for share in shares if share is not None]
+        return {"accuracy": sum(known) / len(known), "groups": shares}
+
+    def test(self, buckets: list[Bucket]) -> dict[str, Any]:
+        """The same with the weights that were best on dev."""
+        self._copy(self.best, self.parameters)
+        return self.evaluate(buckets)
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+        for old, new in zip(target, source, strict=True):
+            old.copy_(new)
+
+    def close(self) -> None:
+        """Give the memory of the captured steps back."""
+        self.graphs = []
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    # ---- a run that is cut short goes on later
+
+    def save(self, path: Path) -> None:
+        """Weights, moments and counters."""
+        from safetensors.torch import save_file
+
+        tensors: dict[str, Tensor] = {}
+        for number, (parameter, best) in enumerate(zip(self.parameters, self.best, strict=True)):
+            tensors |= {f"{number}.weight": parameter.detach(), f"{number}.best": best}
+            tensors |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".writing")
+        facts = {name: str(value) for name, value in vars(self.course).items()}
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, unfinished, metadata=facts)
+        unfinished.replace(path)
+
+    def resume(self, path: Path) -> None:
+        """Go on where `save` was called; the model must be as it was made then."""
+        from safetensors import safe_open
+
+        with safe_open(path, "pt", device=str(self.device)) as file:
+            facts = file.metadata()
+            names = set(file.keys())
+            with torch.no_grad():
+                for number, (parameter, best) in enumerate(zip(self.parameters, self.best, strict=True)):
+                    parameter.copy_(file.get_tensor(f"{number}.weight"))
+                    best.copy_(file.get_tensor(f"{number}.best"))
+                    kept = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{number}.{name}" in names]
+                    self.optimizer.state[parameter] = {name: file.get_tensor(f"{number}.{name}") for name in kept}
+        self.course = Course(
+            step=int(facts["step"]),
+            best_step=int(facts["best_step"]),
+            best_dev=float(facts["best_dev"]),
+            seconds=float(facts["seconds"]),
+            is_diverged=facts["is_diverged"] == "True",
+        )

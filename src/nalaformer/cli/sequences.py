@@ -1,0 +1,133 @@
+"""Commands of the long-range benchmarks: data made once, and methods side by side."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from .console import make_console
+
+if TYPE_CHECKING:
+    import typer
+    from rich.console import Console
+
+
+def add_to(app: "typer.Typer") -> None:
+    """Enter the commands."""
+    import typer
+
+    data = typer.Typer(no_args_is_help=True, help="Data made on this machine.")
+    app.add_typer(data, name="data")
+
+    @data.command("make")
+    def make(
+        name: Annotated[str, typer.Argument(help="Name of the sequence data, such as listops or pathfinder.")],
+        out: Annotated[Path, typer.Option(help="Folder; it gets a folder for each split.")],
+        samples: Annotated[int, typer.Option(help="Of the train split.")] = 96_000,
+        val_samples: Annotated[int, typer.Option(help="Of the val split; 0: none.")] = 2_000,
+        test_samples: Annotated[int, typer.Option(help="Of the test split; 0: none.")] = 20_000,
+        seed: Annotated[int, typer.Option(help="Of the data.")] = 0,
+        options: Annotated[str, typer.Option(help="Of the data, as JSON: '{\"contour\": 9}'.")] = "{}",
+        workers: Annotated[int, typer.Option(help="Processes.")] = 1,
+    ) -> None:
+        """Write generated sequences once; `data=FOLDER` in a recipe reads them."""
+        run_make(name, out, {"train": samples, "val": val_samples, "test": test_samples}, seed, options, workers)
+
+    @app.command()
+    def scoreboard(
+        task: Annotated[str, typer.Argument(help="Name of a recipe on sequences, such as mqar or lra_listops.")],
+        settings: Annotated[list[str] | None, typer.Argument(help="key=value, any setting of the recipe.")] = None,
+        methods: Annotated[
+            str, typer.Option(help='Attentions, by comma; options in braces: \'softmax, norm_aware {"powers": "mild"}\'.')
+        ] = "softmax, relu, nalaformer",
+        seeds: Annotated[int, typer.Option(help="Runs of each method and rate.")] = 3,
+        learning_rates: Annotated[str, typer.Option(help="By comma.", show_default="that of the recipe")] = "",
+        steps: Annotated[int, typer.Option(help="Of each run; 0: those of the recipe.")] = 0,
+        out: Annotated[Path | None, typer.Option(help="CSV file.", show_default="runs/scoreboard_<task>.csv")] = None,
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+        minutes: Annotated[
+            float, typer.Option(help="Stop cleanly after that many; the same command goes on. 0: no limit.")
+        ] = 0.0,
+        data_folder: Annotated[Path | None, typer.Option(help="Keep generated data here for the next time.")] = None,
+        workers: Annotated[int, typer.Option(help="Processes that make data.")] = 1,
+    ) -> None:
+        """Train every method with every rate and seed on one task, data on the device; mean and spread, best rate by dev."""
+        rates = [float(rate) for rate in learning_rates.split(",")] if learning_rates else []
+        run_scoreboard_command(task, settings or [], methods, seeds, rates, steps, out, device, minutes, data_folder, workers)
+
+
+def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: str, workers: int) -> None:
+    import json
+
+    from rich.progress import Progress
+
+    from ..data.sequences import write
+
+    try:
+        chosen = json.loads(options)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"options must be a JSON object, got {options!r}") from error
+    console = progress_console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for split, count in samples.items():
+            if not count:
+                continue
+            bar = progress.add_task(f"{name}, {split}", total=count)
+            folder = write(
+                name,
+                out,
+                split=split,
+                samples=count,
+                seed=seed,
+                options=chosen,
+                workers=workers,
+                advance=lambda made, bar=bar: progress.advance(bar, made),  # type: ignore[misc]
+            )
+            make_console().print(f"{count} sequences: {folder}", soft_wrap=True)
+
+
+def run_scoreboard_command(
+    name: str,
+    settings: list[str],
+    methods: str,
+    seeds: int,
+    rates: list[float],
+    steps: int,
+    out: Path | None,
+    device: str,
+    minutes: float,
+    data_folder: Path | None,
+    workers: int,
+) -> None:
+    import torch
+
+    from ..bench.scoreboard import parse_methods, run_scoreboard, scoreboard_table
+    from ..recipes import RECIPES, changed
+    from ..tasks import SequencesConfig
+
+    recipe = changed(RECIPES[name](), settings)
+    if not isinstance(recipe.task, SequencesConfig):
+        raise ValueError(f"a scoreboard needs a recipe on sequences, got {name}")
+    out = out or Path("runs") / f"scoreboard_{name}.csv"
+    console = progress_console()
+    rows = run_scoreboard(
+        name,
+        recipe,
+        methods=parse_methods(methods),
+        seeds=range(seeds),
+        learning_rates=rates or [recipe.training.learning_rate],
+        out=out,
+        steps=steps,
+        device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
+        seconds=60 * minutes if minutes else float("inf"),
+        data_folder=data_folder,
+        workers=workers,
+        say=lambda line: console.print(line, markup=False, soft_wrap=True),
+    )
+    make_console().print(scoreboard_table(name, rows))
+    make_console().print(f"results: {out}", soft_wrap=True)
+
+
+def progress_console() -> "Console":
+    """Progress goes to stderr: what is printed to stdout can be kept."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)

@@ -1,0 +1,42 @@
+"""Sequences to learn from: the Long Range Arena, recall, pointing and hidden facts, generated exactly."""
+
+from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_tensor
+from .copying import Copying, Induction
+from .filler import ENTROPY, Filler
+from .listops import ListOps, ListOpsWithoutBrackets
+from .mqar import AssociativeRecall
+from .needles import FAMILIES, HiddenFacts, Needles, RecallLanguage, Variables
+from .pathfinder import Pathfinder, PathX
+from .pointing import Counting, Pointing
+from .released import GreyImage, Retrieval, Text
+from .stored import Stored, write
+
+__all__ = [
+    "ENTROPY",
+    "FAMILIES",
+    "IGNORE",
+    "SEQUENCES",
+    "SPLITS",
+    "AssociativeRecall",
+    "Copying",
+    "Counting",
+    "Filler",
+    "GreyImage",
+    "HiddenFacts",
+    "Induction",
+    "ListOps",
+    "ListOpsWithoutBrackets",
+    "Needles",
+    "PathX",
+    "Pathfinder",
+    "Pointing",
+    "RecallLanguage",
+    "Retrieval",
+    "SequenceData",
+    "SequenceFacts",
+    "Stored",
+    "Text",
+    "Variables",
+    "as_tensor",
+    "write",
+]

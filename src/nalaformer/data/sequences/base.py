@@ -1,0 +1,119 @@
+"""What sequence data is: samples by index, in batches as fast as arrays allow."""
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ...registry import Registry
+from .random_numbers import Keys, sample_keys
+
+SPLITS = ("train", "val", "test")
+# the target of a position that asks nothing, as torch's cross-entropy has it
+IGNORE = -100
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceFacts:
+    """What of the data a model's shape depends on."""
+
+    answers: str
+    """"sequence": one class per sequence; "pair": one per pair of sequences; "tokens": one at each position that asks."""
+    outputs: int
+    """Number of classes, or of tokens to choose from."""
+    length: int
+    """Tokens of a sequence, padding included."""
+    vocabulary: int = 0
+    """Number of different tokens; 0: inputs are vectors."""
+    channels: int = 0
+    """Of vector inputs."""
+    is_padded: bool = False
+    """Token 0 stands for nothing."""
+
+
+class SequenceData(Dataset[dict[str, Tensor]]):
+    """Sample i is a function of (name, seed, split, i) alone: however it is batched, and however many others there are.
+
+    A sample is a dictionary: `inputs` [N] tokens or [N, C] vectors ([2, N] for pairs), `targets` (a class, or [N] with IGNORE
+    where nothing is asked), `group` (an index into `groups`: what figures are reported for separately).
+    """
+
+    stream_name: str
+    """Of the random stream; data that differs only in how it is shown shares it."""
+    groups: tuple[str, ...] = ("all",)
+    chance: float
+    """Accuracy of guessing."""
+    shortcuts: dict[str, float] = {}
+    """Accuracies that can be had without doing the task, measured, by how."""
+
+    def __init__(self, *, split: str, samples: int, seed: int = 0) -> None:
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        if samples < 1:
+            raise ValueError(f"samples must be positive, got {samples}")
+        self.split, self.samples, self.seed = split, samples, seed
+
+    @property
+    @abstractmethod
+    def facts(self) -> SequenceFacts: ...
+
+    @abstractmethod
+    def make(self, indices: NDArray[np.int64]) -> Arrays:
+        """The samples of these indices, stacked."""
+
+    @property
+    def group_lengths(self) -> tuple[int, ...]:
+        """For each group, the number of tokens after which its sequences hold nothing but padding."""
+        return (self.facts.length,) * len(self.groups)
+
+    def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> Arrays:
+        """Samples stacked to arrays: many at once are much faster than one by one."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        if chosen.ndim != 1 or (len(chosen) and not (chosen.min() >= 0 and chosen.max() < self.samples)):
+            raise IndexError(f"indices must be a row of numbers from 0 to {self.samples - 1}, got {chosen}")
+        arrays = self.make(chosen)
+        return {"group": np.zeros(len(chosen), np.int64)} | arrays
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self.samples:
+            raise IndexError(f"sample {index} of {self.samples}")
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
+        """What loaders call: a batch at once."""
+        tensors = {name: as_tensor(array) for name, array in self.batch(indices).items()}
+        return [{name: tensor[row] for name, tensor in tensors.items()} for row in range(len(indices))]
+
+    @property
+    def stream(self) -> int:
+        return zlib.crc32(f"{self.stream_name}/{self.split}".encode())
+
+    def keys(self, indices: NDArray[np.int64]) -> Keys:
+        """The random key of each sample."""
+        return sample_keys(self.seed, self.stream, indices)
+
+    def random_of(self, index: int) -> Generator:
+        """The random numbers of one sample, for generators that go one by one."""
+        return np.random.default_rng((self.seed, self.stream, index))
+
+
+def as_tensor(array: NDArray[Any]) -> Tensor:
+    """Integers as int64, which embeddings and losses take; vectors and masks as they are."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else tensor.long()
+
+
+SEQUENCES: Registry[type[SequenceData]] = Registry("sequence data")

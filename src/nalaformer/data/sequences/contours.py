@@ -1,0 +1,202 @@
+"""Contours of Pathfinder as geometry: chains of short strokes (paddles) that keep clear of each other.
+
+Starting a whole image again when a contour is stuck costs hundreds of tries per image. Here the last 1 to 5 paddles are taken
+back instead, and all images of a batch grow side by side: in each round each image places one paddle or takes some back.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .random_numbers import Keys, child_keys, integers, uniforms
+
+Floats = NDArray[np.float64]
+
+# headings that are tried before an image counts as stuck
+CANDIDATES = 8
+MOST_TAKEN_BACK = 5
+# rounds after which an image starts anew: a corner may hold no way out that five paddles back would open
+PATIENCE = 240
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContourSpec:
+    """Sizes in pixels."""
+
+    size: int
+    """Side of the image."""
+    contour: int
+    """Paddles of each of the two long contours."""
+    distractors: int
+    """Number of short contours."""
+    distractor_length: int
+    """Paddles of a short contour."""
+    paddle: float
+    """Length of a paddle."""
+    thickness: float
+    margin: float
+    """Between one paddle and the next of its contour; other paddles stay their width (a pixel at least) further away."""
+    seed_distance: float
+    """Between the first ends of the two long contours."""
+    continuity: float
+    """A turn is drawn with weight cos^2(continuity * turn), zero where that angle passes 90 degrees."""
+    padding: float
+    """Free border."""
+    match: float
+    """Largest difference between the two distances of which the markers show one; see Contours."""
+
+    @property
+    def paddles(self) -> int:
+        return 2 * self.contour + self.distractors * self.distractor_length
+
+    @property
+    def predecessors(self) -> NDArray[np.int64]:
+        """The paddle that each one continues; -1: it begins a contour. The two long contours take turns, as published."""
+        long = np.concatenate(([-1, -1], np.arange(2 * self.contour - 2)))
+        short = np.arange(2 * self.contour, self.paddles).reshape(self.distractors, self.distractor_length) - 1
+        short[:, :1] = -1
+        return np.concatenate((long, short.ravel()))
+
+
+@dataclass
+class Contours:
+    """The paddles of a batch of images: tails and heads [B, P, 2] in pixels, even ones of the first 2 `contour` are contour A,
+    odd ones contour B.
+
+    In every image the far ends of A and B are, up to `match` pixels, equally far from the first end of contour `anchor`: one of
+    them belongs to a connected pair of markers, the other to an unconnected one. Which is shown is the label, so neither the
+    distance of the markers nor anything else of the geometry tells it.
+    """
+
+    tails: Floats
+    heads: Floats
+    anchor: NDArray[np.int64]
+
+
+def grow(keys: Keys, spec: ContourSpec, margin: Floats) -> Contours:
+    """Contours for each key; margin: [B], that of each image."""
+    images, paddles = len(keys), spec.paddles
+    tails, heads = np.zeros((images, paddles, 2)), np.zeros((images, paddles, 2))
+    headings = np.zeros((images, paddles))
+    count = np.zeros(images, np.int64)
+    started = np.zeros(images, np.int64)
+    anchor = np.zeros(images, np.int64)
+    predecessors = spec.predecessors
+    active = np.arange(images)
+    now = 0
+    while len(active):
+        drawn = uniforms(child_keys(keys[active], now), 3 * CANDIDATES + 1)
+        tail, head, heading = propose(drawn, spec, margin[active], count[active], predecessors, tails, heads, headings, active)
+        free = is_free(tail, head, spec, margin[active], count[active], predecessors, tails[active], heads[active])
+        fits, choice = free.any(axis=1), free.argmax(axis=1)
+        placed, at = active[fits], count[active[fits]]
+        which = np.flatnonzero(fits), choice[fits]
+        tails[placed, at], heads[placed, at], headings[placed, at] = tail[which], head[which], heading[which]
+        count[placed] += 1
+        # a place for a new short contour is looked for again; a contour that cannot go on is taken back
+        failed, taken_back = active[~fits], 1 + integers(drawn[~fits, -1], MOST_TAKEN_BACK)
+        is_stuck = (predecessors[count[failed]] >= 0) | (count[failed] == 1)
+        count[failed] = np.maximum(0, count[failed] - np.where(is_stuck, taken_back, 0))
+        # both long contours stand: do they have two equally distant pairs of ends?
+        ended = placed[count[placed] == 2 * spec.contour]
+        anchor[ended], difference = matching_ends(tails[ended], heads[ended], spec.contour)
+        apart = ended[difference > spec.match]
+        count[apart] -= 1 + integers(uniforms(child_keys(keys[apart], now), 3 * CANDIDATES + 1)[:, -1], spec.contour)
+        now += 1
+        given_up = active[(now - started[active] > PATIENCE) & (count[active] < paddles)]
+        count[given_up], started[given_up] = 0, now
+        active = active[count[active] < paddles]
+    return Contours(tails=tails, heads=heads, anchor=anchor)
+
+
+def propose(
+    drawn: Floats,
+    spec: ContourSpec,
+    margin: Floats,
+    count: NDArray[np.int64],
+    predecessors: NDArray[np.int64],
+    tails: Floats,
+    heads: Floats,
+    headings: Floats,
+    active: NDArray[np.int64],
+) -> tuple[Floats, Floats, Floats]:
+    """Candidates for the next paddle of each active image: tails, heads [B, K, 2] and headings [B, K]."""
+    first, second, third = (drawn[:, part * CANDIDATES : (part + 1) * CANDIDATES] for part in range(3))
+    before = predecessors[count]
+    begins = before < 0
+    heading = np.where(begins[:, None], 2 * np.pi * first, headings[active, before][:, None] + turns(first) / spec.continuity)
+    direction = np.stack((np.cos(heading), np.sin(heading)), axis=-1)
+    tail = heads[active, before][:, None] + margin[:, None, None] * direction
+    # contour A begins in the middle, B at the seed distance from it, short ones anywhere
+    low = np.where(count == 0, min(2 * spec.seed_distance, spec.size / 2 - 1), spec.padding)[:, None]
+    anywhere = np.stack((second, third), axis=-1) * (spec.size - 2 * low)[:, None] + low[:, None]
+    around = np.stack((np.cos(2 * np.pi * second), np.sin(2 * np.pi * second)), axis=-1)
+    beside = tails[active, 0][:, None] + spec.seed_distance * around
+    start = np.where((count == 1)[:, None, None], beside, anywhere)
+    tail = np.where(begins[:, None, None], start, tail)
+    return tail, tail + spec.paddle * direction, heading
+
+
+ANGLES = np.linspace(-np.pi / 2, np.pi / 2, 2001)
+ANGLE_SHARE = 0.5 + (ANGLES + np.sin(ANGLES) * np.cos(ANGLES)) / np.pi
+
+
+def turns(u: Floats) -> Floats:
+    """Uniforms as angles with density cos^2 between -90 and 90 degrees."""
+    return np.interp(u, ANGLE_SHARE, ANGLES)
+
+
+def is_free(
+    tail: Floats,
+    head: Floats,
+    spec: ContourSpec,
+    margin: Floats,
+    count: NDArray[np.int64],
+    predecessors: NDArray[np.int64],
+    tails: Floats,
+    heads: Floats,
+) -> NDArray[np.bool_]:
+    """Which candidates [B, K] lie inside the image and keep clear of all paddles but the one that they continue."""
+    ends = np.stack((tail, head))
+    inside: NDArray[np.bool_] = np.all((ends >= spec.padding) & (ends <= spec.size - spec.padding), axis=(0, 3))
+    most = int(count.max())
+    if most == 0:
+        return inside
+    clearance = margin + max(spec.thickness, 1.0)
+    number = np.arange(most)[None]
+    matters = (number < count[:, None]) & (number != predecessors[count][:, None])
+    # only paddles whose middles are near can touch: few of them, and only those are measured
+    old, new = (tails[:, :most] + heads[:, :most]) / 2, (tail + head) / 2
+    apart = (new[:, :, None, 0] - old[:, None, :, 0]) ** 2 + (new[:, :, None, 1] - old[:, None, :, 1]) ** 2  # [B, K, P]
+    near = (apart < ((spec.paddle + clearance) ** 2)[:, None, None]) & matters[:, None]
+    image, candidate, paddle = np.nonzero(near)
+    first = tail[image, candidate], head[image, candidate]
+    second = tails[image, paddle], heads[image, paddle]
+    # strokes shorter than twice the clearance cannot cross without an end of one coming near the other
+    distance = squared_distance(first[0], *second)
+    for point, line in ((first[1], second), (second[0], first), (second[1], first)):
+        distance = np.minimum(distance, squared_distance(point, *line))
+    touches = distance < clearance[image] ** 2
+    inside[image[touches], candidate[touches]] = False
+    return inside
+
+
+def squared_distance(point: Floats, start: Floats, end: Floats) -> Floats:
+    """From points to strokes; all [n, 2]."""
+    (px, py), (sx, sy) = (point[..., 0], point[..., 1]), (start[..., 0], start[..., 1])
+    dx, dy = end[..., 0] - sx, end[..., 1] - sy
+    rx, ry = px - sx, py - sy
+    along = np.clip((rx * dx + ry * dy) / (dx * dx + dy * dy), 0, 1)
+    rx, ry = rx - along * dx, ry - along * dy
+    return rx * rx + ry * ry
+
+
+def matching_ends(tails: Floats, heads: Floats, contour: int) -> tuple[NDArray[np.int64], Floats]:
+    """The contour from whose first end the two far ends are more nearly equally far, and by how much they differ."""
+    firsts = tails[:, :2]
+    far = heads[:, 2 * contour - 2 : 2 * contour]
+    distance = np.linalg.norm(far[:, None] - firsts[:, :, None], axis=-1)  # [B, first end, far end]
+    difference = np.abs(distance[:, :, 0] - distance[:, :, 1])
+    anchor = difference.argmin(axis=1)
+    return anchor, np.take_along_axis(difference, anchor[:, None], axis=1)[:, 0]

@@ -1,0 +1,194 @@
+"""Pathfinder of the Long Range Arena: do the two discs lie on one contour?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .base import SEQUENCES, Arrays, SequenceData, SequenceFacts
+from .contours import Contours, ContourSpec, Floats, grow
+from .random_numbers import child_keys, uniforms
+
+# images that grow side by side: few enough for the cache
+PIECE = 512
+GEOMETRY, CHOICES = 0, 1
+
+
+@dataclass
+class Scene:
+    """What an image shows."""
+
+    contours: Contours
+    labels: NDArray[np.int64]
+    markers: Floats
+    """[B, 2, 2]: centres of the two discs, in pixels."""
+
+
+@SEQUENCES.register("pathfinder")
+class Pathfinder(SequenceData):
+    """Two long contours and some short ones; discs on two ends: of one contour (label 1) or of the two long ones (label 0).
+
+    The defaults are the Long Range Arena's hard one of 32 pixels. `contour` 6 and 9 are the rungs below it. Each pixel is a
+    token, its grey value; black pixels are token 0.
+    """
+
+    stream_name = "pathfinder"
+    chance = 0.5
+
+    def __init__(
+        self,
+        *,
+        split: str,
+        samples: int,
+        seed: int = 0,
+        size: int = 32,
+        contour: int = 14,
+        distractors: int = 5,
+        distractor_length: int = 4,
+        paddle: float = 2.0,
+        thickness: float = 0.5,
+        margins: Sequence[float] = (1.0,),
+        seed_distance: float = 7.0,
+        marker: float = 1.5,
+        continuity: float = 1.0,
+        contrast: float = 1.5,
+        antialias: int = 2,
+        match: float = 3.0,
+    ) -> None:
+        super().__init__(split=split, samples=samples, seed=seed)
+        if contour < 2 or distractors < 0 or distractor_length < 1:
+            raise ValueError(
+                f"contours need 2 paddles or more, short ones 1 or more, got {contour}, {distractors} x {distractor_length}"
+            )
+        room = (size - 2) ** 2 / ((paddle + min(margins)) * 2 * (min(margins) + thickness))
+        self.spec = ContourSpec(
+            size=size,
+            contour=contour,
+            distractors=distractors,
+            distractor_length=distractor_length,
+            paddle=paddle,
+            thickness=thickness,
+            margin=max(margins),
+            seed_distance=seed_distance,
+            continuity=continuity,
+            padding=1.0,
+            match=match,
+        )
+        if self.spec.paddles > room:
+            raise ValueError(
+                f"{self.spec.paddles} paddles do not fit into {size} x {size} pixels; choose shorter contours or fewer"
+            )
+        self.margins, self.marker, self.contrast, self.antialias = tuple(margins), marker, contrast, antialias
+
+    @property
+    def facts(self) -> SequenceFacts:
+        return SequenceFacts(answers="sequence", outputs=2, length=self.spec.size**2, vocabulary=256)
+
+    def make(self, indices: NDArray[np.int64]) -> Arrays:
+        pixels = np.zeros((len(indices), self.facts.length), np.uint8)
+        labels = np.zeros(len(indices), np.int64)
+        for start in range(0, len(indices), PIECE):
+            piece = slice(start, start + PIECE)
+            scene = self.scene(indices[piece])
+            pixels[piece] = self.drawn(scene).reshape(len(scene.labels), -1)
+            labels[piece] = scene.labels
+        return {"inputs": pixels, "targets": labels}
+
+    def scene(self, indices: NDArray[np.int64]) -> Scene:
+        """The geometry of the images, for those who want to look behind the pixels."""
+        keys = self.keys(indices)
+        chosen = uniforms(child_keys(keys, CHOICES), 2)
+        margin = np.asarray(self.margins)[(chosen[:, 0] * len(self.margins)).astype(np.int64)]
+        contours = grow(child_keys(keys, GEOMETRY), self.spec, margin)
+        labels = (chosen[:, 1] < 0.5).astype(np.int64)
+        image = np.arange(len(indices))
+        far = np.where(labels == 1, contours.anchor, 1 - contours.anchor)
+        last = 2 * self.spec.contour - 2
+        markers = np.stack((contours.tails[image, contours.anchor], contours.heads[image, last + far]), axis=1)
+        return Scene(contours=contours, labels=labels, markers=markers)
+
+    def drawn(self, scene: Scene) -> NDArray[np.uint8]:
+        """Images [B, size, size], anti-aliased by drawing them `antialias` times as large."""
+        scale, size = self.antialias, self.spec.size
+        canvas = np.zeros((len(scene.labels), size * scale, size * scale), np.float32)
+        tails, heads = scene.contours.tails * scale, scene.contours.heads * scale
+        for paddle in range(tails.shape[1]):
+            stroke(canvas, tails[:, paddle], heads[:, paddle], self.spec.thickness * scale / 2)
+        paddles = np.minimum(1, self.contrast * shrunk(canvas, scale))
+        canvas[:] = 0
+        for marker in range(2):
+            centre = scene.markers[:, marker] * scale
+            stroke(canvas, centre, centre, self.marker * scale)
+        return np.round(255 * np.maximum(paddles, shrunk(canvas, scale))).astype(np.uint8)
+
+
+@SEQUENCES.register("pathx")
+class PathX(Pathfinder):
+    """Pathfinder of 128 pixels: 16,384 tokens."""
+
+    stream_name = "pathx"
+
+    def __init__(
+        self,
+        *,
+        split: str,
+        samples: int,
+        seed: int = 0,
+        size: int = 128,
+        contour: int = 14,
+        distractors: int = 8,
+        distractor_length: int = 4,
+        paddle: float = 5.0,
+        thickness: float = 1.5,
+        margins: Sequence[float] = (2.0, 3.0),
+        seed_distance: float = 20.0,
+        marker: float = 3.0,
+        continuity: float = 1.8,
+        contrast: float = 0.9,
+        antialias: int = 2,
+        match: float = 12.0,
+    ) -> None:
+        super().__init__(
+            split=split,
+            samples=samples,
+            seed=seed,
+            size=size,
+            contour=contour,
+            distractors=distractors,
+            distractor_length=distractor_length,
+            paddle=paddle,
+            thickness=thickness,
+            margins=margins,
+            seed_distance=seed_distance,
+            marker=marker,
+            continuity=continuity,
+            contrast=contrast,
+            antialias=antialias,
+            match=match,
+        )
+
+
+def stroke(canvas: NDArray[np.float32], start: Floats, end: Floats, radius: float) -> None:
+    """Fill, on each image of the canvas [B, S, S], what lies within `radius` of its stroke; one whose ends meet is a disc."""
+    middle, half = (start + end) / 2, (end - start) / 2
+    reach = int(np.ceil(np.linalg.norm(half, axis=1).max() + radius)) + 1
+    window = np.arange(-reach, reach + 1)
+    corner = np.floor(middle).astype(np.int64)
+    x, y = corner[:, :1] + window, corner[:, 1:] + window  # [B, W]
+    # a pixel is painted where its centre lies within; at least half a pixel, so that thin strokes have no holes
+    off_x, off_y = (x + 0.5 - middle[:, :1])[:, None, :], (y + 0.5 - middle[:, 1:])[:, :, None]
+    hx, hy = half[:, 0, None, None], half[:, 1, None, None]
+    along = np.clip((off_x * hx + off_y * hy) / (hx * hx + hy * hy + 1e-12), -1, 1)
+    inside = (off_x - along * hx) ** 2 + (off_y - along * hy) ** 2 <= max(radius, 0.5) ** 2
+    size = canvas.shape[1]
+    image, row, column = np.nonzero(inside)
+    row, column = y[image, row], x[image, column]
+    seen = (row >= 0) & (row < size) & (column >= 0) & (column < size)
+    canvas[image[seen], row[seen], column[seen]] = 1
+
+
+def shrunk(canvas: NDArray[np.float32], scale: int) -> NDArray[np.float32]:
+    """Means over squares of `scale` pixels."""
+    images, size = len(canvas), canvas.shape[1] // scale
+    return canvas.reshape(images, size, scale, size, scale).mean(axis=(2, 4))

@@ -1,0 +1,226 @@
+"""Small models of sequences in which attention is the only thing that differs: a classifier and a recall model."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import METHODS, Attention, build
+from ..feature_maps import FEATURE_MAPS
+from ..registry import Registry, unknown_name
+
+SEQUENCE_MODELS: Registry[type[nn.Module]] = Registry("sequence model")
+
+
+def sequence_attention(
+    name: str, *, dim: int, num_heads: int, causal: bool = False, options: dict[str, Any] | None = None
+) -> Attention:
+    """The attention of a method, or the plain layer with the feature map of that name.
+
+    Convolutions and positions inside attention are off unless asked for: they hide what the maps differ in.
+    """
+    chosen = {"position": "none", "local_mix": "none", "causal": causal} | (options or {})
+    if name in METHODS:
+        if causal and METHODS[name].map_options.get("variance") and "feature_map" not in chosen:
+            # a variance over all tokens would look ahead
+            chosen = {"variance": False} | chosen
+        return build(name, dim=dim, num_heads=num_heads, **chosen)
+    if name in FEATURE_MAPS.names():
+        return build("linear", dim=dim, num_heads=num_heads, **({"feature_map": name} | chosen))
+    raise unknown_name("attention (a method or a feature map)", name, [*METHODS, *FEATURE_MAPS.names()])
+
+
+def state_size(model: nn.Module) -> int:
+    """Numbers that a model's attention remembers of a sequence: heads x features x values, over all layers; 0 for softmax,
+    which remembers every token."""
+    total = 0
+    for layer in model.modules():
+        if isinstance(layer, Attention) and layer.map is not None:
+            heads, size = layer.num_heads, layer.head_dim
+            parameter = next(layer.parameters())
+            features = layer.map.key(torch.zeros(1, 1, heads, size, device=parameter.device)).shape[-1]
+            total += heads * features * size
+    return total
+
+
+@SEQUENCE_MODELS.register("sequence_classifier")
+class SequenceClassifier(nn.Module):
+    """Pre-norm encoder with learned positions; the defaults are the small protocol of the Long Range Arena (Skyformer).
+
+    answers: "sequence": the mean over the positions goes through an MLP, [B, N] -> [B, outputs]; "pair": two sequences,
+    [B, 2, N] -> [B, outputs] from both means, their product and difference; "tokens": each position by itself,
+    [B, N] -> [B, N, outputs].
+
+    Inputs are tokens, or vectors [B, N, channels] where vocabulary is 0. Token 0 is no key where `hide_zero` is set: padding,
+    and Skyformer's way with black pixels. As published the mean runs over all positions; mean_over="visible" leaves those out.
+    """
+
+    def __init__(
+        self,
+        *,
+        answers: str,
+        outputs: int,
+        length: int,
+        vocabulary: int = 0,
+        channels: int = 0,
+        is_padded: bool = False,
+        attention: str = "nalaformer",
+        attention_options: dict[str, Any] | None = None,
+        dim: int = 64,
+        depth: int = 2,
+        num_heads: int = 2,
+        mlp_dim: int = 128,
+        dropout: float = 0.1,
+        hide_zero: bool = False,
+        mean_over: str = "all",
+    ) -> None:
+        super().__init__()
+        if answers not in ("sequence", "pair", "tokens"):
+            raise unknown_name("kind of answers", answers, ("sequence", "pair", "tokens"))
+        if mean_over not in ("all", "visible"):
+            raise ValueError(f'mean_over must be "all" (as published) or "visible", got {mean_over!r}')
+        self.answers, self.mean_over = answers, mean_over
+        self.hide_zero = vocabulary > 0 and (hide_zero or is_padded)
+        self.embedding = nn.Embedding(vocabulary, dim) if vocabulary else nn.Linear(channels, dim)
+        self.positions = nn.Parameter(0.02 * torch.randn(length, dim))
+        if vocabulary:
+            nn.init.normal_(self.embedding.weight, std=0.02)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            EncoderBlock(
+                sequence_attention(attention, dim=dim, num_heads=num_heads, options=attention_options),
+                dim=dim,
+                mlp_dim=mlp_dim,
+                dropout=dropout,
+            )
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        wide = 4 * dim if answers == "pair" else dim
+        self.head = nn.Sequential(nn.Linear(wide, mlp_dim), nn.ReLU(), nn.Linear(mlp_dim, outputs))
+
+    def forward(self, inputs: Tensor, at: Tensor | None = None) -> Tensor:
+        """Logits. at: [B, A] positions, where only some of a model of tokens are wanted: [B, A, outputs]."""
+        if self.answers == "pair":
+            first, second = self.pooled(inputs.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
+            return self.head(torch.cat((first, second, first * second, first - second), dim=-1))
+        if self.answers == "sequence":
+            return self.head(self.pooled(inputs))
+        return self.head(positions_of(self.encoded(inputs)[0], at))
+
+    def encoded(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens [B, N, C], and which of them are real."""
+        tokens, length = inputs.shape[1], self.positions.shape[0]
+        if tokens > length:
+            raise ValueError(f"sequences must have at most the {length} tokens the model was made for, got {tokens}")
+        visible = inputs != 0 if self.hide_zero else None
+        x = self.dropout(self.embedding(inputs) + self.positions[:tokens])
+        for block in self.blocks:
+            x = block(x, visible)
+        return self.norm(x), visible
+
+    def pooled(self, inputs: Tensor) -> Tensor:
+        """[B, N] -> [B, C]."""
+        x, visible = self.encoded(inputs)
+        if visible is None or self.mean_over == "all":
+            return x.mean(dim=1)
+        weight = visible.to(x.dtype).unsqueeze(-1)
+        return (x * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1)
+
+
+class EncoderBlock(nn.Module):
+    """x += attention(norm x); x += mlp(norm x)."""
+
+    def __init__(self, attention: Attention, *, dim: int, mlp_dim: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(dim), attention
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, mlp_dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp_dim, dim))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, visible: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), key_mask=visible))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+@SEQUENCE_MODELS.register("recall")
+class RecallModel(nn.Module):
+    """Causal model of tokens as zoology compares mixers: blocks of [gated short convolution, attention], no positions, and no
+    MLP unless `mlp_ratio` asks for one. Input and output embeddings are one.
+
+    inputs [B, N] -> logits [B, N, vocabulary]. Padding must stand at the end, where no token looks.
+    """
+
+    def __init__(
+        self,
+        *,
+        answers: str,
+        outputs: int,
+        length: int,
+        vocabulary: int = 0,
+        channels: int = 0,
+        is_padded: bool = False,
+        attention: str = "nalaformer",
+        attention_options: dict[str, Any] | None = None,
+        dim: int = 128,
+        depth: int = 2,
+        num_heads: int = 2,
+        kernel_size: int = 3,
+        mlp_ratio: float = 0.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if answers != "tokens" or vocabulary < 1 or outputs != vocabulary:
+            raise ValueError(
+                f"the recall model answers with tokens of its input, got answers={answers!r}, {vocabulary} tokens and "
+                f"{outputs} outputs; use sequence_classifier"
+            )
+        self.embedding = nn.Embedding(vocabulary, dim)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.dropout = nn.Dropout(dropout)
+        layers: list[nn.Module] = []
+        for _ in range(depth):
+            mixer = sequence_attention(attention, dim=dim, num_heads=num_heads, causal=True, options=attention_options)
+            layers += [Residual(GatedShortConvolution(dim, kernel_size), dim), Residual(mixer, dim)]
+            if mlp_ratio:
+                wide = int(mlp_ratio * dim)
+                layers.append(Residual(nn.Sequential(nn.Linear(dim, wide), nn.GELU(), nn.Linear(wide, dim)), dim))
+        self.layers = nn.Sequential(*layers)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, inputs: Tensor, at: Tensor | None = None) -> Tensor:
+        """at: [B, A] positions, where only some are asked: [B, A, vocabulary]."""
+        x = self.norm(self.layers(self.dropout(self.embedding(inputs))))
+        return F.linear(positions_of(x, at), self.embedding.weight)
+
+
+class Residual(nn.Module):
+    """x + layer(norm x)."""
+
+    def __init__(self, layer: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(dim), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.norm(x))
+
+
+class GatedShortConvolution(nn.Module):
+    """linear(x) * conv(x), the convolution depth-wise over the last few tokens."""
+
+    def __init__(self, dim: int, kernel_size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, dim)
+        self.convolution = nn.Conv1d(dim, dim, kernel_size, groups=dim)
+        self.kernel_size = kernel_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        # padded on the left alone: no token sees a later one
+        before = F.pad(x.transpose(1, 2), (self.kernel_size - 1, 0))
+        return self.gate(x) * self.convolution(before).transpose(1, 2)
+
+
+def positions_of(x: Tensor, at: Tensor | None) -> Tensor:
+    """x: [B, N, C], at: [B, A] -> [B, A, C]; all of them without `at`."""
+    return x if at is None else x.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

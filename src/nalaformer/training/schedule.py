@@ -1,0 +1,26 @@
+"""The learning rate over the steps."""
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .config import TrainingConfig
+
+
+def make_schedule(config: TrainingConfig, optimizer: Optimizer, steps_per_epoch: int) -> Any:
+    """timm's schedule for the config: its `step_update(step)` sets the rate of a step."""
+    from timm.scheduler import CosineLRScheduler, PolyLRScheduler
+
+    steps = config.in_steps(config.epochs or config.steps, steps_per_epoch)
+    warmup = config.in_steps(config.warmup, steps_per_epoch)
+    common: Any = {
+        "lr_min": config.min_learning_rate,
+        "warmup_t": warmup,
+        "warmup_lr_init": config.warmup_learning_rate,
+        "t_in_epochs": False,
+        "cycle_limit": 1,
+    }
+    if config.schedule == "cosine":
+        return CosineLRScheduler(optimizer, t_initial=steps, **common)
+    # a polynomial of degree one that starts where the warm-up has ended
+    return PolyLRScheduler(optimizer, t_initial=max(1, steps - warmup), power=1.0, warmup_prefix=True, **common)

@@ -1,0 +1,318 @@
+"""The scoreboard: the same data for every method, files that are whole, runs that go on."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nalaformer import cli
+from nalaformer.bench import scoreboard
+from nalaformer.bench.resident import make_plan, resident
+from nalaformer.bench.scoreboard import COLUMNS, Method, parse_methods, run_scoreboard, scoreboard_table, standings
+from nalaformer.bench.sprint import Sprint
+from nalaformer.data.sequences import IGNORE, SEQUENCES
+from nalaformer.models.sequence import RecallModel
+from nalaformer.recipes import RECIPES, changed
+from nalaformer.training import TrainingConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MQAR = {"vocabulary": 32, "mixture": [[16, 2], [24, 3]]}
+
+
+def recipe(*settings, name="mqar_small", options=MQAR):
+    small = ["train_samples=64", "eval_samples=20", "test_samples=22", "batch_size=8", "eval_every=2", "warmup=0"]
+    return changed(RECIPES[name](), [*small, f"data_options={json.dumps(options)}", *settings])
+
+
+def board(out, *, methods="relu, split", seeds=(0,), rates=(1e-3,), steps=4, **options):
+    chosen = options.pop("recipe", None) or recipe()
+    return run_scoreboard(
+        "mqar_small", chosen, methods=parse_methods(methods), seeds=seeds, learning_rates=rates, out=out, steps=steps, **options
+    )
+
+
+def without_time(rows):
+    kept = ("method", "learning_rate", "seed", "dev", "test", "groups", "best_step")
+    return [{name: row[name] for name in kept} for row in rows]
+
+
+# ---- data on the device
+
+
+def test_buckets_hold_every_sample_once_cut_to_its_length():
+    data = SEQUENCES["mqar"](split="train", samples=31, **MQAR)
+    buckets = resident(data, "cpu")
+    assert [tuple(bucket.inputs.shape) for bucket in buckets] == [(16, 16), (15, 24)]
+    arrays = data.batch(range(31))
+    inputs, at, targets, group = buckets[1].batch(torch.tensor([2]))
+    # the third of the second kind is sample 5
+    assert torch.equal(inputs[0], torch.from_numpy(arrays["inputs"][5, :24].astype(np.int64)))
+    assert group.tolist() == [1]
+    for place, target in zip(at[0].tolist(), targets[0].tolist(), strict=True):
+        assert arrays["targets"][5, place] == target
+    assert (arrays["targets"][5] != IGNORE).sum() == len(at[0]) == 3
+
+
+def test_samples_that_ask_less_are_filled_with_nothing():
+    data = SEQUENCES["needles"](split="val", samples=20, length=64, needles=4, names=8, values=8, words=8)
+    (bucket,) = resident(data, "cpu", only_answers=True)
+    arrays = data.batch(range(20))
+    assert (bucket.targets != IGNORE).sum() == arrays["answers"].sum()
+    (language,) = resident(data, "cpu")
+    assert language.at is None
+    assert language.targets.shape == (20, 64)
+
+
+def test_an_epoch_of_the_plan_has_every_sample_once():
+    data = SEQUENCES["mqar"](split="train", samples=48, **MQAR)
+    buckets = resident(data, "cpu")
+    plan = make_plan(buckets, steps=9, batch_size=8, seed=0)
+    assert sorted(plan.bucket_of[:6].tolist()) == [0, 0, 0, 1, 1, 1]
+    for rows in plan.rows:
+        assert sorted(rows[:3].flatten().tolist()) == list(range(24))
+    assert plan.before(6) == [3, 3]
+    other = make_plan(buckets, steps=9, batch_size=8, seed=1)
+    assert not torch.equal(plan.rows[0], other.rows[0])
+    with pytest.raises(ValueError, match="hold a batch of 100"):
+        make_plan(buckets, steps=9, batch_size=100, seed=0)
+
+
+# ---- one run
+
+
+def make_sprint(steps=6, seed=0, **settings):
+    data = SEQUENCES["mqar"](split="train", samples=64, **MQAR)
+    torch.manual_seed(3)
+    model = RecallModel(attention="split", dim=16, dropout=0.1, **vars(data.facts))
+    config = TrainingConfig(**({"steps": steps, "batch_size": 8, "learning_rate": 1e-2, "eval_every": 2} | settings))
+    buckets = resident(data, "cpu")
+    return Sprint(model, config, train=buckets, dev=buckets, groups=2, steps=steps, seed=seed)
+
+
+def test_a_run_learns_its_few_samples():
+    sprint = make_sprint(steps=150, eval_every=50, learning_rate=2e-2)
+    assert sprint.run()
+    assert sprint.course.best_dev > 0.9
+
+
+def test_a_run_that_was_put_aside_goes_on_to_the_same_bits(tmp_path):
+    whole, halves = make_sprint(), make_sprint()
+    assert whole.run()
+    assert not halves.run(until=0.0)
+    assert halves.course.step == 2
+    halves.save(tmp_path / "run.safetensors")
+    again = make_sprint()
+    again.resume(tmp_path / "run.safetensors")
+    assert again.course.step == 2
+    assert again.run()
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters, again.parameters, strict=True))
+    assert (again.course.best_dev, again.course.best_step) == (whole.course.best_dev, whole.course.best_step)
+
+
+def test_the_best_weights_are_those_that_are_tested():
+    sprint = make_sprint()
+    sprint.run()
+    kept = [best.clone() for best in sprint.best]
+    with torch.no_grad():
+        for parameter in sprint.parameters:
+            parameter.zero_()
+    assert sprint.test(sprint.dev)["accuracy"] == pytest.approx(sprint.course.best_dev)
+    assert all(torch.equal(a, b) for a, b in zip(kept, sprint.parameters, strict=True))
+
+
+def test_a_run_that_diverges_ends_and_says_so():
+    sprint = make_sprint()
+    with torch.no_grad():
+        sprint.parameters[0].fill_(float("nan"))
+    assert sprint.run()
+    assert sprint.course.is_diverged
+    assert sprint.course.step == 2
+
+
+@pytest.mark.parametrize("clip", [{"clip_value": 1e-4}, {"clip_norm": 1e-4}])
+def test_clipping_bounds_the_step_of_plain_descent(clip):
+    sprint = make_sprint(weight_decay=0.0, **clip)
+    sprint.optimizer = torch.optim.SGD(sprint.parameters, lr=1.0)
+    sprint.host_rates = [1.0] * 6
+    before = [p.detach().clone() for p in sprint.parameters]
+    sprint._prepare()
+    sprint.graphs[0]()
+    moved = max((p - old).abs().max().item() for p, old in zip(sprint.parameters, before, strict=True))
+    assert 0 < moved <= 1e-4 * (1 + 1e-3)
+
+
+class NoDevice:
+    """Stands for streams, graphs and contexts of CUDA: the calls are made, and a captured step is run once and forgotten."""
+
+    def __init__(self, *_):
+        pass
+
+    def wait_stream(self, _):
+        pass
+
+    def replay(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_what_a_capture_needs_leaves_no_trace(monkeypatch):
+    for name in ("Stream", "stream", "CUDAGraph", "graph", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, NoDevice)
+    # a run that goes on: its moments and counters are not zero
+    sprint = make_sprint()
+    assert not sprint.run(until=0.0)
+    before = [p.detach().clone() for p in sprint.parameters]
+    moments = sprint._moments_copy()
+    counters = [int(counter) for counter in (sprint.done, *sprint.cursors)]
+    graphs = sprint._captured(sprint.graphs)
+    assert len(graphs) == 2
+    assert all(torch.equal(a, b) for a, b in zip(before, sprint.parameters, strict=True))
+    for parameter, state in sprint.optimizer.state.items():
+        assert all(torch.equal(value, moments[parameter][name]) for name, value in state.items())
+    assert [int(counter) for counter in (sprint.done, *sprint.cursors)] == counters == [2, *sprint.plan.before(2)]
+
+
+# ---- many runs
+
+
+def test_rows_say_what_was_measured_with_what(tmp_path):
+    rows = board(tmp_path / "a.csv", methods='softmax, norm_aware {"direction": "cosine"}')
+    with (tmp_path / "a.csv").open() as file:
+        kept = list(csv.DictReader(file))
+    assert kept == rows
+    assert set(kept[0]) == set(COLUMNS)
+    assert [row["method"] for row in kept] == ["softmax", 'norm_aware {"direction": "cosine"}']
+    assert kept[0]["state_size"] == "0"
+    assert int(kept[1]["state_size"]) == 2 * 2 * 64 * 32
+    assert kept[0]["torch"] == torch.__version__
+    assert set(json.loads(kept[0]["groups"])) == {"16 tokens, 2 pairs", "24 tokens, 3 pairs"}
+    assert float(kept[0]["chance"]) == 2 / 32
+
+
+def test_runs_that_are_in_the_file_are_not_repeated(tmp_path, monkeypatch):
+    first = board(tmp_path / "a.csv", methods="relu")
+    monkeypatch.setattr(scoreboard, "one_run", lambda *_: pytest.fail("was run again"))
+    assert board(tmp_path / "a.csv", methods="relu") == first
+
+
+def test_other_settings_are_another_run(tmp_path):
+    board(tmp_path / "a.csv", methods="relu")
+    rows = board(tmp_path / "a.csv", methods="relu", recipe=recipe("batch_size=4"))
+    assert len(rows) == 2
+
+
+def test_the_same_runs_give_the_same_figures(tmp_path):
+    assert without_time(board(tmp_path / "a.csv")) == without_time(board(tmp_path / "b.csv"))
+
+
+def test_a_time_limit_stops_cleanly_and_the_same_call_goes_on(tmp_path):
+    whole = board(tmp_path / "whole.csv", seeds=(0, 1))
+    said = []
+    # no time at all: a call does one block of steps, and each of the four runs has two
+    for call in range(8):
+        rows = board(tmp_path / "parts.csv", seeds=(0, 1), seconds=0.0, say=said.append)
+        assert len(rows) == (call + 1) // 2
+    assert sum("put aside" in line for line in said) == 4
+    assert without_time(rows) == without_time(whole)
+    assert not list(tmp_path.glob(".parts_aside/*"))
+
+
+def test_data_that_is_kept_is_made_once_and_other_data_is_refused(tmp_path):
+    said = []
+    made = board(tmp_path / "a.csv", methods="relu", data_folder=tmp_path / "data", say=said.append)
+    again = board(tmp_path / "b.csv", methods="relu", data_folder=tmp_path / "data", say=said.append)
+    assert sum("made" in line for line in said) == 3
+    plain = board(tmp_path / "c.csv", methods="relu")
+    assert without_time(made) == without_time(again) == without_time(plain)
+    with pytest.raises(ValueError, match="must hold 64 samples"):
+        board(tmp_path / "d.csv", recipe=recipe("data_seed=1"), data_folder=tmp_path / "data")
+
+
+def test_the_best_rate_is_chosen_on_dev_and_never_on_test():
+    def row(rate, seed, dev, test):
+        figures = {"dev": str(dev), "test": str(test), "parameters": "1", "state_size": "0", "steps": "4"}
+        return {"task": "t", "method": "relu", "learning_rate": rate, "seed": str(seed)} | figures
+
+    rows = [row("0.1", 0, 0.5, 0.9), row("0.1", 1, 0.5, 0.9), row("0.2", 0, 0.6, 0.2), row("0.2", 1, 0.6, 0.4)]
+    (standing,) = standings(rows)
+    assert standing.learning_rate == "0.2"
+    assert standing.test == pytest.approx(0.3)
+    assert standing.spread == pytest.approx(0.1 * 2**0.5)
+    assert standing.standard_error == pytest.approx(0.1)
+
+
+def test_a_foreign_file_is_not_overwritten(tmp_path):
+    (tmp_path / "a.csv").write_text("name,value\nx,1\n")
+    with pytest.raises(ValueError, match="scoreboard's file"):
+        board(tmp_path / "a.csv")
+    assert (tmp_path / "a.csv").read_text() == "name,value\nx,1\n"
+
+
+def test_methods_are_read_with_their_options():
+    assert parse_methods('softmax,norm_aware {"a": [1, 2], "b": "x"} , split') == [
+        Method(name="softmax", options={}),
+        Method(name="norm_aware", options={"a": [1, 2], "b": "x"}),
+        Method(name="split", options={}),
+    ]
+    for wrong in ("", "softmax,,relu", "relu {1: 2}", 'relu {"a": 1} split'):
+        with pytest.raises(ValueError, match=r"methods|options of relu"):
+            parse_methods(wrong)
+
+
+# ---- as a user meets it
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
+
+
+def test_the_command_prints_a_table_with_chance(run, tmp_path):
+    settings = ["train_samples=64", "eval_samples=20", "test_samples=20", "batch_size=8", f"data_options={json.dumps(MQAR)}"]
+    result = run(
+        *("scoreboard", "mqar_small", *settings, "--methods", "softmax, relu", "--seeds", 2, "--learning-rates", "1e-3,3e-3"),
+        *("--steps", 2, "--out", tmp_path / "a.csv", "--device", "cpu"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "chance" in result.output
+    assert "softmax" in result.output
+    with (tmp_path / "a.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 8
+
+
+def test_the_table_names_shortcuts(tmp_path):
+    options = {"shortest": 12, "longest": 64, "max_depth": 4}
+    rows = board(tmp_path / "a.csv", methods="relu", recipe=recipe(name="listops_small", options=options), steps=2)
+    rows[0]["shortcuts"] = json.dumps({"root operator": 0.36})
+    table = scoreboard_table("listops", rows)
+    assert "shortcut: root operator" in list(table.columns[0].cells)
+
+
+def test_data_make_writes_what_recipes_read(run, tmp_path):
+    result = run(
+        *("data", "make", "copying", "--out", tmp_path / "d", "--samples", 20, "--val-samples", 10, "--test-samples", 0),
+        *("--options", '{"length": 12}'),
+    )
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["train", "val"]
+    settings = ["steps=2", "warmup=0", "batch_size=4", "eval_every=0", "save_every=0", "device=cpu"]
+    result = run("train", "copying", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    result = run("eval", tmp_path / "run", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "accuracy" in result.output
+    assert "chance" in result.output
+
+
+def test_a_scoreboard_of_images_is_refused(run):
+    result = run("scoreboard", "cue_grid")
+    assert isinstance(result.exception, ValueError)
+    assert "recipe on sequences" in str(result.exception)
