@@ -154,6 +154,19 @@ def test_degenerate_tokens_stay_finite(name):
     assert all(x.isfinite().all() for x in (out, *gradients))
 
 
+@pytest.mark.parametrize("name", ["norm_aware", "focused", "hedgehog"])
+def test_tokens_cut_out_of_longer_samples_are_read_in_place(name):
+    check(name, [x[:, 3:20] for x in make(*[(2, 25, 2, 8)] * 3)], heads=2, head_dim=8)
+
+
+def test_products_in_float32_do_not_slow_the_kernels_down():
+    from nalaformer.ops.kernels.library import types_of
+
+    product, value = torch.empty(1), torch.empty(1, dtype=torch.bfloat16)
+    assert types_of("softmax", product, product, value) == (torch.bfloat16, torch.bfloat16)
+    assert types_of("relu", product, product, value) == (torch.float32, torch.float32)
+
+
 # bfloat16 only on a GPU: the interpreter computes it wrongly
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["norm_aware", "hedgehog", "norm_preserving", "focused", "focused head", "reflection"])
