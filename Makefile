@@ -4,7 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-gpu lint types layers bench format clean
+# the oldest versions that we support, and those on which the GPU figures are measured; numpy: with a newer one Triton 3.6's
+# interpreter cannot run loops
+OLDEST := .venv-oldest
+OLDEST_VERSIONS := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 transformers==5.17.0 'numpy<2.4'
+
+.PHONY: help demo test test-slow test-gpu test-oldest lint types layers bench format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +17,7 @@ help:
 	@echo "make test       set up, then lint, types, layer rule, tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the kernels on a CUDA device"
+	@echo "make test-oldest  the tests with the oldest versions that we support, in a second environment"
 	@echo "make bench      the op against its peers: time and memory"
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make clean      remove everything that these commands made"
@@ -37,6 +43,15 @@ test-slow: $(READY)
 test-gpu: $(READY)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/test_kernels.py tests/test_gpu.py tests/test_language_gpu.py
 
+$(OLDEST)/.ready: pyproject.toml Makefile
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@echo "installing into $(OLDEST) (a few minutes on first use, about 6 GB with PyTorch)"
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' $(OLDEST_VERSIONS)
+	@touch $@
+
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow and not gpu"
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,4 +70,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,8 +8,6 @@ from nalaformer import Rotary
 from test_kernels import MAPS, outcome, relative_error
 
 pytestmark = pytest.mark.gpu
-# the others round their features to half precision before the kernels see them
-IN_REGISTERS = ("relu", "elu", "split", "norm_aware", "polarity", "polarity_exp")
 BARS = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -18,7 +16,7 @@ def make(*shapes, dtype):
 
 
 @pytest.mark.parametrize("dtype", BARS)
-@pytest.mark.parametrize("name", [name for name in MAPS if name.split()[0] in IN_REGISTERS])
+@pytest.mark.parametrize("name", [name for name in MAPS if "variance" not in name])
 def test_half_precision_stays_near_float64(name, dtype):
     q, k, v = make((2, 2500, 2, 64), (2, 2111, 2, 64), (2, 2111, 2, 64), dtype=dtype)
     upstream = torch.randn(2, 2500, 2, 64, device="cuda").to(dtype)
@@ -27,21 +25,24 @@ def test_half_precision_stays_near_float64(name, dtype):
     exact = outcome("reference", name, torch.float64, (q, k, v), upstream, **arguments)
     ours = outcome("triton", name, dtype, (q, k, v), upstream, **arguments)
     # output and gradients of q, k, v; those of parameters are sums over all tokens that may cancel to nothing
-    for x, y in zip(ours[:4], exact[:4], strict=True):
-        assert relative_error(x, y) < BARS[dtype]
+    # features that are written out, and their gradients, are rounded once more
+    more = 2 if name in ("focused", "reflection", "reflection across") else 1
+    for x, y, factor in zip(ours[:4], exact[:4], (1, more, more, 1), strict=True):
+        assert relative_error(x, y) < factor * BARS[dtype]
 
 
 @pytest.mark.parametrize("dtype", BARS)
 @pytest.mark.parametrize("with_rotary", [False, True])
-def test_causal_half_precision_stays_near_float64(dtype, with_rotary):
+@pytest.mark.parametrize("name", ["norm_aware", "focused head", "reflection pairs", "hedgehog", "norm_preserving"])
+def test_causal_half_precision_stays_near_float64(name, dtype, with_rotary):
     q, k, v = make((2, 1000, 4, 64), (2, 1000, 2, 64), (2, 1000, 2, 64), dtype=dtype)
     upstream = torch.randn(2, 1000, 4, 64, device="cuda").to(dtype)
     arguments = {"heads": 4, "head_dim": 64, "causal": True}
     if with_rotary:
         arguments["rotary"] = Rotary.sequence(1000, 64, device="cuda")
-    exact = outcome("reference", "norm_aware", torch.float64, (q, k, v), upstream, **arguments)
-    ours = outcome("triton", "norm_aware", dtype, (q, k, v), upstream, **arguments)
-    for x, y in zip(ours, exact, strict=True):
+    exact = outcome("reference", name, torch.float64, (q, k, v), upstream, **arguments)
+    ours = outcome("triton", name, dtype, (q, k, v), upstream, **arguments)
+    for x, y in zip(ours[:4], exact[:4], strict=True):
         assert relative_error(x, y) < BARS[dtype]
 
 

@@ -23,11 +23,17 @@ MAPS = {
     "norm_aware mild": {"powers": "mild"},
     "polarity": {},
     "polarity_exp": {},
-    # computed outside, attended to by the same kernels
-    "focused": {},
+    "focused head": {"norm_over": "head"},
+    "reflection pairs": {"cross_head": False},
+    # a matrix product first, the rest in registers
     "hedgehog": {},
-    "reflection": {"cross_head": False},
     "norm_preserving": {},
+    # rows of all heads together: written out before attention unless there is one head
+    "focused": {},
+    "reflection": {},
+    "reflection across": {"blockwise": False},
+    # computed outside, attended to by the same kernels
+    "reflection variance": {"variance": True},
 }
 
 
@@ -102,6 +108,8 @@ def test_packed_sequences_with_positions(name):
     check(name, make(*[(74, 2, 8)] * 3), heads=2, head_dim=8, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 8))
 
 
+# a reflection across heads belongs to the heads that it was made for
+@pytest.mark.parametrize("name", [name for name in MAPS if name.split()[0] != "reflection" or "pairs" in name])
 def test_grouped_heads(name):
     check(name, make((2, 21, 4, 8), (2, 21, 2, 8), (2, 21, 2, 8)), heads=2, head_dim=8)
 
@@ -129,7 +137,10 @@ def test_views_of_one_projection_are_read_in_place(name):
     check(name, torch.randn(2, 21, 3, 2, 8, device=DEVICE).unbind(2), heads=2, head_dim=8)
 
 
-@pytest.mark.parametrize("name", ["norm_aware", "norm_aware cosine", "polarity", "polarity_exp"])
+@pytest.mark.parametrize(
+    "name",
+    ["norm_aware", "norm_aware cosine", "polarity", "polarity_exp", "focused", "focused head", "norm_preserving", "reflection"],
+)
 def test_degenerate_tokens_stay_finite(name):
     q, k, v = make(*[(2, 21, 2, 8)] * 3)
     q[0, 3], k[0, 5], q[1] = 0, 0, q[1] * 1e-20
@@ -141,6 +152,60 @@ def test_degenerate_tokens_stay_finite(name):
     )
     assert (out[1] == 0).all()
     assert all(x.isfinite().all() for x in (out, *gradients))
+
+
+@pytest.mark.parametrize("name", ["norm_aware", "focused", "hedgehog"])
+def test_tokens_cut_out_of_longer_samples_are_read_in_place(name):
+    check(name, [x[:, 3:20] for x in make(*[(2, 25, 2, 8)] * 3)], heads=2, head_dim=8)
+
+
+def test_products_in_float32_do_not_slow_the_kernels_down():
+    from nalaformer.ops.kernels.library import types_of
+
+    product, value = torch.empty(1), torch.empty(1, dtype=torch.bfloat16)
+    assert types_of("softmax", product, product, value) == (torch.bfloat16, torch.bfloat16)
+    assert types_of("relu", product, product, value) == (torch.float32, torch.float32)
+
+
+# bfloat16 only on a GPU: the interpreter computes it wrongly
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["norm_aware", "hedgehog", "norm_preserving", "focused", "focused head", "reflection"])
+def test_float16_stays_near_float64(name, causal):
+    tensors = [x.half() for x in make(*[(2, 37, 2, 16)] * 3)]
+    upstream = torch.randn(2, 37, 2, 16, device=DEVICE).half()
+    arguments = {"heads": 2, "head_dim": 16, "causal": causal}
+    exact = outcome("reference", name, torch.float64, tensors, upstream, **arguments)
+    ours = outcome("triton", name, torch.float16, tensors, upstream, **arguments)
+    assert ours[0].dtype == torch.float16
+    # gradients pass through one rounding more where features are written out
+    for x, y, bar in zip(ours[:4], exact[:4], (5e-4, 1e-3, 1e-3, 5e-4), strict=True):
+        assert relative_error(x, y) < bar
+
+
+@pytest.mark.parametrize("name", ["focused", "reflection"])
+def test_rows_of_one_head_stay_in_registers(name, monkeypatch):
+    from nalaformer.ops.kernels import over_heads
+
+    monkeypatch.setattr(over_heads, "features", None)
+    check(name, make(*[(2, 21, 1, 8)] * 3), heads=1, head_dim=8)
+
+
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_rows_of_many_heads_are_mapped_in_several_programs(tokens, monkeypatch):
+    from nalaformer.ops.kernels import over_heads
+
+    # two programs for all tokens: each walks over several tiles, the last of them not full
+    monkeypatch.setattr(over_heads, "TILE_CHANNELS", 256)
+    monkeypatch.setattr(over_heads, "PROGRAMS_PER_PROCESSOR", 1)
+    for name in ("focused", "reflection"):
+        check(name, make(*[(2, tokens, 5, 12)] * 3), heads=5, head_dim=12)
+
+
+def test_reflections_across_heads_refuse_other_heads():
+    q, k, v = make((1, 9, 4, 8), *[(1, 9, 2, 8)] * 2)
+    feature_map = nalaformer.feature_map("reflection", num_heads=2, head_dim=8).to(DEVICE)
+    with nalaformer.use_backend("triton"), pytest.raises(ValueError, match=r"made for \(2\), got 4; use cross_head=False"):
+        nalaformer.linear_attention(q, k, v, feature_map=feature_map)
 
 
 @pytest.mark.parametrize("longest_whole", [2048, 10])
@@ -173,8 +238,21 @@ def test_operator_keeps_the_contract_of_torch_library(name):
     )
 
 
-# keys without a bound need a scale per row, which the causal kernels lack
-CAUSAL_MAPS = [name for name in MAPS if not name.startswith("polarity")]
+@pytest.mark.parametrize("name", ["focused", "reflection"])
+def test_map_over_heads_keeps_the_contract_of_torch_library(name):
+    from nalaformer.ops.kernels.over_heads import map_over_heads
+
+    (x,) = make((1, 9, 2, 8))
+    rows = torch.rand(1, 16 if name == "focused" else 32, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(
+        map_over_heads,
+        (x.requires_grad_(), rows, name, 3.0),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+# keys without a bound need a scale per row, which the causal kernels lack; a token variance is not causal
+CAUSAL_MAPS = [name for name in MAPS if not name.startswith("polarity") and "variance" not in name]
 
 
 @pytest.fixture(params=[2, 1], ids=["one stretch", "two stretches"])
@@ -221,7 +299,7 @@ def test_causal_outputs_ignore_later_tokens_whatever_they_hold(spoilt, stretches
 def test_recurrent_pieces_and_steps_are_causal_attention(name, stretches):
     torch.manual_seed(0)
     feature_map = nalaformer.feature_map(name.split()[0], num_heads=4, head_dim=8, **MAPS[name]).to(DEVICE)
-    kv_heads = 4 if feature_map.heads_have_own_keys or name == "focused" else 2
+    kv_heads = 4 if feature_map.heads_have_own_keys else 2
     q, k, v = make((2, 75, 4, 8), (2, 75, kv_heads, 8), (2, 75, kv_heads, 8))
     rotary = Rotary.sequence(75, 8, device=DEVICE)
     state, outputs = None, []

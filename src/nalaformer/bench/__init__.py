@@ -10,6 +10,7 @@ from .memory import peak_extra_mib
 from .models import MODEL_VARIANTS, ModelMeasurement, ModelResult, ModelVariant, measure_model, plan_models, run_models
 from .models_report import MODEL_COLUMNS, model_bar_lines, model_bars, models_table, write_models_csv
 from .ops import Measurement, Result, measure, plan
+from .peers import left_out
 from .report import COLUMNS, results_table, summary_lines, write_csv
 from .timing import median_ms
 from .verdict import Bar, Growth, bars, growth
@@ -41,6 +42,7 @@ __all__ = [
     "in_fresh_process",
     "language_bars",
     "language_lines",
+    "left_out",
     "measure",
     "measure_language",
     "measure_model",

@@ -8,17 +8,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Attention of N tokens with themselves: B samples, H heads of size D."""
+    """Attention of N tokens with themselves: B samples, H heads of size D; or of the last of N tokens alone, in decoding."""
 
     batch: int
     heads: int
     tokens: int
     head_dim: int = 64
     causal: bool = False
+    step: bool = False
+    """One step of decoding: the query of the last token; what is known of the tokens before it is ready."""
+
+    @property
+    def op(self) -> str:
+        return "decoding step" if self.step else f"{'causal' if self.causal else 'bidirectional'} attention"
 
     @property
     def shape(self) -> str:
-        return f"B{self.batch} H{self.heads} N{self.tokens} D{self.head_dim}{' causal' if self.causal else ''}"
+        kind = " step" if self.step else " causal" if self.causal else ""
+        return f"B{self.batch} H{self.heads} N{self.tokens} D{self.head_dim}{kind}"
 
     def least_bytes(self, dtype: torch.dtype, *, backward: bool) -> int:
         """What must go through memory: q, k, v in, the output out; backward those and its gradient in, three gradients out."""
@@ -26,10 +33,14 @@ class Case:
         return (4 + 7 * backward) * tensor
 
     def inputs(self, *, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
-        """Standard normal q, k, v and a gradient for the output, each [B, N, H, D]; the same numbers on every device."""
+        """Standard normal q, k, v and a gradient for the output, each [B, N, H, D]; the same numbers on every device. Of a
+        step q and the gradient have one token."""
         generator = torch.Generator().manual_seed(seed)
-        size = (self.batch, self.tokens, self.heads, self.head_dim)
-        return tuple(torch.randn(size, generator=generator).to(device, dtype) for _ in range(4))
+        queries = 1 if self.step else self.tokens
+        return tuple(
+            torch.randn(self.batch, tokens, self.heads, self.head_dim, generator=generator).to(device, dtype)
+            for tokens in (queries, self.tokens, self.tokens, queries)
+        )
 
 
 # one head group at growing length: how time and memory grow is read from these
@@ -38,7 +49,13 @@ GROWTH = tuple(Case(batch=1, heads=4, tokens=tokens) for tokens in (4096, 16384,
 SHORT = tuple(Case(batch=1, heads=4, tokens=tokens) for tokens in (256, 1024))
 
 CASES = {
-    "cpu": (*GROWTH, Case(batch=4, heads=1, tokens=3136), Case(batch=4, heads=2, tokens=784)),
+    "cpu": (
+        *GROWTH,
+        Case(batch=4, heads=1, tokens=3136),
+        Case(batch=4, heads=2, tokens=784),
+        Case(batch=1, heads=4, tokens=4096, causal=True),
+        Case(batch=1, heads=16, tokens=8192, step=True),
+    ),
     "cuda": (
         *SHORT,
         *GROWTH,
@@ -48,6 +65,8 @@ CASES = {
         Case(batch=1, heads=8, tokens=262144),
         Case(batch=4, heads=16, tokens=8192, causal=True),
         Case(batch=1, heads=16, tokens=131072, causal=True),
+        Case(batch=1, heads=16, tokens=8192, step=True),
+        Case(batch=32, heads=16, tokens=8192, step=True),
     ),
 }
 QUICK = (*GROWTH[:2], Case(batch=1, heads=1, tokens=3136))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..feature_maps import feature_map
-from ..ops import linear_attention, use_backend
+from ..ops import linear_attention, recurrent_linear_attention, recurrent_step_, use_backend
 from ..registry import Registry
 from .cases import Case
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+MakeStep = Callable[[Tensor, Tensor, Tensor], Callable[[], Tensor]]
 
 
 class Oracle(Protocol):
@@ -36,6 +38,16 @@ class Implementation:
     """q rows [B, R, 1, D], k and v [B, N, 1, D] -> [B, R, 1, D]; places [R] for causal attention: each row's among the keys."""
     causal: bool = False
     """Whether it has a causal form."""
+    bidirectional: bool = True
+    """Whether it has a form in which every token sees every token."""
+    make_step: MakeStep | None = None
+    """q [B, 1, H, D], k and v [B, N, H, D] -> a call that gives the last token's output, all that came before it ready."""
+    package: str | None = None
+    """A module that it needs and we do not: a peer, left out where that cannot be imported."""
+    features: bool = False
+    """True: it is given the norm-aware features of q and k, made before the clock starts, in place of q and k."""
+    slack: float = 1.0
+    """How many times the error of our bar it may have: how precise a peer is is its own affair, a wrong formula is far off."""
     heads_first: bool = False
     """True: it wants [B, H, N, D], and gets it in that order in memory; False: [B, N, H, D]."""
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -44,7 +56,28 @@ class Implementation:
 
     def runs(self, case: Case, device: str) -> bool:
         fits = case.tokens <= self.most_tokens.get(device, case.tokens)
-        return device in self.devices and fits and (self.causal or not case.causal)
+        has_form = self.make_step is not None if case.step else self.causal if case.causal else self.bidirectional
+        return device in self.devices and fits and has_form
+
+    def why_missing(self) -> str | None:
+        """Why its package cannot be imported; None if it can or if it needs none."""
+        if self.package is None:
+            return None
+        try:
+            import_module(self.package)
+        except Exception as error:  # a package that breaks while it is imported is as good as none
+            return " ".join(f"{type(error).__name__}: {error}".split())
+        return None
+
+    def why_not_on(self, device: str) -> str | None:
+        return self.why_missing() if device in self.devices else f"it does not run on {device}"
+
+    def given(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """What takes the place of q and k: their features, if it wants those."""
+        if not self.features:
+            return q, k
+        phi = feature_map("norm_aware", num_heads=q.shape[2], head_dim=q.shape[3])
+        return phi.query(q.float()).to(q.dtype), phi.key(k.float()).to(k.dtype)
 
 
 IMPLEMENTATIONS: Registry[Implementation] = Registry("implementation")
@@ -81,6 +114,16 @@ def make_ours(case: Case) -> Attend:
     return attend
 
 
+def make_our_step(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """Each call adds the last token once more: the cost of a step does not depend on what came before."""
+    phi = feature_map("norm_aware", num_heads=q.shape[2], head_dim=q.shape[3])
+    before = k[:, :-1]
+    # the queries of earlier tokens leave nothing behind: any will do
+    _, state = recurrent_linear_attention(before, before, v[:, :-1], feature_map=phi)
+    token = q, k[:, -1:].contiguous(), v[:, -1:].contiguous()
+    return lambda: recurrent_step_(state, *token, feature_map=phi)
+
+
 def published_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The NaLaFormer map with lambda = 3, tau = 0.5 as its formula reads, eager and in float32; all [B, H, N, D]."""
     dtype = q.dtype
@@ -99,7 +142,13 @@ def make_torch_softmax(case: Case) -> Attend:
     return partial(F.scaled_dot_product_attention, is_causal=case.causal)
 
 
-IMPLEMENTATIONS.register(OURS)(Implementation(make=make_ours, oracle=norm_aware_oracle, causal=True))
+def make_softmax_step(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """One query against a cache of all keys and values."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    return lambda: F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+IMPLEMENTATIONS.register(OURS)(Implementation(make=make_ours, oracle=norm_aware_oracle, causal=True, make_step=make_our_step))
 IMPLEMENTATIONS.register(PUBLISHED)(
     Implementation(
         make=lambda case: published_formula,
@@ -120,6 +169,7 @@ IMPLEMENTATIONS.register(SOFTMAX)(
         make=make_torch_softmax,
         oracle=softmax_oracle,
         causal=True,
+        make_step=make_softmax_step,
         heads_first=True,
         most_tokens={"cpu": 16384, "cuda": 131072},
     )

@@ -51,30 +51,54 @@ class Result:
 
     floor_ms: float | None = None
     """On a GPU: reading each input once and writing each output once, at the speed of a plain copy measured here."""
+    failure: str | None = None
+    """What a peer said when it stopped; whatever of ours stops, stops the run."""
 
     @property
     def is_right(self) -> bool:
-        return self.error <= LARGEST_ERROR[self.measurement.dtype]
+        return self.error <= largest_error(self.measurement)
+
+    @property
+    def is_ours_to_mend(self) -> bool:
+        return not self.is_right and IMPLEMENTATIONS[self.measurement.implementation].package is None
+
+
+def largest_error(measurement: Measurement) -> float:
+    return LARGEST_ERROR[measurement.dtype] * IMPLEMENTATIONS[measurement.implementation].slack
 
 
 def plan(cases: Sequence[Case], device: str) -> list[Measurement]:
-    """What will be measured, in order."""
+    """What will be measured, in order; peers that cannot be imported are left out (see `left_out`)."""
+    # only what could run here is asked for: importing a peer may take seconds
+    here = [name for name in IMPLEMENTATIONS.names() if IMPLEMENTATIONS[name].why_not_on(device) is None]
     return [
         Measurement(case=case, implementation=name, direction=direction, device=device)
         for case in cases
-        for name in IMPLEMENTATIONS.names()
-        for direction in DIRECTIONS
+        for name in here
+        for direction in ((FORWARD,) if case.step else DIRECTIONS)
         if IMPLEMENTATIONS[name].runs(case, device)
     ]
 
 
 def measure(measurement: Measurement, *, seconds: float = 2.0, memory: bool = True) -> Result:
-    """Correctness, then time and memory (on a CPU in a fresh process each)."""
+    """Correctness, then time and memory (on a CPU in a fresh process each). A peer that fails is a result without figures."""
+    try:
+        return measure_or_fail(measurement, seconds=seconds, memory=memory)
+    except Exception as error:
+        if IMPLEMENTATIONS[measurement.implementation].package is None:
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        nothing = {"median_ms": None, "others_cpu": None, "peak_extra_mib": None}
+        return Result(measurement=measurement, error=float("inf"), failure=said, **nothing)
+
+
+def measure_or_fail(measurement: Measurement, *, seconds: float, memory: bool) -> Result:
     error = relative_error(measurement)
-    right = error <= LARGEST_ERROR[measurement.dtype]
     milliseconds = mebibytes = others_cpu = None
-    if right:
+    if error <= largest_error(measurement):
         clocks = OtherProcesses()
+        # a step prepares a state from inputs that its call no longer holds: beside those its memory says nothing
+        memory = memory and not measurement.case.step
         if memory and measurement.device == "cpu" and can_measure("cpu"):
             target = "nalaformer.bench.ops:call_in_fresh_process"
             mebibytes, milliseconds = in_fresh_process(target, to_plain(measurement), seconds=seconds)
@@ -90,7 +114,7 @@ def measure(measurement: Measurement, *, seconds: float = 2.0, memory: bool = Tr
         median_ms=milliseconds,
         others_cpu=others_cpu,
         peak_extra_mib=mebibytes,
-        floor_ms=floor_ms(measurement) if measurement.device == "cuda" else None,
+        floor_ms=floor_ms(measurement) if measurement.device == "cuda" and not measurement.case.step else None,
     )
 
 
@@ -102,6 +126,8 @@ def floor_ms(measurement: Measurement) -> float:
 def make_call(measurement: Measurement) -> Callable[[], object]:
     """The call that is measured, with its inputs ready."""
     implementation = IMPLEMENTATIONS[measurement.implementation]
+    if measurement.case.step:
+        return make_step_call(measurement)
     attend = implementation.make(measurement.case)
     q, k, v, out_gradient = laid_out(implementation, measurement)
     if measurement.direction == FORWARD:
@@ -116,9 +142,17 @@ def make_call(measurement: Measurement) -> Callable[[], object]:
     return forward_and_backward
 
 
+def make_step_call(measurement: Measurement) -> Callable[[], Tensor]:
+    make_step = IMPLEMENTATIONS[measurement.implementation].make_step
+    assert make_step is not None
+    q, k, v, _ = measurement.case.inputs(device=measurement.device, dtype=measurement.dtype)
+    return make_step(q, k, v)
+
+
 def laid_out(implementation: Implementation, measurement: Measurement) -> list[Tensor]:
     """q, k, v and the output's gradient in the implementation's own order, contiguous."""
-    inputs = measurement.case.inputs(device=measurement.device, dtype=measurement.dtype)
+    q, k, v, out_gradient = measurement.case.inputs(device=measurement.device, dtype=measurement.dtype)
+    inputs = (*implementation.given(q, k), v, out_gradient)
     return [x.transpose(1, 2).contiguous() if implementation.heads_first else x for x in inputs]
 
 
@@ -126,16 +160,21 @@ def relative_error(measurement: Measurement) -> float:
     """The largest relative error of the output (and of each gradient, halved) against the oracle in float64."""
     implementation = IMPLEMENTATIONS[measurement.implementation]
     case = measurement.case
-    rows = torch.linspace(0, case.tokens - 1, min(case.tokens, COMPARED_ROWS), device=measurement.device).long()
-    with_gradients = measurement.direction == BOTH
     q, k, v, out_gradient = measurement.case.inputs(device=measurement.device, dtype=measurement.dtype)
+    q, k = implementation.given(q, k)
+    queries = q.shape[1]
+    rows = torch.linspace(0, queries - 1, min(queries, COMPARED_ROWS), device=measurement.device).long()
+    with_gradients = measurement.direction == BOTH
     # a gradient that is zero outside the compared rows makes the gradients of k and v depend on these rows alone
-    only_rows = torch.zeros(case.tokens, device=measurement.device, dtype=out_gradient.dtype).index_fill(0, rows, 1)
+    only_rows = torch.zeros(queries, device=measurement.device, dtype=out_gradient.dtype).index_fill(0, rows, 1)
     out_gradient = out_gradient * only_rows[:, None, None]
 
-    found = attend_and_differentiate(
-        implementation.make(case), q, k, v, out_gradient, heads_first=implementation.heads_first, gradients=with_gradients
-    )
+    if case.step:
+        found = [make_step_call(measurement)()]
+    else:
+        found = attend_and_differentiate(
+            implementation.make(case), q, k, v, out_gradient, heads_first=implementation.heads_first, gradients=with_gradients
+        )
     found[0] = found[0][:, rows]
     if with_gradients:
         found[1] = found[1][:, rows]

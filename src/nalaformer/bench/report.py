@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,7 +71,7 @@ def replace_csv(path: str | Path, columns: Sequence[str], rows: Iterable[dict[st
 def csv_row(result: Result, machine: Machine, date: str) -> dict[str, object]:
     measurement = result.measurement
     return {
-        "op": f"{'causal' if measurement.case.causal else 'bidirectional'} attention",
+        "op": measurement.case.op,
         "implementation": measurement.implementation,
         "device": machine.device_name(measurement.device),
         "threads": machine.threads if measurement.device == "cpu" else "",
@@ -108,7 +108,13 @@ def results_table(results: Sequence[Result]) -> "Table":
     for title in ("forward\nms", "fwd+bwd\nms", "forward\nextra MiB", "fwd+bwd\nextra MiB"):
         table.add_column(title, justify="right", no_wrap=True)
     devices = {r.measurement.device for r in results}
-    names = [name for name in IMPLEMENTATIONS.names() if devices.intersection(IMPLEMENTATIONS[name].devices)]
+    measured = {r.measurement.implementation for r in results}
+    # what we compare ourselves with stands in the table even where it was left out; peers are there where they ran
+    names = [
+        name
+        for name in IMPLEMENTATIONS.names()
+        if name in measured or (devices.intersection(IMPLEMENTATIONS[name].devices) and IMPLEMENTATIONS[name].package is None)
+    ]
     for case in dict.fromkeys(r.measurement.case for r in results):
         for number, name in enumerate(names):
             cells = [found.get((case, name, direction)) for direction in DIRECTIONS]
@@ -126,7 +132,7 @@ def figure(result: Result | None, field: str) -> str:
     if result is None:
         return "-"
     if not result.is_right:
-        return "wrong"
+        return "failed" if result.failure else "wrong"
     value = getattr(result, field)
     if value is None:
         return "-"
@@ -134,8 +140,8 @@ def figure(result: Result | None, field: str) -> str:
     return f"{number} ({value / result.floor_ms:.1f}x)" if field == "median_ms" and result.floor_ms else number
 
 
-def summary_lines(results: Sequence[Result]) -> list[str]:
-    """Growth, bars, and whatever went wrong, as sentences."""
+def summary_lines(results: Sequence[Result], left_out: Mapping[str, str] | None = None) -> list[str]:
+    """Growth, bars, decoding steps, what was left out and why, and whatever went wrong, as sentences."""
     lines = []
     disturbed = [r for r in results if r.others_cpu and r.others_cpu > DISTURBED]
     if disturbed:
@@ -158,8 +164,19 @@ def summary_lines(results: Sequence[Result]) -> list[str]:
     if not verdicts:
         lines.append(f"the bars stand at {CASE_OF_BARS.tokens:,} tokens, which this run did not measure")
     for result in results:
+        if result.measurement.case.step and result.median_ms:
+            case = result.measurement.case
+            who = f"{result.measurement.implementation}, one step of decoding"
+            where = f"{case.batch} samples, {case.heads} heads of {case.head_dim}, token {case.tokens:,}"
+            lines.append(f"{who} ({where}): {1e3 * result.median_ms:,.3g} microseconds")
+    for name, reason in (left_out or {}).items():
+        lines.append(f"left out: {name}, which cannot be imported here ({reason})")
+    for result in results:
         if not result.is_right:
             measurement = result.measurement
             what = f"{measurement.implementation}, {measurement.case.shape}, {measurement.direction}"
-            lines.append(f"WRONG and not timed: {what}: relative error {result.error:.2g} against float64")
+            if result.failure:
+                lines.append(f"FAILED and not timed: {what}: {result.failure}")
+            else:
+                lines.append(f"WRONG and not timed: {what}: relative error {result.error:.2g} against float64")
     return lines

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import KernelSpec
 from .registry import FEATURE_MAPS
 from .simple import SameForBoth
 
@@ -30,6 +31,11 @@ class Focused(SameForBoth):
     def phi(self, x: Tensor) -> Tensor:
         x = (x.relu() + 1e-6) / F.softplus(self.per_head(self.scale, x))
         return focus(x, self.power, dim=(-2, -1) if self.norm_over == "all" else (-1,))
+
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        inverse = 1 / F.softplus(self.scale.float())
+        spans_heads = self.norm_over == "all"
+        return KernelSpec("focused", parts=1, parameters=inverse.to(device), alpha=self.power, spans_heads=spans_heads)
 
 
 def focus(x: Tensor, power: float, dim: tuple[int, ...] = (-1,)) -> Tensor:

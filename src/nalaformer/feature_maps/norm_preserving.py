@@ -1,8 +1,11 @@
 """STILL's NP-Map (arXiv 2602.02180): turn the direction freely, keep the norm."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
+from ..ops import KernelSpec
 from .base import FeatureMap
 from .registry import FEATURE_MAPS
 from .simple import softmax_of_both_signs
@@ -32,13 +35,22 @@ class NormPreserving(FeatureMap):
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
         return softmax_of_both_signs(self.turn(k, self.key_weight, self.key_normal))
 
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        before = (
+            partial(self.turn, weight=self.query_weight, normal=self.query_normal),
+            partial(self.turn, weight=self.key_weight, normal=self.key_normal),
+        )
+        return KernelSpec("softmax", parts=2, before=before)
+
     def turn(self, x: Tensor, weight: Tensor, normal: Tensor) -> Tensor:
         """x in another direction with the same norm: a reflection, then W, then the old norm."""
-        unit = nn.functional.normalize(self.per_head(normal, x), dim=-1, eps=SMALLEST_NORM)
-        mirrored = x - 2 * (x * unit).sum(-1, keepdim=True) * unit
-        turned = torch.einsum("bnhd,hed->bnhe", mirrored, self.per_head(weight, x))
+        weight, unit = self.per_head(weight, x), nn.functional.normalize(self.per_head(normal, x), dim=-1, eps=SMALLEST_NORM)
+        # the reflection goes into the matrix: one product per token, and nothing of the size of x in between
+        matrix = weight - 2 * torch.einsum("hed,hd,hf->hef", weight, unit, unit)
+        turned = torch.einsum("bnhd,hed->bnhe", x, matrix)
         return turned * (norm(x) / norm(turned))
 
 
 def norm(x: Tensor) -> Tensor:
-    return x.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM**2).sqrt()
+    """Over the channels and away from zero."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)

@@ -12,6 +12,13 @@ from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures
 from .base import FeatureMap
 from .registry import FEATURE_MAPS
 
+# how ops.kernels.maps calls the reflections, by cross_head and blockwise
+KERNEL_NAMES = {
+    (True, True): "reflection",
+    (True, False): "reflection_across",
+    (False, True): "reflection_in_pairs",
+    (False, False): "relu",
+}
 PIECE = 4096  # tokens whose statistics are taken at once: the float32 copies stay small
 
 
@@ -85,19 +92,44 @@ class Reflection(FeatureMap):
         cos, sin = (2 * angles).cos(), (2 * angles).sin()
         return torch.stack((-cos * even - sin * odd, cos * odd - sin * even), dim=-1).flatten(-2)
 
+    def unit_normal(self, dtype: torch.dtype) -> Tensor:
+        """[H, D], of length 1 over all heads."""
+        normal = self.normal.to(dtype)
+        return (normal / normal.norm().clamp(min=1e-12)).unflatten(0, (self.num_heads, self.head_dim))
+
     def reflect_across_heads(self, x: Tensor) -> Tensor:
         if not self.cross_head:
             return x
-        if x.shape[2] != self.num_heads:
+        self.check_heads(x)
+        normal = self.unit_normal(x.dtype)
+        return x - 2 * torch.einsum("bnhd,hd->bn", x, normal)[..., None, None] * normal
+
+    def check_heads(self, x: Tensor) -> None:
+        if self.cross_head and x.shape[2] != self.num_heads:
             raise ValueError(
                 f"a reflection across heads needs the heads that it was made for ({self.num_heads}), got {x.shape[2]}; "
                 "use cross_head=False with grouped heads"
             )
-        normal = self.normal.to(x.dtype)
-        normal = (normal / normal.norm().clamp(min=1e-12)).unflatten(0, (self.num_heads, self.head_dim))
-        return x - 2 * torch.einsum("bnhd,hd->bn", x, normal)[..., None, None] * normal
+
+    def kernel_spec(self, device: torch.device) -> KernelSpec | None:
+        if self.variance:
+            return None
+        name = KERNEL_NAMES[self.cross_head, self.blockwise]
+        if name == "relu":
+            return KernelSpec(name, parts=1)
+        turns = normal = torch.zeros(self.num_heads, self.head_dim, device=device)
+        if self.cross_head:
+            normal = self.unit_normal(torch.float32)
+        if self.blockwise:
+            twice = 2 * self.theta.float()
+            turns = torch.stack((twice.cos(), twice.sin()), dim=-1).flatten(-2)
+        rows = torch.cat((normal.to(device), turns.to(device)), dim=1)
+        return KernelSpec(name, parts=1, parameters=rows, spans_heads=self.cross_head)
 
     def given(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool) -> FeatureMapLike:
+        # the kernels reflect without asking
+        self.check_heads(q)
+        self.check_heads(k)
         if not self.variance:
             return self
         if causal:

@@ -1,5 +1,7 @@
 """The plain maps: baselines that everything else is compared with."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,10 +72,18 @@ class Hedgehog(FeatureMap):
         self.key_weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
 
     def query(self, q: Tensor) -> Tensor:
-        return softmax_of_both_signs(torch.einsum("bnhd,hed->bnhe", q, self.per_head(self.query_weight, q)))
+        return softmax_of_both_signs(self.turn(q, self.query_weight))
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
-        return softmax_of_both_signs(torch.einsum("bnhd,hed->bnhe", k, self.per_head(self.key_weight, k)))
+        return softmax_of_both_signs(self.turn(k, self.key_weight))
+
+    def turn(self, x: Tensor, weight: Tensor) -> Tensor:
+        """W_h x."""
+        return torch.einsum("bnhd,hed->bnhe", x, self.per_head(weight, x))
+
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        before = partial(self.turn, weight=self.query_weight), partial(self.turn, weight=self.key_weight)
+        return KernelSpec("softmax", parts=2, before=before)
 
 
 def softmax_of_both_signs(x: Tensor) -> Tensor:

@@ -231,8 +231,7 @@ def _packed(
         spread_k, spread_v = _heads_for(feature_map, q[None], k[None], v[None])
         # a map that looks at all tokens must see each sequence by itself
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
-        backend = choose(q[None], spread_k, spread_v, feature_map=feature_map, causal=causal, rotary=pair)
-        if is_same and backend == "triton":
+        if is_same and choose(q[None], spread_k, spread_v, feature_map=feature_map, causal=causal, rotary=pair) == "triton":
             bounds, keep = cu_seqlens.to(q.device), _needs_grad(q, k, v, feature_map)
             return _fused(q, spread_k[0], spread_v[0], feature_map, causal, pair, None, bounds, max(lengths), eps, keep)
     outputs = []

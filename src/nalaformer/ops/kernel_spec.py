@@ -1,5 +1,6 @@
 """How a feature map tells the fused kernels what it computes. Needs no Triton."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,3 +22,8 @@ class KernelSpec(NamedTuple):
     """Features have no bound: keys are scaled by their largest as they come."""
     is_cube: bool = False
     """Norm-aware keys to the power 3 exactly: by multiplication."""
+    before: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
+    """What torch computes of queries and of keys first, float32 [B, N, H, D] -> the same: a matrix product of the map. Not in
+    half precision: exponentials of a rounded product would be off by a percent."""
+    spans_heads: bool = False
+    """Rows are all heads of a token together; with more than one head, features are written out before attention."""

@@ -9,7 +9,7 @@ from ..features import FeatureMapLike, compute_dtype, hide
 from ..kernel_spec import KernelSpec
 from ..rotary import Rotary
 from ..state import LinearState
-from . import causal_library, library
+from . import causal_library, library, over_heads
 from .step import step
 
 RotaryPair = tuple[Rotary | None, Rotary | None]
@@ -35,12 +35,20 @@ class Prepared(NamedTuple):
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMapLike, rotary: RotaryPair, key_mask: Tensor | None
 ) -> Prepared:
-    """Maps that the kernels do not know are computed here; the others are left to them."""
+    """Maps that the kernels do not know, or not for a head by itself, are computed here; the others are left to them."""
     is_normalised = rotary[0] is not None and rotary[0].normalised
     spec = None if is_normalised else feature_map.kernel_spec(q.device)
     if spec is None:
         q, k = mapped(feature_map, q, k, rotary if is_normalised else (None, None), key_mask)
         rotary = (None, None) if is_normalised else rotary
+        spec = KernelSpec("identity", parts=1)
+    elif spec.before is not None:
+        has_batch = q.dim() == 4
+        q, k = (x.float() if has_batch else x[None].float() for x in (q, hide(k, key_mask)))
+        q, k = (transform(x) for transform, x in zip(spec.before, (q, k), strict=True))
+        q, k = (q, k) if has_batch else (q[0], k[0])
+    elif spec.spans_heads and max(q.shape[-2], k.shape[-2]) > 1:
+        q, k = (over_heads.features(x, spec) for x in (q, hide(k, key_mask)))
         spec = KernelSpec("identity", parts=1)
     angles: list[Tensor | None] = [None] * 4
     if rotary[0] is not None and rotary[1] is not None:
@@ -68,7 +76,7 @@ def linear_attention(
     """Bidirectional attention; [B, N, H, D] inputs, or [T, H, D] with cu_seqlens. `keep`: a backward pass may follow."""
     ready = prepare(q, k, v, feature_map=feature_map, rotary=rotary, key_mask=key_mask)
     spec = ready.spec
-    return library.attend(
+    out = library.attend(
         *ready.tensors,
         cu_seqlens,
         longest,
@@ -82,6 +90,7 @@ def linear_attention(
         spec.is_cube,
         keep,
     )
+    return out.to(q.dtype)
 
 
 def causal_linear_attention(
@@ -117,6 +126,7 @@ def causal_linear_attention(
         want_state,
         keep or (state is not None and state.state.requires_grad),
     )
+    out = out.to(q.dtype)
     if not want_state:
         return out, None
     batch, tokens, kv_heads = k.shape[:3]
@@ -132,7 +142,7 @@ def step_(
     """One token after `state`, which becomes the state after it; its tensors must be contiguous."""
     ready = prepare(q, k, v, feature_map=feature_map, rotary=rotary, key_mask=None)
     spec = ready.spec
-    return step(
+    out = step(
         *ready.tensors[:-1],
         *(state.state, state.key_sum, state.count, state.log_scale),
         spec.name,
@@ -145,6 +155,7 @@ def step_(
         spec.is_guarded,
         spec.is_cube,
     )
+    return out.to(q.dtype)
 
 
 def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:

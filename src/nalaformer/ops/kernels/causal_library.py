@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import causal_launch
-from .library import describe, new_call, parameter_gradient
+from .library import describe, new_call, parameter_gradient, types_of
 
 Settings = tuple[int, str, int, int, float, float, float, bool, bool]
 
@@ -39,7 +39,7 @@ def run_forward(
     """Output, the sums of all tokens (empty unless wanted), those before each stretch and, if kept, 1 / denominator."""
     settings = all_settings(longest, name, parts, norm_scale, alpha, eps, is_cube)
     call = describe(q, k, v, parameters, cos_q, cos_k, key_mask, cu_seqlens, settings)
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=types_of(name, q, k, v)[1], device=q.device)
     total, before, inverse = causal_launch.forward(
         call, q, k, v, parameters, (cos_q, sin_q), (cos_k, sin_k), key_mask, cu_seqlens, initial, out, want_total, keep
     )
@@ -56,7 +56,7 @@ def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, ini
     call = new_call(q, k, v, cos_q, key_mask, cu_seqlens, *all_settings(*settings))
     parts = call.parts
     count, _ = call.splits("causal", call.num_queries, call.heads)
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=types_of(call.name, q, k, v)[1])
     before = q.new_empty(count, call.samples * call.kv_heads, parts, q.shape[-1], v.shape[-1] + 2, dtype=torch.float32)
     inverse = before.new_empty(call.per_row if keep else 0)
     return out, torch.empty_like(before[0]) if want_total else before.new_empty(0), before, inverse
@@ -157,7 +157,7 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def gradients(ctx, dout, dtotal, run):  # type: ignore[no-untyped-def]
     q, _, v = ctx.saved_tensors[:3]
     if dout is None:
-        dout = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        dout = v.new_zeros(*q.shape[:-1], v.shape[-1])
     dtotal = dtotal if ctx.want_total else None
     dq, dk, dv, dinitial, dparameters = run(dout, dtotal, *ctx.saved_tensors, *ctx.settings, ctx.is_learned)
     learned = dparameters if ctx.is_learned else None

@@ -7,6 +7,8 @@ from . import launch
 from .launch import Call
 
 _calls: dict[tuple[object, ...], Call] = {}
+# parameters per channel of maps that treat queries and keys alike, in one stream
+ROWS_OF_BOTH = {"focused": 1, "reflection": 2, "reflection_across": 2, "reflection_in_pairs": 2}
 
 
 def describe(
@@ -35,6 +37,15 @@ def describe(
     return known
 
 
+def types_of(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Of matrix operands and of the output. Operands have the type of the inputs, and mixed types meet in float32; the queries
+    and keys of the softmax map are float32 products (KernelSpec.before), which say nothing about the inputs."""
+    if name == "softmax":
+        return v.dtype, v.dtype
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32, q.dtype
+
+
 def new_call(
     q: Tensor,
     k: Tensor,
@@ -53,7 +64,6 @@ def new_call(
     is_cube: bool,
 ) -> Call:
     packed = cu_seqlens is not None
-    dtypes = {q.dtype, k.dtype, v.dtype}
     return Call(
         name=name,
         parts=parts,
@@ -72,8 +82,7 @@ def new_call(
         head_dim=q.shape[-1],
         value_dim=v.shape[-1],
         pairs=0 if cos_q is None else cos_q.shape[-1],
-        # matrix operands in the type of the inputs; mixed types meet in float32
-        operand=dtypes.pop() if len(dtypes) == 1 else torch.float32,
+        operand=types_of(name, q, k, v)[0],
         is_packed=packed,
         has_mask=key_mask is not None,
         device=q.device,
@@ -105,7 +114,7 @@ def run_forward(
     """Output [B, N, H, V] (or [T, H, V]), sums, their scale, and (if a backward pass follows) 1 / denominator per row."""
     settings = (longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube)
     call = describe(q, k, v, parameters, cos_q, cos_k, key_mask, cu_seqlens, settings)
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=types_of(name, q, k, v)[1], device=q.device)
     kept = launch.forward(call, q, k, v, parameters, (cos_q, sin_q), (cos_k, sin_k), key_mask, cu_seqlens, out, keep)
     return out, *kept
 
@@ -117,7 +126,7 @@ bidirectional = torch.library.custom_op("nalaformer::bidirectional", mutates_arg
 def _(q, k, v, parameters, cos_q, sin_q, cos_k, sin_k, key_mask, cu_seqlens, *settings):  # type: ignore[no-untyped-def]
     call = new_call(q, k, v, cos_q, key_mask, cu_seqlens, *settings[:-1])
     rows = call.samples * call.kv_heads
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=types_of(call.name, q, k, v)[1])
     sums = q.new_empty(rows, call.parts, call.head_dim, call.value_dim + 2, dtype=torch.float32)
     inverse = q.new_empty(call.per_row if settings[-1] else 0, dtype=torch.float32)
     return out, sums, q.new_empty(rows, dtype=torch.float32), inverse
@@ -187,6 +196,9 @@ def parameter_gradient(name: str, parameters: Tensor, dquery: Tensor | None, dke
         return (by_query[:, :2] + by_query[:, 2:] + by_key).flatten(1)
     if name == "polarity_exp":
         return by_query.flatten(1)
+    if name in ROWS_OF_BOTH:
+        count = ROWS_OF_BOTH[name]
+        return (by_query[:, :count] + by_key[:, :count]).flatten(1)
     return torch.cat((by_query[:, :2, 0], by_key[:, :1, 0]), dim=1)
 
 

@@ -1,12 +1,15 @@
 """The feature maps in registers: value and gradient of a tile of tokens, computed where it is needed and never stored.
 
 A tile is [BN, BD] float32, BD = head size padded to a power of two; channels beyond the head and rows beyond the tokens hold
-zeros, and every map but elu makes zeros of them. Maps with both signs give two tiles `a` and `b`, the two halves of the
-features; the others give `a` only, and `b` is `a`, unused. Parameters lie in one float32 row per head:
+zeros. Maps that make something else of zeros (elu, focused, softmax) hide what they make of those. Maps with both signs give
+two tiles `a` and `b`, the two halves of the features; the others give `a` only, and `b` is `a`, unused. Parameters lie in one
+float32 row per head:
 
     norm_aware:   base, slope, key power          query power = base + slope * tanh(norm_scale * |q|)
     polarity:     power [D], 1 / softplus(scale) [D]
     polarity_exp: temperature of the same-sign stream [2 D], of the opposite-sign stream [2 D]
+    focused:      1 / softplus(scale) [D]; alpha is the power
+    reflection:   unit normal across heads [D], cos and sin of twice each block's angle [D]
 
 Powers are exp2(p * log2 x): the hardware has exactly these two instructions, and the interpreter has no pow. What limits these
 kernels is the number of instructions per channel, so divisions are taken out of the tiles and guards are left to log2.
@@ -16,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .fastmath import constant, cos, exp2, log2, reciprocal, sin
+from .row_maps import focused, focused_gradient, reflected, reflected_gradient, softmax, softmax_of_both_signs_gradient
 
 TINY = constant(1e-30)
 # see feature_maps.norm_aware: below this norm a query fades into one that favours no channel
@@ -102,6 +106,15 @@ def phi_query(x, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: t
     elif MAP == "split":
         a = tl.maximum(x, 0.0)
         b = tl.maximum(-x, 0.0)
+    elif MAP == "softmax":
+        a = softmax(x, channels[None, :] < D)
+        b = softmax(-x, channels[None, :] < D)
+    elif MAP == "focused":
+        a = focused(x, row_of(param_ptr, 0, channels, D), alpha)
+        b = a
+    elif MAP == "reflection" or MAP == "reflection_across" or MAP == "reflection_in_pairs":
+        a = tl.maximum(reflected(x, row_of(param_ptr, 0, channels, D), row_of(param_ptr, D, channels, D), MAP), 0.0)
+        b = a
     elif MAP == "norm_aware_split":
         size, norm, inverse = norm_of(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
@@ -164,6 +177,15 @@ def phi_key(x, ok, param_ptr, channels, log_scale, alpha, D: tl.constexpr, MAP: 
     elif MAP == "split":
         a = tl.maximum(x, 0.0)
         b = tl.maximum(-x, 0.0)
+    elif MAP == "softmax":
+        a = tl.where(ok[:, None], softmax(x, channels[None, :] < D), 0.0)
+        b = tl.where(ok[:, None], softmax(-x, channels[None, :] < D), 0.0)
+    elif MAP == "focused":
+        a = tl.where(ok[:, None], focused(x, row_of(param_ptr, 0, channels, D), alpha), 0.0)
+        b = a
+    elif MAP == "reflection" or MAP == "reflection_across" or MAP == "reflection_in_pairs":
+        a = tl.maximum(reflected(x, row_of(param_ptr, 0, channels, D), row_of(param_ptr, D, channels, D), MAP), 0.0)
+        b = a
     elif MAP == "norm_aware_split":
         if CUBE:
             small = x * KEY_UNIT
@@ -205,6 +227,14 @@ def power_gradient(x, p, inverse, log_y, log_scale, dmagnitude):
 
 
 @triton.jit
+def relu_of_reflected_gradient(x, da, param_ptr, channels, D: tl.constexpr, MAP: tl.constexpr):
+    normal = row_of(param_ptr, 0, channels, D)
+    turns = row_of(param_ptr, D, channels, D)
+    dy = tl.where(reflected(x, normal, turns, MAP) > 0, da, 0.0)
+    return reflected_gradient(x, normal, turns, dy, MAP)
+
+
+@triton.jit
 def phi_query_gradient(
     x, da, db, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, STREAM: tl.constexpr
 ):
@@ -223,6 +253,12 @@ def phi_query_gradient(
         dx = da * tl.where(x > 0, 1.0, exp2(LOG2_E * tl.minimum(x, 0.0)))
     elif MAP == "split":
         dx = tl.where(x > 0, da, tl.where(x < 0, -db, 0.0))
+    elif MAP == "softmax":
+        dx = softmax_of_both_signs_gradient(x, da, db, channels[None, :] < D)
+    elif MAP == "focused":
+        dx, g0 = focused_gradient(x, row_of(param_ptr, 0, channels, D), alpha, da)
+    elif MAP == "reflection" or MAP == "reflection_across" or MAP == "reflection_in_pairs":
+        dx, g0, g1 = relu_of_reflected_gradient(x, da, param_ptr, channels, D, MAP)
     elif MAP == "norm_aware_split":
         size, norm, inverse = norm_of(x)
         slope = tl.load(param_ptr + 1)
@@ -303,6 +339,12 @@ def phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D: tl.con
         dx = da * tl.where(x > 0, 1.0, exp2(LOG2_E * tl.minimum(x, 0.0)))
     elif MAP == "split":
         dx = tl.where(x > 0, da, tl.where(x < 0, -db, 0.0))
+    elif MAP == "softmax":
+        dx = softmax_of_both_signs_gradient(x, da, db, channels[None, :] < D)
+    elif MAP == "focused":
+        dx, g0 = focused_gradient(x, row_of(param_ptr, 0, channels, D), alpha, da)
+    elif MAP == "reflection" or MAP == "reflection_across" or MAP == "reflection_in_pairs":
+        dx, g0, g1 = relu_of_reflected_gradient(x, da, param_ptr, channels, D, MAP)
     elif MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
         p = tl.load(param_ptr + 2)
         if CUBE:

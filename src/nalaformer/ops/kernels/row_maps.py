@@ -1,0 +1,115 @@
+"""Maps whose channels depend on each other: focus, softmax of both signs, reflections. A tile is one row per token.
+
+The formulas are those of feature_maps; see maps.py for what a tile is. Parameters come as rows [1, BD], 0 beyond the head.
+"""
+
+import triton
+import triton.language as tl
+
+from .fastmath import constant, exp2, log2
+
+LOG2_E = constant(1.4426950408889634)
+# what feature_maps.focused adds to relu(x)
+SMALLEST = constant(1e-6)
+
+
+@triton.jit
+def over_peak(x, inverse):
+    """(relu(x) + 1e-6) * inverse divided by its largest channel, and that: powers neither overflow nor underflow."""
+    y = (tl.maximum(x, 0.0) + SMALLEST) * inverse
+    peak = tl.max(y, axis=1)[:, None]
+    return y / peak, peak
+
+
+@triton.jit
+def focused(x, inverse, power):
+    """y^p |y| / |y^p| with y = (relu(x) + 1e-6) * inverse."""
+    y, peak = over_peak(x, inverse)
+    powered = exp2(power * log2(y))
+    return powered * (peak * tl.sqrt(tl.sum(y * y, axis=1) / tl.sum(powered * powered, axis=1))[:, None])
+
+
+@triton.jit
+def focused_gradient(x, inverse, power, da):
+    """dx and the gradient of `inverse` per row."""
+    y, peak = over_peak(x, inverse)
+    powered = exp2(power * log2(y))
+    # channels beyond the head: da means nothing there, and these weights are 0
+    da = tl.where(inverse > 0, da, 0.0)
+    size = tl.sum(y * y, axis=1)[:, None]
+    powered_size = tl.sum(powered * powered, axis=1)[:, None]
+    along = tl.sum(da * powered, axis=1)[:, None]
+    # times y, so that the derivative of the power is the power itself
+    dy_y = (da - along / powered_size * powered) * powered * (power * tl.sqrt(size / powered_size))
+    dy_y += y * y * (along / tl.sqrt(size * powered_size))
+    dy = dy_y / tl.where(inverse > 0, y, 1.0)
+    return tl.where(x > 0, dy * inverse, 0.0), dy * (tl.maximum(x, 0.0) + SMALLEST)
+
+
+@triton.jit
+def softmax(x, in_head):
+    x = tl.where(in_head, x, float("-inf"))
+    x = exp2(LOG2_E * (x - tl.max(x, axis=1)[:, None]))
+    return x / tl.sum(x, axis=1)[:, None]
+
+
+@triton.jit
+def softmax_gradient(y, dy, in_head):
+    dy = tl.where(in_head, dy, 0.0)
+    return y * (dy - tl.sum(y * dy, axis=1)[:, None])
+
+
+@triton.jit
+def softmax_of_both_signs_gradient(x, da, db, in_head):
+    return softmax_gradient(softmax(x, in_head), da, in_head) - softmax_gradient(softmax(-x, in_head), db, in_head)
+
+
+@triton.jit
+def pairs_of(x):
+    """The even and the odd channels, [BN, BD / 2] each."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def joined(even, odd):
+    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
+
+
+@triton.jit
+def across_heads(x, normal):
+    """x - 2 (x . n) n, its own inverse and transpose."""
+    return x - 2.0 * tl.sum(x * normal, axis=1)[:, None] * normal
+
+
+@triton.jit
+def in_pairs(x, turns):
+    """[[-c, -s], [-s, c]] on each channel pair, its own inverse and transpose; turns: c and s in turn."""
+    even, odd = pairs_of(x)
+    c, s = pairs_of(turns)
+    return joined(-c * even - s * odd, c * odd - s * even)
+
+
+@triton.jit
+def reflected(x, normal, turns, MAP: tl.constexpr):
+    if MAP != "reflection_in_pairs":
+        x = across_heads(x, normal)
+    if MAP != "reflection_across":
+        x = in_pairs(x, turns)
+    return x
+
+
+@triton.jit
+def reflected_gradient(x, normal, turns, dy, MAP: tl.constexpr):
+    """dx, and per row the gradients of `normal` and of `turns`; dy is zero beyond the head."""
+    dnormal = tl.zeros_like(x)
+    dturns = tl.zeros_like(x)
+    if MAP != "reflection_across":
+        even, odd = pairs_of(across_heads(x, normal) if MAP == "reflection" else x)
+        deven, dodd = pairs_of(dy)
+        dturns = joined(dodd * odd - deven * even, -deven * odd - dodd * even)
+        dy = in_pairs(dy, turns)
+    if MAP != "reflection_in_pairs":
+        along = tl.sum(dy * normal, axis=1)[:, None]
+        dnormal = -2.0 * (tl.sum(x * normal, axis=1)[:, None] * dy + along * x)
+        dy = dy - 2.0 * along * normal
+    return dy, dnormal, dturns
