@@ -18,6 +18,9 @@ from .when_imported import when_imported
 
 # the backbones enter timm's registry as soon as both packages are imported, in either order
 when_imported("timm", "nalaformer.models.vision")
+# converted language models enter the Auto classes with the modules that hold their tables
+when_imported("transformers.models.auto.configuration_auto", "nalaformer.models.hybrid.config")
+when_imported("transformers.models.auto.modeling_auto", "nalaformer.models.hybrid.model")
 
 __version__ = "0.1.0.dev0"
 
