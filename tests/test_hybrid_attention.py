@@ -345,10 +345,8 @@ def test_oracle_and_learned_choose_by_their_scores():
         scores[:, :, 0] = float("inf")
         expected = scores.unflatten(2, (5, 8)).topk(2).values.flatten(2).sort().values
         assert torch.equal(state.salient_scores.sort().values, expected)
+    oracle = HybridAttention(dataclasses.replace(SMALL, selection="oracle"), dim=12, num_heads=4, num_key_heads=2, head_dim=6)
     with pytest.raises(ValueError, match="whole sequence"):
-        oracle = HybridAttention(
-            dataclasses.replace(SMALL, selection="oracle"), dim=12, num_heads=4, num_key_heads=2, head_dim=6
-        )
         oracle(q, k, v, x, state=state)
 
 

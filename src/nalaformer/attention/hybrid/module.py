@@ -63,7 +63,7 @@ class HybridAttention(nn.Module):
         """q: [B, N, H, D], k, v: [B, N, K, D], rotary applied; x: [B, N, dim] -> [B, N, H, D], and the state after them."""
         gate = None
         if self.gate is not None:
-            gate = torch.sigmoid(self.gate(x)).unflatten(-1, (self.num_heads, -1))
+            gate = torch.sigmoid(self.gate(x.to(self.gate.weight.dtype))).unflatten(-1, (self.num_heads, -1))
         return recurrent_hybrid_attention(
             q,
             k,
@@ -80,7 +80,7 @@ class HybridAttention(nn.Module):
     def scores(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None, state: HybridState | None) -> Tensor | None:
         """[B, N, K] for the rules that are told the scores, else None."""
         if self.scorer is not None:
-            return self.scorer(x)
+            return self._learned_scores(x)
         if self.settings.selection != "oracle" or not self.settings.exact:
             return None
         if state is not None and any(state.lengths):
@@ -99,7 +99,11 @@ class HybridAttention(nn.Module):
         if not known:
             return x.new_zeros(())
         wanted = distant_attention(q, k, chunk_size=size, scale=scale)[:, :known]
-        return F.binary_cross_entropy_with_logits(self.scorer(x[:, :known]).float(), wanted)
+        return F.binary_cross_entropy_with_logits(self._learned_scores(x[:, :known]).float(), wanted)
+
+    def _learned_scores(self, x: Tensor) -> Tensor:
+        assert self.scorer is not None
+        return self.scorer(x.to(next(self.scorer.parameters()).dtype))
 
     def extra_repr(self) -> str:
         return f"{self.settings}"

@@ -25,11 +25,12 @@ class HybridSettings:
     selection: str = "key_norm"
     """Which tokens are salient: a name in SELECTIONS. The paper's is "self_saliency"."""
     select_per: str = "key_head"
-    """"query_head" as published, or "key_head": the heads that share keys share salient tokens, which take that much less memory."""
+    """"query_head" as published, or "key_head": heads that share keys share salient tokens, for that much less memory."""
     keep_first: bool = True
     """Token 0 is salient whatever its score."""
-    merge: str = "released"
-    """"released": linear weights stand beside exp(score - row maximum); "exact": they are scaled by exp(-row maximum) too."""
+    merge: str = "exact"
+    """"exact": linear weights are scaled by exp(-row maximum) as the exact ones are; "released": they are not, as published.
+    Our default is the one that recovers more."""
     gate: str = "channel"
     """Factor of the linear branch, sigmoid of a projection of the token: one per "channel", one per "head", or "none"."""
     feature_map: str = "norm_preserving"

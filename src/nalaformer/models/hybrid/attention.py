@@ -1,9 +1,9 @@
 """Hybrid attention inside a pretrained attention module.
 
-The module goes on to project, normalise and rotate as its authors wrote it; what it calls with queries, keys and values is ours.
-So one wrapper serves all families, and nothing of theirs is repeated here. Two doors of transformers make that possible: the
-function that attends and the function that makes masks are looked up by name, and arguments that a module does not know go
-through to the former.
+The module goes on to project, normalise and rotate as its authors wrote it; what it calls with queries, keys and values is
+ours. So one wrapper serves all families, and nothing of theirs is repeated here. Two doors of transformers make that possible:
+the function that attends and the function that makes masks are looked up by name, and arguments that a module does not know
+go through to the former.
 """
 
 from collections.abc import Iterator
@@ -117,9 +117,13 @@ def attend(
         raise ValueError(f"{type(module).__name__} was not converted; use nalaformer.linearize, not attn_implementation alone")
     for name, what in FOREIGN.items():
         if arguments.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} attends with {what} ({name}={arguments[name]!r}), which cannot be converted")
+            raise ValueError(
+                f"{type(module).__name__} attends with {what} ({name}={arguments[name]!r}), which cannot be converted"
+            )
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(f"attention_mask must be [batch, tokens], got {tuple(attention_mask.shape)}; masks of pairs are not kept")
+        raise ValueError(
+            f"attention_mask must be [batch, tokens], got {tuple(attention_mask.shape)}; masks of pairs are not kept"
+        )
     scale = arguments.get("scaling") or query.shape[-1] ** -0.5
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return call.attend(q, k, v, attention_mask, scale), None

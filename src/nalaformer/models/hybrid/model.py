@@ -1,5 +1,7 @@
 """A pretrained decoder with hybrid attention, for transformers: generation in bounded memory."""
 
+from copy import deepcopy
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values"]
+    # the feature maps compute in float32 whatever the model does
+    _keep_in_fp32_modules_strict = {"map"}
 
     def __init__(self, config: HybridConfig, host: PreTrainedModel | None = None) -> None:
         super().__init__(config)
@@ -44,11 +48,10 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def convert(cls, model: PreTrainedModel, settings: HybridSettings) -> "HybridForCausalLM":
         """The model with hybrid attention: its weights are taken over, not copied, and maps and gates are new."""
-        from dataclasses import asdict
-
         check_config(model.config)
+        own_config_(model)
         config = HybridConfig(text_config=model.config, hybrid=asdict(settings))
-        return cls(config, host=model).to(model.device)
+        return cls(config, host=model)
 
     def forward(
         self,
@@ -69,7 +72,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = HybridCache(self.config)
         if past_key_values is not None and not isinstance(past_key_values, HybridCache):
             raise ValueError(
-                f"past_key_values must be a HybridCache, got {type(past_key_values).__name__}; pass none, or HybridCache(config)"
+                f"past_key_values must be a HybridCache, got {type(past_key_values).__name__}; pass HybridCache(model.config)"
             )
         return self.host(
             input_ids=input_ids,
@@ -83,16 +86,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
             return
         if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"a converted model has a cache of its own, got cache_implementation={generation_config.cache_implementation!r}; "
-                "leave it out"
-            )
+            asked = generation_config.cache_implementation
+            raise ValueError(f"a converted model has a cache of its own, got cache_implementation={asked!r}; leave it out")
         model_kwargs["past_key_values"] = HybridCache(self.config)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -108,6 +109,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         self.host.set_output_embeddings(new_embeddings)
 
 
+def own_config_(model: PreTrainedModel) -> None:
+    """Give the model a copy of its config: ours names another attention, and models made from one config share it."""
+    shared, own = model.config, deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own  # type: ignore[assignment]
+
+
 def convert_attention_(model: nn.Module, settings: HybridSettings) -> None:
     """Wrap every attention module in place; the weights stay, under `self_attn.original`."""
     config = model.config
@@ -116,12 +125,19 @@ def convert_attention_(model: nn.Module, settings: HybridSettings) -> None:
         assert isinstance(original, nn.Module)
         hybrid = HybridAttention(settings, **head_sizes(config, original))
         like = next(original.parameters())
-        # sums and softmax are float32 anyway; small maps and gates in bfloat16 would learn in steps too large
-        hybrid = hybrid.to(device=like.device, dtype=torch.float32 if not like.is_floating_point() else like.dtype)
+        # in bfloat16 they would learn in steps too large
+        hybrid = hybrid.to(device=like.device, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
         for module in hybrid.modules():
             # transformers would draw the weights of linear layers anew
             module._is_hf_initialized = True  # type: ignore[assignment]
         layer.self_attn = ConvertedAttention(original, hybrid, layer=number)
+
+
+def restore_attention_(model: nn.Module) -> None:
+    """Take the wrappers off again."""
+    for layer in decoder_layers(model):
+        if isinstance(layer.self_attn, ConvertedAttention):
+            layer.self_attn = layer.self_attn.original
 
 
 AutoModelForCausalLM.register(HybridConfig, HybridForCausalLM, exist_ok=True)

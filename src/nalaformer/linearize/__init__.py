@@ -1,0 +1,9 @@
+"""From a pretrained softmax decoder to one that decodes in bounded memory: attention transfer, then LoRA."""
+
+from .batches import TokenWindows
+from .config import LinearizeConfig
+from .report import write_report
+from .run import Linearized, linearize
+from .validation import Validation, validate
+
+__all__ = ["LinearizeConfig", "Linearized", "TokenWindows", "Validation", "linearize", "validate", "write_report"]
