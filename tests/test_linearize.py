@@ -2,7 +2,11 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from nalaformer.models.hybrid.cache import HybridCache  # noqa: E402
 from nalaformer.models.hybrid.model import HybridForCausalLM  # noqa: E402
 from nalaformer.training import TrainingConfig  # noqa: E402
 from recall_teacher import RecallData, trained_teacher  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -351,3 +356,19 @@ def test_the_selection_rule_decides(teacher, tmp_path):
 
 def test_a_learned_rule_finds_the_facts(teacher, tmp_path):
     assert recovery(teacher, tmp_path, steps=20, selection="learned") > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "shard"])
+def test_processes_that_share_the_weights_learn_the_same(kind, tmp_path):
+    script = Path(__file__).parent / "linearize_on_ranks.py"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    alone = [sys.executable, str(script), str(tmp_path / "alone"), "whole"]
+    together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path / "two"), kind]
+    for command in (alone, [sys.executable, *together]):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("alone", "two"))
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5, msg=name)

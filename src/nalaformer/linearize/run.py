@@ -1,6 +1,7 @@
 """The whole way: convert, transfer, fine-tune, validate, save."""
 
 import json
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from ..training import Trainer, TrainingConfig, TrainingStopped
 from ..training.ranks import started
 from .config import LinearizeConfig
 from .finetune import NextToken, with_adapter
-from .sharding import gather_, shard_frozen_
+from .sharding import shard_frozen_, whole
 from .trainable import Trainable, freeze
 from .transfer import AttentionTransfer, TransferModel
 from .validation import Validation, validate
@@ -77,7 +78,7 @@ def linearize(
             result = stages_of.finetune(config.finetune)
             validations["finetune"] = validate(result, eval_data, batch_size=batch_size)
         if config.shard and ranks.count > 1:
-            gather_(hybrid)
+            result = whole(result, stages_of.empty_copy())
         if config.finetune is not None and config.merge_adapter:
             result = result.merge_and_unload()
         result.eval()
@@ -142,6 +143,14 @@ class Stages:
         adapted = with_adapter(self.model, self.config)
         self.fit("finetune", training, NextToken(self.train_data, self.eval_data), Trainable(adapted))
         return adapted
+
+    def empty_copy(self) -> Any:
+        """A model of the same shape as the result, on the same device and with the same types."""
+        like = next(self.model.host.get_input_embeddings().parameters())
+        copy = HybridForCausalLM(deepcopy(self.model.config)).to(like.device, like.dtype)
+        for attention in converted_attentions(copy):
+            attention.hybrid.map.float()
+        return with_adapter(copy, self.config) if self.config.finetune is not None else copy
 
     def fit(self, name: str, training: TrainingConfig, task: Any, trainable: Trainable) -> dict[str, float]:
         """Train in a folder of that name; the last metrics."""

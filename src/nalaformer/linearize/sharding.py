@@ -41,12 +41,14 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def gather_(model: HybridForCausalLM) -> None:
-    """Every parameter whole again on every process, for saving."""
+def whole(model: nn.Module, empty: nn.Module) -> nn.Module:
+    """`empty`, a model of the same shape that was never cut, with the weights of `model`; all processes must call it."""
     from torch.distributed.tensor import DTensor
 
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if isinstance(parameter, DTensor):
-                whole = nn.Parameter(parameter.full_tensor(), requires_grad=False)
-                setattr(module, name, whole)
+    state = {
+        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        for name, parameter in model.named_parameters()
+    }
+    # what is not among the parameters follows from the config
+    empty.load_state_dict(state, strict=False)
+    return empty
