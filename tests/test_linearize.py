@@ -12,6 +12,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from nalaformer.attention.hybrid import HybridSettings, hybrid_settings  # noqa: E402
@@ -22,7 +23,6 @@ from nalaformer.models.hybrid.cache import HybridCache  # noqa: E402
 from nalaformer.models.hybrid.model import HybridForCausalLM  # noqa: E402
 from nalaformer.training import TrainingConfig  # noqa: E402
 from recall_teacher import RecallData, trained_teacher  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -364,7 +364,16 @@ def test_processes_that_share_the_weights_learn_the_same(kind, tmp_path):
     script = Path(__file__).parent / "linearize_on_ranks.py"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     alone = [sys.executable, str(script), str(tmp_path / "alone"), "whole"]
-    together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path / "two"), kind]
+    together = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(tmp_path / "two"),
+        kind,
+    ]
     for command in (alone, [sys.executable, *together]):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
