@@ -18,15 +18,16 @@ def answers_of(text, targets):
     return [(int(place), int(targets[place])) for place in (targets != IGNORED).nonzero()[:, 0]]
 
 
-def test_a_reader_of_needles_answers_every_question():
-    text, targets = make("needles").batch(6, 97, torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("questions", [5, 13])
+def test_a_reader_of_needles_answers_every_question(questions):
+    text, targets = make("needles", questions=questions).batch(6, 97, torch.Generator().manual_seed(0))
     assert text.shape == (6, 97)
     for row, wanted in zip(text, targets, strict=True):
         tokens = row.tolist()
         meaning = {tokens[i + 1]: tokens[i + 2] for i, token in enumerate(tokens[:-2]) if token == MARK}
         assert len(meaning) == 8
         found = answers_of(row, wanted)
-        assert len(found) == 5
+        assert len(found) == questions
         for place, answer in found:
             assert tokens[place - 1] == ASK
             assert meaning[tokens[place]] == answer

@@ -37,14 +37,16 @@ class TeacherConfig:
     """After which it ends in any case; each length may take its part of what is left."""
     seed: int = 0
 
-    def tasks(self, length: int) -> dict[str, RecallTask]:
-        """The texts of one length: as many facts as it holds well."""
+    def tasks(self, length: int, *, dense: bool = False) -> dict[str, RecallTask]:
+        """The texts of one length: as many facts as it holds well; dense: as many questions, so that each text teaches much."""
         found = {}
         for kind in self.kinds:
-            most = length // 16 if kind != "variables" else length // 24
-            facts = max(2, min(self.facts, most, self.keys // 2))
+            hops = 2 if kind == "variables" else 1
+            facts = max(2, min(self.facts, length // (16 * hops), self.keys // hops))
             questions = min(self.questions, facts)
-            found[kind] = RecallTask(kind=kind, facts=facts, questions=questions, keys=self.keys, values=self.values)
+            if dense:
+                questions = max(questions, min(2 * self.questions, (length - 4 * hops * facts) // 3))
+            found[kind] = RecallTask(kind=kind, facts=facts, questions=questions, hops=hops, keys=self.keys, values=self.values)
         return found
 
 
@@ -95,7 +97,7 @@ def train_teacher(config: TeacherConfig, *, device: str, say: Callable[[str], ob
         # the last length takes all that is left, the others a fair part of it
         until = now + (end - now) / (len(config.lengths) - place) * (1.0 if place == len(config.lengths) - 1 else 1.6)
         recent = dict.fromkeys(config.kinds, 0.0)
-        tasks, reached, is_last = config.tasks(length), length, place == len(config.lengths) - 1
+        tasks, reached, is_last = config.tasks(length, dense=True), length, place == len(config.lengths) - 1
         while True:
             now = time.monotonic()
             share = (now - begin) / (end - begin)
