@@ -381,3 +381,54 @@ def test_processes_that_share_the_weights_learn_the_same(kind, tmp_path):
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.fixture(scope="module")
+def pretrained_folder(tmp_path_factory):
+    """A model and its tokenizer as save_pretrained writes them, and text."""
+    from nalaformer.data.text import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("pretrained")
+    texts = [f"item {number} is {'red' if number % 3 else 'blue'} and lies in box {number % 7}." * 3 for number in range(120)]
+    tokenizer = train_tokenizer(texts, vocab_size=300)
+    tokenizer.save_pretrained(str(folder / "model"))
+    make_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder / "model")
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return folder
+
+
+def test_the_command_writes_a_model_that_transformers_loads(pretrained_folder, tmp_path):
+    pytest.importorskip("peft")
+    from typer.testing import CliRunner
+
+    from nalaformer.cli import build_app
+
+    out = tmp_path / "out"
+    arguments = ["linearize", str(pretrained_folder / "model"), "--data", str(pretrained_folder / "text.jsonl")]
+    arguments += ["--out", str(out), "--length", "64", "--steps", "2", "--finetune-steps", "2", "--device", "cpu"]
+    done = CliRunner().invoke(build_app(), [*arguments, "chunk_size=8", "selection=received"])
+    assert done.exit_code == 0, done.output
+    assert "after finetune: perplexity" in done.output
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.settings == HybridSettings(chunk_size=8, selection="received")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    tokens = tokenizer("item 7 is", return_tensors="pt").input_ids
+    assert model.generate(tokens, max_new_tokens=20, do_sample=False).shape[1] > tokens.shape[1]
+    for name in ("report.html", "report.md", "transfer.png", "runs/linearize.json"):
+        assert (out / name).exists()
+    with pytest.raises(ValueError, match="got none; name files"):
+        CliRunner().invoke(build_app(), ["linearize", "model"], catch_exceptions=False)
+
+
+def test_the_auto_classes_know_the_model_whichever_package_comes_first():
+    code = (
+        "{first}; {second}; from transformers import AutoConfig, AutoModelForCausalLM;"
+        "config = AutoConfig.for_model('nala_hybrid', text_config={{'model_type': 'llama', 'hidden_size': 16, 'vocab_size': 9,"
+        "'intermediate_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2}});"
+        "assert type(AutoModelForCausalLM.from_config(config)).__name__ == 'HybridForCausalLM'"
+    )
+    for first, second in (("import nalaformer", "import transformers"), ("import transformers", "import nalaformer")):
+        program = code.format(first=first, second=second)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-1500:]

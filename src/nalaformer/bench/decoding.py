@@ -60,7 +60,8 @@ def build_decoder(shape: DecodeShape, *, device: str, dtype: torch.dtype) -> Any
         eos_token_id=None,
     )
     with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype).eval()
+        model: Any = LlamaForCausalLM(config)
+    return model.to(dtype).eval()
 
 
 @torch.no_grad()

@@ -4,6 +4,17 @@ from .batches import TokenWindows
 from .config import LinearizeConfig
 from .report import write_report
 from .run import Linearized, linearize
+from .saving import save, token_windows
 from .validation import Validation, validate
 
-__all__ = ["LinearizeConfig", "Linearized", "TokenWindows", "Validation", "linearize", "validate", "write_report"]
+__all__ = [
+    "LinearizeConfig",
+    "Linearized",
+    "TokenWindows",
+    "Validation",
+    "linearize",
+    "save",
+    "token_windows",
+    "validate",
+    "write_report",
+]

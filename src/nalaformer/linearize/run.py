@@ -4,7 +4,7 @@ import json
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from ..attention.hybrid import hybrid_settings
 from ..data import Samples, seed_everything
 from ..models.hybrid.attention import converted_attentions
+from ..models.hybrid.config import HybridConfig
 from ..models.hybrid.model import HybridForCausalLM, restore_attention_
 from ..training import Trainer, TrainingConfig, TrainingStopped
 from ..training.ranks import started
@@ -147,7 +148,8 @@ class Stages:
     def empty_copy(self) -> Any:
         """A model of the same shape as the result, on the same device and with the same types."""
         like = next(self.model.host.get_input_embeddings().parameters())
-        copy = HybridForCausalLM(deepcopy(self.model.config)).to(like.device, like.dtype)
+        copy: Any = HybridForCausalLM(deepcopy(cast(HybridConfig, self.model.config)))
+        copy = copy.to(like.device, like.dtype)
         for attention in converted_attentions(copy):
             attention.hybrid.map.float()
         return with_adapter(copy, self.config) if self.config.finetune is not None else copy
