@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from .console import make_console
 
@@ -61,7 +61,7 @@ def run_linearize(
     def in_steps(stage: TrainingConfig | None, number: int | None) -> TrainingConfig | None:
         if stage is None or number == 0:
             return None
-        duration = {} if number is None else {"epochs": 0.0, "steps": number}
+        duration: dict[str, Any] = {} if number is None else {"epochs": 0.0, "steps": number}
         return replace(stage, device=device, **duration)
 
     console = make_console()
