@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ...feature_maps import FeatureMap
 from ...ops import LinearState, check_key_mask, compute_dtype, recurrent_linear_attention
 from ...ops.features import outside_autocast
-from .branches import Linear, chunk_sums, exact_branch, linear_branch, merge, pairs_branch, window_logits
+from .branches import ChunkSums, Linear, chunk_sums, exact_branch, linear_branch, merge, pairs_branch, window_logits
 from .layout import Layout, layout_without_mask
 from .salient import store_after, updated_store
 from .selection import SELECTIONS, Selection
@@ -188,19 +188,7 @@ def _advance(
     if settings.linear:
         query_features = feature_map.query(rows.flatten(1, 2)).unflatten(1, rows.shape[1:3]).permute(0, 3, 1, 2, 4)
         heads = query_features.shape[1]
-        leaving = slice(0, layout.leaving * size)
-        left_out = store.is_left_out.flatten(1, 2)
-        features = feature_map.key(_for_heads(keys[:, leaving].to(dtype), heads))
-        features = features.masked_fill(~_for_heads(left_out, heads)[..., None], 0)
-        old_values = _for_heads(values[:, leaving].to(dtype), heads)
-        chunks = (layout.leaving, size)
-        sums = chunk_sums(
-            state.linear.state,
-            state.linear.key_sum,
-            features.transpose(1, 2).unflatten(2, chunks),
-            old_values.transpose(1, 2).unflatten(2, chunks),
-            groups=layout.groups,
-        )
+        sums = _sums(state.linear, layout, keys, values, store.is_left_out, feature_map, dtype)
         linear = linear_branch(query_features, sums.state, sums.key_sum)
         state_after, key_sum_after = sums.state_after, sums.key_sum_after
         if store.is_evicted is not None and is_gone is not None:
@@ -213,8 +201,7 @@ def _advance(
             gone = evicted_features.masked_fill(~is_gone.repeat_interleave(group, dim=1)[..., None], 0)
             state_after = state_after + gone.transpose(-1, -2) @ evicted_values
             key_sum_after = key_sum_after + gone.sum(2)
-        count = torch.tensor(layout.lengths_after, dtype=torch.int64, device=q.device)
-        linear_state = LinearState(state_after, key_sum_after, count, state.linear.log_scale)
+        linear_state = LinearState(state_after, key_sum_after, layout.count_after, state.linear.log_scale)
 
     gates = None
     if gate is not None:
@@ -232,6 +219,34 @@ def _advance(
         lengths=layout.lengths_after,
     )
     return layout.collect(merged.flatten(1, 2).permute(0, 2, 3, 1, 4)), after
+
+
+def _sums(
+    before: LinearState,
+    layout: Layout,
+    keys: Tensor,
+    values: Tensor,
+    is_left_out: Tensor,
+    feature_map: FeatureMap,
+    dtype: torch.dtype,
+) -> ChunkSums:
+    """The linear sums before each group of queries, and after the chunks that leave the window."""
+    if not layout.leaving:
+        state, key_sum = before.state[:, :, None], before.key_sum[:, :, None]
+        groups = (-1, -1, layout.groups)
+        return ChunkSums(state.expand(*groups, -1, -1), key_sum.expand(*groups, -1), before.state, before.key_sum)
+    heads, chunks = before.state.shape[1], (layout.leaving, layout.chunk_size)
+    leaving = slice(0, layout.leaving * layout.chunk_size)
+    features = feature_map.key(_for_heads(keys[:, leaving].to(dtype), heads))
+    features = features.masked_fill(~_for_heads(is_left_out.flatten(1, 2), heads)[..., None], 0)
+    old_values = _for_heads(values[:, leaving].to(dtype), heads)
+    return chunk_sums(
+        before.state,
+        before.key_sum,
+        features.transpose(1, 2).unflatten(2, chunks),
+        old_values.transpose(1, 2).unflatten(2, chunks),
+        groups=layout.groups,
+    )
 
 
 def _scores(
@@ -303,8 +318,11 @@ def _linear_alone(
 def _without_poison(k: Tensor, v: Tensor, key_mask: Tensor | None, state: HybridState) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values with bad tokens zeroed, and [B, N]: whether this token or one before it is bad.
 
-    Zero times NaN is NaN: a bad token would reach the rows of its chunk that do not see it.
+    Zero times NaN is NaN: a bad token would reach the rows of its chunk that do not see it. A step has no such rows, and what
+    is bad in it goes on by itself.
     """
+    if k.shape[1] == 1 and key_mask is None:
+        return k, v, state.is_poisoned[:, None]
     is_bad = ~(k.isfinite().flatten(2).all(-1) & v.isfinite().flatten(2).all(-1))
     hidden = is_bad if key_mask is None else is_bad | ~key_mask
     k, v = (torch.where(hidden[:, :, None, None], 0, x) for x in (k, v))

@@ -33,6 +33,11 @@ def updated_store(
     batch, heads = state.salient_keys.shape[:2]
     size, chosen = settings.chunk_size, settings.salient_per_chunk
     leaving = layout.leaving if chosen else 0
+    if not layout.leaving:
+        # most steps of decoding: nobody comes, nobody goes
+        is_here = (state.salient_scores > -torch.inf)[:, :, None].expand(-1, -1, layout.groups, -1)
+        nobody = is_here.new_zeros(batch, 0, size, heads)
+        return Store(state.salient_keys, state.salient_values, state.salient_scores, is_here, None, nobody)
     born = torch.zeros(state.salient_keys.shape[2], dtype=torch.int64, device=keys.device)
     store_keys, store_values, store_scores = state.salient_keys, state.salient_values, state.salient_scores
     left_out = layout.leaves[:, :, None, None].expand(batch, -1, size, heads)
@@ -66,6 +71,8 @@ def updated_store(
 
 def store_after(store: Store, layout: Layout, settings: HybridSettings) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
     """Keys, values and scores that the next call finds, and [B, S, E] bool: which tokens have to go to the linear state."""
+    if not layout.leaving:
+        return (store.keys, store.values, store.scores), None
     # complete chunks but the one in the window have left; a sample has at most that many tokens here
     chunks = max((length // settings.chunk_size - 1 for length in layout.lengths_after), default=0)
     size = max(0, chunks) * settings.salient_per_chunk
