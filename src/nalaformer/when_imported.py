@@ -33,8 +33,9 @@ class _Watcher(MetaPathFinder):
         # asked for a spec is not imported: the watch goes on until the loader runs
         if fullname != self.package:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+        # those after this one only: another watcher of the same package, which asks us in turn, would never end
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = _ThenImport(spec.loader, self)
                 return spec

@@ -58,6 +58,33 @@ def add_to(app: "typer.Typer") -> None:
         """Tokens per second and memory against the context: linear, gated_delta and softmax mixers."""
         run_bench_language(device, out, seconds, {"size": size, "contexts": context, "batches": batch, "prefill": prefill})
 
+    @bench.command("linearize")
+    def bench_linearize(
+        device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
+        out: Annotated[
+            Path | None, typer.Option(help="CSV file.", show_default="benchmarks/results/linearization_<device>.csv")
+        ] = None,
+        part: Annotated[list[str] | None, typer.Option(help="recall or decode; may be repeated.", show_default="both")] = None,
+        minutes: Annotated[float, typer.Option(help="After which nothing new is begun.")] = 9.0,
+        teacher_minutes: Annotated[float, typer.Option(help="Of the softmax teacher's training.")] = 3.5,
+        toy: Annotated[bool, typer.Option("--toy", help="Everything so small that only the way is tried.")] = False,
+    ) -> None:
+        """What converted models still know, by selection rule and baseline, and what decoding costs at long contexts."""
+        run_bench_linearize(device, out, tuple(part or ("recall", "decode")), minutes, teacher_minutes, toy)
+
+
+def run_bench_linearize(
+    device: str, out: Path | None, parts: tuple[str, ...], minutes: float, teacher_minutes: float, toy: bool
+) -> None:
+    from dataclasses import replace
+
+    from ..bench.linearization import LinearizationStudy, run_linearization, toy_study
+
+    study = toy_study() if toy else LinearizationStudy()
+    if not toy:
+        study = replace(study, minutes=minutes, teacher=replace(study.teacher, minutes=teacher_minutes))
+    run_linearization(study, device=device, out=out, parts=parts)
+
 
 def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict[str, Any]) -> None:
     from ..bench import run_language

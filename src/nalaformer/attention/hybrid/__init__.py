@@ -1,0 +1,22 @@
+"""STILL (arXiv 2602.02180): exact attention for what is near or salient, linear attention for the rest."""
+
+from .distant import distant_attention
+from .function import empty_state, hybrid_attention, recurrent_hybrid_attention
+from .module import HybridAttention
+from .selection import SELECTIONS, Selection
+from .settings import METHODS, HybridSettings, hybrid_settings
+from .state import HybridState
+
+__all__ = [
+    "METHODS",
+    "SELECTIONS",
+    "HybridAttention",
+    "HybridSettings",
+    "HybridState",
+    "Selection",
+    "distant_attention",
+    "empty_state",
+    "hybrid_attention",
+    "hybrid_settings",
+    "recurrent_hybrid_attention",
+]

@@ -1,0 +1,109 @@
+"""Hybrid attention with its parameters: the feature map, the gate, and the scorer where tokens are chosen by a learned one."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...feature_maps import feature_map
+from .distant import distant_attention
+from .function import recurrent_hybrid_attention
+from .settings import HybridSettings
+from .state import HybridState
+
+SCORER_WIDTH = 64
+
+
+class HybridAttention(nn.Module):
+    """STILL's attention over queries, keys and values that somebody else projects: what a pretrained model is converted with.
+
+    dim: channels of the tokens, which gate and scorer look at.
+    """
+
+    def __init__(
+        self,
+        settings: HybridSettings,
+        *,
+        dim: int,
+        num_heads: int,
+        num_key_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads % num_key_heads:
+            raise ValueError(f"num_heads must be a multiple of num_key_heads, got {num_heads} and {num_key_heads}")
+        self.settings, self.num_heads, self.head_dim = settings, num_heads, head_dim
+        self.map = feature_map(settings.feature_map, num_heads=num_heads, head_dim=head_dim, **settings.map_options)
+        self.gate: nn.Linear | None = None
+        if settings.gate != "none" and settings.linear:
+            self.gate = nn.Linear(dim, num_heads * ((value_dim or head_dim) if settings.gate == "channel" else 1))
+        self.scorer: nn.Sequential | None = None
+        if settings.selection == "learned" and settings.exact:
+            self.scorer = nn.Sequential(nn.Linear(dim, SCORER_WIDTH), nn.SiLU(), nn.Linear(SCORER_WIDTH, num_key_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The gate starts half open for every token."""
+        if self.gate is not None:
+            nn.init.zeros_(self.gate.weight)
+            nn.init.zeros_(self.gate.bias)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        state: HybridState | None = None,
+    ) -> tuple[Tensor, HybridState]:
+        """q: [B, N, H, D], k, v: [B, N, K, D], rotary applied; x: [B, N, dim] -> [B, N, H, D], and the state after them."""
+        gate = None
+        if self.gate is not None:
+            gate = torch.sigmoid(self.gate(x.to(self.gate.weight.dtype))).unflatten(-1, (self.num_heads, -1))
+        return recurrent_hybrid_attention(
+            q,
+            k,
+            v,
+            feature_map=self.map,
+            settings=self.settings,
+            state=state,
+            gate=gate,
+            scores=self.scores(q, k, x, scale=scale, state=state),
+            key_mask=key_mask,
+            scale=scale,
+        )
+
+    def scores(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None, state: HybridState | None) -> Tensor | None:
+        """[B, N, K] for the rules that are told the scores, else None."""
+        if self.scorer is not None:
+            return self._learned_scores(x)
+        if self.settings.selection != "oracle" or not self.settings.exact:
+            return None
+        if state is not None and any(state.lengths):
+            raise ValueError("selection 'oracle' looks at the whole sequence, which a cache does not hold; use it without one")
+        return distant_attention(q, k, chunk_size=self.settings.chunk_size, scale=scale)
+
+    def scorer_loss(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None = None) -> Tensor:
+        """How badly the scorer foresees what distant queries want: cross-entropy against the largest weight that they give.
+
+        Choosing has no gradient, so the scorer learns from what it is to foresee. Tokens that no query is far enough from
+        say nothing.
+        """
+        assert self.scorer is not None
+        size = self.settings.chunk_size
+        known = max(0, -(-q.shape[1] // size) - 2) * size
+        if not known:
+            return x.new_zeros(())
+        wanted = distant_attention(q, k, chunk_size=size, scale=scale)[:, :known]
+        return F.binary_cross_entropy_with_logits(self._learned_scores(x[:, :known]).float(), wanted)
+
+    def _learned_scores(self, x: Tensor) -> Tensor:
+        assert self.scorer is not None
+        return self.scorer(x.to(next(self.scorer.parameters()).dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.settings}"

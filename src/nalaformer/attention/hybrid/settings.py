@@ -1,0 +1,88 @@
+"""What a hybrid attention keeps exact, what it sums up, and how the two are joined."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...registry import unknown_name
+from .selection import SELECTIONS
+
+MERGES = ("released", "exact")
+GATES = ("channel", "head", "none")
+SELECT_PER = ("key_head", "query_head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridSettings:
+    """STILL's attention (arXiv 2602.02180), its baselines, and what lies between them."""
+
+    chunk_size: int = 64
+    """Tokens of a chunk; a query sees its own chunk and the one before exactly."""
+    salient_per_chunk: int = 4
+    """Tokens of each older chunk and head that stay exact; 0: a sliding window and linear attention (the LoLCATs form)."""
+    max_salient: int = 0
+    """Most salient tokens of a head over the whole sequence: the best so far are kept, the others join the linear state, and
+    cost is truly linear; 0: no limit, the salient tokens grow with the sequence."""
+    selection: str = "key_norm"
+    """Which tokens are salient: a name in SELECTIONS. The paper's is "self_saliency"."""
+    select_per: str = "key_head"
+    """"query_head" as published, or "key_head": heads that share keys share salient tokens, for that much less memory."""
+    keep_first: bool = True
+    """Token 0 is salient whatever its score."""
+    merge: str = "exact"
+    """"exact": linear weights are scaled by exp(-row maximum) as the exact ones are; "released": they are not, as published.
+    Our default is the one that recovers more."""
+    gate: str = "channel"
+    """Factor of the linear branch, sigmoid of a projection of the token: one per "channel", one per "head", or "none"."""
+    feature_map: str = "norm_preserving"
+    """Name of the linear branch's feature map; a map with one stream."""
+    map_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the feature map."""
+    exact: bool = True
+    """False: no exact branch at all, pure linear attention."""
+    linear: bool = True
+    """False: no linear branch; what is neither salient nor in the window is forgotten."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be positive, got {self.chunk_size}")
+        if not 0 <= self.salient_per_chunk <= self.chunk_size:
+            raise ValueError(
+                f"salient_per_chunk must be between 0 and chunk_size ({self.chunk_size}), got {self.salient_per_chunk}"
+            )
+        if self.max_salient < 0:
+            raise ValueError(f"max_salient must not be negative, got {self.max_salient}; 0 means no limit")
+        if not self.exact and not self.linear:
+            raise ValueError("exact and linear must not both be off: nothing would be left to attend with")
+        # an unknown name is answered with the nearest ones
+        SELECTIONS[self.selection]
+        for name, value, known in (
+            ("merge", self.merge, MERGES),
+            ("gate", self.gate, GATES),
+            ("select_per", self.select_per, SELECT_PER),
+        ):
+            if value not in known:
+                raise unknown_name(name, value, known)
+
+    @property
+    def largest_store(self) -> int | None:
+        """Most salient tokens that a head may hold; None: no limit."""
+        return self.max_salient or None
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "still": {},
+    "window": {"salient_per_chunk": 0},
+    "linear": {"exact": False},
+    "softmax": {"salient_per_chunk": -1, "linear": False, "gate": "none"},
+}
+"""Names of whole methods as changes of HybridSettings; -1 salient tokens stand for all of a chunk."""
+
+
+def hybrid_settings(method: str = "still", **changes: Any) -> HybridSettings:
+    """The settings of a method: "still", "window" (+ linear), "linear", "softmax"; any field may be changed."""
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    fields = METHODS[method] | changes
+    if fields.get("salient_per_chunk") == -1:
+        fields["salient_per_chunk"] = fields.get("chunk_size", HybridSettings.chunk_size)
+    return replace(HybridSettings(), **fields)

@@ -1,0 +1,91 @@
+"""`nalaformer linearize`: a pretrained language model that decodes in bounded memory."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from .console import make_console
+
+if TYPE_CHECKING:
+    import typer
+
+
+def add_to(app: "typer.Typer") -> None:
+    """Enter the command."""
+    import typer
+
+    @app.command("linearize")
+    def linearize_model(
+        model: Annotated[Path, typer.Argument(help="Folder of a pretrained decoder and its tokenizer.")],
+        settings: Annotated[
+            list[str] | None, typer.Argument(help="key=value, any setting: selection=learned, transfer.batch_size=4, ...")
+        ] = None,
+        data: Annotated[
+            list[Path] | None,
+            typer.Option(help="Text files, folders of them, or a folder that `nalaformer tokenize` wrote; may be repeated."),
+        ] = None,
+        out: Annotated[Path, typer.Option(help="Folder for model, tokenizer, report and the runs.")] = Path("runs/linearized"),
+        length: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+        steps: Annotated[
+            int | None, typer.Option(help="Of stage 1, attention transfer; 0: none.", show_default="2 epochs")
+        ] = None,
+        finetune_steps: Annotated[int | None, typer.Option(help="Of stage 2, LoRA; 0: none.", show_default="2 epochs")] = None,
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    ) -> None:
+        """Convert a pretrained model to hybrid attention. The same command again goes on where a stopped or killed run was."""
+        run_linearize(model, settings or [], data or [], out, length, steps, finetune_steps, device)
+
+
+def run_linearize(
+    model: Path,
+    settings: list[str],
+    data: list[Path],
+    out: Path,
+    length: int,
+    steps: int | None,
+    finetune_steps: int | None,
+    device: str,
+) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from ..linearize import LinearizeConfig, linearize, save, token_windows, write_report
+    from ..recipes import changed
+    from ..training import TrainingConfig, TrainingStopped
+
+    if not data:
+        raise ValueError("the conversion learns from text, got none; name files or folders with --data")
+
+    def in_steps(stage: TrainingConfig | None, number: int | None) -> TrainingConfig | None:
+        if stage is None or number == 0:
+            return None
+        duration: dict[str, Any] = {} if number is None else {"epochs": 0.0, "steps": number}
+        return replace(stage, device=device, **duration)
+
+    console = make_console()
+    # a bar of one file is no news
+    disable_progress_bar()
+    start = LinearizeConfig()
+    config = replace(start, transfer=in_steps(start.transfer, steps), finetune=in_steps(start.finetune, finetune_steps))
+    config = changed(config, settings)
+    windows = token_windows(data, length=length, tokenizer=model, tokens=out / "tokens")
+    pretrained = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
+    try:
+        result = linearize(pretrained, windows["train"], windows["val"], folder=out / "runs", config=config, console=console)
+    except TrainingStopped as stopped:
+        sys.stderr.write(f"stopped: {stopped}\n")
+        sys.exit(1)
+    # one of torchrun's processes writes for all
+    if os.environ.get("RANK", "0") != "0":
+        return
+    save(result, out, tokenizer=model)
+    report = write_report(result, out)
+    for stage, found in result.validations.items():
+        console.print(
+            f"after {stage}: perplexity {found.perplexity:.4g} (teacher {found.teacher_perplexity:.4g}), "
+            f"KL to the teacher {found.divergence:.4g}"
+        )
+    console.print(f"model: {out}", soft_wrap=True)
+    console.print(f"report: {report}", soft_wrap=True)

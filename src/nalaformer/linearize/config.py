@@ -1,0 +1,44 @@
+"""How a model is linearized."""
+
+from dataclasses import dataclass, field
+
+from ..attention.hybrid import HybridSettings
+from ..training import TrainingConfig
+
+
+def transfer_training() -> TrainingConfig:
+    """Stage 1 as published: AdamW at 1e-2, two passes, batches of 8."""
+    return TrainingConfig(epochs=2, batch_size=8, learning_rate=1e-2, weight_decay=0.0, min_learning_rate=1e-4, clip_norm=1.0)
+
+
+def finetune_training() -> TrainingConfig:
+    """Stage 2 as published: AdamW at 1e-4, two passes, batches of 8."""
+    return TrainingConfig(epochs=2, batch_size=8, learning_rate=1e-4, weight_decay=0.0, min_learning_rate=1e-6, clip_norm=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearizeConfig:
+    """The attention, the two stages, and what is kept of them."""
+
+    attention: HybridSettings = field(default_factory=HybridSettings)
+    """The attention that takes the place of softmax."""
+    transfer: TrainingConfig | None = field(default_factory=transfer_training)
+    """Stage 1: maps, gates and scorers learn the outputs of softmax, layer by layer; None: left out."""
+    finetune: TrainingConfig | None = field(default_factory=finetune_training)
+    """Stage 2: LoRA with the next-token loss; None: left out."""
+    layers_at_once: int = 0
+    """Layers whose attention is transferred together; 1 takes the least memory and the most time; 0: all."""
+    lora_rank: int = 8
+    """Rank of the matrices that stage 2 learns."""
+    lora_alpha: int = 16
+    """They are scaled by lora_alpha / lora_rank."""
+    merge_adapter: bool = True
+    """Add what stage 2 learned to the weights; False: keep it beside them, as peft's adapter."""
+    shard: bool = False
+    """Under torchrun: the frozen weights are spread over the processes (FSDP2); what learns is small and stays whole."""
+
+    def __post_init__(self) -> None:
+        if self.layers_at_once < 0:
+            raise ValueError(f"layers_at_once must not be negative, got {self.layers_at_once}; 0 means all")
+        if self.lora_rank < 1:
+            raise ValueError(f"lora_rank must be positive, got {self.lora_rank}")

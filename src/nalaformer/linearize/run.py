@@ -1,0 +1,197 @@
+"""The whole way: convert, transfer, fine-tune, validate, save."""
+
+import json
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from ..attention.hybrid import hybrid_settings
+from ..data import Samples, seed_everything
+from ..models.hybrid.attention import converted_attentions
+from ..models.hybrid.config import HybridConfig
+from ..models.hybrid.model import HybridForCausalLM, restore_attention_
+from ..training import Trainer, TrainingConfig, TrainingStopped
+from ..training.ranks import started
+from .config import LinearizeConfig
+from .finetune import NextToken, with_adapter
+from .sharding import shard_frozen_, whole
+from .trainable import Trainable, freeze
+from .transfer import AttentionTransfer, TransferModel
+from .validation import Validation, validate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedModel
+
+# logits of a model and of its conversion with every token exact differ by rounding alone
+LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linearized:
+    """A converted model and how it came to be."""
+
+    model: Any
+    """HybridForCausalLM; under peft's adapter where merge_adapter is off."""
+    transfer_errors: dict[str, float]
+    """Squared error of each layer's head outputs, as a part of their square; empty without stage 1."""
+    validations: dict[str, Validation]
+    """After "conversion", "transfer" and "finetune", as far as these were done."""
+    config: LinearizeConfig
+
+
+def linearize(
+    model: "PreTrainedModel",
+    train_data: Samples,
+    eval_data: Samples,
+    *,
+    folder: str | Path,
+    config: LinearizeConfig | None = None,
+    console: "Console | None" = None,
+) -> Linearized:
+    """Convert the model in place and train what is new in it; the same call again goes on where it was.
+
+    train_data, eval_data: samples of token ids, [N] each, or {"input_ids", "targets"}. folder: log and checkpoints of both
+    stages. The model's own weights change in stage 2 alone, and only if its adapter is merged.
+    """
+    config = config or LinearizeConfig()
+    stages = [stage for stage in (config.transfer, config.finetune) if stage is not None]
+    with started(stages[0].device if stages else "auto") as ranks:
+        seed_everything(stages[0].seed if stages else 0)
+        nn.Module.to(model, ranks.device)
+        check_model(model)
+        hybrid = HybridForCausalLM.convert(model, config.attention)
+        freeze(hybrid)
+        stages_of = Stages(hybrid, train_data, eval_data, config, Path(folder), console)
+        batch_size = max(1, (stages[0].batch_size if stages else 8) // ranks.count)
+        validations = {"conversion": validate(hybrid, eval_data, batch_size=batch_size)}
+        errors: dict[str, float] = {}
+        if config.transfer is not None:
+            errors = stages_of.transfer(config.transfer)
+            validations["transfer"] = validate(hybrid, eval_data, batch_size=batch_size)
+        settle(hybrid)
+        result: Any = hybrid
+        if config.finetune is not None:
+            result = stages_of.finetune(config.finetune)
+            validations["finetune"] = validate(result, eval_data, batch_size=batch_size)
+        if config.shard and ranks.count > 1:
+            result = whole(result, stages_of.empty_copy())
+        if config.finetune is not None and config.merge_adapter:
+            result = result.merge_and_unload()
+        result.eval()
+        found = Linearized(model=result, transfer_errors=errors, validations=validations, config=config)
+        if ranks.is_first:
+            write_figures(found, Path(folder))
+    return found
+
+
+@torch.no_grad()
+def check_model(model: "PreTrainedModel") -> None:
+    """Refuse a model that, converted with every token exact, would not be what it was; it is left as it came."""
+    probe = torch.arange(24, device=model.device)[None] % model.config.vocab_size
+    was_training, implementation = model.training, model.config._attn_implementation
+    model.eval()
+    before = model(input_ids=probe, use_cache=False).logits
+    trial = HybridForCausalLM.convert(model, hybrid_settings("softmax", chunk_size=8))
+    try:
+        after = trial(input_ids=probe, use_cache=False).logits
+    finally:
+        restore_attention_(model)
+        model.set_attn_implementation(implementation)
+        model.train(was_training)
+    difference = (before - after).abs().max().item()
+    largest = LARGEST_DIFFERENCE.get(before.dtype, 0.1) * max(1.0, before.abs().max().item())
+    if not difference <= largest:
+        raise ValueError(
+            f"{type(model).__name__} attends in a way of its own: with exact attention in its place its logits differ by "
+            f"{difference:.2g}; it cannot be converted"
+        )
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The two stages of one conversion."""
+
+    model: HybridForCausalLM
+    train_data: Samples
+    eval_data: Samples
+    config: LinearizeConfig
+    folder: Path
+    console: "Console | None"
+
+    def transfer(self, training: TrainingConfig) -> dict[str, float]:
+        """Stage 1, all layers or some at a time; the error of each layer."""
+        number = len(converted_attentions(self.model))
+        size = self.config.layers_at_once or number
+        errors: dict[str, float] = {}
+        for start in range(0, number, size):
+            layers = range(start, min(start + size, number))
+            name = "transfer" if size >= number else f"transfer_{layers[0]:02d}_{layers[-1]:02d}"
+            task = AttentionTransfer(self.train_data, self.eval_data, layers)
+            metrics = self.fit(name, training, task, TransferModel(self.model, layers))
+            errors |= {key: value for key, value in metrics.items() if key.startswith("layer_")}
+        freeze(self.model)
+        return errors
+
+    def finetune(self, training: TrainingConfig) -> Any:
+        """Stage 2; the model under its adapter."""
+        # the adapter's start follows from the seed, whatever ran before
+        seed_everything(training.seed)
+        adapted = with_adapter(self.model, self.config)
+        self.fit("finetune", training, NextToken(self.train_data, self.eval_data), Trainable(adapted))
+        return adapted
+
+    def empty_copy(self) -> Any:
+        """A model of the same shape as the result, on the same device and with the same types."""
+        like = next(self.model.host.get_input_embeddings().parameters())
+        copy: Any = HybridForCausalLM(deepcopy(cast(HybridConfig, self.model.config)))
+        copy = copy.to(like.device, like.dtype)
+        for attention in converted_attentions(copy):
+            attention.hybrid.map.float()
+        return with_adapter(copy, self.config) if self.config.finetune is not None else copy
+
+    def fit(self, name: str, training: TrainingConfig, task: Any, trainable: Trainable) -> dict[str, float]:
+        """Train in a folder of that name; the last metrics."""
+        config = self.config
+        if config.shard and torch.distributed.is_initialized():
+            shard_frozen_(self.model, trainable)
+        settings = {
+            "attention": asdict(config.attention),
+            "layers_at_once": config.layers_at_once,
+            "lora_rank": config.lora_rank,
+            "lora_alpha": config.lora_alpha,
+        }
+        trainer = Trainer(training, task, trainable, self.folder / name, settings=settings, title=name, console=self.console)
+        outcome = trainer.fit()
+        if not outcome.is_finished:
+            raise TrainingStopped(f"stopped and saved at step {outcome.step} of {name}; the same call goes on from there")
+        return outcome.metrics
+
+
+def settle(model: HybridForCausalLM) -> None:
+    """Gates and scorers, trained in float32, in the type of the model's weights; the maps stay float32."""
+    dtype = next(model.host.get_input_embeddings().parameters()).dtype
+    for attention in converted_attentions(model):
+        for part in (attention.hybrid.gate, attention.hybrid.scorer):
+            if part is not None:
+                part.to(dtype=dtype)
+
+
+def write_figures(result: Linearized, folder: Path) -> Path:
+    """Everything that was measured, as JSON."""
+    config = result.config
+    content = {
+        "attention": asdict(config.attention),
+        "transfer": asdict(config.transfer) if config.transfer else None,
+        "finetune": asdict(config.finetune) if config.finetune else None,
+        "transfer_errors": result.transfer_errors,
+        "validations": {stage: validation.figures() for stage, validation in result.validations.items()},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "linearize.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path

@@ -1,0 +1,168 @@
+"""Hybrid attention inside a pretrained attention module.
+
+The module goes on to project, normalise and rotate as its authors wrote it; what it calls with queries, keys and values is
+ours. So one wrapper serves all families, and nothing of theirs is repeated here. Two doors of transformers make that possible:
+the function that attends and the function that makes masks are looked up by name, and arguments that a module does not know
+go through to the former.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.modeling_utils import AttentionInterface
+
+from ...attention.hybrid import HybridAttention
+from ...ops import compute_dtype
+from .cache import HybridCache
+
+INTERFACE = "nala_hybrid"
+# attention that ours does not compute, by the arguments in which modules pass it on
+FOREIGN = {"softcap": "capped logits", "s_aux": "sinks", "sliding_window": "a sliding window of its own"}
+
+
+@dataclass
+class Transfer:
+    """What a layer's student makes of its teacher in one pass."""
+
+    squared_error: Tensor
+    """Mean over head outputs, with gradient."""
+    teacher_square: Tensor
+    """Mean square of the teacher's outputs: what the error is a part of."""
+    scorer_loss: Tensor | None
+    """Of a learned selection."""
+
+
+class ConvertedAttention(nn.Module):
+    """A pretrained attention module whose tokens attend by hybrid attention.
+
+    mode "hybrid": as converted; "softmax": as it was, without a cache; "transfer": as it was, and the hybrid beside it is
+    compared (`transferred`).
+    """
+
+    def __init__(self, original: nn.Module, hybrid: HybridAttention, *, layer: int) -> None:
+        super().__init__()
+        self.original, self.hybrid, self.layer = original, hybrid, layer
+        self.mode = "hybrid"
+        self.transferred: Transfer | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, past_key_values: HybridCache | None = None, **kwargs: Any) -> Any:
+        """As the original's; its cache is ours."""
+        call = Call(self, hidden_states, past_key_values)
+        return self.original(hidden_states, *args, past_key_values=None, hybrid_call=call, **kwargs)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One pass through one attention: what the function that attends needs beyond queries, keys and values."""
+
+    attention: ConvertedAttention
+    tokens: Tensor
+    cache: HybridCache | None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+        """q: [B, N, H, D]; k, v: [B, N, K, D] -> [B, N, H, D]."""
+        owner = self.attention
+        if owner.mode == "hybrid":
+            return self._hybrid(q, k, v, key_mask, scale)
+        if self.cache is not None:
+            raise ValueError(f"the mode {owner.mode!r} computes whole sequences, got a cache; pass use_cache=False")
+        teacher = softmax_attention(q, k, v, key_mask, scale)
+        if owner.mode == "transfer":
+            self._transfer(q.detach(), k.detach(), v.detach(), key_mask, scale, teacher.detach())
+        return teacher
+
+    def _hybrid(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+        layer = None if self.cache is None else self.cache.layers[self.attention.layer]
+        state = None if layer is None else layer.state
+        out, after = self.attention.hybrid(q, k, v, self.tokens, key_mask=key_mask, scale=scale, state=state)
+        if layer is not None:
+            layer.put(after, q.shape[1])
+        return out
+
+    def _transfer(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float, teacher: Tensor) -> None:
+        hybrid, tokens = self.attention.hybrid, self.tokens.detach()
+        out, _ = hybrid(q, k, v, tokens, key_mask=key_mask, scale=scale)
+        wide = compute_dtype(out)
+        error = (out.to(wide) - teacher.to(wide)).square().mean()
+        scorer_loss = None if hybrid.scorer is None else hybrid.scorer_loss(q, k, tokens, scale=scale)
+        self.attention.transferred = Transfer(error, teacher.to(wide).square().mean(), scorer_loss)
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+    """Exact causal attention, [B, N, H, D]."""
+    mask = None
+    if key_mask is not None:
+        mask = key_mask[:, None, None, :] & torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+        # a row of padding sees itself: it must be finite, nobody reads it
+        mask = mask | torch.eye(q.shape[1], dtype=torch.bool, device=q.device)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, None]:
+    """The function under the name INTERFACE: transformers' layout [B, H, N, D] in, [B, N, H, D] out."""
+    call = arguments.get("hybrid_call")
+    if call is None:
+        raise ValueError(f"{type(module).__name__} was not converted; use nalaformer.linearize, not attn_implementation alone")
+    for name, what in FOREIGN.items():
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} attends with {what} ({name}={arguments[name]!r}), which cannot be converted"
+            )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask must be [batch, tokens], got {tuple(attention_mask.shape)}; masks of pairs are not kept"
+        )
+    scale = arguments.get("scaling") or query.shape[-1] ** -0.5
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return call.attend(q, k, v, attention_mask, scale), None
+
+
+def key_mask_of(q_length: int, *, attention_mask: Tensor | None = None, mask_function: Any = None, **_: Any) -> Tensor | None:
+    """The mask under the name INTERFACE: which of the new tokens are real, [B, N] bool; None: all of them."""
+    if mask_function is not None and mask_function is not causal_mask_function:
+        raise ValueError(
+            "hybrid attention runs from the first token of a sample to its last, got packed sequences or a mask of pairs; "
+            "pass one sequence in each row, with attention_mask for padding and no position_ids that start anew"
+        )
+    if attention_mask is None:
+        return None
+    new = attention_mask[:, -q_length:].bool()
+    return None if bool(new.all()) else new
+
+
+AttentionInterface.register(INTERFACE, attend)
+AttentionMaskInterface.register(INTERFACE, key_mask_of)
+
+
+def converted_attentions(model: nn.Module) -> list[ConvertedAttention]:
+    """Those of a model, by layer."""
+    found = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
+    return sorted(found, key=lambda module: module.layer)
+
+
+@contextmanager
+def attention_mode(model: nn.Module, mode: str, layers: range | None = None) -> Iterator[list[ConvertedAttention]]:
+    """Within, the model attends in another mode; `layers` chooses those that are compared in "transfer"."""
+    if mode not in ("hybrid", "softmax", "transfer"):
+        raise ValueError(f'mode must be "hybrid", "softmax" or "transfer", got {mode!r}')
+    found = converted_attentions(model)
+    before = [module.mode for module in found]
+    for module in found:
+        module.mode = "softmax" if mode == "transfer" and layers is not None and module.layer not in layers else mode
+    try:
+        yield found
+    finally:
+        for module, old in zip(found, before, strict=True):
+            module.mode, module.transferred = old, None

@@ -1,0 +1,143 @@
+"""A pretrained decoder with hybrid attention, for transformers: generation in bounded memory."""
+
+from copy import deepcopy
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ...attention.hybrid import HybridAttention, HybridSettings
+from .attention import INTERFACE, ConvertedAttention
+from .cache import HybridCache
+from .config import HybridConfig
+from .support import check_config, decoder_layers, head_sizes
+
+
+class HybridForCausalLM(PreTrainedModel, GenerationMixin):
+    """`host`, a decoder of the Llama family, whose attention modules are converted.
+
+    from_pretrained and save_pretrained as any model; `convert` makes one of a pretrained model in memory.
+    """
+
+    config_class = HybridConfig
+    base_model_prefix = "host"
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _skip_keys_device_placement = ["past_key_values"]
+    # the feature maps compute in float32 whatever the model does
+    _keep_in_fp32_modules_strict = {"map"}
+
+    def __init__(self, config: HybridConfig, host: PreTrainedModel | None = None) -> None:
+        super().__init__(config)
+        check_config(config.text_config)
+        if host is None:
+            host = AutoModelForCausalLM.from_config(config.text_config)
+        self.host = host
+        self._no_split_modules = getattr(host, "_no_split_modules", None)
+        convert_attention_(host, config.settings)
+        host.set_attn_implementation(INTERFACE)
+        self.generation_config = host.generation_config
+        self.post_init()
+
+    @classmethod
+    def convert(cls, model: PreTrainedModel, settings: HybridSettings) -> "HybridForCausalLM":
+        """The model with hybrid attention: its weights are taken over, not copied, and maps and gates are new."""
+        check_config(model.config)
+        own_config_(model)
+        config = HybridConfig(text_config=model.config, hybrid=asdict(settings))
+        return cls(config, host=model)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As the host's; the cache is a HybridCache."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = HybridCache(self.config)
+        if past_key_values is not None and not isinstance(past_key_values, HybridCache):
+            raise ValueError(
+                f"past_key_values must be a HybridCache, got {type(past_key_values).__name__}; pass HybridCache(model.config)"
+            )
+        return self.host(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+            return
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            asked = generation_config.cache_implementation
+            raise ValueError(f"a converted model has a cache of its own, got cache_implementation={asked!r}; leave it out")
+        model_kwargs["past_key_values"] = HybridCache(self.config)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.host.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.host.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.host.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.host.set_output_embeddings(new_embeddings)
+
+
+def own_config_(model: PreTrainedModel) -> None:
+    """Give the model a copy of its config: ours names another attention, and models made from one config share it."""
+    shared, own = model.config, deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own  # type: ignore[assignment]
+
+
+def convert_attention_(model: nn.Module, settings: HybridSettings) -> None:
+    """Wrap every attention module in place; the weights stay, under `self_attn.original`."""
+    config = model.config
+    for number, layer in enumerate(decoder_layers(model)):
+        original = layer.self_attn
+        assert isinstance(original, nn.Module)
+        hybrid = HybridAttention(settings, **head_sizes(config, original))
+        like = next(original.parameters())
+        # in bfloat16 they would learn in steps too large
+        hybrid = hybrid.to(device=like.device, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+        for module in hybrid.modules():
+            # transformers would draw the weights of linear layers anew
+            module._is_hf_initialized = True  # type: ignore[assignment]
+        layer.self_attn = ConvertedAttention(original, hybrid, layer=number)
+
+
+def restore_attention_(model: nn.Module) -> None:
+    """Take the wrappers off again."""
+    for layer in decoder_layers(model):
+        if isinstance(layer.self_attn, ConvertedAttention):
+            layer.self_attn = layer.self_attn.original
+
+
+AutoModelForCausalLM.register(HybridConfig, HybridForCausalLM, exist_ok=True)

@@ -1,0 +1,53 @@
+"""Which models can be converted, and why another one cannot."""
+
+from typing import Any
+
+from torch import nn
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a decoder, each with its attention under `self_attn`; ValueError with the reason where there are none."""
+    inner = getattr(model, "model", None)
+    layers = getattr(inner, "layers", None)
+    name = type(model).__name__
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise ValueError(f"{name} has no `model.layers` as decoders of the Llama family have; it cannot be converted")
+    for number, layer in enumerate(layers):
+        attention = getattr(layer, "self_attn", None)
+        if not isinstance(attention, nn.Module):
+            raise ValueError(f"layer {number} of {name} has no `self_attn`; mixtures with recurrent layers cannot be converted")
+        if hasattr(layer, "encoder_attn") or hasattr(layer, "cross_attn"):
+            raise ValueError(f"layer {number} of {name} attends to an encoder; cross-attention cannot be converted")
+        if hasattr(attention, "kv_a_proj_with_mqa") or hasattr(attention, "kv_b_proj"):
+            raise ValueError(f"layer {number} of {name} keeps compressed keys (MLA), which cannot be converted")
+        if getattr(attention, "sinks", None) is not None:
+            raise ValueError(f"layer {number} of {name} has attention sinks, which cannot be converted")
+    return list(layers)
+
+
+def check_config(config: Any) -> None:
+    """Refuse attention that hybrid attention cannot stand in for."""
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder and a decoder; only decoders can be converted")
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or []
+    if any(kind != "full_attention" for kind in types):
+        odd = sorted(set(types) - {"full_attention"})
+        raise ValueError(f"{name} has layers of other kinds ({', '.join(odd)}); only full attention can be converted")
+    # Qwen2 writes a window into its config and does not use it
+    if window is not None and getattr(config, "use_sliding_window", True) and not types:
+        raise ValueError(
+            f"{name} attends within a sliding window of {window} tokens; set sliding_window to null in its config.json if it "
+            "is longer than any text you will use"
+        )
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(f"{name} caps its attention logits at {config.attn_logit_softcapping}, which cannot be converted")
+
+
+def head_sizes(config: Any, attention: nn.Module) -> dict[str, int]:
+    """Arguments of HybridAttention for an attention module."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(attention, "head_dim", None) or config.hidden_size // heads
+    return {"dim": config.hidden_size, "num_heads": heads, "num_key_heads": key_heads, "head_dim": head_dim}
