@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
+import nalaformer
 from nalaformer.models.language import NaLaCache, RecurrentLayer
 from test_language_models import LAYOUTS, VOCABULARY, each_layout, make, text
 
@@ -69,6 +70,19 @@ def test_padding_in_a_cached_piece_leaves_no_trace(layout, side):
         for row in range(2):
             alone = torch.cat((first[row], more[row]))[None, mask[row] == 1]
             torch.testing.assert_close(together[row], model(alone).logits[0, -5:], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", RECURRENT)
+def test_single_tokens_after_padding_update_the_state_in_place(layout):
+    """The step of decoding must not fall back to the slower path because a row was padded once."""
+    model, prompts = make(layout), padded_prompts()
+    with torch.no_grad():
+        cache = NaLaCache(model.config)
+        model(**prompts, past_key_values=cache)
+        before = {name: x.data_ptr() for name, x in cache.tensors().items()}
+        mask = torch.cat((prompts["attention_mask"], torch.ones(3, 1, dtype=torch.int64)), dim=1)
+        model(text(3, 1), attention_mask=mask, past_key_values=cache)
+    assert {name: x.data_ptr() for name, x in cache.tensors().items()} == before
 
 
 @each_layout
@@ -256,3 +270,23 @@ def test_wrong_folders_and_settings_of_writing_are_named(folder, tmp_path):
         writer.write("a key", top_p=0.0)
     with pytest.raises(ValueError, match="at least one token"):
         writer.write("")
+
+
+@pytest.mark.parametrize("layout", ["linear", "linear+rotary+grouped", "linear+polarity"])
+def test_kernels_go_on_from_their_own_states(layout):
+    """The fused kernels in Triton's interpreter: a prompt, single tokens in place, and a padded piece."""
+    pytest.importorskip("triton")
+    model, tokens = make(layout, dtype=torch.float32, num_hidden_layers=1), text(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        whole = model(tokens, attention_mask=mask, use_cache=False).logits
+        # "auto" would not interpret; maps that the causal kernels cannot serve take their step in a kernel all the same
+        with nalaformer.use_backend("triton" if layout != "linear+polarity" else "auto"):
+            cache = NaLaCache(model.config)
+            parts = [model(tokens[:, :8], attention_mask=mask[:, :8], past_key_values=cache).logits]
+        with nalaformer.use_backend("triton"):
+            for n in range(8, 12):
+                parts.append(model(tokens[:, n : n + 1], attention_mask=mask[:, : n + 1], past_key_values=cache).logits)
+    found = torch.cat(parts, dim=1)
+    torch.testing.assert_close(found[mask == 1], whole[mask == 1], rtol=1e-4, atol=1e-4)

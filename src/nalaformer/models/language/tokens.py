@@ -40,7 +40,8 @@ def describe_tokens(
     batch, length = embeddings.shape[:2]
     device = embeddings.device
     visible = _visible(attention_mask, batch, past + length)
-    key_mask = None if visible is None else visible[:, past:]
+    # a row padded long ago decodes like any other
+    key_mask = None if visible is None else none_if_all(visible[:, past:])
     if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
         raise ValueError(
             f"position_ids must have a position for each of the {length} new tokens of {batch} rows, "
@@ -80,9 +81,12 @@ def _visible(attention_mask: Tensor | None, batch: int, total: int) -> Tensor | 
             f"attention_mask must be [batch, earlier and new tokens] = {(batch, total)}, got {tuple(attention_mask.shape)}; "
             "1 marks a real token, 0 padding"
         )
-    visible = attention_mask.bool()
-    # a traced program has no numbers to look at; elsewhere one look spares every layer the mask
-    return None if not torch.compiler.is_compiling() and bool(visible.all()) else visible
+    return none_if_all(attention_mask.bool())
+
+
+def none_if_all(mask: Tensor) -> Tensor | None:
+    """The mask, or None if it hides nothing: one look here spares every layer the mask. A traced program has no numbers."""
+    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
 
 
 def _starts(
