@@ -160,7 +160,8 @@ def draw_language(results: Sequence[LanguageResult], path: str | Path, machine: 
     for number, (name, title) in enumerate(panels, 1):
         axes = figure.add_subplot(1, 2, number)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        if name == "cache_mib":
+            axes.set_yscale("log")
         for batch in batches:
             for mixer in MIXERS:
                 own = [r for r in shown if (r.measurement.mixer, r.measurement.batch) == (mixer, batch)]
@@ -176,6 +177,8 @@ def draw_language(results: Sequence[LanguageResult], path: str | Path, machine: 
                     axes.plot(places, [getattr(r, name) for r in own], label=label, markersize=4, **style)
         axes.set_xticks(contexts, [f"{c // 1024}K" if c >= 1024 else str(c) for c in contexts])
         axes.minorticks_off()
+        if name != "cache_mib":
+            axes.set_ylim(bottom=0)
         axes.set_xlabel("context (tokens)")
         axes.set_title(title, loc="left", fontsize=11)
         axes.grid(color="#E6E6E6", linewidth=0.8)

@@ -4,8 +4,6 @@ They attend to features and know no norm-aware map. So they are given ready-made
 out the map, and their inputs are twice as wide as ours. Each is judged by its own formula on the features that it was given.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -26,14 +24,10 @@ def features_oracle(q: Tensor, k: Tensor, v: Tensor, places: Tensor | None) -> T
     return torch.einsum("bhij,bjhd->bihd", weights / (weights.sum(-1, keepdim=True) + 1e-10), v)
 
 
-def make_fla(name: str) -> Callable[[Case], Attend]:
-    def make(case: Case) -> Attend:
-        from fla.ops import linear_attn
+def make_fla(case: Case) -> Attend:
+    from fla.ops.linear_attn import chunk_linear_attn
 
-        run = getattr(linear_attn, name)
-        return lambda q, k, v: run(q, k, v, scale=1.0, normalize=True)[0]
-
-    return make
+    return lambda q, k, v: chunk_linear_attn(q, k, v, scale=1.0, normalize=True)[0]
 
 
 def make_flash_bla(case: Case) -> Attend:
@@ -42,19 +36,18 @@ def make_flash_bla(case: Case) -> Attend:
     return lambda q, k, v: linear_attention(q, k, v)
 
 
-for function in ("chunk_linear_attn", "fused_chunk_linear_attn"):
-    IMPLEMENTATIONS.register(f"fla {function}")(
-        Implementation(
-            make=make_fla(function),
-            oracle=features_oracle,
-            causal=True,
-            bidirectional=False,
-            package="fla.ops.linear_attn",
-            features=True,
-            slack=SLACK,
-            devices=("cuda",),
-        )
+IMPLEMENTATIONS.register("fla chunk_linear_attn")(
+    Implementation(
+        make=make_fla,
+        oracle=features_oracle,
+        causal=True,
+        bidirectional=False,
+        package="fla.ops.linear_attn",
+        features=True,
+        slack=SLACK,
+        devices=("cuda",),
     )
+)
 IMPLEMENTATIONS.register("flash-bla")(
     Implementation(
         make=make_flash_bla,
