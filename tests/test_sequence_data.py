@@ -588,7 +588,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 def test_written_data_is_not_overwritten_and_missing_splits_are_named(tmp_path):
     write("copying", tmp_path, split="train", samples=5, options=CASES["copying"])
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="must not exist"):
         write("copying", tmp_path, split="train", samples=5)
     with pytest.raises(ValueError, match="has train"):
         Stored(tmp_path, split="val")

@@ -7,6 +7,8 @@ from .ops import (
     LinearState,
     Rotary,
     attention_weights,
+    delta_rule,
+    delta_step_,
     get_backend,
     linear_attention,
     recurrent_linear_attention,
@@ -18,6 +20,9 @@ from .when_imported import when_imported
 
 # the backbones enter timm's registry as soon as both packages are imported, in either order
 when_imported("timm", "nalaformer.models.vision")
+# the language models enter the Auto classes with the modules that hold their tables; `import transformers` alone loads neither
+when_imported("transformers.models.auto.configuration_auto", "nalaformer.models.language.config")
+when_imported("transformers.models.auto.modeling_auto", "nalaformer.models.language.model")
 
 __version__ = "0.1.0.dev0"
 
@@ -29,6 +34,8 @@ __all__ = [
     "attention",
     "attention_weights",
     "convert",
+    "delta_rule",
+    "delta_step_",
     "feature_map",
     "feature_maps",
     "get_backend",

@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from . import backbones, bench, sequences, study, train
+from . import backbones, bench, evaluate, generate, sequences, study, text, train
 from .console import make_console
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
         extras = {"typer": "cli", "rich": "cli", "matplotlib": "cli", "timm": "vision", "PIL": "vision"}
+        extras |= {"transformers": "language", "tokenizers": "language", "lm_eval": "evaluation", "datasets": "evaluation"}
         extra = extras.get(missing)
         if extra is None:
             raise
@@ -48,7 +49,7 @@ def build_app() -> "typer.Typer":
     ) -> None:
         pass
 
-    for group in (train, backbones, study, bench, sequences):
+    for group in (train, evaluate, text, generate, backbones, study, bench, sequences):
         group.add_to(app)
     return app
 

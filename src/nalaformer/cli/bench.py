@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from .console import make_console
 
@@ -39,6 +39,33 @@ def add_to(app: "typer.Typer") -> None:
     ) -> None:
         """Images per second and memory of NaLaFormer-T: linear, its reference path, softmax, and as released."""
         run_bench_models(device, out, size, seconds)
+
+    @bench.command("language")
+    def bench_language(
+        device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+        out: Annotated[
+            Path | None,
+            typer.Option(help="CSV file; a picture lies beside it.", show_default="benchmarks/results/language_<device>.csv"),
+        ] = None,
+        size: Annotated[str | None, typer.Option(help="Layout by name.", show_default="340m on cuda, tiny on cpu")] = None,
+        context: Annotated[
+            list[int] | None, typer.Option(help="Tokens before; may be repeated.", show_default="1K to 128K, cpu: to 16K")
+        ] = None,
+        batch: Annotated[list[int] | None, typer.Option(help="Rows; may be repeated.", show_default="1 and 8, cpu: 1")] = None,
+        prefill: Annotated[int | None, typer.Option(help="Tokens of one layer.", show_default="131072, cpu: 8192")] = None,
+        seconds: Annotated[float, typer.Option(help="Of timing per measurement.")] = 0.5,
+    ) -> None:
+        """Tokens per second and memory against the context: linear, gated_delta and softmax mixers."""
+        run_bench_language(device, out, seconds, {"size": size, "contexts": context, "batches": batch, "prefill": prefill})
+
+
+def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict[str, Any]) -> None:
+    from ..bench import run_language
+    from ..bench.models import MEASURED, OUT_OF_MEMORY
+
+    results = run_language(device, out, seconds=seconds, **plan)
+    if not all(result.outcome in (MEASURED, OUT_OF_MEMORY) for result in results):
+        sys.exit(1)
 
 
 def run_bench_ops(device: str, out: Path, quick: bool) -> None:

@@ -23,16 +23,6 @@ def add_to(app: "typer.Typer") -> None:
         """Train a recipe. The same command again goes on where a stopped or killed run was."""
         run_train(recipe, settings or [], out or Path("runs") / recipe)
 
-    @app.command("eval")
-    def evaluate(
-        run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-        data: Annotated[str | None, typer.Option(help="Another folder of images with the same classes.")] = None,
-        step: Annotated[int | None, typer.Option(help="Step of the checkpoint.", show_default="the best")] = None,
-        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    ) -> None:
-        """Evaluate a trained model."""
-        run_eval(run, data, step, device)
-
     @app.command()
     def predict(
         images: Annotated[list[Path], typer.Argument(help="Images, or folders of them.")],
@@ -64,24 +54,6 @@ def run_train(name: str, settings: list[str], out: Path) -> None:
     if outcome.is_finished:
         figures = ", ".join(f"{key} {value:.4g}" for key, value in outcome.metrics.items())
         console.print(f"finished: {figures}; run: {out}", soft_wrap=True)
-
-
-def run_eval(run: Path, data: str | None, step: int | None, device: str) -> None:
-    from rich.table import Table
-
-    from ..recipes import evaluate_run
-
-    console = make_console()
-    with console.status(f"evaluating {run}"):
-        result = evaluate_run(run, data=data, step=step, device=device)
-    table = Table(title=f"{run}, step {result.step}, {result.model}", title_justify="left")
-    for name in ("figure", "value"):
-        table.add_column(name)
-    for name, value in result.metrics.items():
-        table.add_row(name, f"{value:.4g}")
-    console.print(table)
-    for line in result.rejected:
-        console.print(f"left out: {line}", soft_wrap=True, markup=False)
 
 
 def run_predict(images: list[Path], run: Path, device: str) -> None:

@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 
-def rotary_frequencies(num_pairs: int, *, base: float = 10000.0, inclusive: bool = False) -> Tensor:
+def rotary_frequencies(
+    num_pairs: int, *, base: float = 10000.0, inclusive: bool = False, device: torch.device | str | None = None
+) -> Tensor:
     """Turning speeds base^-t of the channel pairs, float64 [P].
 
     t runs over [0, 1): the usual form for text. `inclusive` runs over [0, 1]: the form of the published vision models.
     """
     if inclusive:
-        t = torch.linspace(0.0, 1.0, num_pairs, dtype=torch.float64)
+        t = torch.linspace(0.0, 1.0, num_pairs, dtype=torch.float64, device=device)
     else:
-        t = torch.arange(num_pairs, dtype=torch.float64) / num_pairs
+        t = torch.arange(num_pairs, dtype=torch.float64, device=device) / num_pairs
     return base**-t
 
 
@@ -102,6 +104,10 @@ class Rotary:
     def select(self, rows: Tensor) -> "Rotary":
         """The same for some tokens only."""
         return replace(self, positions=self.positions.index_select(-2, rows))
+
+    def flat(self) -> "Rotary":
+        """The same for the tokens of all samples back to back: positions [B, N, A] become [B * N, A]."""
+        return self if self.positions.dim() == 2 else replace(self, positions=self.positions.flatten(0, 1))
 
     def cos_sin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles, each [N, A*P] or [B, N, A*P]."""

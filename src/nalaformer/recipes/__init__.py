@@ -1,6 +1,7 @@
 """Recipes: named runs, each a function that returns its full description."""
 
-from . import generated, imagenet, long_range  # noqa: F401  (enter their recipes)
+from . import generated, imagenet, language, long_range  # noqa: F401  (enter their recipes)
+from .export import export_run
 from .overrides import Setting, changed, settings_of
 from .recipe import RECIPES, Recipe, describe
 from .run import LoadedRun, build_model, load_run, make_trainer
@@ -17,6 +18,7 @@ __all__ = [
     "changed",
     "describe",
     "evaluate_run",
+    "export_run",
     "load_run",
     "make_trainer",
     "predict",

@@ -2,6 +2,7 @@
 
 from .base import TASKS, Loss, Metrics, RecipeTask, Task, task_name
 from .classification import Classification, ClassificationConfig, TopAccuracy
+from .language import LanguageConfig, LanguageModelling
 from .sequences import AnswerAccuracy, Sequences, SequencesConfig, answer_sums, answered
 
 __all__ = [
@@ -9,6 +10,8 @@ __all__ = [
     "AnswerAccuracy",
     "Classification",
     "ClassificationConfig",
+    "LanguageConfig",
+    "LanguageModelling",
     "Loss",
     "Metrics",
     "RecipeTask",

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..whole_files import sync_folder, write_and_sync
+
 NAME = re.compile(r"step_(\d{8,})")
 MANIFEST, STATE = "manifest.json", "state.json"
 
@@ -139,27 +141,3 @@ def verified_files(folder: Path) -> Iterator[tuple[str, bytes]]:
             yield name, content
     except (OSError, KeyError, AttributeError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DamagedCheckpoint(f"{folder} is damaged: {error}") from error
-
-
-def write_and_sync(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file has its old content or the new one, whatever happens."""
-    aside = path.with_name(f".{path.name}_{os.getpid()}")
-    write_and_sync(aside, content)
-    aside.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename lives in the folder, and the folder must reach the disk too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
-from .checkpoint import write_atomically
+from ..whole_files import write_atomically
 
 Row = dict[str, Any]
 

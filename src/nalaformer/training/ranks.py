@@ -40,15 +40,8 @@ class Ranks:
 def started(device: str) -> Iterator[Ranks]:
     """Join torchrun's processes (DDP) if there are any, and leave them at the end."""
     count, rank, local = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device, local) if device == "cuda" else torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f'device must be "cpu", "cuda" or "auto", got {device!r}') from error
+    place = find_device(device, local)
     if place.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f'device={device} needs a CUDA device, and torch sees none; use device=cpu or "auto"')
         torch.cuda.set_device(place)
     if count == 1 or dist.is_initialized():
         yield Ranks(rank=rank, count=count, device=place)
@@ -58,6 +51,19 @@ def started(device: str) -> Iterator[Ranks]:
         yield Ranks(rank=rank, count=count, device=place)
     finally:
         dist.destroy_process_group()
+
+
+def find_device(device: str, number: int = 0) -> torch.device:
+    """The device of that name, a GPU where there is one for "auto"; `number`: which of several GPUs."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device, number) if device == "cuda" else torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f'device must be "cpu", "cuda" or "auto", got {device!r}') from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f'device={device} needs a CUDA device, and torch sees none; use device=cpu or "auto"')
+    return place
 
 
 # set by torchrun

@@ -128,11 +128,7 @@ class Trainer:
         config = self.config
         self.model.to(self.ranks.device)
         if config.checkpoint_activations:
-            if not hasattr(self.model, "set_grad_checkpointing"):
-                raise ValueError(
-                    "checkpoint_activations needs a model with set_grad_checkpointing, as timm's have; leave it off"
-                )
-            cast(Any, self.model).set_grad_checkpointing(True)
+            checkpoint_activations(self.model)
         options: Any = {"betas": (0.9, config.beta2), "eps": config.epsilon} if "adam" in config.optimizer else {}
         self.optimizer = create_optimizer_v2(
             self.model, opt=config.optimizer, lr=config.learning_rate, weight_decay=config.weight_decay, **options
@@ -252,7 +248,7 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         # DDP has divided by the number of ranks
-        torch._foreach_mul_(gradients, self.ranks.count * self.config.batch_size / total_weight)
+        torch._foreach_mul_(gradients, self.ranks.count * self.config.batch_size / (total_weight or math.nan))
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm or math.inf).item()
         if self.config.clip_value:
             nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
@@ -360,3 +356,16 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Ask the model for it as timm's models are asked, or transformers'."""
+    if hasattr(model, "set_grad_checkpointing"):
+        model.set_grad_checkpointing(True)
+    elif hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable()
+    else:
+        raise ValueError(
+            "checkpoint_activations needs a model with set_grad_checkpointing, as timm's have, or "
+            "gradient_checkpointing_enable, as transformers' have; leave it off"
+        )

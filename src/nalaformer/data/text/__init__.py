@@ -1,0 +1,28 @@
+"""Text to learn from: files of documents, tokenizers, tokens on disk, windows of packed documents, generated tales."""
+
+from .corpus import Encoder, Tokenized, tokenize_corpus
+from .documents import Document, Reading, find_text, read_documents
+from .packing import IGNORED, PackedTokens
+from .shards import Shard, ShardWriter, TokenShards
+from .tales import Tales
+from .tokenizer import fingerprint, load_tokenizer, start_token, train_tokenizer
+
+__all__ = [
+    "IGNORED",
+    "Document",
+    "Encoder",
+    "PackedTokens",
+    "Reading",
+    "Shard",
+    "ShardWriter",
+    "Tales",
+    "TokenShards",
+    "Tokenized",
+    "find_text",
+    "fingerprint",
+    "load_tokenizer",
+    "read_documents",
+    "start_token",
+    "tokenize_corpus",
+    "train_tokenizer",
+]

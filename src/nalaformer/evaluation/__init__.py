@@ -1,0 +1,16 @@
+"""How good a language model is: perplexity over a text, and lm-eval's tasks on local files."""
+
+from .harness import HARNESS_TASKS, HarnessResult, evaluate_tasks
+from .loading import LanguageModel, load_language_model
+from .perplexity import TextScore, score_text, token_losses
+
+__all__ = [
+    "HARNESS_TASKS",
+    "HarnessResult",
+    "LanguageModel",
+    "TextScore",
+    "evaluate_tasks",
+    "load_language_model",
+    "score_text",
+    "token_losses",
+]

@@ -1,0 +1,153 @@
+"""What generation remembers: a state of constant size for each recurrent layer, keys and values for each exact one."""
+
+import json
+from os import PathLike
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from .config import RECURRENT_MIXERS, NaLaConfig
+
+
+class RecurrentLayer(CacheLayerMixin):
+    """The state of one recurrent mixer: named tensors, batch first, whose sizes do not depend on how many tokens were seen."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, Tensor] = {}
+        self.seen = 0
+
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
+        """Nothing to do: the mixer puts its tensors here after the first tokens."""
+
+    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        raise ValueError("a recurrent layer keeps no keys and values; its mixer reads and writes `tensors`")
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # the name of get_max_length in transformers before 5.18
+    get_max_cache_shape = get_max_length
+
+    def crop(self, *args: object) -> None:
+        raise ValueError(
+            "a state of constant size cannot forget its last tokens, so it cannot be cropped; copy the cache before the tokens "
+            "that you may want to take back (copy.deepcopy)"
+        )
+
+    def reset(self) -> None:
+        self.tensors, self.seen = {}, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.tensors = {name: tensor[indices.to(tensor.device)] for name, tensor in self.tensors.items()}
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.tensors = {name: tensor.repeat_interleave(repeats, dim=0) for name, tensor in self.tensors.items()}
+
+    def offload(self) -> None:
+        """Nothing to do: a state is small and read at every token."""
+
+    def prefetch(self) -> None:
+        """Nothing to do, as in `offload`."""
+
+
+class FixedLayer(DynamicLayer):
+    """Keys and values [B, H, N, D] in memory of fixed size, whose last place each new token takes again.
+
+    The cost of a token after N - 1 others, without a copy of all of them: what a benchmark needs, and no generation.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        assert self.keys is not None
+        return self.keys.shape[2] - 1
+
+
+class NaLaCache(Cache):
+    """The cache of a language model: constant in size but for `softmax` mixers, which keep every key and value."""
+
+    layers: list[RecurrentLayer | DynamicLayer]  # type: ignore[assignment]
+
+    def __init__(self, config: NaLaConfig) -> None:
+        recurrent = [mixer in RECURRENT_MIXERS for mixer in config.mixer_of_layers]
+        super().__init__(layers=[RecurrentLayer() if is_recurrent else DynamicLayer() for is_recurrent in recurrent])
+
+    def crop(self, *args: object) -> None:
+        # before any layer has changed
+        for layer in self.layers:
+            if isinstance(layer, RecurrentLayer):
+                layer.crop(*args)
+        super().crop(*args)  # type: ignore[arg-type]
+
+    def reset(self) -> None:
+        # transformers 5.17 zeroes the keys of a dynamic layer and keeps their number
+        self.layers = [type(layer)() for layer in self.layers]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is remembered, by name."""
+        found = {}
+        for number, layer in enumerate(self.layers):
+            pair = {} if layer.keys is None or layer.values is None else {"keys": layer.keys, "values": layer.values}
+            for name, tensor in (layer.tensors if isinstance(layer, RecurrentLayer) else pair).items():
+                found[f"layers.{number}.{name}"] = tensor
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a safetensors file; `load` goes on from it."""
+        from safetensors.torch import save_file
+
+        seen = [layer.get_seq_length() for layer in self.layers]
+        save_file({name: x.contiguous() for name, x in self.tensors().items()}, path, {"seen": json.dumps(seen)})
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], config: NaLaConfig, *, device: str | torch.device = "cpu") -> "NaLaCache":
+        """Read what `save` wrote, for a model of that config."""
+        from safetensors import safe_open
+
+        cache = cls(config)
+        found: list[dict[str, Tensor]] = [{} for _ in cache.layers]
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            seen = json.loads(file.metadata()["seen"])
+            if len(seen) != len(found):
+                raise ValueError(f"the cache must come from a model of {len(found)} layers, got one of {len(seen)} in {path}")
+            for key in file.keys():  # noqa: SIM118 (a file, not a dict)
+                _, number, name = key.split(".")
+                found[int(number)][name] = file.get_tensor(key)
+        for number, (layer, tensors) in enumerate(zip(cache.layers, found, strict=True)):
+            if tensors and isinstance(layer, RecurrentLayer) == ("keys" in tensors):
+                raise ValueError(f"layer {number} has another mixer in {path}; load the cache of the same model")
+            if isinstance(layer, RecurrentLayer):
+                layer.tensors, layer.seen = tensors, seen[number]
+            elif tensors:
+                layer.update(tensors["keys"], tensors["values"])
+        return cache

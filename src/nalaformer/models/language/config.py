@@ -1,0 +1,134 @@
+"""What a language model is made of, as transformers keeps it, and the sizes by name."""
+
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import AutoConfig
+
+from ...feature_maps import FEATURE_MAPS, map_options_of
+from ...registry import unknown_name
+
+RECURRENT_MIXERS = ("linear", "delta", "gated_delta")
+MIXER_NAMES = (*RECURRENT_MIXERS, "softmax")
+
+# parameters are those of `linear` mixers with tied embeddings of 32,000 tokens, counted
+SIZES: dict[str, dict[str, int]] = {
+    "nano": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "tiny": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "small": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, "num_attention_heads": 8},
+    "340m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "1.3b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 32},
+}
+"""Width, depth and heads by name; `NaLaConfig.from_size` takes them."""
+
+
+class NaLaConfig(PreTrainedConfig):
+    """The parts of a language model. Each field is documented under it; sizes have names in SIZES."""
+
+    model_type = "nala"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32000
+    """Number of tokens of the vocabulary."""
+    hidden_size: int = 1024
+    """Channels of the residual stream."""
+    intermediate_size: int = 2816
+    """Hidden channels of the SwiGLU network."""
+    num_hidden_layers: int = 24
+    """Blocks of a mixer and a SwiGLU network."""
+    num_attention_heads: int = 16
+    """Query heads of every mixer."""
+    num_key_value_heads: int | None = None
+    """Key heads of `linear` and `softmax` mixers, shared by groups of query heads; None: one for each query head. The delta
+    rules have one for each query head."""
+    head_dim: int | None = None
+    """Channels of a head; None: hidden_size / num_attention_heads."""
+    mixers: str | list[str] = "linear"
+    """What mixes tokens: "linear", "delta", "gated_delta" or "softmax", one name for all layers or a list with one for each."""
+    feature_map: str = "norm_aware"
+    """Feature map of the linear and delta mixers, a name of nalaformer.FEATURE_MAPS."""
+    map_options: dict[str, Any] | None = None
+    """Options of the feature map."""
+    short_convolution: int = 4
+    """Tokens that a causal depth-wise convolution of q, k and v sees before linear and delta mixers; 0: no convolution."""
+    linear_rotary: bool = False
+    """Rotary positions in `linear` mixers too (numerator only, as published); `softmax` mixers always have them."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    rms_norm_eps: float = 1e-6
+    """Of every RMSNorm."""
+    initializer_range: float = 0.02
+    """Standard deviation of new weights."""
+    max_position_embeddings: int = 2048
+    """Length that the model is trained for; nothing in it ends there. Evaluation tools read it."""
+    use_cache: bool = True
+    """Return a cache, outside training."""
+    tie_word_embeddings: bool = True
+    """One matrix for the embedding and the output."""
+    pad_token_id: int | None = None
+    """Of the tokenizer."""
+    bos_token_id: int | None = None
+    """Of the tokenizer."""
+    eos_token_id: int | list[int] | None = None
+    """Of the tokenizer; generation stops there."""
+
+    @classmethod
+    def from_size(cls, name: str, **changes: Any) -> "NaLaConfig":
+        """The layout of that name in SIZES, with some fields changed."""
+        if name not in SIZES:
+            raise unknown_name("size", name, SIZES)
+        return cls(**(SIZES[name] | changes))
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size must be a multiple of num_attention_heads, got {self.hidden_size} and "
+                    f"{self.num_attention_heads}; or give head_dim"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads, got {self.num_attention_heads} and "
+                f"{self.num_key_value_heads}"
+            )
+        self.map_options = self.map_options or {}
+        self._check_mixers()
+        self._check_map()
+        if self.short_convolution < 0:
+            raise ValueError(f"short_convolution must be a number of tokens, or 0 for none, got {self.short_convolution}")
+        if self.head_dim % 2 and (self.linear_rotary or "softmax" in self.mixer_of_layers):
+            raise ValueError(f"rotary positions turn channel pairs and need an even head_dim, got {self.head_dim}")
+        super().__post_init__(**kwargs)
+
+    def _check_mixers(self) -> None:
+        if not isinstance(self.mixers, str) and len(self.mixers) != self.num_hidden_layers:
+            raise ValueError(
+                f"mixers must be one name or one for each of the {self.num_hidden_layers} layers, got {len(self.mixers)} names"
+            )
+        for name in self.mixer_of_layers:
+            if name not in MIXER_NAMES:
+                raise unknown_name("mixer", name, MIXER_NAMES)
+
+    def _check_map(self) -> None:
+        assert self.map_options is not None
+        for option in self.map_options:
+            known = map_options_of(self.feature_map)
+            if option not in known:
+                raise unknown_name(f"option of the feature map {self.feature_map!r}:", option, known)
+        streams = FEATURE_MAPS[self.feature_map].streams
+        if streams > 1 and {"delta", "gated_delta"} & set(self.mixer_of_layers):
+            raise ValueError(
+                f"the delta rules write one value for each key and need a map with one stream, got {self.feature_map!r} with "
+                f"{streams}; use mixers='linear' or another feature_map"
+            )
+
+    @property
+    def mixer_of_layers(self) -> list[str]:
+        """The mixer of each layer."""
+        return [self.mixers] * self.num_hidden_layers if isinstance(self.mixers, str) else list(self.mixers)
+
+
+AutoConfig.register(NaLaConfig.model_type, NaLaConfig, exist_ok=True)

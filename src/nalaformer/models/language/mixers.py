@@ -1,0 +1,195 @@
+"""What mixes tokens: normalised linear attention, the delta rules, exact attention. All take and give [B, N, C]."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization
+from transformers.cache_utils import CacheLayerMixin
+
+from ...feature_maps import feature_map
+from ...ops import (
+    FeatureMapLike,
+    LinearState,
+    compute_dtype,
+    delta_rule,
+    delta_step_,
+    linear_attention,
+    outside_autocast,
+    recurrent_linear_attention,
+    recurrent_step_,
+)
+from .cache import RecurrentLayer
+from .config import NaLaConfig
+from .layers import ShortConvolution
+from .tokens import Tokens
+
+# features below this length fade to zero instead of being blown up to a unit that their rounding has chosen
+SMALLEST_LENGTH = 1e-6
+
+
+class RecurrentMixer(nn.Module):
+    """projection(norm(mix(convolution(q, k, v))) * silu(gate)); the norm is over the channels of each head."""
+
+    def __init__(self, config: NaLaConfig, *, key_heads: int) -> None:
+        super().__init__()
+        assert config.head_dim is not None
+        assert config.map_options is not None
+        dim, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        self.head_dim = head_dim
+        self.sizes = [heads * head_dim, key_heads * head_dim, key_heads * head_dim]
+        self.qkv_proj = nn.Linear(dim, sum(self.sizes), bias=False)
+        self.convolution = ShortConvolution(sum(self.sizes), config.short_convolution) if config.short_convolution else None
+        self.map = feature_map(config.feature_map, num_heads=heads, head_dim=head_dim, **config.map_options)
+        self.g_proj = nn.Linear(dim, heads * head_dim, bias=False)
+        self.norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(heads * head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, tokens: Tokens, layer: CacheLayerMixin | None) -> Tensor:
+        assert layer is None or isinstance(layer, RecurrentLayer)
+        qkv = self.qkv_proj(x)
+        if self.convolution is not None:
+            if tokens.key_mask is not None:
+                qkv = torch.where(tokens.key_mask[..., None], qkv, 0)
+            qkv = self.convolution(qkv, tokens, layer)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.sizes, dim=-1))
+        out = self.mix(x, q, k, v, tokens, layer)
+        if layer is not None:
+            layer.seen += x.shape[1]
+        return self.o_proj(self.norm(out).flatten(2) * F.silu(self.g_proj(x)))
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
+        """q [B, N, H, D]; k, v [B, N, K, D] -> [B, N, H, D]."""
+        raise NotImplementedError
+
+
+class LinearMixer(RecurrentMixer):
+    """Normalised causal linear attention."""
+
+    def __init__(self, config: NaLaConfig) -> None:
+        assert config.num_key_value_heads is not None
+        super().__init__(config, key_heads=config.num_key_value_heads)
+        self.has_rotary = config.linear_rotary
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
+        rotary = tokens.rotary if self.has_rotary else None
+        if tokens.cu_seqlens is not None:
+            places = None if rotary is None else rotary.flat()
+            flat = (y.flatten(0, 1) for y in (q, k, v))
+            out = linear_attention(*flat, feature_map=self.map, causal=True, rotary=places, cu_seqlens=tokens.cu_seqlens)
+            return out.unflatten(0, q.shape[:2])
+        if layer is None:
+            return linear_attention(q, k, v, feature_map=self.map, causal=True, rotary=rotary, key_mask=tokens.key_mask)
+        names = LinearState.__dataclass_fields__
+        known = {name: tensor for name, tensor in layer.tensors.items() if name in names}
+        state = LinearState(**known) if known else None
+        if state is not None and q.shape[1] == 1 and tokens.key_mask is None and not torch.is_grad_enabled():
+            return recurrent_step_(state, q, k, v, feature_map=self.map, rotary=rotary)
+        out, state = recurrent_linear_attention(
+            q, k, v, feature_map=self.map, state=state, rotary=rotary, key_mask=tokens.key_mask
+        )
+        # contiguous: the kernel of a single token updates them in place
+        layer.tensors.update({name: tensor.contiguous() for name, tensor in state.tensors().items()})
+        return out
+
+
+class DeltaMixer(RecurrentMixer):
+    """DeltaNet with a feature map in place of SiLU on q and k: unit features, corrections weighted by beta = sigmoid(W x)."""
+
+    def __init__(self, config: NaLaConfig) -> None:
+        super().__init__(config, key_heads=config.num_attention_heads)
+        self.b_proj = nn.Linear(config.hidden_size, config.num_attention_heads, bias=False)
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
+        tensors = [*unit_features(self.map, q, k), F.silu(v), widened(self.b_proj(x)).sigmoid()]
+        decay = self.log_decay(x)
+        if tokens.cu_seqlens is not None:
+            flat = (y.flatten(0, 1) for y in tensors)
+            flat_decay = None if decay is None else decay.flatten(0, 1)
+            out, _ = delta_rule(*flat, log_decay=flat_decay, cu_seqlens=tokens.cu_seqlens)
+            return out.unflatten(0, q.shape[:2])
+        state = None if layer is None else layer.tensors.get("state")
+        if state is not None and q.shape[1] == 1 and tokens.key_mask is None and not torch.is_grad_enabled():
+            return delta_step_(state, *tensors, log_decay=decay)
+        out, state = delta_rule(*tensors, log_decay=decay, state=state, key_mask=tokens.key_mask)
+        if layer is not None:
+            layer.tensors["state"] = state
+        return out
+
+    def log_decay(self, x: Tensor) -> Tensor | None:
+        """[B, N, H], or None where nothing fades."""
+        return None
+
+
+class GatedDeltaMixer(DeltaMixer):
+    """Gated DeltaNet: the state of a head fades by exp(-exp(A_log) softplus(W x + dt_bias)) at each token."""
+
+    def __init__(self, config: NaLaConfig) -> None:
+        super().__init__(config)
+        heads = config.num_attention_heads
+        self.a_proj = nn.Linear(config.hidden_size, heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.reset_decay()
+
+    def reset_decay(self) -> None:
+        """As in Mamba 2: rates of 1 to 16, time steps of 0.001 to 0.1 on a logarithmic scale."""
+        rate = 1 + 15 * torch.rand(self.A_log.shape)
+        step = torch.exp(math.log(1e-3) + math.log(100.0) * torch.rand(self.dt_bias.shape))
+        initialization.copy_(self.A_log, rate.log())
+        # the inverse of softplus
+        initialization.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        # float32: a decay near 1 is raised to the power of thousands of tokens
+        steps = widened(self.a_proj(x)) + widened(self.dt_bias)
+        # softplus, whose own gradient tells torch.compile a wrong memory layout
+        return -widened(self.A_log).exp() * torch.logaddexp(steps, steps.new_zeros(()))
+
+
+class SoftmaxMixer(nn.Module):
+    """Exact attention with rotary positions: torch's scaled_dot_product_attention."""
+
+    def __init__(self, config: NaLaConfig) -> None:
+        super().__init__()
+        assert config.head_dim is not None
+        assert config.num_key_value_heads is not None
+        self.head_dim = config.head_dim
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.sizes = [size * config.head_dim for size in (heads, key_heads, key_heads)]
+        self.is_grouped = heads != key_heads
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
+        self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, tokens: Tokens, layer: CacheLayerMixin | None) -> Tensor:
+        parts = self.qkv_proj(x).split(self.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        q, k = (tokens.rotary.rotate(widened(y)).to(y.dtype) for y in (q, k))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        if layer is not None:
+            k, v = layer.update(k, v)
+        is_causal = tokens.pairs is None and x.shape[1] > 1
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=tokens.pairs, is_causal=is_causal, enable_gqa=self.is_grouped)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32, or float64 if it is."""
+    return x.to(compute_dtype(x))
+
+
+def unit_features(feature_map: FeatureMapLike, q: Tensor, k: Tensor) -> list[Tensor]:
+    """Features of q and k with length one, [B, N, H, F] in float32 (float64 for float64): the delta rule needs bounded keys."""
+    dtype = compute_dtype(q, k)
+    with outside_autocast(q):
+        q, k = q.to(dtype), k.to(dtype)
+        mapped = feature_map.given(q, k, key_mask=None, causal=True)
+        # whatever a map divides large features by cancels in the length
+        scale = mapped.key_log_scale(k.detach())
+        features = (mapped.query_streams(q)[0].value, mapped.key(k) if scale is None else mapped.key(k, scale))
+        return [x * (x.square().sum(-1, keepdim=True) + SMALLEST_LENGTH**2).rsqrt() for x in features]
+
+
+MIXERS = {"linear": LinearMixer, "delta": DeltaMixer, "gated_delta": GatedDeltaMixer, "softmax": SoftmaxMixer}
+"""The mixers by the names of config.MIXER_NAMES."""

@@ -1,0 +1,278 @@
+"""The language models: a pre-norm decoder, and its heads for the next token and for classes of sequences."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import can_return_tuple
+
+from ...feature_maps import FeatureMap, feature_map
+from .cache import NaLaCache
+from .config import NaLaConfig
+from .layers import ShortConvolution, SwiGLU
+from .mixers import MIXERS, GatedDeltaMixer
+from .tokens import Tokens, describe_tokens
+
+
+class NaLaBlock(nn.Module):
+    """x += mixer(norm x); x += feed_forward(norm x)."""
+
+    def __init__(self, config: NaLaConfig, number: int) -> None:
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mixer = MIXERS[config.mixer_of_layers[number]](config)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.number = number
+
+    def forward(self, x: Tensor, tokens: Tokens, cache: NaLaCache | None) -> Tensor:
+        layer = None if cache is None else cache.layers[self.number]
+        x = x + self.mixer(self.mixer_norm(x), tokens, layer)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class NaLaPreTrainedModel(PreTrainedModel):
+    """What the models share: how weights begin, and what transformers may do with them."""
+
+    config_class = NaLaConfig
+    config: NaLaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["NaLaBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
+    # a state cannot be taken back: generation refuses what would need that
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ShortConvolution):
+            module.reset_parameters()
+        elif isinstance(module, FeatureMap):
+            options = self.config.map_options or {}
+            fresh = feature_map(self.config.feature_map, num_heads=module.num_heads, head_dim=module.head_dim, **options)
+            for parameter, start in zip(module.parameters(), fresh.parameters(), strict=True):
+                initialization.copy_(parameter, start)
+        elif isinstance(module, GatedDeltaMixer):
+            module.reset_decay()
+        else:
+            super()._init_weights(module)
+
+
+class NaLaModel(NaLaPreTrainedModel):
+    """Embedding, blocks and a last norm: token numbers [B, N] -> hidden states [B, N, C]."""
+
+    def __init__(self, config: NaLaConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(NaLaBlock(config, number) for number in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NaLaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """attention_mask: [B, earlier and new tokens], 0 = padding, on either side.
+
+        Packed sequences, as DataCollatorWithFlattening gives them: position_ids that begin again with 0, or cu_seq_lens_q.
+        past_key_values: a NaLaCache of the tokens before; it is changed.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("the tokens must come either as input_ids or as inputs_embeds, got both or none of them")
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(past_key_values, use_cache)
+        tokens = describe_tokens(
+            self.config,
+            hidden,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seq_lens_q,
+            past=0 if cache is None else cache.get_seq_length(),
+        )
+        if tokens.cu_seqlens is not None and cache is not None:
+            if past_key_values is not None or use_cache:
+                raise ValueError("packed sequences leave no state to go on from, got use_cache with them; use use_cache=False")
+            cache = None
+        states: list[Any] = [hidden]
+        for block in self.layers:
+            if self.gradient_checkpointing and self.training:
+                hidden = self._gradient_checkpointing_func(block.__call__, hidden, tokens, None)
+            else:
+                hidden = block(hidden, tokens, cache)
+            states.append(hidden)
+        hidden = self.norm(hidden)
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=cache,
+            hidden_states=(*states[:-1], hidden) if wants_states else None,
+        )
+
+    def _cache(self, given: NaLaCache | None, use_cache: bool | None) -> NaLaCache | None:
+        if self.gradient_checkpointing and self.training:
+            # a block that runs twice would count its tokens twice
+            if given is not None or use_cache:
+                raise ValueError("gradient checkpointing cannot keep a cache, got one or use_cache=True; use use_cache=False")
+            return None
+        if given is None:
+            wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+            return NaLaCache(self.config) if wanted else None
+        check_cache(given)
+        return given
+
+
+class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
+    """The next token: logits [B, N, vocabulary], and the loss where labels are given."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: NaLaConfig) -> None:
+        super().__init__(config)
+        self.model = NaLaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NaLaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As NaLaModel; labels [B, N] are the tokens themselves (shifted here), -100 where none is asked for.
+
+        logits_to_keep: logits of the last so many tokens alone (0: of all), or of the tokens of that index.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            cu_seq_lens_q=cu_seq_lens_q,
+            return_dict=True,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Put a NaLaCache where generation looks for one; transformers would make one that knows no states."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation must be None for this model, whose cache has a constant size, "
+                f"got {generation_config.cache_implementation!r}"
+            )
+        if getattr(generation_config, "is_assistant", False):
+            raise ValueError(
+                f"{type(self).__name__} cannot draft for assisted generation: its state cannot take rejected tokens back; "
+                "use another assistant model"
+            )
+        given = model_kwargs.get("past_key_values")
+        if given is not None:
+            check_cache(given)
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = NaLaCache(self.config)
+
+
+class NaLaForSequenceClassification(NaLaPreTrainedModel):
+    """A class of each row, from the hidden state of its last real token: logits [B, labels]."""
+
+    def __init__(self, config: NaLaConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels or 0
+        self.model = NaLaModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NaLaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """The last real token is that of the attention_mask, else the last one that is not pad_token_id, else the last one."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        hidden = outputs.last_hidden_state
+        length = hidden.shape[1]
+        last = torch.full((hidden.shape[0],), length - 1, device=hidden.device)
+        places = torch.arange(length, device=hidden.device)
+        if attention_mask is not None:
+            last = (attention_mask[:, -length:].bool() * places).amax(1)
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            last = ((input_ids != self.config.pad_token_id) * places).amax(1)
+        logits = self.score(hidden[torch.arange(hidden.shape[0], device=hidden.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+
+
+def check_cache(cache: object) -> None:
+    if not isinstance(cache, NaLaCache):
+        raise ValueError(
+            f"past_key_values must be a NaLaCache, got {type(cache).__name__}, which would lose the state of the recurrent "
+            "layers; make one with NaLaCache(model.config)"
+        )
+
+
+AutoModel.register(NaLaConfig, NaLaModel, exist_ok=True)
+AutoModelForCausalLM.register(NaLaConfig, NaLaForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(NaLaConfig, NaLaForSequenceClassification, exist_ok=True)

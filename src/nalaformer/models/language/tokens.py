@@ -1,0 +1,144 @@
+"""Where the tokens of a forward pass stand: positions, padding, packed sequences. Made once, read by every layer."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...ops import Rotary, rotary_frequencies
+from .config import NaLaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """N new tokens of B rows, after `past` earlier ones that a cache remembers."""
+
+    rotary: Rotary
+    """Positions [B, N, 1]."""
+    past: int
+    """Earlier tokens of each row, padding included."""
+    key_mask: Tensor | None
+    """[B, N] bool, False where a new token is padding; None: all are real."""
+    sequence: Tensor | None
+    """[B, N], the number of the packed sequence that a token belongs to; None: each row is one sequence."""
+    cu_seqlens: Tensor | None
+    """[S + 1] on the CPU, where the packed sequences begin in the B * N tokens, and their end; None: each row is one."""
+    pairs: Tensor | None
+    """[B or 1, 1, N, past + N] bool, which keys a token of a `softmax` mixer sees; None: all up to itself."""
+
+
+def describe_tokens(
+    config: NaLaConfig,
+    embeddings: Tensor,
+    *,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    past: int,
+) -> Tokens:
+    """embeddings [B, N, C]; attention_mask [B, past + N]; position_ids [B or 1, N], whose zeros begin packed sequences."""
+    batch, length = embeddings.shape[:2]
+    device = embeddings.device
+    visible = _visible(attention_mask, batch, past + length)
+    key_mask = None if visible is None else visible[:, past:]
+    if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
+        raise ValueError(
+            f"position_ids must have a position for each of the {length} new tokens of {batch} rows, "
+            f"got shape {tuple(position_ids.shape)}"
+        )
+    starts = None
+    if past == 0:
+        starts = _starts(position_ids, cu_seqlens, key_mask, batch, length, device)
+    sequence = bounds = None
+    if starts is not None:
+        flat = starts.flatten()
+        sequence = flat.cumsum(0).unflatten(0, (batch, length))
+        # read on the host once here, and not in every layer
+        bounds = torch.tensor([*flat.nonzero()[:, 0].tolist(), flat.numel()])
+    if position_ids is None:
+        position_ids = _positions(visible, starts, past, length, device)
+    dim = config.head_dim
+    assert dim is not None
+    frequencies = rotary_frequencies(dim // 2, base=config.rotary_base, device=device)
+    has_softmax = "softmax" in config.mixer_of_layers
+    return Tokens(
+        rotary=Rotary(position_ids.expand(batch, length)[..., None], frequencies),
+        past=past,
+        key_mask=key_mask,
+        sequence=sequence,
+        cu_seqlens=bounds,
+        pairs=_pairs(visible, sequence, past, length, device) if has_softmax else None,
+    )
+
+
+def _visible(attention_mask: Tensor | None, batch: int, total: int) -> Tensor | None:
+    """[B, past + N] bool, or None where nothing is padding."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != (batch, total):
+        raise ValueError(
+            f"attention_mask must be [batch, earlier and new tokens] = {(batch, total)}, got {tuple(attention_mask.shape)}; "
+            "1 marks a real token, 0 padding"
+        )
+    visible = attention_mask.bool()
+    # a traced program has no numbers to look at; elsewhere one look spares every layer the mask
+    return None if not torch.compiler.is_compiling() and bool(visible.all()) else visible
+
+
+def _starts(
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key_mask: Tensor | None,
+    batch: int,
+    length: int,
+    device: torch.device,
+) -> Tensor | None:
+    """[B, N] bool, where sequences begin; None where each row is one sequence."""
+    if cu_seqlens is not None:
+        if int(cu_seqlens[-1]) != batch * length:
+            raise ValueError(
+                f"cu_seq_lens_q must end with the number of tokens ({batch * length}), got {int(cu_seqlens[-1])}; "
+                "it holds the running total of the lengths, beginning with 0"
+            )
+        starts = torch.zeros(batch * length + 1, dtype=torch.bool, device=device)
+        starts[cu_seqlens.to(device, torch.int64)] = True
+        starts = starts[:-1].unflatten(0, (batch, length))
+    elif position_ids is not None and length > 1:
+        starts = (position_ids == 0).expand(batch, length)
+    else:
+        return None
+    if key_mask is not None:
+        # padding has position 0 as well, and so has the first real token of a row
+        inner = starts & key_mask & (key_mask.cumsum(1) > 1)
+        if bool(inner.any()):
+            raise ValueError(
+                "packed sequences and padding exclude each other, got position_ids that begin again inside a row with an "
+                "attention_mask that hides tokens; pack without padding, or pad one sequence for each row"
+            )
+        return None
+    first = torch.arange(length, device=device) == 0
+    starts = starts | first
+    return starts if bool((starts & ~first).any()) else None
+
+
+def _positions(visible: Tensor | None, starts: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+    """[B or 1, N]: the number of real tokens before each in its sequence."""
+    if visible is not None:
+        return (visible.cumsum(1) - 1).clamp(min=0)[:, past:]
+    places = torch.arange(past, past + length, device=device)[None]
+    return places if starts is None else places - (places * starts).cummax(1).values
+
+
+def _pairs(visible: Tensor | None, sequence: Tensor | None, past: int, length: int, device: torch.device) -> Tensor | None:
+    """The mask of exact attention, or None where its causal form, or none at all, says the same."""
+    if visible is None and sequence is None and (past == 0 or length == 1):
+        return None
+    rows = torch.arange(past, past + length, device=device)[:, None]
+    columns = torch.arange(past + length, device=device)
+    pairs = (columns <= rows)[None]
+    if visible is not None:
+        # a row of padding sees itself: softmax over nothing is NaN
+        pairs = (pairs & visible[:, None]) | (columns == rows)
+    if sequence is not None:
+        pairs = pairs & (sequence[:, :, None] == sequence[:, None])
+    return pairs[:, None]

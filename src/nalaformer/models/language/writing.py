@@ -1,0 +1,95 @@
+"""Text from a model in a folder, piece by piece as it is written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers.cache_utils import Cache
+
+from .cache import NaLaCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What came of a prompt."""
+
+    text: str
+    """The prompt and what follows it; only together do tokens tell where words are parted."""
+    num_tokens: int
+    """New tokens."""
+    cache_bytes: int | None
+    """Of the cache after the last token; None for models of other families."""
+
+
+class Writer:
+    """A causal language model and its tokenizer, read from a folder that `save_pretrained` of both has written."""
+
+    def __init__(self, folder: str | PathLike[str], *, device: str = "auto") -> None:
+        if not Path(folder).is_dir():
+            raise ValueError(f"the model must be a folder with config.json, weights and a tokenizer, got {folder}")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = device
+        self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+        self.model.to(torch.device(device))
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def write(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 100,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> Written:
+        """Continue the prompt. temperature 0 takes the likeliest token each time; say gets prompt and text as they come."""
+        if not prompt:
+            raise ValueError("the prompt must hold at least one token, got none; pass --prompt with some text")
+        if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+            raise ValueError(
+                f"max_new_tokens must be at least 1, temperature at least 0, top_p above 0 and at most 1, got "
+                f"{max_new_tokens}, {temperature} and {top_p}"
+            )
+        if seed is not None:
+            set_seed(seed)
+        drawing: dict[str, Any] = {"do_sample": False}
+        if temperature > 0:
+            drawing = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+        inputs = self.tokenizer(prompt, return_tensors="pt").to(self.device)
+        inputs.pop("token_type_ids", None)
+        done = self.model.generate(
+            **inputs,
+            **drawing,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=self._padding(),
+            streamer=None if say is None else _Streamer(self.tokenizer, say),
+            return_dict_in_generate=True,
+        )
+        cache: Cache | None = done.past_key_values
+        return Written(
+            text=self.tokenizer.decode(done.sequences[0], skip_special_tokens=True),
+            num_tokens=done.sequences.shape[1] - inputs["input_ids"].shape[1],
+            cache_bytes=cache.nbytes if isinstance(cache, NaLaCache) else None,
+        )
+
+    def _padding(self) -> int | None:
+        """Any token will do for one row; transformers warns without one."""
+        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((token for token in known if token is not None), None)
+
+
+class _Streamer(TextStreamer):
+    """Hands finished words on instead of printing them."""
+
+    def __init__(self, tokenizer: Any, say: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.say = say
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.say(text)

@@ -1,0 +1,246 @@
+"""The delta rule: a state that corrects what it holds under a key instead of adding to it (DeltaNet, Gated DeltaNet).
+
+    S_t = a_t S_{t-1} + b_t k_t (v_t - k_t^T a_t S_{t-1})^T,   out_t = scale * q_t^T S_t,   a_t = exp(log_decay_t)
+
+The keys must have length at most one, or the state grows without bound. Without log_decay nothing fades (a_t = 1).
+"""
+
+import warnings
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .backend import get_backend
+from .checks import check_cu_seqlens, check_key_mask
+from .features import compute_dtype, hide, outside_autocast
+
+# tokens solved for at once: the work inside a piece grows with it, the number of sequential steps falls
+CHUNK = 64
+LARGEST_KERNEL_FEATURES = 256
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    state: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The outputs of all tokens and the state after the last one; how the tokens are cut does not change them.
+
+    q, k: [B, N, H, F]; v: [B, N, H, V]; beta, log_decay: [B, N, H]. Returns [B, N, H, V] in the type of v and the state
+    [B, H, F, V] in float32 (float64 for float64 inputs).
+
+    state: of the tokens before; not changed.
+    key_mask: [B, N] bool; a hidden token changes nothing.
+    cu_seqlens: [S + 1] running total of lengths, beginning with 0. Then all tensors lack the batch dimension, and the states
+        are [S, H, F, V].
+    scale: of the outputs, 1/sqrt(F) by default.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if cu_seqlens is not None:
+        if key_mask is not None:
+            raise ValueError("key_mask and cu_seqlens exclude each other, got both; packed sequences have no padding to hide")
+        lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
+        if min(lengths) == 0:
+            raise ValueError(f"packed sequences must hold at least one token, got lengths {lengths[:8]}; leave empty ones out")
+        _check(q[None], k[None], v[None], beta[None], None if log_decay is None else log_decay[None], state, len(lengths))
+    else:
+        lengths = []
+        _check(q, k, v, beta, log_decay, state, q.shape[0])
+        check_key_mask(key_mask, k)
+    if key_mask is not None:
+        k, v = hide(k, key_mask), hide(v, key_mask)
+        beta = torch.where(key_mask[..., None], beta, 0)
+        log_decay = None if log_decay is None else torch.where(key_mask[..., None], log_decay, 0)
+    with outside_autocast(q):
+        if kernels := _kernels_for(q, v):
+            return _fused(kernels, q, k, v, beta, log_decay, state, cu_seqlens, scale)
+        if cu_seqlens is None:
+            return _piece(q, k, v, beta, log_decay, state, scale)
+        # each sequence by itself; the tensors are only cut, never padded
+        done, start = [], 0
+        for number, length in enumerate(lengths):
+            cut = slice(start, start + length)
+            start += length
+            decay = None if log_decay is None else log_decay[None, cut]
+            before = None if state is None else state[number : number + 1]
+            done.append(_piece(q[None, cut], k[None, cut], v[None, cut], beta[None, cut], decay, before, scale))
+        return torch.cat([out[0] for out, _ in done]), torch.cat([after for _, after in done])
+
+
+@torch.no_grad()
+def delta_step_(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """One token of `delta_rule`, the state [B, H, F, V] updated in place: the step of a decoding loop, without gradients."""
+    if q.shape[1] != 1:
+        raise ValueError(f"a step takes one token, got {q.shape[1]}; use delta_rule for more")
+    _check(q, k, v, beta, log_decay, state, q.shape[0])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with outside_autocast(q):
+        if kernels := _kernels_for(q, v):
+            out, after = _fused(kernels, q, k, v, beta, log_decay, state, None, scale)
+            state.copy_(after)
+            return out
+        dtype = state.dtype
+        key, value = k[:, 0, :, :, None].to(dtype), v[:, 0, :, None].to(dtype)  # [B, H, F, 1], [B, H, 1, V]
+        if log_decay is not None:
+            state.mul_(log_decay[:, 0, :, None, None].to(dtype).exp())
+        error = value - (key * state).sum(2, keepdim=True)
+        state.add_(key * (beta[:, 0, :, None, None].to(dtype) * error))
+        out = scale * (q[:, 0, :, :, None].to(dtype) * state).sum(2)
+        return out[:, None].to(v.dtype)
+
+
+def _piece(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    dtype = compute_dtype(q, k, v)
+    if state is None:
+        state = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=dtype, device=q.device)
+    run = _recurrent if get_backend() == "reference" else _chunked
+    q, k, value, beta = (x.transpose(1, 2).to(dtype) for x in (q, k, v, beta))  # heads outside tokens: [B, H, N, *]
+    decay = None if log_decay is None else log_decay.transpose(1, 2).to(dtype)
+    out, state = run(q, k, value, beta, decay, state.to(dtype))
+    return (scale * out).transpose(1, 2).to(v.dtype), state
+
+
+def _recurrent(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, token by token."""
+    outputs = []
+    for t in range(q.shape[2]):
+        if log_decay is not None:
+            state = log_decay[:, :, t, None, None].exp() * state
+        error = v[:, :, t] - torch.einsum("bhf,bhfv->bhv", k[:, :, t], state)
+        state = state + torch.einsum("bhf,bhv->bhfv", k[:, :, t], beta[:, :, t, None] * error)
+        outputs.append(torch.einsum("bhf,bhfv->bhv", q[:, :, t], state))
+    return torch.stack(outputs, dim=2), state
+
+
+def _chunked(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Piece by piece. Inside a piece, with G the running sum of log_decay, the corrections u solve
+
+        u_i + b_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) u_j = b_i (v_i - exp(G_i) k_i^T S)
+
+    which is linear in S, the state before the piece: one triangular solve for all pieces gives u = u0 - w S (the WY form).
+    """
+    length = q.shape[2]
+    size = min(CHUNK, length)
+    missing = -length % size
+    # tokens of zeros at the end change nothing
+    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (q, k, v))  # [B, H, pieces, size, *]
+    beta = F.pad(beta, (0, missing)).unflatten(2, (-1, size))[..., None]
+    lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    if log_decay is None:
+        decay = lower.to(q.dtype)
+        since_start = to_end = torch.ones_like(beta)
+    else:
+        total = F.pad(log_decay, (0, missing)).unflatten(2, (-1, size)).cumsum(-1)
+        # masked before exp: above the diagonal the differences are positive and may overflow
+        decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+        since_start = total.exp()[..., None]
+        to_end = (total[..., -1:] - total).exp()[..., None]
+    among_keys = beta * (k @ k.mT) * decay  # the solve reads below its diagonal alone
+    right = torch.cat((beta * v, beta * since_start * k), dim=-1)
+    solved = torch.linalg.solve_triangular(among_keys, right, upper=False, unitriangular=True)
+    corrections, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    weights = torch.where(lower, q @ k.mT * decay, 0)
+    q, k = q * since_start, k * to_end
+    outputs = []
+    for piece in range(q.shape[2]):
+        u = corrections[:, :, piece] - of_state[:, :, piece] @ state
+        outputs.append(q[:, :, piece] @ state + weights[:, :, piece] @ u)
+        state = since_start[:, :, piece, -1:] * state + k[:, :, piece].mT @ u
+    return torch.cat(outputs, dim=2)[:, :, :length], state
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """flash-linear-attention's operators, where it is installed."""
+    if find_spec("fla") is None:
+        return None
+    try:
+        import fla.ops
+    except Exception as error:  # it looks at the GPU and at Triton while it is imported, and each fails in its own way
+        warnings.warn(f"flash-linear-attention cannot be used, the delta rule runs in plain torch: {error}", stacklevel=2)
+        return None
+    return fla.ops
+
+
+def _kernels_for(q: Tensor, v: Tensor) -> ModuleType | None:
+    """The kernels, if they can serve the call and are not forbidden."""
+    # they round features and values to half precision, which full precision must not suffer
+    fits = v.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= LARGEST_KERNEL_FEATURES
+    can = q.device.type == "cuda" and fits and q.dtype != torch.float64 and q.numel() > 0
+    return _kernels() if can and get_backend() in ("auto", "triton") else None
+
+
+def _fused(
+    kernels: ModuleType,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The same by flash-linear-attention: chunks, or the recurrence for a single token."""
+    is_packed = cu_seqlens is not None
+    tensors = [x[None] if is_packed else x for x in (q.to(v.dtype), k.to(v.dtype), v)]
+    options = {
+        "beta": beta[None] if is_packed else beta,
+        "scale": scale,
+        "initial_state": state,
+        "output_final_state": True,
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.to(q.device),
+    }
+    form = "fused_recurrent" if q.shape[1] == 1 and not is_packed and not torch.is_grad_enabled() else "chunk"
+    if log_decay is not None:
+        options["g"] = (log_decay[None] if is_packed else log_decay).float()
+    name = f"{form}_{'' if log_decay is None else 'gated_'}delta_rule"
+    out, after = getattr(kernels, name)(*(x.contiguous() for x in tensors), **options)
+    return out[0] if is_packed else out, after
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    num_states: int,
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or x.shape[1] == 0 or x.shape[:3] != q.shape[:3]:
+            raise ValueError(
+                f"{name} must be [batch, tokens, heads, channels] with the batch, tokens (at least one) and heads of q, "
+                f"got {tuple(x.shape)} and q {tuple(q.shape)}"
+            )
+    if k.shape != q.shape:
+        raise ValueError(f"q and k must have the same features, got {q.shape[-1]} and {k.shape[-1]}")
+    for name, gate in (("beta", beta), ("log_decay", log_decay)):
+        if gate is not None and gate.shape != q.shape[:3]:
+            raise ValueError(f"{name} must be [batch, tokens, heads] = {tuple(q.shape[:3])}, got {tuple(gate.shape)}")
+    wanted = (num_states, q.shape[2], q.shape[3], v.shape[3])
+    if state is not None and state.shape != wanted:
+        raise ValueError(f"the state must be [batch, heads, features, values] = {wanted}, got {tuple(state.shape)}")

@@ -1,0 +1,189 @@
+"""Predicting the next token of text."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data.text import IGNORED, Encoder, PackedTokens, Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
+from ..data.text.corpus import TOKENIZER
+from ..data.text.packing import PACKINGS
+from .base import TASKS, Loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATED = "tales"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageConfig:
+    """Which text, and in which windows it is read."""
+
+    data: str
+    """A folder with train/, val/ and tokenizer/, as `nalaformer tokenize` writes it, or "tales": generated text."""
+    window: int = 2048
+    """Tokens of a sample."""
+    packing: str = "stream"
+    """"stream": documents one after the other, cut at every window; "whole": whole documents only, as prompts need."""
+    tokenizer: str = ""
+    """Folder of the tokenizer that made the tokens; empty: tokenizer/ beside them."""
+    data_seed: int = 0
+    """Of generated text."""
+    train_documents: int = 10_000
+    """Of generated text."""
+    eval_documents: int = 200
+    """Of generated text."""
+    vocab_size: int = 512
+    """Of the tokenizer that is trained on generated text."""
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise ValueError(f"window must be at least 2, got {self.window}")
+        if self.packing not in PACKINGS:
+            raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {self.packing!r}")
+
+
+@TASKS.register("language")
+class LanguageModelling:
+    """Cross-entropy of the next token, perplexity, and bits per byte where the size of the text is known."""
+
+    Config = LanguageConfig
+
+    def __init__(self, config: LanguageConfig) -> None:
+        self.config = config
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        config = self.config
+        if config.data == GENERATED and not config.tokenizer:
+            return train_tokenizer(self.tales("train"), vocab_size=config.vocab_size)
+        if not Path(config.data).is_dir() and config.data != GENERATED:
+            raise ValueError(f"data must be a folder that `nalaformer tokenize` wrote, or {GENERATED!r}, got {config.data!r}")
+        return load_tokenizer(config.tokenizer or Path(config.data) / TOKENIZER)
+
+    def tales(self, split: str) -> Tales:
+        documents = self.config.train_documents if split == "train" else self.config.eval_documents
+        return Tales(split=split, documents=documents, seed=self.config.data_seed)
+
+    @cached_property
+    def train_data(self) -> PackedTokens:
+        return self.packed("train")
+
+    @cached_property
+    def eval_data(self) -> PackedTokens:
+        return self.packed("val")
+
+    def packed(self, split: str) -> PackedTokens:
+        config = self.config
+        if config.data == GENERATED:
+            tokens = Encoder(self.tokenizer).in_memory(self.tales(split))
+        else:
+            tokens = TokenShards.open(Path(config.data) / split)
+            self.refuse_other_tokenizer(tokens)
+        return PackedTokens(tokens, length=config.window, packing=config.packing)
+
+    def refuse_other_tokenizer(self, tokens: TokenShards) -> None:
+        if tokens.vocab_size != len(self.tokenizer):
+            raise ValueError(
+                f"the tokenizer must have the vocabulary that the tokens were made with ({tokens.vocab_size} entries), got "
+                f"{len(self.tokenizer)}; set tokenizer to the folder of the right one"
+            )
+        if tokens.tokenizer and tokens.tokenizer != fingerprint(self.tokenizer):
+            raise ValueError(
+                f"the tokens of {tokens.place} were made with another tokenizer of the same size; set tokenizer to its folder"
+            )
+
+    def facts(self) -> dict[str, Any]:
+        tokenizer = self.tokenizer
+        ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        return {
+            "vocab_size": len(tokenizer),
+            "bos_token_id": ends[0],
+            "eos_token_id": ends[1],
+            # an embedding of padding learns nothing: a token that also begins or ends documents must not count as such
+            "pad_token_id": None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id,
+            "tokenizer": fingerprint(tokenizer),
+            "window": self.config.window,
+        }
+
+    @staticmethod
+    def create_model(name: str, options: dict[str, Any], facts: dict[str, Any]) -> nn.Module:
+        """A model of this library by its size, or the pretrained one of a local folder; `attention` names the mixers."""
+        if Path(name).is_dir():
+            if options:
+                raise ValueError(f"a pretrained model is taken as it is, got options for {name}: {', '.join(options)}")
+            return pretrained_model(name, vocab_size=facts["vocab_size"], dtype=torch.float32)
+        from ..models.language import NaLaConfig, NaLaForCausalLM
+
+        changes = {key: facts[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+        changes |= {"max_position_embeddings": facts["window"]} | options
+        if "attention" in changes:
+            changes["mixers"] = changes.pop("attention")
+        return NaLaForCausalLM(NaLaConfig.from_size(name, **changes))
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        """The mean over the predicted tokens of the batch; the weight is their number."""
+        losses, count = next_token_losses(model, batch)
+        # a batch in which nothing is predicted weighs nothing, and divides by nothing
+        return Loss(total=losses / count.clamp(min=1), weight=count.item())
+
+    def metrics(self) -> "Perplexity":
+        data = self.eval_data
+        known = data.predicted is not None and data.data.bytes
+        return Perplexity(tokens_per_byte=cast(int, data.predicted) / cast(int, data.data.bytes) if known else None)
+
+
+def pretrained_model(folder: str | Path, *, vocab_size: int, dtype: torch.dtype | str) -> nn.Module:
+    """The model of a folder as save_pretrained writes it, which must know `vocab_size` tokens; no code of the folder is run."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, dtype=dtype)
+    known = model.get_input_embeddings().weight.shape[0]
+    if known < vocab_size:
+        raise ValueError(
+            f"the model must know every token of the tokenizer ({vocab_size}), got {known} in {folder}; the tokenizer is "
+            "another model's"
+        )
+    return cast(nn.Module, model)
+
+
+def next_token_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Sum of the losses of all predicted tokens, in float32, and their number."""
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    targets = batch["targets"]
+    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return losses, (targets != IGNORED).sum()
+
+
+class Perplexity:
+    """exp of the mean loss, over all predicted tokens together."""
+
+    def __init__(self, *, tokens_per_byte: float | None = None) -> None:
+        # sum of losses, tokens
+        self.sums = torch.zeros(2, dtype=torch.float64)
+        self.tokens_per_byte = tokens_per_byte
+
+    def update(self, model: nn.Module, batch: dict[str, Tensor]) -> None:
+        self.sums += torch.stack([value.double().cpu() for value in next_token_losses(model, batch)])
+
+    def result(self) -> dict[str, float]:
+        losses, tokens = self.sums.tolist()
+        if not tokens:
+            raise ValueError("perplexity needs at least one predicted token, got none")
+        loss = losses / tokens
+        # first, and so what checkpoints are compared by: higher is better
+        figures = {"log_likelihood": -loss, "loss": loss, "perplexity": perplexity_of(loss)}
+        if self.tokens_per_byte is not None:
+            figures["bits_per_byte"] = loss * self.tokens_per_byte / math.log(2)
+        return figures | {"tokens": tokens}
+
+
+def perplexity_of(loss: float) -> float:
+    """exp, or infinity where a float has no room for it."""
+    return math.exp(loss) if loss < 700 else math.inf
