@@ -97,7 +97,8 @@ def run_scoreboard_command(
     data_folder: Path | None,
     workers: int,
 ) -> None:
-    from ..bench.scoreboard import parse_methods, run_scoreboard, scoreboard_table
+    from ..bench.scoreboard import parse_methods, run_scoreboard
+    from ..bench.scoreboard_report import scoreboard_table
     from ..recipes import RECIPES, changed
     from ..tasks import SequencesConfig
     from ..training.ranks import find_device
