@@ -323,6 +323,13 @@ def test_marker_distance_and_brightness_do_not_tell_the_label(scene):
     assert logistic_accuracy(leak_features(data, found), found.labels) < 0.53
 
 
+@pytest.mark.parametrize("contour", [6, 9])
+def test_easier_rungs_do_not_tell_the_label_either(contour):
+    data = SEQUENCES["pathfinder"](split="val", samples=3000, contour=contour)
+    found = data.scene(np.arange(3000))
+    assert logistic_accuracy(leak_features(data, found), found.labels) < 0.53
+
+
 def test_the_leak_check_finds_a_leak():
     # without equal distances the two ends of one contour are nearer to each other
     data = SEQUENCES["pathfinder"](split="train", samples=1000, contour=4, match=99.0)
