@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from nalaformer import cli
 from nalaformer.bench import scoreboard
 from nalaformer.bench.resident import make_plan, resident
-from nalaformer.bench.scoreboard import COLUMNS, Method, parse_methods, run_scoreboard, scoreboard_table, standings
+from nalaformer.bench.scoreboard import Method, parse_methods, run_scoreboard
+from nalaformer.bench.scoreboard_report import COLUMNS, scoreboard_table, standings
 from nalaformer.bench.sprint import Sprint
 from nalaformer.data.sequences import IGNORE, SEQUENCES
 from nalaformer.models.sequence import RecallModel

@@ -323,6 +323,13 @@ def test_marker_distance_and_brightness_do_not_tell_the_label(scene):
     assert logistic_accuracy(leak_features(data, found), found.labels) < 0.53
 
 
+@pytest.mark.parametrize("contour", [6, 9])
+def test_easier_rungs_do_not_tell_the_label_either(contour):
+    data = SEQUENCES["pathfinder"](split="val", samples=3000, contour=contour)
+    found = data.scene(np.arange(3000))
+    assert logistic_accuracy(leak_features(data, found), found.labels) < 0.53
+
+
 def test_the_leak_check_finds_a_leak():
     # without equal distances the two ends of one contour are nearer to each other
     data = SEQUENCES["pathfinder"](split="train", samples=1000, contour=4, match=99.0)
@@ -588,7 +595,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 def test_written_data_is_not_overwritten_and_missing_splits_are_named(tmp_path):
     write("copying", tmp_path, split="train", samples=5, options=CASES["copying"])
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="must not exist"):
         write("copying", tmp_path, split="train", samples=5)
     with pytest.raises(ValueError, match="has train"):
         Stored(tmp_path, split="val")

@@ -1,16 +1,15 @@
 """Which attention does a task best: every method with every learning rate and seed, in one protocol, on the same data."""
 
-import csv
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..data import seed_everything
 from ..data.sequences import SEQUENCES, write
@@ -18,39 +17,11 @@ from ..models.sequence import state_size
 from ..tasks import Sequences, SequencesConfig
 from ..training import TrainingConfig
 from .machine import Machine, describe_machine
-from .report import replace_csv
 from .resident import resident
+from .scoreboard_report import Row, read_rows, save_rows
 from .sprint import Sprint
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 Say = Callable[[str], None]
-Row = dict[str, str]
-
-# what makes a run: rows that agree in these are the same run and are not repeated
-IDENTITY = ("task", "method", "learning_rate", "seed", "steps", "settings")
-COLUMNS = (
-    *IDENTITY,
-    "dev",
-    "test",
-    "groups",
-    "best_step",
-    "outcome",
-    "parameters",
-    "state_size",
-    "seconds",
-    "steps_per_second",
-    "loop",
-    "chance",
-    "shortcuts",
-    "device",
-    "torch",
-    "triton",
-    "nalaformer",
-    "commit",
-    "date",
-)
 
 
 class Described(Protocol):
@@ -104,6 +75,67 @@ def parse_methods(text: str) -> list[Method]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training: what is trained, with which attention, rate and seed."""
+
+    task: str
+    recipe: Described
+    method: Method
+    rate: float
+    seed: int
+    steps: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.method.label}, lr {self.rate:.3g}, seed {self.seed}"
+
+    @property
+    def key(self) -> Row:
+        """What it is known by: rows that agree in this are the same run."""
+        task, training = asdict(self.recipe.task), asdict(self.recipe.training)
+        settings = {
+            "model": {"name": self.recipe.model, **self.recipe.model_options},
+            "data": {name: task[name] for name in ("data", "data_options", "eval_options", "data_seed", "train_samples")},
+            "training": {name: training[name] for name in ("batch_size", "weight_decay", "schedule", "precision")},
+        }
+        return {
+            "task": self.task,
+            "method": self.method.label,
+            "learning_rate": f"{self.rate:.6g}",
+            "seed": str(self.seed),
+            "steps": str(self.steps),
+            "settings": json.dumps(settings, sort_keys=True),
+        }
+
+    @property
+    def file_name(self) -> str:
+        """Under which it is put aside."""
+        return sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:16] + ".safetensors"
+
+    def is_in(self, rows: Sequence[Row]) -> bool:
+        key = self.key
+        return any(all(row[name] == key[name] for name in key) for row in rows)
+
+    @property
+    def training(self) -> TrainingConfig:
+        """The recipe's in this many steps and with this rate: warm-up and floor keep their proportions."""
+        training = self.recipe.training
+        per_epoch = max(1, self.recipe.task.train_samples // training.batch_size)
+        factor = self.rate / (training.learning_rate or 1.0)
+        return replace(
+            training,
+            epochs=0.0,
+            steps=self.steps,
+            cooldown=0.0,
+            warmup=training.in_steps(training.warmup, per_epoch) * self.steps / training.total_steps(per_epoch),
+            learning_rate=self.rate,
+            warmup_learning_rate=training.warmup_learning_rate * factor,
+            min_learning_rate=training.min_learning_rate * factor,
+            eval_every=min(training.eval_every or self.steps, self.steps),
+        )
+
+
 def run_scoreboard(
     title: str,
     recipe: Described,
@@ -130,25 +162,29 @@ def run_scoreboard(
     rows = read_rows(out)
     # before minutes of work: a file that cannot be written should say so
     save_rows(out, rows)
+    total = steps or recipe.training.total_steps(max(1, recipe.task.train_samples // recipe.training.batch_size))
+    planned = [
+        Run(task=title, recipe=recipe, method=method, rate=rate, seed=seed, steps=total)
+        for seed in seeds
+        for rate in learning_rates
+        for method in methods
+    ]
+    todo = [run for run in planned if not run.is_in(rows)]
+    say(f"{title}: {len(todo)} of {len(planned)} runs to do, {total} steps each, on {machine.device_name(device)}")
+    if not todo:
+        return [row for row in rows if row["task"] == title]
     with prepared(recipe.task, data_folder, workers, say) as task:
-        total = steps or recipe.training.total_steps(max(1, len(task.train_data) // recipe.training.batch_size))
-        planned = [(m, lr, seed) for seed in seeds for lr in learning_rates for m in methods]
-        facts = task.facts()
-        todo = [plan for plan in planned if not has_row(rows, identity(title, recipe, total, *plan))]
-        say(f"{title}: {len(todo)} of {len(planned)} runs to do, {total} steps each, on {machine.device_name(device)}")
-        loaded = Loaded(task, device, say) if todo else None
-        for number, (method, rate, seed) in enumerate(todo, 1):
-            assert loaded is not None
-            if number > 1 and time.monotonic() > until:
-                say(f"the time is up; {len(todo) + 1 - number} runs are left, and the same command goes on")
+        loaded = Loaded(task, device, say)
+        for number, run in enumerate(todo):
+            if number and time.monotonic() > until:
+                say(f"the time is up; {len(todo) - number} runs are left, and the same command goes on")
                 break
-            key = identity(title, recipe, total, method, rate, seed)
-            label = f"[{number}/{len(todo)}] {method.label}, lr {rate:.3g}, seed {seed}"
-            row = one_run(key, label, recipe, method, rate, seed, total, facts, loaded, out, until, say)
-            if row is None:
+            label = f"[{number + 1}/{len(todo)}] {run.label}"
+            figures = one_run(run, loaded, out, until, lambda line, label=label: say(f"{label}: {line}"))  # type: ignore[misc]
+            if figures is None:
                 say(f"{label}: put aside, the time is up; the same command goes on")
                 break
-            rows.append(key | row | origin(machine, device))
+            rows.append(run.key | figures | origin(machine, device))
             save_rows(out, rows)
     return [row for row in rows if row["task"] == title]
 
@@ -158,41 +194,27 @@ class Loaded:
 
     def __init__(self, task: Sequences, device: str, say: Say) -> None:
         started = time.monotonic()
-        self.task = task
+        self.task, self.facts = task, task.facts()
         self.train = resident(task.train_data, device)
         self.dev, self.test = (resident(data, device, only_answers=True) for data in (task.eval_data, task.test_data))
         counts = [sum(len(bucket) for bucket in part) for part in (self.train, self.dev, self.test)]
         say(f"data: {counts[0]} train, {counts[1]} dev, {counts[2]} test sequences in {time.monotonic() - started:.0f} s")
 
 
-def one_run(
-    key: Row,
-    label: str,
-    recipe: Described,
-    method: Method,
-    rate: float,
-    seed: int,
-    steps: int,
-    facts: dict[str, Any],
-    loaded: Loaded,
-    out: Path,
-    until: float,
-    say: Say,
-) -> Row | None:
+def one_run(run: Run, loaded: Loaded, out: Path, until: float, say: Say) -> Row | None:
     """The figures of one run, or None if the time was up before its end."""
-    data = loaded.task.eval_data
-    options = dict(recipe.model_options) | {"attention": method.name}
-    if method.options:
-        options["attention_options"] = recipe.model_options.get("attention_options", {}) | method.options
-    seed_everything(seed)
-    model = Sequences.create_model(recipe.model, options, facts)
-    # warm-up and the like keep their share of the run
-    config = rescaled(recipe.training, steps, len(loaded.task.train_data), rate)
-    sprint = Sprint(model, config, train=loaded.train, dev=loaded.dev, groups=len(data.groups), steps=steps, seed=seed)
-    aside = out.with_name(f".{out.stem}_aside") / f"{abs_hash(key)}.safetensors"
+    data, recipe = loaded.task.eval_data, run.recipe
+    options = dict(recipe.model_options) | {"attention": run.method.name}
+    if run.method.options:
+        options["attention_options"] = recipe.model_options.get("attention_options", {}) | run.method.options
+    seed_everything(run.seed)
+    model = Sequences.create_model(recipe.model, options, loaded.facts)
+    parts: Any = {"train": loaded.train, "dev": loaded.dev, "groups": len(data.groups)}
+    sprint = Sprint(model, run.training, steps=run.steps, seed=run.seed, **parts)
+    aside = out.with_name(f".{out.stem}_aside") / run.file_name
     if aside.exists():
         sprint.resume(aside)
-    if not sprint.run(until=until, say=lambda line: say(f"{label}: {line}")):
+    if not sprint.run(until=until, say=say):
         sprint.save(aside)
         sprint.close()
         return None
@@ -201,7 +223,7 @@ def one_run(
     sprint.close()
     by_group = {name: round(value, 5) for name, value in zip(data.groups, tested["groups"], strict=True) if value is not None}
     aside.unlink(missing_ok=True)
-    say(f"{label}: dev {course.best_dev:.4f} at step {course.best_step}, test {tested['accuracy']:.4f}, {course.seconds:.0f} s")
+    say(f"dev {course.best_dev:.4f} at step {course.best_step}, test {tested['accuracy']:.4f}, {course.seconds:.0f} s")
     return {
         "dev": f"{course.best_dev:.5f}",
         "test": f"{tested['accuracy']:.5f}",
@@ -216,24 +238,6 @@ def one_run(
         "chance": f"{data.chance:.4g}",
         "shortcuts": json.dumps(data.shortcuts) if data.shortcuts else "",
     }
-
-
-def rescaled(training: TrainingConfig, steps: int, samples: int, rate: float) -> TrainingConfig:
-    """The same training in another number of steps and with another rate: its warm-up and floor keep their proportions."""
-    per_epoch = max(1, samples // training.batch_size)
-    whole = training.total_steps(per_epoch)
-    share = steps / whole
-    return replace(
-        training,
-        epochs=0.0,
-        steps=steps,
-        cooldown=0.0,
-        warmup=training.in_steps(training.warmup, per_epoch) * share,
-        learning_rate=rate,
-        warmup_learning_rate=training.warmup_learning_rate * rate / (training.learning_rate or 1.0),
-        min_learning_rate=training.min_learning_rate * rate / (training.learning_rate or 1.0),
-        eval_every=min(training.eval_every or steps, steps),
-    )
 
 
 @contextmanager
@@ -261,29 +265,6 @@ def prepared(config: SequencesConfig, folder: str | Path | None, workers: int, s
         yield Sequences(replace(config, data=str(place)))
 
 
-def identity(title: str, recipe: Described, steps: int, method: Method, rate: float, seed: int) -> Row:
-    task, training = asdict(recipe.task), asdict(recipe.training)
-    settings = {
-        "model": {"name": recipe.model, **recipe.model_options},
-        "data": {name: task[name] for name in ("data", "data_options", "eval_options", "data_seed", "train_samples")},
-        "training": {name: training[name] for name in ("batch_size", "weight_decay", "schedule", "precision")},
-    }
-    return {
-        "task": title,
-        "method": method.label,
-        "learning_rate": f"{rate:.6g}",
-        "seed": str(seed),
-        "steps": str(steps),
-        "settings": json.dumps(settings, sort_keys=True),
-    }
-
-
-def abs_hash(key: Row) -> str:
-    from hashlib import sha256
-
-    return sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def origin(machine: Machine, device: str) -> Row:
     return {
         "device": machine.device_name(device),
@@ -293,96 +274,3 @@ def origin(machine: Machine, device: str) -> Row:
         "commit": machine.commit,
         "date": datetime.now(UTC).date().isoformat(),
     }
-
-
-def has_row(rows: Sequence[Row], key: Row) -> bool:
-    return any(all(row[name] == key[name] for name in IDENTITY) for row in rows)
-
-
-def read_rows(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    if rows and set(rows[0]) != set(COLUMNS):
-        raise ValueError(f"{path} must be a scoreboard's file or a new one, got the columns {', '.join(rows[0])}")
-    return rows
-
-
-def save_rows(path: Path, rows: Sequence[Row]) -> None:
-    replace_csv(path, COLUMNS, (dict(row) for row in rows))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing:
-    """A method at its best learning rate."""
-
-    method: str
-    learning_rate: str
-    dev: float
-    test: float
-    spread: float
-    """Standard deviation over seeds; 0 for one seed."""
-    seeds: int
-    parameters: int
-    state_size: int
-    steps: int
-
-    @property
-    def standard_error(self) -> float:
-        return self.spread / self.seeds**0.5
-
-
-def standings(rows: Sequence[Row]) -> list[Standing]:
-    """Each method at the rate whose mean over seeds is best on dev, the best on test first. Test chooses nothing."""
-    found = []
-    for method, steps in dict.fromkeys((row["method"], row["steps"]) for row in rows):
-        by_rate: dict[str, list[Row]] = {}
-        for row in rows:
-            if (row["method"], row["steps"]) == (method, steps):
-                by_rate.setdefault(row["learning_rate"], []).append(row)
-        rate, best = max(by_rate.items(), key=lambda item: statistics.mean(float(row["dev"]) for row in item[1]))
-        tests = [float(row["test"]) for row in best]
-        found.append(
-            Standing(
-                method=method,
-                learning_rate=rate,
-                dev=statistics.mean(float(row["dev"]) for row in best),
-                test=statistics.mean(tests),
-                spread=statistics.stdev(tests) if len(tests) > 1 else 0.0,
-                seeds=len(tests),
-                parameters=int(best[0]["parameters"]),
-                state_size=int(best[0]["state_size"]),
-                steps=int(steps),
-            )
-        )
-    return sorted(found, key=lambda standing: -standing.test)
-
-
-def scoreboard_table(title: str, rows: Sequence[Row]) -> "Table":
-    """Methods with mean and spread; chance and shortcuts stand in the last lines."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
-    table.add_column("method")
-    for name in ("test", "± sd", "seeds", "dev", "best lr", "steps", "parameters", "state"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for each in standings(rows):
-        table.add_row(
-            each.method,
-            f"{each.test:.4f}",
-            f"{each.spread:.4f}" if each.seeds > 1 else "-",
-            str(each.seeds),
-            f"{each.dev:.4f}",
-            each.learning_rate,
-            f"{each.steps:,}",
-            f"{each.parameters:,}",
-            f"{each.state_size:,}" if each.state_size else "grows",
-        )
-    if rows:
-        table.add_section()
-        table.add_row("chance", rows[0]["chance"])
-        for name, value in json.loads(rows[0]["shortcuts"] or "{}").items():
-            table.add_row(f"shortcut: {name}", f"{value:.4g}")
-    return table

@@ -1,7 +1,7 @@
 """One training run with everything on the device: on a GPU a step is a CUDA graph, and the host only says "next".
 
-The general trainer looks at every loss, may stop after any step and reads data from anywhere; that costs a few milliseconds a
-step, which is most of the time of a small model. Here the host waits for the device at evaluations alone.
+The general trainer looks at every loss, may stop after any step and reads data from anywhere, so the device waits for the host
+in every step, which a small model feels. Here the host waits for the device at evaluations alone.
 """
 
 import time

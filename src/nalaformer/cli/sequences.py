@@ -97,11 +97,11 @@ def run_scoreboard_command(
     data_folder: Path | None,
     workers: int,
 ) -> None:
-    import torch
-
-    from ..bench.scoreboard import parse_methods, run_scoreboard, scoreboard_table
+    from ..bench.scoreboard import parse_methods, run_scoreboard
+    from ..bench.scoreboard_report import scoreboard_table
     from ..recipes import RECIPES, changed
     from ..tasks import SequencesConfig
+    from ..training.ranks import find_device
 
     recipe = changed(RECIPES[name](), settings)
     if not isinstance(recipe.task, SequencesConfig):
@@ -116,7 +116,7 @@ def run_scoreboard_command(
         learning_rates=rates or [recipe.training.learning_rate],
         out=out,
         steps=steps,
-        device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
+        device=find_device(device).type,
         seconds=60 * minutes if minutes else float("inf"),
         data_folder=data_folder,
         workers=workers,

@@ -1,4 +1,4 @@
-"""Long-range and recall benchmarks: each protocol as published, and small forms that a CPU trains in a minute.
+"""Long-range and recall benchmarks: each protocol as published, and small forms for a CPU.
 
 Take `attention=` from the methods and the feature maps alike: attention=softmax, attention=nalaformer, attention=split.
 """
@@ -121,7 +121,7 @@ def listops_small() -> Recipe:
     """Short ListOps for a CPU: 12 to 64 tokens, at most 4 deep.
 
     Command: nalaformer train listops_small attention=nalaformer
-    Cost: a minute or two on a CPU core.
+    Cost: a few minutes on a CPU core.
     Expected: not measured; chance is 0.10.
     """
     options = {"shortest": 12, "longest": 64, "max_depth": 4, "max_arguments": 5}

@@ -13,6 +13,7 @@ from .random_numbers import child_keys, uniforms
 # images that grow side by side: few enough for the cache
 PIECE = 512
 GEOMETRY, CHOICES = 0, 1
+PUBLISHED_CONTOUR = 14
 
 
 @dataclass
@@ -30,7 +31,8 @@ class Pathfinder(SequenceData):
     """Two long contours and some short ones; discs on two ends: of one contour (label 1) or of the two long ones (label 0).
 
     The defaults are the Long Range Arena's hard one of 32 pixels. `contour` 6 and 9 are the rungs below it. Each pixel is a
-    token, its grey value; black pixels are token 0.
+    token, its grey value; black pixels are token 0. `match` is how far the distances of a connected and an unconnected pair of
+    ends may differ, for contours of 14 paddles, and less in proportion for shorter ones.
     """
 
     stream_name = "pathfinder"
@@ -73,7 +75,8 @@ class Pathfinder(SequenceData):
             seed_distance=seed_distance,
             continuity=continuity,
             padding=1.0,
-            match=match,
+            # ends of short contours are near each other: what is alike there is less
+            match=match * contour / PUBLISHED_CONTOUR,
         )
         if self.spec.paddles > room:
             raise ValueError(

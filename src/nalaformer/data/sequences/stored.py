@@ -1,8 +1,6 @@
 """Sequence data written once and read back as memory-mapped arrays: what takes minutes to make is made once."""
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -14,6 +12,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
+from ...whole_files import whole_folder
 from .base import SEQUENCES, SPLITS, Arrays, SequenceData, SequenceFacts
 
 ABOUT = "about.json"
@@ -38,11 +37,7 @@ def write(
     options = options or {}
     data = SEQUENCES[name](split=split, samples=samples, seed=seed, **options)
     target = Path(folder) / split
-    if target.exists():
-        raise ValueError(f"{target} is there already; move it away, or write into another folder")
-    unfinished = target.with_name(f".writing_{split}_{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
+    with whole_folder(target) as unfinished:
         for array_name, array in data.batch([0]).items():
             open_memmap(unfinished / f"{array_name}.npy", "w+", dtype=array.dtype, shape=(len(data), *array.shape[1:])).flush()
         arguments = {"split": split, "samples": samples, "seed": seed, **options}
@@ -69,9 +64,6 @@ def write(
             "shortcuts": data.shortcuts,
         }
         (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return target
 
 

@@ -1,0 +1,132 @@
+"""The file of a scoreboard, and what it says: each method at its best learning rate, mean and spread over seeds."""
+
+import csv
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .report import replace_csv
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Row = dict[str, str]
+
+COLUMNS = (
+    "task",
+    "method",
+    "learning_rate",
+    "seed",
+    "steps",
+    "settings",
+    "dev",
+    "test",
+    "groups",
+    "best_step",
+    "outcome",
+    "parameters",
+    "state_size",
+    "seconds",
+    "steps_per_second",
+    "loop",
+    "chance",
+    "shortcuts",
+    "device",
+    "torch",
+    "triton",
+    "nalaformer",
+    "commit",
+    "date",
+)
+
+
+def read_rows(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if rows and set(rows[0]) != set(COLUMNS):
+        raise ValueError(f"{path} must be a scoreboard's file or a new one, got the columns {', '.join(rows[0])}")
+    return rows
+
+
+def save_rows(path: Path, rows: Sequence[Row]) -> None:
+    replace_csv(path, COLUMNS, (dict(row) for row in rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """A method at its best learning rate."""
+
+    method: str
+    learning_rate: str
+    dev: float
+    test: float
+    spread: float
+    """Standard deviation over seeds; 0 for one seed."""
+    seeds: int
+    parameters: int
+    state_size: int
+    steps: int
+
+    @property
+    def standard_error(self) -> float:
+        return self.spread / self.seeds**0.5
+
+
+def standings(rows: Sequence[Row]) -> list[Standing]:
+    """Each method at the rate whose mean over seeds is best on dev, the best on test first. Test chooses nothing."""
+    found = []
+    for method, steps in dict.fromkeys((row["method"], row["steps"]) for row in rows):
+        by_rate: dict[str, list[Row]] = {}
+        for row in rows:
+            if (row["method"], row["steps"]) == (method, steps):
+                by_rate.setdefault(row["learning_rate"], []).append(row)
+        rate, best = max(by_rate.items(), key=lambda item: statistics.mean(float(row["dev"]) for row in item[1]))
+        tests = [float(row["test"]) for row in best]
+        found.append(
+            Standing(
+                method=method,
+                learning_rate=rate,
+                dev=statistics.mean(float(row["dev"]) for row in best),
+                test=statistics.mean(tests),
+                spread=statistics.stdev(tests) if len(tests) > 1 else 0.0,
+                seeds=len(tests),
+                parameters=int(best[0]["parameters"]),
+                state_size=int(best[0]["state_size"]),
+                steps=int(steps),
+            )
+        )
+    return sorted(found, key=lambda standing: -standing.test)
+
+
+def scoreboard_table(title: str, rows: Sequence[Row]) -> "Table":
+    """Methods with mean and spread; chance and shortcuts stand in the last lines."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
+    table.add_column("method")
+    for name in ("test", "± sd", "seeds", "dev", "best lr", "steps", "parameters", "state"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in standings(rows):
+        table.add_row(
+            each.method,
+            f"{each.test:.4f}",
+            f"{each.spread:.4f}" if each.seeds > 1 else "-",
+            str(each.seeds),
+            f"{each.dev:.4f}",
+            each.learning_rate,
+            f"{each.steps:,}",
+            f"{each.parameters:,}",
+            f"{each.state_size:,}" if each.state_size else "grows",
+        )
+    if rows:
+        table.add_section()
+        table.add_row("chance", rows[0]["chance"])
+        for name, value in json.loads(rows[0]["shortcuts"] or "{}").items():
+            table.add_row(f"shortcut: {name}", f"{value:.4g}")
+    return table
