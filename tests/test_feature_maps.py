@@ -412,6 +412,14 @@ def test_a_folded_layer_with_reduced_keys_keeps_its_output():
     assert (layer.fold()(x, (3, 5)) - before).abs().max() < 1e-12
 
 
+def test_a_folded_layer_with_a_position_table_keeps_its_output():
+    layer = build("mirrorla", dim=16, num_heads=2, variance=False, position="table", table_grid=(4, 4)).double()
+    layer.table.table.data.normal_()
+    x = torch.randn(2, 15, 16, dtype=torch.float64)
+    before = layer(x, (3, 5))
+    assert (layer.fold()(x, (3, 5)) - before).abs().max() < 1e-12
+
+
 def test_folding_without_bias_gives_no_bias():
     weight, bias = reflection().fold(torch.randn(16, 12, dtype=torch.float64))
     assert weight.shape == (16, 12)

@@ -69,8 +69,9 @@ def test_a_graph_of_decoding_steps_continues_the_state():
     assert state.count.tolist() == [120, 120]
 
 
-def test_layer_compiles_into_one_graph_and_trains():
-    layer = nalaformer.attention.build("nalaformer", dim=64, num_heads=2).cuda()
+@pytest.mark.parametrize("method", ["nalaformer", "flatten", "mirrorla"])
+def test_layer_compiles_into_one_graph_and_trains(method):
+    layer = nalaformer.attention.build(method, dim=64, num_heads=2).cuda()
     x = torch.randn(2, 35, 64, device="cuda", requires_grad=True)
     expected = layer(x, (5, 7))
     out = torch.compile(layer, fullgraph=True)(x, (5, 7))

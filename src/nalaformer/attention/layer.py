@@ -227,5 +227,8 @@ class Attention(nn.Module):
             linear.weight[rows] = weight
             if bias is not None:
                 linear.bias[rows] = bias
+        if self.table is not None:
+            # added to the keys after the projection; a reflection of channels commutes with the interpolation of cells
+            self.table.table[0] = self.map.fold(self.table.table[0].T)[0].T
         self.map = feature_map("relu", num_heads=self.num_heads, head_dim=self.head_dim)
         return self

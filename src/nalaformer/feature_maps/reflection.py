@@ -112,18 +112,20 @@ class Reflection(FeatureMap):
             )
 
     def kernel_spec(self, device: torch.device) -> KernelSpec | None:
-        if self.variance:
-            return None
+        return None if self.variance else self.kernel_spec_at(self.theta if self.blockwise else None, device)
+
+    def kernel_spec_at(self, angles: Tensor | None, device: torch.device) -> KernelSpec:
+        """For block angles [H, D/2], or [B, H, D/2] for those of each sample."""
         name = KERNEL_NAMES[self.cross_head, self.blockwise]
         if name == "relu":
             return KernelSpec(name, parts=1)
-        turns = normal = torch.zeros(self.num_heads, self.head_dim, device=device)
-        if self.cross_head:
-            normal = self.unit_normal(torch.float32)
-        if self.blockwise:
-            twice = 2 * self.theta.float()
+        if angles is None:
+            turns = torch.zeros(self.num_heads, self.head_dim, device=device)
+        else:
+            twice = 2 * angles.to(device, torch.float32)
             turns = torch.stack((twice.cos(), twice.sin()), dim=-1).flatten(-2)
-        rows = torch.cat((normal.to(device), turns.to(device)), dim=1)
+        normal = self.unit_normal(torch.float32).to(device) if self.cross_head else torch.zeros_like(turns)
+        rows = torch.cat((normal.expand_as(turns), turns), dim=-1)
         return KernelSpec(name, parts=1, parameters=rows, spans_heads=self.cross_head)
 
     def given(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool) -> FeatureMapLike:
@@ -218,5 +220,5 @@ class _ReflectionAt:
     def key_log_scale(self, k: Tensor) -> Tensor | None:
         return None
 
-    def kernel_spec(self, device: torch.device) -> KernelSpec | None:
-        return None
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        return self.reflection.kernel_spec_at(self.angles[:, 0], device)

@@ -26,4 +26,10 @@ class KernelSpec(NamedTuple):
     """What torch computes of queries and of keys first, float32 [B, N, H, D] -> the same: a matrix product of the map. Not in
     half precision: exponentials of a rounded product would be off by a percent."""
     spans_heads: bool = False
-    """Rows are all heads of a token together; with more than one head, features are written out before attention."""
+    """Rows are all heads of a token together; with more than one head, features are written out before attention. Then
+    parameters may be [B, heads of the map, P], other ones for each sample."""
+
+    @property
+    def is_written_out(self) -> bool:
+        """Whether even one head does not fit into the attention kernels."""
+        return self.parameters is not None and self.parameters.dim() == 3

@@ -47,7 +47,7 @@ def prepare(
         q, k = (x.float() if has_batch else x[None].float() for x in (q, hide(k, key_mask)))
         q, k = (transform(x) for transform, x in zip(spec.before, (q, k), strict=True))
         q, k = (q, k) if has_batch else (q[0], k[0])
-    elif spec.spans_heads and max(q.shape[-2], k.shape[-2]) > 1:
+    elif spec.is_written_out or (spec.spans_heads and max(q.shape[-2], k.shape[-2]) > 1):
         q, k = (over_heads.features(x, spec) for x in (q, hide(k, key_mask)))
         spec = KernelSpec("identity", parts=1)
     angles: list[Tensor | None] = [None] * 4

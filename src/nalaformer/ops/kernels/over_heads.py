@@ -1,7 +1,8 @@
-"""Features of maps whose rows are all heads of a token together (focus and reflections across heads).
+"""Features of maps whose rows are all heads of a token together (focus and reflections across heads), or whose parameters
+differ from sample to sample.
 
-The attention kernels own one head, so with several heads these features are written out first: one pass that reads the
-tensor and writes its features, with the map of maps.py on a row of all channels.
+The attention kernels own one head and read one row of parameters for it, so these features are written out first: one pass
+that reads the tensor and writes its features, with the map of maps.py on a row of all channels.
 """
 
 import torch
@@ -10,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_spec import KernelSpec
-from .launch import parameter_row, processors, strides
+from .launch import processors, strides
 from .library import parameter_gradient
 from .maps import phi_key, phi_key_gradient
 
@@ -20,28 +21,28 @@ PROGRAMS_PER_PROCESSOR = 8
 
 
 @triton.jit
-def places_of(tile, num_rows, num_tokens, stride_b, stride_n, stride_h, D: tl.constexpr, C: tl.constexpr, BC, BN):
+def places_of(tile, sample, num_tokens, stride_b, stride_n, stride_h, D: tl.constexpr, C: tl.constexpr, BC, BN):
     """Offsets of a tile of tokens and of its channels in a [B, N, H, D] view and in a contiguous one, and what exists."""
-    rows = tile * BN + tl.arange(0, BN)
+    tokens = tile * BN + tl.arange(0, BN)
     channels = tl.arange(0, BC)
-    wide = rows.to(tl.int64)
-    here = (wide // num_tokens * stride_b + wide % num_tokens * stride_n)[:, None]
+    wide = tokens.to(tl.int64)
+    here = tl.cast(sample, tl.int64) * stride_b + (wide * stride_n)[:, None]
     here += (channels // D * stride_h + channels % D)[None, :]
-    there = (wide * C)[:, None] + channels[None, :]
-    ok = rows < num_rows
+    there = ((tl.cast(sample, tl.int64) * num_tokens + wide) * C)[:, None] + channels[None, :]
+    ok = tokens < num_tokens
     return here, there, channels, ok, ok[:, None] & (channels < C)[None, :]
 
 
 @triton.jit
 def features_kernel(
     x_ptr,  # [B, N, H, D]
-    param_ptr,  # [P * C]
+    param_ptr,  # [B or 1, P * C]
     out_ptr,  # [B, N, H, D], contiguous
-    num_rows,  # B * N
     num_tokens,
     stride_b,
     stride_n,
     stride_h,
+    stride_param,  # 0: one row for all samples
     alpha,
     D: tl.constexpr,
     C: tl.constexpr,
@@ -49,8 +50,10 @@ def features_kernel(
     BN: tl.constexpr,
     MAP: tl.constexpr,
 ):
+    sample = tl.program_id(1)
+    param_ptr += tl.cast(sample, tl.int64) * stride_param
     here, there, channels, ok, inside = places_of(
-        tl.program_id(0), num_rows, num_tokens, stride_b, stride_n, stride_h, D, C, BC, BN
+        tl.program_id(0), sample, num_tokens, stride_b, stride_n, stride_h, D, C, BC, BN
     )
     x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
     a, b = phi_key(x, ok, param_ptr, channels, 0.0, alpha, C, MAP, False)
@@ -61,14 +64,14 @@ def features_kernel(
 def features_gradient_kernel(
     x_ptr,  # [B, N, H, D]
     dout_ptr,  # [B, N, H, D], contiguous
-    param_ptr,  # [P * C]
+    param_ptr,  # [B or 1, P * C]
     dx_ptr,  # [B, N, H, D], contiguous
-    dparam_ptr,  # [programs, 2, C]
-    num_rows,
+    dparam_ptr,  # [programs, B, 2, C]
     num_tokens,
     stride_b,
     stride_n,
     stride_h,
+    stride_param,
     alpha,
     D: tl.constexpr,
     C: tl.constexpr,
@@ -77,10 +80,12 @@ def features_gradient_kernel(
     MAP: tl.constexpr,
     LEARNED: tl.constexpr,
 ):
+    sample = tl.program_id(1)
+    param_ptr += tl.cast(sample, tl.int64) * stride_param
     p0 = tl.zeros([BC], tl.float32)
     p1 = tl.zeros([BC], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows, BN), tl.num_programs(0)):
-        here, there, channels, ok, inside = places_of(tile, num_rows, num_tokens, stride_b, stride_n, stride_h, D, C, BC, BN)
+    for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BN), tl.num_programs(0)):
+        here, there, channels, ok, inside = places_of(tile, sample, num_tokens, stride_b, stride_n, stride_h, D, C, BC, BN)
         x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
         da = tl.load(dout_ptr + there, mask=inside, other=0.0).to(tl.float32)
         dx, g0, g1 = phi_key_gradient(x, da, da, param_ptr, channels, 0.0, alpha, C, MAP, False)
@@ -90,7 +95,7 @@ def features_gradient_kernel(
             p1 += tl.sum(tl.where(inside, g1, 0.0), axis=0)
     if LEARNED:
         channels = tl.arange(0, BC)
-        dparam_ptr += tl.program_id(0) * (2 * C)
+        dparam_ptr += (tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + sample) * (2 * C)
         tl.store(dparam_ptr + channels, p0, mask=channels < C)
         tl.store(dparam_ptr + C + channels, p1, mask=channels < C)
 
@@ -99,19 +104,19 @@ def features(x: Tensor, spec: KernelSpec) -> Tensor:
     """Features of x [B, N, H, D] or [T, H, D], in its type: the map of `spec` over the channels of all heads of a token."""
     assert spec.parameters is not None
     heads, head_dim = x.shape[-2:]
-    per_row, _ = parameter_row(heads, spec.parameters)
+    rows = spec.parameters if spec.parameters.dim() == 3 else spec.parameters[None]  # [B or 1, heads of the map, P * D]
     # from a row per head to one row: the same number of all heads side by side
-    row = spec.parameters.unflatten(1, (-1, head_dim)).repeat_interleave(per_row, dim=0).transpose(0, 1).reshape(1, -1)
+    rows = rows.unflatten(2, (-1, head_dim)).repeat_interleave(heads // rows.shape[1], dim=1).transpose(1, 2).flatten(1)
     if torch.compiler.is_compiling():
-        return map_over_heads(x, row, spec.name, spec.alpha)
-    return Eager.apply(x, row, spec.name, spec.alpha)
+        return map_over_heads(x, rows, spec.name, spec.alpha)
+    return Eager.apply(x, rows, spec.name, spec.alpha)
 
 
 def run_forward(x: Tensor, parameters: Tensor, name: str, alpha: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, tile = rows_and_tile(x)
-    features_kernel[(triton.cdiv(rows, tile),)](
-        x, parameters, out, *numbers(x, alpha), **constants(x, tile), MAP=name, num_warps=WARPS
+    samples, tiles, constants = cut(x)
+    features_kernel[(tiles, samples)](
+        x, parameters, out, *numbers(x, parameters, alpha), **constants, MAP=name, num_warps=WARPS
     )
     return out
 
@@ -121,39 +126,37 @@ def run_backward(
 ) -> tuple[Tensor, Tensor]:
     """dx and the gradient of the parameters (empty if they are not learned)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, tile = rows_and_tile(x)
+    samples, tiles, constants = cut(x)
     # few programs that walk far: each adds up its own part of the gradient of the parameters
-    programs = min(triton.cdiv(rows, tile), PROGRAMS_PER_PROCESSOR * processors(x.device))
-    channels = x.shape[-2] * x.shape[-1]
-    partial = torch.empty(programs if is_learned else 0, 2, channels, dtype=torch.float32, device=x.device)
-    features_gradient_kernel[(programs,)](
+    programs = min(tiles, max(1, PROGRAMS_PER_PROCESSOR * processors(x.device) // samples))
+    shape = (programs, samples, 2, constants["C"]) if is_learned else (0,)
+    partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    features_gradient_kernel[(programs, samples)](
         *(x, dout.contiguous(), parameters, dx, partial),
-        *numbers(x, alpha),
-        **constants(x, tile),
+        *numbers(x, parameters, alpha),
+        **constants,
         MAP=name,
         LEARNED=is_learned,
         num_warps=WARPS,
     )
     if not is_learned:
         return dx, parameters.new_empty(0)
-    total = partial.sum(0, keepdim=True)
+    total = partial.sum(0)
     return dx, parameter_gradient(name, parameters, total, torch.zeros_like(total))
 
 
-def rows_and_tile(x: Tensor) -> tuple[int, int]:
-    """Tokens of all samples, and how many of them a program takes at once."""
-    channels = x.shape[-2] * x.shape[-1]
-    return x.numel() // channels, max(1, TILE_CHANNELS // triton.next_power_of_2(channels))
+def cut(x: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Samples, tiles of tokens in each, and the sizes that the kernels are compiled for."""
+    tokens, heads, head_dim = x.shape[-3:]
+    channels = heads * head_dim
+    padded = triton.next_power_of_2(channels)
+    tile = max(1, TILE_CHANNELS // padded)
+    constants = {"D": head_dim, "C": channels, "BC": padded, "BN": tile}
+    return 1 if x.dim() == 3 else x.shape[0], triton.cdiv(tokens, tile), constants
 
 
-def numbers(x: Tensor, alpha: float) -> tuple[int | float, ...]:
-    rows, _ = rows_and_tile(x)
-    return rows, x.shape[-3], *strides(x), alpha
-
-
-def constants(x: Tensor, tile: int) -> dict[str, int]:
-    channels = x.shape[-2] * x.shape[-1]
-    return {"D": x.shape[-1], "C": channels, "BC": triton.next_power_of_2(channels), "BN": tile}
+def numbers(x: Tensor, parameters: Tensor, alpha: float) -> tuple[int | float, ...]:
+    return x.shape[-3], *strides(x), 0 if parameters.shape[0] == 1 else parameters.stride(0), alpha
 
 
 map_over_heads = torch.library.custom_op("nalaformer::map_over_heads", mutates_args=())(run_forward)
