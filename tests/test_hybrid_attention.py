@@ -398,6 +398,25 @@ def test_an_empty_batch_gives_an_empty_output():
     assert call(q, k, v, SMALL, feature_map=make_map()).shape == (0, 20, 4, 6)
 
 
+def test_training_follows_inference_mode_with_the_same_sizes():
+    q, k, v = make_inputs(29, dtype=torch.float32)
+    feature_map = make_map(dtype=torch.float32)
+    with torch.inference_mode():
+        call(q, k, v, SMALL, feature_map=feature_map)
+    call(q, k, v, SMALL, feature_map=feature_map).sum().backward()
+
+
+def test_a_bad_token_of_a_step_spoils_its_sample_alone():
+    q, k, v = make_inputs(50, dtype=torch.float32)
+    feature_map = make_map(dtype=torch.float32)
+    clean = call(q, k, v, SMALL, feature_map=feature_map)
+    v[0, 20] = float("nan")
+    out, _ = in_pieces(q, k, v, SMALL, [20, *[1] * 20, 10], feature_map)
+    torch.testing.assert_close(out[1], clean[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(out[0, :20], clean[0, :20], rtol=0, atol=1e-5)
+    assert out[0, 20:].isnan().all()
+
+
 def test_no_tensor_grows_with_the_square_of_the_tokens():
     sizes = []
 
