@@ -236,6 +236,24 @@ def test_self_saliency_ranks_as_the_divergence_that_defines_it():
     assert {tuple(row) for row in kept.tolist()} == {tuple(row) for row in k[0, expected, 0].tolist()}
 
 
+def test_received_is_the_mean_weight_that_later_queries_of_the_window_give():
+    size, tokens = 6, 24
+    q, k, v = make_inputs(tokens, batch=1, heads=1, key_heads=1)
+    settings = HybridSettings(chunk_size=size, salient_per_chunk=size, selection="received", keep_first=False)
+    _, state = in_pieces(q, k, v, settings, [tokens], make_map(1))
+    received = torch.zeros(size, dtype=torch.float64)
+    for query in range(2 * size):
+        weights = ((k[0, : query + 1, 0] @ q[0, query, 0]) * 6**-0.5).softmax(-1)
+        for key in range(min(query, size)):
+            received[key] += weights[key] / (2 * size - 1 - key)
+    stored = {
+        tuple(row): score for row, score in zip(state.salient_keys[0, 0].tolist(), state.salient_scores[0, 0], strict=True)
+    }
+    found = torch.stack([stored[tuple(row)] for row in k[0, :size, 0].tolist()])
+    # scores are rounded to bfloat16 before they are compared
+    torch.testing.assert_close(found.double(), received, rtol=2**-8, atol=1e-6)
+
+
 def test_the_cap_keeps_the_best_and_loses_nothing():
     q, k, v = make_inputs(80, batch=1)
     settings = HybridSettings(chunk_size=8, salient_per_chunk=4, max_salient=6)

@@ -80,7 +80,7 @@ def recurrent_hybrid_attention(
         needs_memory = torch.is_grad_enabled() and q.shape[1] > size
         for start in range(0, q.shape[1], size):
             given = (None if x is None else x[:, start : start + size] for x in (q, k, v, gate, scores, key_mask))
-            arguments = (*given, state, feature_map, rule, settings, scale)
+            arguments: tuple[Any, ...] = (*given, state, feature_map, rule, settings, scale)
             # between pieces only states are kept for the backward pass
             out, state = checkpoint(_piece, *arguments, use_reentrant=False) if needs_memory else _piece(*arguments)
             outputs.append(out)
