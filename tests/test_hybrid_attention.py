@@ -236,6 +236,24 @@ def test_self_saliency_ranks_as_the_divergence_that_defines_it():
     assert {tuple(row) for row in kept.tolist()} == {tuple(row) for row in k[0, expected, 0].tolist()}
 
 
+def test_received_is_the_mean_weight_that_later_queries_of_the_window_give():
+    size, tokens = 6, 24
+    q, k, v = make_inputs(tokens, batch=1, heads=1, key_heads=1)
+    settings = HybridSettings(chunk_size=size, salient_per_chunk=size, selection="received", keep_first=False)
+    _, state = in_pieces(q, k, v, settings, [tokens], make_map(1))
+    received = torch.zeros(size, dtype=torch.float64)
+    for query in range(2 * size):
+        weights = ((k[0, : query + 1, 0] @ q[0, query, 0]) * 6**-0.5).softmax(-1)
+        for key in range(min(query, size)):
+            received[key] += weights[key] / (2 * size - 1 - key)
+    stored = {
+        tuple(row): score for row, score in zip(state.salient_keys[0, 0].tolist(), state.salient_scores[0, 0], strict=True)
+    }
+    found = torch.stack([stored[tuple(row)] for row in k[0, :size, 0].tolist()])
+    # scores are rounded to bfloat16 before they are compared
+    torch.testing.assert_close(found.double(), received, rtol=2**-8, atol=1e-6)
+
+
 def test_the_cap_keeps_the_best_and_loses_nothing():
     q, k, v = make_inputs(80, batch=1)
     settings = HybridSettings(chunk_size=8, salient_per_chunk=4, max_salient=6)
@@ -396,6 +414,25 @@ def test_wrong_inputs_are_refused():
 def test_an_empty_batch_gives_an_empty_output():
     q, k, v = (x[:0] for x in make_inputs(20))
     assert call(q, k, v, SMALL, feature_map=make_map()).shape == (0, 20, 4, 6)
+
+
+def test_training_follows_inference_mode_with_the_same_sizes():
+    q, k, v = make_inputs(29, dtype=torch.float32)
+    feature_map = make_map(dtype=torch.float32)
+    with torch.inference_mode():
+        call(q, k, v, SMALL, feature_map=feature_map)
+    call(q, k, v, SMALL, feature_map=feature_map).sum().backward()
+
+
+def test_a_bad_token_of_a_step_spoils_its_sample_alone():
+    q, k, v = make_inputs(50, dtype=torch.float32)
+    feature_map = make_map(dtype=torch.float32)
+    clean = call(q, k, v, SMALL, feature_map=feature_map)
+    v[0, 20] = float("nan")
+    out, _ = in_pieces(q, k, v, SMALL, [20, *[1] * 20, 10], feature_map)
+    torch.testing.assert_close(out[1], clean[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(out[0, :20], clean[0, :20], rtol=0, atol=1e-5)
+    assert out[0, 20:].isnan().all()
 
 
 def test_no_tensor_grows_with_the_square_of_the_tokens():

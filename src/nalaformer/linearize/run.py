@@ -151,7 +151,7 @@ class Stages:
         copy: Any = HybridForCausalLM(deepcopy(cast(HybridConfig, self.model.config)))
         copy = copy.to(like.device, like.dtype)
         for attention in converted_attentions(copy):
-            attention.hybrid.map.float()
+            attention.hybrid.map.to(dtype=torch.promote_types(like.dtype, torch.float32))
         return with_adapter(copy, self.config) if self.config.finetune is not None else copy
 
     def fit(self, name: str, training: TrainingConfig, task: Any, trainable: Trainable) -> dict[str, float]:

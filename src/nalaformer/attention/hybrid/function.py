@@ -5,15 +5,18 @@ tokens x tokens exists, salient keys are never copied for each chunk, and the wo
 """
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...feature_maps import FeatureMap
-from ...ops import LinearState, check_key_mask, compute_dtype, recurrent_linear_attention
+from ...ops import LinearState, compute_dtype, recurrent_linear_attention
 from ...ops.features import outside_autocast
 from .branches import ChunkSums, Linear, chunk_sums, exact_branch, linear_branch, merge, pairs_branch, window_logits
+from .checks import check_inputs
 from .layout import Layout, layout_without_mask
 from .salient import store_after, updated_store
 from .selection import SELECTIONS, Selection
@@ -22,7 +25,7 @@ from .state import HybridState
 
 EPS = 1e-6
 # of one piece: chunks, numbers per head, and numbers over all heads and samples
-MOST_CHUNKS, HEAD_WORKSPACE, WORKSPACE = 32, 2**21, 2**26
+MOST_CHUNKS, HEAD_WORKSPACE, WORKSPACE = 32, 2**20, 2**26
 
 
 def hybrid_attention(
@@ -71,35 +74,17 @@ def recurrent_hybrid_attention(
     with outside_autocast(q):
         if not settings.exact:
             return _linear_alone(q, k, v, feature_map=feature_map, state=state, gate=gate, key_mask=key_mask)
-        k, v, is_poisoned = _without_poison(k, v, key_mask, state)
         rule = SELECTIONS[settings.selection]()
         outputs = []
         size = piece_size(q, v, state, feature_map, settings)
         needs_memory = torch.is_grad_enabled() and q.shape[1] > size
         for start in range(0, q.shape[1], size):
-            piece = slice(start, start + size)
-            mask = None if key_mask is None else key_mask[:, piece]
-            arguments = (
-                q[:, piece],
-                k[:, piece],
-                v[:, piece],
-                None if gate is None else gate[:, piece],
-                None if scores is None else scores[:, piece],
-                mask,
-                state,
-                feature_map,
-                rule,
-                settings,
-                scale,
-            )
+            given = (None if x is None else x[:, start : start + size] for x in (q, k, v, gate, scores, key_mask))
+            arguments: tuple[Any, ...] = (*given, state, feature_map, rule, settings, scale)
             # between pieces only states are kept for the backward pass
-            out, state = checkpoint(_advance, *arguments, use_reentrant=False) if needs_memory else _advance(*arguments)
+            out, state = checkpoint(_piece, *arguments, use_reentrant=False) if needs_memory else _piece(*arguments)
             outputs.append(out)
-        out = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-        out = out.masked_fill(is_poisoned[:, :, None, None], math.nan)
-        if key_mask is not None:
-            out = torch.where(key_mask[:, :, None, None], out, 0)
-        return out.to(q.dtype), _with_poison(state, is_poisoned)
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], state
 
 
 def empty_state(q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap, settings: HybridSettings) -> HybridState:
@@ -142,6 +127,25 @@ def piece_size(q: Tensor, v: Tensor, state: HybridState, feature_map: FeatureMap
     return chunk * max(1, min(MOST_CHUNKS, HEAD_WORKSPACE // per_chunk, WORKSPACE // (per_chunk * heads)))
 
 
+def _piece(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    scores: Tensor | None,
+    key_mask: Tensor | None,
+    state: HybridState,
+    *context: Any,
+) -> tuple[Tensor, HybridState]:
+    """One piece in the dtype of q: what is bad in it reaches later tokens alone, and padding is zero."""
+    k, v, is_poisoned = _without_poison(k, v, key_mask, state)
+    out, after = _advance(q, k, v, gate, scores, key_mask, state, *context)
+    out = out.masked_fill(is_poisoned[:, :, None, None], math.nan)
+    if key_mask is not None:
+        out = torch.where(key_mask[:, :, None, None], out, 0)
+    return out.to(q.dtype), replace(after, is_poisoned=is_poisoned[:, -1])
+
+
 def _advance(
     q: Tensor,
     k: Tensor,
@@ -159,7 +163,7 @@ def _advance(
     dtype = compute_dtype(q, k, v)
     size, key_heads = settings.chunk_size, k.shape[2]
     if key_mask is None:
-        layout = layout_without_mask(size, q.shape[1], state.lengths, q.device)
+        layout = layout_without_mask(size, q.shape[1], state.lengths, q.device, torch.is_inference_mode_enabled())
     else:
         layout = Layout(size, q.shape[1], state.lengths, q.device, key_mask)
 
@@ -312,7 +316,7 @@ def _linear_alone(
         out = out * gate.to(out.dtype)
     if key_mask is not None:
         out = torch.where(key_mask[:, :, None, None], out, 0)
-    return out, HybridState(**(vars(state) | {"linear": linear, "lengths": lengths}))
+    return out, replace(state, linear=linear, lengths=lengths)
 
 
 def _without_poison(k: Tensor, v: Tensor, key_mask: Tensor | None, state: HybridState) -> tuple[Tensor, Tensor, Tensor]:
@@ -329,45 +333,3 @@ def _without_poison(k: Tensor, v: Tensor, key_mask: Tensor | None, state: Hybrid
     if key_mask is not None:
         is_bad = is_bad & key_mask
     return k, v, (is_bad.cumsum(1) > 0) | state.is_poisoned[:, None]
-
-
-def _with_poison(state: HybridState, is_poisoned: Tensor) -> HybridState:
-    return HybridState(**(vars(state) | {"is_poisoned": is_poisoned[:, -1]}))
-
-
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: FeatureMap,
-    settings: HybridSettings,
-    gate: Tensor | None,
-    scores: Tensor | None,
-    key_mask: Tensor | None,
-) -> None:
-    """Each rule with what came instead and what to do."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4 or not x.is_floating_point():
-            raise ValueError(f"{name} must be floats [batch, tokens, heads, channels], got {tuple(x.shape)} {x.dtype}")
-    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(
-            f"q, k and v must have the same samples and tokens, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    if q.shape[1] == 0:
-        raise ValueError(f"q must hold at least one token, got shape {tuple(q.shape)}")
-    if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"the heads of q must be a multiple of those of k and v, got {q.shape[2]}, {k.shape[2]} and {v.shape[2]}"
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same head size, got {q.shape[3]} and {k.shape[3]}")
-    if feature_map.streams != 1:
-        raise ValueError(f"feature_map must have one stream, got {feature_map.streams}; polarity maps do not serve here")
-    check_key_mask(key_mask, k)
-    if gate is not None and (gate.shape[:3] != q.shape[:3] or gate.shape[3] not in (1, v.shape[3])):
-        raise ValueError(f"gate must be {(*q.shape[:3], v.shape[3])}, or 1 in the last place, got {tuple(gate.shape)}")
-    needs_scores = SELECTIONS[settings.selection].needs_scores and settings.salient_per_chunk > 0 and settings.exact
-    if needs_scores and (scores is None or scores.shape != k.shape[:3]):
-        got = None if scores is None else tuple(scores.shape)
-        raise ValueError(f"selection {settings.selection!r} needs scores for each key, {tuple(k.shape[:3])}, got {got}")

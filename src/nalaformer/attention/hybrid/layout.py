@@ -170,8 +170,10 @@ class Layout:
 
 
 @lru_cache(maxsize=16)
-def layout_without_mask(chunk_size: int, tokens: int, lengths: tuple[int, ...], device: torch.device) -> Layout:
-    """All layers of a model ask for the same one in turn."""
+def layout_without_mask(
+    chunk_size: int, tokens: int, lengths: tuple[int, ...], device: torch.device, in_inference_mode: bool
+) -> Layout:
+    """All layers of a model ask for the same one in turn. Tensors made in inference mode do not serve training."""
     return Layout(chunk_size, tokens, lengths, device)
 
 

@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...attention.hybrid import HybridAttention, HybridSettings
-from .attention import INTERFACE, ConvertedAttention
+from .attention import INTERFACE, ConvertedAttention, converted_attentions
 from .cache import HybridCache
 from .config import HybridConfig
 from .support import check_config, decoder_layers, head_sizes
@@ -30,8 +30,6 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values"]
-    # the feature maps compute in float32 whatever the model does
-    _keep_in_fp32_modules_strict = {"map"}
 
     def __init__(self, config: HybridConfig, host: PreTrainedModel | None = None) -> None:
         super().__init__(config)
@@ -50,8 +48,11 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         """The model with hybrid attention: its weights are taken over, not copied, and maps and gates are new."""
         check_config(model.config)
         own_config_(model)
-        config = HybridConfig(text_config=model.config, hybrid=asdict(settings))
-        return cls(config, host=model)
+        hybrid = cls(HybridConfig(text_config=model.config, hybrid=asdict(settings)), host=model)
+        for attention in converted_attentions(hybrid):
+            # what is new is to learn, and in bfloat16 it would in steps too large
+            attention.hybrid.to(dtype=torch.promote_types(model.dtype, torch.float32))
+        return hybrid
 
     def forward(
         self,
@@ -125,8 +126,9 @@ def convert_attention_(model: nn.Module, settings: HybridSettings) -> None:
         assert isinstance(original, nn.Module)
         hybrid = HybridAttention(settings, **head_sizes(config, original))
         like = next(original.parameters())
-        # in bfloat16 they would learn in steps too large
-        hybrid = hybrid.to(device=like.device, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+        hybrid = hybrid.to(device=like.device, dtype=like.dtype)
+        # the feature maps compute in float32 whatever the model does
+        hybrid.map.to(dtype=torch.promote_types(like.dtype, torch.float32))
         for module in hybrid.modules():
             # transformers would draw the weights of linear layers anew
             module._is_hf_initialized = True  # type: ignore[assignment]
