@@ -13,6 +13,12 @@ DEVICE = "cpu" if INTERPRETING else "cuda"
 BAR = 2e-6
 
 
+@pytest.fixture(autouse=True)
+def full_float32(monkeypatch):
+    """torch's own convolutions on a GPU would round their inputs to eleven bits."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def relative_error(ours, exact):
     return ((ours.double() - exact).norm() / exact.norm().clamp(min=1e-6)).item()
 

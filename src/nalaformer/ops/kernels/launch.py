@@ -50,10 +50,10 @@ TILES = {
     "causal_dk": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
 }
 # for bfloat16, heads up to 64, one stream and no rotary, where few registers are enough
-LEAN_TILES = {"output": Tile(64, 4, 1, 168), "dsums": Tile(32, 4, 3, 128)}
+LEAN_TILES = {"dsums": Tile(32, 4, 3, 128)}
 # by kernel: programs per multiprocessor that we want, and steps below which a program is not worth its sums
 SPREAD = {"state": (2, 8), "output": (16, 4), "dq": (16, 4), "dsums": (2, 8), "dk": (16, 4), "causal": (2, 8)}
-LEAN_SPREAD = {"output": (24, 4), "dsums": (4, 8)}
+LEAN_SPREAD = {"dsums": (4, 8)}
 # three tf32 products make one of float32 quality; a single one would cost float16 three of its eleven bits
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "tf32x3"}
 
