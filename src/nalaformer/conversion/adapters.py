@@ -48,6 +48,13 @@ class TransformersAttention(nn.Module):
         return self.attention(hidden_states, key_mask=key_mask_of(attention_mask, hidden_states)), None
 
 
+class TransformersNestedAttention(TransformersAttention):
+    """The same for the attention of transformers that returns no weights."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_states, attention_mask)[0]
+
+
 def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
     """[B, N] bool from an attention mask that hides keys from all queries alike, [B or 1, 1, 1, N], bool or added to scores."""
     if mask is None:

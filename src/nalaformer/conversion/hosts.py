@@ -10,7 +10,7 @@ from torch import nn
 from ..attention import Attention, AttentionConfig, configure
 from ..feature_maps import map_options_of
 from ..registry import unknown_name
-from .adapters import TimmAttention, TimmWindowAttention, TransformersAttention
+from .adapters import TimmAttention, TimmWindowAttention, TransformersAttention, TransformersNestedAttention
 
 # parts that would need weights which the model does not have
 WITHOUT_NEW_PROJECTIONS = {"gate": "none", "norm": False}
@@ -36,7 +36,7 @@ class Host:
 
     @staticmethod
     def num_heads(module: nn.Module) -> int:
-        return next(getattr(module, name) for name in HEADS if hasattr(module, name))
+        return next(getattr(part, name) for part in module.modules() for name in HEADS if hasattr(part, name))
 
 
 def host_of(module: nn.Module) -> Host | None:
@@ -51,7 +51,7 @@ def host_of(module: nn.Module) -> Host | None:
     if kind == "WindowAttention" and package == "timm.models.swin_transformer":
         return TIMM_SWIN
     if kind in TRANSFORMERS_KINDS and package.startswith("transformers.models."):
-        return TRANSFORMERS_VIT
+        return TRANSFORMERS_VIT if hasattr(module, "q_proj") else TRANSFORMERS_NESTED_VIT
     has_heads = any(isinstance(getattr(module, name, None), int) for name in HEADS)
     projects = any(isinstance(layer, nn.Linear) for layer in module.modules())
     return UNKNOWN if "attention" in kind.lower() and has_heads and projects else None
@@ -147,6 +147,19 @@ def convert_transformers_vit(module: Any, attention: str, options: dict[str, Any
     return TransformersAttention(filled(config, module.num_attention_heads, parts, module.o_proj))
 
 
+def transformers_nested_vit_obstacle(module: Any) -> str:
+    inner = module.attention
+    return projections_obstacle(inner.num_attention_heads, inner.query.in_features, module.output.dense)
+
+
+def convert_transformers_nested_vit(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
+    """DINOv2 in older transformers (5.17): a layer for q, k and v and one for the output, and no weights returned."""
+    inner = module.attention
+    config = settled_without_grid(attention, options, bias=inner.query.bias is not None)
+    layer = filled(config, inner.num_attention_heads, (inner.query, inner.key, inner.value), module.output.dense)
+    return TransformersNestedAttention(layer)
+
+
 def our_obstacle(module: Attention) -> str:
     if module.map is not None:
         return "is linear already"
@@ -177,4 +190,5 @@ OURS = Host(our_obstacle, convert_ours)
 TIMM_VIT = Host(timm_vit_obstacle, convert_timm_vit)
 TIMM_SWIN = Host(timm_swin_obstacle, convert_timm_swin)
 TRANSFORMERS_VIT = Host(transformers_vit_obstacle, convert_transformers_vit)
+TRANSFORMERS_NESTED_VIT = Host(transformers_nested_vit_obstacle, convert_transformers_nested_vit)
 UNKNOWN = Host(lambda module: "of a kind that is not known here", lambda module, attention, options: module)
