@@ -102,7 +102,7 @@ def test_what_the_bars_need_comes_first(monkeypatch):
         (size, variant, TRAINING) for size in (224, 1024) for variant in (LINEAR, REFERENCE, SOFTMAX)
     ]
     assert len(set(map(str, plan))) == len(plan) == 4 * 4 * 2
-    assert {(m.image_size, m.batch) for m in plan} == {(224, 64), (512, 16), (1024, 4), (2048, 1)}
+    assert {(m.image_size, m.batch) for m in plan} == {(224, 512), (512, 96), (1024, 24), (2048, 6)}
     assert {m.dtype for m in plan} == {torch.bfloat16}
 
 
