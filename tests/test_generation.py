@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import nalaformer
@@ -141,10 +142,15 @@ def test_saved_cache_goes_on_where_it_was(layout, tmp_path):
     loaded = NaLaCache.load(tmp_path / "cache.safetensors", model.config)
     assert loaded.get_seq_length() == 15
     assert torch.equal(model.generate(**prompts, **GREEDY, past_key_values=loaded), expected)
-    # the model of another layout must not take it
-    other = make("softmax" if layout != "softmax" else "linear").config
-    with pytest.raises(ValueError, match="another mixer"):
-        NaLaCache.load(tmp_path / "cache.safetensors", other)
+    # the model of another layout must not take it, nor one of other features
+    others = make("softmax" if layout != "softmax" else "linear").config, copy.deepcopy(model.config)
+    others[1].feature_map = "relu" if model.config.feature_map != "relu" else "elu"
+    for other in others:
+        with pytest.raises(ValueError, match="same mixers and feature map"):
+            NaLaCache.load(tmp_path / "cache.safetensors", other)
+    save_file({"x": torch.ones(1)}, tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"that NaLaCache\.save wrote"):
+        NaLaCache.load(tmp_path / "weights.safetensors", model.config)
 
 
 @each_layout
@@ -261,11 +267,15 @@ def test_command_streams_the_text_of_a_model_in_a_folder(folder):
 
 
 def test_wrong_folders_and_settings_of_writing_are_named(folder, tmp_path):
+    from nalaformer.evaluation import load_language_model
     from nalaformer.models.language.writing import Writer
 
     with pytest.raises(ValueError, match="must be a folder"):
-        Writer(tmp_path / "none")
-    writer = Writer(folder, device="cpu")
+        load_language_model(tmp_path / "none")
+    with pytest.raises(ValueError, match='device must be "cpu", "cuda" or "auto"'):
+        load_language_model(folder, device="abacus")
+    loaded = load_language_model(folder, device="cpu")
+    writer = Writer(loaded.model, loaded.tokenizer)
     with pytest.raises(ValueError, match="top_p above 0"):
         writer.write("a key", top_p=0.0)
     with pytest.raises(ValueError, match="at least one token"):

@@ -193,8 +193,15 @@ def test_a_killed_run_goes_on_to_the_same_bits(trained, tmp_path):
 def test_attention_names_the_mixers():
     task = small_task()
     assert model_of(task, attention="softmax").config.mixers == "softmax"
+    # several are taken in turn
+    mixers = model_of(task, attention="gated_delta,softmax", num_hidden_layers=3).config.mixers
+    assert mixers == ["gated_delta", "softmax", "gated_delta"]
     with pytest.raises(ValueError, match="unknown mixer 'linaer'; did you mean 'linear'"):
         model_of(task, attention="linaer")
+    with pytest.raises(ValueError, match="give one of them"):
+        model_of(task, attention="linear", mixers=["softmax", "linear"])
+    with pytest.raises(ValueError, match="unknown setting 'mixer'; did you mean 'mixers'"):
+        model_of(task, mixer="softmax")
     with pytest.raises(ValueError, match="unknown size 'nan'; did you mean 'nano'"):
         task.create_model("nan", {}, task.facts())
 

@@ -40,12 +40,14 @@ def run_text(
 ) -> None:
     from transformers.utils import logging
 
+    from ..evaluation import load_language_model
     from ..models.language.writing import Writer
 
     # a bar of 20 weights is no news
     logging.disable_progress_bar()
     console = make_console()
-    writer = Writer(model, device=device)
+    loaded = load_language_model(model, device=device)
+    writer = Writer(loaded.model, loaded.tokenizer)
     start = time.perf_counter()
     written = writer.write(
         prompt,
@@ -58,4 +60,6 @@ def run_text(
     )
     seconds = time.perf_counter() - start
     size = "" if written.cache_bytes is None else f", cache {written.cache_bytes / 2**20:.3g} MiB"
-    console.print(f"\n{written.num_tokens} tokens, {written.num_tokens / seconds:.3g} tokens/s on {writer.device}{size}")
+    console.print(
+        f"\n{written.num_tokens} tokens, {written.num_tokens / seconds:.3g} tokens/s on {writer.model.device.type}{size}"
+    )

@@ -89,5 +89,6 @@ def run_recipes(name: str | None) -> None:
         return
     console.print(describe(name), markup=False)
     for setting in settings_of(RECIPES[name]()):
-        table.add_row(setting.key, str(setting.value), setting.meaning)
+        # brackets are markup to rich
+        table.add_row(setting.key, *(part.replace("[", "\\[") for part in (str(setting.value), setting.meaning)))
     console.print(table)

@@ -47,7 +47,10 @@ def steps_per_epoch(data: Sized, batch_size: int) -> int:
     """Whole batches only: every step averages over the same number of samples."""
     steps = len(data) // batch_size
     if steps < 1:
-        raise ValueError(f"an epoch must hold a whole batch, got {len(data)} samples and batch_size {batch_size}")
+        raise ValueError(
+            f"an epoch must hold a whole batch, got {len(data)} samples and batch_size {batch_size}; use a smaller batch_size, "
+            "more data, or of text a smaller window"
+        )
     return steps
 
 

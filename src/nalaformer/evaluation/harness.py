@@ -70,7 +70,8 @@ def evaluate_tasks(
             max_length=window,
             batch_size=batch_size,
         )
-        found: Any = simple_evaluate(
+        found: Any = _evaluate(
+            simple_evaluate,
             model=model,
             tasks=list(files),
             task_manager=TaskManager(include_path=aside, include_defaults=False),
@@ -80,6 +81,16 @@ def evaluate_tasks(
             bootstrap_iters=1000,
         )
     return [result for task in tasks for result in results_of(task, found)]
+
+
+def _evaluate(run: Any, **arguments: Any) -> Any:
+    try:
+        return run(**arguments)
+    except AssertionError as error:
+        # how lm-eval says that an answer does not fit
+        raise ValueError(
+            "every answer must fit into the model's window, got one that does not; give a larger --window, or leave the row out"
+        ) from error
 
 
 def write_task_files(files: dict[str, Path], folder: Path) -> None:

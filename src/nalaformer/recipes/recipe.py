@@ -14,7 +14,7 @@ class Recipe:
     """A run, described to the last choice."""
 
     model: str
-    """Name of the model: timm's for images, those of this library among them."""
+    """Name of the model: timm's for images, those of this library among them; a size or a folder for language."""
     attention: str = ""
     """Attention of the model (of its linear stages, where stages differ; models of this library only); empty: its own."""
     model_options: dict[str, Any] = field(default_factory=dict)

@@ -114,17 +114,30 @@ class LanguageModelling:
 
     @staticmethod
     def create_model(name: str, options: dict[str, Any], facts: dict[str, Any]) -> nn.Module:
-        """A model of this library by its size, or the pretrained one of a local folder; `attention` names the mixers."""
+        """A model of this library by its size, or the pretrained one of a local folder.
+
+        `attention` names the mixers: one, or several with commas, which the layers take in turn.
+        """
         if Path(name).is_dir():
             if options:
-                raise ValueError(f"a pretrained model is taken as it is, got options for {name}: {', '.join(options)}")
+                raise ValueError(
+                    f"a pretrained model is taken as it is, got options for {name}: {', '.join(options)}; leave them out "
+                    "(attention= with nothing behind it, where a recipe names one)"
+                )
             return pretrained_model(name, vocab_size=facts["vocab_size"], dtype=torch.float32)
         from ..models.language import NaLaConfig, NaLaForCausalLM
 
         changes = {key: facts[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
         changes |= {"max_position_embeddings": facts["window"]} | options
         if "attention" in changes:
-            changes["mixers"] = changes.pop("attention")
+            if "mixers" in changes:
+                raise ValueError(
+                    f"mixers are named by attention= (several with commas), got attention={changes['attention']} and mixers="
+                    f"{changes['mixers']}; give one of them"
+                )
+            mixers = changes.pop("attention").split(",")
+            layers = NaLaConfig.from_size(name, **changes).num_hidden_layers
+            changes["mixers"] = mixers[0] if len(mixers) == 1 else [mixers[n % len(mixers)] for n in range(layers)]
         return NaLaForCausalLM(NaLaConfig.from_size(name, **changes))
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:

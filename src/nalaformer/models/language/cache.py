@@ -96,6 +96,12 @@ class NaLaCache(Cache):
     def __init__(self, config: NaLaConfig) -> None:
         recurrent = [mixer in RECURRENT_MIXERS for mixer in config.mixer_of_layers]
         super().__init__(layers=[RecurrentLayer() if is_recurrent else DynamicLayer() for is_recurrent in recurrent])
+        # what of the model its states mean something to
+        self.kind = {
+            "mixers": list(config.mixer_of_layers),
+            "feature_map": config.feature_map,
+            "map_options": json.loads(json.dumps(config.map_options or {})),
+        }
 
     def crop(self, *args: object) -> None:
         # before any layer has changed
@@ -127,7 +133,8 @@ class NaLaCache(Cache):
         from safetensors.torch import save_file
 
         seen = [layer.get_seq_length() for layer in self.layers]
-        save_file({name: x.contiguous() for name, x in self.tensors().items()}, path, {"seen": json.dumps(seen)})
+        about = {"seen": json.dumps(seen), "kind": json.dumps(self.kind)}
+        save_file({name: x.contiguous() for name, x in self.tensors().items()}, path, about)
 
     @classmethod
     def load(cls, path: str | PathLike[str], config: NaLaConfig, *, device: str | torch.device = "cpu") -> "NaLaCache":
@@ -137,15 +144,21 @@ class NaLaCache(Cache):
         cache = cls(config)
         found: list[dict[str, Tensor]] = [{} for _ in cache.layers]
         with safe_open(path, framework="pt", device=str(device)) as file:
-            seen = json.loads(file.metadata()["seen"])
+            about = file.metadata() or {}
+            if "seen" not in about or "kind" not in about:
+                raise ValueError(f"a cache must be a file that NaLaCache.save wrote, got another kind of file in {path}")
+            seen, kind = json.loads(about["seen"]), json.loads(about["kind"])
             if len(seen) != len(found):
                 raise ValueError(f"the cache must come from a model of {len(found)} layers, got one of {len(seen)} in {path}")
+            if kind != cache.kind:
+                raise ValueError(
+                    f"the cache must come from a model with the same mixers and feature map, got one of {kind} in {path}; "
+                    f"this model has {cache.kind}"
+                )
             for key in file.keys():  # noqa: SIM118 (a file, not a dict)
                 _, number, name = key.split(".")
                 found[int(number)][name] = file.get_tensor(key)
         for number, (layer, tensors) in enumerate(zip(cache.layers, found, strict=True)):
-            if tensors and isinstance(layer, RecurrentLayer) == ("keys" in tensors):
-                raise ValueError(f"layer {number} has another mixer in {path}; load the cache of the same model")
             if isinstance(layer, RecurrentLayer):
                 layer.tensors, layer.seen = tensors, seen[number]
             elif tensors:

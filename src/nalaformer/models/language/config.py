@@ -1,5 +1,6 @@
 """What a language model is made of, as transformers keeps it, and the sizes by name."""
 
+from dataclasses import fields
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
@@ -77,6 +78,11 @@ class NaLaConfig(PreTrainedConfig):
         """The layout of that name in SIZES, with some fields changed."""
         if name not in SIZES:
             raise unknown_name("size", name, SIZES)
+        known = {field.name for field in fields(cls)}
+        for key in changes:
+            # transformers would keep it and use it nowhere
+            if key not in known and not hasattr(cls, key):
+                raise unknown_name("setting", key, known)
         return cls(**(SIZES[name] | changes))
 
     def __post_init__(self, **kwargs: Any) -> None:

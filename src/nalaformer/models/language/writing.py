@@ -1,13 +1,10 @@
-"""Text from a model in a folder, piece by piece as it is written."""
+"""Text from a model, piece by piece as it is written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers import TextStreamer, set_seed
 from transformers.cache_utils import Cache
 
 from .cache import NaLaCache
@@ -26,17 +23,10 @@ class Written:
 
 
 class Writer:
-    """A causal language model and its tokenizer, read from a folder that `save_pretrained` of both has written."""
+    """A causal language model and its tokenizer, which continue texts."""
 
-    def __init__(self, folder: str | PathLike[str], *, device: str = "auto") -> None:
-        if not Path(folder).is_dir():
-            raise ValueError(f"the model must be a folder with config.json, weights and a tokenizer, got {folder}")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = device
-        self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-        self.model.to(torch.device(device))
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
 
     def write(
         self,
@@ -61,7 +51,7 @@ class Writer:
         drawing: dict[str, Any] = {"do_sample": False}
         if temperature > 0:
             drawing = {"do_sample": True, "temperature": temperature, "top_p": top_p}
-        inputs = self.tokenizer(prompt, return_tensors="pt").to(self.device)
+        inputs = self.tokenizer(prompt, return_tensors="pt").to(self.model.device)
         inputs.pop("token_type_ids", None)
         done = self.model.generate(
             **inputs,
