@@ -3,6 +3,10 @@
 import hashlib
 import itertools
 import random
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -417,3 +421,46 @@ def test_data_in_which_nothing_can_be_read_ends_with_an_error():
 def test_batches_that_do_not_divide_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         read(0, 1, **options)
+
+
+SLOW_READER = """
+import os, sys, time
+from nalaformer.data import batches_from
+
+
+class Places:
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+if __name__ == "__main__":
+    for batch in batches_from(0, Places(), seed=0, batch_size=2, last_step=50, workers=1):
+        print(int(batch.content[0]), flush=True)
+        time.sleep(60)
+"""
+
+
+def test_workers_leave_when_their_reader_is_killed(tmp_path):
+    script = tmp_path / "reader.py"
+    script.write_text(SLOW_READER)
+    reader = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    worker = int(reader.stdout.readline())
+    reader.kill()
+    reader.wait()
+    # the pipe is held by the workers too: it ends with the last of them
+    deadline = time.monotonic() + 60
+    while is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not is_running(worker)
+    reader.stdout.close()
+
+
+def is_running(process: int) -> bool:
+    try:
+        # a process that has ended but was not waited for is a zombie
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
