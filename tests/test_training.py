@@ -530,6 +530,19 @@ def test_progress_shows_loss_rate_and_time_left(tmp_path, terminal, monkeypatch)
     assert all(word in text for word in ("loss", "samples/s", "left", "24/24", "negative_error"))
 
 
+@pytest.mark.parametrize(("warmup", "is_named"), [(100.0, True), (2.0, False)])
+def test_a_warm_up_longer_than_the_run_is_named(tmp_path, warmup, is_named):
+    import io
+
+    from rich.console import Console
+
+    written = io.StringIO()
+    trainer = make_trainer(tmp_path, warmup=warmup)
+    trainer.console = Console(file=written, width=300)
+    trainer.fit()
+    assert ("set warmup" in written.getvalue()) == is_named
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

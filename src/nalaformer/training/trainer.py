@@ -101,6 +101,12 @@ class Trainer:
                     log = RunLog(self.folder, after_step=self.progress.step, tensorboard=self.config.tensorboard)
                 if self.progress.step and self.progress.step < self.total_steps:
                     display.say(f"{self.title}: going on after step {self.progress.step} of {self.total_steps}")
+                warmup = self.config.in_steps(self.config.warmup, self.per_epoch)
+                if warmup > self.total_steps:
+                    display.say(
+                        f"{self.title}: the warm-up takes {warmup} steps and the run {self.total_steps}, so the learning rate "
+                        f"does not reach {self.config.learning_rate:g}; set warmup"
+                    )
                 self._run(log, display)
             finally:
                 display.close()
