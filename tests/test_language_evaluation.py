@@ -327,6 +327,23 @@ def test_a_benchmark_that_is_not_whole_is_refused(tmp_path, content, message):
         evaluate_tasks(LanguageModel(model=None, tokenizer=None), ["piqa"], tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ("piqa", {"label": 2}, "a label 0 or 1"),
+        ("hellaswag", {"label": "7"}, "the number of one of them"),
+        ("winogrande", {"sentence": "no gap"}, 'a gap "_"'),
+        ("arc_easy", {"choices": ["a", "b"]}, "answerKey one of the labels"),
+        ("arc_challenge", {"answerKey": "Z"}, "answerKey one of the labels"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_named_with_its_line(tmp_path, task, changes, message):
+    good = ROWS[task][0]
+    (tmp_path / f"{task}.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(good | changes) + "\n")
+    with pytest.raises(ValueError, match=rf"{task}\.jsonl:2 must have .*{message}"):
+        evaluate_tasks(LanguageModel(model=None, tokenizer=None), [task], tmp_path)
+
+
 def test_an_unknown_task_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(ValueError, match="unknown task 'pica'; did you mean 'piqa'"):
         evaluate_tasks(LanguageModel(model=None, tokenizer=None), ["pica"], tmp_path)

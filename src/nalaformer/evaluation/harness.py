@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,24 @@ HARNESS_TASKS: dict[str, tuple[str, ...]] = {
     "lambada": ("text",),
     "wikitext": ("page",),
 }
+
+
+# what else a row must be, and the words for it
+FORMS: dict[str, tuple[Callable[[dict[str, Any]], bool], str]] = {
+    "piqa": (lambda row: str(row["label"]) in ("0", "1"), "a label 0 or 1"),
+    "hellaswag": (
+        lambda row: isinstance(row["endings"], list) and 0 <= int(row["label"]) < len(row["endings"]),
+        "a list of endings, and as label the number of one of them, from 0",
+    ),
+    "winogrande": (
+        lambda row: "_" in row["sentence"] and str(row["answer"]) in ("1", "2"),
+        'a sentence with a gap "_", and an answer 1 or 2',
+    ),
+}
+FORMS["arc_easy"] = FORMS["arc_challenge"] = (
+    lambda row: row["answerKey"] in row["choices"]["label"] and len(row["choices"]["label"]) == len(row["choices"]["text"]),
+    'choices {"text": [...], "label": [...]} of one length, and as answerKey one of the labels',
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +163,20 @@ def checked_file(task: str, folder: Path) -> Path:
                 raise ValueError(
                     f"{file}:{number} must have the fields {', '.join(HARNESS_TASKS[task])}, got none named {missing[0]!r}"
                 )
+            if task in FORMS and not has_form(task, row):
+                raise ValueError(f"{file}:{number} must have {FORMS[task][1]}, got {json.dumps(row)[:200]}")
             rows += 1
     if not rows:
         raise ValueError(f"{file} must hold at least one row, got an empty file")
     return file.absolute()
+
+
+def has_form(task: str, row: dict[str, Any]) -> bool:
+    """Whether a row that has every field can be asked."""
+    try:
+        return FORMS[task][0](row)
+    except (TypeError, ValueError, KeyError):
+        return False
 
 
 @contextmanager
