@@ -49,6 +49,9 @@ def test_eval_gives_the_figures_of_the_training(trained, run):
     assert result.exit_code == 0, result.output
     assert f"{top1:.4g}" in result.output
     assert "top5" in result.output
+    # images have train and val alone
+    refused = run("eval", trained, "--split", "test", "--device", "cpu")
+    assert "has no test split" in str(refused.exception)
 
 
 def test_predict_names_the_likeliest_classes_of_a_folder(trained, run, tmp_path):

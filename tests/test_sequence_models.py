@@ -235,14 +235,15 @@ def test_a_handful_of_samples_is_learned_by_heart(name, options):
 
 def test_a_recipe_trains_on_written_data_and_is_evaluated_again(tmp_path):
     options = {"shortest": 4, "longest": 24, "max_depth": 3}
-    for split in ("train", "val"):
-        write("listops", tmp_path / "data", split=split, samples=32, options=options)
+    for split, samples in (("train", 32), ("val", 32), ("test", 16)):
+        write("listops", tmp_path / "data", split=split, samples=samples, options=options)
     settings = ["steps=3", "batch_size=8", "warmup=1", "device=cpu", f"data={tmp_path / 'data'}", "attention=split"]
     outcome = make_trainer(changed(RECIPES["listops_small"](), settings), tmp_path / "run").fit()
     assert outcome.metrics["answers"] == 32
     again = evaluate_run(tmp_path / "run", device="cpu")
     assert again.metrics["accuracy"] == pytest.approx(outcome.metrics["accuracy"])
     assert "chance" in again.metrics
+    assert evaluate_run(tmp_path / "run", split="test", device="cpu").metrics["answers"] == 16
 
 
 # ---- what the protocols ask of the trainer

@@ -31,10 +31,11 @@ def add_to(app: "typer.Typer") -> None:
         run: Annotated[Path, typer.Argument(help="Folder of a run.")],
         data: Annotated[str | None, typer.Option(help="Other data of the same classes or tokenizer.")] = None,
         step: Annotated[int | None, typer.Option(help="Step of the checkpoint.", show_default="the best")] = None,
+        split: Annotated[str, typer.Option(help="val, or test where the task has one.")] = "val",
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     ) -> None:
         """Evaluate a run on its own data. The word "run" may be left out."""
-        run_eval(run, data, step, device)
+        run_eval(run, data, step, split, device)
 
     @group.command()
     def language(
@@ -71,12 +72,12 @@ def add_to(app: "typer.Typer") -> None:
             show_tasks(loaded, model, names, data, limit, shots, window, batch_size)
 
 
-def run_eval(run: Path, data: str | None, step: int | None, device: str) -> None:
+def run_eval(run: Path, data: str | None, step: int | None, split: str, device: str) -> None:
     from ..recipes import evaluate_run
 
     console = make_console()
     with console.status(f"evaluating {run}"):
-        result = evaluate_run(run, data=data, step=step, device=device)
+        result = evaluate_run(run, data=data, step=step, split=split, device=device)
     table = table_of(f"{run}, step {result.step}, {result.model}", "figure", "value")
     for name, value in result.metrics.items():
         table.add_row(name, f"{value:.4g}")

@@ -39,19 +39,26 @@ class Prediction:
     """Why there is none."""
 
 
-def evaluate_run(folder: Path, *, data: str | None = None, step: int | None = None, device: str = "auto") -> Evaluation:
-    """The metrics of a run's task, as training computes them."""
+def evaluate_run(
+    folder: Path, *, data: str | None = None, step: int | None = None, split: str = "val", device: str = "auto"
+) -> Evaluation:
+    """The metrics of a run's task, as training computes them; split "test": on samples that chose no checkpoint."""
     run = load_run(folder, step=step, data=data)
     if run.task.facts() != run.facts:
         raise ValueError(
             f"the data must have the {', '.join(run.facts)} of the run's own data, got others in {run.recipe.task.data}"
         )
+    if split not in ("val", "test"):
+        raise ValueError(f'split must be "val" or "test", got {split!r}')
+    samples = run.task.eval_data if split == "val" else getattr(run.task, "test_data", None)
+    if samples is None:
+        raise ValueError(f"the task of {folder} has no test split; leave split at val, or name other data")
     rejected: list[str] = []
     with started(device) as ranks:
         training = run.recipe.training
         metrics = evaluate(
             run.model.to(ranks.device),
-            run.task.eval_data,
+            samples,
             run.task.metrics(),
             batch_size=training.batch_size,
             ranks=ranks,
