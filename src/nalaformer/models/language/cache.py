@@ -5,65 +5,27 @@ from os import PathLike
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
+from ..state_layer import StateLayer
 from .config import RECURRENT_MIXERS, NaLaConfig
 
 
-class RecurrentLayer(CacheLayerMixin):
+class RecurrentLayer(StateLayer):
     """The state of one recurrent mixer: named tensors, batch first, whose sizes do not depend on how many tokens were seen."""
-
-    is_compileable = False
-    is_croppable = False
-    is_sliding = False
-    supports_early_init = False
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[str, Tensor] = {}
-        self.seen = 0
-
-    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: the mixer puts its tensors here after the first tokens."""
-
-    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        raise ValueError("a recurrent layer keeps no keys and values; its mixer reads and writes `tensors`")
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    # the name of get_max_length in transformers before 5.18
-    get_max_cache_shape = get_max_length
-
-    def crop(self, *args: object) -> None:
-        raise ValueError(
-            "a state of constant size cannot forget its last tokens, so it cannot be cropped; copy the cache before the tokens "
-            "that you may want to take back (copy.deepcopy)"
-        )
 
     def reset(self) -> None:
         self.tensors, self.seen = {}, 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.tensors = {name: tensor[indices.to(tensor.device)] for name, tensor in self.tensors.items()}
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.tensors = {name: tensor.repeat_interleave(repeats, dim=0) for name, tensor in self.tensors.items()}
-
-    def offload(self) -> None:
-        """Nothing to do: a state is small and read at every token."""
-
-    def prefetch(self) -> None:
-        """Nothing to do, as in `offload`."""
 
 
 class FixedLayer(DynamicLayer):
