@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -422,6 +423,44 @@ def test_the_command_writes_a_model_that_transformers_loads(pretrained_folder, t
         assert (out / name).exists()
     with pytest.raises(ValueError, match="got none; name files"):
         CliRunner().invoke(build_app(), ["linearize", "model"], catch_exceptions=False)
+
+
+def run_command(folder, out, *, model="model", data="text.jsonl", length=64, more=()):
+    from typer.testing import CliRunner
+
+    from nalaformer.cli import build_app
+
+    arguments = ["linearize", str(folder / model), "--data", str(folder / data), "--out", str(out), "--length", str(length)]
+    arguments += ["--steps", "0", "--finetune-steps", "0", "--device", "cpu", *more]
+    return CliRunner().invoke(build_app(), arguments, catch_exceptions=False)
+
+
+def test_the_command_overwrites_no_folder_but_its_own(pretrained_folder, tmp_path):
+    model = pretrained_folder / "model"
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    with pytest.raises(ValueError, match="a folder of its own"):
+        run_command(pretrained_folder, model / ".." / "model")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="got one with other files"):
+        run_command(pretrained_folder, tmp_path)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_used_folder_refuses_another_model_other_text_and_another_length(pretrained_folder, tmp_path):
+    folder, out = tmp_path, tmp_path / "out"
+    shutil.copytree(pretrained_folder, folder, dirs_exist_ok=True)
+    assert run_command(folder, out).exit_code == 0
+    assert run_command(folder, out).exit_code == 0
+    with pytest.raises(ValueError, match="length was 64, is 32"):
+        run_command(folder, out, length=32)
+    make_model(vocab_size=300, initializer_range=0.01).save_pretrained(folder / "model")
+    with pytest.raises(ValueError, match="weights was"):
+        run_command(folder, out)
+    with (folder / "text.jsonl").open("a") as file:
+        file.write('\n{"text": "more"}')
+    with pytest.raises(ValueError, match="data was"):
+        run_command(folder, out)
 
 
 def test_the_auto_classes_know_the_model_whichever_package_comes_first():

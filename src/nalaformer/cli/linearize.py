@@ -52,6 +52,7 @@ def run_linearize(
     from transformers.utils.logging import disable_progress_bar
 
     from ..linearize import LinearizeConfig, linearize, save, token_windows, write_report
+    from ..linearize.saving import RUNS, TOKENS, claim_folder
     from ..recipes import changed
     from ..training import TrainingConfig, TrainingStopped
 
@@ -70,15 +71,18 @@ def run_linearize(
     start = LinearizeConfig()
     config = replace(start, transfer=in_steps(start.transfer, steps), finetune=in_steps(start.finetune, finetune_steps))
     config = changed(config, settings)
-    windows = token_windows(data, length=length, tokenizer=model, tokens=out / "tokens")
+    # one of torchrun's processes looks and writes for all
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        claim_folder(out, model=model, data=data, length=length)
+    windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS)
     pretrained = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
     try:
-        result = linearize(pretrained, windows["train"], windows["val"], folder=out / "runs", config=config, console=console)
+        result = linearize(pretrained, windows["train"], windows["val"], folder=out / RUNS, config=config, console=console)
     except TrainingStopped as stopped:
         sys.stderr.write(f"stopped: {stopped}\n")
         sys.exit(1)
-    # one of torchrun's processes writes for all
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first:
         return
     save(result, out, tokenizer=model)
     report = write_report(result, out)
