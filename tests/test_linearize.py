@@ -141,6 +141,20 @@ def test_left_padding_changes_no_generated_token(model, tokens):
     assert torch.equal(both[0], model.generate(tokens[1:], max_new_tokens=25, do_sample=False)[0])
 
 
+@torch.no_grad()
+def test_left_padding_changes_no_logits(model, tokens):
+    rows = torch.cat((torch.zeros(2, 11, dtype=torch.int64), tokens), 1)
+    mask = torch.ones_like(rows)
+    mask[:, :11] = 0
+    # chunks hold real tokens alone, and so rounding is all that may differ
+    whole = model(tokens, use_cache=False).logits
+    torch.testing.assert_close(model(rows, attention_mask=mask, use_cache=False).logits[:, 11:], whole, rtol=0, atol=1e-4)
+    cache = HybridCache(model.config)
+    first = model(rows[:, :30], attention_mask=mask[:, :30], past_key_values=cache).logits[:, 11:]
+    second = model(rows[:, 30:], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(torch.cat((first, second), 1), whole, rtol=0, atol=1e-4)
+
+
 def test_beam_search_and_sampling_are_those_without_a_cache(model, tokens):
     options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False}
     assert torch.equal(model.generate(tokens, **options), model.generate(tokens, use_cache=False, **options))
