@@ -204,10 +204,17 @@ def test_runs_that_are_in_the_file_are_not_repeated(tmp_path, monkeypatch):
     assert board(tmp_path / "a.csv", methods="relu") == first
 
 
-def test_other_settings_are_another_run(tmp_path):
-    board(tmp_path / "a.csv", methods="relu")
-    rows = board(tmp_path / "a.csv", methods="relu", recipe=recipe("batch_size=4"))
-    assert len(rows) == 2
+@pytest.mark.parametrize("setting", ["batch_size=4", "test_samples=12", "eval_samples=10", "clip_norm=0.1", "beta2=0.9"])
+def test_other_settings_are_another_run_and_another_row(tmp_path, setting):
+    rates = (1e-3, 2e-3)
+    board(tmp_path / "a.csv", methods="relu", rates=rates, steps=2)
+    rows = board(tmp_path / "a.csv", methods="relu", rates=rates, steps=2, recipe=recipe(setting))
+    assert len(rows) == 4
+    found = standings(rows)
+    # two rates of the same settings are one standing, two settings are two
+    assert [standing.seeds for standing in found] == [1, 1]
+    assert setting in {standing.settings for standing in found}
+    assert any(setting in cell for cell in scoreboard_table("mqar", rows).columns[0].cells)
 
 
 def test_the_same_runs_give_the_same_figures(tmp_path):
@@ -239,7 +246,7 @@ def test_data_that_is_kept_is_made_once_and_other_data_is_refused(tmp_path):
 
 def test_the_best_rate_is_chosen_on_dev_and_never_on_test():
     def row(rate, seed, dev, test):
-        figures = {"dev": str(dev), "test": str(test), "parameters": "1", "state_size": "0", "steps": "4"}
+        figures = {"dev": str(dev), "test": str(test), "parameters": "1", "state_size": "0", "steps": "4", "settings": "{}"}
         return {"task": "t", "method": "relu", "learning_rate": rate, "seed": str(seed)} | figures
 
     rows = [row("0.1", 0, 0.5, 0.9), row("0.1", 1, 0.5, 0.9), row("0.2", 0, 0.6, 0.2), row("0.2", 1, 0.6, 0.4)]

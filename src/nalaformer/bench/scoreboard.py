@@ -23,6 +23,12 @@ from .sprint import Sprint
 
 Say = Callable[[str], None]
 
+# fields of a training that have a column of their own, or change no figure here
+NO_SETTINGS = {
+    *("learning_rate", "seed", "steps", "epochs", "cooldown", "device", "workers", "compile", "checkpoint_activations"),
+    *("save_every", "keep", "tensorboard", "bad_steps", "on_corrupt", "most_corrupt"),
+}
+
 
 class Described(Protocol):
     """What a scoreboard needs of a recipe."""
@@ -93,11 +99,14 @@ class Run:
     @property
     def key(self) -> Row:
         """What it is known by: rows that agree in this are the same run."""
-        task, training = asdict(self.recipe.task), asdict(self.recipe.training)
+        training = asdict(self.training)
+        # in proportion to the rate, so that all rates of a method have the same settings
+        for name in ("warmup_learning_rate", "min_learning_rate"):
+            training[name] = f"{training[name] / (self.rate or 1.0):.6g} of the rate"
         settings = {
             "model": {"name": self.recipe.model, **self.recipe.model_options},
-            "data": {name: task[name] for name in ("data", "data_options", "eval_options", "data_seed", "train_samples")},
-            "training": {name: training[name] for name in ("batch_size", "weight_decay", "schedule", "precision")},
+            "data": asdict(self.recipe.task),
+            "training": {name: value for name, value in training.items() if name not in NO_SETTINGS},
         }
         return {
             "task": self.task,
