@@ -477,6 +477,21 @@ def test_a_used_folder_refuses_another_model_other_text_and_another_length(pretr
         run_command(folder, out)
 
 
+def test_a_single_text_is_refused_with_a_remedy_that_works(pretrained_folder, tmp_path):
+    from typer.testing import CliRunner
+
+    from nalaformer.cli import build_app
+
+    shutil.copytree(pretrained_folder / "model", tmp_path / "model")
+    (tmp_path / "book.txt").write_text("".join(f"line {number} of the only book.\n" for number in range(200)))
+    with pytest.raises(ValueError, match=r"several documents.*--data DIR") as refused:
+        run_command(tmp_path, tmp_path / "out", data="book.txt")
+    _, *remedy = str(refused.value).split("`")[1].replace("DIR", str(tmp_path / "tokens")).split()
+    assert CliRunner().invoke(build_app(), remedy).exit_code == 0
+    # what failed before it had tokens does not keep the folder from other text
+    assert run_command(tmp_path, tmp_path / "out", data="tokens").exit_code == 0
+
+
 def test_the_auto_classes_know_the_model_whichever_package_comes_first():
     code = (
         "{first}; {second}; from transformers import AutoConfig, AutoModelForCausalLM;"

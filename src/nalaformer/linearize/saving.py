@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ..data.text import PackedTokens, TokenShards, find_text, tokenize_corpus
+from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, tokenize_corpus
 from ..whole_files import write_atomically
 from .run import Linearized
 
@@ -82,7 +82,15 @@ def token_windows(
         if not folder.exists():
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise ValueError("under torchrun the text must be tokens already; write them with `nalaformer tokenize` first")
-            tokenize_corpus(data, folder, tokenizer=tokenizer, val_part=0.1)
+            try:
+                tokenize_corpus(data, folder, tokenizer=tokenizer, val_part=0.1)
+            except NothingToEvaluate as error:
+                files = " ".join(map(str, data))
+                raise ValueError(
+                    "the text must be several documents, of which every tenth or so is for validation, got too few (a .txt "
+                    f"file is one); `nalaformer tokenize {files} --txt line --val-part 0.1 --tokenizer {tokenizer} --out DIR` "
+                    "takes its lines for documents; then --data DIR"
+                ) from error
     return {split: PackedTokens(TokenShards.open(folder / split), length=length) for split in ("train", "val")}
 
 
