@@ -492,6 +492,22 @@ def test_a_single_text_is_refused_with_a_remedy_that_works(pretrained_folder, tm
     assert run_command(tmp_path, tmp_path / "out", data="tokens").exit_code == 0
 
 
+def test_what_cannot_be_converted_or_saved_is_refused_before_any_work(pretrained_folder, tmp_path):
+    folder, out = tmp_path, tmp_path / "out"
+    shutil.copytree(pretrained_folder, folder, dirs_exist_ok=True)
+    converted(vocab_size=300).save_pretrained(folder / "hybrid")
+    with pytest.raises(ValueError, match="converted already"):
+        run_command(folder, out, model="hybrid")
+    with pytest.raises(ValueError, match="converted already"):
+        linearize(converted(), [], [], folder=out)
+    (folder / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="must hold a tokenizer"):
+        run_command(folder, out)
+    for option in ("--steps", "--finetune-steps"):
+        assert run_command(folder, out, more=[option, "-1"]).exit_code == 2
+    assert not out.exists()
+
+
 def test_the_auto_classes_know_the_model_whichever_package_comes_first():
     code = (
         "{first}; {second}; from transformers import AutoConfig, AutoModelForCausalLM;"
