@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from nalaformer.data import batches_from
-from nalaformer.data.sequences import ENTROPY, IGNORE, SEQUENCES, Filler, Stored, stored, write
+from nalaformer.data.sequences import (
+    ENTROPY,
+    IGNORE,
+    SEQUENCES,
+    Filler,
+    Stored,
+    known_options,
+    make_sequences,
+    stored,
+    write,
+)
 from nalaformer.data.sequences.listops import WORDS
 from nalaformer.data.sequences.needles import FAMILIES, FIRST_WORD, LET, MARK
 
@@ -119,6 +129,23 @@ def test_indices_beyond_the_data_and_unknown_splits_are_refused():
         data[40]
     with pytest.raises(ValueError, match="train, val, test"):
         make("copying", split="dev")
+
+
+@pytest.mark.parametrize("name", SEQUENCES.names())
+def test_options_that_the_data_does_not_have_are_refused_with_those_it_has(name):
+    with pytest.raises(ValueError, match=f"unknown option of {name}: 'lenght'") as refused:
+        make_sequences(name, split="train", samples=2, options={"lenght": 8})
+    assert all(option in str(refused.value) for option in known_options(name))
+    assert not known_options(name).keys() & {"split", "samples", "seed"}
+
+
+@pytest.mark.parametrize("options", [{"shortest": "long"}, {"longest": 64.5}, {"max_depth": True}, [1]])
+def test_options_of_the_wrong_kind_are_refused(options, tmp_path):
+    with pytest.raises(ValueError, match="must be"):
+        write("listops", tmp_path / "data", split="train", samples=2, options=options)
+    with pytest.raises(ValueError, match="cannot be made with the options"):
+        make_sequences("mqar", split="train", samples=2, options={"mixture": [3]})
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_loader_gives_the_samples_in_batches():

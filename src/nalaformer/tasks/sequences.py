@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.sequences import IGNORE, SEQUENCES, SequenceData, Stored
+from ..data.sequences import IGNORE, SEQUENCES, SequenceData, Stored, make_sequences
 from ..models.sequence import SEQUENCE_MODELS
 from ..registry import unknown_name
 from .base import TASKS, Loss
@@ -49,7 +49,7 @@ class Sequences:
         config = self.config
         if config.data in SEQUENCES.names():
             options = config.data_options | (config.eval_options if name != "train" else {})
-            return SEQUENCES[config.data](split=name, samples=samples, seed=config.data_seed, **options)
+            return make_sequences(config.data, split=name, samples=samples, seed=config.data_seed, options=options)
         if Path(config.data).is_dir():
             return Stored(config.data, split=name, samples=samples)
         raise unknown_name("data (a folder, or the name of sequence data)", config.data, SEQUENCES.names())

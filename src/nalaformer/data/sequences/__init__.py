@@ -1,6 +1,6 @@
 """Sequences to learn from: the Long Range Arena, recall, pointing and hidden facts, generated exactly."""
 
-from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_tensor
+from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_tensor, known_options, make_sequences
 from .copying import Copying, Induction
 from .filler import ENTROPY, Filler
 from .listops import ListOps, ListOpsWithoutBrackets
@@ -38,5 +38,7 @@ __all__ = [
     "Text",
     "Variables",
     "as_tensor",
+    "known_options",
+    "make_sequences",
     "write",
 ]

@@ -13,7 +13,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from ...whole_files import whole_folder
-from .base import SEQUENCES, SPLITS, Arrays, SequenceData, SequenceFacts
+from .base import SEQUENCES, SPLITS, Arrays, SequenceData, SequenceFacts, make_sequences
 
 ABOUT = "about.json"
 CHUNK = 1024
@@ -35,7 +35,7 @@ def write(
     The folder appears when everything is written, or not at all.
     """
     options = options or {}
-    data = SEQUENCES[name](split=split, samples=samples, seed=seed, **options)
+    data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
     with whole_folder(target) as unfinished:
         for array_name, array in data.batch([0]).items():
