@@ -217,6 +217,23 @@ def test_other_settings_are_another_run_and_another_row(tmp_path, setting):
     assert any(setting in cell for cell in scoreboard_table("mqar", rows).columns[0].cells)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"methods": "relu, sofmax"}, "unknown attention.*did you mean 'softmax'"),
+        ({"methods": 'relu, norm_aware {"powr": 1}'}, "powr"),
+        ({"steps": -1}, "steps must be positive"),
+        ({"seeds": ()}, "got no seeds"),
+        ({"rates": ()}, "got no learning_rates"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path, monkeypatch, wrong, message):
+    monkeypatch.setattr(scoreboard, "one_run", lambda *_: pytest.fail("was trained"))
+    monkeypatch.setattr(scoreboard, "prepared", lambda *_: pytest.fail("data was made"))
+    with pytest.raises(ValueError, match=message):
+        board(tmp_path / "a.csv", **wrong)
+
+
 def test_the_same_runs_give_the_same_figures(tmp_path):
     assert without_time(board(tmp_path / "a.csv")) == without_time(board(tmp_path / "b.csv"))
 

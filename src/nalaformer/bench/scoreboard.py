@@ -11,6 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
 from ..data import seed_everything
 from ..data.sequences import SEQUENCES, write
 from ..models.sequence import state_size
@@ -165,6 +167,11 @@ def run_scoreboard(
     steps: 0 takes the recipe's. seconds: after that many the run in progress is put aside, and the same call goes on with it.
     data_folder: where generated data is kept for the next call; without it, data is made anew.
     """
+    if steps < 0:
+        raise ValueError(f"steps must be positive, or 0 for the recipe's, got {steps}")
+    for name, given in (("methods", methods), ("seeds", seeds), ("learning_rates", learning_rates)):
+        if not given:
+            raise ValueError(f"a scoreboard needs at least one run, got no {name}")
     until = time.monotonic() + seconds
     out = Path(out)
     machine = describe_machine()
@@ -182,6 +189,10 @@ def run_scoreboard(
     say(f"{title}: {len(todo)} of {len(planned)} runs to do, {total} steps each, on {machine.device_name(device)}")
     if not todo:
         return [row for row in rows if row["task"] == title]
+    # a name that is wrong should say so before others have trained for hours
+    facts = Sequences(recipe.task).facts()
+    for method in methods:
+        make_model(recipe, method, facts)
     with prepared(recipe.task, data_folder, workers, say) as task:
         loaded = Loaded(task, device, say)
         for number, run in enumerate(todo):
@@ -210,14 +221,22 @@ class Loaded:
         say(f"data: {counts[0]} train, {counts[1]} dev, {counts[2]} test sequences in {time.monotonic() - started:.0f} s")
 
 
+def make_model(recipe: Described, method: Method, facts: dict[str, Any]) -> nn.Module:
+    """The recipe's model with the attention of the method."""
+    options = dict(recipe.model_options) | {"attention": method.name}
+    if method.options:
+        options["attention_options"] = recipe.model_options.get("attention_options", {}) | method.options
+    try:
+        return Sequences.create_model(recipe.model, options, facts)
+    except TypeError as error:
+        raise ValueError(f"the model {recipe.model} does not take its options {options}: {error}") from error
+
+
 def one_run(run: Run, loaded: Loaded, out: Path, until: float, say: Say) -> Row | None:
     """The figures of one run, or None if the time was up before its end."""
-    data, recipe = loaded.task.eval_data, run.recipe
-    options = dict(recipe.model_options) | {"attention": run.method.name}
-    if run.method.options:
-        options["attention_options"] = recipe.model_options.get("attention_options", {}) | run.method.options
+    data = loaded.task.eval_data
     seed_everything(run.seed)
-    model = Sequences.create_model(recipe.model, options, loaded.facts)
+    model = make_model(run.recipe, run.method, loaded.facts)
     parts: Any = {"train": loaded.train, "dev": loaded.dev, "groups": len(data.groups)}
     sprint = Sprint(model, run.training, steps=run.steps, seed=run.seed, **parts)
     aside = out.with_name(f".{out.stem}_aside") / run.file_name
