@@ -14,6 +14,7 @@ from nalaformer.data.sequences import (
     SEQUENCES,
     Filler,
     Stored,
+    contours,
     known_options,
     make_sequences,
     stored,
@@ -376,6 +377,13 @@ def test_discs_are_white_and_strokes_visible(scene):
         x, y = np.floor(middle[image]).astype(int).T
         assert (lit[y, x] > 90).all()
     assert 0.05 < (images > 0).mean() < 0.4
+
+
+def test_contours_that_find_no_place_are_given_up(monkeypatch):
+    monkeypatch.setattr(contours, "MOST_RESTARTS", 3)
+    # by their area alone they would fit
+    with pytest.raises(ValueError, match=r"100 paddles .* begun 3 times in vain; choose shorter"):
+        make("pathfinder", size=32, contour=40, distractors=5, distractor_length=4, seed_distance=7.0).batch([0, 1])
 
 
 def test_too_many_strokes_are_refused():
