@@ -329,6 +329,13 @@ def test_data_make_writes_what_recipes_read(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["train", "val"]
     settings = ["steps=2", "warmup=0", "batch_size=4", "eval_every=0", "save_every=0", "device=cpu"]
+    result = run("train", "copying", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "other")
+    assert "length is 12 there" in str(result.exception)
+    assert not (tmp_path / "other").exists()
+    settings.append('data_options={"length": 12, "vocabulary": 64}')
+    for command in ("train", "scoreboard"):
+        result = run(command, "induction", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "other")
+        assert "induction learns from induction" in str(result.exception)
     result = run("train", "copying", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     result = run("eval", tmp_path / "run", "--device", "cpu")

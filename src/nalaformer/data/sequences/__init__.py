@@ -9,7 +9,7 @@ from .needles import FAMILIES, HiddenFacts, Needles, RecallLanguage, Variables
 from .pathfinder import Pathfinder, PathX
 from .pointing import Counting, Pointing
 from .released import GreyImage, Retrieval, Text
-from .stored import Stored, write
+from .stored import Stored, stored_name, write
 
 __all__ = [
     "ENTROPY",
@@ -40,5 +40,6 @@ __all__ = [
     "as_tensor",
     "known_options",
     "make_sequences",
+    "stored_name",
     "write",
 ]
