@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -138,6 +139,20 @@ def test_left_padding_changes_no_generated_token(model, tokens):
     both = model.generate(batch, attention_mask=mask, max_new_tokens=25, do_sample=False)
     assert torch.equal(both[1, 26:], model.generate(short, max_new_tokens=25, do_sample=False)[0])
     assert torch.equal(both[0], model.generate(tokens[1:], max_new_tokens=25, do_sample=False)[0])
+
+
+@torch.no_grad()
+def test_left_padding_changes_no_logits(model, tokens):
+    rows = torch.cat((torch.zeros(2, 11, dtype=torch.int64), tokens), 1)
+    mask = torch.ones_like(rows)
+    mask[:, :11] = 0
+    # chunks hold real tokens alone, and so rounding is all that may differ
+    whole = model(tokens, use_cache=False).logits
+    torch.testing.assert_close(model(rows, attention_mask=mask, use_cache=False).logits[:, 11:], whole, rtol=0, atol=1e-4)
+    cache = HybridCache(model.config)
+    first = model(rows[:, :30], attention_mask=mask[:, :30], past_key_values=cache).logits[:, 11:]
+    second = model(rows[:, 30:], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(torch.cat((first, second), 1), whole, rtol=0, atol=1e-4)
 
 
 def test_beam_search_and_sampling_are_those_without_a_cache(model, tokens):
@@ -422,6 +437,75 @@ def test_the_command_writes_a_model_that_transformers_loads(pretrained_folder, t
         assert (out / name).exists()
     with pytest.raises(ValueError, match="got none; name files"):
         CliRunner().invoke(build_app(), ["linearize", "model"], catch_exceptions=False)
+
+
+def run_command(folder, out, *, model="model", data="text.jsonl", length=64, more=()):
+    from typer.testing import CliRunner
+
+    from nalaformer.cli import build_app
+
+    arguments = ["linearize", str(folder / model), "--data", str(folder / data), "--out", str(out), "--length", str(length)]
+    arguments += ["--steps", "0", "--finetune-steps", "0", "--device", "cpu", *more]
+    return CliRunner().invoke(build_app(), arguments, catch_exceptions=False)
+
+
+def test_the_command_overwrites_no_folder_but_its_own(pretrained_folder, tmp_path):
+    model = pretrained_folder / "model"
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    with pytest.raises(ValueError, match="a folder of its own"):
+        run_command(pretrained_folder, model / ".." / "model")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="got one with other files"):
+        run_command(pretrained_folder, tmp_path)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_used_folder_refuses_another_model_other_text_and_another_length(pretrained_folder, tmp_path):
+    folder, out = tmp_path, tmp_path / "out"
+    shutil.copytree(pretrained_folder, folder, dirs_exist_ok=True)
+    assert run_command(folder, out).exit_code == 0
+    assert run_command(folder, out).exit_code == 0
+    with pytest.raises(ValueError, match="length was 64, is 32"):
+        run_command(folder, out, length=32)
+    make_model(vocab_size=300, initializer_range=0.01).save_pretrained(folder / "model")
+    with pytest.raises(ValueError, match="weights was"):
+        run_command(folder, out)
+    with (folder / "text.jsonl").open("a") as file:
+        file.write('\n{"text": "more"}')
+    with pytest.raises(ValueError, match="data was"):
+        run_command(folder, out)
+
+
+def test_a_single_text_is_refused_with_a_remedy_that_works(pretrained_folder, tmp_path):
+    from typer.testing import CliRunner
+
+    from nalaformer.cli import build_app
+
+    shutil.copytree(pretrained_folder / "model", tmp_path / "model")
+    (tmp_path / "book.txt").write_text("".join(f"line {number} of the only book.\n" for number in range(200)))
+    with pytest.raises(ValueError, match=r"several documents.*--data DIR") as refused:
+        run_command(tmp_path, tmp_path / "out", data="book.txt")
+    _, *remedy = str(refused.value).split("`")[1].replace("DIR", str(tmp_path / "tokens")).split()
+    assert CliRunner().invoke(build_app(), remedy).exit_code == 0
+    # what failed before it had tokens does not keep the folder from other text
+    assert run_command(tmp_path, tmp_path / "out", data="tokens").exit_code == 0
+
+
+def test_what_cannot_be_converted_or_saved_is_refused_before_any_work(pretrained_folder, tmp_path):
+    folder, out = tmp_path, tmp_path / "out"
+    shutil.copytree(pretrained_folder, folder, dirs_exist_ok=True)
+    converted(vocab_size=300).save_pretrained(folder / "hybrid")
+    with pytest.raises(ValueError, match="converted already"):
+        run_command(folder, out, model="hybrid")
+    with pytest.raises(ValueError, match="converted already"):
+        linearize(converted(), [], [], folder=out)
+    (folder / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="must hold a tokenizer"):
+        run_command(folder, out)
+    for option in ("--steps", "--finetune-steps"):
+        assert run_command(folder, out, more=[option, "-1"]).exit_code == 2
+    assert not out.exists()
 
 
 def test_the_auto_classes_know_the_model_whichever_package_comes_first():

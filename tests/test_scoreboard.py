@@ -204,10 +204,34 @@ def test_runs_that_are_in_the_file_are_not_repeated(tmp_path, monkeypatch):
     assert board(tmp_path / "a.csv", methods="relu") == first
 
 
-def test_other_settings_are_another_run(tmp_path):
-    board(tmp_path / "a.csv", methods="relu")
-    rows = board(tmp_path / "a.csv", methods="relu", recipe=recipe("batch_size=4"))
-    assert len(rows) == 2
+@pytest.mark.parametrize("setting", ["batch_size=4", "test_samples=12", "eval_samples=10", "clip_norm=0.1", "beta2=0.9"])
+def test_other_settings_are_another_run_and_another_row(tmp_path, setting):
+    rates = (1e-3, 2e-3)
+    board(tmp_path / "a.csv", methods="relu", rates=rates, steps=2)
+    rows = board(tmp_path / "a.csv", methods="relu", rates=rates, steps=2, recipe=recipe(setting))
+    assert len(rows) == 4
+    found = standings(rows)
+    # two rates of the same settings are one standing, two settings are two
+    assert [standing.seeds for standing in found] == [1, 1]
+    assert setting in {standing.settings for standing in found}
+    assert any(setting in cell for cell in scoreboard_table("mqar", rows).columns[0].cells)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"methods": "relu, sofmax"}, "unknown attention.*did you mean 'softmax'"),
+        ({"methods": 'relu, norm_aware {"powr": 1}'}, "powr"),
+        ({"steps": -1}, "steps must be positive"),
+        ({"seeds": ()}, "got no seeds"),
+        ({"rates": ()}, "got no learning_rates"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path, monkeypatch, wrong, message):
+    monkeypatch.setattr(scoreboard, "one_run", lambda *_: pytest.fail("was trained"))
+    monkeypatch.setattr(scoreboard, "prepared", lambda *_: pytest.fail("data was made"))
+    with pytest.raises(ValueError, match=message):
+        board(tmp_path / "a.csv", **wrong)
 
 
 def test_the_same_runs_give_the_same_figures(tmp_path):
@@ -239,7 +263,7 @@ def test_data_that_is_kept_is_made_once_and_other_data_is_refused(tmp_path):
 
 def test_the_best_rate_is_chosen_on_dev_and_never_on_test():
     def row(rate, seed, dev, test):
-        figures = {"dev": str(dev), "test": str(test), "parameters": "1", "state_size": "0", "steps": "4"}
+        figures = {"dev": str(dev), "test": str(test), "parameters": "1", "state_size": "0", "steps": "4", "settings": "{}"}
         return {"task": "t", "method": "relu", "learning_rate": rate, "seed": str(seed)} | figures
 
     rows = [row("0.1", 0, 0.5, 0.9), row("0.1", 1, 0.5, 0.9), row("0.2", 0, 0.6, 0.2), row("0.2", 1, 0.6, 0.4)]
@@ -305,6 +329,13 @@ def test_data_make_writes_what_recipes_read(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["train", "val"]
     settings = ["steps=2", "warmup=0", "batch_size=4", "eval_every=0", "save_every=0", "device=cpu"]
+    result = run("train", "copying", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "other")
+    assert "length is 12 there" in str(result.exception)
+    assert not (tmp_path / "other").exists()
+    settings.append('data_options={"length": 12, "vocabulary": 64}')
+    for command in ("train", "scoreboard"):
+        result = run(command, "induction", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "other")
+        assert "induction learns from induction" in str(result.exception)
     result = run("train", "copying", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     result = run("eval", tmp_path / "run", "--device", "cpu")

@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from nalaformer.data import batches_from
-from nalaformer.data.sequences import ENTROPY, IGNORE, SEQUENCES, Filler, Stored, stored, write
+from nalaformer.data.sequences import (
+    ENTROPY,
+    IGNORE,
+    SEQUENCES,
+    Filler,
+    Stored,
+    contours,
+    known_options,
+    make_sequences,
+    stored,
+    write,
+)
 from nalaformer.data.sequences.listops import WORDS
 from nalaformer.data.sequences.needles import FAMILIES, FIRST_WORD, LET, MARK
 
@@ -119,6 +130,23 @@ def test_indices_beyond_the_data_and_unknown_splits_are_refused():
         data[40]
     with pytest.raises(ValueError, match="train, val, test"):
         make("copying", split="dev")
+
+
+@pytest.mark.parametrize("name", SEQUENCES.names())
+def test_options_that_the_data_does_not_have_are_refused_with_those_it_has(name):
+    with pytest.raises(ValueError, match=f"unknown option of {name}: 'lenght'") as refused:
+        make_sequences(name, split="train", samples=2, options={"lenght": 8})
+    assert all(option in str(refused.value) for option in known_options(name))
+    assert not known_options(name).keys() & {"split", "samples", "seed"}
+
+
+@pytest.mark.parametrize("options", [{"shortest": "long"}, {"longest": 64.5}, {"max_depth": True}, [1]])
+def test_options_of_the_wrong_kind_are_refused(options, tmp_path):
+    with pytest.raises(ValueError, match="must be"):
+        write("listops", tmp_path / "data", split="train", samples=2, options=options)
+    with pytest.raises(ValueError, match="cannot be made with the options"):
+        make_sequences("mqar", split="train", samples=2, options={"mixture": [3]})
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_loader_gives_the_samples_in_batches():
@@ -349,6 +377,13 @@ def test_discs_are_white_and_strokes_visible(scene):
         x, y = np.floor(middle[image]).astype(int).T
         assert (lit[y, x] > 90).all()
     assert 0.05 < (images > 0).mean() < 0.4
+
+
+def test_contours_that_find_no_place_are_given_up(monkeypatch):
+    monkeypatch.setattr(contours, "MOST_RESTARTS", 3)
+    # by their area alone they would fit
+    with pytest.raises(ValueError, match=r"100 paddles .* begun 3 times in vain; choose shorter"):
+        make("pathfinder", size=32, contour=40, distractors=5, distractor_length=4, seed_distance=7.0).batch([0, 1])
 
 
 def test_too_many_strokes_are_refused():

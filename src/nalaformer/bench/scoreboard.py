@@ -11,6 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
 from ..data import seed_everything
 from ..data.sequences import SEQUENCES, write
 from ..models.sequence import state_size
@@ -22,6 +24,12 @@ from .scoreboard_report import Row, read_rows, save_rows
 from .sprint import Sprint
 
 Say = Callable[[str], None]
+
+# fields of a training that have a column of their own, or change no figure here
+NO_SETTINGS = {
+    *("learning_rate", "seed", "steps", "epochs", "cooldown", "device", "workers", "compile", "checkpoint_activations"),
+    *("save_every", "keep", "tensorboard", "bad_steps", "on_corrupt", "most_corrupt"),
+}
 
 
 class Described(Protocol):
@@ -93,11 +101,14 @@ class Run:
     @property
     def key(self) -> Row:
         """What it is known by: rows that agree in this are the same run."""
-        task, training = asdict(self.recipe.task), asdict(self.recipe.training)
+        training = asdict(self.training)
+        # in proportion to the rate, so that all rates of a method have the same settings
+        for name in ("warmup_learning_rate", "min_learning_rate"):
+            training[name] = f"{training[name] / (self.rate or 1.0):.6g} of the rate"
         settings = {
             "model": {"name": self.recipe.model, **self.recipe.model_options},
-            "data": {name: task[name] for name in ("data", "data_options", "eval_options", "data_seed", "train_samples")},
-            "training": {name: training[name] for name in ("batch_size", "weight_decay", "schedule", "precision")},
+            "data": asdict(self.recipe.task),
+            "training": {name: value for name, value in training.items() if name not in NO_SETTINGS},
         }
         return {
             "task": self.task,
@@ -156,6 +167,11 @@ def run_scoreboard(
     steps: 0 takes the recipe's. seconds: after that many the run in progress is put aside, and the same call goes on with it.
     data_folder: where generated data is kept for the next call; without it, data is made anew.
     """
+    if steps < 0:
+        raise ValueError(f"steps must be positive, or 0 for the recipe's, got {steps}")
+    for name, given in (("methods", methods), ("seeds", seeds), ("learning_rates", learning_rates)):
+        if not given:
+            raise ValueError(f"a scoreboard needs at least one run, got no {name}")
     until = time.monotonic() + seconds
     out = Path(out)
     machine = describe_machine()
@@ -173,6 +189,10 @@ def run_scoreboard(
     say(f"{title}: {len(todo)} of {len(planned)} runs to do, {total} steps each, on {machine.device_name(device)}")
     if not todo:
         return [row for row in rows if row["task"] == title]
+    # a name that is wrong should say so before others have trained for hours
+    facts = Sequences(recipe.task).facts()
+    for method in methods:
+        make_model(recipe, method, facts)
     with prepared(recipe.task, data_folder, workers, say) as task:
         loaded = Loaded(task, device, say)
         for number, run in enumerate(todo):
@@ -201,14 +221,22 @@ class Loaded:
         say(f"data: {counts[0]} train, {counts[1]} dev, {counts[2]} test sequences in {time.monotonic() - started:.0f} s")
 
 
+def make_model(recipe: Described, method: Method, facts: dict[str, Any]) -> nn.Module:
+    """The recipe's model with the attention of the method."""
+    options = dict(recipe.model_options) | {"attention": method.name}
+    if method.options:
+        options["attention_options"] = recipe.model_options.get("attention_options", {}) | method.options
+    try:
+        return Sequences.create_model(recipe.model, options, facts)
+    except TypeError as error:
+        raise ValueError(f"the model {recipe.model} does not take its options {options}: {error}") from error
+
+
 def one_run(run: Run, loaded: Loaded, out: Path, until: float, say: Say) -> Row | None:
     """The figures of one run, or None if the time was up before its end."""
-    data, recipe = loaded.task.eval_data, run.recipe
-    options = dict(recipe.model_options) | {"attention": run.method.name}
-    if run.method.options:
-        options["attention_options"] = recipe.model_options.get("attention_options", {}) | run.method.options
+    data = loaded.task.eval_data
     seed_everything(run.seed)
-    model = Sequences.create_model(recipe.model, options, loaded.facts)
+    model = make_model(run.recipe, run.method, loaded.facts)
     parts: Any = {"train": loaded.train, "dev": loaded.dev, "groups": len(data.groups)}
     sprint = Sprint(model, run.training, steps=run.steps, seed=run.seed, **parts)
     aside = out.with_name(f".{out.stem}_aside") / run.file_name

@@ -71,6 +71,8 @@ class Standing:
     parameters: int
     state_size: int
     steps: int
+    settings: str = ""
+    """In which it differs from others in the same file, as "batch_size=4"."""
 
     @property
     def standard_error(self) -> float:
@@ -78,12 +80,15 @@ class Standing:
 
 
 def standings(rows: Sequence[Row]) -> list[Standing]:
-    """Each method at the rate whose mean over seeds is best on dev, the best on test first. Test chooses nothing."""
+    """Each method at the rate whose mean over seeds is best on dev, the best on test first. Test chooses nothing.
+
+    Runs with other settings are no seeds of these: they stand for themselves.
+    """
     found = []
-    for method, steps in dict.fromkeys((row["method"], row["steps"]) for row in rows):
+    for method, steps, settings in dict.fromkeys((row["method"], row["steps"], row["settings"]) for row in rows):
         by_rate: dict[str, list[Row]] = {}
         for row in rows:
-            if (row["method"], row["steps"]) == (method, steps):
+            if (row["method"], row["steps"], row["settings"]) == (method, steps, settings):
                 by_rate.setdefault(row["learning_rate"], []).append(row)
         rate, best = max(by_rate.items(), key=lambda item: statistics.mean(float(row["dev"]) for row in item[1]))
         tests = [float(row["test"]) for row in best]
@@ -98,14 +103,31 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
                 parameters=int(best[0]["parameters"]),
                 state_size=int(best[0]["state_size"]),
                 steps=int(steps),
+                # of runs as long: with the steps, warm-up and more change by themselves
+                settings=differing([row["settings"] for row in rows if row["steps"] == steps])[settings],
             )
         )
     return sorted(found, key=lambda standing: -standing.test)
 
 
+def differing(settings: Sequence[str]) -> dict[str, str]:
+    """For each description of settings, the fields in which they are not all the same."""
+    flat = {}
+    for text in dict.fromkeys(settings):
+        parts = json.loads(text)
+        flat[text] = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+    names = dict.fromkeys(name for fields in flat.values() for name in fields)
+    odd = [name for name in names if len({json.dumps(fields.get(name)) for fields in flat.values()}) > 1]
+    return {
+        text: ", ".join(f"{name.partition('.')[2]}={json.dumps(fields.get(name))}" for name in odd)
+        for text, fields in flat.items()
+    }
+
+
 def scoreboard_table(title: str, rows: Sequence[Row]) -> "Table":
     """Methods with mean and spread; chance and shortcuts stand in the last lines."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
@@ -114,7 +136,7 @@ def scoreboard_table(title: str, rows: Sequence[Row]) -> "Table":
         table.add_column(name, justify="right", no_wrap=True)
     for each in standings(rows):
         table.add_row(
-            each.method,
+            escape(f"{each.method} ({each.settings})" if each.settings else each.method),
             f"{each.test:.4f}",
             f"{each.spread:.4f}" if each.seeds > 1 else "-",
             str(each.seeds),

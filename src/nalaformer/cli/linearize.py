@@ -27,11 +27,13 @@ def add_to(app: "typer.Typer") -> None:
             typer.Option(help="Text files, folders of them, or a folder that `nalaformer tokenize` wrote; may be repeated."),
         ] = None,
         out: Annotated[Path, typer.Option(help="Folder for model, tokenizer, report and the runs.")] = Path("runs/linearized"),
-        length: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+        length: Annotated[int, typer.Option(min=1, help="Tokens of a window.")] = 1024,
         steps: Annotated[
-            int | None, typer.Option(help="Of stage 1, attention transfer; 0: none.", show_default="2 epochs")
+            int | None, typer.Option(min=0, help="Of stage 1, attention transfer; 0: none.", show_default="2 epochs")
         ] = None,
-        finetune_steps: Annotated[int | None, typer.Option(help="Of stage 2, LoRA; 0: none.", show_default="2 epochs")] = None,
+        finetune_steps: Annotated[
+            int | None, typer.Option(min=0, help="Of stage 2, LoRA; 0: none.", show_default="2 epochs")
+        ] = None,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     ) -> None:
         """Convert a pretrained model to hybrid attention. The same command again goes on where a stopped or killed run was."""
@@ -48,10 +50,13 @@ def run_linearize(
     finetune_steps: int | None,
     device: str,
 ) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    from ..data.text import load_tokenizer
     from ..linearize import LinearizeConfig, linearize, save, token_windows, write_report
+    from ..linearize.saving import RUNS, TOKENS, claim_folder
+    from ..models.hybrid.support import check_config
     from ..recipes import changed
     from ..training import TrainingConfig, TrainingStopped
 
@@ -70,15 +75,21 @@ def run_linearize(
     start = LinearizeConfig()
     config = replace(start, transfer=in_steps(start.transfer, steps), finetune=in_steps(start.finetune, finetune_steps))
     config = changed(config, settings)
-    windows = token_windows(data, length=length, tokenizer=model, tokens=out / "tokens")
+    # before hours of work: what cannot be converted, or not be saved with its tokenizer
+    check_config(AutoConfig.from_pretrained(model, local_files_only=True))
+    load_tokenizer(model)
+    # one of torchrun's processes looks and writes for all
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        claim_folder(out, model=model, data=data, length=length)
+    windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS)
     pretrained = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
     try:
-        result = linearize(pretrained, windows["train"], windows["val"], folder=out / "runs", config=config, console=console)
+        result = linearize(pretrained, windows["train"], windows["val"], folder=out / RUNS, config=config, console=console)
     except TrainingStopped as stopped:
         sys.stderr.write(f"stopped: {stopped}\n")
         sys.exit(1)
-    # one of torchrun's processes writes for all
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first:
         return
     save(result, out, tokenizer=model)
     report = write_report(result, out)

@@ -99,11 +99,11 @@ def run_scoreboard_command(
 ) -> None:
     from ..bench.scoreboard import parse_methods, run_scoreboard
     from ..bench.scoreboard_report import scoreboard_table
-    from ..recipes import RECIPES, changed
+    from ..recipes import recipe_with
     from ..tasks import SequencesConfig
     from ..training.ranks import find_device
 
-    recipe = changed(RECIPES[name](), settings)
+    recipe = recipe_with(name, settings)
     if not isinstance(recipe.task, SequencesConfig):
         raise ValueError(f"a scoreboard needs a recipe on sequences, got {name}")
     out = out or Path("runs") / f"scoreboard_{name}.csv"

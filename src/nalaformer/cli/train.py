@@ -41,11 +41,11 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def run_train(name: str, settings: list[str], out: Path) -> None:
-    from ..recipes import RECIPES, changed, make_trainer
+    from ..recipes import make_trainer, recipe_with
     from ..training import TrainingStopped
 
     console = make_console()
-    recipe = changed(RECIPES[name](), settings)
+    recipe = recipe_with(name, settings)
     try:
         outcome = make_trainer(recipe, out, title=name, console=console).fit()
     except TrainingStopped as stopped:

@@ -14,6 +14,7 @@ from ..data import Samples, seed_everything
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.config import HybridConfig
 from ..models.hybrid.model import HybridForCausalLM, restore_attention_
+from ..models.hybrid.support import check_config
 from ..training import Trainer, TrainingConfig, TrainingStopped
 from ..training.ranks import started
 from .config import LinearizeConfig
@@ -92,6 +93,7 @@ def linearize(
 @torch.no_grad()
 def check_model(model: "PreTrainedModel") -> None:
     """Refuse a model that, converted with every token exact, would not be what it was; it is left as it came."""
+    check_config(model.config)
     probe = torch.arange(24, device=model.device)[None] % model.config.vocab_size
     was_training, implementation = model.training, model.config._attn_implementation
     model.eval()

@@ -1,12 +1,72 @@
 """From files to a folder that transformers loads: text in, a converted model out."""
 
+import json
 import os
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ..data.text import PackedTokens, TokenShards, tokenize_corpus
+from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, tokenize_corpus
+from ..whole_files import write_atomically
 from .run import Linearized
+
+MADE_FROM = "made_from.json"
+TOKENS, RUNS = "tokens", "runs"
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def claim_folder(out: str | Path, *, model: str | Path, data: Sequence[str | Path], length: int) -> None:
+    """Note in the folder what is converted with what.
+
+    Refused are folders whose files would be overwritten, the model's own first of all, and those of another conversion: its
+    tokens and checkpoints would be taken for this one's.
+    """
+    out, model = Path(out), Path(model)
+    if out.resolve() == model.resolve():
+        raise ValueError(f"the converted model needs a folder of its own, got that of the pretrained one ({out}); name another")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} must be a folder or not exist, got a file; name another")
+    if out.is_dir() and any(out.iterdir()) and not (out / MADE_FROM).is_file():
+        raise ValueError(
+            f"{out} must be new, empty or an earlier conversion's folder, got one with other files; name another, or remove it"
+        )
+    made_from = description(Path(model), data, length)
+    # before tokens and runs there is nothing that could be mistaken
+    if any((out / part).exists() for part in (TOKENS, RUNS)):
+        before = json.loads((out / MADE_FROM).read_text())
+        changes = [
+            f"{name} was {before.get(name)}, is {value}" for name, value in made_from.items() if before.get(name) != value
+        ]
+        if changes:
+            raise ValueError(f"{out} holds another conversion: {'; '.join(changes)}; name another folder, or remove it")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / MADE_FROM, (json.dumps(made_from, indent=1) + "\n").encode())
+
+
+def description(model: Path, data: Sequence[str | Path], length: int) -> dict[str, Any]:
+    """What tells one conversion from another, whatever its settings: model, text and length of the windows."""
+    config = model / "config.json"
+    weights = sorted(path for pattern in WEIGHTS for path in model.glob(pattern))
+    texts = {}
+    for path in map(Path, data):
+        inside = sorted(path.rglob("*")) if is_tokenized(data) else find_text([path])
+        sizes = [each.stat().st_size for each in inside if each.is_file()]
+        texts[str(path.resolve())] = f"{len(sizes)} files, {sum(sizes)} bytes"
+    return {
+        "model": model.resolve().name,
+        "config": sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else "none",
+        "weights": {path.name: f"{path.stat().st_size} bytes, {end_hash(path)}" for path in weights},
+        "data": texts,
+        "length": length,
+    }
+
+
+def end_hash(path: Path, size: int = 1 << 20) -> str:
+    """Of the last bytes: models of one architecture have files of one size, and whole files take minutes to read."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        return sha256(file.read()).hexdigest()[:16]
 
 
 def token_windows(
@@ -17,13 +77,26 @@ def token_windows(
     Every tenth document of text files or so is for validation; files that were tokenized before are not read again.
     """
     folder = Path(data[0])
-    if not (len(data) == 1 and (folder / "train").is_dir() and (folder / "val").is_dir()):
+    if not is_tokenized(data):
         folder = Path(tokens)
         if not folder.exists():
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise ValueError("under torchrun the text must be tokens already; write them with `nalaformer tokenize` first")
-            tokenize_corpus(data, folder, tokenizer=tokenizer, val_part=0.1)
+            try:
+                tokenize_corpus(data, folder, tokenizer=tokenizer, val_part=0.1)
+            except NothingToEvaluate as error:
+                files = " ".join(map(str, data))
+                raise ValueError(
+                    "the text must be several documents, of which every tenth or so is for validation, got too few (a .txt "
+                    f"file is one); `nalaformer tokenize {files} --txt line --val-part 0.1 --tokenizer {tokenizer} --out DIR` "
+                    "takes its lines for documents; then --data DIR"
+                ) from error
     return {split: PackedTokens(TokenShards.open(folder / split), length=length) for split in ("train", "val")}
+
+
+def is_tokenized(data: Sequence[str | Path]) -> bool:
+    """Whether it is one folder that `nalaformer tokenize` wrote."""
+    return len(data) == 1 and all((Path(data[0]) / split).is_dir() for split in ("train", "val"))
 
 
 def save(result: Linearized, folder: str | Path, *, tokenizer: str | Path | None = None) -> Path:

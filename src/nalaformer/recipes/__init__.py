@@ -3,7 +3,7 @@
 from . import generated, imagenet, language, long_range  # noqa: F401  (enter their recipes)
 from .export import export_run
 from .overrides import Setting, changed, settings_of
-from .recipe import RECIPES, Recipe, describe
+from .recipe import RECIPES, Recipe, describe, recipe_with
 from .run import LoadedRun, build_model, load_run, make_trainer
 from .use import Evaluation, Prediction, evaluate_run, predict
 
@@ -22,5 +22,6 @@ __all__ = [
     "load_run",
     "make_trainer",
     "predict",
+    "recipe_with",
     "settings_of",
 ]

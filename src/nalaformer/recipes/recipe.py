@@ -5,8 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..data.sequences import SEQUENCES, stored_name
 from ..registry import Registry
+from ..tasks import SequencesConfig
 from ..training import TrainingConfig
+from .overrides import changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,20 @@ class Recipe:
 
 
 RECIPES: Registry[Callable[[], Recipe]] = Registry("recipe")
+
+
+def recipe_with(name: str, settings: list[str]) -> Recipe:
+    """The recipe of that name with some settings changed, as `changed` does; stored sequences must be those it is about."""
+    original = RECIPES[name]()
+    recipe = changed(original, settings)
+    if isinstance(recipe.task, SequencesConfig) and recipe.task.data not in SEQUENCES.names():
+        held = stored_name(recipe.task.data)
+        if held not in (None, original.task.data):
+            raise ValueError(
+                f"{name} learns from {original.task.data}, got {recipe.task.data}, which holds {held}; name another folder, or "
+                f"a recipe on {held}"
+            )
+    return recipe
 
 
 def describe(name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.sequences import IGNORE, SEQUENCES, SequenceData, Stored
+from ..data.sequences import IGNORE, SEQUENCES, SequenceData, Stored, make_sequences
 from ..models.sequence import SEQUENCE_MODELS
 from ..registry import unknown_name
 from .base import TASKS, Loss
@@ -22,7 +22,7 @@ class SequencesConfig:
     data: str
     """Name of the sequence data, or a folder that `nalaformer data make` wrote."""
     data_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the data, e.g. {"length": 1024}; {"root": "/path"} for released files."""
+    """Options, e.g. {"length": 1024}; {"root": "/path"} for released files. What a folder holds must be made with them."""
     eval_options: dict[str, Any] = field(default_factory=dict)
     """Options that differ in evaluation: longer sequences, more needles."""
     data_seed: int = 0
@@ -47,11 +47,13 @@ class Sequences:
     def split(self, name: str, samples: int) -> SequenceData:
         """The sequences of one split."""
         config = self.config
+        options = config.data_options | (config.eval_options if name != "train" else {})
         if config.data in SEQUENCES.names():
-            options = config.data_options | (config.eval_options if name != "train" else {})
-            return SEQUENCES[config.data](split=name, samples=samples, seed=config.data_seed, **options)
+            return make_sequences(config.data, split=name, samples=samples, seed=config.data_seed, options=options)
         if Path(config.data).is_dir():
-            return Stored(config.data, split=name, samples=samples)
+            stored = Stored(config.data, split=name, samples=samples)
+            stored.check(options)
+            return stored
         raise unknown_name("data (a folder, or the name of sequence data)", config.data, SEQUENCES.names())
 
     @cached_property

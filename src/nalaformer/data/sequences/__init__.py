@@ -1,6 +1,6 @@
 """Sequences to learn from: the Long Range Arena, recall, pointing and hidden facts, generated exactly."""
 
-from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_tensor
+from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_tensor, known_options, make_sequences
 from .copying import Copying, Induction
 from .filler import ENTROPY, Filler
 from .listops import ListOps, ListOpsWithoutBrackets
@@ -9,7 +9,7 @@ from .needles import FAMILIES, HiddenFacts, Needles, RecallLanguage, Variables
 from .pathfinder import Pathfinder, PathX
 from .pointing import Counting, Pointing
 from .released import GreyImage, Retrieval, Text
-from .stored import Stored, write
+from .stored import Stored, stored_name, write
 
 __all__ = [
     "ENTROPY",
@@ -38,5 +38,8 @@ __all__ = [
     "Text",
     "Variables",
     "as_tensor",
+    "known_options",
+    "make_sequences",
+    "stored_name",
     "write",
 ]

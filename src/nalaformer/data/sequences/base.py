@@ -1,5 +1,6 @@
 """What sequence data is: samples by index, in batches as fast as arrays allow."""
 
+import inspect
 import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ...registry import Registry
+from ...registry import Registry, unknown_name
 from .random_numbers import Keys, sample_keys
 
 SPLITS = ("train", "val", "test")
@@ -117,3 +118,45 @@ def as_tensor(array: NDArray[Any]) -> Tensor:
 
 
 SEQUENCES: Registry[type[SequenceData]] = Registry("sequence data")
+
+
+def known_options(name: str) -> dict[str, Any]:
+    """The options of the data of that name, with what they are by default."""
+    parameters = inspect.signature(SEQUENCES[name]).parameters.values()
+    return {each.name: each.default for each in parameters if each.name not in ("split", "samples", "seed")}
+
+
+def make_sequences(
+    name: str, *, split: str, samples: int, seed: int = 0, options: dict[str, Any] | None = None
+) -> SequenceData:
+    """The data of that name; options as people type them: names and types are looked at first."""
+    options = {} if options is None else options
+    if not isinstance(options, dict):
+        raise ValueError(f'options of {name} must be an object, as {{"length": 256}}, got {options!r}')
+    known = known_options(name)
+    for option, value in options.items():
+        if option not in known:
+            raise unknown_name(f"option of {name}:", option, known)
+        if not is_alike(value, known[option]):
+            raise ValueError(
+                f"{option} of {name} must be of the kind of {known[option]!r}, which it is by default, got {value!r}"
+            )
+    try:
+        return SEQUENCES[name](split=split, samples=samples, seed=seed, **options)
+    # a list in a list, for one, may hold anything
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be made with the options {options}: {error}; known: {known}") from error
+
+
+def is_alike(value: object, default: object) -> bool:
+    """Whether a value is of the type of the default; whole numbers are numbers too."""
+    if default is None or default is inspect.Parameter.empty:
+        return True
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    for kind in (int, str):
+        if isinstance(default, kind):
+            return isinstance(value, kind)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -18,6 +18,8 @@ CANDIDATES = 8
 MOST_TAKEN_BACK = 5
 # rounds after which an image starts anew: a corner may hold no way out that five paddles back would open
 PATIENCE = 240
+# the densest images that can be had need tens; after this many none is to be expected
+MOST_RESTARTS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ def grow(keys: Keys, spec: ContourSpec, margin: Floats) -> Contours:
     headings = np.zeros((images, paddles))
     count = np.zeros(images, np.int64)
     started = np.zeros(images, np.int64)
+    restarts = np.zeros(images, np.int64)
     anchor = np.zeros(images, np.int64)
     predecessors = spec.predecessors
     active = np.arange(images)
@@ -106,6 +109,13 @@ def grow(keys: Keys, spec: ContourSpec, margin: Floats) -> Contours:
         now += 1
         given_up = active[(now - started[active] > PATIENCE) & (count[active] < paddles)]
         count[given_up], started[given_up] = 0, now
+        restarts[given_up] += 1
+        if len(given_up) and restarts.max() > MOST_RESTARTS:
+            raise ValueError(
+                f"{paddles} paddles (two contours of {spec.contour}, {spec.distractors} of {spec.distractor_length}) do not "
+                f"fit into {spec.size} x {spec.size} pixels: an image was begun {MOST_RESTARTS} times in vain; choose shorter "
+                "contours, fewer, or a larger image"
+            )
         active = active[count[active] < paddles]
     return Contours(tails=tails, heads=heads, anchor=anchor)
 

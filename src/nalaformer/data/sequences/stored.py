@@ -13,7 +13,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from ...whole_files import whole_folder
-from .base import SEQUENCES, SPLITS, Arrays, SequenceData, SequenceFacts
+from .base import SEQUENCES, SPLITS, Arrays, SequenceData, SequenceFacts, known_options, make_sequences
 
 ABOUT = "about.json"
 CHUNK = 1024
@@ -35,7 +35,7 @@ def write(
     The folder appears when everything is written, or not at all.
     """
     options = options or {}
-    data = SEQUENCES[name](split=split, samples=samples, seed=seed, **options)
+    data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
     with whole_folder(target) as unfinished:
         for array_name, array in data.batch([0]).items():
@@ -87,6 +87,7 @@ class Stored(SequenceData):
                 f"{place} must hold sequence data that `nalaformer data make` wrote; {folder} has {', '.join(made) or 'none'}"
             )
         about = json.loads((place / ABOUT).read_text())
+        self.options: dict[str, Any] = about["options"]
         available = about["samples"]
         super().__init__(split=split, samples=available if samples is None else min(samples, available), seed=about["seed"])
         self.name = self.stream_name = about["name"]
@@ -95,6 +96,20 @@ class Stored(SequenceData):
         self._facts, self._lengths = SequenceFacts(**about["facts"]), tuple(about["group_lengths"])
         # plain arrays only: nothing is unpickled
         self.arrays = {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(place.glob("*.npy"))}
+
+    def check(self, options: dict[str, Any]) -> None:
+        """Refuse options that the sequences were not made with."""
+        defaults = known_options(self.name) if self.name in SEQUENCES.names() else {}
+        # as JSON has it: lists, and no tuples
+        made, asked = (json.loads(json.dumps(each)) for each in (defaults | self.options, options))
+        other = [
+            f"{name} is {made.get(name)!r} there" for name, value in asked.items() if name not in made or made[name] != value
+        ]
+        if other:
+            raise ValueError(
+                f"the stored {self.name} ({self.split}) must have been made with the options {json.dumps(options)}, "
+                f"but {', '.join(other)}; make it with them, or ask for data_options='{json.dumps(self.options)}'"
+            )
 
     @property
     def facts(self) -> SequenceFacts:
@@ -106,3 +121,12 @@ class Stored(SequenceData):
 
     def make(self, indices: NDArray[np.int64]) -> Arrays:
         return {name: np.asarray(array[indices]) for name, array in self.arrays.items()}
+
+
+def stored_name(folder: str | Path) -> str | None:
+    """What data a folder holds; None if `write` has not made it."""
+    for split in SPLITS:
+        about = Path(folder) / split / ABOUT
+        if about.is_file():
+            return str(json.loads(about.read_text())["name"])
+    return None

@@ -1,6 +1,6 @@
 """Text to learn from: files of documents, tokenizers, tokens on disk, windows of packed documents, generated tales."""
 
-from .corpus import Encoder, Tokenized, tokenize_corpus
+from .corpus import Encoder, NothingToEvaluate, Tokenized, tokenize_corpus
 from .documents import Document, Reading, find_text, read_documents
 from .packing import IGNORED, PackedTokens
 from .shards import Shard, ShardWriter, TokenShards
@@ -11,6 +11,7 @@ __all__ = [
     "IGNORED",
     "Document",
     "Encoder",
+    "NothingToEvaluate",
     "PackedTokens",
     "Reading",
     "Shard",

@@ -109,11 +109,15 @@ def tokenize_corpus(
     )
 
 
+class NothingToEvaluate(ValueError):
+    """All documents are to learn from: callers with other options than ours say what helps there."""
+
+
 def refuse_empty(documents: dict[str, int], bad: list[str]) -> None:
     if not documents["train"]:
         raise ValueError(f"a corpus must hold a document, got none that could be read{f'; the first: {bad[0]}' if bad else ''}")
     if not documents["val"]:
-        raise ValueError(
+        raise NothingToEvaluate(
             f"some documents must be left for evaluation, got none of {documents['train']}; give files for it (--val), a "
             "larger part (--val-part), or read a .txt file by lines (--txt line)"
         )

@@ -75,6 +75,12 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"past_key_values must be a HybridCache, got {type(past_key_values).__name__}; pass HybridCache(model.config)"
             )
+        if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
+            tokens = input_ids if input_ids is not None else inputs_embeds
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            if tokens is not None and attention_mask.shape[1] == past + tokens.shape[1]:
+                # the host would count padding too
+                position_ids = positions(attention_mask)[:, past:]
         return self.host(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -108,6 +114,11 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.host.set_output_embeddings(new_embeddings)
+
+
+def positions(visible: Tensor) -> Tensor:
+    """[B, N], the number of real tokens before each of its row."""
+    return (visible.long().cumsum(1) - 1).clamp(min=0)
 
 
 def own_config_(model: PreTrainedModel) -> None:

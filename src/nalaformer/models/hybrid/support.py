@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from .config import HybridConfig
+
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a decoder, each with its attention under `self_attn`; ValueError with the reason where there are none."""
@@ -28,6 +30,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def check_config(config: Any) -> None:
     """Refuse attention that hybrid attention cannot stand in for."""
     name = config.model_type
+    if isinstance(config, HybridConfig):
+        raise ValueError(f"this model is converted already ({name}); give the pretrained one that it was made from")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder and a decoder; only decoders can be converted")
     window = getattr(config, "sliding_window", None)
