@@ -1,5 +1,6 @@
 """Sequence models with every attention, and the task that trains them."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -238,6 +239,7 @@ def test_a_recipe_trains_on_written_data_and_is_evaluated_again(tmp_path):
     for split, samples in (("train", 32), ("val", 32), ("test", 16)):
         write("listops", tmp_path / "data", split=split, samples=samples, options=options)
     settings = ["steps=3", "batch_size=8", "warmup=1", "device=cpu", f"data={tmp_path / 'data'}", "attention=split"]
+    settings.append(f"data_options={json.dumps(options)}")
     outcome = make_trainer(changed(RECIPES["listops_small"](), settings), tmp_path / "run").fit()
     assert outcome.metrics["answers"] == 32
     again = evaluate_run(tmp_path / "run", device="cpu")
