@@ -37,10 +37,7 @@ def forward(
         sums = call.sums(1, call.kv_heads).zero_()
         total = sums[0]
     else:
-        tables = (cos_k, sin_k)
-        sums, _ = sums_of_keys(
-            call, k, v, mask, bounds, parameters, tables, angles_k, count, stretch, kernel="stretch of state"
-        )
+        sums, _ = sums_of_keys(call, k, v, mask, bounds, parameters, (cos_k, sin_k), angles_k, count, stretch)
         total = prefix(sums, initial, reverse=False)
     call.start(
         ("causal", keep, has_total),
@@ -109,7 +106,7 @@ def backward(
     )
     by_query = sums_of_gradients(
         *(call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, inverse, drop, layout, count, stretch),
-        kernel="stretch of dsums",
+        kernel="causal_dsums",
     )
     after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
     dinitial = prefix(after, dtotal, reverse=True)

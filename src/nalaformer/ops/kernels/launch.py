@@ -44,6 +44,8 @@ TILES = {
     "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
     "dq": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
+    # the same kernel, over the few long stretches of the causal ones
+    "causal_dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "causal": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
     "causal_dq": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
@@ -108,12 +110,11 @@ class Call:
         return torch.Size((self.streams, *batch, self.heads, self.num_rows))
 
     def tile(self, kernel: str) -> Tile:
-        """The entry of the tables; "stretch of" names the same kernel where the causal ones say how tokens are spread."""
+        """The entry of the tables."""
         is_lean = self.operand == torch.bfloat16 and self.block_d <= 64 and self.streams == 1 and not self.pairs
         if is_lean and kernel in LEAN_TILES:
             return LEAN_TILES[kernel]
-        sizes = TILES[kernel.removeprefix("stretch of ")]
-        chosen = next(entry for size, entry in sizes.items() if self.block_d <= size)
+        chosen = next(entry for size, entry in TILES[kernel].items() if self.block_d <= size)
         if self.operand == torch.bfloat16:
             return chosen
         # twice the bytes per element: half the tokens fit
@@ -272,17 +273,16 @@ def sums_of_keys(
     angles: Angles,
     count: int,
     stretch: int,
-    kernel: str = "state",
 ) -> tuple[Tensor, Tensor]:
     """The sums of each of `count` stretches of keys, [count, B * K, PARTS, D, V + 2], and their log2 scale."""
     sums = call.sums(count, call.kv_heads)
     scale = sums.new_empty(sums.shape[:2])
     call.start(
-        (kernel, stretch),
+        ("state", stretch),
         state_kernel,
         (k, v, mask, bounds, parameters, *tables, sums, scale),
         lambda: (
-            kernel,
+            "state",
             (count, call.samples * call.kv_heads),
             (
                 *(call.num_keys, call.kv_heads, stretch),
