@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from . import causal_launch
+from .eager import eager
 from .library import describe, new_call, parameter_gradient, types_of
 
 Settings = tuple[int, str, int, int, float, float, float, bool, bool]
@@ -122,25 +123,11 @@ def _(dout, dtotal, q, k, v, parameters, *rest):  # type: ignore[no-untyped-def]
     return dq, dk, dv, torch.empty_like(before[0]), dparameters
 
 
-class Eager(torch.autograd.Function):
-    """The same without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        output = run_forward(*inputs)
-        _save(ctx, inputs, output)
-        return output[:2]
-
-    @staticmethod
-    def backward(ctx, dout, dtotal):  # type: ignore[no-untyped-def]
-        return gradients(ctx, dout, dtotal, run_backward)
-
-
 def attend(*arguments) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
     """The arguments of `causal` -> output and the sums of all tokens."""
     if torch.compiler.is_compiling():
         return causal(*arguments)[:2]
-    return Eager.apply(*arguments) if arguments[-1] else run_forward(*arguments)[:2]
+    return eager_attend(*arguments) if arguments[-1] else run_forward(*arguments)[:2]
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -169,3 +156,9 @@ def _backward(ctx, dout, dtotal, *unused):  # type: ignore[no-untyped-def]
 
 
 causal.register_autograd(_backward, setup_context=_save)
+eager_attend = eager(
+    run_forward,
+    _save,
+    lambda ctx, dout, dtotal: gradients(ctx, dout, dtotal, run_backward),
+    given=lambda output: output[:2],
+)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .eager import eager
 from .layer_norm import layer_norm_gradient_kernel, layer_norm_kernel
 from .start import Description, Launches, kind, processors, start
 
@@ -98,20 +99,6 @@ def _(dout, x, gate, weight, bias, moments):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), dgate, weight.new_empty(weight.shape), bias.new_empty(bias.shape)
 
 
-class Eager(torch.autograd.Function):
-    """The same without the dispatcher, whose operators written in Python cost more per call than small kernels do."""
-
-    @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        output = run_forward(*inputs)
-        _save(ctx, inputs, output)
-        return output[0]
-
-    @staticmethod
-    def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        return gradients(ctx, dout, run_backward)
-
-
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs[:4], output[1])
     ctx.is_gated = inputs[1] is not None
@@ -128,9 +115,13 @@ def _backward(ctx, dout, _):  # type: ignore[no-untyped-def]
 
 forward.register_autograd(_backward, setup_context=_save)
 
+eager_normalise = eager(
+    run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward), given=lambda output: output[0]
+)
+
 
 def normalise(x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Through the dispatcher while torch.compile traces, directly otherwise."""
     if torch.compiler.is_compiling():
         return forward(x, gate, weight, bias, eps)[0]
-    return Eager.apply(x, gate, weight, bias, eps)
+    return eager_normalise(x, gate, weight, bias, eps)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from . import launch
+from .eager import eager
 from .launch import Call
 
 _calls: dict[tuple[object, ...], Call] = {}
@@ -213,25 +214,11 @@ def _(dout, q, k, v, parameters, *rest):  # type: ignore[no-untyped-def]
     return dq, dk, dv, dparameters
 
 
-class Eager(torch.autograd.Function):
-    """The same without the dispatcher, whose operators written in Python cost more per call than small kernels do."""
-
-    @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        output = run_forward(*inputs)
-        _save(ctx, inputs, output)
-        return output[0]
-
-    @staticmethod
-    def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        return gradients(ctx, dout, run_backward)
-
-
 def attend(*inputs) -> Tensor:  # type: ignore[no-untyped-def]
     """The arguments of `bidirectional`: through the dispatcher while torch.compile traces, directly otherwise."""
     if torch.compiler.is_compiling():
         return bidirectional(*inputs)[0]
-    return Eager.apply(*inputs) if inputs[-1] else run_forward(*inputs)[0]
+    return eager_attend(*inputs) if inputs[-1] else run_forward(*inputs)[0]
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -251,3 +238,4 @@ def _backward(ctx, dout, *unused):  # type: ignore[no-untyped-def]
 
 
 bidirectional.register_autograd(_backward, setup_context=_save)
+eager_attend = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward), given=lambda output: output[0])

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_spec import KernelSpec
+from .eager import eager
 from .launch import processors, strides
 from .library import parameter_gradient
 from .maps import phi_key, phi_key_gradient
@@ -109,7 +110,7 @@ def features(x: Tensor, spec: KernelSpec) -> Tensor:
     rows = rows.unflatten(2, (-1, head_dim)).repeat_interleave(heads // rows.shape[1], dim=1).transpose(1, 2).flatten(1)
     if torch.compiler.is_compiling():
         return map_over_heads(x, rows, spec.name, spec.alpha)
-    return Eager.apply(x, rows, spec.name, spec.alpha)
+    return eager_map_over_heads(x, rows, spec.name, spec.alpha)
 
 
 def run_forward(x: Tensor, parameters: Tensor, name: str, alpha: float) -> Tensor:
@@ -184,18 +185,5 @@ def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
     return dx, dparameters if ctx.is_learned else None, None, None
 
 
-class Eager(torch.autograd.Function):
-    """The same without the dispatcher; library.py says why."""
-
-    @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        output = run_forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        return gradients(ctx, dout, run_backward)
-
-
+eager_map_over_heads = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
 map_over_heads.register_autograd(lambda ctx, dout: gradients(ctx, dout, map_over_heads_backward), setup_context=_save)

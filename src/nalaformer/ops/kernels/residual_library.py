@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .eager import eager
 from .layer_norm_library import BLOCK, GRADIENT_PROGRAMS, GRADIENT_STAGES, blocks
 from .residual import residual_gradient_kernel, residual_kernel
 from .start import Description, Launches, kind, processors, start
@@ -59,19 +60,6 @@ def _(dout, y, scale, keep):  # type: ignore[no-untyped-def]
     return y.new_empty(y.shape), y.new_empty(0) if scale is None else scale.new_empty(scale.shape)
 
 
-class Eager(torch.autograd.Function):
-    """The same without the dispatcher, whose operators written in Python cost more per call than small kernels do."""
-
-    @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        _save(ctx, inputs, None)
-        return run_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        return gradients(ctx, dout, run_backward)
-
-
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs[1:])
 
@@ -88,7 +76,9 @@ def _backward(ctx, dout):  # type: ignore[no-untyped-def]
 
 forward.register_autograd(_backward, setup_context=_save)
 
+eager_add = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
+
 
 def add(x: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | None) -> Tensor:
     """Through the dispatcher while torch.compile traces, directly otherwise."""
-    return (forward if torch.compiler.is_compiling() else Eager.apply)(x, y, scale, keep)
+    return (forward if torch.compiler.is_compiling() else eager_add)(x, y, scale, keep)
