@@ -27,7 +27,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say which with make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes on first use, about 6 GB with PyTorch)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 demo: $(READY)
@@ -46,7 +46,7 @@ test-gpu: $(READY)
 $(OLDEST)/.ready: pyproject.toml Makefile
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	@echo "installing into $(OLDEST) (a few minutes on first use, about 6 GB with PyTorch)"
-	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' $(OLDEST_VERSIONS)
+	@$(OLDEST)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev]' $(OLDEST_VERSIONS)
 	@touch $@
 
 test-oldest: $(OLDEST)/.ready
