@@ -56,15 +56,20 @@ def outcome(backend, name, dtype, tensors, upstream, *, heads, head_dim, **argum
     return [out, *torch.autograd.grad(out, wanted, upstream.to(out.dtype), allow_unused=True, materialize_grads=True)]
 
 
+# how often as far from float64 as plain float32 we may be where sums over tokens cancel: compiled, logarithms and powers are
+# the GPU's own, which miss by 2^-22 where rounding misses by 2^-24
+OF_PLAIN = 2 if INTERPRETING else 4
+
+
 def check(name, tensors, *, heads, head_dim, bar=2e-6, **arguments):
-    """Within the bar of float64, or within twice what plain float32 misses it by: some sums over tokens cancel."""
+    """Within the bar of float64, or within some times what plain float32 misses it by."""
     upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1], device=DEVICE)
     exact, plain, ours = (
         outcome(backend, name, dtype, tensors, upstream, heads=heads, head_dim=head_dim, **arguments)
         for backend, dtype in (("reference", torch.float64), ("reference", torch.float32), ("triton", torch.float32))
     )
     for x, y, z in zip(ours, exact, plain, strict=True):
-        assert relative_error(x, y) < bar + 2 * relative_error(z, y)
+        assert relative_error(x, y) < bar + OF_PLAIN * relative_error(z, y)
 
 
 def make(*shapes, scale=1.0):
@@ -274,6 +279,11 @@ def test_causal_attention(name, stretches):
 def test_causal_attention_with_rotary_and_key_mask(name, stretches):
     arguments = {"rotary": Rotary.sequence(75, 8, device=DEVICE), "key_mask": torch.rand(2, 75, device=DEVICE) > 0.3}
     check(name, make(*[(2, 75, 2, 8)] * 3), heads=2, head_dim=8, causal=True, **arguments)
+
+
+def test_causal_attention_with_other_positions_of_keys(stretches):
+    rotary = Rotary.sequence(75, 8, start=3, device=DEVICE), Rotary.sequence(75, 8, device=DEVICE)
+    check("norm_aware", make(*[(2, 75, 2, 8)] * 3), heads=2, head_dim=8, causal=True, rotary=rotary)
 
 
 @pytest.mark.parametrize("name", ["relu", "norm_aware", "norm_aware mild", "hedgehog"])

@@ -7,6 +7,7 @@ The keys must have length at most one, or the state grows without bound. Without
 
 import warnings
 from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -63,7 +64,7 @@ def delta_rule(
         beta = torch.where(key_mask[..., None], beta, 0)
         log_decay = None if log_decay is None else torch.where(key_mask[..., None], log_decay, 0)
     with outside_autocast(q):
-        if kernels := _kernels_for(q, v):
+        if kernels := _kernels_for(q, v, log_decay, k, beta, state):
             return _fused(kernels, q, k, v, beta, log_decay, state, cu_seqlens, scale)
         if cu_seqlens is None:
             return _piece(q, k, v, beta, log_decay, state, scale)
@@ -95,7 +96,7 @@ def delta_step_(
     _check(q, k, v, beta, log_decay, state, q.shape[0])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with outside_autocast(q):
-        if kernels := _kernels_for(q, v):
+        if kernels := _kernels_for(q, v, log_decay):
             out, after = _fused(kernels, q, k, v, beta, log_decay, state, None, scale)
             state.copy_(after)
             return out
@@ -184,12 +185,31 @@ def _kernels() -> ModuleType | None:
     return fla.ops
 
 
-def _kernels_for(q: Tensor, v: Tensor) -> ModuleType | None:
-    """The kernels, if they can serve the call and are not forbidden."""
+def _kernels_for(q: Tensor, v: Tensor, log_decay: Tensor | None, *others: Tensor | None) -> ModuleType | None:
+    """The kernels, if they can serve the call and are not forbidden. others: what else may need gradients."""
     # they round features and values to half precision, which full precision must not suffer
     fits = v.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= LARGEST_KERNEL_FEATURES
     can = q.device.type == "cuda" and fits and q.dtype != torch.float64 and q.numel() > 0
-    return _kernels() if can and get_backend() in ("auto", "triton") else None
+    if not can or get_backend() not in ("auto", "triton"):
+        return None
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, v, log_decay, *others))
+    if learns and log_decay is not None and _gated_gradients_are_wrong(q.device):
+        return None
+    return _kernels()
+
+
+@cache
+def _gated_gradients_are_wrong(device: torch.device) -> bool:
+    """On Hopper GPUs some versions of Triton compile the gradients of the gated rule wrongly, and its kernels refuse there."""
+    version = tuple(int(part) for part in metadata.version("triton").split("+")[0].split(".")[:3] if part.isdigit())
+    is_wrong = torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= version < (3, 7, 1)
+    if is_wrong and _kernels() is not None:
+        warnings.warn(
+            "the gated delta rule trains in plain torch here: Triton 3.4 to 3.7.0 compiles its gradients wrongly on Hopper GPUs; "
+            "with Triton 3.7.1 or newer it trains on kernels",
+            stacklevel=2,
+        )
+    return is_wrong
 
 
 def _fused(

@@ -8,6 +8,7 @@ from ..registry import unknown_name
 
 SCHEDULES = ("cosine", "linear")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRECISIONS |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class TrainingConfig:
     repeats: int = 1
     """Repeated augmentation: how often each image comes in an epoch, augmented anew."""
     precision: str = "float32"
-    """"float32", or forward and loss in "bfloat16" or "float16" (with loss scaling)."""
+    """"float32", or forward and loss in "bfloat16" or "float16" (with loss scaling); "fp32", "bf16" and "fp16" for short."""
     compile: bool = False
     """torch.compile the model."""
     checkpoint_activations: bool = False

@@ -8,6 +8,9 @@ With g = dout / den, e_i = g_i . out_i, the products G_ij = g_i . v_j and P_ij =
 
 where with rotary the terms with G and P take the turned features. Tokens outside the tile come through the sums S, z before it
 and through their gradients after it. out and 1 / den come from the forward pass.
+
+G_ij and e_i nearly cancel where a row sees little but itself, so they are subtracted before either is rounded: everywhere without
+rotary; with it on the diagonal, where turning there and back leaves a token as it was (SAME_ANGLES), so that G_ii joins e_i.
 """
 
 import triton
@@ -37,6 +40,13 @@ def times_transposed(v, s, DOT: tl.constexpr, PRECISION: tl.constexpr):
         low = (s - high.to(tl.float32)).to(DOT)
         product = tl.dot(v, tl.trans(low), product, input_precision=PRECISION)
     return product
+
+
+@triton.jit
+def diagonal(BN: tl.constexpr):
+    """[BN, BN]: True where row and column are the same token."""
+    rows = tl.arange(0, BN)
+    return rows[:, None] == rows[None, :]
 
 
 @triton.jit
@@ -99,6 +109,7 @@ def causal_dq_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
+    SAME_ANGLES: tl.constexpr,
     LEARNED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -172,6 +183,9 @@ def causal_dq_kernel(
         minus = tl.where(lower_triangle(BN), drop, 0.0)
         if PAIRS == 0:
             toward -= minus
+        elif SAME_ANGLES:
+            minus -= tl.where(diagonal(BN), toward, 0.0)
+            toward = tl.where(diagonal(BN), 0.0, toward)
         toward = toward.to(DOT)
         x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
         a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
@@ -265,6 +279,7 @@ def causal_dk_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
+    SAME_ANGLES: tl.constexpr,
     LEARNED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -349,6 +364,9 @@ def causal_dk_kernel(
             minus = tl.where(upper, tl.trans(drop), 0.0)
             if PAIRS == 0:
                 toward += minus
+            elif SAME_ANGLES:
+                minus += tl.where(diagonal(BN), toward, 0.0)
+                toward = tl.where(diagonal(BN), 0.0, toward)
             toward = toward.to(DOT)
             y = load_rows(own_q, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
             a, b, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)

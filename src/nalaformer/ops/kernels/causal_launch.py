@@ -80,7 +80,9 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v))
     group = call.heads // call.kv_heads
     count, stretch = call.splits("causal", call.num_queries, call.heads)
-    layout = (dout.stride(), dout.data_ptr() % 16, is_learned)
+    same_angles = cos_q.data_ptr() == cos_k.data_ptr()
+    constants = {"SAME_ANGLES": same_angles, "LEARNED": is_learned}
+    layout = (dout.stride(), dout.data_ptr() % 16, is_learned, same_angles)
     drop = torch.empty_like(inverse)
     dquery = dkey = drop
     if is_learned:
@@ -101,7 +103,7 @@ def backward(
                 *parameters_of_both(call, parameters, angles_q, angles_k),
                 *(call.norm_scale, call.alpha),
             ),
-            {"LEARNED": is_learned},
+            constants,
         ),
     )
     by_query = sums_of_gradients(
@@ -123,7 +125,7 @@ def backward(
                 *parameters_of_both(call, parameters, angles_q, angles_k),
                 *(call.norm_scale, call.alpha),
             ),
-            {"LEARNED": is_learned},
+            constants,
         ),
     )
     if not is_learned:

@@ -95,7 +95,9 @@ class Call:
 
     @property
     def block_d(self) -> int:
-        return max(16, triton.next_power_of_2(self.head_dim))
+        # float32 tiles of [32, 16] that were turned come out wrong of Triton 3.6's compiler where a mask has been loaded too
+        smallest = 16 if self.operand == torch.bfloat16 else 32
+        return max(smallest, triton.next_power_of_2(self.head_dim))
 
     @property
     def is_whole(self) -> bool:
