@@ -205,7 +205,7 @@ def _gated_gradients_are_wrong(device: torch.device) -> bool:
     is_wrong = torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= version < (3, 7, 1)
     if is_wrong and _kernels() is not None:
         warnings.warn(
-            "the gated delta rule trains in plain torch here: Triton 3.4 to 3.7.0 compiles its gradients wrongly on Hopper GPUs; "
+            "the gated delta rule trains in plain torch: Triton 3.4 to 3.7.0 compiles its gradients wrongly on Hopper GPUs; "
             "with Triton 3.7.1 or newer it trains on kernels",
             stacklevel=2,
         )

@@ -9,8 +9,8 @@ With g = dout / den, e_i = g_i . out_i, the products G_ij = g_i . v_j and P_ij =
 where with rotary the terms with G and P take the turned features. Tokens outside the tile come through the sums S, z before it
 and through their gradients after it. out and 1 / den come from the forward pass.
 
-G_ij and e_i nearly cancel where a row sees little but itself, so they are subtracted before either is rounded: everywhere without
-rotary; with it on the diagonal, where turning there and back leaves a token as it was (SAME_ANGLES), so that G_ii joins e_i.
+G_ij and e_i nearly cancel where a row sees little but itself, so they are subtracted before either is rounded: everywhere
+without rotary; with it on the diagonal, where turning there and back leaves a token as it was (SAME_ANGLES).
 """
 
 import triton
