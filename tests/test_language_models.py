@@ -241,6 +241,24 @@ def test_training_step_is_one_graph(mixers):
     torch.testing.assert_close(model.model.embed_tokens.weight.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("mixers", ["linear", "gated_delta"])
+def test_another_packing_compiles_nothing(mixers):
+    from torch._dynamo.testing import CompileCounter
+
+    model, counter = make(mixers=mixers, dtype=torch.float32), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counter)
+    counts = []
+    for cuts in ([6, 24], [3, 9, 18], [1, 2, 7, 20], [5, 5, 5, 5, 10], [29, 1]):
+        tokens = text(1, 30)
+        positions = torch.cat([torch.arange(length) for length in cuts])[None]
+        torch.testing.assert_close(
+            compiled(tokens, position_ids=positions).logits, model(tokens, position_ids=positions).logits, rtol=1e-4, atol=1e-5
+        )
+        counts.append(counter.frame_count)
+    assert counts[1] == counts[-1]
+
+
 def test_adapters_of_peft_learn_and_leave_the_model_alone():
     peft = pytest.importorskip("peft")
     model, tokens = make("hybrid", dtype=torch.float32), text(4, 20)

@@ -51,24 +51,39 @@ def delta_rule(
     if cu_seqlens is not None:
         if key_mask is not None:
             raise ValueError("key_mask and cu_seqlens exclude each other, got both; packed sequences have no padding to hide")
-        lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
-        if min(lengths) == 0:
-            raise ValueError(f"packed sequences must hold at least one token, got lengths {lengths[:8]}; leave empty ones out")
-        _check(q[None], k[None], v[None], beta[None], None if log_decay is None else log_decay[None], state, len(lengths))
-    else:
-        lengths = []
-        _check(q, k, v, beta, log_decay, state, q.shape[0])
-        check_key_mask(key_mask, k)
+        return _packed(q, k, v, beta, log_decay, state, cu_seqlens, scale)
+    _check(q, k, v, beta, log_decay, state, q.shape[0])
+    check_key_mask(key_mask, k)
     if key_mask is not None:
         k, v = hide(k, key_mask), hide(v, key_mask)
         beta = torch.where(key_mask[..., None], beta, 0)
         log_decay = None if log_decay is None else torch.where(key_mask[..., None], log_decay, 0)
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay, k, beta, state):
+            return _fused(kernels, q, k, v, beta, log_decay, state, None, scale)
+        return _piece(q, k, v, beta, log_decay, state, scale)
+
+
+# the lengths are read on the host: traced, every packing would be another program
+@torch.compiler.disable
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Each sequence by itself; the tensors are only cut, never padded."""
+    lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
+    if min(lengths) == 0:
+        raise ValueError(f"packed sequences must hold at least one token, got lengths {lengths[:8]}; leave empty ones out")
+    _check(q[None], k[None], v[None], beta[None], None if log_decay is None else log_decay[None], state, len(lengths))
+    with outside_autocast(q):
+        if kernels := _kernels_for(q, v, log_decay, k, beta, state):
             return _fused(kernels, q, k, v, beta, log_decay, state, cu_seqlens, scale)
-        if cu_seqlens is None:
-            return _piece(q, k, v, beta, log_decay, state, scale)
-        # each sequence by itself; the tensors are only cut, never padded
         done, start = [], 0
         for number, length in enumerate(lengths):
             cut = slice(start, start + length)

@@ -200,6 +200,8 @@ def attention_weights(
         )[stream]
 
 
+# the lengths are read on the host, and the longest is part of the launch: traced, every packing would be another program
+@torch.compiler.disable
 def _packed(
     q: Tensor,
     k: Tensor,

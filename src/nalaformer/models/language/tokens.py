@@ -47,15 +47,11 @@ def describe_tokens(
             f"position_ids must have a position for each of the {length} new tokens of {batch} rows, "
             f"got shape {tuple(position_ids.shape)}"
         )
-    starts = None
-    if past == 0:
-        starts = _starts(position_ids, cu_seqlens, key_mask, batch, length, device)
-    sequence = bounds = None
+    starts = sequence = bounds = None
+    if past == 0 and (cu_seqlens is not None or (position_ids is not None and length > 1)):
+        starts, bounds = _packing(position_ids, cu_seqlens, key_mask, batch, length, device)
     if starts is not None:
-        flat = starts.flatten()
-        sequence = flat.cumsum(0).unflatten(0, (batch, length))
-        # read on the host once here, and not in every layer
-        bounds = torch.tensor([*flat.nonzero()[:, 0].tolist(), flat.numel()])
+        sequence = starts.flatten().cumsum(0).unflatten(0, (batch, length))
     if position_ids is None:
         position_ids = _positions(visible, starts, past, length, device)
     dim = config.head_dim
@@ -89,15 +85,20 @@ def none_if_all(mask: Tensor) -> Tensor | None:
     return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
 
 
-def _starts(
+# numbers are read on the host: traced, every packing would be another program
+@torch.compiler.disable
+def _packing(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     key_mask: Tensor | None,
     batch: int,
     length: int,
     device: torch.device,
-) -> Tensor | None:
-    """[B, N] bool, where sequences begin; None where each row is one sequence."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """[B, N] bool, where sequences begin, and the bounds of all of them on the host: read once here, and not in every layer.
+
+    None, None where each row is one sequence.
+    """
     if cu_seqlens is not None:
         if int(cu_seqlens[-1]) != batch * length:
             raise ValueError(
@@ -107,10 +108,9 @@ def _starts(
         starts = torch.zeros(batch * length + 1, dtype=torch.bool, device=device)
         starts[cu_seqlens.to(device, torch.int64)] = True
         starts = starts[:-1].unflatten(0, (batch, length))
-    elif position_ids is not None and length > 1:
-        starts = (position_ids == 0).expand(batch, length)
     else:
-        return None
+        assert position_ids is not None
+        starts = (position_ids == 0).expand(batch, length)
     if key_mask is not None:
         # padding has position 0 as well, and so has the first real token of a row
         inner = starts & key_mask & (key_mask.cumsum(1) > 1)
@@ -119,10 +119,12 @@ def _starts(
                 "packed sequences and padding exclude each other, got position_ids that begin again inside a row with an "
                 "attention_mask that hides tokens; pack without padding, or pad one sequence for each row"
             )
-        return None
+        return None, None
     first = torch.arange(length, device=device) == 0
     starts = starts | first
-    return starts if bool((starts & ~first).any()) else None
+    if not bool((starts & ~first).any()):
+        return None, None
+    return starts, torch.tensor([*starts.flatten().nonzero()[:, 0].tolist(), starts.numel()])
 
 
 def _positions(visible: Tensor | None, starts: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
