@@ -6,6 +6,7 @@ from .module import HybridAttention
 from .selection import SELECTIONS, Selection
 from .settings import METHODS, HybridSettings, hybrid_settings
 from .state import HybridState
+from .stepping import SteppingState, hybrid_step_, roll_, salient_tokens
 
 __all__ = [
     "METHODS",
@@ -14,9 +15,13 @@ __all__ = [
     "HybridSettings",
     "HybridState",
     "Selection",
+    "SteppingState",
     "distant_attention",
     "empty_state",
     "hybrid_attention",
     "hybrid_settings",
+    "hybrid_step_",
     "recurrent_hybrid_attention",
+    "roll_",
+    "salient_tokens",
 ]
