@@ -45,8 +45,9 @@ def walk(tensors, start, *, settings, feature_map, capacity=None, mask=None, gat
         beside = dict(zip(("gate", "scores"), at((gate, scores), one), strict=True))
         out, state = recurrent_hybrid_attention(*at(tensors, one), **given, **beside, state=state)
         expected.append(out)
+        is_full = stepping.advance()
         ours.append(hybrid_step_(*at(tensors, one), feature_map=feature_map, state=stepping, **beside))
-        if stepping.advance():
+        if is_full:
             roll_(stepping, feature_map=feature_map)
     return torch.cat(ours, 1), torch.cat(expected, 1), stepping, state
 
@@ -167,10 +168,10 @@ def test_a_step_moves_no_memory_and_asks_nothing():
 
     before = addresses()
     for place in range(40):
+        is_full = state.advance()
         with NoLook():
             hybrid_step_(*at((q, k, v), slice(place, place + 1)), feature_map=feature_map, state=state)
-        if state.advance():
-            with NoLook():
+            if is_full:
                 roll_(state, feature_map=feature_map)
     assert addresses() == before
     assert state.count.tolist() == [40, 40]
@@ -187,9 +188,10 @@ def test_a_poisoned_sample_stays_so_alone():
 
 
 def test_a_full_store_without_a_cap_is_an_error_before_anything_is_lost():
-    tensors = make_inputs(TOKENS)
+    _, _, stepping, state = walk(make_inputs(31), 0, settings=SMALL, feature_map=make_map(), capacity=4)
     with pytest.raises(ValueError, match=r"room for 4 salient tokens of a head, and 32 tokens have 6"):
-        walk(tensors, 0, settings=SMALL, feature_map=make_map(), capacity=4)
+        stepping.advance()
+    assert_same_state(stepping, state, atol=1e-10)
 
 
 def test_what_stepping_cannot_serve_is_refused():

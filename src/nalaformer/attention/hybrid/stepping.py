@@ -3,8 +3,9 @@
 `hybrid_step_` is one token of each sample, `roll_` what happens when chunks leave the window. Both ask nothing of the device
 and change no shape, so each can be captured once and replayed. When a roll is due is known from the lengths, on the host:
 
+    is_full = state.advance()
     out = hybrid_step_(q, k, v, feature_map=phi, state=state)  # or the replay of its graph
-    if state.advance():
+    if is_full:
         roll_(state, feature_map=phi)  # or the replay of its graph
 
 Samples may have different lengths; a roll then serves those whose chunk is full and leaves the others alone. The outputs are
@@ -119,7 +120,7 @@ class SteppingState:
         return self.salient_scores.shape[-1]
 
     def advance(self) -> bool:
-        """Count the step that was taken; True: the next thing must be a roll."""
+        """Count the step that comes now; True: a roll must follow it. Refused, with nothing changed, if there is no room."""
         after = tuple(length + 1 for length in self.lengths)
         needed = max((salient_tokens(length, self.settings) for length in after), default=0)
         if needed > self.capacity:
@@ -151,7 +152,7 @@ def hybrid_step_(
 ) -> Tensor:
     """One token of each sample: the window takes it in, and its output is returned. Arguments as in `hybrid_attention`, N = 1.
 
-    `state.advance()` and, if it says so, `roll_` belong after every step.
+    `state.advance()` belongs before every step and, if it says so, `roll_` after it.
     """
     settings = state.settings
     check_inputs(q, k, v, feature_map=feature_map, settings=settings, gate=gate, scores=scores, key_mask=None)
