@@ -78,7 +78,7 @@ class HybridAttention(nn.Module):
     def step_(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, state: SteppingState, scale: float | None = None) -> Tensor:
         """The same for one token, [B, 1, H, D], with a state that is written in place; see `hybrid_step_`."""
         scores = self.scores(q, k, x, scale=scale, state=state)
-        return hybrid_step_(q, k, v, feature_map=self.map, state=state, gate=self.gates(x), scores=scores, scale=scale)
+        return hybrid_step_(q, k, v, state=state, gate=self.gates(x), scores=scores, scale=scale)
 
     def gates(self, x: Tensor) -> Tensor | None:
         """[B, N, H, D or 1], the factor of the linear branch; None: there is none."""

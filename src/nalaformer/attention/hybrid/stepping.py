@@ -4,9 +4,9 @@
 and change no shape, so each can be captured once and replayed. When a roll is due is known from the lengths, on the host:
 
     is_full = state.advance()
-    out = hybrid_step_(q, k, v, feature_map=phi, state=state)  # or the replay of its graph
+    out = hybrid_step_(q, k, v, state=state)  # or the replay of its graph
     if is_full:
-        roll_(state, feature_map=phi)  # or the replay of its graph
+        roll_(state)  # or the replay of its graph
 
 Samples may have different lengths; a roll then serves those whose chunk is full and leaves the others alone. The outputs are
 those of `recurrent_hybrid_attention` token by token.
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from ...feature_maps import FeatureMap
+from ...feature_maps.norm_preserving import NormPreserving
 from ...ops import LinearState, compute_dtype
+from ...ops.backend import LARGEST_HEAD, runs_kernels
 from ...ops.features import outside_autocast
-from .branches import Exact, linear_branch, merge
+from .branches import Exact, Linear, linear_branch, merge
 from .checks import check_inputs
 from .function import EPS, keeps_scores
 from .selection import SELECTIONS, for_heads, rank_descending
@@ -42,6 +44,10 @@ class SteppingState:
     """
 
     settings: HybridSettings
+    feature_map: FeatureMap
+    """Its parameters must not change while the state is in use."""
+    query_matrix: Tensor | None
+    """[H, D, D]: what the kernel turns queries with; None: features are computed outside of it."""
     key_heads: int
     keys: Tensor
     values: Tensor
@@ -55,7 +61,9 @@ class SteppingState:
     """What `count` holds, known to the host."""
 
     @classmethod
-    def from_state(cls, state: HybridState, *, settings: HybridSettings, capacity: int | None = None) -> "SteppingState":
+    def from_state(
+        cls, state: HybridState, *, feature_map: FeatureMap, settings: HybridSettings, capacity: int | None = None
+    ) -> "SteppingState":
         """A copy of a state, which goes on from there. capacity: salient tokens of a head that there is room for.
 
         With `max_salient` set that is the room, and capacity may be left out; without, a longer text needs a larger capacity
@@ -79,6 +87,8 @@ class SteppingState:
         ailing = torch.zeros_like(state.is_poisoned, dtype=state.linear.state.dtype)
         return cls(
             settings=settings,
+            feature_map=feature_map,
+            query_matrix=_query_matrix(feature_map, state),
             key_heads=state.keys.shape[2],
             keys=beside(state.keys, state.salient_keys),
             values=beside(state.values, state.salient_values),
@@ -110,10 +120,14 @@ class SteppingState:
             lengths=self.lengths,
         )
 
+    def tensors(self) -> list[Tensor]:
+        """All that steps and rolls change."""
+        return [value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "query_matrix"]
+
     @property
     def nbytes(self) -> int:
         """Of all that is remembered, the room for what comes included."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     @property
     def capacity(self) -> int:
@@ -144,7 +158,6 @@ def hybrid_step_(
     k: Tensor,
     v: Tensor,
     *,
-    feature_map: FeatureMap,
     state: SteppingState,
     gate: Tensor | None = None,
     scores: Tensor | None = None,
@@ -155,7 +168,7 @@ def hybrid_step_(
     `state.advance()` belongs before every step and, if it says so, `roll_` after it.
     """
     settings = state.settings
-    check_inputs(q, k, v, feature_map=feature_map, settings=settings, gate=gate, scores=scores, key_mask=None)
+    check_inputs(q, k, v, feature_map=state.feature_map, settings=settings, gate=gate, scores=scores, key_mask=None)
     if q.shape[1] != 1 or len(q) != len(state.lengths) or k.shape[2] != state.key_heads:
         raise ValueError(
             f"a step takes one token of each of {len(state.lengths)} samples with {state.key_heads} heads of keys, got q "
@@ -163,52 +176,82 @@ def hybrid_step_(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad(), outside_autocast(q):
-        dtype = compute_dtype(q, k, v)
-        slot = settings.chunk_size + state.count % settings.chunk_size
-        heads = state.keys.shape[1]
-        for kept, new in ((state.keys, k), (state.values, v)):
-            new = for_store(new, heads).to(kept.dtype)
-            kept.scatter_(2, slot[:, None, None, None].expand_as(new), new)
-        rows = torch.add(state.ailing[:, None, None, None], q.to(dtype))
-        queries = (rows * scale).transpose(1, 2).unflatten(1, (heads, -1))[..., 0, :]  # [B, S, H / S, D]
+        before = None
         if keeps_scores(settings):
-            _note_scores(state, queries, slot, scores)
-        hidden = ~_visible(state, slot)[:, None, None]
-        logits = (queries @ state.keys.to(dtype).mT).masked_fill_(hidden, -torch.inf)
-        row_max = logits.amax(-1)
-        weights = logits.sub_(row_max[..., None]).exp_()
-        exact = Exact(row_max, weights.sum(-1), weights @ state.values.to(dtype))
-        linear = None
-        if settings.linear:
-            linear = linear_branch(feature_map.query(rows).transpose(1, 2), state.state, state.key_sum)
-            linear = type(linear)(linear.weighted[:, :, 0], linear.total[:, :, 0])
-        gates = None if gate is None else gate[:, 0].to(dtype).unflatten(1, (heads, -1))
-        out = merge(exact, linear, gates, kind=settings.merge, eps=EPS)
-        state.count.add_(1)
-        return out.flatten(1, 2)[:, None].to(q.dtype)
+            before = _place(state)
+        step = _fused if runs_kernels(q) and _fits_kernel(state) else _plain
+        out = step(q, k, v, state, gate, scale)
+        if before is not None:
+            _note_scores(state, q, scale, *before, scores)
+        return out
 
 
-def _visible(state: SteppingState, slot: Tensor) -> Tensor:
-    """[B, 2l + E]: window tokens up to the query's own from the beginning of the sample on, then the store's tokens."""
+def _fits_kernel(state: SteppingState) -> bool:
+    return state.state.dtype == torch.float32 and max(state.keys.shape[-1], state.values.shape[-1]) <= LARGEST_HEAD
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, state: SteppingState, gate: Tensor | None, scale: float) -> Tensor:
+    # imported where used: Triton may be missing
+    from ...ops.kernels.hybrid_step import hybrid_step
+
+    settings, features = state.settings, None
+    if settings.linear and state.query_matrix is None:
+        features = state.feature_map.query(q.float()).contiguous()
+    return hybrid_step(
+        *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)),
+        *(state.keys, state.values, state.count, state.ailing),
+        *((state.state, state.key_sum) if settings.linear else (None, None)),
+        *(features, state.query_matrix, gate),
+        *(settings.chunk_size, settings.salient_per_chunk, scale, EPS, settings.merge == "exact"),
+    )
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, state: SteppingState, gate: Tensor | None, scale: float) -> Tensor:
+    """The definition of a step, in plain torch."""
+    settings, dtype, heads = state.settings, compute_dtype(q, k, v), state.keys.shape[1]
+    slot, visible = _place(state)
+    for kept, new in ((state.keys, k), (state.values, v)):
+        new = new.transpose(1, 2).repeat_interleave(heads // new.shape[2], dim=1).to(kept.dtype)  # [B, S, 1, D]
+        kept.scatter_(2, slot[:, None, None, None].expand_as(new), new)
+    rows = q.to(dtype) + state.ailing[:, None, None, None]
+    queries = (rows * scale)[:, 0].unflatten(1, (heads, -1))  # [B, S, H / S, D]
+    logits = (queries @ state.keys.to(dtype).mT).masked_fill_(~visible[:, None, None], -torch.inf)
+    row_max = logits.amax(-1)
+    weights = logits.sub_(row_max[..., None]).exp_()
+    exact = Exact(row_max, weights.sum(-1), weights @ state.values.to(dtype))
+    linear = None
+    if settings.linear:
+        features = state.feature_map.query(rows).transpose(1, 2)  # [B, H, 1, F]
+        weighted, total = linear_branch(features, state.state, state.key_sum)
+        linear = Linear(weighted[:, :, 0], total[:, :, 0])
+    gates = None if gate is None else gate[:, 0].to(dtype).unflatten(1, (heads, -1))
+    out = merge(exact, linear, gates, kind=settings.merge, eps=EPS)
+    state.count.add_(1)
+    return out.flatten(1, 2)[:, None].to(q.dtype)
+
+
+def _place(state: SteppingState) -> tuple[Tensor, Tensor]:
+    """[B]: the slot of the token that comes; [B, 2l + E]: what it sees, the window from the sample's first and the store."""
     size = state.settings.chunk_size
-    chunk = (state.count // size)[:, None]
+    chunk, slot = (state.count // size)[:, None], size + state.count % size
     place = torch.arange(state.keys.shape[2], device=slot.device)
     window = (place <= slot[:, None]) & (place >= size - chunk * size)
     stored = place < 2 * size + (chunk - 1) * state.settings.salient_per_chunk
-    return torch.where(place < 2 * size, window, stored)
+    return slot, torch.where(place < 2 * size, window, stored)
 
 
-def _note_scores(state: SteppingState, queries: Tensor, slot: Tensor, given: Tensor | None) -> None:
+def _note_scores(state: SteppingState, q: Tensor, scale: float, slot: Tensor, visible: Tensor, given: Tensor | None) -> None:
     """What the rule learns of the window's tokens from this one."""
     rule, size = SELECTIONS[state.settings.selection](), state.settings.chunk_size
     if rule.needs_scores:
         assert given is not None
         state.scores.scatter_(1, slot[:, None, None].expand(-1, 1, given.shape[2]), given.float())
         return
-    keys = state.keys[:, :: state.keys.shape[1] // state.key_heads, : 2 * size].to(queries.dtype)
-    logits = (queries.flatten(1, 2).unflatten(1, (state.key_heads, -1)) @ keys.mT).flatten(1, 2)[:, :, None, None]
-    place = torch.arange(2 * size, device=slot.device)
-    visible = _visible(state, slot)[:, None, None, : 2 * size]
+    dtype = state.state.dtype
+    keys = state.keys[:, :: state.keys.shape[1] // state.key_heads, : 2 * size].to(dtype)
+    queries = (q.to(dtype) * scale)[:, 0].unflatten(1, (state.key_heads, -1))
+    logits = (queries @ keys.mT).flatten(1, 2)[:, :, None, None]
+    place, visible = torch.arange(2 * size, device=slot.device), visible[:, None, None, : 2 * size]
     is_self = (place == slot[:, None])[:, None, None]
     is_near = (place > slot[:, None] - size)[:, None, None]
     own, received = rule.in_window(logits, visible, is_self, is_near)
@@ -219,7 +262,7 @@ def _note_scores(state: SteppingState, queries: Tensor, slot: Tensor, given: Ten
         state.scores.add_(received[:, :, 0].transpose(1, 2))
 
 
-def roll_(state: SteppingState, *, feature_map: FeatureMap) -> None:
+def roll_(state: SteppingState) -> None:
     """Chunks that leave the window: their salient tokens enter the store, all others the linear state, and the window moves on.
 
     Of samples whose last token has filled its chunk; after the others nothing has changed.
@@ -241,7 +284,7 @@ def roll_(state: SteppingState, *, feature_map: FeatureMap) -> None:
             tokens, values = torch.cat((tokens, gone), dim=2), torch.cat((values, gone_values), dim=2)
             is_left_out = torch.cat((is_left_out, is_gone), dim=2)
         if settings.linear:
-            _add_to_sums(state, tokens, values, is_left_out, feature_map)
+            _add_to_sums(state, tokens, values, is_left_out)
         for kept in (state.keys, state.values):
             window = kept[:, :, : 2 * size]
             moved = torch.cat((window[:, :, size:], torch.zeros_like(window[:, :, size:])), dim=2)
@@ -281,19 +324,14 @@ def _enter_store(state: SteppingState, keys: Tensor, values: Tensor, scores: Ten
     return (gone[0], gone[1]), together.gather(-1, goes) > -torch.inf
 
 
-def _add_to_sums(state: SteppingState, keys: Tensor, values: Tensor, counts: Tensor, feature_map: FeatureMap) -> None:
+def _add_to_sums(state: SteppingState, keys: Tensor, values: Tensor, counts: Tensor) -> None:
     """Tokens [B, S, n, *] that count [B, S, n] join the linear state."""
     repeats = state.state.shape[1] // keys.shape[1]
     dtype = state.state.dtype
     keys, values, counts = (x.repeat_interleave(repeats, dim=1) for x in (keys.to(dtype), values.to(dtype), counts))
-    features = feature_map.key(keys.transpose(1, 2)).transpose(1, 2).masked_fill(~counts[..., None], 0)
+    features = state.feature_map.key(keys.transpose(1, 2)).transpose(1, 2).masked_fill(~counts[..., None], 0)
     state.state.add_(features.mT @ values)
     state.key_sum.add_(features.sum(2))
-
-
-def for_store(new: Tensor, heads: int) -> Tensor:
-    """A token [B, 1, K, D] for each head of the store: [B, S, 1, D]."""
-    return new.transpose(1, 2).repeat_interleave(heads // new.shape[2], dim=1)
 
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:
@@ -315,3 +353,10 @@ def _room(state: HybridState, settings: HybridSettings, capacity: int | None) ->
     if held > capacity:
         raise ValueError(f"capacity must hold the {held} salient tokens of the state, got {capacity}")
     return capacity
+
+
+def _query_matrix(feature_map: FeatureMap, state: HybridState) -> Tensor | None:
+    """What the kernel needs of the map that it computes itself."""
+    if not isinstance(feature_map, NormPreserving) or feature_map.num_heads != state.linear.state.shape[1]:
+        return None
+    return feature_map.query_matrix().detach().float().contiguous()
