@@ -80,7 +80,6 @@ def piece_kernel(
     in_value = column < V
     row = q_ptr + sample * stride_qb + (head * G + member)[:, None] * stride_qh + channel[None, :]
     q = tl.load(row, mask=is_member[:, None] & in_head[None, :], other=0.0)
-    ailing = tl.load(ailing_ptr + sample)
 
     # the new token: the first piece attends to it and writes it down, and no program reads its place
     key_head = head // repeats
@@ -91,7 +90,9 @@ def piece_kernel(
     if piece == 0:
         tl.store(keys_ptr + slot * D + channel, new_key.to(keys_ptr.dtype.element_ty), mask=in_head)
         tl.store(values_ptr + slot * V + column, new_value.to(values_ptr.dtype.element_ty), mask=in_value)
-    own = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale + ailing
+    own = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
+    # NaN where the sample is spoilt: the whole row becomes it
+    own += tl.load(ailing_ptr + sample)
     row_max = tl.where(piece == 0, own, -float("inf"))
     total = tl.where(piece == 0, 1.0, 0.0) + tl.zeros([BG], tl.float32)
     weighted = tl.where(piece == 0, new_value.to(tl.float32)[None, :] + tl.zeros([BG, BV], tl.float32), 0.0)
@@ -107,7 +108,7 @@ def piece_kernel(
             logits = tl.dot(q, key)
         else:
             logits = tl.dot(q.to(tl.float32), key.to(tl.float32), input_precision="ieee")
-        logits = tl.where(visible[None, :], logits * scale + ailing, -float("inf"))
+        logits = tl.where(visible[None, :], logits * scale, -float("inf"))
         higher = tl.maximum(row_max, tl.max(logits, axis=1))
         top = tl.where(higher == -float("inf"), 0.0, higher)
         weights = tl.exp(logits - top[:, None])
@@ -159,7 +160,6 @@ def join_kernel(
     sum_ptr,  # [B, H, F]
     gate_ptr,  # [B, 1, H, V or 1]
     count_ptr,  # [B] int64
-    ailing_ptr,  # [B]
     out_ptr,  # [B, 1, H, V]
     heads,
     pieces,
@@ -209,7 +209,6 @@ def join_kernel(
             channel = tl.arange(0, BD)
             inside = channel < D
             q = tl.load(q_ptr + sample * stride_qb + head * stride_qh + channel, mask=inside, other=0.0).to(tl.float32)
-            q = tl.where(inside, q + tl.load(ailing_ptr + sample), 0.0)
             matrix_at = matrix_ptr + head * D * D + channel[:, None] * D + channel[None, :]
             matrix = tl.load(matrix_at, mask=inside[:, None] & inside[None, :], other=0.0)
             turned = tl.sum(matrix * q[None, :], axis=1)
@@ -300,7 +299,7 @@ def hybrid_step(
     absent = [row_max if x is None else x for x in (matrix, features, state, key_sum, gate)]
     gate_strides = (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(3) if gate.shape[3] > 1 else 0)
     join_kernel[(batch * heads,)](
-        *(row_max, total, weighted, q, *absent, count, ailing, out),
+        *(row_max, total, weighted, q, *absent, count, out),
         *(heads, pieces, 0 if key_sum is None else key_sum.shape[-1], eps, q.stride(0), q.stride(2), *gate_strides),
         D=head_dim,
         V=value_dim,
