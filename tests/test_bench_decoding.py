@@ -101,5 +101,13 @@ def test_every_method_context_and_batch_has_its_row():
     assert sizes["still, at most 6 salient", 64] == sizes["still, at most 6 salient", 50]
 
 
+def test_methods_are_compared_with_softmax_at_the_same_context():
+    def cost(mib, ms):
+        return decoding.Decoding(timed=decoding.CAPTURED, cache_mib=mib, ms_per_step=ms, tokens_per_second=1.0)
+
+    results = {("softmax", 64, 1): cost(10.0, 3.0), ("window", 64, 1): cost(1.0, 2.0), ("window", 128, 1): cost(1.0, 2.0)}
+    assert decoding.comparison(results) == ["window, 64 tokens, batch 1: 90% less cache than softmax, +50% tokens a second"]
+
+
 def test_nothing_begins_after_the_deadline():
     assert rows_of(replace(TOY, contexts=(50,)), deadline=0.0) == []

@@ -84,6 +84,7 @@ def run_decoding(
     study: DecodeStudy, *, device: str, add: Callable[..., None], say: Callable[[str], object], deadline: float
 ) -> None:
     """All methods at all contexts; `add` takes the columns of a row, and nothing is begun after the deadline."""
+    results: dict[tuple[str, int, int], Decoding] = {}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for name, settings in study.methods.items():
         if time.monotonic() > deadline:
@@ -110,6 +111,8 @@ def run_decoding(
                 add(**row, timed=EAGER if is_eager else "", note=_reason(failure))
                 say(f"decode: {name}, {context} tokens, batch {batch}: {_reason(failure)}")
             else:
+                if not is_eager:
+                    results[name, context, batch] = found
                 add(**row, **asdict(found))
                 say(
                     f"decode: {name}, {context} tokens, batch {batch}, {found.timed}: {found.cache_mib:,.1f} MiB, "
@@ -118,6 +121,22 @@ def run_decoding(
             _give_back(device)
         del model
         _give_back(device)
+    for line in comparison(results):
+        say(line)
+
+
+def comparison(results: dict[tuple[str, int, int], Decoding]) -> list[str]:
+    """Each method beside softmax at the same context and batch; results by method, context and batch."""
+    lines = []
+    for (name, context, batch), found in results.items():
+        softmax = results.get((SOFTMAX, context, batch))
+        if name != SOFTMAX and softmax is not None:
+            less = 100 * (1 - found.cache_mib / softmax.cache_mib)
+            faster = 100 * (softmax.ms_per_step / found.ms_per_step - 1)
+            lines.append(
+                f"{name}, {context} tokens, batch {batch}: {less:.0f}% less cache than softmax, {faster:+.0f}% tokens a second"
+            )
+    return lines
 
 
 def _give_back(device: str) -> None:

@@ -57,7 +57,9 @@ class SteppingDecoder:
         # a copy: the first layer counts on while later ones may still ask
         positions = self.cache.states[0].count[:, None].clone()
         out = self.model(self.tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.logits = out.logits[:, -1]
+        if self.logits is None:
+            self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
+        self.logits.copy_(out.logits[:, -1])
 
     def run_roll(self) -> None:
         """What follows a step that fills a chunk, uncaptured."""
