@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ...feature_maps import FeatureMap
 from ...ops import LinearState, compute_dtype, recurrent_linear_attention
 from ...ops.features import outside_autocast
-from . import branches
+from . import branches, fused
 from .checks import check_inputs
 from .layout import Layout, layout_without_mask
 from .salient import leaving_tokens, store_after, updated_store
@@ -25,6 +25,8 @@ from .state import HybridState
 
 # of one piece: chunks, numbers per head, and numbers over all heads and samples
 MOST_CHUNKS, HEAD_WORKSPACE, WORKSPACE = 32, 2**20, 2**26
+# of one piece on the kernels: numbers over all heads and samples
+FUSED_WORKSPACE = 2**28
 
 
 def hybrid_attention(
@@ -75,11 +77,12 @@ def recurrent_hybrid_attention(
             return _linear_alone(q, k, v, feature_map=feature_map, state=state, gate=gate, key_mask=key_mask)
         rule = SELECTIONS[settings.selection]()
         outputs = []
-        size = piece_size(q, v, state, feature_map, settings)
+        is_fused = fused.serves(q, k, v, state)
+        size = piece_size(q, state, settings, is_fused=is_fused)
         needs_memory = torch.is_grad_enabled() and q.shape[1] > size
         for start in range(0, q.shape[1], size):
             given = (None if x is None else x[:, start : start + size] for x in (q, k, v, gate, scores, key_mask))
-            arguments: tuple[Any, ...] = (*given, state, feature_map, rule, settings, scale)
+            arguments: tuple[Any, ...] = (*given, state, feature_map, rule, settings, scale, is_fused)
             # between pieces only states are kept for the backward pass
             out, state = checkpoint(_piece, *arguments, use_reentrant=False) if needs_memory else _piece(*arguments)
             outputs.append(out)
@@ -114,15 +117,22 @@ def keeps_scores(settings: HybridSettings) -> bool:
     return settings.exact and settings.salient_per_chunk > 0 and (rule.needs_window or rule.needs_scores)
 
 
-def piece_size(q: Tensor, v: Tensor, state: HybridState, feature_map: FeatureMap, settings: HybridSettings) -> int:
+def piece_size(q: Tensor, state: HybridState, settings: HybridSettings, *, is_fused: bool) -> int:
     """Tokens that are computed at once: whole chunks, as many as the workspace allows."""
     chunk, tokens = settings.chunk_size, q.shape[1]
+    heads = max(1, q.shape[0] * q.shape[2])
+    features, values = state.linear.state.shape[-2:]
+    if is_fused:
+        # features of queries and keys on their way, and the sums of both branches: nothing that grows with the salient tokens
+        most = FUSED_WORKSPACE // (heads * chunk * (4 * features + 3 * values))
+        pieces = -(-tokens // (chunk * max(1, most)))
+        # pieces of one size: a short last one would leave most of a GPU idle
+        return chunk * max(1, -(-tokens // (chunk * pieces)))
     longest = max(state.lengths, default=0) + tokens
     salient = settings.salient_per_chunk * (longest // chunk)
     if settings.largest_store is not None:
         salient = min(salient, settings.largest_store + MOST_CHUNKS * settings.salient_per_chunk)
-    per_chunk = max(chunk * (2 * chunk + salient), state.linear.state[0, 0].numel() if len(q) else 1)
-    heads = max(1, q.shape[0] * q.shape[2])
+    per_chunk = max(chunk * (2 * chunk + salient), features * values)
     return chunk * max(1, min(MOST_CHUNKS, HEAD_WORKSPACE // per_chunk, WORKSPACE // (per_chunk * heads)))
 
 
@@ -157,8 +167,9 @@ def _advance(
     rule: Selection,
     settings: HybridSettings,
     scale: float,
+    is_fused: bool,
 ) -> tuple[Tensor, HybridState]:
-    """One piece: outputs [B, N, H, V] in the computing dtype, and the state after it."""
+    """One piece: outputs [B, N, H, V], and the state after it."""
     size = settings.chunk_size
     if key_mask is None:
         layout = layout_without_mask(size, q.shape[1], state.lengths, q.device, torch.is_inference_mode_enabled())
@@ -170,7 +181,9 @@ def _advance(
     with torch.no_grad():
         score_slots = _scores(state, layout, keys, k, scores, rows, rule, settings, scale)
     store = updated_store(state, layout, keys, values, score_slots, rule, settings)
-    out, state_after, key_sum_after = branches.attend(
+    # a last piece of one token has nothing to tile
+    attend = fused.attend if is_fused and not layout.is_step else branches.attend
+    out, state_after, key_sum_after = attend(
         rows,
         keys,
         values,

@@ -12,6 +12,8 @@ from .state import HybridState
 
 # beyond every group of a call
 NEVER = 2**30
+# of tokens with each other at once, over all heads and samples
+COMPARISONS = 2**26
 
 
 class Store(NamedTuple):
@@ -132,8 +134,8 @@ def leaving_tokens(store: Store, layout: Layout, keys: Tensor, values: Tensor) -
     departures = store.departures()
     if departures is not None:
         index, is_there = departures
-        gone = (entries(x, index).transpose(1, 2) for x in (store.keys, store.values))
-        found.append(Leaving(*gone, is_there.transpose(1, 2), store.per_chunk))
+        gone_keys, gone_values = (entries(x, index).transpose(1, 2) for x in (store.keys, store.values))
+        found.append(Leaving(gone_keys, gone_values, is_there.transpose(1, 2), store.per_chunk))
     return found
 
 
@@ -144,12 +146,15 @@ def entries(x: Tensor, index: Tensor) -> Tensor:
 
 def _until(scores: Tensor, born: Tensor, most: int) -> Tensor:
     """[B, S, E]: a token stays until the group before which the `most`-th better one comes; of equals the older is better."""
-    mine, other = scores[..., :, None], scores[..., None, :]
     place = torch.arange(scores.shape[-1], device=scores.device)
-    is_better = (other > mine) | ((other == mine) & (place < place[:, None]))
-    # tokens stand in the order of their coming
-    last = (is_better.cumsum(-1, dtype=torch.int32) < most).sum(-1)
-    until = torch.cat((born, born.new_full((1,), NEVER)))[last]
+    some = max(1, COMPARISONS // max(1, scores.numel()))
+    last = []
+    for first in range(0, scores.shape[-1], some):
+        mine, own = scores[..., first : first + some, None], place[first : first + some, None]
+        is_better = (scores[..., None, :] > mine) | ((scores[..., None, :] == mine) & (place < own))
+        # tokens stand in the order of their coming
+        last.append((is_better.cumsum(-1, dtype=torch.int32) < most).sum(-1))
+    until = torch.cat((born, born.new_full((1,), NEVER)))[torch.cat(last, dim=-1)]
     # a token that is not among the best when it comes is never seen
     return torch.where(scores > -torch.inf, torch.maximum(until, born), 0)
 
