@@ -22,9 +22,9 @@ from ...feature_maps.norm_preserving import NormPreserving
 from ...ops import LinearState, compute_dtype
 from ...ops.backend import LARGEST_HEAD, runs_kernels
 from ...ops.features import outside_autocast
-from .branches import Exact, Linear, linear_branch, merge
+from .branches import EPS, Exact, Linear, linear_branch, merge
 from .checks import check_inputs
-from .function import EPS, keeps_scores
+from .function import keeps_scores
 from .selection import SELECTIONS, for_heads, rank_descending
 from .settings import HybridSettings
 from .state import HybridState
@@ -222,8 +222,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, state: SteppingState, gate: Tensor |
     linear = None
     if settings.linear:
         features = state.feature_map.query(rows).transpose(1, 2)  # [B, H, 1, F]
-        weighted, total = linear_branch(features, state.state, state.key_sum)
-        linear = Linear(weighted[:, :, 0], total[:, :, 0])
+        seen = linear_branch(features, state.state, state.key_sum)
+        linear = Linear(*(x[:, :, 0].unflatten(1, (heads, -1)) for x in seen))
     gates = None if gate is None else gate[:, 0].to(dtype).unflatten(1, (heads, -1))
     out = merge(exact, linear, gates, kind=settings.merge, eps=EPS)
     state.count.add_(1)
