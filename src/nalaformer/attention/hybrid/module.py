@@ -9,7 +9,8 @@ from .distant import distant_attention
 from .function import recurrent_hybrid_attention
 from .settings import HybridSettings
 from .state import HybridState
-from .stepping import SteppingState, hybrid_step_
+from .stepping import hybrid_step_
+from .stepping_state import SteppingState
 
 SCORER_WIDTH = 64
 

@@ -12,145 +12,17 @@ Samples may have different lengths; a roll then serves those whose chunk is full
 those of `recurrent_hybrid_attention` token by token.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from ...feature_maps import FeatureMap
-from ...feature_maps.norm_preserving import NormPreserving
-from ...ops import LinearState, compute_dtype
+from ...ops import compute_dtype
 from ...ops.backend import LARGEST_HEAD, runs_kernels
 from ...ops.features import outside_autocast
 from .branches import EPS, Exact, Linear, linear_branch, merge
 from .checks import check_inputs
 from .function import keeps_scores
 from .selection import SELECTIONS, for_heads, rank_descending
-from .settings import HybridSettings
-from .state import HybridState
-
-
-@dataclass(kw_only=True)
-class SteppingState:
-    """A HybridState with room for what comes; l = chunk_size, S heads of the store, room for E salient tokens of each.
-
-    keys, values: [B, S, 2l + E, D or V]   the window, then the store, so that a query meets both in one product; where the
-                                           heads of a group choose for themselves, the window is repeated for each of them
-    scores: [B, 2l, heads]                 of the window's tokens, where the rule cannot have them from the token alone
-    salient_scores: [B, S, E]              falling, -inf where there is no token
-    state, key_sum: [B, H, F, V], [B, H, F]
-    count: [B] int64                       tokens so far; after a step and before its roll, those of the step included
-    ailing: [B]                            0, or NaN where a token held NaN or infinity: added to queries, it spoils all outputs
-    """
-
-    settings: HybridSettings
-    feature_map: FeatureMap
-    """Its parameters must not change while the state is in use."""
-    query_matrix: Tensor | None
-    """[H, D, D]: what the kernel turns queries with; None: features are computed outside of it."""
-    key_heads: int
-    keys: Tensor
-    values: Tensor
-    scores: Tensor
-    salient_scores: Tensor
-    state: Tensor
-    key_sum: Tensor
-    count: Tensor
-    ailing: Tensor
-    lengths: tuple[int, ...]
-    """What `count` holds, known to the host."""
-
-    @classmethod
-    def from_state(
-        cls, state: HybridState, *, feature_map: FeatureMap, settings: HybridSettings, capacity: int | None = None
-    ) -> "SteppingState":
-        """A copy of a state, which goes on from there. capacity: salient tokens of a head that there is room for.
-
-        With `max_salient` set that is the room, and capacity may be left out; without, a longer text needs a larger capacity
-        (`salient_tokens` says which), and `advance` refuses to go on when it is full.
-        """
-        if not settings.exact:
-            raise ValueError("stepping is for hybrid attention, got exact=False; pure linear attention has recurrent_step_")
-        room = _room(state, settings, capacity)
-        window, repeats = 2 * settings.chunk_size, state.salient_keys.shape[1] // state.keys.shape[2]
-        # those that are there to the front, in their order: samples of different lengths have gaps
-        order = rank_descending((state.salient_scores > -torch.inf).float())[..., :room]
-        salient_scores = state.salient_scores.new_full((*state.salient_scores.shape[:2], room), -torch.inf)
-        salient_scores[..., : order.shape[-1]] = state.salient_scores.gather(-1, order)
-
-        def beside(near: Tensor, salient: Tensor) -> Tensor:
-            both = salient.new_zeros(*salient.shape[:2], window + room, salient.shape[-1])
-            both[:, :, :window] = near.transpose(1, 2).repeat_interleave(repeats, dim=1)
-            both[:, :, window : window + order.shape[-1]] = _taken(salient, order)
-            return both
-
-        ailing = torch.zeros_like(state.is_poisoned, dtype=state.linear.state.dtype)
-        return cls(
-            settings=settings,
-            feature_map=feature_map,
-            query_matrix=_query_matrix(feature_map, state),
-            key_heads=state.keys.shape[2],
-            keys=beside(state.keys, state.salient_keys),
-            values=beside(state.values, state.salient_values),
-            scores=state.scores.clone(),
-            salient_scores=salient_scores,
-            state=state.linear.state.clone(memory_format=torch.contiguous_format),
-            key_sum=state.linear.key_sum.clone(memory_format=torch.contiguous_format),
-            count=torch.tensor(state.lengths, dtype=torch.int64, device=state.keys.device),
-            ailing=ailing.masked_fill(state.is_poisoned, torch.nan),
-            lengths=state.lengths,
-        )
-
-    def to_state(self) -> HybridState:
-        """A copy as a HybridState, for whatever else goes on from here: prompts, reordered beams, saving."""
-        window = 2 * self.settings.chunk_size
-        some = max((salient_tokens(length, self.settings) for length in self.lengths), default=0)
-        own = slice(None, None, self.keys.shape[1] // self.key_heads)
-        return HybridState(
-            keys=self.keys[:, own, :window].transpose(1, 2).clone(),
-            values=self.values[:, own, :window].transpose(1, 2).clone(),
-            scores=self.scores.clone(),
-            salient_keys=self.keys[:, :, window : window + some].clone(),
-            salient_values=self.values[:, :, window : window + some].clone(),
-            salient_scores=self.salient_scores[:, :, :some].clone(),
-            linear=LinearState(
-                self.state.clone(), self.key_sum.clone(), self.count.clone(), self.key_sum.new_zeros(self.key_sum.shape[:2])
-            ),
-            is_poisoned=self.ailing.isnan(),
-            lengths=self.lengths,
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """All that steps and rolls change."""
-        return [value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "query_matrix"]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all that is remembered, the room for what comes included."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-    @property
-    def capacity(self) -> int:
-        return self.salient_scores.shape[-1]
-
-    def advance(self) -> bool:
-        """Count the step that comes now; True: a roll must follow it. Refused, with nothing changed, if there is no room."""
-        after = tuple(length + 1 for length in self.lengths)
-        needed = max((salient_tokens(length, self.settings) for length in after), default=0)
-        if needed > self.capacity:
-            raise ValueError(
-                f"the state has room for {self.capacity} salient tokens of a head, and {max(after)} tokens have {needed}; "
-                "make it with a larger capacity, or set max_salient, which bounds them"
-            )
-        self.lengths = after
-        return any(length % self.settings.chunk_size == 0 for length in after)
-
-
-def salient_tokens(length: int, settings: HybridSettings) -> int:
-    """Salient tokens of each head after `length` tokens."""
-    chunks = max(0, length // settings.chunk_size - 1)
-    number = chunks * settings.salient_per_chunk
-    return number if settings.largest_store is None else min(number, settings.largest_store)
+from .stepping_state import SteppingState, taken
 
 
 def hybrid_step_(
@@ -165,7 +37,7 @@ def hybrid_step_(
 ) -> Tensor:
     """One token of each sample: the window takes it in, and its output is returned. Arguments as in `hybrid_attention`, N = 1.
 
-    `state.advance()` belongs before every step and, if it says so, `roll_` after it.
+    `state.advance()` belongs before every step and, if it says so, `roll_` after it. There is no gradient.
     """
     settings = state.settings
     check_inputs(q, k, v, feature_map=state.feature_map, settings=settings, gate=gate, scores=scores, key_mask=None)
@@ -176,9 +48,8 @@ def hybrid_step_(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad(), outside_autocast(q):
-        before = None
-        if keeps_scores(settings):
-            before = _place(state)
+        # the step counts its token, and scores are noted of a window that holds it
+        before = _place(state) if keeps_scores(settings) else None
         step = _fused if runs_kernels(q) and _fits_kernel(state) else _plain
         out = step(q, k, v, state, gate, scale)
         if before is not None:
@@ -280,7 +151,7 @@ def roll_(state: SteppingState) -> None:
             index = rank_descending(compared)[..., : settings.salient_per_chunk]
             entering = compared.gather(-1, index).masked_fill(~leaves[:, None, None], -torch.inf)
             is_left_out = is_left_out.scatter(-1, index, False)
-            (gone, gone_values), is_gone = _enter_store(state, _taken(tokens, index), _taken(values, index), entering)
+            (gone, gone_values), is_gone = _enter_store(state, taken(tokens, index), taken(values, index), entering)
             tokens, values = torch.cat((tokens, gone), dim=2), torch.cat((values, gone_values), dim=2)
             is_left_out = torch.cat((is_left_out, is_gone), dim=2)
         if settings.linear:
@@ -318,8 +189,8 @@ def _enter_store(state: SteppingState, keys: Tensor, values: Tensor, scores: Ten
     gone = []
     for kept, new in ((state.keys, keys), (state.values, values)):
         both = torch.cat((kept[:, :, window:], new), dim=2)
-        gone.append(_taken(both, goes))
-        kept[:, :, window:] = _taken(both, stays)
+        gone.append(taken(both, goes))
+        kept[:, :, window:] = taken(both, stays)
     state.salient_scores.copy_(together.gather(-1, stays))
     return (gone[0], gone[1]), together.gather(-1, goes) > -torch.inf
 
@@ -332,31 +203,3 @@ def _add_to_sums(state: SteppingState, keys: Tensor, values: Tensor, counts: Ten
     features = state.feature_map.key(keys.transpose(1, 2)).transpose(1, 2).masked_fill(~counts[..., None], 0)
     state.state.add_(features.mT @ values)
     state.key_sum.add_(features.sum(2))
-
-
-def _taken(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, S, n, D], index [B, S, E] -> [B, S, E, D]."""
-    return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
-
-
-def _room(state: HybridState, settings: HybridSettings, capacity: int | None) -> int:
-    """Salient tokens of a head that a stepping state is made for."""
-    if not settings.salient_per_chunk:
-        return 0
-    if capacity is None:
-        capacity = settings.largest_store
-    if capacity is None:
-        raise ValueError("without max_salient the salient tokens grow with the text; say for how many of a head: capacity=...")
-    if settings.largest_store is not None and capacity != settings.largest_store:
-        raise ValueError(f"max_salient ({settings.largest_store}) is the capacity, got {capacity}; leave it out")
-    held = max((salient_tokens(length, settings) for length in state.lengths), default=0)
-    if held > capacity:
-        raise ValueError(f"capacity must hold the {held} salient tokens of the state, got {capacity}")
-    return capacity
-
-
-def _query_matrix(feature_map: FeatureMap, state: HybridState) -> Tensor | None:
-    """What the kernel needs of the map that it computes itself."""
-    if not isinstance(feature_map, NormPreserving) or feature_map.num_heads != state.linear.state.shape[1]:
-        return None
-    return feature_map.query_matrix().detach().float().contiguous()

@@ -110,8 +110,8 @@ class SteppingCache(HybridCache):
         for layer, hybrid in zip(cache.layers, attentions, strict=True):
             if layer.state is None:
                 raise ValueError("stepping goes on from a prompt, got an empty cache; pass one that the model has filled")
-            own = {"feature_map": hybrid.map, "settings": hybrid.settings, "capacity": capacity}
-            layers.append(SteppingCacheLayer(SteppingState.from_state(layer.state, **own), layer.seen))
+            state = SteppingState.from_state(layer.state, feature_map=hybrid.map, settings=hybrid.settings, capacity=capacity)
+            layers.append(SteppingCacheLayer(state, layer.seen))
         Cache.__init__(self, layers=layers)
 
     @property
