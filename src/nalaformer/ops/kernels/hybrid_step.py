@@ -276,6 +276,8 @@ def hybrid_step(
     pieces = min(all_tiles, MOST_PIECES, max(1, PROGRAMS // (batch * store_heads)))
     tiles = -(-all_tiles // pieces)
     pieces = -(-all_tiles // tiles)
+    # the interpreter's products of bfloat16 are wrong
+    is_half = not INTERPRETING and q.dtype == keys.dtype == values.dtype != torch.float32
     row_max, total = (torch.empty(batch, heads, pieces, dtype=torch.float32, device=q.device) for _ in range(2))
     weighted = torch.empty(batch, heads, pieces, value_dim, dtype=torch.float32, device=q.device)
     piece_kernel[(batch * store_heads, pieces)](
@@ -289,10 +291,9 @@ def hybrid_step(
         BA=TILE,
         BD=padded_head,
         BV=padded_value,
-        # the interpreter's products of bfloat16 are wrong
-        HALF=not INTERPRETING and q.dtype == keys.dtype == values.dtype != torch.float32,
+        HALF=is_half,
         num_warps=4,
-        num_stages=2,
+        num_stages=2 if is_half else 1,
     )
     out = torch.empty(batch, 1, heads, value_dim, dtype=q.dtype, device=q.device)
     # what is not read may be anything
