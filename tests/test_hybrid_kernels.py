@@ -37,12 +37,12 @@ def make(tokens, *, batch=1, heads=2, key_heads=1, head_dim=8, values=None, gate
     ]
 
 
-def outcome(backend, dtype, tensors, settings, *, sizes=None, key_mask=None):
+def outcome(backend, dtype, tensors, settings, *, sizes=None, key_mask=None, name="norm_preserving"):
     """Output, the sums after it, and all gradients; in several calls if sizes are given."""
     device = DEVICE if backend == "triton" else "cpu"
     torch.manual_seed(1)
     (_, tokens, heads, head_dim), values = tensors[0].shape, tensors[2].shape[-1]
-    feature_map = nalaformer.feature_map("norm_preserving", num_heads=heads, head_dim=head_dim)
+    feature_map = nalaformer.feature_map(name, num_heads=heads, head_dim=head_dim)
     upstream = torch.randn(*tensors[0].shape[:3], values).to(device)
     feature_map = feature_map.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
     inputs = [x.detach().to(device, dtype).requires_grad_() for x in tensors]
@@ -76,6 +76,10 @@ def check(tensors, settings, bar=2e-6, **arguments):
 
 def test_heads_that_share_keys_and_salient_tokens():
     check(make(37), SMALL)
+
+
+def test_features_that_are_computed_outside():
+    check(make(37, heads=1), SMALL, name="split")
 
 
 def test_salient_tokens_for_each_query_head_and_sizes_that_are_no_powers_of_two():
@@ -123,7 +127,7 @@ def test_nothing_leaves_the_window(tokens):
 
 def test_a_call_goes_on_after_another_and_gradients_go_back():
     settings = HybridSettings(chunk_size=8, salient_per_chunk=2, max_salient=3)
-    check(make(41, heads=1), settings, sizes=[19, 1, 21])
+    check(make(41, heads=1), settings, sizes=[8, 11, 1, 21])
 
 
 def test_padded_samples_of_different_lengths():
@@ -211,7 +215,9 @@ def test_operators_keep_the_contract_of_torch_library():
     exact = (q, k, v, *store, until, first, 4, 1, 1, False, True, 0.3)
     torch.library.opcheck(hybrid_exact_library.forward, exact, test_utils=CHECKS)
     counts = torch.ones(1, 4, 1, dtype=torch.bool, device=DEVICE)
-    linear = (numbers(1, 8, 2, 16), numbers(1, 4, 2, 16), numbers(1, 4, 1, 8), counts, numbers(2, 16, 9), 2, 4)
+    linear = (numbers(1, 8, 2, 16), numbers(1, 4, 2, 16), numbers(1, 4, 1, 8), counts, numbers(2, 16, 9), 2, 4, "identity")
+    torch.library.opcheck(hybrid_linear_library.forward, linear, test_utils=CHECKS)
+    linear = (numbers(1, 8, 2, 8), numbers(1, 4, 2, 8), *linear[2:-1], "softmax")
     torch.library.opcheck(hybrid_linear_library.forward, linear, test_utils=CHECKS)
     sums = (numbers(1, 8, 2), numbers(1, 8, 2), numbers(1, 8, 2, 8))
     merge = (*sums, numbers(1, 8, 2), numbers(1, 8, 2, 8), numbers(1, 8, 2, 1), False, 1e-6, torch.float32)

@@ -1,6 +1,6 @@
 """The two branches of hybrid attention, and how they are joined, on fused kernels; branches.py has the same in plain torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -72,17 +72,20 @@ def _linear(
     """phi(q) . S, phi(q) . z, and the sums after the call: the state and the key sum."""
     from ...ops.kernels import hybrid_linear_library
 
-    query_features = feature_map.query(queries.float())
+    spec = feature_map.kernel_spec(queries.device)
+    maps: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+    name, maps = "identity", (feature_map.query, feature_map.key)
+    if spec is not None and spec.name == "softmax" and spec.before is not None:
+        # the kernels go on from a matrix product
+        name, maps = spec.name, spec.before
+    of_queries, of_keys = maps
+    mapped = of_queries(queries.float())
     initial: Tensor | None = torch.cat((before.state, before.key_sum[..., None]), dim=-1).flatten(0, 1)  # [B * H, F, V + 1]
     found = []
     for tokens in leaving:
-        keys = for_heads(tokens.keys.float(), query_features.shape[2])
-        found.append(
-            hybrid_linear_library.attend(
-                *(query_features, feature_map.key(keys), tokens.values, tokens.counts),
-                *(initial, groups, tokens.per_chunk),
-            )
-        )
+        keys = of_keys(for_heads(tokens.keys.float(), mapped.shape[2]))
+        arguments = (mapped, keys, tokens.values, tokens.counts, initial, groups, tokens.per_chunk, name)
+        found.append(hybrid_linear_library.attend(*arguments))
         # the first of them has what was there before
         initial = None
     weighted, total, sums = (

@@ -151,7 +151,7 @@ def load_queries(
     place = (tl.cast(first, tl.int64) + rows) * heads
     row_max = tl.load(max_ptr + place, mask=ok, other=0.0)
     dtotal = tl.load(dtotal_ptr + place, mask=ok, other=0.0)
-    best = tl.full(row_max.shape, -1, tl.int32)
+    best = tl.zeros_like(rows) - 1
     dmax = row_max
     if KEEP_BEST:
         best = tl.load(best_ptr + place, mask=ok, other=-1)
@@ -353,8 +353,9 @@ def exact_dq_kernel(
         v = load_rows(v_ptr, first, keys, there, columns, columns < V, stride_v).to(DOT)
         seen = there & (first + keys >= begin)
         visible = seen[None, :] & (first + keys[None, :] <= slot[:, None])
+        numbers = first + keys
         dq = add_query_gradient(
-            *(q, k, v, dout, visible, first + keys, scale, row_max, dtotal, best, dmax, dq, KEEP_BEST, DOT, PRECISION)
+            q, k, v, dout, visible, numbers, scale, row_max, dtotal, best, dmax, dq, KEEP_BEST, DOT, PRECISION
         )
 
     owner = sample * (heads // store_heads) + head // store_heads
@@ -374,6 +375,6 @@ def exact_dq_kernel(
             v = load_rows(store_v_ptr, first, keys, seen, columns, columns < V, V).to(DOT)
             numbers = slots + first + keys
             dq = add_query_gradient(
-                *(q, k, v, dout, seen[None, :], numbers, scale, row_max, dtotal, best, dmax, dq, KEEP_BEST, DOT, PRECISION)
+                q, k, v, dout, seen[None, :], numbers, scale, row_max, dtotal, best, dmax, dq, KEEP_BEST, DOT, PRECISION
             )
     store_rows(dq_ptr + line * D, dq * (scale * LN_2), row, rows, ok, channels, channels < D, heads * D)

@@ -97,7 +97,7 @@ def exact_window_kernel(
         )
         visible = ok[None, :] & seen[:, None] & (first + keys[:, None] <= row + chunk + rows[None, :])
         dk, dv = add_key_gradients(
-            *(q, k, v, dout, visible, first + keys, scale, row_max, dtotal, best, dmax, dk, dv, KEEP_BEST, DOT, PRECISION)
+            q, k, v, dout, visible, first + keys, scale, row_max, dtotal, best, dmax, dk, dv, KEEP_BEST, DOT, PRECISION
         )
     line = sample * (groups + 1) * chunk * key_heads + key_head
     store_rows(dk_ptr + line * D, dk * (scale * LN_2), first, keys, there, channels, channels < D, key_heads * D)
@@ -188,7 +188,7 @@ def exact_store_kernel(
         )
         visible = ok[None, :] & ((born <= group) & (group < until))[:, None]
         dk, dv = add_key_gradients(
-            *(q, k, v, dout, visible, numbers, scale, row_max, dtotal, best, dmax, dk, dv, KEEP_BEST, DOT, PRECISION)
+            q, k, v, dout, visible, numbers, scale, row_max, dtotal, best, dmax, dk, dv, KEEP_BEST, DOT, PRECISION
         )
     line = (tl.program_id(2) * tl.num_programs(1) + owner) * entries
     store_rows(dk_ptr + line * D, dk * (scale * LN_2), first, keys, there, channels, channels < D, D)

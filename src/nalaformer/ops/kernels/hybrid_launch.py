@@ -43,7 +43,8 @@ def padded(size: int) -> int:
 
 def operand(*tensors: Tensor) -> torch.dtype:
     """The type in which matrices are multiplied: bfloat16 if all are, else float32."""
-    is_half = all(x.dtype == torch.bfloat16 for x in tensors)
+    # the interpreter rounds and multiplies bfloat16 wrongly
+    is_half = not INTERPRETING and all(x.dtype == torch.bfloat16 for x in tensors)
     return torch.bfloat16 if is_half else torch.float32
 
 
@@ -55,9 +56,7 @@ def tile_of(kernel: str, width: int, dtype: torch.dtype) -> Tile:
 
 
 def operand_constants(dtype: torch.dtype) -> dict[str, object]:
-    # the interpreter multiplies bfloat16 wrongly
-    is_half = dtype == torch.bfloat16 and not INTERPRETING
-    return {"DOT": tl.bfloat16 if is_half else tl.float32, "PRECISION": PRECISION[dtype]}
+    return {"DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PRECISION": PRECISION[dtype]}
 
 
 def with_rows_of_numbers(x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The linear branch of hybrid attention as torch.library operators; hybrid_linear.py explains.
 
-Features and their gradients are float32: maps take differences of them. They are multiplied in the type of the values.
-
-Shapes: query features [B, R * T, H, F]; key features [B, m * i, H, F] of m <= R chunks that leave one after another, i tokens
-of each; values [B, m * i, K, V]; counts [B, m * i, S] bool, which tokens count; sums [B * H, F, V + 1].
+Shapes: queries [B, R * T, H, D]; keys [B, m * i, H, D] of m <= R chunks that leave one after another, i tokens of each; both
+float32, on their way to features of size F: `name` says how, "softmax" (of both signs, F = 2 D) or "identity". Features are
+multiplied in the type of the values; their gradients are float32, since maps take differences of them.
+values [B, m * i, K, V]; counts [B, m * i, S] bool, which tokens count; sums [B * H, F, V + 1].
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .causal_launch import prefix
 from .eager import eager
+from .hybrid_features import signed_softmax_gradient_kernel, signed_softmax_kernel
 from .hybrid_launch import LAUNCHES, Tile, operand, operand_constants, padded, tile_of, with_rows_of_numbers
 from .hybrid_linear import stretch_sums_kernel, walk_kernel
 from .launch import strides
@@ -22,6 +23,8 @@ from .start import Description, kind, processors, start
 PROGRAMS, FEWEST_STEPS = 2, 4
 # columns of the running sums in one program, and of the sums of a stretch on both sides
 COLUMNS, SUMS_SIDE = 64, 128
+# numbers of a tile on the way to features
+BLOCK = 4096
 
 
 def stretches(owners: int, tiles: int, groups: int, device: torch.device) -> tuple[int, int]:
@@ -32,23 +35,19 @@ def stretches(owners: int, tiles: int, groups: int, device: torch.device) -> tup
 
 
 def run_forward(
-    query_features: Tensor,
-    key_features: Tensor,
+    queries: Tensor,
+    keys: Tensor,
     values: Tensor,
     counts: Tensor,
     initial: Tensor | None,
     groups: int,
     per_chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """phi(q) . S [B, R * T, H, V], phi(q) . z [B, R * T, H], the sums after all, and before each stretch; float32.
-
-    Then query and key features as they were multiplied; empty if that is as they came.
-    """
-    batch, rows, heads, _ = query_features.shape
-    dtype = operand(values)
-    given = query_features, key_features
-    query_features, key_features, values = _as_read(query_features, key_features, values)
-    counts = counts.contiguous()
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """phi(q) . S [B, R * T, H, V], phi(q) . z [B, R * T, H], the sums after all, and before each stretch; float32."""
+    batch, rows, heads, _ = queries.shape
+    dtype, values, counts = operand(values), with_rows_of_numbers(values), counts.contiguous()
+    query_features, key_features = (_features(x, name, dtype) for x in (queries, keys))
     weighted = torch.empty(batch, rows, heads, values.shape[-1], dtype=torch.float32, device=values.device)
     total = torch.empty(batch, rows, heads, dtype=torch.float32, device=values.device)
     count, stretch = stretches(batch * heads, -(-values.shape[-1] // COLUMNS), groups, values.device)
@@ -62,30 +61,27 @@ def run_forward(
         rows=(rows // groups, per_chunk),
         total=True,
     )
-    # an operator may not return its arguments
-    kept_query, kept_key = (
-        new if new.dtype != old.dtype else new.new_empty(0)
-        for new, old in zip((query_features, key_features), given, strict=True)
-    )
-    return weighted, total, after, before, kept_query, kept_key
+    return weighted, total, after, before
 
 
 def run_backward(
     dweighted: Tensor,
     dtotal: Tensor,
     dafter: Tensor | None,
-    query_features: Tensor,
-    key_features: Tensor,
+    queries: Tensor,
+    keys: Tensor,
     values: Tensor,
     counts: Tensor,
     before: Tensor,
     groups: int,
     per_chunk: int,
+    name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query features, key features, values and initial sums; the first two float32."""
-    query_features, key_features, values = _as_read(query_features, key_features, values)
-    dtype = operand(values)
-    # read several times, and an operand of that type anyhow
+    """Gradients of queries, keys, values and initial sums."""
+    dtype, values = operand(values), with_rows_of_numbers(values)
+    # cheaper to compute again than to keep
+    query_features, key_features = (_features(x, name, dtype) for x in (queries, keys))
+    # the gradient is read several times, and an operand of that type anyhow
     counts, dweighted, dtotal = counts.contiguous(), dweighted.to(dtype).contiguous(), dtotal.contiguous()
     rows, heads = query_features.shape[1] // groups, query_features.shape[2]
     chunks = key_features.shape[1] // per_chunk
@@ -118,17 +114,38 @@ def run_backward(
         )
     if group > 1:
         dvalues = dvalues.unflatten(2, (-1, group)).sum(3).to(values.dtype)
-    return dquery, dkey, dvalues, dinitial
+    return _gradient(queries, dquery, name), _gradient(keys, dkey, name), dvalues, dinitial
 
 
-def _as_read(query_features: Tensor, key_features: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Features in the type in which they are multiplied."""
-    dtype = operand(values)
-    return (
-        with_rows_of_numbers(query_features.to(dtype)),
-        with_rows_of_numbers(key_features.to(dtype)),
-        with_rows_of_numbers(values),
-    )
+def _features(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """[B, N, H, F] in the type in which they are multiplied."""
+    if name == "identity":
+        return with_rows_of_numbers(x.to(dtype))
+    out = torch.empty(*x.shape[:3], 2 * x.shape[3], dtype=dtype, device=x.device)
+    _map(signed_softmax_kernel, with_rows_of_numbers(x), out)
+    return out
+
+
+def _gradient(x: Tensor, dfeatures: Tensor, name: str) -> Tensor:
+    if name == "identity":
+        return dfeatures.to(x.dtype)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _map(signed_softmax_gradient_kernel, with_rows_of_numbers(x), dfeatures, dx)
+    return dx
+
+
+def _map(kernel: Any, x: Tensor, *tensors: Tensor) -> None:
+    batch, tokens, heads, head_dim = x.shape
+    if not tokens:
+        return
+
+    def describe() -> Description:
+        width = padded(head_dim)
+        rows = BLOCK // width
+        constants = {"D": head_dim, "BD": width, "BN": rows, "num_warps": 4, "num_stages": 1}
+        return (-(-tokens // rows), batch * heads), (tokens, heads, *strides(x)), constants
+
+    start(LAUNCHES, ("features", kernel, kind(x, *tensors)), kernel, (x, *tensors), describe)
 
 
 def _stretch_sums(
@@ -221,35 +238,30 @@ backward = torch.library.custom_op("nalaformer::hybrid_linear_backward", mutates
 
 
 @forward.register_fake
-def _(query_features, key_features, values, counts, initial, groups, per_chunk):  # type: ignore[no-untyped-def]
-    batch, rows, heads, features = query_features.shape
+def _(queries, keys, values, counts, initial, groups, per_chunk, name):  # type: ignore[no-untyped-def]
+    batch, rows, heads, features = queries.shape
+    features = features if name == "identity" else 2 * features
     count, _ = stretches(batch * heads, -(-values.shape[-1] // COLUMNS), groups, values.device)
-    total = query_features.new_empty(batch, rows, heads, dtype=torch.float32)
+    total = queries.new_empty(batch, rows, heads, dtype=torch.float32)
     before = total.new_empty(count, batch * heads, features, values.shape[-1] + 1)
-    dtype = operand(values)
-    kept = (x.new_empty(0 if x.dtype == dtype else x.shape, dtype=dtype) for x in (query_features, key_features))
-    return total.new_empty(batch, rows, heads, values.shape[-1]), total, torch.empty_like(before[0]), before, *kept
+    return total.new_empty(batch, rows, heads, values.shape[-1]), total, torch.empty_like(before[0]), before
 
 
 @backward.register_fake
-def _(dweighted, dtotal, dafter, query_features, key_features, values, counts, before, *rest):  # type: ignore[no-untyped-def]
-    dquery, dkey = (x.new_empty(x.shape, dtype=torch.float32) for x in (query_features, key_features))
-    return dquery, dkey, values.new_empty(values.shape), torch.empty_like(before[0])
+def _(dweighted, dtotal, dafter, queries, keys, values, counts, before, *rest):  # type: ignore[no-untyped-def]
+    return *(x.new_empty(x.shape) for x in (queries, keys, values)), torch.empty_like(before[0])
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query_features, key_features, values, counts, initial, groups, per_chunk = inputs
-    *_, before, query_operand, key_operand = output
-    is_same = query_operand.dtype == query_features.dtype
-    features = (query_features, key_features) if is_same else (query_operand, key_operand)
-    ctx.save_for_backward(*features, values, counts, before)
-    ctx.settings = groups, per_chunk
+    *tensors, initial, groups, per_chunk, name = inputs
+    ctx.save_for_backward(*tensors, output[3])
+    ctx.settings = groups, per_chunk, name
     ctx.has_initial = initial is not None
 
 
 def gradients(ctx, dweighted, dtotal, dafter, run):  # type: ignore[no-untyped-def]
-    dquery, dkey, dvalues, dinitial = run(dweighted, dtotal, dafter, *ctx.saved_tensors, *ctx.settings)
-    return dquery, dkey, dvalues, None, dinitial if ctx.has_initial else None, None, None
+    dqueries, dkeys, dvalues, dinitial = run(dweighted, dtotal, dafter, *ctx.saved_tensors, *ctx.settings)
+    return dqueries, dkeys, dvalues, None, dinitial if ctx.has_initial else None, None, None, None
 
 
 def _backward(ctx, dweighted, dtotal, dafter, *unused):  # type: ignore[no-untyped-def]
