@@ -83,7 +83,11 @@ def test_the_study_runs_and_leaves_its_rows(tmp_path):
     rows = list(csv.DictReader(path.open()))
     assert [row["method"] for row in rows if row["part"] == "recall"] == ["teacher", "key_norm", "linear"]
     decode = [row for row in rows if row["part"] == "decode"]
-    assert {row["method"] for row in decode} == {"softmax", "key_norm", "key_norm, no cap"}
+    methods = ["softmax", "still, at most 8 salient", "still, no cap", "window"]
+    assert [row["method"] for row in decode] == [method for method in methods for _ in range(2)]
+    assert {row["timed"] for row in decode} == {"eager, in place", "eager"}
     assert all(float(row["ms_per_step"]) > 0 and float(row["cache_mib"]) > 0 for row in decode)
+    # a float32 step in place against the eager model
+    assert all(float(row["error"]) < 1e-4 for row in decode)
     assert all(row["commit"] and row["torch"] for row in rows)
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows if row["part"] == "recall")

@@ -1,141 +1,344 @@
-"""Memory and speed of decoding at long contexts: a converted decoder beside the softmax one with its cache.
+"""Memory and speed of decoding at long contexts: converted decoders beside the softmax one with its cache.
 
-Weights are random and caches are filled with random keys and values: neither changes what a step costs.
+Weights are random and caches are filled with random numbers: neither changes what a step costs. On a GPU every step is a CUDA
+graph, for both sides, since Python alone takes longer than the device; eager steps stand in rows of their own. What is timed
+was compared with the ordinary eager model before, over some tokens after a prompt.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..attention.hybrid import HybridSettings, recurrent_hybrid_attention
+from ..attention.hybrid import HybridAttention, HybridSettings, HybridState, empty_state, hybrid_settings, salient_tokens
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.cache import HybridCache
+from ..models.hybrid.decoder import SteppingDecoder
 from ..models.hybrid.model import HybridForCausalLM
+from .language import LARGEST_ERROR
+from .memory import MIB, peak_extra_mib
+from .models import FAILED, OUT_OF_MEMORY, WRONG, give_back_memory, is_out_of_memory
 
-MIB = 2**20
-# a chunk leaves the window once in as many steps as it has tokens: two of them belong to every measurement
-STEPS = 128
+CAPTURED, EAGER, PLAIN = "replays of a CUDA graph", "eager", "eager, in place"
+SOFTMAX = "softmax"
+# before the clock starts
+WARM_UPS = 4
+CHECKED_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeShape:
-    """A decoder of the Llama family."""
+class DecodeStudy:
+    """A decoder of the Llama family, its conversions, and what is measured of them."""
 
     layers: int = 16
     width: int = 2048
     heads: int = 32
     key_heads: int = 8
+    chunk_size: int = 64
+    salient_per_chunk: int = 4
+    max_salient: int = 1024
+    contexts: tuple[int, ...] = (8192, 32_768, 131_072)
+    batches: tuple[int, ...] = (1, 8)
+    """Samples that are decoded together; what does not fit is said so."""
+    steps: int = 128
+    """A chunk leaves the window once in as many steps as it has tokens: two of them belong to every measurement."""
+    eager_steps: int = 12
+    """Of the rows that are bound by the host, of the smallest batch; 0: no such rows."""
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
+
+    @property
+    def methods(self) -> dict[str, HybridSettings | None]:
+        """By name; None: softmax with a cache of all keys and values."""
+        store = {"chunk_size": self.chunk_size, "salient_per_chunk": self.salient_per_chunk}
+        capped = hybrid_settings("still", max_salient=self.max_salient, **store)
+        return {
+            SOFTMAX: None,
+            f"still, at most {self.max_salient} salient": capped,
+            "still, no cap": replace(capped, max_salient=0),
+            "window": hybrid_settings("window", chunk_size=self.chunk_size),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
     """What one method costs at one context."""
 
+    timed: str
+    """What a time is of: CAPTURED, EAGER, or PLAIN (a device without graphs)."""
     cache_mib: float
-    """Of all that is remembered of the tokens."""
+    """Of all that is remembered of the tokens, room for what comes included."""
     ms_per_step: float
     tokens_per_second: float
-    peak_mib: float | None
-    """Most memory at any moment of the steps, weights included; None on a CPU."""
+    peak_mib: float | None = None
+    """Most memory at any moment of a step, weights included; None on a CPU and for eager steps."""
+    note: str = ""
 
 
-def build_decoder(shape: DecodeShape, *, device: str, dtype: torch.dtype) -> Any:
+def run_decoding(
+    study: DecodeStudy, *, device: str, add: Callable[..., None], say: Callable[[str], object], deadline: float
+) -> None:
+    """All methods at all contexts; `add` takes the columns of a row, and nothing is begun after the deadline."""
+    results: dict[tuple[str, int, int], Decoding] = {}
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for name, settings in study.methods.items():
+        if time.monotonic() > deadline:
+            say(f"decode: {name}: not begun, the time is over")
+            continue
+        row: dict[str, Any] = {"part": "decode", "method": name, "task": f"{study.layers} x {study.width}"}
+        model = build_decoder(study, settings, device=device, dtype=dtype)
+        try:
+            row["error"] = checked_error(model, study)
+            # written so that NaN is wrong too
+            reason = "" if row["error"] <= LARGEST_ERROR[dtype] else WRONG
+        except RuntimeError as failure:
+            reason = _reason(failure)
+        if reason:
+            add(**row, note=reason)
+            say(f"decode: {name}: {reason}, error {row.get('error')}")
+        for context, batch, is_eager in () if reason else _cases(study):
+            if time.monotonic() > deadline:
+                break
+            row |= {"length": context, "batch": batch}
+            try:
+                found = measure_eager(model, study, context, batch) if is_eager else measure(model, study, context, batch)
+            except RuntimeError as failure:  # what follows can still be measured
+                add(**row, timed=EAGER if is_eager else "", note=_reason(failure))
+                say(f"decode: {name}, {context} tokens, batch {batch}: {_reason(failure)}")
+            else:
+                if not is_eager:
+                    results[name, context, batch] = found
+                add(**row, **asdict(found))
+                say(
+                    f"decode: {name}, {context} tokens, batch {batch}, {found.timed}: {found.cache_mib:,.1f} MiB, "
+                    f"{found.ms_per_step:.3f} ms a step"
+                )
+            _give_back(device)
+        del model
+        _give_back(device)
+    for line in comparison(results):
+        say(line)
+
+
+def comparison(results: dict[tuple[str, int, int], Decoding]) -> list[str]:
+    """Each method beside softmax at the same context and batch; results by method, context and batch."""
+    lines = []
+    for (name, context, batch), found in results.items():
+        softmax = results.get((SOFTMAX, context, batch))
+        if name != SOFTMAX and softmax is not None:
+            less = 100 * (1 - found.cache_mib / softmax.cache_mib)
+            faster = 100 * (softmax.ms_per_step / found.ms_per_step - 1)
+            lines.append(
+                f"{name}, {context} tokens, batch {batch}: {less:.0f}% less cache than softmax, {faster:+.0f}% tokens a second"
+            )
+    return lines
+
+
+def _give_back(device: str) -> None:
+    # looking for what nobody holds any more takes long, and pays where it frees much
+    if device == "cuda":
+        give_back_memory()
+
+
+def _reason(failure: Exception) -> str:
+    return OUT_OF_MEMORY if is_out_of_memory(failure) else f"{FAILED}: {' '.join(str(failure).split())[:300]}"
+
+
+def _cases(study: DecodeStudy) -> list[tuple[int, int, bool]]:
+    """Contexts, batches, and whether the row is of eager steps, which come last."""
+    found = [(context, batch, False) for batch in study.batches for context in study.contexts]
+    if study.eager_steps:
+        found += [(context, min(study.batches), True) for context in study.contexts]
+    return found
+
+
+def build_decoder(study: DecodeStudy, settings: HybridSettings | None, *, device: str, dtype: torch.dtype) -> Any:
+    """The softmax model, or the same one converted, with gates in its own type."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=4096,
-        hidden_size=shape.width,
-        intermediate_size=4 * shape.width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_heads,
+        hidden_size=study.width,
+        intermediate_size=4 * study.width,
+        num_hidden_layers=study.layers,
+        num_attention_heads=study.heads,
+        num_key_value_heads=study.key_heads,
         max_position_embeddings=2**18,
         bos_token_id=None,
         eos_token_id=None,
     )
+    torch.manual_seed(0)
     with torch.device(device):
         model: Any = LlamaForCausalLM(config)
-    return model.to(dtype).eval()
+    model = model.to(dtype)
+    if settings is not None:
+        model = HybridForCausalLM.convert(model, settings)
+        for attention in converted_attentions(model):
+            if attention.hybrid.gate is not None:
+                attention.hybrid.gate.to(dtype=dtype)
+    return model.eval()
 
 
 @torch.no_grad()
-def softmax_cache(model: Any, context: int, batch: int) -> Any:
-    """transformers' growing cache with `context` random tokens."""
-    from transformers import DynamicCache
+def checked_error(model: Any, study: DecodeStudy) -> float:
+    """The largest |logits in place - logits of the eager model| / |.| of tokens after a prompt; a chunk leaves on the way."""
+    # the third chunk is filled after half of the steps, and the first one leaves
+    prompt = 3 * study.chunk_size - CHECKED_STEPS // 2
+    tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, prompt + CHECKED_STEPS), device=model.device)
+    cache = model(tokens[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
+    found: list[Tensor] = []
+    if isinstance(model, HybridForCausalLM):
+        decoder = make_stepping(model, cache, prompt + CHECKED_STEPS)
+        found = [decoder.step(token).clone() for token in tokens[:, prompt:].unbind(1)]
+        after = tokens[:, prompt:]
+    else:
+        from .fixed_layer import WAYS
 
-    cache, config = DynamicCache(config=model.config), model.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    for layer in range(config.num_hidden_layers):
-        shape = (batch, config.num_key_value_heads, context, head_dim)
-        keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
-        cache.update(keys, values, layer)
-    return cache
-
-
-@torch.no_grad()
-def hybrid_cache(model: HybridForCausalLM, shape: DecodeShape, context: int, batch: int) -> HybridCache:
-    """Ours after `context` random tokens; one layer's state serves all, each with a copy of its own."""
-    cache = HybridCache(model.config)
-    hybrid = converted_attentions(model)[0].hybrid
-    sizes = [(batch, shape.heads), (batch, shape.key_heads), (batch, shape.key_heads)]
-    state, done = None, 0
-    while done < context:
-        tokens = min(4096, context - done)
-        q, k, v = (torch.randn(b, tokens, h, shape.head_dim, device=model.device, dtype=model.dtype) for b, h in sizes)
-        _, state = recurrent_hybrid_attention(q, k, v, feature_map=hybrid.map, settings=hybrid.settings, state=state)
-        done += tokens
-    assert state is not None
-    everyone = torch.arange(batch, device=model.device)
-    for layer in cache.layers:
-        layer.put(state.select(everyone), context)
-    return cache
+        room = [torch.cat((x, x[:, :, :1]), dim=2) for layer in cache.layers for x in (layer.keys, layer.values)]
+        after = tokens[:, prompt : prompt + 1]
+        for name in WAYS:
+            model.set_attn_implementation(name)
+            found.append(make_fixed(model, room[::2], room[1::2]).step(after).clone())
+        model.set_attn_implementation("sdpa")
+    steps = [model(token, past_key_values=cache, use_cache=True).logits[:, 0] for token in after.split(1, 1)]
+    # the softmax model takes one step, in every way
+    expected = torch.stack(steps).double()
+    error = (torch.stack(found).double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
+    return error.max().item()
 
 
-def cache_bytes(cache: Any) -> int:
-    if isinstance(cache, HybridCache):
-        return cache.nbytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-@torch.no_grad()
-def measure_decoding(model: Any, cache: Any, *, batch: int, steps: int = STEPS) -> Decoding:
-    """Greedy steps after the cache; the first few are not timed."""
-    is_gpu = model.device.type == "cuda"
-    token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
-    size = cache_bytes(cache)
-
-    def step(token: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
-
-    for _ in range(4):
-        token = step(token)
-    if is_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    for _ in range(steps):
-        token = step(token)
-    if is_gpu:
-        torch.cuda.synchronize()
-    seconds = (time.perf_counter() - start) / steps
+def measure(model: Any, study: DecodeStudy, context: int, batch: int) -> Decoding:
+    """Greedy steps after `context` tokens, in memory of fixed size."""
+    is_gpu, note = model.device.type == "cuda", ""
+    if isinstance(model, HybridForCausalLM):
+        cache = random_cache(model, study, context, batch)
+        decoder: Any = make_stepping(model, cache, context + WARM_UPS + study.steps)
+        del cache
+        size = decoder.cache.nbytes
+    else:
+        room = (batch, study.key_heads, context + 1, study.head_dim)
+        tensors = [torch.randn(room, device=model.device, dtype=model.dtype) for _ in range(2 * study.layers)]
+        if is_gpu:
+            note = choose_way(model, tensors[0], tensors[1])
+        decoder = make_fixed(model, tensors[::2], tensors[1::2])
+        size = decoder.nbytes
+        del tensors
+    _give_back(model.device.type)
+    token = torch.zeros(batch, dtype=torch.int64, device=model.device)
+    seconds = seconds_per_step(lambda token: decoder.step(token).argmax(-1), token, study.steps)
+    # replays allocate nothing that is counted, the same step without a graph does
+    peak = torch.cuda.memory_allocated() / MIB + peak_extra_mib(decoder.run_step, device="cuda") if is_gpu else None
     return Decoding(
+        timed=CAPTURED if is_gpu else PLAIN,
         cache_mib=size / MIB,
         ms_per_step=1e3 * seconds,
         tokens_per_second=batch / seconds,
-        peak_mib=torch.cuda.max_memory_allocated() / MIB if is_gpu else None,
+        peak_mib=peak,
+        note=note,
     )
 
 
-def convert_for_decoding(model: Any, settings: HybridSettings) -> HybridForCausalLM:
-    """The same decoder with hybrid attention, gates in its own type."""
-    hybrid = HybridForCausalLM.convert(model, settings)
-    for attention in converted_attentions(hybrid):
-        if attention.hybrid.gate is not None:
-            attention.hybrid.gate.to(dtype=model.dtype)
-    return hybrid.eval()
+@torch.no_grad()
+def measure_eager(model: Any, study: DecodeStudy, context: int, batch: int) -> Decoding:
+    """A few steps as `generate` takes them, with the cache that it uses; on a GPU they are bound by the host."""
+    if isinstance(model, HybridForCausalLM):
+        cache: Any = random_cache(model, study, context, batch)
+        size = cache.nbytes
+    else:
+        from transformers import DynamicCache
+
+        model.set_attn_implementation("sdpa")
+        cache, room = DynamicCache(config=model.config), (batch, study.key_heads, context, study.head_dim)
+        for layer in range(study.layers):
+            cache.update(*(torch.randn(room, device=model.device, dtype=model.dtype) for _ in range(2)), layer)
+        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+    def step(token: Tensor) -> Tensor:
+        return model(token[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+
+    token = torch.zeros(batch, dtype=torch.int64, device=model.device)
+    seconds = seconds_per_step(step, token, study.eager_steps)
+    note = f"{study.eager_steps} steps"
+    if isinstance(model, HybridForCausalLM):
+        first = context + WARM_UPS
+        note += f", in which {(first + study.eager_steps) // study.chunk_size - first // study.chunk_size} chunks left"
+    return Decoding(timed=EAGER, cache_mib=size / MIB, ms_per_step=1e3 * seconds, tokens_per_second=batch / seconds, note=note)
+
+
+def seconds_per_step(step: Callable[[Tensor], Tensor], token: Tensor, steps: int) -> float:
+    """Each step takes the token that the one before has found; by the clock, the host included."""
+
+    def finish() -> None:
+        if token.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(WARM_UPS):
+        token = step(token)
+    finish()
+    start = time.perf_counter()
+    for _ in range(steps):
+        token = step(token)
+    finish()
+    return (time.perf_counter() - start) / steps
+
+
+def make_stepping(model: HybridForCausalLM, cache: HybridCache, longest: int) -> SteppingDecoder:
+    """Ours with room for `longest` tokens."""
+    settings = converted_attentions(model)[0].hybrid.settings
+    capacity = None if settings.largest_store else salient_tokens(longest, settings)
+    return SteppingDecoder(model, cache, capacity=capacity)
+
+
+def make_fixed(model: Any, keys: list[Tensor], values: list[Tensor]) -> Any:
+    # transformers is imported where a model is there
+    from .fixed_layer import FixedDecoder, FixedLayer
+
+    layers = [FixedLayer(*pair) for pair in zip(keys, values, strict=True)]
+    return FixedDecoder(model, layers, capture=model.device.type == "cuda")
+
+
+def choose_way(model: Any, keys: Tensor, values: Tensor) -> str:
+    """Let the softmax model attend in the faster way at this context; what was found."""
+    from .fixed_layer import fastest_way
+
+    heads = model.config.num_attention_heads
+    query = torch.randn(len(keys), heads, 1, keys.shape[-1], device=keys.device, dtype=keys.dtype)
+    name, note = fastest_way(query, keys, values)
+    model.set_attn_implementation(name)
+    return note
+
+
+@torch.no_grad()
+def random_cache(model: HybridForCausalLM, study: DecodeStudy, context: int, batch: int) -> HybridCache:
+    """What a prompt of `context` tokens would leave, of random numbers."""
+    cache = HybridCache(model.config)
+    for layer, attention in zip(cache.layers, converted_attentions(model), strict=True):
+        layer.put(random_state(attention.hybrid, study, context, batch, like=next(model.parameters())), context)
+    return cache
+
+
+def random_state(hybrid: HybridAttention, study: DecodeStudy, context: int, batch: int, *, like: Tensor) -> HybridState:
+    """A state after `context` tokens in the type and on the device of `like`."""
+    settings = hybrid.settings
+    q, k = (like.new_zeros(batch, 1, heads, study.head_dim) for heads in (study.heads, study.key_heads))
+    state = empty_state(q, k, k, feature_map=hybrid.map, settings=settings)
+    size = settings.chunk_size
+    for window in (state.keys, state.values, state.scores):
+        window[:, 0 if context >= size else size : size + context % size].normal_()
+    store = (*state.salient_keys.shape[:2], salient_tokens(context, settings))
+    # as many tokens as are in the sums, each with features that sum to about one
+    state.linear.state.normal_(std=context**0.5)
+    state.linear.key_sum.fill_(context / state.linear.key_sum.shape[-1])
+    return replace(
+        state,
+        salient_keys=torch.randn(*store, study.head_dim, dtype=k.dtype, device=k.device),
+        salient_values=torch.randn(*store, study.head_dim, dtype=k.dtype, device=k.device),
+        salient_scores=torch.rand(store, device=k.device),
+        linear=replace(state.linear, count=torch.full_like(state.linear.count, context)),
+        lengths=(context,) * batch,
+    )

@@ -1,7 +1,21 @@
-"""A cache layer for timing one step of softmax attention again and again."""
+"""Softmax attention after a context of one length: a cache layer, and a model that takes one step again and again."""
 
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from ..ops.graphs import captured
+from .timing import median_ms
+
+ROWS = "nala_grouped_rows"
+WAYS = {"sdpa": "SDPA with enable_gqa", ROWS: "SDPA with the heads of a group as rows"}
+"""How heads that share keys can attend in one step, by transformers' name of the attention."""
 
 
 class FixedLayer(DynamicLayer):
@@ -24,3 +38,70 @@ class FixedLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         assert self.keys is not None
         return self.keys.shape[2] - 1
+
+
+class FixedDecoder:
+    """A softmax model after the tokens of FixedLayers; on a GPU a step is a CUDA graph. Every step takes the same place."""
+
+    def __init__(self, model: Any, layers: list[FixedLayer], *, capture: bool) -> None:
+        self.model, self.layers, self.cache = model, layers, Cache(layers=list(layers))
+        keys = layers[0].keys
+        assert keys is not None
+        self.tokens = torch.zeros(len(keys), 1, dtype=torch.int64, device=keys.device)
+        # made here: a step may make nothing on the host
+        self.positions = torch.full_like(self.tokens, keys.shape[2] - 1)
+        self.logits: Tensor | None = None
+        self._step: Callable[[], object] = captured(self.run_step) if capture else self.run_step
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """[B] -> logits [B, vocabulary], in memory that the next step writes over."""
+        self.tokens.copy_(tokens.view(-1, 1))
+        self._step()
+        assert self.logits is not None
+        return self.logits
+
+    @torch.no_grad()
+    def run_step(self) -> None:
+        """The step itself, uncaptured."""
+        out = self.model(self.tokens, position_ids=self.positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        if self.logits is None:
+            self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
+        self.logits.copy_(out.logits[:, -1])
+
+
+def attend_in_rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, None]:
+    """One step's softmax attention: [B, H, 1, D] on [B, K, N, D] as H / K rows of K heads -> [B, 1, H, D]."""
+    assert query.shape[2] == 1
+    assert attention_mask is None
+    rows = query[:, :, 0].unflatten(1, (key.shape[1], -1))
+    out = F.scaled_dot_product_attention(rows, key, value, scale=arguments.get("scaling"))
+    return out.flatten(1, 2)[:, None], None
+
+
+def no_mask(*_: object, **__: object) -> None:
+    """A step sees all that is there."""
+
+
+AttentionInterface.register(ROWS, attend_in_rows)
+AttentionMaskInterface.register(ROWS, no_mask)
+
+
+@torch.no_grad()
+def fastest_way(query: Tensor, key: Tensor, value: Tensor) -> tuple[str, str]:
+    """The name of the faster one of WAYS for [B, H, 1, D] on [B, K, N, D], and what was found; captured, so on a GPU."""
+
+    def with_gqa() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    def in_rows() -> Tensor:
+        return attend_in_rows(nn.Identity(), query, key, value, None)[0]
+
+    times = {name: median_ms(call, device="cuda", seconds=0.02) for name, call in (("sdpa", with_gqa), (ROWS, in_rows))}
+    best = min(times, key=lambda name: times[name])
+    return best, ", ".join(f"{WAYS[name]} {1e3 * time:.0f} us a layer" for name, time in times.items())

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from ..attention.hybrid import HybridSettings, hybrid_settings
 from ..linearize import LinearizeConfig, linearize
 from ..training import TrainingConfig
-from .decoding import DecodeShape, build_decoder, convert_for_decoding, hybrid_cache, measure_decoding, softmax_cache
+from .decoding import DecodeStudy, run_decoding
 from .machine import describe_machine
 from .recall_teacher import RecallSamples, TeacherConfig, measure_accuracy, train_teacher
 
@@ -58,11 +58,7 @@ class LinearizationStudy:
     eval_lengths: tuple[int, ...] = (2048, 4096, 8192)
     eval_texts: int = 64
     """Of each kind and length."""
-    decode: DecodeShape = field(default_factory=DecodeShape)
-    contexts: tuple[int, ...] = (8192, 32_768, 131_072)
-    batches: tuple[int, ...] = (1, 16)
-    """Samples that are decoded together; what does not fit is said so."""
-    decode_steps: int = 128
+    decode: DecodeStudy = field(default_factory=DecodeStudy)
     minutes: float = 9.0
     """After which nothing new is begun."""
 
@@ -100,10 +96,19 @@ def toy_study() -> LinearizationStudy:
         batch_size=2,
         eval_lengths=(64,),
         eval_texts=4,
-        decode=DecodeShape(layers=1, width=32, heads=2, key_heads=1),
-        contexts=(64,),
-        batches=(1,),
-        decode_steps=2,
+        decode=DecodeStudy(
+            layers=1,
+            width=32,
+            heads=2,
+            key_heads=1,
+            chunk_size=8,
+            salient_per_chunk=2,
+            max_salient=8,
+            contexts=(64,),
+            batches=(1,),
+            steps=9,
+            eager_steps=2,
+        ),
     )
 
 
@@ -112,7 +117,7 @@ class Rows:
 
     COLUMNS = (
         "part", "method", "task", "length", "batch", "accuracy", "teacher_accuracy", "recovery_percent", "cache_mib",
-        "peak_mib", "ms_per_step", "tokens_per_second", "trained_tokens", "seconds", "note",
+        "peak_mib", "ms_per_step", "tokens_per_second", "timed", "error", "trained_tokens", "seconds", "note",
     )  # fmt: skip
 
     def __init__(self, path: Path, device: str) -> None:
@@ -159,7 +164,7 @@ def run_linearization(
     deadline = time.monotonic() + 60 * study.minutes
     say(f"{rows.facts['device']}, torch {rows.facts['torch']}, commit {rows.facts['commit']}")
     if "decode" in parts:
-        _decode(study, device, rows, deadline, say)
+        run_decoding(study.decode, device=device, add=rows.add, say=say, deadline=deadline)
     if "recall" in parts:
         _recall(study, device, rows, deadline, say)
     say(f"results: {path}")
@@ -229,44 +234,6 @@ def _converted(
         result = linearize(copy.deepcopy(teacher), train, held_out, folder=folder, config=config)
     stages = [f"{name}: KL {v.divergence:.3g}, accuracy {v.accuracy:.3f}" for name, v in result.validations.items()]
     return result.model, "; ".join(stages)
-
-
-def _decode(study: LinearizationStudy, device: str, rows: Rows, deadline: float, say: Callable[[str], object]) -> None:
-    shape = study.decode
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    capped = study.settings("key_norm")
-    variants = {
-        "softmax": None,
-        "key_norm": capped,
-        "key_norm, no cap": HybridSettings(**(asdict(capped) | {"max_salient": 0})),
-    }
-    for name, settings in variants.items():
-        model = build_decoder(shape, device=device, dtype=dtype)
-        if settings is not None:
-            model = convert_for_decoding(model, settings)
-        for context in study.contexts:
-            for batch in study.batches:
-                if time.monotonic() > deadline:
-                    return
-                what = {"part": "decode", "method": name, "task": f"{shape.layers} x {shape.width}", "length": context}
-                try:
-                    cache: Any = (
-                        softmax_cache(model, context, batch) if settings is None else hybrid_cache(model, shape, context, batch)
-                    )
-                    found = measure_decoding(model, cache, batch=batch, steps=study.decode_steps)
-                except torch.OutOfMemoryError:
-                    rows.add(**what, batch=batch, note="out of memory")
-                    say(f"decode: {name}, {context} tokens, batch {batch}: out of memory")
-                else:
-                    rows.add(**what, batch=batch, **asdict(found))
-                    say(
-                        f"decode: {name}, {context} tokens, batch {batch}: {found.cache_mib:,.0f} MiB, "
-                        f"{found.ms_per_step:.2f} ms a step"
-                    )
-                cache = None
-                if device == "cuda":
-                    torch.cuda.empty_cache()
-        del model
 
 
 def _say_on_stdout(line: str) -> None:

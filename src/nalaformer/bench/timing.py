@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ..ops.graphs import captured
+
 
 def median_ms(call: Callable[[], object], *, device: str = "cpu", seconds: float = 2.0, capture: bool = True) -> float:
     """Median milliseconds of a call after warming up; see `times_ms`."""
@@ -49,20 +51,6 @@ def _timed_on_cpu(call: Callable[[], object], repeats: int) -> list[float]:
         call()
         times.append(1e3 * (time.perf_counter() - start))
     return times
-
-
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """Replays of the call as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def _timed_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:

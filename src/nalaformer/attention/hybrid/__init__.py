@@ -6,6 +6,8 @@ from .module import HybridAttention
 from .selection import SELECTIONS, Selection
 from .settings import METHODS, HybridSettings, hybrid_settings
 from .state import HybridState
+from .stepping import hybrid_step_, roll_
+from .stepping_state import SteppingState, salient_tokens
 
 __all__ = [
     "METHODS",
@@ -14,9 +16,13 @@ __all__ = [
     "HybridSettings",
     "HybridState",
     "Selection",
+    "SteppingState",
     "distant_attention",
     "empty_state",
     "hybrid_attention",
     "hybrid_settings",
+    "hybrid_step_",
     "recurrent_hybrid_attention",
+    "roll_",
+    "salient_tokens",
 ]

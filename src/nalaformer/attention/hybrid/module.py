@@ -9,6 +9,8 @@ from .distant import distant_attention
 from .function import recurrent_hybrid_attention
 from .settings import HybridSettings
 from .state import HybridState
+from .stepping import hybrid_step_
+from .stepping_state import SteppingState
 
 SCORER_WIDTH = 64
 
@@ -61,9 +63,6 @@ class HybridAttention(nn.Module):
         state: HybridState | None = None,
     ) -> tuple[Tensor, HybridState]:
         """q: [B, N, H, D], k, v: [B, N, K, D], rotary applied; x: [B, N, dim] -> [B, N, H, D], and the state after them."""
-        gate = None
-        if self.gate is not None:
-            gate = torch.sigmoid(self.gate(x.to(self.gate.weight.dtype))).unflatten(-1, (self.num_heads, -1))
         return recurrent_hybrid_attention(
             q,
             k,
@@ -71,13 +70,26 @@ class HybridAttention(nn.Module):
             feature_map=self.map,
             settings=self.settings,
             state=state,
-            gate=gate,
+            gate=self.gates(x),
             scores=self.scores(q, k, x, scale=scale, state=state),
             key_mask=key_mask,
             scale=scale,
         )
 
-    def scores(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None, state: HybridState | None) -> Tensor | None:
+    def step_(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, state: SteppingState, scale: float | None = None) -> Tensor:
+        """The same for one token, [B, 1, H, D], with a state that is written in place; see `hybrid_step_`."""
+        scores = self.scores(q, k, x, scale=scale, state=state)
+        return hybrid_step_(q, k, v, state=state, gate=self.gates(x), scores=scores, scale=scale)
+
+    def gates(self, x: Tensor) -> Tensor | None:
+        """[B, N, H, D or 1], the factor of the linear branch; None: there is none."""
+        if self.gate is None:
+            return None
+        return torch.sigmoid(self.gate(x.to(self.gate.weight.dtype))).unflatten(-1, (self.num_heads, -1))
+
+    def scores(
+        self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None, state: HybridState | SteppingState | None
+    ) -> Tensor | None:
         """[B, N, K] for the rules that are told the scores, else None."""
         if self.scorer is not None:
             return self._learned_scores(x)

@@ -78,12 +78,10 @@ class Call:
         return teacher
 
     def _hybrid(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-        layer = None if self.cache is None else self.cache.layers[self.attention.layer]
-        state = None if layer is None else layer.state
-        out, after = self.attention.hybrid(q, k, v, self.tokens, key_mask=key_mask, scale=scale, state=state)
-        if layer is not None:
-            layer.put(after, q.shape[1])
-        return out
+        hybrid = self.attention.hybrid
+        if self.cache is None:
+            return hybrid(q, k, v, self.tokens, key_mask=key_mask, scale=scale)[0]
+        return self.cache.layers[self.attention.layer].attend(hybrid, q, k, v, self.tokens, key_mask=key_mask, scale=scale)
 
     def _transfer(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float, teacher: Tensor) -> None:
         hybrid, tokens = self.attention.hybrid, self.tokens.detach()

@@ -1,0 +1,67 @@
+"""Decoding of converted models that does not wait for the host: a whole step is one CUDA graph."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...attention.hybrid import roll_
+from ...ops.graphs import captured
+from .attention import converted_attentions
+from .cache import HybridCache, SteppingCache
+from .model import HybridForCausalLM
+
+
+class SteppingDecoder:
+    """A converted model that goes on after a prompt, one token of each sample at a time, in memory of fixed size.
+
+    On a GPU, embedding to logits are captured once and replayed, and so is what happens when chunks leave the window; elsewhere
+    the same functions are called. The model must not be changed meanwhile.
+
+        prompt = model(tokens, use_cache=True)
+        decoder = SteppingDecoder(model, prompt.past_key_values)
+        token = prompt.logits[:, -1].argmax(-1)
+        for _ in range(100):
+            token = decoder.step(token).argmax(-1)
+    """
+
+    def __init__(
+        self, model: HybridForCausalLM, cache: HybridCache, *, capacity: int | None = None, capture: bool | None = None
+    ) -> None:
+        """cache: after the prompt, left as it is. capacity: see SteppingState.from_state. capture: on a GPU by default."""
+        attentions = [attention.hybrid for attention in converted_attentions(model)]
+        self.model, self.cache = model, SteppingCache(cache, attentions, capacity=capacity)
+        count = self.cache.states[0].count
+        self.tokens = torch.zeros(len(count), 1, dtype=torch.int64, device=count.device)
+        self.logits: Tensor | None = None
+        self._step: Callable[[], object] = self.run_step
+        self._roll: Callable[[], object] = self.run_roll
+        self.is_captured = count.device.type == "cuda" if capture is None else capture
+        if self.is_captured:
+            changed = [tensor for state in self.cache.states for tensor in state.tensors()]
+            self._step, self._roll = (captured(call, restore=changed) for call in (self.run_step, self.run_roll))
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """The next token of each sample, [B] -> logits [B, vocabulary], in memory that the next step writes over."""
+        is_full = self.cache.advance()
+        self.tokens.copy_(tokens.view(-1, 1))
+        self._step()
+        if is_full:
+            self._roll()
+        assert self.logits is not None
+        return self.logits
+
+    @torch.no_grad()
+    def run_step(self) -> None:
+        """The step of `tokens` itself, uncaptured: `logits` and the states after it."""
+        # a copy: the first layer counts on while later ones may still ask
+        positions = self.cache.states[0].count[:, None].clone()
+        out = self.model(self.tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        if self.logits is None:
+            self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
+        self.logits.copy_(out.logits[:, -1])
+
+    def run_roll(self) -> None:
+        """What follows a step that fills a chunk, uncaptured."""
+        for state in self.cache.states:
+            roll_(state)

@@ -1,0 +1,113 @@
+"""The benchmark of decoding measures what it says: the right steps, after the right number of tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import DynamicCache
+
+from nalaformer.attention.hybrid import roll_
+from nalaformer.bench import decoding
+from nalaformer.bench.decoding import DecodeStudy, build_decoder, checked_error, make_fixed, random_cache, run_decoding
+from nalaformer.bench.fixed_layer import ROWS, WAYS
+from nalaformer.models.hybrid.cache import HybridCache
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOY = DecodeStudy(
+    layers=2, width=32, heads=4, key_heads=2, chunk_size=8, salient_per_chunk=2, max_salient=6, contexts=(50, 64),
+    batches=(1, 3), steps=10, eager_steps=2,
+)  # fmt: skip
+
+
+def build(method, study=TOY):
+    return build_decoder(study, study.methods[method], device="cpu", dtype=torch.float32)
+
+
+def rows_of(study, **options):
+    rows = []
+    run_decoding(
+        study, device="cpu", add=lambda **row: rows.append(row), say=lambda line: None, deadline=options.pop("deadline", 1e18)
+    )
+    return rows
+
+
+@pytest.mark.parametrize("name", WAYS)
+@torch.no_grad()
+def test_the_softmax_step_is_the_models_own_in_both_ways_to_attend(name):
+    model = build("softmax")
+    tokens = torch.randint(0, 4096, (3, 21))
+    whole = model(tokens, use_cache=False).logits[:, -1]
+    cache = model(tokens[:, :-1], past_key_values=DynamicCache(config=model.config)).past_key_values
+    room = [torch.cat((x, torch.full_like(x[:, :, :1], torch.nan)), dim=2) for y in cache.layers for x in (y.keys, y.values)]
+    model.set_attn_implementation(name)
+    decoder = make_fixed(model, room[::2], room[1::2])
+    # again and again: each step takes the same place
+    for _ in range(2):
+        torch.testing.assert_close(decoder.step(tokens[:, -1]), whole, rtol=0, atol=1e-5)
+    assert decoder.nbytes == 2 * 2 * 3 * 2 * 21 * 8 * 4
+    assert ROWS in WAYS
+
+
+@pytest.mark.parametrize("method", TOY.methods)
+def test_what_is_timed_agrees_with_the_eager_model(method):
+    assert checked_error(build(method), TOY) < 1e-5
+
+
+def test_a_wrong_step_is_not_timed(monkeypatch):
+    def roll_too_often(state):
+        roll_(state)
+        roll_(state)
+
+    monkeypatch.setattr("nalaformer.models.hybrid.decoder.roll_", roll_too_often)
+    rows = rows_of(TOY)
+    assert all("ms_per_step" in row for row in rows if row["method"] == "softmax")
+    ours = [row for row in rows if row["method"] != "softmax"]
+    assert [row["note"] for row in ours] == [decoding.WRONG] * 3
+    assert all("ms_per_step" not in row and row["error"] > 1e-4 for row in ours)
+
+
+@pytest.mark.parametrize("method", [name for name in TOY.methods if name != "softmax"])
+@torch.no_grad()
+def test_random_caches_have_the_shapes_that_prompts_leave(method):
+    model = build(method)
+    for context in (5, 50, 64):
+        real = HybridCache(model.config)
+        model(torch.randint(0, 4096, (3, context)), past_key_values=real)
+        for made, found in zip(random_cache(model, TOY, context, 3).layers, real.layers, strict=True):
+            assert made.state.lengths == found.state.lengths
+            shapes, expected = ({name: tensor.shape for name, tensor in x.state.tensors().items()} for x in (made, found))
+            assert shapes == expected
+            # nothing where no token is: new ones are added there
+            assert torch.equal(made.state.keys[:, :, 0, 0] == 0, found.state.keys[:, :, 0, 0] == 0)
+
+
+def test_every_method_context_and_batch_has_its_row():
+    rows = rows_of(TOY)
+    found = [(row["method"], row["length"], row["batch"], row["timed"]) for row in rows]
+    expected = [
+        (method, context, batch, timed)
+        for method in TOY.methods
+        for timed, batches in ((decoding.PLAIN, (1, 3)), (decoding.EAGER, (1,)))
+        for batch in batches
+        for context in (50, 64)
+    ]
+    assert found == expected
+    sizes = {(row["method"], row["length"]): row["cache_mib"] for row in rows if row["timed"] == decoding.PLAIN}
+    # the softmax cache grows with the context, a bounded one does not
+    assert sizes["softmax", 64] > 1.2 * sizes["softmax", 50]
+    assert sizes["still, at most 6 salient", 64] == sizes["still, at most 6 salient", 50]
+
+
+def test_methods_are_compared_with_softmax_at_the_same_context():
+    def cost(mib, ms):
+        return decoding.Decoding(timed=decoding.CAPTURED, cache_mib=mib, ms_per_step=ms, tokens_per_second=1.0)
+
+    results = {("softmax", 64, 1): cost(10.0, 3.0), ("window", 64, 1): cost(1.0, 2.0), ("window", 128, 1): cost(1.0, 2.0)}
+    assert decoding.comparison(results) == ["window, 64 tokens, batch 1: 90% less cache than softmax, +50% tokens a second"]
+
+
+def test_nothing_begins_after_the_deadline():
+    assert rows_of(replace(TOY, contexts=(50,)), deadline=0.0) == []
