@@ -278,6 +278,15 @@ def test_the_capped_state_does_not_grow():
     assert sizes[0] == sizes[1]
 
 
+def test_a_state_with_more_salient_tokens_than_the_cap_is_refused():
+    q, k, v = make_inputs(60, dtype=torch.float32)
+    feature_map = make_map(dtype=torch.float32)
+    _, state = in_pieces(q, k, v, SMALL, [60], feature_map)
+    capped = dataclasses.replace(SMALL, max_salient=5)
+    with pytest.raises(ValueError, match=r"12 salient tokens of a head, more than max_salient \(5\)"):
+        recurrent_hybrid_attention(q, k, v, feature_map=feature_map, settings=capped, state=state)
+
+
 def test_beam_reorder_takes_samples_with_their_lengths():
     q, k, v = make_inputs(40, dtype=torch.float32)
     feature_map = make_map(dtype=torch.float32)

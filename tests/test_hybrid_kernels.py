@@ -115,6 +115,21 @@ def test_gradients_of_the_store_in_one_part(monkeypatch):
     check(make(29, heads=1), SMALL)
 
 
+def test_result_does_not_depend_on_tiles(monkeypatch):
+    from nalaformer.ops.kernels import hybrid_launch
+
+    tensors = make(70, heads=1)
+    settings = HybridSettings(chunk_size=40, salient_per_chunk=3)
+    expected = outcome("triton", torch.float32, tensors, settings)
+    monkeypatch.setattr(hybrid_launch, "WIDE", hybrid_launch.Tile(64, 128, 4, 1))
+    # a launch that is known would keep its tiles
+    hybrid_launch.LAUNCHES.clear()
+    found = outcome("triton", torch.float32, tensors, settings)
+    hybrid_launch.LAUNCHES.clear()
+    for x, y in zip(found, expected, strict=True):
+        assert relative_error(x, y.double()) < 1e-6
+
+
 @pytest.mark.parametrize("method", ["window", "softmax"])
 def test_methods_without_a_branch(method):
     check(make(29, heads=1), hybrid_settings(method, chunk_size=8))

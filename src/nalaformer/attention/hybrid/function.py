@@ -71,6 +71,12 @@ def recurrent_hybrid_attention(
         state = empty_state(q, k, v, feature_map=feature_map, settings=settings)
     if len(state.lengths) != len(q):
         raise ValueError(f"the state is of {len(state.lengths)} samples, got {len(q)}; both must come from the same batch")
+    held = state.salient_keys.shape[2]
+    if settings.largest_store is not None and held > settings.largest_store:
+        raise ValueError(
+            f"the state holds {held} salient tokens of a head, more than max_salient ({settings.largest_store}); "
+            "go on with the settings that it was made with"
+        )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with outside_autocast(q):
         if not settings.exact:
