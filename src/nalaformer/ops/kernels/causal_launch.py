@@ -81,7 +81,7 @@ def backward(
     group = call.heads // call.kv_heads
     count, stretch = call.splits("causal", call.num_queries, call.heads)
     same_angles = cos_q.data_ptr() == cos_k.data_ptr()
-    constants = {"SAME_ANGLES": same_angles, "LEARNED": is_learned}
+    constants: dict[str, object] = {"SAME_ANGLES": same_angles, "LEARNED": is_learned}
     layout = (dout.stride(), dout.data_ptr() % 16, is_learned, same_angles)
     drop = torch.empty_like(inverse)
     dquery = dkey = drop

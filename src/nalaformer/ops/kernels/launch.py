@@ -118,7 +118,9 @@ class Call:
             return LEAN_TILES[kernel]
         chosen = next(entry for size, entry in TILES[kernel].items() if self.block_d <= size)
         if self.operand == torch.bfloat16:
-            return chosen
+            # turned and plain features together overflow the registers of four warps
+            is_wide = self.pairs > 0 and kernel in ("causal", "causal_dq", "causal_dk")
+            return Tile(chosen.tokens, max(chosen.warps, 8), chosen.stages) if is_wide else chosen
         # twice the bytes per element: half the tokens fit
         return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps, 1)
 
