@@ -20,7 +20,7 @@ from ..models.hybrid.decoder import SteppingDecoder
 from ..models.hybrid.model import HybridForCausalLM
 from .language import LARGEST_ERROR
 from .memory import MIB, peak_extra_mib
-from .models import FAILED, OUT_OF_MEMORY, WRONG, give_back_memory, is_out_of_memory
+from .models import WRONG, failure_of, give_back_memory
 
 CAPTURED, EAGER, PLAIN = "replays of a CUDA graph", "eager", "eager, in place"
 SOFTMAX = "softmax"
@@ -97,7 +97,7 @@ def run_decoding(
             # written so that NaN is wrong too
             reason = "" if row["error"] <= LARGEST_ERROR[dtype] else WRONG
         except RuntimeError as failure:
-            reason = _reason(failure)
+            reason = failure_of(failure)
         if reason:
             add(**row, note=reason)
             say(f"decode: {name}: {reason}, error {row.get('error')}")
@@ -108,8 +108,8 @@ def run_decoding(
             try:
                 found = measure_eager(model, study, context, batch) if is_eager else measure(model, study, context, batch)
             except RuntimeError as failure:  # what follows can still be measured
-                add(**row, timed=EAGER if is_eager else "", note=_reason(failure))
-                say(f"decode: {name}, {context} tokens, batch {batch}: {_reason(failure)}")
+                add(**row, timed=EAGER if is_eager else "", note=failure_of(failure))
+                say(f"decode: {name}, {context} tokens, batch {batch}: {failure_of(failure)}")
             else:
                 if not is_eager:
                     results[name, context, batch] = found
@@ -143,10 +143,6 @@ def _give_back(device: str) -> None:
     # looking for what nobody holds any more takes long, and pays where it frees much
     if device == "cuda":
         give_back_memory()
-
-
-def _reason(failure: Exception) -> str:
-    return OUT_OF_MEMORY if is_out_of_memory(failure) else f"{FAILED}: {' '.join(str(failure).split())[:300]}"
 
 
 def _cases(study: DecodeStudy) -> list[tuple[int, int, bool]]:

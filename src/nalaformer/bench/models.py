@@ -276,6 +276,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and is_named_so)
 
 
+def failure_of(error: BaseException) -> str:
+    """What a row says of a measurement that broke off."""
+    return OUT_OF_MEMORY if is_out_of_memory(error) else f"{FAILED}: {' '.join(str(error).split())[:300]}"
+
+
 def give_back_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():

@@ -1,0 +1,62 @@
+"""The bench of hybrid attention over prompts, at a size where only its way is tried."""
+
+import pytest
+import torch
+
+from nalaformer.bench import prompts
+from nalaformer.bench.prompts import SOFTMAX, TORCH, PromptStudy, Shape, checked_error, run_prompts
+
+SMALL = Shape(heads=2, key_heads=1, head_dim=8)
+TOY = PromptStudy(shapes=(SMALL,), lengths=(40, 56), chunk_size=8, max_salient=8, checked=45, longest_torch=40, seconds=0.0)
+
+
+def rows_of(study, deadline=1e18):
+    rows = []
+    run_prompts(study, device="cpu", add=lambda **row: rows.append(row), say=lambda line: None, deadline=deadline)
+    return rows
+
+
+def test_every_method_is_timed_both_ways_at_every_length():
+    rows = rows_of(TOY)
+    assert all(row["ms"] > 0 and row["error"] < 2e-5 for row in rows)
+    timed = {(row["method"], row["length"], row["timed"]) for row in rows}
+    both = ("forward", "forward+backward")
+    lengths = {name: (40,) if name == TORCH else (40, 56) for name in TOY.methods}
+    assert timed == {(name, length, way) for name in TOY.methods for length in lengths[name] for way in both}
+
+
+def test_a_wrong_method_is_not_timed(monkeypatch):
+    right = prompts.hybrid_attention
+
+    def slightly_off(q, k, v, **options):
+        out = right(q, k, v, **options)
+        return out if q.dtype == torch.float64 else 1.01 * out
+
+    monkeypatch.setattr(prompts, "hybrid_attention", slightly_off)
+    assert {row["method"]: row.get("note") for row in rows_of(TOY)} == {
+        name: None if name == SOFTMAX else "wrong" for name in TOY.methods
+    }
+
+
+def test_gradients_are_compared_too(monkeypatch):
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    right = prompts.hybrid_attention
+    monkeypatch.setattr(
+        prompts,
+        "hybrid_attention",
+        lambda q, k, v, **o: right(q if q.dtype == torch.float64 else Doubled.apply(q), k, v, **o),
+    )
+    settings = TOY.methods["window"]
+    assert checked_error("window", settings, SMALL, 45, device="cpu", dtype=torch.float32) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_nothing_is_begun_after_the_deadline():
+    assert rows_of(TOY, deadline=0.0) == []
