@@ -142,10 +142,9 @@ def make_attention(
     if settings is None:
 
         def softmax(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-            rows = (x.transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=shape.heads != shape.key_heads).transpose(
-                1, 2
-            )
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            is_grouped = shape.heads != shape.key_heads
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped).transpose(1, 2)
 
         return softmax
     torch.manual_seed(0)
