@@ -28,7 +28,8 @@ FAMILIES = ("single", "multi_key", "variables", "induction")
 # softmax attention for which transformers makes no mask: looking whether one is needed would ask the device
 UNMASKED = "nala_unmasked_sdpa"
 DEV_TEXTS = 256
-MOST_TEXTS = 2**16
+# of a lesson; after that its texts come again
+MOST_TOKENS = 2**24
 # steps between two looks at the accuracy
 BLOCK = 50
 
@@ -177,7 +178,8 @@ def take_lesson(
     """Practise until the worst group is mastered, the steps are done or the clock says so; the tokens that it took."""
     lesson, is_last = config.lessons[number], number == len(config.lessons) - 1
     rows = max(1, lesson.tokens // max(lesson.lengths))
-    texts = max(rows, min(MOST_TEXTS, rows * lesson.steps) // len(lesson.lengths))
+    # as many of each length
+    texts = max(rows, min(MOST_TOKENS // sum(lesson.lengths), rows * lesson.steps // len(lesson.lengths)))
 
     def buckets(split: str, samples: int) -> list[Any]:
         data = (config.data(length, facts=lesson.facts, split=split, samples=samples) for length in lesson.lengths)
