@@ -38,11 +38,11 @@ class RecallStudy:
     salient_per_chunk: int = 4
     max_salient: int = 512
     methods: tuple[str, ...] = (
+        "learned",
         "key_norm",
+        "self_saliency",
         "window",
         "linear",
-        "self_saliency",
-        "learned",
         "received",
         "random",
         "window_wide",
@@ -92,27 +92,24 @@ class RecallStudy:
 def small_recall() -> RecallStudy:
     """Texts of up to 1,024 tokens and chunks of 16."""
     lessons = (
-        Lesson(lengths=(96,), facts=12, steps=4000, tokens=2048),
-        Lesson(lengths=(192,), facts=24, steps=1000, tokens=3072),
-        Lesson(lengths=(512,), facts=24, steps=400, tokens=8192),
-        Lesson(lengths=(512, 1024), facts=24, steps=100, tokens=8192),
+        Lesson(lengths=(96,), facts=12, steps=1500, tokens=2048),
+        Lesson(lengths=(192,), facts=24, steps=600, tokens=3072),
+        Lesson(lengths=(512,), facts=24, steps=300, tokens=4096),
+        Lesson(lengths=(512, 1024), facts=24, steps=150, tokens=8192),
     )
-    teacher = TeacherConfig(
-        width=64, heads=2, key_heads=2, rotary_base=1e4, words=16, names=64, values=32, lessons=lessons, mastered=0.95,
-        minutes=10.0,
-    )  # fmt: skip
+    teacher = TeacherConfig(width=128, words=16, names=64, values=32, lessons=lessons, mastered=0.95, minutes=10.0)
     return RecallStudy(
         teacher=teacher,
         facts=24,
         chunk_size=16,
         salient_per_chunk=2,
         max_salient=128,
-        methods=("key_norm", "window", "linear", "self_saliency", "learned", "received", "random", "oracle"),
+        methods=("learned", "key_norm", "self_saliency", "window", "linear", "received", "random", "oracle"),
         convert_length=512,
         transfer_steps=30,
         finetune_steps=30,
         batch_size=8,
-        eval_lengths=(256, 512, 1024),
+        eval_lengths=(512, 1024),
         eval_texts=16,
         questions=8,
         eval_tokens=8192,

@@ -75,7 +75,7 @@ class TeacherConfig:
     rotary_base: float = 1e5
     words: int = 64
     """Different words of the filler."""
-    names: int = 256
+    names: int = 128
     values: int = 64
     hops: int = 2
     """Longest chain of variables."""
@@ -83,7 +83,7 @@ class TeacherConfig:
     """Of facts and questions: names in data.sequences.FAMILIES."""
     lessons: tuple[Lesson, ...] = LESSONS
     """One after the other: from the start at full length nothing would be learned."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     mastered: float = 0.97
     """Accuracy in the worst group at which the next lesson begins; the last is practised to its end."""
     minutes: float = 4.0
