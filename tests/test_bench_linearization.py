@@ -204,6 +204,23 @@ def test_rows_of_an_earlier_run_stay_until_they_are_measured_anew(tmp_path):
     assert rows["window", "64"]["note"] == ""
 
 
+def test_a_method_that_fails_leaves_its_reason_and_the_others_run(tmp_path, monkeypatch):
+    import nalaformer.bench.recall_study as recall_study
+
+    asked = recall_study.converted
+
+    def failing(study, method, *others):
+        if method == "key_norm":
+            raise RuntimeError("no such\nkernel")
+        return asked(study, method, *others)
+
+    monkeypatch.setattr(recall_study, "converted", failing)
+    path = run_linearization(toy_study(), device="cpu", out=tmp_path / "rows.csv", parts=("recall",), say=quiet)
+    rows = [row for row in csv.DictReader(path.open()) if row["method"] != "teacher"]
+    assert {row["note"] for row in rows if row["method"] == "key_norm"} == {"failed: no such kernel"}
+    assert any(row["method"] == "linear" and row["accuracy"] for row in rows)
+
+
 def test_unknown_parts_methods_and_sizes_are_refused_before_anything_runs(tmp_path):
     from nalaformer.cli.bench import run_bench_linearize
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..attention.hybrid import HybridSettings, hybrid_settings
 from ..data.sequences import RecallLanguage, as_tensor
 from ..linearize import LinearizeConfig, linearize
 from ..training import TrainingConfig
+from .models import FAILED, OUT_OF_MEMORY, give_back_memory, is_out_of_memory
 from .recall_teacher import Lesson, TeacherConfig, train_teacher
 
 Say = Callable[[str], object]
@@ -147,9 +149,11 @@ def run_recall(
     teacher_folder: str | Path | None = None,
 ) -> None:
     """Train or load the teacher, then convert and ask: a row for each method, length and group of questions."""
-    # a name that does not exist should say so now and not after minutes
+    # what is missing should say so now and not after minutes
     for method in study.methods:
         study.settings(method)
+    if study.methods and study.finetune_steps and find_spec("peft") is None:
+        raise ModuleNotFoundError("LoRA needs peft: pip install 'nalaformer[language]'", name="peft")
     course = train_teacher(study.teacher, device=device, say=say, folder=teacher_folder)
     expected: dict[int, dict[str, float]] = {}
     for length in study.eval_lengths:
@@ -166,11 +170,14 @@ def run_recall(
             continue
         try:
             ask_converted(study, method, course.model, expected, device=device, add=add, say=say)
-        except torch.OutOfMemoryError:
-            say(f"{method}: out of memory")
-            add(part="recall", method=method, note="out of memory")
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        except Exception as error:
+            # the other methods may well run
+            why = OUT_OF_MEMORY if is_out_of_memory(error) else f"{FAILED}: {' '.join(str(error).split())[:300]}"
+            say(f"{method}: {why}")
+            for length, of_teacher in expected.items():
+                for group in of_teacher:
+                    add(part="recall", method=method, task=group, length=length, note=why)
+        give_back_memory()
 
 
 def ask_converted(

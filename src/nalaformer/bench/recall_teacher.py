@@ -27,7 +27,7 @@ from .sprint import Sprint
 FAMILIES = ("single", "multi_key", "variables", "induction")
 # softmax attention for which transformers makes no mask: looking whether one is needed would ask the device
 UNMASKED = "nala_unmasked_sdpa"
-DEV_TEXTS = 256
+DEV_TEXTS = 128
 # of a lesson; after that its texts come again
 MOST_TOKENS = 2**24
 # steps between two looks at the accuracy
