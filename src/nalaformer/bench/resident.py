@@ -1,6 +1,7 @@
 """Sequence data as tensors that stay on the device, in buckets of one length each, and the plan of which batch comes when."""
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +46,14 @@ def resident(
     device: str | torch.device,
     *,
     only_answers: bool = False,
+    pool: Executor | None = None,
     advance: Callable[[int], None] = lambda samples: None,
 ) -> list[Bucket]:
-    """All samples on the device. only_answers: of a language, the answers and not every next token."""
+    """All samples on the device. only_answers: of a language, the answers and not every next token; pool: who makes them."""
     lengths = np.asarray(data.group_lengths)
     pieces: dict[int, list[Arrays]] = {}
-    for start in range(0, len(data), CHUNK):
-        arrays = data.batch(np.arange(start, min(start + CHUNK, len(data))))
+    indices = [np.arange(start, min(start + CHUNK, len(data))) for start in range(0, len(data), CHUNK)]
+    for arrays in map(data.batch, indices) if pool is None else pool.map(data.batch, indices):
         if only_answers and "answers" in arrays:
             arrays["targets"] = np.where(arrays["answers"], arrays["targets"], IGNORE)
         arrays.pop("answers", None)

@@ -58,6 +58,8 @@ class Sprint:
         self.eval_batch = eval_batch or 4 * config.batch_size
         self.plan: Plan = make_plan(train, steps=steps, batch_size=config.batch_size, seed=seed)
         self.course = Course()
+        self.dev_shares: list[float | None] = [None] * groups
+        """Accuracy of each group of the dev data when it was last looked at."""
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.best = [p.detach().clone() for p in self.parameters]
         self.on_gpu = self.device.type == "cuda"
@@ -122,7 +124,8 @@ class Sprint:
                 self.graphs[int(self.plan.bucket_of[step])]()
             loss = self.loss_sum.item() / (last - course.step)
             course.step = last
-            dev = self.evaluate(self.dev)["accuracy"]
+            found = self.evaluate(self.dev)
+            dev, self.dev_shares = found["accuracy"], found["groups"]
             course.is_diverged = loss != loss
             if dev > course.best_dev and not course.is_diverged:
                 course.best_dev, course.best_step = dev, last

@@ -64,26 +64,52 @@ def add_to(app: "typer.Typer") -> None:
         out: Annotated[
             Path | None, typer.Option(help="CSV file.", show_default="benchmarks/results/linearization_<device>.csv")
         ] = None,
-        part: Annotated[list[str] | None, typer.Option(help="recall or decode; may be repeated.", show_default="both")] = None,
-        minutes: Annotated[float, typer.Option(help="After which nothing new is begun.")] = 9.0,
-        teacher_minutes: Annotated[float, typer.Option(help="Of the softmax teacher's training.")] = 3.5,
-        toy: Annotated[bool, typer.Option("--toy", help="Everything so small that only the way is tried.")] = False,
+        part: Annotated[
+            list[str] | None, typer.Option(help="recall, prompt or decode; may be repeated.", show_default="all")
+        ] = None,
+        minutes: Annotated[
+            float | None, typer.Option(help="After which nothing new is begun.", show_default="9, small: 20")
+        ] = None,
+        teacher: Annotated[
+            Path | None, typer.Option(help="Folder in which the softmax teacher is kept: a later run takes it from there.")
+        ] = None,
+        teacher_minutes: Annotated[
+            float | None, typer.Option(help="Of the teacher's training.", show_default="4, small: 10")
+        ] = None,
+        method: Annotated[
+            list[str] | None, typer.Option(help="Of recall, by name; may be repeated.", show_default="all")
+        ] = None,
+        size: Annotated[str, typer.Option(help="full, small (recall on a CPU) or toy (only the way is tried).")] = "full",
     ) -> None:
-        """What converted models still know, by selection rule and baseline, and what decoding costs at long contexts."""
-        run_bench_linearize(device, out, tuple(part or ("recall", "decode")), minutes, teacher_minutes, toy)
+        """What converted models still know, by selection rule and baseline, and what prompts and decoding cost."""
+        recall = {"minutes": teacher_minutes, "methods": method}
+        run_bench_linearize(device, out, part, size, minutes, teacher, recall)
 
 
 def run_bench_linearize(
-    device: str, out: Path | None, parts: tuple[str, ...], minutes: float, teacher_minutes: float, toy: bool
+    device: str,
+    out: Path | None,
+    parts: list[str] | None,
+    size: str,
+    minutes: float | None,
+    teacher: Path | None,
+    recall: dict[str, Any],
 ) -> None:
     from dataclasses import replace
 
-    from ..bench.linearization import LinearizationStudy, run_linearization, toy_study
+    from ..bench.linearization import PARTS, SIZES, run_linearization
+    from ..registry import unknown_name
 
-    study = toy_study() if toy else LinearizationStudy()
-    if not toy:
-        study = replace(study, minutes=minutes, teacher=replace(study.teacher, minutes=teacher_minutes))
-    run_linearization(study, device=device, out=out, parts=parts)
+    if size not in SIZES:
+        raise unknown_name("size", size, SIZES)
+    study = SIZES[size]()
+    if minutes is not None:
+        study = replace(study, minutes=minutes)
+    if recall["minutes"] is not None:
+        study = replace(study, recall=replace(study.recall, teacher=replace(study.recall.teacher, minutes=recall["minutes"])))
+    if recall["methods"]:
+        study = replace(study, recall=replace(study.recall, methods=tuple(recall["methods"])))
+    run_linearization(study, device=device, out=out, parts=tuple(parts or PARTS), teacher_folder=teacher)
 
 
 def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict[str, Any]) -> None:
