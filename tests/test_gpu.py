@@ -5,7 +5,7 @@ import torch
 
 import nalaformer
 from nalaformer import Rotary
-from test_kernels import MAPS, outcome, relative_error
+from test_kernels import KERNELS, MAPS, outcome, relative_error
 
 pytestmark = pytest.mark.gpu
 HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -22,7 +22,7 @@ def check_half_precision(name, dtype, tensors, upstream, **arguments):
     """
     exact = outcome("reference", name, torch.float64, tensors, upstream, **arguments)
     plain = outcome("reference", name, dtype, tensors, upstream, **arguments)
-    ours = outcome("triton", name, dtype, tensors, upstream, **arguments)
+    ours = outcome(KERNELS, name, dtype, tensors, upstream, **arguments)
     for x, y, z in zip(ours[:4], exact[:4], plain[:4], strict=True):
         assert relative_error(x, y) < relative_error(z, y) + HALF_ULP[dtype]
 
@@ -105,9 +105,9 @@ def test_graph_replay_follows_its_inputs(tokens):
 def test_a_quarter_million_tokens_repeat_to_the_bit():
     q, k, v = (x.requires_grad_() for x in make(*[(1, 262_144, 2, 64)] * 3, dtype=torch.bfloat16))
     upstream = torch.randn_like(q)
-    first = outcome("triton", "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
+    first = outcome(KERNELS, "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
     for _ in range(20):
-        again = outcome("triton", "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
+        again = outcome(KERNELS, "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 

@@ -95,9 +95,7 @@ class Call:
 
     @property
     def block_d(self) -> int:
-        # float32 tiles of [32, 16] that were turned come out wrong of Triton 3.6's compiler where a mask has been loaded too
-        smallest = 16 if self.operand == torch.bfloat16 else 32
-        return max(smallest, triton.next_power_of_2(self.head_dim))
+        return max(16, triton.next_power_of_2(self.head_dim))
 
     @property
     def is_whole(self) -> bool:
@@ -118,9 +116,7 @@ class Call:
             return LEAN_TILES[kernel]
         chosen = next(entry for size, entry in TILES[kernel].items() if self.block_d <= size)
         if self.operand == torch.bfloat16:
-            # turned and plain features together overflow the registers of four warps
-            is_wide = self.pairs > 0 and kernel in ("causal", "causal_dq", "causal_dk")
-            return Tile(chosen.tokens, max(chosen.warps, 8), chosen.stages) if is_wide else chosen
+            return chosen
         # twice the bytes per element: half the tokens fit
         return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps, 1)
 
