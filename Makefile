@@ -41,7 +41,7 @@ test-slow: $(READY)
 
 # on a machine with a CUDA device: the kernels compiled instead of interpreted, and what only a GPU can show
 test-gpu: $(READY)
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/test_kernels.py tests/test_gpu.py tests/test_language_gpu.py
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/test_kernels.py tests/test_gpu.py tests/test_language_gpu.py tests/test_stepping_gpu.py
 
 $(OLDEST)/.ready: pyproject.toml Makefile
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import DynamicCache
 
-from nalaformer.attention.hybrid import SteppingState, roll_
+from nalaformer.attention.hybrid import roll_
 from nalaformer.bench import decoding
 from nalaformer.bench.decoding import DecodeStudy, build_decoder, checked_error, make_fixed, random_cache, run_decoding
 from nalaformer.bench.fixed_layer import ROWS, WAYS
@@ -57,9 +57,9 @@ def test_what_is_timed_agrees_with_the_eager_model(method):
 
 
 def test_a_wrong_step_is_not_timed(monkeypatch):
-    def roll_too_often(state: SteppingState, *, feature_map):
-        roll_(state, feature_map=feature_map)
-        roll_(state, feature_map=feature_map)
+    def roll_too_often(state):
+        roll_(state)
+        roll_(state)
 
     monkeypatch.setattr("nalaformer.models.hybrid.decoder.roll_", roll_too_often)
     rows = rows_of(TOY)
@@ -99,6 +99,14 @@ def test_every_method_context_and_batch_has_its_row():
     # the softmax cache grows with the context, a bounded one does not
     assert sizes["softmax", 64] > 1.2 * sizes["softmax", 50]
     assert sizes["still, at most 6 salient", 64] == sizes["still, at most 6 salient", 50]
+
+
+def test_methods_are_compared_with_softmax_at_the_same_context():
+    def cost(mib, ms):
+        return decoding.Decoding(timed=decoding.CAPTURED, cache_mib=mib, ms_per_step=ms, tokens_per_second=1.0)
+
+    results = {("softmax", 64, 1): cost(10.0, 3.0), ("window", 64, 1): cost(1.0, 2.0), ("window", 128, 1): cost(1.0, 2.0)}
+    assert decoding.comparison(results) == ["window, 64 tokens, batch 1: 90% less cache than softmax, +50% tokens a second"]
 
 
 def test_nothing_begins_after_the_deadline():

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+import nalaformer
 from nalaformer.attention.hybrid import (
     SELECTIONS,
     HybridSettings,
@@ -27,8 +28,8 @@ def at(tensors, places):
     return [None if x is None else x[:, places] for x in tensors]
 
 
-def walk(tensors, start, *, settings, feature_map, capacity=None, mask=None, gate=None, scores=None):
-    """Outputs after `start` tokens, by both ways; the states of both after the last one."""
+def walk(tensors, start, *, settings, feature_map, capacity=None, mask=None, gate=None, scores=None, backend="auto"):
+    """Outputs after `start` tokens, by both ways; the states of both after the last one. backend: of the steps."""
     tokens = tensors[0].shape[1]
     q, k, v = tensors
     given = {"feature_map": feature_map, "settings": settings}
@@ -38,7 +39,7 @@ def walk(tensors, start, *, settings, feature_map, capacity=None, mask=None, gat
         prompt = {"gate": gate, "scores": scores, "key_mask": mask}
         prompt = {name: None if x is None else x[:, before] for name, x in prompt.items()}
         _, state = recurrent_hybrid_attention(*at(tensors, before), **given, **prompt)
-    stepping = SteppingState.from_state(state, settings=settings, capacity=capacity)
+    stepping = SteppingState.from_state(state, **given, capacity=capacity)
     ours, expected = [], []
     for place in range(start, tokens):
         one = slice(place, place + 1)
@@ -46,9 +47,10 @@ def walk(tensors, start, *, settings, feature_map, capacity=None, mask=None, gat
         out, state = recurrent_hybrid_attention(*at(tensors, one), **given, **beside, state=state)
         expected.append(out)
         is_full = stepping.advance()
-        ours.append(hybrid_step_(*at(tensors, one), feature_map=feature_map, state=stepping, **beside))
+        with nalaformer.use_backend(backend):
+            ours.append(hybrid_step_(*at(tensors, one), state=stepping, **beside))
         if is_full:
-            roll_(stepping, feature_map=feature_map)
+            roll_(stepping)
     return torch.cat(ours, 1), torch.cat(expected, 1), stepping, state
 
 
@@ -143,7 +145,9 @@ def test_steps_in_other_types_are_those_of_the_recurrent_function(dtype):
 def test_a_state_there_and_back_is_itself(start):
     settings = dataclasses.replace(SMALL, selection="received", max_salient=6)
     _, _, stepping, state = walk(make_inputs(start + 1), start, settings=settings, feature_map=make_map())
-    assert_same_state(SteppingState.from_state(stepping.to_state(), settings=settings), state, atol=1e-6)
+    assert_same_state(
+        SteppingState.from_state(stepping.to_state(), feature_map=stepping.feature_map, settings=settings), state, atol=1e-6
+    )
 
 
 def test_a_step_moves_no_memory_and_asks_nothing():
@@ -151,7 +155,8 @@ def test_a_step_moves_no_memory_and_asks_nothing():
     settings = dataclasses.replace(SMALL, selection="self_saliency", max_salient=6)
     q, k, v = make_inputs(40, dtype=torch.float32)
     feature_map = make_map(dtype=torch.float32)
-    state = SteppingState.from_state(empty_state(q, k, v, feature_map=feature_map, settings=settings), settings=settings)
+    given = {"feature_map": feature_map, "settings": settings}
+    state = SteppingState.from_state(empty_state(q, k, v, **given), **given)
 
     def addresses():
         return {name: value.data_ptr() for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
@@ -170,9 +175,9 @@ def test_a_step_moves_no_memory_and_asks_nothing():
     for place in range(40):
         is_full = state.advance()
         with NoLook():
-            hybrid_step_(*at((q, k, v), slice(place, place + 1)), feature_map=feature_map, state=state)
+            hybrid_step_(*at((q, k, v), slice(place, place + 1)), state=state)
             if is_full:
-                roll_(state, feature_map=feature_map)
+                roll_(state)
     assert addresses() == before
     assert state.count.tolist() == [40, 40]
 
@@ -199,13 +204,15 @@ def test_what_stepping_cannot_serve_is_refused():
     feature_map = make_map()
     _, state = recurrent_hybrid_attention(q, k, v, feature_map=feature_map, settings=SMALL)
     with pytest.raises(ValueError, match="capacity="):
-        SteppingState.from_state(state, settings=SMALL)
+        SteppingState.from_state(state, feature_map=feature_map, settings=SMALL)
     with pytest.raises(ValueError, match="must hold the 8 salient tokens"):
-        SteppingState.from_state(state, settings=SMALL, capacity=7)
+        SteppingState.from_state(state, feature_map=feature_map, settings=SMALL, capacity=7)
     with pytest.raises(ValueError, match="is the capacity"):
-        SteppingState.from_state(state, settings=dataclasses.replace(SMALL, max_salient=9), capacity=10)
+        SteppingState.from_state(
+            state, feature_map=feature_map, settings=dataclasses.replace(SMALL, max_salient=9), capacity=10
+        )
     with pytest.raises(ValueError, match="recurrent_step_"):
-        SteppingState.from_state(state, settings=hybrid_settings("linear"))
-    stepping = SteppingState.from_state(state, settings=SMALL, capacity=8)
+        SteppingState.from_state(state, feature_map=feature_map, settings=hybrid_settings("linear"))
+    stepping = SteppingState.from_state(state, feature_map=feature_map, settings=SMALL, capacity=8)
     with pytest.raises(ValueError, match="one token of each of 2 samples"):
-        hybrid_step_(q, k, v, feature_map=feature_map, state=stepping)
+        hybrid_step_(q, k, v, state=stepping)

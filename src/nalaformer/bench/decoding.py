@@ -84,6 +84,7 @@ def run_decoding(
     study: DecodeStudy, *, device: str, add: Callable[..., None], say: Callable[[str], object], deadline: float
 ) -> None:
     """All methods at all contexts; `add` takes the columns of a row, and nothing is begun after the deadline."""
+    results: dict[tuple[str, int, int], Decoding] = {}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for name, settings in study.methods.items():
         if time.monotonic() > deadline:
@@ -110,6 +111,8 @@ def run_decoding(
                 add(**row, timed=EAGER if is_eager else "", note=_reason(failure))
                 say(f"decode: {name}, {context} tokens, batch {batch}: {_reason(failure)}")
             else:
+                if not is_eager:
+                    results[name, context, batch] = found
                 add(**row, **asdict(found))
                 say(
                     f"decode: {name}, {context} tokens, batch {batch}, {found.timed}: {found.cache_mib:,.1f} MiB, "
@@ -118,6 +121,22 @@ def run_decoding(
             _give_back(device)
         del model
         _give_back(device)
+    for line in comparison(results):
+        say(line)
+
+
+def comparison(results: dict[tuple[str, int, int], Decoding]) -> list[str]:
+    """Each method beside softmax at the same context and batch; results by method, context and batch."""
+    lines = []
+    for (name, context, batch), found in results.items():
+        softmax = results.get((SOFTMAX, context, batch))
+        if name != SOFTMAX and softmax is not None:
+            less = 100 * (1 - found.cache_mib / softmax.cache_mib)
+            faster = 100 * (softmax.ms_per_step / found.ms_per_step - 1)
+            lines.append(
+                f"{name}, {context} tokens, batch {batch}: {less:.0f}% less cache than softmax, {faster:+.0f}% tokens a second"
+            )
+    return lines
 
 
 def _give_back(device: str) -> None:
@@ -172,20 +191,25 @@ def checked_error(model: Any, study: DecodeStudy) -> float:
     prompt = 3 * study.chunk_size - CHECKED_STEPS // 2
     tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, prompt + CHECKED_STEPS), device=model.device)
     cache = model(tokens[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
+    found: list[Tensor] = []
     if isinstance(model, HybridForCausalLM):
-        decoder: Any = make_stepping(model, cache, prompt + CHECKED_STEPS)
-        steps = CHECKED_STEPS
+        decoder = make_stepping(model, cache, prompt + CHECKED_STEPS)
+        found = [decoder.step(token).clone() for token in tokens[:, prompt:].unbind(1)]
+        after = tokens[:, prompt:]
     else:
+        from .fixed_layer import WAYS
+
         room = [torch.cat((x, x[:, :, :1]), dim=2) for layer in cache.layers for x in (layer.keys, layer.values)]
-        decoder = make_fixed(model, room[::2], room[1::2])
-        # its place is always the one after the prompt
-        steps = 1
-    errors = []
-    for token in tokens[:, prompt : prompt + steps].unbind(1):
-        found = decoder.step(token).double()
-        expected = model(token[:, None], past_key_values=cache, use_cache=True).logits[:, 0].double()
-        errors.append((found - expected).norm() / expected.norm())
-    return torch.stack(errors).max().item()
+        after = tokens[:, prompt : prompt + 1]
+        for name in WAYS:
+            model.set_attn_implementation(name)
+            found.append(make_fixed(model, room[::2], room[1::2]).step(after).clone())
+        model.set_attn_implementation("sdpa")
+    steps = [model(token, past_key_values=cache, use_cache=True).logits[:, 0] for token in after.split(1, 1)]
+    # the softmax model takes one step, in every way
+    expected = torch.stack(steps).double()
+    error = (torch.stack(found).double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
+    return error.max().item()
 
 
 def measure(model: Any, study: DecodeStudy, context: int, batch: int) -> Decoding:

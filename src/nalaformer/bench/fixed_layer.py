@@ -68,7 +68,9 @@ class FixedDecoder:
     def run_step(self) -> None:
         """The step itself, uncaptured."""
         out = self.model(self.tokens, position_ids=self.positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.logits = out.logits[:, -1]
+        if self.logits is None:
+            self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
+        self.logits.copy_(out.logits[:, -1])
 
 
 def attend_in_rows(

@@ -44,11 +44,20 @@ class NormPreserving(FeatureMap):
 
     def turn(self, x: Tensor, weight: Tensor, normal: Tensor) -> Tensor:
         """x in another direction with the same norm: a reflection, then W, then the old norm."""
-        weight, unit = self.per_head(weight, x), nn.functional.normalize(self.per_head(normal, x), dim=-1, eps=SMALLEST_NORM)
         # the reflection goes into the matrix: one product per token, and nothing of the size of x in between
-        matrix = weight - 2 * torch.einsum("hed,hd,hf->hef", weight, unit, unit)
+        matrix = reflected(self.per_head(weight, x), self.per_head(normal, x))
         turned = torch.einsum("bnhd,hed->bnhe", x, matrix)
         return turned * (norm(x) / norm(turned))
+
+    def query_matrix(self) -> Tensor:
+        """[H, D, D]: what turns queries, reflection and W in one; for kernels that compute the map of one token."""
+        return reflected(self.query_weight, self.query_normal)
+
+
+def reflected(weight: Tensor, normal: Tensor) -> Tensor:
+    """W (1 - 2 n n^T) for n of any length. weight: [H, D, D]; normal: [H, D]."""
+    unit = nn.functional.normalize(normal, dim=-1, eps=SMALLEST_NORM)
+    return weight - 2 * torch.einsum("hed,hd,hf->hef", weight, unit, unit)
 
 
 def norm(x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from .module import HybridAttention
 from .selection import SELECTIONS, Selection
 from .settings import METHODS, HybridSettings, hybrid_settings
 from .state import HybridState
-from .stepping import SteppingState, hybrid_step_, roll_, salient_tokens
+from .stepping import hybrid_step_, roll_
+from .stepping_state import SteppingState, salient_tokens
 
 __all__ = [
     "METHODS",

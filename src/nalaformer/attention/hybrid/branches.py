@@ -1,13 +1,22 @@
-"""The two branches of hybrid attention, and how they are joined.
+"""The two branches of hybrid attention, and how they are joined, in plain torch.
 
 Sizes: B samples, K heads of keys, G queries for each (H = K G), R groups of T queries, W keys in a window, E salient tokens,
 D head size, V value size, F features. Everything here is float32 (float64 for float64 inputs).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ...feature_maps import FeatureMap
+from ...ops import LinearState
+from .layout import Layout
+from .salient import Leaving, Store
+from .settings import HybridSettings
+
+EPS = 1e-6
 
 
 class Exact(NamedTuple):
@@ -73,15 +82,16 @@ class ChunkSums(NamedTuple):
     key_sum_after: Tensor
 
 
-def chunk_sums(state: Tensor, key_sum: Tensor, key_features: Tensor, values: Tensor, *, groups: int) -> ChunkSums:
-    """Prefix sums over the chunks that leave the window: group r has all of them before chunk r.
+def chunk_sums(state: Tensor, key_sum: Tensor, leaving: Sequence[tuple[Tensor, Tensor]], *, groups: int) -> ChunkSums:
+    """Prefix sums over what leaves chunk by chunk: group r has all of it before chunk r.
 
-    state: [B, H, F, V]; key_sum: [B, H, F]; key_features: [B, H, m, l, F], zero where a token does not count;
-    values: [B, H, m, l, V].
+    state: [B, H, F, V]; key_sum: [B, H, F]; leaving: key features [B, H, m, *, F], zero where a token does not count, and
+    values [B, H, m, *, V].
     """
-    added = torch.einsum("bhmlf,bhmlv->bhmfv", key_features, values)
+    added = torch.stack([torch.einsum("bhmlf,bhmlv->bhmfv", features, values) for features, values in leaving]).sum(0)
+    added_keys = torch.stack([features.sum(3) for features, _ in leaving]).sum(0)
     states = torch.cat((state[:, :, None], added), dim=2).cumsum(2)
-    key_sums = torch.cat((key_sum[:, :, None], key_features.sum(3)), dim=2).cumsum(2)
+    key_sums = torch.cat((key_sum[:, :, None], added_keys), dim=2).cumsum(2)
     last = states.shape[2] - 1
     if last >= groups - 1:
         before, before_sum = states[:, :, :groups], key_sums[:, :, :groups]
@@ -97,25 +107,15 @@ def linear_branch(query_features: Tensor, state: Tensor, key_sum: Tensor) -> Lin
     return Linear(query_features @ state, (query_features @ key_sum[..., None])[..., 0])
 
 
-def pairs_branch(query_features: Tensor, key_features: Tensor, values: Tensor, visible: Tensor) -> Linear:
-    """Linear attention over few tokens, each with its own mask: those that have lost their place among the salient.
-
-    key_features: [B, H, E, F]; values: [B, H, E, V]; visible: [B, H, R, E].
-    """
-    weights = torch.einsum("bhrtf,bhef->bhrte", query_features, key_features).masked_fill(~visible[:, :, :, None], 0)
-    return Linear(torch.einsum("bhrte,bhev->bhrtv", weights, values), weights.sum(-1))
-
-
 def merge(exact: Exact, linear: Linear | None, gate: Tensor | None, *, kind: str, eps: float) -> Tensor:
-    """(sum exp(s-m) v + g phi(q).S) / (sum exp(s-m) + phi(q).z + eps), [B, K, G, R, T, V].
+    """(sum exp(s-m) v + g phi(q).S) / (sum exp(s-m) + phi(q).z + eps), [..., V]; both branches of the same shape.
 
     kind "released" takes the linear sums as they are; "exact" scales them by exp(-m), as a softmax over both would.
     """
     total, weighted = exact.total, exact.weighted
     if linear is None:
         return weighted / (total + eps)[..., None]
-    shape = exact.total.shape[1:3]
-    linear_weighted, linear_total = linear.weighted.unflatten(1, shape), linear.total.unflatten(1, shape)
+    linear_weighted, linear_total = linear
     if gate is not None:
         linear_weighted = linear_weighted * gate
     scale = torch.ones_like(total)
@@ -126,3 +126,78 @@ def merge(exact: Exact, linear: Linear | None, gate: Tensor | None, *, kind: str
         linear_weighted, linear_total = linear_weighted * linear_scale[..., None], linear_total * linear_scale
         total, weighted = total * scale, weighted * scale[..., None]
     return (weighted + linear_weighted) / (total + linear_total + eps * scale)[..., None]
+
+
+def attend(
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    gate: Tensor | None,
+    *,
+    layout: Layout,
+    store: Store,
+    leaving: Sequence[Leaving],
+    before: LinearState,
+    feature_map: FeatureMap,
+    settings: HybridSettings,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs [B, R, T, H, V] of one piece, and the linear sums after it: state [B, H, F, V], key_sum [B, H, F].
+
+    rows: queries [B, R, T, H, D]; keys, values by slot, [B, slots, K, *]; gate: [B, R, T, H, V or 1].
+    """
+    dtype = before.state.dtype
+    heads = (keys.shape[2], -1)
+    rows = rows.to(dtype)
+    exact = exact_branch(
+        by_key_head(rows * scale, keys.shape[2]),
+        windows(keys, layout, dtype),
+        windows(values, layout, dtype),
+        layout.visible,
+        store.keys.to(dtype).unflatten(1, heads),
+        store.values.to(dtype).unflatten(1, heads),
+        store.is_salient(layout.groups).unflatten(1, heads),
+    )
+    linear, state_after, key_sum_after = None, before.state, before.key_sum
+    if settings.linear:
+        query_features = feature_map.query(rows.flatten(1, 2)).unflatten(1, rows.shape[1:3]).permute(0, 3, 1, 2, 4)
+        sums = sums_before(before, layout, leaving, feature_map)
+        state_after, key_sum_after = sums.state_after, sums.key_sum_after
+        seen = linear_branch(query_features, sums.state, sums.key_sum)
+        linear = Linear(*(x.unflatten(1, exact.total.shape[1:3]) for x in seen))
+    gates = None if gate is None else by_key_head(gate.to(dtype), keys.shape[2])
+    out = merge(exact, linear, gates, kind=settings.merge, eps=EPS)
+    return out.flatten(1, 2).permute(0, 2, 3, 1, 4), state_after, key_sum_after
+
+
+def windows(slots: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """[B, slots, K, D] -> [B, K, R, W, D]: what each group has in its window."""
+    size = layout.chunk_size
+    return slots.to(dtype).unfold(1, 2 * size, size).permute(0, 2, 1, 4, 3)
+
+
+def by_key_head(rows: Tensor, key_heads: int) -> Tensor:
+    """[B, R, T, H, D] -> [B, K, G, R, T, D]."""
+    return rows.permute(0, 3, 1, 2, 4).unflatten(1, (key_heads, -1))
+
+
+def sums_before(before: LinearState, layout: Layout, leaving: Sequence[Leaving], feature_map: FeatureMap) -> ChunkSums:
+    """The linear sums before each group of queries, and after the chunks that leave the window."""
+    if not layout.leaving:
+        state, key_sum = before.state[:, :, None], before.key_sum[:, :, None]
+        groups = (-1, -1, layout.groups)
+        return ChunkSums(state.expand(*groups, -1, -1), key_sum.expand(*groups, -1), before.state, before.key_sum)
+    heads, dtype = before.state.shape[1], before.state.dtype
+    pairs = []
+    for tokens in leaving:
+        chunks = (layout.leaving, tokens.per_chunk)
+        features = feature_map.key(for_heads(tokens.keys.to(dtype), heads))
+        features = features.masked_fill(~for_heads(tokens.counts, heads)[..., None], 0)
+        numbers = features, for_heads(tokens.values.to(dtype), heads)
+        pairs.append(tuple(x.transpose(1, 2).unflatten(2, chunks) for x in numbers))
+    return chunk_sums(before.state, before.key_sum, pairs, groups=layout.groups)
+
+
+def for_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, N, K, ...] -> [B, N, heads, ...]."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)

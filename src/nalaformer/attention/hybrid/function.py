@@ -15,17 +15,18 @@ from torch.utils.checkpoint import checkpoint
 from ...feature_maps import FeatureMap
 from ...ops import LinearState, compute_dtype, recurrent_linear_attention
 from ...ops.features import outside_autocast
-from .branches import ChunkSums, Linear, chunk_sums, exact_branch, linear_branch, merge, pairs_branch, window_logits
+from . import branches, fused
 from .checks import check_inputs
 from .layout import Layout, layout_without_mask
-from .salient import store_after, updated_store
+from .salient import leaving_tokens, store_after, updated_store
 from .selection import SELECTIONS, Selection
 from .settings import HybridSettings
 from .state import HybridState
 
-EPS = 1e-6
 # of one piece: chunks, numbers per head, and numbers over all heads and samples
 MOST_CHUNKS, HEAD_WORKSPACE, WORKSPACE = 32, 2**20, 2**26
+# of one piece on the kernels: numbers over all heads and samples
+FUSED_WORKSPACE = 2**28
 
 
 def hybrid_attention(
@@ -76,11 +77,12 @@ def recurrent_hybrid_attention(
             return _linear_alone(q, k, v, feature_map=feature_map, state=state, gate=gate, key_mask=key_mask)
         rule = SELECTIONS[settings.selection]()
         outputs = []
-        size = piece_size(q, v, state, feature_map, settings)
+        is_fused = fused.serves(q, k, v, state)
+        size = piece_size(q, state, settings, is_fused=is_fused)
         needs_memory = torch.is_grad_enabled() and q.shape[1] > size
         for start in range(0, q.shape[1], size):
             given = (None if x is None else x[:, start : start + size] for x in (q, k, v, gate, scores, key_mask))
-            arguments: tuple[Any, ...] = (*given, state, feature_map, rule, settings, scale)
+            arguments: tuple[Any, ...] = (*given, state, feature_map, rule, settings, scale, is_fused)
             # between pieces only states are kept for the backward pass
             out, state = checkpoint(_piece, *arguments, use_reentrant=False) if needs_memory else _piece(*arguments)
             outputs.append(out)
@@ -115,15 +117,22 @@ def keeps_scores(settings: HybridSettings) -> bool:
     return settings.exact and settings.salient_per_chunk > 0 and (rule.needs_window or rule.needs_scores)
 
 
-def piece_size(q: Tensor, v: Tensor, state: HybridState, feature_map: FeatureMap, settings: HybridSettings) -> int:
+def piece_size(q: Tensor, state: HybridState, settings: HybridSettings, *, is_fused: bool) -> int:
     """Tokens that are computed at once: whole chunks, as many as the workspace allows."""
     chunk, tokens = settings.chunk_size, q.shape[1]
+    heads = max(1, q.shape[0] * q.shape[2])
+    features, values = state.linear.state.shape[-2:]
+    if is_fused:
+        # features of queries and keys on their way, and the sums of both branches: nothing that grows with the salient tokens
+        most = FUSED_WORKSPACE // (heads * chunk * (4 * features + 3 * values))
+        pieces = -(-tokens // (chunk * max(1, most)))
+        # pieces of one size: a short last one would leave most of a GPU idle
+        return chunk * max(1, -(-tokens // (chunk * pieces)))
     longest = max(state.lengths, default=0) + tokens
     salient = settings.salient_per_chunk * (longest // chunk)
     if settings.largest_store is not None:
         salient = min(salient, settings.largest_store + MOST_CHUNKS * settings.salient_per_chunk)
-    per_chunk = max(chunk * (2 * chunk + salient), state.linear.state[0, 0].numel() if len(q) else 1)
-    heads = max(1, q.shape[0] * q.shape[2])
+    per_chunk = max(chunk * (2 * chunk + salient), features * values)
     return chunk * max(1, min(MOST_CHUNKS, HEAD_WORKSPACE // per_chunk, WORKSPACE // (per_chunk * heads)))
 
 
@@ -158,59 +167,39 @@ def _advance(
     rule: Selection,
     settings: HybridSettings,
     scale: float,
+    is_fused: bool,
 ) -> tuple[Tensor, HybridState]:
-    """One piece: outputs [B, N, H, V] in the computing dtype, and the state after it."""
-    dtype = compute_dtype(q, k, v)
-    size, key_heads = settings.chunk_size, k.shape[2]
+    """One piece: outputs [B, N, H, V], and the state after it."""
+    size = settings.chunk_size
     if key_mask is None:
         layout = layout_without_mask(size, q.shape[1], state.lengths, q.device, torch.is_inference_mode_enabled())
     else:
         layout = Layout(size, q.shape[1], state.lengths, q.device, key_mask)
 
     keys, values = layout.align(state.keys, k), layout.align(state.values, v)
-    rows = layout.queries(q).to(dtype)  # [B, R, T, H, D]
-    queries = (rows * scale).permute(0, 3, 1, 2, 4).unflatten(1, (key_heads, -1))
-    windows = keys.to(dtype).unfold(1, 2 * size, size).permute(0, 2, 1, 4, 3)  # [B, K, R, W, D]
-    window_values = values.to(dtype).unfold(1, 2 * size, size).permute(0, 2, 1, 4, 3)
-
+    rows = layout.queries(q)  # [B, R, T, H, D]
     with torch.no_grad():
-        score_slots = _scores(state, layout, keys, k, scores, queries, windows, rule, settings)
+        score_slots = _scores(state, layout, keys, k, scores, rows, rule, settings, scale)
     store = updated_store(state, layout, keys, values, score_slots, rule, settings)
-    heads_of_store = (key_heads, -1)
-    store_keys, store_values = store.keys.to(dtype), store.values.to(dtype)
-    exact = exact_branch(
-        queries,
-        windows,
-        window_values,
-        layout.visible,
-        store_keys.unflatten(1, heads_of_store),
-        store_values.unflatten(1, heads_of_store),
-        store.is_salient.unflatten(1, heads_of_store),
+    # a last piece of one token has nothing to tile
+    attend = fused.attend if is_fused and not layout.is_step else branches.attend
+    out, state_after, key_sum_after = attend(
+        rows,
+        keys,
+        values,
+        None if gate is None else layout.queries(gate),
+        layout=layout,
+        store=store,
+        leaving=leaving_tokens(store, layout, keys, values),
+        before=state.linear,
+        feature_map=feature_map,
+        settings=settings,
+        scale=scale,
     )
-    (salient_keys, salient_values, salient_scores), is_gone = store_after(store, layout, settings)
-    linear, linear_state = None, state.linear
+    salient_keys, salient_values, salient_scores = store_after(store, layout, settings)
+    linear = state.linear
     if settings.linear:
-        query_features = feature_map.query(rows.flatten(1, 2)).unflatten(1, rows.shape[1:3]).permute(0, 3, 1, 2, 4)
-        heads = query_features.shape[1]
-        sums = _sums(state.linear, layout, keys, values, store.is_left_out, feature_map, dtype)
-        linear = linear_branch(query_features, sums.state, sums.key_sum)
-        state_after, key_sum_after = sums.state_after, sums.key_sum_after
-        if store.is_evicted is not None and is_gone is not None:
-            group = heads // store.keys.shape[1]
-            evicted_keys, evicted_values = (x.repeat_interleave(group, dim=1) for x in (store_keys, store_values))
-            evicted_features = feature_map.key(evicted_keys.transpose(1, 2)).transpose(1, 2)
-            is_evicted = store.is_evicted.repeat_interleave(group, dim=1)
-            late = pairs_branch(query_features, evicted_features, evicted_values, is_evicted)
-            linear = Linear(linear.weighted + late.weighted, linear.total + late.total)
-            gone = evicted_features.masked_fill(~is_gone.repeat_interleave(group, dim=1)[..., None], 0)
-            state_after = state_after + gone.transpose(-1, -2) @ evicted_values
-            key_sum_after = key_sum_after + gone.sum(2)
-        linear_state = LinearState(state_after, key_sum_after, layout.count_after, state.linear.log_scale)
-
-    gates = None
-    if gate is not None:
-        gates = layout.queries(gate).to(dtype).permute(0, 3, 1, 2, 4).unflatten(1, (key_heads, -1))
-    merged = merge(exact, linear, gates, kind=settings.merge, eps=EPS)
+        linear = LinearState(state_after, key_sum_after, layout.count_after, state.linear.log_scale)
     after = HybridState(
         keys=layout.window_after(keys),
         values=layout.window_after(values),
@@ -218,39 +207,11 @@ def _advance(
         salient_keys=salient_keys,
         salient_values=salient_values,
         salient_scores=salient_scores,
-        linear=linear_state,
+        linear=linear,
         is_poisoned=state.is_poisoned,
         lengths=layout.lengths_after,
     )
-    return layout.collect(merged.flatten(1, 2).permute(0, 2, 3, 1, 4)), after
-
-
-def _sums(
-    before: LinearState,
-    layout: Layout,
-    keys: Tensor,
-    values: Tensor,
-    is_left_out: Tensor,
-    feature_map: FeatureMap,
-    dtype: torch.dtype,
-) -> ChunkSums:
-    """The linear sums before each group of queries, and after the chunks that leave the window."""
-    if not layout.leaving:
-        state, key_sum = before.state[:, :, None], before.key_sum[:, :, None]
-        groups = (-1, -1, layout.groups)
-        return ChunkSums(state.expand(*groups, -1, -1), key_sum.expand(*groups, -1), before.state, before.key_sum)
-    heads, chunks = before.state.shape[1], (layout.leaving, layout.chunk_size)
-    leaving = slice(0, layout.leaving * layout.chunk_size)
-    features = feature_map.key(_for_heads(keys[:, leaving].to(dtype), heads))
-    features = features.masked_fill(~_for_heads(is_left_out.flatten(1, 2), heads)[..., None], 0)
-    old_values = _for_heads(values[:, leaving].to(dtype), heads)
-    return chunk_sums(
-        before.state,
-        before.key_sum,
-        features.transpose(1, 2).unflatten(2, chunks),
-        old_values.transpose(1, 2).unflatten(2, chunks),
-        groups=layout.groups,
-    )
+    return layout.collect(out), after
 
 
 def _scores(
@@ -259,10 +220,10 @@ def _scores(
     keys: Tensor,
     new_keys: Tensor,
     given: Tensor | None,
-    queries: Tensor,
-    windows: Tensor,
+    rows: Tensor,
     rule: Selection,
     settings: HybridSettings,
+    scale: float,
 ) -> Tensor:
     """[B, slots, heads]: what the rule knows of every token by now."""
     size = layout.chunk_size
@@ -276,8 +237,7 @@ def _scores(
         return rule.of_tokens(keys, layout.positions) if layout.leaving else state.scores
     heads = state.scores.shape[2]
     scores = layout.align(state.scores, new_keys.new_zeros(*new_keys.shape[:2], heads, dtype=torch.float32))
-    logits = window_logits(queries, windows).flatten(1, 2)  # [B, H, R, T, W]
-    own, received = rule.in_window(logits, layout.visible & layout.is_query, layout.is_self, layout.is_near)
+    own, received = _scores_in_window(rows, keys, layout, rule, scale, state.linear.state.dtype)
     if own is not None:
         own = layout.collect(own.permute(0, 2, 3, 1).float())
         scores = scores + _after_previous_chunk(layout.place(own), size)
@@ -289,14 +249,27 @@ def _scores(
     return scores
 
 
+def _scores_in_window(
+    rows: Tensor, keys: Tensor, layout: Layout, rule: Selection, scale: float, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """What Selection.in_window finds, some groups at a time: logits of all of them at once need not exist."""
+    windows = branches.windows(keys, layout, dtype)
+    numbers = rows.shape[0] * rows.shape[2] * rows.shape[3] * 2 * layout.chunk_size
+    some = max(1, WORKSPACE // max(1, numbers))
+    found = []
+    for first in range(0, layout.groups, some):
+        groups = slice(first, first + some)
+        queries = branches.by_key_head(rows[:, groups].to(dtype) * scale, keys.shape[2])
+        logits = branches.window_logits(queries, windows[:, :, groups]).flatten(1, 2)  # [B, H, R, T, W]
+        visible = layout.visible[:, groups] & layout.is_query[:, groups]
+        found.append(rule.in_window(logits, visible, layout.is_self[:, groups], layout.is_near[:, groups]))
+    own, received = (None if parts[0] is None else torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
+    return own, received
+
+
 def _after_previous_chunk(x: Tensor, slots: int) -> Tensor:
     """Zeros for the slots of the previous chunk, then x."""
     return torch.cat((x.new_zeros(x.shape[0], slots, *x.shape[2:]), x), dim=1)
-
-
-def _for_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, N, K, ...] -> [B, N, heads, ...]."""
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def _linear_alone(

@@ -67,6 +67,12 @@ class Layout:
         return before + torch.arange(self.slots, device=self.device)
 
     @cached_property
+    def first_slots(self) -> Tensor:
+        """[B] int32: the first slot of each sample that exists; its first chunk has none before it."""
+        slots = [0 if length >= self.chunk_size else self.chunk_size for length in self.lengths]
+        return torch.tensor(slots, dtype=torch.int32, device=self.device)
+
+    @cached_property
     def leaves(self) -> Tensor:
         """[B or 1, leaving]: whether this sample has the chunk and it leaves the window."""
         chunk = torch.arange(self.leaving, device=self.device)
@@ -130,6 +136,8 @@ class Layout:
         if self.is_uniform:
             filled = self.filled[0] if self.filled else 0
             after = self.slots - self.chunk_size - filled - self.tokens
+            if not filled and not after:
+                return new
             return F.pad(new, (0, 0) * (new.dim() - 2) + (filled, after))
         return torch.where(_like(self._is_new, new), _take(new, self._new_tokens), 0)
 

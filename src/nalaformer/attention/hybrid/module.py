@@ -9,7 +9,8 @@ from .distant import distant_attention
 from .function import recurrent_hybrid_attention
 from .settings import HybridSettings
 from .state import HybridState
-from .stepping import SteppingState, hybrid_step_
+from .stepping import hybrid_step_
+from .stepping_state import SteppingState
 
 SCORER_WIDTH = 64
 
@@ -78,7 +79,7 @@ class HybridAttention(nn.Module):
     def step_(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, state: SteppingState, scale: float | None = None) -> Tensor:
         """The same for one token, [B, 1, H, D], with a state that is written in place; see `hybrid_step_`."""
         scores = self.scores(q, k, x, scale=scale, state=state)
-        return hybrid_step_(q, k, v, feature_map=self.map, state=state, gate=self.gates(x), scores=scores, scale=scale)
+        return hybrid_step_(q, k, v, state=state, gate=self.gates(x), scores=scores, scale=scale)
 
     def gates(self, x: Tensor) -> Tensor | None:
         """[B, N, H, D or 1], the factor of the linear branch; None: there is none."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...feature_maps import FeatureMap
-from .function import EPS
+from .branches import EPS
 from .settings import HybridSettings
 
 

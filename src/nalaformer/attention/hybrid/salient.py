@@ -10,20 +10,58 @@ from .selection import Selection, for_heads, rank_descending
 from .settings import HybridSettings
 from .state import HybridState
 
+# beyond every group of a call
+NEVER = 2**30
+# of tokens with each other at once, over all heads and samples
+COMPARISONS = 2**26
+
 
 class Store(NamedTuple):
-    """Salient tokens before the call and those that enter in it, with what is seen by which group of queries.
+    """Salient tokens before the call and those that enter in it, in the order of their coming.
 
-    keys, values: [B, S, E, *]; scores: [B, S, E], -inf where there is no token; is_salient, is_evicted: [B, S, R, E];
+    keys, values: [B, S, E, *]; scores: [B, S, E], -inf where there is no token.
+    Group r of the queries sees the first `old + r * per_chunk` of them, but for those that had to go: with `until`, [B, S, E],
+    groups up to until - 1 see a token and the sums of the linear branch hold it from there on; None: nobody has to go.
     is_left_out: [B, m, l, S], tokens of leaving chunks that did not enter.
     """
 
     keys: Tensor
     values: Tensor
     scores: Tensor
-    is_salient: Tensor
-    is_evicted: Tensor | None
+    old: int
+    per_chunk: int
+    until: Tensor | None
     is_left_out: Tensor
+
+    def seen_until(self) -> Tensor:
+        """[B, S, E]: the first group that a token is hidden from, 0 where there is no token."""
+        last = NEVER if self.until is None else self.until
+        return torch.where(self.scores > -torch.inf, last, 0)
+
+    def is_salient(self, groups: int) -> Tensor:
+        """[B, S, R, E]: which token each group sees."""
+        if not self.per_chunk:
+            return (self.scores > -torch.inf)[:, :, None].expand(-1, -1, groups, -1)
+        group = torch.arange(groups, device=self.scores.device)[:, None]
+        place = torch.arange(self.scores.shape[2], device=self.scores.device)
+        return (place < self.old + group * self.per_chunk) & (group < self.seen_until()[:, :, None])
+
+    def departures(self) -> tuple[Tensor, Tensor] | None:
+        """Who has to go as each chunk leaves: entries [B, S, m * per_chunk], and whether there is one.
+
+        Never more go than come, and a chunk brings per_chunk tokens.
+        """
+        if self.until is None:
+            return None
+        chunks = self.is_left_out.shape[1]
+        # before group r, so with chunk r - 1; those that stay go to a last place that is cut off
+        chunk = torch.where((self.until > 0) & (self.until <= chunks), self.until - 1, chunks)
+        chunk, order = chunk.sort(dim=-1, stable=True)
+        rank = torch.arange(chunk.shape[2], device=chunk.device) - torch.searchsorted(chunk, chunk)
+        size = chunks * self.per_chunk
+        place = torch.where(chunk < chunks, chunk * self.per_chunk + rank, size)
+        nobody = order.new_zeros(*order.shape[:2], size + 1)
+        return nobody.scatter(-1, place, order)[..., :size], nobody.bool().scatter(-1, place, True)[..., :size]
 
 
 def updated_store(
@@ -32,70 +70,93 @@ def updated_store(
     """Choose salient_per_chunk tokens of every chunk that leaves. keys, values: [B, slots, K, *]; scores: [B, slots, heads]."""
     batch, heads = state.salient_keys.shape[:2]
     size, chosen = settings.chunk_size, settings.salient_per_chunk
-    leaving = layout.leaving if chosen else 0
+    kept = state.salient_keys, state.salient_values, state.salient_scores
+    old = state.salient_keys.shape[2]
     if not layout.leaving:
         # most steps of decoding: nobody comes, nobody goes
-        is_here = (state.salient_scores > -torch.inf)[:, :, None].expand(-1, -1, layout.groups, -1)
-        nobody = is_here.new_zeros(batch, 0, size, heads)
-        return Store(state.salient_keys, state.salient_values, state.salient_scores, is_here, None, nobody)
-    born = torch.zeros(state.salient_keys.shape[2], dtype=torch.int64, device=keys.device)
-    store_keys, store_values, store_scores = state.salient_keys, state.salient_values, state.salient_scores
+        return Store(*kept, old, 0, None, state.salient_scores.new_zeros(batch, 0, size, heads, dtype=torch.bool))
+    leaving = layout.leaving
     left_out = layout.leaves[:, :, None, None].expand(batch, -1, size, heads)
-    if leaving:
-        tokens = slice(0, leaving * size)
-        finished = rule.finish(scores[:, tokens].unflatten(1, (leaving, size)))
-        compared = rule.comparable(for_heads(finished, heads))
-        if settings.keep_first:
-            first = (layout.positions[:, tokens] == 0).view(-1, leaving, size, 1)
-            compared = compared.masked_fill(first, torch.inf)
-        compared = compared.permute(0, 3, 1, 2)  # [B, S, m, l]
-        index = rank_descending(compared)[..., :chosen]
-        entering = compared.gather(-1, index).masked_fill(~layout.leaves[:, None, :, None], -torch.inf)
-        left_out = left_out & ~torch.zeros_like(compared, dtype=torch.bool).scatter(-1, index, True).permute(0, 2, 3, 1)
-        slot = (index + size * torch.arange(leaving, device=keys.device)[:, None]).flatten(2)  # [B, S, m * chosen]
-        store_keys = torch.cat((store_keys, _gathered(keys[:, tokens], slot)), dim=2)
-        store_values = torch.cat((store_values, _gathered(values[:, tokens], slot)), dim=2)
-        store_scores = torch.cat((store_scores, entering.flatten(2)), dim=2)
+    if not chosen:
+        return Store(*kept, old, 0, None, left_out)
+    tokens = slice(0, leaving * size)
+    finished = rule.finish(scores[:, tokens].unflatten(1, (leaving, size)))
+    compared = rule.comparable(for_heads(finished, heads))
+    if settings.keep_first:
+        first = (layout.positions[:, tokens] == 0).view(-1, leaving, size, 1)
+        compared = compared.masked_fill(first, torch.inf)
+    compared = compared.permute(0, 3, 1, 2)  # [B, S, m, l]
+    index = rank_descending(compared)[..., :chosen]
+    entering = compared.gather(-1, index).masked_fill(~layout.leaves[:, None, :, None], -torch.inf)
+    left_out = left_out & ~torch.zeros_like(compared, dtype=torch.bool).scatter(-1, index, True).permute(0, 2, 3, 1)
+    slot = (index + size * torch.arange(leaving, device=keys.device)[:, None]).flatten(2)  # [B, S, m * chosen]
+    store_keys = torch.cat((state.salient_keys, _gathered(keys[:, tokens], slot)), dim=2)
+    store_values = torch.cat((state.salient_values, _gathered(values[:, tokens], slot)), dim=2)
+    store_scores = torch.cat((state.salient_scores, entering.flatten(2)), dim=2)
+    until = None
+    if settings.largest_store is not None and store_scores.shape[2] > settings.largest_store:
         # seen from the second chunk after its own on; group r holds the queries of chunk r + 1
-        born = torch.cat((born, (torch.arange(leaving, device=keys.device) + 1).repeat_interleave(chosen)))
-    groups = torch.arange(layout.groups, device=keys.device)
-    is_here = (born <= groups[:, None]) & (store_scores > -torch.inf)[:, :, None]  # [B, S, R, E]
-    most = settings.largest_store
-    if most is None or store_scores.shape[2] <= most:
-        return Store(store_keys, store_values, store_scores, is_here, None, left_out)
-    # how many of those that are here are better: the first `most` stay, as if chunks had come one by one
-    better = _is_better(store_scores).to(torch.float32)
-    is_kept = torch.einsum("bsef,bsrf->bsre", better, is_here.to(torch.float32)) < most - 0.5
-    return Store(store_keys, store_values, store_scores, is_here & is_kept, is_here & ~is_kept, left_out)
+        place = torch.arange(store_scores.shape[2], device=keys.device)
+        born = (torch.div(place - old, chosen, rounding_mode="floor") + 1).clamp(min=0)
+        until = _until(store_scores, born, settings.largest_store)
+    return Store(store_keys, store_values, store_scores, old, chosen, until, left_out)
 
 
-def store_after(store: Store, layout: Layout, settings: HybridSettings) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """Keys, values and scores that the next call finds, and [B, S, E] bool: which tokens have to go to the linear state."""
+def store_after(store: Store, layout: Layout, settings: HybridSettings) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and scores that the next call finds."""
     if not layout.leaving:
-        return (store.keys, store.values, store.scores), None
+        return store.keys, store.values, store.scores
     # complete chunks but the one in the window have left; a sample has at most that many tokens here
     chunks = max((length // settings.chunk_size - 1 for length in layout.lengths_after), default=0)
     size = max(0, chunks) * settings.salient_per_chunk
     if settings.largest_store is not None:
         size = min(size, settings.largest_store)
     if store.scores.shape[2] <= size:
-        return (store.keys, store.values, store.scores), None
-    order = rank_descending(store.scores)
-    index, rest = order[..., :size], order[..., size:]
-    is_gone = torch.zeros_like(store.scores, dtype=torch.bool).scatter(-1, rest, True) & (store.scores > -torch.inf)
-
-    def kept(x: Tensor) -> Tensor:
-        return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
-
-    after = kept(store.keys), kept(store.values), store.scores.gather(-1, index)
-    return after, is_gone if settings.largest_store is not None else None
+        return store.keys, store.values, store.scores
+    index = rank_descending(store.scores)[..., :size]
+    return entries(store.keys, index), entries(store.values, index), store.scores.gather(-1, index)
 
 
-def _is_better(scores: Tensor) -> Tensor:
-    """[..., E] -> [..., E, E]: whether f comes before e; of equals the older does."""
-    mine, other = scores[..., :, None], scores[..., None, :]
+class Leaving(NamedTuple):
+    """Tokens that join the linear sums as chunks leave, the same number with each: keys, values [B, m * i, heads, *];
+    counts: [B, m * i, S] bool."""
+
+    keys: Tensor
+    values: Tensor
+    counts: Tensor
+    per_chunk: int
+
+
+def leaving_tokens(store: Store, layout: Layout, keys: Tensor, values: Tensor) -> list[Leaving]:
+    """The tokens of chunks that leave and did not enter the store, then those that lost their place in it."""
+    tokens = slice(0, layout.leaving * layout.chunk_size)
+    found = [Leaving(keys[:, tokens], values[:, tokens], store.is_left_out.flatten(1, 2), layout.chunk_size)]
+    departures = store.departures()
+    if departures is not None:
+        index, is_there = departures
+        gone_keys, gone_values = (entries(x, index).transpose(1, 2) for x in (store.keys, store.values))
+        found.append(Leaving(gone_keys, gone_values, is_there.transpose(1, 2), store.per_chunk))
+    return found
+
+
+def entries(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, S, E, D], index [B, S, i] -> [B, S, i, D]."""
+    return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
+
+
+def _until(scores: Tensor, born: Tensor, most: int) -> Tensor:
+    """[B, S, E]: a token stays until the group before which the `most`-th better one comes; of equals the older is better."""
     place = torch.arange(scores.shape[-1], device=scores.device)
-    return (other > mine) | ((other == mine) & (place < place[:, None]))
+    some = max(1, COMPARISONS // max(1, scores.numel()))
+    last = []
+    for first in range(0, scores.shape[-1], some):
+        mine, own = scores[..., first : first + some, None], place[first : first + some, None]
+        is_better = (scores[..., None, :] > mine) | ((scores[..., None, :] == mine) & (place < own))
+        # tokens stand in the order of their coming
+        last.append((is_better.cumsum(-1, dtype=torch.int32) < most).sum(-1))
+    until = torch.cat((born, born.new_full((1,), NEVER)))[torch.cat(last, dim=-1)]
+    # a token that is not among the best when it comes is never seen
+    return torch.where(scores > -torch.inf, torch.maximum(until, born), 0)
 
 
 def _gathered(x: Tensor, slot: Tensor) -> Tensor:

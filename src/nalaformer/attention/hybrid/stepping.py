@@ -4,139 +4,25 @@
 and change no shape, so each can be captured once and replayed. When a roll is due is known from the lengths, on the host:
 
     is_full = state.advance()
-    out = hybrid_step_(q, k, v, feature_map=phi, state=state)  # or the replay of its graph
+    out = hybrid_step_(q, k, v, state=state)  # or the replay of its graph
     if is_full:
-        roll_(state, feature_map=phi)  # or the replay of its graph
+        roll_(state)  # or the replay of its graph
 
 Samples may have different lengths; a roll then serves those whose chunk is full and leaves the others alone. The outputs are
 those of `recurrent_hybrid_attention` token by token.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from ...feature_maps import FeatureMap
-from ...ops import LinearState, compute_dtype
+from ...ops import compute_dtype
+from ...ops.backend import LARGEST_HEAD, runs_kernels
 from ...ops.features import outside_autocast
-from .branches import Exact, linear_branch, merge
+from .branches import EPS, Exact, Linear, linear_branch, merge
 from .checks import check_inputs
-from .function import EPS, keeps_scores
+from .function import keeps_scores
 from .selection import SELECTIONS, for_heads, rank_descending
-from .settings import HybridSettings
-from .state import HybridState
-
-
-@dataclass(kw_only=True)
-class SteppingState:
-    """A HybridState with room for what comes; l = chunk_size, S heads of the store, room for E salient tokens of each.
-
-    keys, values: [B, S, 2l + E, D or V]   the window, then the store, so that a query meets both in one product; where the
-                                           heads of a group choose for themselves, the window is repeated for each of them
-    scores: [B, 2l, heads]                 of the window's tokens, where the rule cannot have them from the token alone
-    salient_scores: [B, S, E]              falling, -inf where there is no token
-    state, key_sum: [B, H, F, V], [B, H, F]
-    count: [B] int64                       tokens so far; after a step and before its roll, those of the step included
-    ailing: [B]                            0, or NaN where a token held NaN or infinity: added to queries, it spoils all outputs
-    """
-
-    settings: HybridSettings
-    key_heads: int
-    keys: Tensor
-    values: Tensor
-    scores: Tensor
-    salient_scores: Tensor
-    state: Tensor
-    key_sum: Tensor
-    count: Tensor
-    ailing: Tensor
-    lengths: tuple[int, ...]
-    """What `count` holds, known to the host."""
-
-    @classmethod
-    def from_state(cls, state: HybridState, *, settings: HybridSettings, capacity: int | None = None) -> "SteppingState":
-        """A copy of a state, which goes on from there. capacity: salient tokens of a head that there is room for.
-
-        With `max_salient` set that is the room, and capacity may be left out; without, a longer text needs a larger capacity
-        (`salient_tokens` says which), and `advance` refuses to go on when it is full.
-        """
-        if not settings.exact:
-            raise ValueError("stepping is for hybrid attention, got exact=False; pure linear attention has recurrent_step_")
-        room = _room(state, settings, capacity)
-        window, repeats = 2 * settings.chunk_size, state.salient_keys.shape[1] // state.keys.shape[2]
-        # those that are there to the front, in their order: samples of different lengths have gaps
-        order = rank_descending((state.salient_scores > -torch.inf).float())[..., :room]
-        salient_scores = state.salient_scores.new_full((*state.salient_scores.shape[:2], room), -torch.inf)
-        salient_scores[..., : order.shape[-1]] = state.salient_scores.gather(-1, order)
-
-        def beside(near: Tensor, salient: Tensor) -> Tensor:
-            both = salient.new_zeros(*salient.shape[:2], window + room, salient.shape[-1])
-            both[:, :, :window] = near.transpose(1, 2).repeat_interleave(repeats, dim=1)
-            both[:, :, window : window + order.shape[-1]] = _taken(salient, order)
-            return both
-
-        ailing = torch.zeros_like(state.is_poisoned, dtype=state.linear.state.dtype)
-        return cls(
-            settings=settings,
-            key_heads=state.keys.shape[2],
-            keys=beside(state.keys, state.salient_keys),
-            values=beside(state.values, state.salient_values),
-            scores=state.scores.clone(),
-            salient_scores=salient_scores,
-            state=state.linear.state.clone(memory_format=torch.contiguous_format),
-            key_sum=state.linear.key_sum.clone(memory_format=torch.contiguous_format),
-            count=torch.tensor(state.lengths, dtype=torch.int64, device=state.keys.device),
-            ailing=ailing.masked_fill(state.is_poisoned, torch.nan),
-            lengths=state.lengths,
-        )
-
-    def to_state(self) -> HybridState:
-        """A copy as a HybridState, for whatever else goes on from here: prompts, reordered beams, saving."""
-        window = 2 * self.settings.chunk_size
-        some = max((salient_tokens(length, self.settings) for length in self.lengths), default=0)
-        own = slice(None, None, self.keys.shape[1] // self.key_heads)
-        return HybridState(
-            keys=self.keys[:, own, :window].transpose(1, 2).clone(),
-            values=self.values[:, own, :window].transpose(1, 2).clone(),
-            scores=self.scores.clone(),
-            salient_keys=self.keys[:, :, window : window + some].clone(),
-            salient_values=self.values[:, :, window : window + some].clone(),
-            salient_scores=self.salient_scores[:, :, :some].clone(),
-            linear=LinearState(
-                self.state.clone(), self.key_sum.clone(), self.count.clone(), self.key_sum.new_zeros(self.key_sum.shape[:2])
-            ),
-            is_poisoned=self.ailing.isnan(),
-            lengths=self.lengths,
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Of all that is remembered, the room for what comes included."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
-
-    @property
-    def capacity(self) -> int:
-        return self.salient_scores.shape[-1]
-
-    def advance(self) -> bool:
-        """Count the step that comes now; True: a roll must follow it. Refused, with nothing changed, if there is no room."""
-        after = tuple(length + 1 for length in self.lengths)
-        needed = max((salient_tokens(length, self.settings) for length in after), default=0)
-        if needed > self.capacity:
-            raise ValueError(
-                f"the state has room for {self.capacity} salient tokens of a head, and {max(after)} tokens have {needed}; "
-                "make it with a larger capacity, or set max_salient, which bounds them"
-            )
-        self.lengths = after
-        return any(length % self.settings.chunk_size == 0 for length in after)
-
-
-def salient_tokens(length: int, settings: HybridSettings) -> int:
-    """Salient tokens of each head after `length` tokens."""
-    chunks = max(0, length // settings.chunk_size - 1)
-    number = chunks * settings.salient_per_chunk
-    return number if settings.largest_store is None else min(number, settings.largest_store)
+from .stepping_state import SteppingState, taken
 
 
 def hybrid_step_(
@@ -144,7 +30,6 @@ def hybrid_step_(
     k: Tensor,
     v: Tensor,
     *,
-    feature_map: FeatureMap,
     state: SteppingState,
     gate: Tensor | None = None,
     scores: Tensor | None = None,
@@ -152,10 +37,10 @@ def hybrid_step_(
 ) -> Tensor:
     """One token of each sample: the window takes it in, and its output is returned. Arguments as in `hybrid_attention`, N = 1.
 
-    `state.advance()` belongs before every step and, if it says so, `roll_` after it.
+    `state.advance()` belongs before every step and, if it says so, `roll_` after it. There is no gradient.
     """
     settings = state.settings
-    check_inputs(q, k, v, feature_map=feature_map, settings=settings, gate=gate, scores=scores, key_mask=None)
+    check_inputs(q, k, v, feature_map=state.feature_map, settings=settings, gate=gate, scores=scores, key_mask=None)
     if q.shape[1] != 1 or len(q) != len(state.lengths) or k.shape[2] != state.key_heads:
         raise ValueError(
             f"a step takes one token of each of {len(state.lengths)} samples with {state.key_heads} heads of keys, got q "
@@ -163,52 +48,81 @@ def hybrid_step_(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad(), outside_autocast(q):
-        dtype = compute_dtype(q, k, v)
-        slot = settings.chunk_size + state.count % settings.chunk_size
-        heads = state.keys.shape[1]
-        for kept, new in ((state.keys, k), (state.values, v)):
-            new = for_store(new, heads).to(kept.dtype)
-            kept.scatter_(2, slot[:, None, None, None].expand_as(new), new)
-        rows = torch.add(state.ailing[:, None, None, None], q.to(dtype))
-        queries = (rows * scale).transpose(1, 2).unflatten(1, (heads, -1))[..., 0, :]  # [B, S, H / S, D]
-        if keeps_scores(settings):
-            _note_scores(state, queries, slot, scores)
-        hidden = ~_visible(state, slot)[:, None, None]
-        logits = (queries @ state.keys.to(dtype).mT).masked_fill_(hidden, -torch.inf)
-        row_max = logits.amax(-1)
-        weights = logits.sub_(row_max[..., None]).exp_()
-        exact = Exact(row_max, weights.sum(-1), weights @ state.values.to(dtype))
-        linear = None
-        if settings.linear:
-            linear = linear_branch(feature_map.query(rows).transpose(1, 2), state.state, state.key_sum)
-            linear = type(linear)(linear.weighted[:, :, 0], linear.total[:, :, 0])
-        gates = None if gate is None else gate[:, 0].to(dtype).unflatten(1, (heads, -1))
-        out = merge(exact, linear, gates, kind=settings.merge, eps=EPS)
-        state.count.add_(1)
-        return out.flatten(1, 2)[:, None].to(q.dtype)
+        # the step counts its token, and scores are noted of a window that holds it
+        before = _place(state) if keeps_scores(settings) else None
+        step = _fused if runs_kernels(q) and _fits_kernel(state) else _plain
+        out = step(q, k, v, state, gate, scale)
+        if before is not None:
+            _note_scores(state, q, scale, *before, scores)
+        return out
 
 
-def _visible(state: SteppingState, slot: Tensor) -> Tensor:
-    """[B, 2l + E]: window tokens up to the query's own from the beginning of the sample on, then the store's tokens."""
+def _fits_kernel(state: SteppingState) -> bool:
+    return state.state.dtype == torch.float32 and max(state.keys.shape[-1], state.values.shape[-1]) <= LARGEST_HEAD
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, state: SteppingState, gate: Tensor | None, scale: float) -> Tensor:
+    # imported where used: Triton may be missing
+    from ...ops.kernels.hybrid_step import hybrid_step
+
+    settings, features = state.settings, None
+    if settings.linear and state.query_matrix is None:
+        features = state.feature_map.query(q.float()).contiguous()
+    return hybrid_step(
+        *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)),
+        *(state.keys, state.values, state.count, state.ailing),
+        *((state.state, state.key_sum) if settings.linear else (None, None)),
+        *(features, state.query_matrix, gate),
+        *(settings.chunk_size, settings.salient_per_chunk, scale, EPS, settings.merge == "exact"),
+    )
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, state: SteppingState, gate: Tensor | None, scale: float) -> Tensor:
+    """The definition of a step, in plain torch."""
+    settings, dtype, heads = state.settings, compute_dtype(q, k, v), state.keys.shape[1]
+    slot, visible = _place(state)
+    for kept, new in ((state.keys, k), (state.values, v)):
+        new = new.transpose(1, 2).repeat_interleave(heads // new.shape[2], dim=1).to(kept.dtype)  # [B, S, 1, D]
+        kept.scatter_(2, slot[:, None, None, None].expand_as(new), new)
+    rows = q.to(dtype) + state.ailing[:, None, None, None]
+    queries = (rows * scale)[:, 0].unflatten(1, (heads, -1))  # [B, S, H / S, D]
+    logits = (queries @ state.keys.to(dtype).mT).masked_fill_(~visible[:, None, None], -torch.inf)
+    row_max = logits.amax(-1)
+    weights = logits.sub_(row_max[..., None]).exp_()
+    exact = Exact(row_max, weights.sum(-1), weights @ state.values.to(dtype))
+    linear = None
+    if settings.linear:
+        features = state.feature_map.query(rows).transpose(1, 2)  # [B, H, 1, F]
+        seen = linear_branch(features, state.state, state.key_sum)
+        linear = Linear(*(x[:, :, 0].unflatten(1, (heads, -1)) for x in seen))
+    gates = None if gate is None else gate[:, 0].to(dtype).unflatten(1, (heads, -1))
+    out = merge(exact, linear, gates, kind=settings.merge, eps=EPS)
+    state.count.add_(1)
+    return out.flatten(1, 2)[:, None].to(q.dtype)
+
+
+def _place(state: SteppingState) -> tuple[Tensor, Tensor]:
+    """[B]: the slot of the token that comes; [B, 2l + E]: what it sees, the window from the sample's first and the store."""
     size = state.settings.chunk_size
-    chunk = (state.count // size)[:, None]
+    chunk, slot = (state.count // size)[:, None], size + state.count % size
     place = torch.arange(state.keys.shape[2], device=slot.device)
     window = (place <= slot[:, None]) & (place >= size - chunk * size)
     stored = place < 2 * size + (chunk - 1) * state.settings.salient_per_chunk
-    return torch.where(place < 2 * size, window, stored)
+    return slot, torch.where(place < 2 * size, window, stored)
 
 
-def _note_scores(state: SteppingState, queries: Tensor, slot: Tensor, given: Tensor | None) -> None:
+def _note_scores(state: SteppingState, q: Tensor, scale: float, slot: Tensor, visible: Tensor, given: Tensor | None) -> None:
     """What the rule learns of the window's tokens from this one."""
     rule, size = SELECTIONS[state.settings.selection](), state.settings.chunk_size
     if rule.needs_scores:
         assert given is not None
         state.scores.scatter_(1, slot[:, None, None].expand(-1, 1, given.shape[2]), given.float())
         return
-    keys = state.keys[:, :: state.keys.shape[1] // state.key_heads, : 2 * size].to(queries.dtype)
-    logits = (queries.flatten(1, 2).unflatten(1, (state.key_heads, -1)) @ keys.mT).flatten(1, 2)[:, :, None, None]
-    place = torch.arange(2 * size, device=slot.device)
-    visible = _visible(state, slot)[:, None, None, : 2 * size]
+    dtype = state.state.dtype
+    keys = state.keys[:, :: state.keys.shape[1] // state.key_heads, : 2 * size].to(dtype)
+    queries = (q.to(dtype) * scale)[:, 0].unflatten(1, (state.key_heads, -1))
+    logits = (queries @ keys.mT).flatten(1, 2)[:, :, None, None]
+    place, visible = torch.arange(2 * size, device=slot.device), visible[:, None, None, : 2 * size]
     is_self = (place == slot[:, None])[:, None, None]
     is_near = (place > slot[:, None] - size)[:, None, None]
     own, received = rule.in_window(logits, visible, is_self, is_near)
@@ -219,7 +133,7 @@ def _note_scores(state: SteppingState, queries: Tensor, slot: Tensor, given: Ten
         state.scores.add_(received[:, :, 0].transpose(1, 2))
 
 
-def roll_(state: SteppingState, *, feature_map: FeatureMap) -> None:
+def roll_(state: SteppingState) -> None:
     """Chunks that leave the window: their salient tokens enter the store, all others the linear state, and the window moves on.
 
     Of samples whose last token has filled its chunk; after the others nothing has changed.
@@ -237,11 +151,11 @@ def roll_(state: SteppingState, *, feature_map: FeatureMap) -> None:
             index = rank_descending(compared)[..., : settings.salient_per_chunk]
             entering = compared.gather(-1, index).masked_fill(~leaves[:, None, None], -torch.inf)
             is_left_out = is_left_out.scatter(-1, index, False)
-            (gone, gone_values), is_gone = _enter_store(state, _taken(tokens, index), _taken(values, index), entering)
+            (gone, gone_values), is_gone = _enter_store(state, taken(tokens, index), taken(values, index), entering)
             tokens, values = torch.cat((tokens, gone), dim=2), torch.cat((values, gone_values), dim=2)
             is_left_out = torch.cat((is_left_out, is_gone), dim=2)
         if settings.linear:
-            _add_to_sums(state, tokens, values, is_left_out, feature_map)
+            _add_to_sums(state, tokens, values, is_left_out)
         for kept in (state.keys, state.values):
             window = kept[:, :, : 2 * size]
             moved = torch.cat((window[:, :, size:], torch.zeros_like(window[:, :, size:])), dim=2)
@@ -275,43 +189,17 @@ def _enter_store(state: SteppingState, keys: Tensor, values: Tensor, scores: Ten
     gone = []
     for kept, new in ((state.keys, keys), (state.values, values)):
         both = torch.cat((kept[:, :, window:], new), dim=2)
-        gone.append(_taken(both, goes))
-        kept[:, :, window:] = _taken(both, stays)
+        gone.append(taken(both, goes))
+        kept[:, :, window:] = taken(both, stays)
     state.salient_scores.copy_(together.gather(-1, stays))
     return (gone[0], gone[1]), together.gather(-1, goes) > -torch.inf
 
 
-def _add_to_sums(state: SteppingState, keys: Tensor, values: Tensor, counts: Tensor, feature_map: FeatureMap) -> None:
+def _add_to_sums(state: SteppingState, keys: Tensor, values: Tensor, counts: Tensor) -> None:
     """Tokens [B, S, n, *] that count [B, S, n] join the linear state."""
     repeats = state.state.shape[1] // keys.shape[1]
     dtype = state.state.dtype
     keys, values, counts = (x.repeat_interleave(repeats, dim=1) for x in (keys.to(dtype), values.to(dtype), counts))
-    features = feature_map.key(keys.transpose(1, 2)).transpose(1, 2).masked_fill(~counts[..., None], 0)
+    features = state.feature_map.key(keys.transpose(1, 2)).transpose(1, 2).masked_fill(~counts[..., None], 0)
     state.state.add_(features.mT @ values)
     state.key_sum.add_(features.sum(2))
-
-
-def for_store(new: Tensor, heads: int) -> Tensor:
-    """A token [B, 1, K, D] for each head of the store: [B, S, 1, D]."""
-    return new.transpose(1, 2).repeat_interleave(heads // new.shape[2], dim=1)
-
-
-def _taken(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, S, n, D], index [B, S, E] -> [B, S, E, D]."""
-    return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
-
-
-def _room(state: HybridState, settings: HybridSettings, capacity: int | None) -> int:
-    """Salient tokens of a head that a stepping state is made for."""
-    if not settings.salient_per_chunk:
-        return 0
-    if capacity is None:
-        capacity = settings.largest_store
-    if capacity is None:
-        raise ValueError("without max_salient the salient tokens grow with the text; say for how many of a head: capacity=...")
-    if settings.largest_store is not None and capacity != settings.largest_store:
-        raise ValueError(f"max_salient ({settings.largest_store}) is the capacity, got {capacity}; leave it out")
-    held = max((salient_tokens(length, settings) for length in state.lengths), default=0)
-    if held > capacity:
-        raise ValueError(f"capacity must hold the {held} salient tokens of the state, got {capacity}")
-    return capacity

@@ -110,7 +110,7 @@ class SteppingCache(HybridCache):
         for layer, hybrid in zip(cache.layers, attentions, strict=True):
             if layer.state is None:
                 raise ValueError("stepping goes on from a prompt, got an empty cache; pass one that the model has filled")
-            state = SteppingState.from_state(layer.state, settings=hybrid.settings, capacity=capacity)
+            state = SteppingState.from_state(layer.state, feature_map=hybrid.map, settings=hybrid.settings, capacity=capacity)
             layers.append(SteppingCacheLayer(state, layer.seen))
         Cache.__init__(self, layers=layers)
 
@@ -124,10 +124,14 @@ class SteppingCache(HybridCache):
 
     def advance(self) -> bool:
         """Count the step that comes now for all layers; True: their roll must follow it."""
-        is_full = [state.advance() for state in self.states]
+        first, *others = self.states
+        is_full = first.advance()
+        # all layers have seen the same tokens: asking each of them would take the host longer than the device may wait
+        for state in others:
+            state.lengths = first.lengths
         for layer in self.layers:
             layer.seen += 1
-        return any(is_full)
+        return is_full
 
     def to_cache(self, config: Any) -> HybridCache:
         """A copy that takes prompts, padding and beams again. config: of the model."""

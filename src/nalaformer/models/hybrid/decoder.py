@@ -31,7 +31,6 @@ class SteppingDecoder:
         """cache: after the prompt, left as it is. capacity: see SteppingState.from_state. capture: on a GPU by default."""
         attentions = [attention.hybrid for attention in converted_attentions(model)]
         self.model, self.cache = model, SteppingCache(cache, attentions, capacity=capacity)
-        self._maps = [hybrid.map for hybrid in attentions]
         count = self.cache.states[0].count
         self.tokens = torch.zeros(len(count), 1, dtype=torch.int64, device=count.device)
         self.logits: Tensor | None = None
@@ -39,7 +38,7 @@ class SteppingDecoder:
         self._roll: Callable[[], object] = self.run_roll
         self.is_captured = count.device.type == "cuda" if capture is None else capture
         if self.is_captured:
-            changed = [value for state in self.cache.states for value in vars(state).values() if isinstance(value, Tensor)]
+            changed = [tensor for state in self.cache.states for tensor in state.tensors()]
             self._step, self._roll = (captured(call, restore=changed) for call in (self.run_step, self.run_roll))
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -58,9 +57,11 @@ class SteppingDecoder:
         # a copy: the first layer counts on while later ones may still ask
         positions = self.cache.states[0].count[:, None].clone()
         out = self.model(self.tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.logits = out.logits[:, -1]
+        if self.logits is None:
+            self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
+        self.logits.copy_(out.logits[:, -1])
 
     def run_roll(self) -> None:
         """What follows a step that fills a chunk, uncaptured."""
-        for state, feature_map in zip(self.cache.states, self._maps, strict=True):
-            roll_(state, feature_map=feature_map)
+        for state in self.cache.states:
+            roll_(state)
