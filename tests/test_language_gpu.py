@@ -85,3 +85,15 @@ def test_padding_and_cuts_on_a_gpu_change_no_token(layout):
     prompts = {name: x.cuda() for name, x in padded_prompts().items()}
     expected = model.generate(**prompts, **GREEDY, use_cache=False)
     assert torch.equal(model.generate(**prompts, **GREEDY), expected)
+
+
+def test_lessons_of_the_recall_teacher_are_captured_and_learned():
+    from nalaformer.bench.recall_teacher import Lesson, TeacherConfig, train_teacher
+
+    lesson = Lesson(lengths=(64, 96), facts=8, steps=200, tokens=6144)
+    config = TeacherConfig(width=128, heads=4, words=16, names=32, values=16, families=("multi_key",), lessons=(lesson,))
+    lines: list[str] = []
+    train_teacher(config, device="cuda", say=lines.append)
+    # eager steps would be right too, and wait for the host in each of them
+    assert "(CUDA graph)" in lines[-1]
+    assert float(lines[-1].split()[-1]) > 0.9

@@ -16,7 +16,7 @@ from .timing import median_ms
 HEADS, ROWS = "nala_grouped_heads", "nala_grouped_rows"
 WAYS = {HEADS: "SDPA with enable_gqa", ROWS: "SDPA with the heads of a group as rows"}
 """How heads that share keys can attend in one step, by the name under which transformers knows it. transformers' own way copies
-the keys for every head wherever it has made a mask, ten times the cost of a step at long contexts."""
+the keys for every head wherever it has made a mask, which no fair comparison does."""
 
 
 class FixedLayer(DynamicLayer):
