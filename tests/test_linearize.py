@@ -317,6 +317,13 @@ def test_finetuning_lowers_the_loss_and_merges_to_the_same_logits(windows, tmp_p
     assert sum("gate" in name for name in names) == 2
 
 
+def test_a_learned_selection_needs_the_stage_in_which_it_is_learned(windows, tmp_path):
+    learned = replace(SMALL, selection="learned")
+    with pytest.raises(ValueError, match=r"learned in the transfer.*'key_norm'"):
+        linearize(make_model(), windows, windows, folder=tmp_path, config=LinearizeConfig(attention=learned, transfer=None))
+    assert LinearizeConfig().attention.selection == "learned"
+
+
 def test_report_shows_every_stage_and_layer(windows, tmp_path):
     result = linearize(
         make_model(),
@@ -445,7 +452,7 @@ def run_command(folder, out, *, model="model", data="text.jsonl", length=64, mor
     from nalaformer.cli import build_app
 
     arguments = ["linearize", str(folder / model), "--data", str(folder / data), "--out", str(out), "--length", str(length)]
-    arguments += ["--steps", "0", "--finetune-steps", "0", "--device", "cpu", *more]
+    arguments += ["selection=key_norm", "--steps", "0", "--finetune-steps", "0", "--device", "cpu", *more]
     return CliRunner().invoke(build_app(), arguments, catch_exceptions=False)
 
 

@@ -20,7 +20,7 @@ def add_to(app: "typer.Typer") -> None:
     def linearize_model(
         model: Annotated[Path, typer.Argument(help="Folder of a pretrained decoder and its tokenizer.")],
         settings: Annotated[
-            list[str] | None, typer.Argument(help="key=value, any setting: selection=learned, transfer.batch_size=4, ...")
+            list[str] | None, typer.Argument(help="key=value, any setting: selection=key_norm, transfer.batch_size=4, ...")
         ] = None,
         data: Annotated[
             list[Path] | None,

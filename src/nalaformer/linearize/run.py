@@ -60,6 +60,11 @@ def linearize(
     stages. The model's own weights change in stage 2 alone, and only if its adapter is merged.
     """
     config = config or LinearizeConfig()
+    if config.transfer is None and config.attention.selection == "learned" and config.attention.exact:
+        raise ValueError(
+            "selection 'learned' is learned in the transfer of attention, which is left out; "
+            "give it steps, or use another selection, such as 'key_norm'"
+        )
     stages = [stage for stage in (config.transfer, config.finetune) if stage is not None]
     with started(stages[0].device if stages else "auto") as ranks:
         seed_everything(stages[0].seed if stages else 0)
