@@ -241,6 +241,12 @@ def test_training_step_is_one_graph(mixers):
     torch.testing.assert_close(model.model.embed_tokens.weight.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [torch.arange(5), torch.zeros(1, 0, dtype=torch.int64)])
+def test_tokens_of_another_shape_are_refused(tokens):
+    with pytest.raises(ValueError, match=r"input_ids must be \[batch, tokens\] with at least one token.*input_ids\[None\]"):
+        make()(tokens)
+
+
 @pytest.mark.parametrize("mixers", ["linear", "gated_delta"])
 def test_another_packing_compiles_nothing(mixers):
     from torch._dynamo.testing import CompileCounter

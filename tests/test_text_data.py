@@ -98,6 +98,14 @@ def test_a_bad_line_is_named_by_file_and_number_and_the_others_are_read(tmp_path
     assert re.search(reason, bad[0])
 
 
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "one"), ("a.jsonl", '{"text": "one"}')])
+def test_the_mark_of_an_encoding_is_no_text(tmp_path, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    for txt in ("file", "line"):
+        (document,) = read_documents([tmp_path / name], Reading(txt_document=txt))
+        assert document.text == "one"
+
+
 def test_a_text_file_is_a_document_or_one_for_each_line(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\r\n")
     whole = list(read_documents([tmp_path / "a.txt"]))

@@ -85,7 +85,7 @@ def read_documents(files: Sequence[Path], reading: Reading | None = None) -> Ite
 def _whole_file(file: Path, reading: Reading) -> Iterator[Document]:
     content = file.read_bytes()
     try:
-        document = plain(content.decode(), str(file))
+        document = plain(content.decode("utf-8-sig"), str(file))
     except ValueError as error:
         reading.bad(f"{file}: {error}")
     else:
@@ -100,7 +100,8 @@ def _lines(file: Path, reading: Reading) -> Iterator[Document]:
             if line.strip():
                 source = f"{file}:{number}"
                 try:
-                    text = line.decode()
+                    # some editors begin a file with a mark of its encoding, which is no text
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                     document = (
                         from_row(text, source, reading) if file.suffix == ".jsonl" else plain(text.rstrip("\r\n"), source)
                     )

@@ -100,6 +100,11 @@ class NaLaModel(NaLaPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("the tokens must come either as input_ids or as inputs_embeds, got both or none of them")
+        if input_ids is not None and (input_ids.dim() != 2 or input_ids.shape[1] == 0):
+            raise ValueError(
+                f"input_ids must be [batch, tokens] with at least one token, got shape {tuple(input_ids.shape)}; "
+                "a single row needs a batch dimension: input_ids[None]"
+            )
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         tokens = describe_tokens(
