@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -440,6 +441,9 @@ def test_the_command_writes_a_model_that_transformers_loads(pretrained_folder, t
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     tokens = tokenizer("item 7 is", return_tensors="pt").input_ids
     assert model.generate(tokens, max_new_tokens=20, do_sample=False).shape[1] > tokens.shape[1]
+    writing = ["generate", "text", "--model", str(out), "--prompt", "item 7 is", "--max-new-tokens", "3", "--device", "cpu"]
+    written = CliRunner().invoke(build_app(), writing)
+    assert re.search(r"\d tokens, .* on cpu, cache [\d.]+ MiB", written.output), written.output
     for name in ("report.html", "report.md", "transfer.png", "runs/linearize.json"):
         assert (out / name).exists()
     with pytest.raises(ValueError, match="got none; name files"):

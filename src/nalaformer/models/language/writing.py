@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import TextStreamer, set_seed
-from transformers.cache_utils import Cache
-
-from .cache import NaLaCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +58,11 @@ class Writer:
             streamer=None if say is None else _Streamer(self.tokenizer, say),
             return_dict_in_generate=True,
         )
-        cache: Cache | None = done.past_key_values
         return Written(
             text=self.tokenizer.decode(done.sequences[0], skip_special_tokens=True),
             num_tokens=done.sequences.shape[1] - inputs["input_ids"].shape[1],
-            cache_bytes=cache.nbytes if isinstance(cache, NaLaCache) else None,
+            # our own caches tell, transformers' do not
+            cache_bytes=getattr(done.past_key_values, "nbytes", None),
         )
 
     def _padding(self) -> int | None:
