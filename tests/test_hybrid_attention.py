@@ -459,3 +459,12 @@ def test_no_tensor_grows_with_the_square_of_the_tokens():
     with torch.no_grad(), Watch():
         call(q, k, v, HybridSettings(max_salient=64), feature_map=feature_map)
     assert max(sizes) < 4096 * 4096 / 16
+
+
+def test_a_state_holds_no_memory_of_the_tokens_before(make_qkv):
+    q, k, v = make_qkv(batch=1, tokens=200, heads=2, key_heads=1, dtype=torch.float32)
+    phi = nalaformer.feature_map("norm_preserving", num_heads=2, head_dim=8)
+    with torch.no_grad():
+        _, state = recurrent_hybrid_attention(q, k, v, feature_map=phi, settings=HybridSettings(chunk_size=8, max_salient=4))
+    for name, tensor in state.tensors().items():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name

@@ -179,6 +179,22 @@ def test_half_precision_is_as_close_as_its_operands_allow(dtype, factor, more):
         assert relative_error(x, y) < more + factor * relative_error(z, y)
 
 
+def test_a_call_in_another_type_finds_no_launch_of_the_first():
+    tensors = make(40, heads=2, key_heads=2)
+    outcome("triton", torch.float16, tensors, SMALL)
+    check(tensors, SMALL)
+
+
+def test_gradients_of_gradients_are_refused():
+    q, k, v, _ = (x.to(DEVICE).requires_grad_() for x in make(20))
+    feature_map = nalaformer.feature_map("norm_preserving", num_heads=2, head_dim=8).to(DEVICE)
+    with nalaformer.use_backend("triton"):
+        out, _ = recurrent_hybrid_attention(q, k, v, feature_map=feature_map, settings=SMALL)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
 def test_a_bad_token_reaches_only_itself_and_later_ones():
     tensors = make(29, heads=1)
     with torch.no_grad():

@@ -323,6 +323,10 @@ def test_a_learned_selection_needs_the_stage_in_which_it_is_learned(windows, tmp
     with pytest.raises(ValueError, match=r"learned in the transfer.*'key_norm'"):
         linearize(make_model(), windows, windows, folder=tmp_path, config=LinearizeConfig(attention=learned, transfer=None))
     assert LinearizeConfig().attention.selection == "learned"
+    # nobody is chosen, so nothing is to be learned
+    nobody = LinearizeConfig(attention=replace(learned, salient_per_chunk=0), transfer=None, finetune=None)
+    result = linearize(make_model(), windows, windows, folder=tmp_path, config=nobody)
+    assert not any("scorer" in name for name in result.model.state_dict())
 
 
 def test_report_shows_every_stage_and_layer(windows, tmp_path):

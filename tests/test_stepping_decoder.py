@@ -96,7 +96,10 @@ def test_what_memory_of_fixed_size_cannot_do_is_refused(tokens):
     model = converted()
     with pytest.raises(ValueError, match="got an empty cache"):
         SteppingDecoder(model, HybridCache(model.config))
-    cache = SteppingDecoder(model, model(tokens[:, :20], use_cache=True).past_key_values).cache
+    decoder = SteppingDecoder(model, model(tokens[:, :20], use_cache=True).past_key_values)
+    with pytest.raises(ValueError, match=r"token of each of the 2 samples, got shape \(1,\)"):
+        decoder.step(tokens[0, :1])
+    cache = decoder.cache
     assert isinstance(cache, SteppingCache)
     with pytest.raises(ValueError, match="one token of each of 2 samples"):
         model(tokens, past_key_values=cache)

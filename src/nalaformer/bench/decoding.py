@@ -85,7 +85,7 @@ def run_decoding(
 ) -> None:
     """All methods at all contexts; `add` takes the columns of a row, and nothing is begun after the deadline."""
     results: dict[tuple[str, int, int], Decoding] = {}
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype, in_place = (torch.bfloat16, CAPTURED) if device == "cuda" else (torch.float32, PLAIN)
     for name, settings in study.methods.items():
         if time.monotonic() > deadline:
             say(f"decode: {name}: not begun, the time is over")
@@ -108,7 +108,7 @@ def run_decoding(
             try:
                 found = measure_eager(model, study, context, batch) if is_eager else measure(model, study, context, batch)
             except RuntimeError as failure:  # what follows can still be measured
-                add(**row, timed=EAGER if is_eager else "", note=failure_of(failure))
+                add(**row, timed=EAGER if is_eager else in_place, note=failure_of(failure))
                 say(f"decode: {name}, {context} tokens, batch {batch}: {failure_of(failure)}")
             else:
                 if not is_eager:

@@ -23,7 +23,7 @@ from ..attention.hybrid import HybridSettings, hybrid_settings
 from ..data.sequences import RecallLanguage, as_tensor
 from ..linearize import LinearizeConfig, linearize
 from ..training import TrainingConfig
-from .models import FAILED, OUT_OF_MEMORY, give_back_memory, is_out_of_memory
+from .models import failure_of, give_back_memory
 from .recall_teacher import Lesson, TeacherConfig, train_teacher
 
 Say = Callable[[str], object]
@@ -172,7 +172,7 @@ def run_recall(
             ask_converted(study, method, course.model, expected, device=device, add=add, say=say)
         except Exception as error:
             # the other methods may well run
-            why = OUT_OF_MEMORY if is_out_of_memory(error) else f"{FAILED}: {' '.join(str(error).split())[:300]}"
+            why = failure_of(error)
             say(f"{method}: {why}")
             for length, of_teacher in expected.items():
                 for group in of_teacher:

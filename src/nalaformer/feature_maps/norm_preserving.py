@@ -51,7 +51,7 @@ class NormPreserving(FeatureMap):
 
     def query_matrix(self) -> Tensor:
         """[H, D, D]: what turns queries, reflection and W in one; for kernels that compute the map of one token."""
-        return reflected(self.query_weight, self.query_normal)
+        return reflected(self.query_weight.float(), self.query_normal.float())
 
 
 def reflected(weight: Tensor, normal: Tensor) -> Tensor:

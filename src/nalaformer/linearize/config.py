@@ -21,8 +21,8 @@ class LinearizeConfig:
     """The attention, the two stages, and what is kept of them."""
 
     attention: HybridSettings = field(default_factory=lambda: HybridSettings(selection="learned"))
-    """The attention that takes the place of softmax. Which tokens are salient is learned in stage 1: of all rules that came
-    nearest to an oracle in our studies; without the stage choose "key_norm"."""
+    """The attention that takes the place of softmax. Which tokens are salient is learned in stage 1, the rule that came nearest
+    to an oracle in our studies; without the stage choose "key_norm"."""
     transfer: TrainingConfig | None = field(default_factory=transfer_training)
     """Stage 1: maps, gates and scorers learn the outputs of softmax, layer by layer; None: left out."""
     finetune: TrainingConfig | None = field(default_factory=finetune_training)

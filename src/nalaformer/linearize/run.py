@@ -60,7 +60,9 @@ def linearize(
     stages. The model's own weights change in stage 2 alone, and only if its adapter is merged.
     """
     config = config or LinearizeConfig()
-    if config.transfer is None and config.attention.selection == "learned" and config.attention.exact:
+    attention = config.attention
+    chooses = attention.exact and attention.salient_per_chunk > 0
+    if config.transfer is None and attention.selection == "learned" and chooses:
         raise ValueError(
             "selection 'learned' is learned in the transfer of attention, which is left out; "
             "give it steps, or use another selection, such as 'key_norm'"

@@ -7,7 +7,6 @@ The keys must have length at most one, or the state grows without bound. Without
 
 import warnings
 from functools import cache
-from importlib import metadata
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -207,18 +206,21 @@ def _kernels_for(q: Tensor, v: Tensor, log_decay: Tensor | None, *others: Tensor
     can = q.device.type == "cuda" and fits and q.dtype != torch.float64 and q.numel() > 0
     if not can or get_backend() not in ("auto", "triton"):
         return None
+    kernels = _kernels()
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, v, log_decay, *others))
-    if learns and log_decay is not None and _gated_gradients_are_wrong(q.device):
+    if kernels is not None and learns and log_decay is not None and _gated_gradients_are_wrong(q.device):
         return None
-    return _kernels()
+    return kernels
 
 
 @cache
 def _gated_gradients_are_wrong(device: torch.device) -> bool:
     """On Hopper GPUs some versions of Triton compile the gradients of the gated rule wrongly, and its kernels refuse there."""
-    version = tuple(int(part) for part in metadata.version("triton").split("+")[0].split(".")[:3] if part.isdigit())
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3] if part.isdigit())
     is_wrong = torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= version < (3, 7, 1)
-    if is_wrong and _kernels() is not None:
+    if is_wrong:
         warnings.warn(
             "the gated delta rule trains in plain torch: Triton 3.4 to 3.7.0 compiles its gradients wrongly on Hopper GPUs; "
             "with Triton 3.7.1 or newer it trains on kernels",

@@ -99,7 +99,8 @@ def chunk_sums(state: Tensor, key_sum: Tensor, leaving: Sequence[tuple[Tensor, T
         # groups that hold nothing but padding
         index = torch.arange(groups, device=states.device).clamp(max=last)
         before, before_sum = states[:, :, index], key_sums[:, :, index]
-    return ChunkSums(before, before_sum, states[:, :, last], key_sums[:, :, last])
+    # copies: views would keep the sums of all chunks
+    return ChunkSums(before, before_sum, states[:, :, last].clone(), key_sums[:, :, last].clone())
 
 
 def linear_branch(query_features: Tensor, state: Tensor, key_sum: Tensor) -> Linear:

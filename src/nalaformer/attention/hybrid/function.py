@@ -158,7 +158,7 @@ def _piece(
     out = out.masked_fill(is_poisoned[:, :, None, None], math.nan)
     if key_mask is not None:
         out = torch.where(key_mask[:, :, None, None], out, 0)
-    return out.to(q.dtype), replace(after, is_poisoned=is_poisoned[:, -1])
+    return out.to(q.dtype), replace(after, is_poisoned=is_poisoned[:, -1].clone())
 
 
 def _advance(

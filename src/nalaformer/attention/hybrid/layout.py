@@ -170,11 +170,13 @@ class Layout:
     def window_after(self, aligned: Tensor) -> Tensor:
         """[B, slots, ...] -> [B, 2l, ...]: what the next call needs of the tokens."""
         size = self.chunk_size
-        padded = F.pad(aligned, (0, 0) * (aligned.dim() - 2) + (0, size))
+        behind = (0, 0) * (aligned.dim() - 2)
         if self.is_uniform:
-            return padded[:, self.leaving * size : (self.leaving + 2) * size]
+            # a copy: a view would keep all tokens of the call
+            part = aligned[:, self.leaving * size : (self.leaving + 2) * size].clone()
+            return F.pad(part, (*behind, 0, 2 * size - part.shape[1])) if part.shape[1] < 2 * size else part
         index = self._per_sample(self.left) * size + torch.arange(2 * size, device=self.device)
-        return _take(padded, index)
+        return _take(F.pad(aligned, (*behind, 0, size)), index)
 
 
 @lru_cache(maxsize=16)

@@ -40,7 +40,7 @@ class HybridAttention(nn.Module):
         if settings.gate != "none" and settings.linear:
             self.gate = nn.Linear(dim, num_heads * ((value_dim or head_dim) if settings.gate == "channel" else 1))
         self.scorer: nn.Sequential | None = None
-        if settings.selection == "learned" and settings.exact:
+        if settings.selection == "learned" and settings.exact and settings.salient_per_chunk > 0:
             self.scorer = nn.Sequential(nn.Linear(dim, SCORER_WIDTH), nn.SiLU(), nn.Linear(SCORER_WIDTH, num_key_heads))
         self.reset_parameters()
 

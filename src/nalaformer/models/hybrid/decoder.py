@@ -39,12 +39,18 @@ class SteppingDecoder:
         self.is_captured = count.device.type == "cuda" if capture is None else capture
         if self.is_captured:
             changed = [tensor for state in self.cache.states for tensor in state.tensors()]
-            self._step, self._roll = (captured(call, restore=changed) for call in (self.run_step, self.run_roll))
+            self._step, self._roll = (
+                captured(call, restore=changed, device=count.device) for call in (self.run_step, self.run_roll)
+            )
 
     def step(self, tokens: Tensor) -> Tensor:
         """The next token of each sample, [B] -> logits [B, vocabulary], in memory that the next step writes over."""
+        if tokens.numel() != len(self.tokens):
+            raise ValueError(
+                f"a step takes one token of each of the {len(self.tokens)} samples, got shape {tuple(tokens.shape)}"
+            )
         is_full = self.cache.advance()
-        self.tokens.copy_(tokens.view(-1, 1))
+        self.tokens.copy_(tokens.reshape(-1, 1))
         self._step()
         if is_full:
             self._roll()

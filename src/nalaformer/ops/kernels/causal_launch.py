@@ -7,6 +7,7 @@ from torch import Tensor
 from .causal import causal_kernel, prefix_kernel
 from .causal_gradient import causal_dk_kernel, causal_dq_kernel
 from .launch import Angles, Call, angle_stride, parameter_row, stand_ins, strides, sums_of_gradients, sums_of_keys
+from .start import on_device_of
 
 PREFIX_BLOCK = 512
 
@@ -137,16 +138,17 @@ def prefix(sums: Tensor, initial: Tensor | None, *, reverse: bool) -> Tensor:
     """Turns sums [splits, rows, ...] into those before (or after) each split, in place; returns the sum of all."""
     total = torch.empty_like(sums[0])
     elements = total.numel()
-    prefix_kernel[(triton.cdiv(elements, PREFIX_BLOCK),)](
-        sums,
-        initial if initial is not None else sums,
-        total,
-        sums.shape[0],
-        elements,
-        BLOCK=PREFIX_BLOCK,
-        REVERSE=reverse,
-        HAS_INITIAL=initial is not None,
-    )
+    with on_device_of(sums):
+        prefix_kernel[(triton.cdiv(elements, PREFIX_BLOCK),)](
+            sums,
+            initial if initial is not None else sums,
+            total,
+            sums.shape[0],
+            elements,
+            BLOCK=PREFIX_BLOCK,
+            REVERSE=reverse,
+            HAS_INITIAL=initial is not None,
+        )
     return total
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 def eager(
@@ -24,7 +25,9 @@ def eager(
             save(ctx, inputs, output)
             return given(output)
 
+        # kernels compute gradients that have none themselves: asking for them must be an error
         @staticmethod
+        @once_differentiable
         def backward(ctx, *of_outputs):  # type: ignore[no-untyped-def]
             return gradients(ctx, *of_outputs)
 

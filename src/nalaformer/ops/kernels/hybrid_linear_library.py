@@ -172,7 +172,7 @@ def _stretch_sums(
         grid = (count, batch * heads, -(-width // side) * -(-columns // other))
         return grid, (*sizes, *strides(inner), *strides(outer)), _options(constants, tile, dtype)
 
-    key = ("stretch sums", count, stretch, steps, rows, numbers.shape, dtype, kind(inner, outer))
+    key = ("stretch sums", count, stretch, steps, rows, are_counts, dtype, kind(inner, outer, numbers))
     start(LAUNCHES, key, stretch_sums_kernel, (inner, outer, numbers, sums), describe)
     return sums
 
@@ -220,8 +220,8 @@ def _walk(
         numbers = (*steps, *per_head, *strides(read), *strides(inner), *strides(outer))
         return grid, numbers, _options(constants, tile, dtype)
 
-    key = (name, steps, rows, counts.shape, dtype, kind(read, inner, outer))
     tensors = (read, inner, outer, counts, dtotal, sums, out, total_out)
+    key = (name, steps, rows, dtype, kind(*tensors))
     start(LAUNCHES, key, walk_kernel, tensors, describe)
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..backend import INTERPRETING
+from .start import on_device_of
 
 # programs that a GPU is to have at once, pieces of one head, places of one tile
 PROGRAMS, MOST_PIECES, TILE = 512, 64, 64
@@ -280,40 +281,42 @@ def hybrid_step(
     is_half = not INTERPRETING and q.dtype == keys.dtype == values.dtype != torch.float32
     row_max, total = (torch.empty(batch, heads, pieces, dtype=torch.float32, device=q.device) for _ in range(2))
     weighted = torch.empty(batch, heads, pieces, value_dim, dtype=torch.float32, device=q.device)
-    piece_kernel[(batch * store_heads, pieces)](
-        *(q, k, v, keys, values, count, ailing, row_max, total, weighted),
-        *(store_heads, store_heads // k.shape[2], places, pieces, tiles, chunk_size, salient_per_chunk, scale),
-        *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
-        G=group,
-        D=head_dim,
-        V=value_dim,
-        BG=padded_group,
-        BA=TILE,
-        BD=padded_head,
-        BV=padded_value,
-        HALF=is_half,
-        num_warps=4,
-        num_stages=2 if is_half else 1,
-    )
+    with on_device_of(q):
+        piece_kernel[(batch * store_heads, pieces)](
+            *(q, k, v, keys, values, count, ailing, row_max, total, weighted),
+            *(store_heads, store_heads // k.shape[2], places, pieces, tiles, chunk_size, salient_per_chunk, scale),
+            *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
+            G=group,
+            D=head_dim,
+            V=value_dim,
+            BG=padded_group,
+            BA=TILE,
+            BD=padded_head,
+            BV=padded_value,
+            HALF=is_half,
+            num_warps=4,
+            num_stages=2 if is_half else 1,
+        )
     out = torch.empty(batch, 1, heads, value_dim, dtype=q.dtype, device=q.device)
     # what is not read may be anything
     absent = [row_max if x is None else x for x in (matrix, features, state, key_sum, gate)]
     gate_strides = (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(3) if gate.shape[3] > 1 else 0)
-    join_kernel[(batch * heads,)](
-        *(row_max, total, weighted, q, *absent, count, out),
-        *(heads, pieces, 0 if key_sum is None else key_sum.shape[-1], eps, q.stride(0), q.stride(2), *gate_strides),
-        D=head_dim,
-        V=value_dim,
-        BD=padded_head,
-        BV=padded_value,
-        BP=triton.next_power_of_2(pieces),
-        BF=64,
-        LINEAR=state is not None,
-        TURN=matrix is not None,
-        GATED=gate is not None,
-        EXACT=is_exact,
-        num_warps=4,
-    )
+    with on_device_of(q):
+        join_kernel[(batch * heads,)](
+            *(row_max, total, weighted, q, *absent, count, out),
+            *(heads, pieces, 0 if key_sum is None else key_sum.shape[-1], eps, q.stride(0), q.stride(2), *gate_strides),
+            D=head_dim,
+            V=value_dim,
+            BD=padded_head,
+            BV=padded_value,
+            BP=triton.next_power_of_2(pieces),
+            BF=64,
+            LINEAR=state is not None,
+            TURN=matrix is not None,
+            GATED=gate is not None,
+            EXACT=is_exact,
+            num_warps=4,
+        )
     return out
 
 

@@ -15,6 +15,7 @@ from .eager import eager
 from .launch import processors, strides
 from .library import parameter_gradient
 from .maps import phi_key, phi_key_gradient
+from .start import on_device_of
 
 TILE_CHANNELS = 4096  # numbers in a tile: 32 per thread
 WARPS = 4
@@ -116,9 +117,10 @@ def features(x: Tensor, spec: KernelSpec) -> Tensor:
 def run_forward(x: Tensor, parameters: Tensor, name: str, alpha: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     samples, tiles, constants = cut(x)
-    features_kernel[(tiles, samples)](
-        x, parameters, out, *numbers(x, parameters, alpha), **constants, MAP=name, num_warps=WARPS
-    )
+    with on_device_of(x):
+        features_kernel[(tiles, samples)](
+            x, parameters, out, *numbers(x, parameters, alpha), **constants, MAP=name, num_warps=WARPS
+        )
     return out
 
 
@@ -132,14 +134,15 @@ def run_backward(
     programs = min(tiles, max(1, PROGRAMS_PER_PROCESSOR * processors(x.device) // samples))
     shape = (programs, samples, 2, constants["C"]) if is_learned else (0,)
     partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-    features_gradient_kernel[(programs, samples)](
-        *(x, dout.contiguous(), parameters, dx, partial),
-        *numbers(x, parameters, alpha),
-        **constants,
-        MAP=name,
-        LEARNED=is_learned,
-        num_warps=WARPS,
-    )
+    with on_device_of(x):
+        features_gradient_kernel[(programs, samples)](
+            *(x, dout.contiguous(), parameters, dx, partial),
+            *numbers(x, parameters, alpha),
+            **constants,
+            MAP=name,
+            LEARNED=is_learned,
+            num_warps=WARPS,
+        )
     if not is_learned:
         return dx, parameters.new_empty(0)
     total = partial.sum(0)

@@ -1,6 +1,7 @@
 """Launching a kernel without paying for Triton's front end more than once per kind of input."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -24,16 +25,28 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
     known = launches.get(key)
     if known is not None:
         runner, rest = known
-        runner(*tensors, *rest)
+        with on_device_of(tensors[0]):
+            runner(*tensors, *rest)
         return
     grid, numbers, constants = describe()
     # None: the compiler's own choice
     wanted = {name: value for name, value in constants.items() if name not in OPTIONS or value is not None}
     taken = {name: value for name, value in wanted.items() if name in kernel.arg_names or name in OPTIONS}
-    compiled = kernel[grid](*tensors, *numbers, **taken)
+    with on_device_of(tensors[0]):
+        compiled = kernel[grid](*tensors, *numbers, **taken)
     if not INTERPRETING:
         in_order = kernel.arg_names[len(tensors) + len(numbers) :]
         launches[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *(taken[name] for name in in_order))
+
+
+HERE = nullcontext()
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever device its tensors are on."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(tensor.device)
 
 
 def kind(*tensors: Tensor | None) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from .bidirectional import MAX_LOG2_SCALE_OF_EPS, rotated
 from .fastmath import exp2
 from .maps import LN_2, LOG2_E, key_excess, phi_key, phi_query
+from .start import on_device_of
 
 
 @triton.jit
@@ -173,25 +174,26 @@ def step(
     out = torch.empty(batch, 1, heads, value_dim, dtype=q.dtype, device=q.device)
     rows = max(1, parameters.shape[0])
     angles = [q if x is None else x for x in (cos_q, sin_q, cos_k, sin_k)]
-    step_kernel[(batch * kv_heads,)](
-        *(q, k, v, parameters, *angles, state, key_sum, count, log_scale, out),
-        *(kv_heads, heads // kv_heads),
-        *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
-        *(0 if x is None or x.dim() == 2 else x.stride(0) for x in (cos_q, cos_k)),
-        *(max(1, heads // rows), max(1, kv_heads // rows), parameters.shape[1]),
-        *(norm_scale, alpha, eps, log2_key_shift),
-        D=head_dim,
-        V=value_dim,
-        BD=max(16, triton.next_power_of_2(head_dim)),
-        BV=max(16, triton.next_power_of_2(value_dim)),
-        MAP=name,
-        PARTS=parts,
-        STREAMS=streams,
-        PAIRS=0 if cos_q is None else cos_q.shape[-1],
-        CUBE=is_cube,
-        GUARD=is_guarded,
-        num_warps=4,
-    )
+    with on_device_of(q):
+        step_kernel[(batch * kv_heads,)](
+            *(q, k, v, parameters, *angles, state, key_sum, count, log_scale, out),
+            *(kv_heads, heads // kv_heads),
+            *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
+            *(0 if x is None or x.dim() == 2 else x.stride(0) for x in (cos_q, cos_k)),
+            *(max(1, heads // rows), max(1, kv_heads // rows), parameters.shape[1]),
+            *(norm_scale, alpha, eps, log2_key_shift),
+            D=head_dim,
+            V=value_dim,
+            BD=max(16, triton.next_power_of_2(head_dim)),
+            BV=max(16, triton.next_power_of_2(value_dim)),
+            MAP=name,
+            PARTS=parts,
+            STREAMS=streams,
+            PAIRS=0 if cos_q is None else cos_q.shape[-1],
+            CUBE=is_cube,
+            GUARD=is_guarded,
+            num_warps=4,
+        )
     return out
 
 
