@@ -107,5 +107,7 @@ def test_what_memory_of_fixed_size_cannot_do_is_refused(tokens):
     mask[0, -1] = 0
     with pytest.raises(ValueError, match="got padding"):
         model(tokens[:, :1], attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"use SteppingDecoder\.step"):
+        model(tokens[:, :1], past_key_values=cache)
     with pytest.raises(ValueError, match="to_cache"):
         cache.reorder_cache(torch.tensor([1, 0]))

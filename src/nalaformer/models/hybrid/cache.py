@@ -72,7 +72,7 @@ class SteppingCacheLayer(HybridCacheLayer):
 
     def __init__(self, state: SteppingState, seen: int) -> None:
         super().__init__()
-        self.stepping, self.seen = state, seen
+        self.stepping, self.seen, self.is_expected = state, seen, False
 
     def attend(
         self,
@@ -87,6 +87,12 @@ class SteppingCacheLayer(HybridCacheLayer):
     ) -> Tensor:
         if key_mask is not None:
             raise ValueError("a step takes one real token of each sample, got padding; leave attention_mask out")
+        if q.shape[1] == 1 and not self.is_expected:
+            raise ValueError(
+                "memory of fixed size must be told of each step, which calls of the model do not; "
+                "use SteppingDecoder.step, or `to_cache()` for calls and generate"
+            )
+        self.is_expected = False
         return hybrid.step_(q, k, v, x, state=self.stepping, scale=scale)
 
     def reset(self) -> None:
@@ -121,6 +127,11 @@ class SteppingCache(HybridCache):
     @property
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self.states)
+
+    def expect_step(self) -> None:
+        """The next call of the model is a step that was counted, or will be undone."""
+        for layer in self.layers:
+            layer.is_expected = True
 
     def advance(self) -> bool:
         """Count the step that comes now for all layers; True: their roll must follow it."""

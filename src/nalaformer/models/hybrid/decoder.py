@@ -62,6 +62,7 @@ class SteppingDecoder:
         """The step of `tokens` itself, uncaptured: `logits` and the states after it."""
         # a copy: the first layer counts on while later ones may still ask
         positions = self.cache.states[0].count[:, None].clone()
+        self.cache.expect_step()
         out = self.model(self.tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         if self.logits is None:
             self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
