@@ -3,11 +3,12 @@
 from .distant import distant_attention
 from .function import empty_state, hybrid_attention, recurrent_hybrid_attention
 from .module import HybridAttention
+from .salient import salient_tokens
 from .selection import SELECTIONS, Selection
 from .settings import METHODS, HybridSettings, hybrid_settings
 from .state import HybridState
 from .stepping import hybrid_step_, roll_
-from .stepping_state import SteppingState, salient_tokens
+from .stepping_state import SteppingState
 
 __all__ = [
     "METHODS",

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...feature_maps import FeatureMap
 from ...ops import LinearState
 from .layout import Layout
-from .salient import Leaving, Store
+from .salient import Leaving, Store, repeated_for
 from .settings import HybridSettings
 
 EPS = 1e-6
@@ -192,13 +192,8 @@ def sums_before(before: LinearState, layout: Layout, leaving: Sequence[Leaving],
     pairs = []
     for tokens in leaving:
         chunks = (layout.leaving, tokens.per_chunk)
-        features = feature_map.key(for_heads(tokens.keys.to(dtype), heads))
-        features = features.masked_fill(~for_heads(tokens.counts, heads)[..., None], 0)
-        numbers = features, for_heads(tokens.values.to(dtype), heads)
+        features = feature_map.key(repeated_for(tokens.keys.to(dtype), heads))
+        features = features.masked_fill(~repeated_for(tokens.counts, heads)[..., None], 0)
+        numbers = features, repeated_for(tokens.values.to(dtype), heads)
         pairs.append(tuple(x.transpose(1, 2).unflatten(2, chunks) for x in numbers))
     return chunk_sums(before.state, before.key_sum, pairs, groups=layout.groups)
-
-
-def for_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, N, K, ...] -> [B, N, heads, ...]."""
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)

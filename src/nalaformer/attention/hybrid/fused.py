@@ -8,9 +8,9 @@ from torch import Tensor
 from ...feature_maps import FeatureMap
 from ...ops import LinearState
 from ...ops.backend import LARGEST_FEATURES, LARGEST_HEAD, runs_kernels
-from .branches import EPS, for_heads
+from .branches import EPS
 from .layout import Layout
-from .salient import Leaving, Store
+from .salient import Leaving, Store, repeated_for
 from .settings import HybridSettings
 from .state import HybridState
 
@@ -83,7 +83,7 @@ def _linear(
     initial: Tensor | None = torch.cat((before.state, before.key_sum[..., None]), dim=-1).flatten(0, 1)  # [B * H, F, V + 1]
     found = []
     for tokens in leaving:
-        keys = of_keys(for_heads(tokens.keys.float(), mapped.shape[2]))
+        keys = of_keys(repeated_for(tokens.keys.float(), mapped.shape[2]))
         arguments = (mapped, keys, tokens.values, tokens.counts, initial, groups, tokens.per_chunk, name)
         found.append(hybrid_linear_library.attend(*arguments))
         # the first of them has what was there before

@@ -106,11 +106,7 @@ def store_after(store: Store, layout: Layout, settings: HybridSettings) -> tuple
     """Keys, values and scores that the next call finds."""
     if not layout.leaving:
         return store.keys, store.values, store.scores
-    # complete chunks but the one in the window have left; a sample has at most that many tokens here
-    chunks = max((length // settings.chunk_size - 1 for length in layout.lengths_after), default=0)
-    size = max(0, chunks) * settings.salient_per_chunk
-    if settings.largest_store is not None:
-        size = min(size, settings.largest_store)
+    size = max((salient_tokens(length, settings) for length in layout.lengths_after), default=0)
     if store.scores.shape[2] <= size:
         return store.keys, store.values, store.scores
     index = rank_descending(store.scores)[..., :size]
@@ -139,6 +135,17 @@ def leaving_tokens(store: Store, layout: Layout, keys: Tensor, values: Tensor) -
     return found
 
 
+def salient_tokens(length: int, settings: HybridSettings) -> int:
+    """Salient tokens of each head after `length` tokens: of all complete chunks but the one in the window."""
+    number = max(0, length // settings.chunk_size - 1) * settings.salient_per_chunk
+    return number if settings.largest_store is None else min(number, settings.largest_store)
+
+
+def repeated_for(x: Tensor, heads: int) -> Tensor:
+    """[B, N, K, ...] -> [B, N, heads, ...]."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
 def entries(x: Tensor, index: Tensor) -> Tensor:
     """x [B, S, E, D], index [B, S, i] -> [B, S, i, D]."""
     return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
@@ -161,6 +168,4 @@ def _until(scores: Tensor, born: Tensor, most: int) -> Tensor:
 
 def _gathered(x: Tensor, slot: Tensor) -> Tensor:
     """x [B, A, K, D], slot [B, S, E] -> [B, S, E, D], S a multiple of K."""
-    heads = slot.shape[1]
-    x = x.repeat_interleave(heads // x.shape[2], dim=2) if heads != x.shape[2] else x
-    return x.transpose(1, 2).gather(2, slot[..., None].expand(*slot.shape, x.shape[-1]))
+    return entries(repeated_for(x, slot.shape[1]).transpose(1, 2), slot)

@@ -21,8 +21,9 @@ from ...ops.features import outside_autocast
 from .branches import EPS, Exact, Linear, linear_branch, merge
 from .checks import check_inputs
 from .function import keeps_scores
+from .salient import entries
 from .selection import SELECTIONS, for_heads, rank_descending
-from .stepping_state import SteppingState, taken
+from .stepping_state import SteppingState
 
 
 def hybrid_step_(
@@ -151,7 +152,7 @@ def roll_(state: SteppingState) -> None:
             index = rank_descending(compared)[..., : settings.salient_per_chunk]
             entering = compared.gather(-1, index).masked_fill(~leaves[:, None, None], -torch.inf)
             is_left_out = is_left_out.scatter(-1, index, False)
-            (gone, gone_values), is_gone = _enter_store(state, taken(tokens, index), taken(values, index), entering)
+            (gone, gone_values), is_gone = _enter_store(state, entries(tokens, index), entries(values, index), entering)
             tokens, values = torch.cat((tokens, gone), dim=2), torch.cat((values, gone_values), dim=2)
             is_left_out = torch.cat((is_left_out, is_gone), dim=2)
         if settings.linear:
@@ -189,8 +190,8 @@ def _enter_store(state: SteppingState, keys: Tensor, values: Tensor, scores: Ten
     gone = []
     for kept, new in ((state.keys, keys), (state.values, values)):
         both = torch.cat((kept[:, :, window:], new), dim=2)
-        gone.append(taken(both, goes))
-        kept[:, :, window:] = taken(both, stays)
+        gone.append(entries(both, goes))
+        kept[:, :, window:] = entries(both, stays)
     state.salient_scores.copy_(together.gather(-1, stays))
     return (gone[0], gone[1]), together.gather(-1, goes) > -torch.inf
 

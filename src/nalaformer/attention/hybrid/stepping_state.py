@@ -8,6 +8,7 @@ from torch import Tensor
 from ...feature_maps import FeatureMap
 from ...feature_maps.norm_preserving import NormPreserving
 from ...ops import LinearState
+from .salient import entries, salient_tokens
 from .selection import rank_descending
 from .settings import HybridSettings
 from .state import HybridState
@@ -64,7 +65,7 @@ class SteppingState:
         def beside(near: Tensor, salient: Tensor) -> Tensor:
             both = salient.new_zeros(*salient.shape[:2], window + room, salient.shape[-1])
             both[:, :, :window] = near.transpose(1, 2).repeat_interleave(repeats, dim=1)
-            both[:, :, window : window + order.shape[-1]] = taken(salient, order)
+            both[:, :, window : window + order.shape[-1]] = entries(salient, order)
             return both
 
         ailing = torch.zeros_like(state.is_poisoned, dtype=state.linear.state.dtype)
@@ -129,18 +130,6 @@ class SteppingState:
         return any(length % self.settings.chunk_size == 0 for length in after)
 
 
-def salient_tokens(length: int, settings: HybridSettings) -> int:
-    """Salient tokens of each head after `length` tokens."""
-    chunks = max(0, length // settings.chunk_size - 1)
-    number = chunks * settings.salient_per_chunk
-    return number if settings.largest_store is None else min(number, settings.largest_store)
-
-
-def taken(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, S, n, D], index [B, S, E] -> [B, S, E, D]."""
-    return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
-
-
 def _room(state: HybridState, settings: HybridSettings, capacity: int | None) -> int:
     """Salient tokens of a head that a stepping state is made for."""
     if not settings.salient_per_chunk:
@@ -161,4 +150,4 @@ def _query_matrix(feature_map: FeatureMap, state: HybridState) -> Tensor | None:
     """What the kernel needs of the map that it computes itself."""
     if not isinstance(feature_map, NormPreserving) or feature_map.num_heads != state.linear.state.shape[1]:
         return None
-    return feature_map.query_matrix().detach().float().contiguous()
+    return feature_map.query_matrix().detach().contiguous()
