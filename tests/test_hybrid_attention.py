@@ -461,8 +461,9 @@ def test_no_tensor_grows_with_the_square_of_the_tokens():
     assert max(sizes) < 4096 * 4096 / 16
 
 
-def test_a_state_holds_no_memory_of_the_tokens_before(make_qkv):
-    q, k, v = make_qkv(batch=1, tokens=200, heads=2, key_heads=1, dtype=torch.float32)
+@pytest.mark.parametrize("tokens", [200, 203])
+def test_a_state_holds_no_memory_of_the_tokens_before(make_qkv, tokens):
+    q, k, v = make_qkv(batch=1, tokens=tokens, heads=2, key_heads=1, dtype=torch.float32)
     phi = nalaformer.feature_map("norm_preserving", num_heads=2, head_dim=8)
     with torch.no_grad():
         _, state = recurrent_hybrid_attention(q, k, v, feature_map=phi, settings=HybridSettings(chunk_size=8, max_salient=4))

@@ -172,9 +172,9 @@ class Layout:
         size = self.chunk_size
         behind = (0, 0) * (aligned.dim() - 2)
         if self.is_uniform:
+            part = aligned[:, self.leaving * size : (self.leaving + 2) * size]
             # a copy: a view would keep all tokens of the call
-            part = aligned[:, self.leaving * size : (self.leaving + 2) * size].clone()
-            return F.pad(part, (*behind, 0, 2 * size - part.shape[1])) if part.shape[1] < 2 * size else part
+            return F.pad(part, (*behind, 0, 2 * size - part.shape[1])) if part.shape[1] < 2 * size else part.clone()
         index = self._per_sample(self.left) * size + torch.arange(2 * size, device=self.device)
         return _take(F.pad(aligned, (*behind, 0, size)), index)
 

@@ -38,7 +38,7 @@ class Tile:
 
 
 # by kernel, then by the padded head size; 64 is measured on one H200 with bfloat16, the others follow from registers. Others
-# must be seen right on a GPU: with eight warps the causal kernels with rotary spill less, but Triton 3.6 compiles them wrongly
+# must be seen right on a GPU: with eight warps the causal kernels with rotary spill less, but were wrong (Triton 3.6)
 TILES = {
     "state": {64: Tile(64, 4, 3), 128: Tile(64, 8, 2), 256: Tile(32, 8, 1)},
     "output": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
