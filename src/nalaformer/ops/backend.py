@@ -24,8 +24,8 @@ LARGEST_FEATURES = 256  # for features computed outside
 TRITON_FOUND = find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, slowly: for tests
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-# Triton 3.4 to 3.7.0 is known to compile products of transposed tiles wrongly on Hopper GPUs, now and then; whatever the cause,
-# what our tests found wrong there, or have not seen right, runs in plain torch. These maps' causal kernels were right with rotary
+# Triton 3.4 to 3.7.0 is known to compile products of transposed tiles wrongly on Hopper GPUs, now and then. Whatever the cause:
+# what our tests found wrong there, or have not seen right, runs in plain torch. Causal kernels were seen right with rotary for
 TURNED_CAUSAL_MAPS = ("norm_aware_split", "softmax", "reflection_in_pairs")
 
 # one setting for the process, read where the op is called: no ContextVar, which torch.compile cannot trace
