@@ -5,7 +5,7 @@ import torch
 
 import nalaformer
 from nalaformer import Rotary
-from test_kernels import KERNELS, MAPS, outcome, relative_error
+from test_kernels import MAPS, outcome, relative_error
 
 pytestmark = pytest.mark.gpu
 HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -22,7 +22,7 @@ def check_half_precision(name, dtype, tensors, upstream, **arguments):
     """
     exact = outcome("reference", name, torch.float64, tensors, upstream, **arguments)
     plain = outcome("reference", name, dtype, tensors, upstream, **arguments)
-    ours = outcome(KERNELS, name, dtype, tensors, upstream, **arguments)
+    ours = outcome("triton", name, dtype, tensors, upstream, **arguments)
     for x, y, z in zip(ours[:4], exact[:4], plain[:4], strict=True):
         assert relative_error(x, y) < relative_error(z, y) + HALF_ULP[dtype]
 
@@ -47,6 +47,20 @@ def test_causal_half_precision_stays_near_float64(name, dtype, with_rotary):
     if with_rotary:
         arguments["rotary"] = Rotary.sequence(1000, 64, device="cuda")
     check_half_precision(name, dtype, (q, k, v), upstream, **arguments)
+
+
+@pytest.mark.parametrize("dtype", HALF_ULP)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("with_rotary", [False, True])
+@pytest.mark.parametrize("head_dim", [24, 96, 128])
+@pytest.mark.parametrize("name", ["norm_aware", "focused head"])
+def test_small_and_large_heads_stay_near_float64(name, head_dim, with_rotary, causal, dtype):
+    tensors = make((2, 500, 4, head_dim), (2, 500, 2, head_dim), (2, 500, 2, head_dim), dtype=dtype)
+    upstream = torch.randn(2, 500, 4, head_dim, device="cuda").to(dtype)
+    arguments = {"heads": 4, "head_dim": head_dim, "causal": causal, "key_mask": torch.rand(2, 500, device="cuda") > 0.3}
+    if with_rotary:
+        arguments["rotary"] = Rotary.sequence(500, head_dim, device="cuda")
+    check_half_precision(name, dtype, tensors, upstream, **arguments)
 
 
 def test_a_graph_of_decoding_steps_continues_the_state():
@@ -105,9 +119,9 @@ def test_graph_replay_follows_its_inputs(tokens):
 def test_a_quarter_million_tokens_repeat_to_the_bit():
     q, k, v = (x.requires_grad_() for x in make(*[(1, 262_144, 2, 64)] * 3, dtype=torch.bfloat16))
     upstream = torch.randn_like(q)
-    first = outcome(KERNELS, "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
+    first = outcome("triton", "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
     for _ in range(20):
-        again = outcome(KERNELS, "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
+        again = outcome("triton", "norm_aware", torch.bfloat16, (q, k, v), upstream, heads=2, head_dim=64)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 

@@ -58,8 +58,6 @@ def outcome(backend, name, dtype, tensors, upstream, *, heads, head_dim, **argum
 
 # compiled, logarithms and powers are the GPU's own, which miss by 2^-22 where rounding misses by 2^-24
 BAR, OF_PLAIN = (2e-6, 2) if INTERPRETING else (4e-6, 4)
-# compiled, calls that the kernels are not trusted with go elsewhere, as they do for everybody
-KERNELS = "triton" if INTERPRETING else "auto"
 
 
 def check(name, tensors, *, heads, head_dim, bar=BAR, **arguments):
@@ -67,7 +65,7 @@ def check(name, tensors, *, heads, head_dim, bar=BAR, **arguments):
     upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1], device=DEVICE)
     exact, plain, ours = (
         outcome(backend, name, dtype, tensors, upstream, heads=heads, head_dim=head_dim, **arguments)
-        for backend, dtype in (("reference", torch.float64), ("reference", torch.float32), (KERNELS, torch.float32))
+        for backend, dtype in (("reference", torch.float64), ("reference", torch.float32), ("triton", torch.float32))
     )
     for x, y, z in zip(ours, exact, plain, strict=True):
         assert relative_error(x, y) < bar + OF_PLAIN * relative_error(z, y)
@@ -155,7 +153,7 @@ def test_degenerate_tokens_stay_finite(name):
     visible[1] = False
     v[1], k[1] = torch.nan, torch.nan
     out, *gradients = outcome(
-        KERNELS, name, torch.float32, (q, k, v), torch.ones(2, 21, 2, 8, device=DEVICE), heads=2, head_dim=8, key_mask=visible
+        "triton", name, torch.float32, (q, k, v), torch.ones(2, 21, 2, 8, device=DEVICE), heads=2, head_dim=8, key_mask=visible
     )
     assert (out[1] == 0).all()
     assert all(x.isfinite().all() for x in (out, *gradients))
@@ -182,7 +180,7 @@ def test_float16_stays_near_float64(name, causal):
     upstream = torch.randn(2, 37, 2, 16, device=DEVICE).half()
     arguments = {"heads": 2, "head_dim": 16, "causal": causal}
     exact = outcome("reference", name, torch.float64, tensors, upstream, **arguments)
-    ours = outcome(KERNELS, name, torch.float16, tensors, upstream, **arguments)
+    ours = outcome("triton", name, torch.float16, tensors, upstream, **arguments)
     assert ours[0].dtype == torch.float16
     # gradients pass through one rounding more where features are written out
     for x, y, bar in zip(ours[:4], exact[:4], (5e-4, 1e-3, 1e-3, 5e-4), strict=True):
@@ -223,9 +221,9 @@ def test_result_does_not_depend_on_tiles(longest_whole, monkeypatch):
     monkeypatch.setattr(launch, "WHOLE_TOKENS", longest_whole)
     tensors = make(*[(1, tokens, 1, 8)] * 3)
     arguments = {"heads": 1, "head_dim": 8}
-    first = outcome(KERNELS, "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
+    first = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
     monkeypatch.setattr(launch, "TILES", {kernel: {256: launch.Tile(128, 4, 1)} for kernel in launch.TILES})
-    second = outcome(KERNELS, "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
+    second = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
     for x, y in zip(first, second, strict=True):
         assert relative_error(x, y.double()) < 1e-6
 
@@ -320,7 +318,7 @@ def test_recurrent_pieces_and_steps_are_causal_attention(name, stretches):
             *(x.double() for x in (q, k, v)), feature_map=feature_map.double(), causal=True, rotary=rotary
         )
     feature_map = feature_map.float()
-    with nalaformer.use_backend(KERNELS), torch.no_grad():
+    with nalaformer.use_backend("triton"), torch.no_grad():
         for piece in (slice(0, 30), slice(30, 72)):
             tokens = (x[:, piece] for x in (q, k, v))
             out, state = nalaformer.recurrent_linear_attention(
@@ -365,7 +363,7 @@ def test_gradients_flow_through_the_state(stretches):
             )
         return torch.autograd.grad(torch.cat((first, second), dim=1), inputs, upstream.to(dtype))
 
-    for ours, exact in zip(gradients(KERNELS, torch.float32), gradients("chunked", torch.float64), strict=True):
+    for ours, exact in zip(gradients("triton", torch.float32), gradients("chunked", torch.float64), strict=True):
         assert relative_error(ours, exact) < 2e-6
 
 
@@ -427,25 +425,3 @@ def test_a_compiled_layer_keeps_the_kernels(causal):
     names = [str(node.target) for node in graphs[0].graph.nodes]
     # a plain formula in the graph would be right, and slow
     assert any(name.startswith("nalaformer.causal" if causal else "nalaformer.bidirectional") for name in names)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "turned_map", "facts", "is_trusted"),
-    [
-        (64, "norm_aware_split", {"causal": True, "is_bfloat16": True}, True),
-        (64, "focused", {"causal": True, "is_bfloat16": True}, False),
-        (128, "norm_aware_split", {"causal": True, "is_bfloat16": True}, False),
-        (128, None, {"causal": True, "is_bfloat16": True}, True),
-        (64, "relu", {"is_masked": True}, True),
-        (16, "relu", {"is_masked": True}, False),
-        (16, "relu", {"is_masked": True, "is_bfloat16": True}, True),
-        (16, None, {"causal": True}, True),
-        (32, None, {"causal": True}, False),
-        (32, None, {}, True),
-    ],
-)
-def test_kernels_that_were_not_seen_right_on_a_gpu_do_not_run_there(head_dim, turned_map, facts, is_trusted):
-    from nalaformer.ops.backend import why_not_trusted
-
-    reason = why_not_trusted(head_dim, turned_map, **{"causal": False, "is_masked": False, "is_bfloat16": False} | facts)
-    assert (reason is None) == is_trusted

@@ -24,9 +24,6 @@ LARGEST_FEATURES = 256  # for features computed outside
 TRITON_FOUND = find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, slowly: for tests
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-# Triton 3.4 to 3.7.0 is known to compile products of transposed tiles wrongly on Hopper GPUs, now and then. Whatever the cause:
-# what our tests found wrong there, or have not seen right, runs in plain torch. Causal kernels were seen right with rotary for
-TURNED_CAUSAL_MAPS = ("norm_aware_split", "softmax", "reflection_in_pairs")
 
 # one setting for the process, read where the op is called: no ContextVar, which torch.compile cannot trace
 _setting = "auto"
@@ -66,12 +63,11 @@ def choose(
     feature_map: FeatureMapLike,
     causal: bool,
     rotary: tuple[Rotary | None, Rotary | None],
-    is_masked: bool = False,
 ) -> str:
     """The backend for this call; an explicit "triton" that cannot serve it raises with the reason."""
     if _setting in ("reference", "chunked"):
         return _setting
-    reason = why_not_triton(q, k, v, feature_map, causal, rotary, is_masked)
+    reason = why_not_triton(q, k, v, feature_map, causal, rotary)
     if reason is None:
         return "triton"
     if _setting == "triton":
@@ -114,7 +110,6 @@ def why_not_triton(
     feature_map: FeatureMapLike,
     causal: bool,
     rotary: tuple[Rotary | None, Rotary | None],
-    is_masked: bool,
 ) -> str | None:
     """Why this call cannot use the kernels; None if it can."""
     reason = why_not_on(q) or why_not_on(k) or why_not_on(v)
@@ -139,21 +134,6 @@ def why_not_triton(
         return "only one of q and k has positions"
     if rotary[0] is not None and feature_map.head_dim % 2:
         return "the kernels turn channel pairs of an even head"
-    if INTERPRETING:
-        return None
-    turned_map = None if rotary[0] is None or is_normalised else spec.name if spec is not None else "identity"
-    is_bfloat16 = q.dtype == k.dtype == v.dtype == torch.bfloat16
-    return why_not_trusted(feature_map.head_dim, turned_map, causal=causal, is_masked=is_masked, is_bfloat16=is_bfloat16)
-
-
-def why_not_trusted(head_dim: int, turned_map: str | None, *, causal: bool, is_masked: bool, is_bfloat16: bool) -> str | None:
-    """Why compiled kernels are not trusted with such a call; turned_map: the kernel's map if it turns features, else None."""
-    if causal and turned_map is not None and (turned_map not in TURNED_CAUSAL_MAPS or head_dim > 64):
-        return f"causal kernels with rotary are not trusted with the map {turned_map} in heads of {head_dim} channels"
-    if turned_map is not None and is_masked and not is_bfloat16 and head_dim < 64:
-        return "kernels in full precision with rotary and a mask are not trusted with heads of less than 64 channels"
-    if causal and not is_bfloat16 and 16 < head_dim < 64:
-        return "causal kernels in full precision are not trusted with heads of 17 to 63 channels"
     return None
 
 

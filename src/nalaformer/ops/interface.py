@@ -56,7 +56,7 @@ def linear_attention(
     # low-precision matmuls under autocast would undo the float32 sums
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
-        backend = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns, is_masked=key_mask is not None)
+        backend = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns)
         if backend == "triton":
             return _fused(q, k, v, mapped, causal, turns, key_mask, None, 0, eps, needs_grad)
         if backend == "reference":
@@ -95,8 +95,7 @@ def recurrent_linear_attention(
     check_state(state, q, k, v, feature_map, turns[1])
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
-        is_masked = key_mask is not None
-        if choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_masked=is_masked) == "triton":
+        if choose(q, k, v, feature_map=mapped, causal=True, rotary=turns) == "triton":
             from . import kernels
 
             out, after = kernels.causal_linear_attention(

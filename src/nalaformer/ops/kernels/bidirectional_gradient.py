@@ -34,7 +34,7 @@ def dq_kernel(
     sin_ptr,
     sums_ptr,  # [B * K, PARTS, D, V + 2]
     dq_ptr,  # [B, N, H, D]
-    drop_ptr,  # the same: minus the gradient of the denominator
+    drop_ptr,  # the same: minus the gradient of the denominator's logarithm
     dparam_ptr,  # [splits, B * H, 4, D]
     num_rows,  # N, or T if packed
     per_stream,  # numbers of a stream
@@ -126,7 +126,7 @@ def dq_kernel(
                 share = tl.where(mine[None, :], dout, 0.0)
                 drop = tl.where(mine[None, :], along, 0.0)
             along_row = tl.sum(drop, axis=1)[:, None]
-            store_per_row(drop_ptr + stream * per_stream, -along_row * inverse, first, rows, ok)
+            store_per_row(drop_ptr + stream * per_stream, -along_row, first, rows, ok)
             # the denominator is divided out at the end, where the two halves have become one tile
             da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION)
             da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True) - along_row * z_a[None, :]
@@ -238,7 +238,7 @@ def dsums_kernel(
                 share = tl.where(mine[None, :], dout, 0.0)
             # the row's factor goes to the features: dout then needs no pass through registers
             a = a * inverse
-            weight = high_and_low(tl.zeros([BN, 16], tl.float32) + drop / tl.where(ok[:, None], inverse, 1.0), DOT)
+            weight = high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT)
             dz_a = tl.dot(tl.trans(a.to(DOT)), weight, dz_a, input_precision=PRECISION)
             turned = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
             ds_a = tl.dot(tl.trans(turned.to(DOT)), share.to(DOT), ds_a, input_precision=PRECISION)

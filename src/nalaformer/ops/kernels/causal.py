@@ -1,7 +1,7 @@
 """Causal linear attention: a program owns a stretch of tokens and walks through it with a running state.
 
     state kernel     k, v                 -> sums of each stretch            (that of bidirectional.py)
-    prefix kernel    those                -> sums before each stretch, and of all tokens
+    prefix kernel    those                -> sums before each stretch, and of all tokens   (split_sums.py)
     causal kernel    q, k, v, sums before -> out
     causal dq        q, k, v, out, dout, sums before   -> dq, and per row the gradient of the denominator
     dsums kernel     q, dout, those       -> gradients of the sums by each stretch of queries
@@ -18,31 +18,6 @@ import triton.language as tl
 
 from .bidirectional import high_and_low, load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
 from .maps import phi_key, phi_query
-
-
-@triton.jit
-def prefix_kernel(
-    sums_ptr,  # [splits, rows, E] -> the sums before (REVERSE: after) each split, in place
-    initial_ptr,  # [rows, E] what comes before all of them
-    total_ptr,  # [rows, E] everything together
-    splits,
-    elements,  # rows * E
-    BLOCK: tl.constexpr,
-    REVERSE: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ok = offsets < elements
-    running = tl.zeros([BLOCK], tl.float32)
-    if HAS_INITIAL:
-        running += tl.load(initial_ptr + offsets, mask=ok, other=0.0)
-    for step in range(0, splits):
-        split = splits - 1 - step if REVERSE else step
-        place = sums_ptr + tl.cast(split, tl.int64) * elements + offsets
-        own = tl.load(place, mask=ok, other=0.0)
-        tl.store(place, running, mask=ok)
-        running += own
-    tl.store(total_ptr + offsets, running, mask=ok)
 
 
 @triton.jit

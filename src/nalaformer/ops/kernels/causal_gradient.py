@@ -66,7 +66,7 @@ def causal_dq_kernel(
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     dq_ptr,  # [B, N, H, D]
-    drop_ptr,  # the same: minus the gradient of the denominator
+    drop_ptr,  # the same: minus the gradient of the denominator's logarithm
     dparam_ptr,  # [splits, B * H, 2, D]
     num_rows,  # N, or T if packed
     num_tokens,
@@ -168,18 +168,18 @@ def causal_dq_kernel(
         dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
         out = load_rows(out_ptr, first, rows, exists, columns, columns < V, stride_o)
         inverse = load_per_row(inverse_ptr, first, rows, exists)
-        drop = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)[:, None] * inverse
+        drop = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)[:, None]
         store_per_row(drop_ptr, -drop, first, rows, exists)
         dout = dout.to(DOT)
-        # what came before the tile; the sixteen columns of z are alike
+        # what came before the tile; the sixteen columns of z are alike. The denominator is divided out at the end
         z_a = tl.sum(wide_a, axis=1) * 0.0625
         z_b = tl.sum(wide_b, axis=1) * 0.0625
-        da = tl.dot(dout, tl.trans(s_a.to(DOT)), input_precision=PRECISION) * inverse
+        da = tl.dot(dout, tl.trans(s_a.to(DOT)), input_precision=PRECISION)
         db = da
         if PARTS == 2:
-            db = tl.dot(dout, tl.trans(s_b.to(DOT)), input_precision=PRECISION) * inverse
+            db = tl.dot(dout, tl.trans(s_b.to(DOT)), input_precision=PRECISION)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-        toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION) * inverse, 0.0)
+        toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION), 0.0)
         minus = tl.where(lower_triangle(BN), drop, 0.0)
         if PAIRS == 0:
             toward -= minus
@@ -208,10 +208,10 @@ def causal_dq_kernel(
             db = da
         y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
         dy, g0, g1 = phi_query_gradient(y, da, db, query_params, channels, norm_scale, alpha, D, MAP, 0)
-        store_rows(dq_ptr, dy, first, rows, exists, channels, in_head, stride_dq)
+        store_rows(dq_ptr, dy * inverse, first, rows, exists, channels, in_head, stride_dq)
         if LEARNED:
-            p0 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g0, 0.0), axis=0)
-            p1 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g1, 0.0), axis=0)
+            p0 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g0 * inverse, 0.0), axis=0)
+            p1 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g1 * inverse, 0.0), axis=0)
     if LEARNED:
         place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
         dparam_ptr += place * (2 * D)
@@ -357,7 +357,8 @@ def causal_dk_kernel(
             own_do = dout_ptr + do_offset + query_head * stride_doh
             place_of_rows = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
             inverse = load_per_row(inverse_ptr + place_of_rows, first, rows, exists)
-            drop = load_per_row(drop_ptr + place_of_rows, first, rows, exists)
+            drop = load_per_row(drop_ptr + place_of_rows, first, rows, exists) * inverse
+            # not the features: their products must round as those of the forward pass did, where they nearly cancel
             g = load_rows(own_do, first, rows, exists, columns, columns < V, stride_do)
             g = (g.to(tl.float32) * inverse).to(DOT)
             toward = tl.where(upper, tl.dot(v, tl.trans(g), input_precision=PRECISION), 0.0)

@@ -1,15 +1,12 @@
 """Launches of the causal kernels; see launch.py for what a Call is and causal.py for the plan."""
 
 import torch
-import triton
 from torch import Tensor
 
-from .causal import causal_kernel, prefix_kernel
+from .causal import causal_kernel
 from .causal_gradient import causal_dk_kernel, causal_dq_kernel
 from .launch import Angles, Call, angle_stride, parameter_row, stand_ins, strides, sums_of_gradients, sums_of_keys
-from .start import on_device_of
-
-PREFIX_BLOCK = 512
+from .split_sums import prefix
 
 
 def forward(
@@ -39,7 +36,7 @@ def forward(
         total = sums[0]
     else:
         sums, _ = sums_of_keys(call, k, v, mask, bounds, parameters, (cos_k, sin_k), angles_k, count, stretch)
-        total = prefix(sums, initial, reverse=False)
+        total = prefix(call.launches, sums, initial, reverse=False)
     call.start(
         ("causal", keep, has_total),
         causal_kernel,
@@ -112,7 +109,7 @@ def backward(
         kernel="causal_dsums",
     )
     after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
-    dinitial = prefix(after, dtotal, reverse=True)
+    dinitial = prefix(call.launches, after, dtotal, reverse=True)
     call.start(
         ("causal dk", layout),
         causal_dk_kernel,
@@ -132,24 +129,6 @@ def backward(
     if not is_learned:
         return dq, dk, dv, dinitial, None, None
     return dq, dk, dv, dinitial, dquery.sum((0, 1)), dkey.sum((0, 1))
-
-
-def prefix(sums: Tensor, initial: Tensor | None, *, reverse: bool) -> Tensor:
-    """Turns sums [splits, rows, ...] into those before (or after) each split, in place; returns the sum of all."""
-    total = torch.empty_like(sums[0])
-    elements = total.numel()
-    with on_device_of(sums):
-        prefix_kernel[(triton.cdiv(elements, PREFIX_BLOCK),)](
-            sums,
-            initial if initial is not None else sums,
-            total,
-            sums.shape[0],
-            elements,
-            BLOCK=PREFIX_BLOCK,
-            REVERSE=reverse,
-            HAS_INITIAL=initial is not None,
-        )
-    return total
 
 
 def parameters_of_both(call: Call, parameters: Tensor, angles_q: Angles, angles_k: Angles) -> tuple[int, ...]:

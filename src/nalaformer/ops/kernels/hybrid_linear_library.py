@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .causal_launch import prefix
 from .eager import eager
 from .hybrid_features import signed_softmax_gradient_kernel, signed_softmax_kernel
 from .hybrid_launch import LAUNCHES, Tile, operand, operand_constants, padded, tile_of, with_rows_of_numbers
 from .hybrid_linear import stretch_sums_kernel, walk_kernel
 from .launch import strides
+from .split_sums import prefix
 from .start import Description, kind, processors, start
 
 # programs per multiprocessor that we want, and steps below which one is not worth its sums
@@ -53,7 +53,7 @@ def run_forward(
     count, stretch = stretches(batch * heads, -(-values.shape[-1] // COLUMNS), groups, values.device)
     chunks = key_features.shape[1] // per_chunk
     before = _stretch_sums(dtype, key_features, values, counts, count, stretch, chunks, per_chunk, are_counts=True)
-    after = prefix(before, None if initial is None else initial.contiguous(), reverse=False)
+    after = prefix(LAUNCHES, before, None if initial is None else initial.contiguous(), reverse=False)
     _walk(
         *("forward", dtype),
         *(query_features, key_features, values, counts, total, before, weighted, total),
@@ -97,7 +97,7 @@ def run_backward(
         rank_one=True,
     )
     later = _stretch_sums(dtype, query_features, dweighted, dtotal, count, stretch, groups, rows, are_counts=False)
-    dinitial = prefix(later, None if dafter is None else dafter.contiguous(), reverse=True)
+    dinitial = prefix(LAUNCHES, later, None if dafter is None else dafter.contiguous(), reverse=True)
     group = heads // values.shape[2]
     # by query head; those that share values are added up, in float32
     shape, kept_in = (*key_features.shape[:3], values.shape[-1]), values.dtype if group == 1 else torch.float32

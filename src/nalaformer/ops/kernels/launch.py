@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .bidirectional import output_kernel, state_kernel, whole_kernel
 from .bidirectional_gradient import dk_kernel, dq_kernel, dsums_kernel
+from .split_sums import merge, merge_scaled
 from .start import Description, Launches, processors, start
 
 # up to this many tokens a single program may own a sample and head: one launch instead of three
@@ -37,8 +38,9 @@ class Tile:
     registers: int | None = None
 
 
-# by kernel, then by the padded head size; 64 is measured on one H200 with bfloat16, the others follow from registers. Others
-# must be seen right on a GPU: with eight warps the causal kernels with rotary spill less, but were wrong (Triton 3.6)
+# by kernel, then by the padded head size; 64 is measured on one H200 with bfloat16, the others follow from registers. Larger
+# tiles of the causal kernels may be wrong: the assembler of Triton 3.6 breaks kernels that run out of registers while warp
+# groups multiply (without its optimiser they are right), as those with 64 tokens in heads of 128 or in eight warps do
 TILES = {
     "state": {64: Tile(64, 4, 3), 128: Tile(64, 8, 2), 256: Tile(32, 8, 1)},
     "output": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
@@ -48,10 +50,12 @@ TILES = {
     # the same kernel, over the few long stretches of the causal ones
     "causal_dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
-    "causal": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
-    "causal_dq": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
-    "causal_dk": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
+    "causal": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1), 256: Tile(32, 8, 1)},
+    "causal_dq": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1), 256: Tile(32, 8, 1)},
+    "causal_dk": {64: Tile(16, 4, 2), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
 }
+# with rotary, heads up to 64: turned features beside plain ones take their registers
+TURNED_TILES = {"causal": Tile(32, 4, 2), "causal_dq": Tile(32, 4, 2), "causal_dk": Tile(32, 4, 2)}
 # for bfloat16, heads up to 64, one stream and no rotary, where few registers are enough
 LEAN_TILES = {"dsums": Tile(32, 4, 3, 128)}
 # by kernel: programs per multiprocessor that we want, and steps below which a program is not worth its sums
@@ -116,6 +120,8 @@ class Call:
         if is_lean and kernel in LEAN_TILES:
             return LEAN_TILES[kernel]
         chosen = next(entry for size, entry in TILES[kernel].items() if self.block_d <= size)
+        if self.pairs and self.block_d <= 64:
+            chosen = TURNED_TILES.get(kernel, chosen)
         if self.operand == torch.bfloat16:
             return chosen
         # twice the bytes per element: half the tokens fit
@@ -234,7 +240,10 @@ def forward(
 
     count, stretch = call.splits("state", call.num_keys, call.kv_heads)
     partial, partial_scale = sums_of_keys(call, k, v, mask, bounds, parameters, (cos_k, sin_k), angles_k, count, stretch)
-    sums, scale = merge(partial, partial_scale, call.is_guarded)
+    if call.is_guarded:
+        sums, scale = merge_scaled(call.launches, partial, partial_scale)
+    else:
+        sums, scale = merge(call.launches, partial), partial_scale[0]
 
     count, stretch_q = call.splits("output", call.num_queries, call.heads)
     call.start(
@@ -333,18 +342,6 @@ def sums_of_gradients(
     return sums
 
 
-def merge(partial: Tensor, scale: Tensor, is_guarded: bool) -> tuple[Tensor, Tensor]:
-    """Add the sums of the splits, in order; [splits, B * K, PARTS, D, V + 2] -> [B * K, PARTS, D, V + 2]."""
-    if partial.shape[0] == 1:
-        return partial[0], scale[0]
-    if not is_guarded:
-        return partial.sum(0), scale[0]
-    largest = scale.amax(0)
-    weight = torch.exp2(scale - largest)[:, :, None, None, None].expand_as(partial).clone()
-    weight[..., -1] = 1  # the number of keys is not scaled
-    return (partial * weight).sum(0), largest
-
-
 def backward(
     call: Call,
     q: Tensor,
@@ -399,7 +396,7 @@ def backward(
     partial = sums_of_gradients(
         call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, inverse, drop, layout, sum_count, sum_stretch
     )
-    dsums = partial.unflatten(1, (-1, group)).sum((0, 2)) if sum_count * group > 1 else partial[0]
+    dsums = merge(call.launches, partial, group=group)
 
     key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)
     dkey = parameter_buffer(key_count, call.kv_heads, 2)
