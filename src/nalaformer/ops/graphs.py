@@ -46,6 +46,7 @@ def _captured(call: Callable[[], object], restore: Sequence[Tensor], side: torch
         tensor.copy_(old)
     del before
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # of this thread alone: others may go on to allocate meanwhile, as loaders and servers do
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
     return graph.replay
