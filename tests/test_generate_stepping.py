@@ -140,6 +140,27 @@ def test_rows_are_chosen_repeated_and_copied_while_lent(steps):
     torch.testing.assert_close(chosen, both_rows[1:].expand(3, -1, -1), rtol=0, atol=1e-4)
 
 
+@torch.no_grad()
+def test_samples_of_different_lengths_change_places_while_lent(steps):
+    model, given, tokens = with_steps(converted(), after=0), prompts(), torch.randint(3, 50, (30, 2, 1))
+    order, logits = torch.tensor([1, 0]), []
+    for is_lent in (True, False):
+        cache = model(**given, use_cache=True).past_key_values
+        for n, token in enumerate(tokens):
+            # by then the samples' chunks are full at different steps
+            if n == 8:
+                cache.reorder_cache(order)
+            if not is_lent:
+                cache = copy.deepcopy(cache)
+                model.stepping = None
+            positions = torch.tensor([[21], [12]])[order if n >= 8 else slice(None)] + n
+            logits.append(model(token, position_ids=positions, past_key_values=cache).logits)
+        # what goes on from here asks each sample's own length
+        assert cache.layers[0].state.lengths == (12 + 30, 21 + 30)
+    torch.testing.assert_close(*torch.stack(logits).chunk(2), rtol=0, atol=1e-4)
+    assert steps["taken"] == 30
+
+
 def test_a_conversation_goes_on_from_a_lent_cache(steps):
     model, given = with_steps(converted()), prompts()
     first = model.generate(**given, **GREEDY, return_dict_in_generate=True)
@@ -283,19 +304,20 @@ def other_settings(model):
 
 
 @pytest.mark.parametrize(
-    ("change", "decoders"),
+    ("change", "decoders", "taken"),
     [
-        (change_in_place, 1),
-        (change_the_maps, 1),
-        (replace_a_parameter, 2),
-        (replace_the_data, 2),
-        (replace_a_module, 2),
-        (hook_a_module, 1),
-        (other_settings, 2),
+        # 17 steps before the change; after it 20 in the same text and 20 in another
+        (change_in_place, 1, 17 + 20 + 20),
+        (change_the_maps, 1, 17 + 20 + 20),
+        (replace_a_parameter, 2, 17 + 17 + 20),
+        (replace_the_data, 2, 17 + 17 + 20),
+        (replace_a_module, 2, 17 + 17 + 20),
+        (other_settings, 2, 17 + 17 + 20),
+        (hook_a_module, 1, 17),
     ],
 )
 @torch.no_grad()
-def test_changes_of_the_model_are_followed_between_and_within_texts(change, decoders, steps):
+def test_changes_of_the_model_are_followed_between_and_within_texts(change, decoders, taken, steps):
     tokens = torch.randint(3, 50, (2, 60))
     logits = []
     for stepping in (None, Stepping(after=3, capture=False)):
@@ -310,7 +332,40 @@ def test_changes_of_the_model_are_followed_between_and_within_texts(change, deco
         after += [model(token, past_key_values=again).logits for token in tokens[:, 20:40].split(1, 1)]
         logits.append(torch.cat(before + after, 1))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
-    assert steps["made"] == decoders
+    assert steps == {"made": decoders, "taken": taken}
+
+
+@torch.no_grad()
+def test_what_the_kernel_keeps_of_the_maps_follows_them():
+    model, tokens = with_steps(converted(), after=0), torch.randint(3, 50, (2, 12))
+    maps = [attention.hybrid.map for attention in converted_attentions(model)]
+
+    def is_right():
+        states = model.stepping.decoders[0].cache.states
+        return all(torch.equal(state.query_matrix, phi.query_matrix()) for state, phi in zip(states, maps, strict=True))
+
+    cache = model(tokens, use_cache=True).past_key_values
+    model(tokens[:, :1], past_key_values=cache)
+    assert is_right()
+    change_the_maps(model)
+    model(tokens[:, :1], past_key_values=cache)
+    assert is_right()
+    # of what leaves no trace at least the next text knows
+    for phi in maps:
+        phi.query_weight.data.mul_(2)
+    assert not is_right()
+    model(tokens[:, :1], past_key_values=model(tokens, use_cache=True).past_key_values)
+    assert is_right()
+
+
+@torch.no_grad()
+def test_a_model_that_changes_all_the_time_is_not_captured_all_the_time(steps):
+    model, tokens = with_steps(converted(), after=3), torch.randint(3, 50, (2, 40))
+    cache = model(tokens[:, :12], use_cache=True).past_key_values
+    for token in tokens[:, 12:].split(1, 1):
+        replace_a_parameter(model)
+        model(token, past_key_values=cache)
+    assert steps == {"made": 7, "taken": 7}
 
 
 def test_adapters_are_left_to_the_model(steps):
@@ -374,11 +429,13 @@ def test_logits_are_not_written_over_by_the_next_step():
 
 
 def test_a_decoder_of_inference_mode_goes_on_outside(steps):
-    model, text = with_steps(converted()), torch.full((2, 9), 7)
-    expected = both(model, input_ids=text, **GREEDY)[0]
+    model, text = converted(), torch.full((2, 9), 7)
+    expected = model.generate(text, **GREEDY)
+    with_steps(model)
     with torch.inference_mode():
         assert torch.equal(model.generate(text, **GREEDY), expected)
     assert torch.equal(model.generate(text, **GREEDY), expected)
+    assert steps["made"] == 1
 
 
 def test_a_failed_capture_is_said_once_and_costs_no_token(monkeypatch):

@@ -72,7 +72,9 @@ class SteppingDecoder:
         given = {"position_ids": self.positions, "past_key_values": self.cache}
         out = self.model(self.tokens, **given, use_cache=True, logits_to_keep=1)
         if self.logits is None:
-            self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
+            # later steps may be taken outside of inference mode
+            with torch.inference_mode(False):
+                self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
         self.logits.copy_(out.logits[:, -1])
 
     def run_roll(self) -> None:
