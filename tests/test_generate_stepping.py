@@ -1,6 +1,6 @@
 """Steps of `generate` that a decoder takes over: the tokens and the cache are those of the model by itself.
 
-Uncaptured, so that they run anywhere; tests/test_stepping_gpu.py has the same on CUDA graphs.
+Uncaptured or recorded, so that they run anywhere; tests/test_stepping_gpu.py has the same on CUDA graphs.
 """
 
 import copy
@@ -16,11 +16,13 @@ pytest.importorskip("transformers")
 from torch import nn
 
 from nalaformer.attention.hybrid import hybrid_settings
+from nalaformer.models.hybrid import decoder as decoder_module
 from nalaformer.models.hybrid import stepping as stepping_module
 from nalaformer.models.hybrid.attention import attention_mode, converted_attentions
 from nalaformer.models.hybrid.cache import HybridCache
 from nalaformer.models.hybrid.decoder import SteppingDecoder
 from nalaformer.models.hybrid.stepping import Stepping, capacity_for
+from recorded_graphs import recorded
 from test_linearize import SMALL, converted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,6 +50,16 @@ def steps(monkeypatch):
     return counts
 
 
+@pytest.fixture(params=[False, True], ids=["called", "recorded"])
+def each_way(request, monkeypatch):
+    """Steps as they are called without a GPU, and recorded once and replayed as with one."""
+    if not request.param:
+        return
+    make = SteppingDecoder.__init__
+    monkeypatch.setattr(SteppingDecoder, "__init__", lambda self, *a, **given: make(self, *a, **given | {"capture": True}))
+    monkeypatch.setattr(decoder_module, "captured", recorded)
+
+
 def with_steps(model, *, after=3):
     model.stepping = Stepping(after=after, capture=False)
     return model
@@ -71,6 +83,7 @@ def both(model, *, after=3, **options):
     return found
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -90,6 +103,7 @@ def test_greedy_tokens_and_logits_of_padded_prompts_are_the_models_own(family, s
     assert steps == {"taken": 40 - 1 - 3, "made": 1}
 
 
+@pytest.mark.usefixtures("each_way")
 def test_positions_of_the_callers_own_are_kept(steps):
     tokens = torch.randint(3, 50, (2, 21))
     positions = torch.arange(21).repeat(2, 1) + torch.tensor([[4], [70]])
@@ -118,6 +132,7 @@ def test_drawn_tokens_are_the_models_own(settings, steps):
     assert steps["taken"]
 
 
+@pytest.mark.usefixtures("each_way")
 def test_beams_are_the_models_own_and_reordered_in_place(steps):
     expected, found = both(converted(), **prompts(), **GREEDY, num_beams=3, num_return_sequences=2)
     assert torch.equal(found, expected)
@@ -192,6 +207,7 @@ def test_texts_that_follow_share_one_decoder_from_their_first_step(steps):
     assert steps == {"taken": 36 + 39, "made": 1}
 
 
+@pytest.mark.usefixtures("each_way")
 def test_two_texts_that_alternate_do_not_mix(steps):
     model, tokens = converted(), torch.randint(3, 50, (2, 2, 40))
     with torch.no_grad():
@@ -308,6 +324,7 @@ def other_settings(model):
         attention.hybrid.settings = replace(attention.hybrid.settings, merge="released")
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(
     ("change", "decoders", "taken"),
     [
