@@ -291,6 +291,22 @@ def test_copied_models_have_decoders_of_their_own():
     assert torch.equal(twin.generate(torch.full((1, 9), 7), **GREEDY), expected)
 
 
+@torch.no_grad()
+def test_decoders_serve_no_other_model(steps):
+    model, tokens = with_steps(converted(), after=0), torch.randint(3, 50, (2, 12))
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.mul_(1.3)
+    other.stepping = model.stepping
+    caches = [each(tokens, use_cache=True).past_key_values for each in (model, other)]
+    for _ in range(2):
+        found = [each(tokens[:, :1], past_key_values=cache).logits for each, cache in zip((model, other), caches, strict=True)]
+    model.stepping = other.stepping = None
+    again = torch.cat((tokens, tokens[:, :1], tokens[:, :1]), 1)
+    for each, logits in zip((model, other), found, strict=True):
+        torch.testing.assert_close(logits[:, 0], each(again, use_cache=False).logits[:, -1], rtol=0, atol=1e-4)
+
+
 def change_in_place(model):
     for parameter in model.parameters():
         parameter.mul_(1.3)
@@ -400,6 +416,7 @@ def test_adapters_are_left_to_the_model(steps):
     with wrapped.disable_adapter():
         assert not torch.equal(wrapped.generate(input_ids=text, **GREEDY), first)
     assert steps["made"] == 0
+    assert "merge them first" in model.stepping.refusal
     merged = wrapped.merge_and_unload()
     merged.generate(input_ids=text, **GREEDY)
     assert steps["made"] == 1

@@ -1,5 +1,6 @@
 """What a captured step takes from a model without asking again, and which models are not to be captured."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ class Blueprint:
     """A model as it was when steps were captured. A graph reads weights by their address, so changes in place are no change."""
 
     def __init__(self, model: nn.Module) -> None:
-        # the model holds this, so this must not hold the model: it would outlive its last user
+        # weakly: the model holds this, and would outlive its last user
+        self._model = weakref.ref(model)
         modules = list(model.modules())
-        self._children = [(module._modules, dict(module._modules)) for module in modules if module._modules]
+        self._children = [(module._modules, dict(module._modules)) for module in modules]
         self._tensors = [
             (held, name, tensor, tensor.data_ptr() if _is_plain(tensor) else None)
             for module in modules
@@ -35,10 +37,11 @@ class Blueprint:
         self.refusal = why_not(modules, [tensor for _, _, tensor, _ in self._tensors])
         """Why the model's steps cannot be captured; None: they can."""
 
-    def holds(self) -> bool:
+    def holds(self, model: nn.Module) -> bool:
         """Whether the model still is this one. Asked before every step, so it takes some microseconds a layer."""
         return (
-            all(now == then for now, then in self._children)
+            self._model() is model
+            and all(now == then for now, then in self._children)
             and all(
                 held.get(name) is tensor and (address is None or tensor.data_ptr() == address)
                 for held, name, tensor, address in self._tensors

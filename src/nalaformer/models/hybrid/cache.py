@@ -41,7 +41,7 @@ class HybridCacheLayer(StateLayer):
 
     @state.setter
     def state(self, state: HybridState | None) -> None:
-        with nullcontext() if self.loan is None else self.loan.lock:
+        with nullcontext() if (loan := self.loan) is None else loan.lock:
             self._own, self.loan = state, None
 
     def lend(self, loan: Loan) -> None:
@@ -115,7 +115,7 @@ class HybridCache(Cache):
     @property
     def nbytes(self) -> int:
         """Of all that is remembered."""
-        return sum(layer.held.nbytes for layer in self.layers if layer.held is not None)
+        return sum(state.nbytes for state in (layer.held for layer in self.layers) if state is not None)
 
 
 class SteppingCacheLayer(HybridCacheLayer):

@@ -29,8 +29,8 @@ class Stepping:
     The first steps of a text are the model's own; then its cache is lent to a decoder, whose graphs are replayed. Graphs are
     kept with the model and serve the texts that follow; a cache that is asked for its state, reordered, copied or passed to
     any other call has it as ever. Whatever a replay would pass over (hooks, adapters, autocast, a model that was changed) goes
-    to the model itself. Decoders keep their memory: `model.stepping = None` gives it back and turns all this off,
-    `model.stepping = Stepping()` turns it on again.
+    to the model itself; `refusal` says why. Decoders keep their memory: `model.stepping = None` gives it back and turns all
+    this off, `model.stepping = Stepping()` turns it on again.
     """
 
     def __init__(self, *, after: int = 8, capture: bool | None = None) -> None:
@@ -49,6 +49,11 @@ class Stepping:
     def decoders(self) -> list[SteppingDecoder]:
         """Those that are kept, the one that was used last at the end."""
         return [place.decoder for place in self._places]
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the model's steps are left to it; None: they are not, or it was not asked yet."""
+        return None if self._blueprint is None else self._blueprint.refusal
 
     def step(
         self, model: "HybridForCausalLM", tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: HybridCache
@@ -96,7 +101,7 @@ class Stepping:
 
     def _place(self, model: "HybridForCausalLM", cache: HybridCache) -> "_Place | None":
         """The decoder that goes on with this cache; None: there is none, or none yet."""
-        if self._blueprint is not None and not self._blueprint.holds():
+        if self._blueprint is not None and not self._blueprint.holds(model):
             self.forget()
             # a model that changes all the time is not captured all the time
             cache.single_steps = 0
