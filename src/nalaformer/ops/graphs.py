@@ -46,15 +46,14 @@ def _captured(call: Callable[[], object], restore: Sequence[Tensor], side: torch
         tensor.copy_(old)
     del before
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    generator = torch.cuda.default_generators[stream.device_index]
-    random_state = generator.clone_state()
     try:
         # of this thread alone: others may go on to allocate meanwhile, as loaders and servers do
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             call()
     except RuntimeError:
-        # torch stays on the stream of a capture that failed, and goes on to take random numbers for it
+        # torch would stay on the stream of a capture that failed, and its generator take itself to be captured still
         torch.cuda.set_stream(stream)
-        generator.graphsafe_set_state(random_state)
+        generator = torch.cuda.default_generators[stream.device_index]
+        generator.graphsafe_set_state(generator.clone_state())
         raise
     return graph.replay
