@@ -129,9 +129,7 @@ class SteppingState:
         """Samples in another order, with repetitions, but as many as before: beam search."""
         index = torch.as_tensor(samples, dtype=torch.int64, device=self.keys.device)
         if len(index) != len(self.lengths):
-            raise ValueError(
-                f"memory of fixed size keeps {len(self.lengths)} samples, got {len(index)}; select of `to_state()`"
-            )
+            raise ValueError(f"memory of fixed size has {len(self.lengths)} samples, got {len(index)}; use to_state().select")
         for tensor in self.tensors():
             tensor.copy_(tensor.index_select(0, index))
         # where all are alike, which samples are taken is not asked of the device
