@@ -8,17 +8,20 @@ import torch
 pytest.importorskip("transformers")
 from transformers import DynamicCache
 
-from nalaformer.attention.hybrid import roll_
+from nalaformer.attention.hybrid import roll_, stepping
 from nalaformer.bench import decoding
-from nalaformer.bench.decoding import DecodeStudy, build_decoder, checked_error, make_fixed, random_cache, run_decoding
+from nalaformer.bench.decoding import DecodeStudy, build_decoder, checked_error, make_fixed, run_decoding
 from nalaformer.bench.fixed_layer import ROWS, WAYS
+from nalaformer.bench.random_caches import random_cache
 from nalaformer.models.hybrid.cache import HybridCache
+from nalaformer.models.hybrid.decoder import SteppingDecoder
+from nalaformer.models.hybrid.stepping import Stepping
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOY = DecodeStudy(
     layers=2, width=32, heads=4, key_heads=2, chunk_size=8, salient_per_chunk=2, max_salient=6, contexts=(50, 64),
-    batches=(1, 3), steps=10, eager_steps=2,
+    batches=(1, 3), steps=10, eager_steps=2, generated=6,
 )  # fmt: skip
 
 
@@ -69,6 +72,42 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
     assert all("ms_per_step" not in row and row["error"] > 1e-4 for row in ours)
 
 
+def test_the_cap_on_salient_tokens_belongs_to_what_is_compared(monkeypatch):
+    def lose_those_who_go(state, keys, values, scores):
+        gone, is_gone = enter(state, keys, values, scores)
+        return gone, torch.zeros_like(is_gone)
+
+    enter = stepping._enter_store
+    monkeypatch.setattr(stepping, "_enter_store", lose_those_who_go)
+    study = replace(TOY, max_salient=1000)
+    errors = {method: checked_error(build(method, study), study) for method in study.methods}
+    capped = errors.pop("still, at most 1000 salient")
+    assert capped > 1e-3
+    assert max(errors.values()) < 1e-5
+
+
+def test_what_generate_does_belongs_to_what_is_compared(monkeypatch):
+    take = Stepping.step
+
+    def slightly_off(self, *args):
+        logits = take(self, *args)
+        return logits if logits is None else 1.01 * logits
+
+    monkeypatch.setattr(Stepping, "step", slightly_off)
+    assert checked_error(build("window"), TOY) == pytest.approx(0.01, abs=1e-4)
+
+
+def test_generate_is_measured_as_a_decoder_takes_it(monkeypatch):
+    taken = []
+    step = SteppingDecoder.step
+    monkeypatch.setattr(SteppingDecoder, "step", lambda self, *a, **k: (taken.append(1), step(self, *a, **k))[1])
+    model = build("window")
+    found = decoding.measure_generate(model, TOY, 50, 1)
+    assert (found.timed, found.note) == (decoding.GENERATE, "6 tokens")
+    assert len(taken) == decoding.WARM_UPS + 6
+    assert model.stepping is None
+
+
 @pytest.mark.parametrize("method", [name for name in TOY.methods if name != "softmax"])
 @torch.no_grad()
 def test_random_caches_have_the_shapes_that_prompts_leave(method):
@@ -90,7 +129,7 @@ def test_every_method_context_and_batch_has_its_row():
     expected = [
         (method, context, batch, timed)
         for method in TOY.methods
-        for timed, batches in ((decoding.PLAIN, (1, 3)), (decoding.EAGER, (1,)))
+        for timed, batches in ((decoding.PLAIN, (1, 3)), (decoding.EAGER, (1,)), (decoding.GENERATE, (1,)))
         for batch in batches
         for context in (50, 64)
     ]

@@ -1,5 +1,7 @@
 """The bench of hybrid attention over prompts, at a size where only its way is tried."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,3 +62,34 @@ def test_gradients_are_compared_too(monkeypatch):
 
 def test_nothing_is_begun_after_the_deadline():
     assert rows_of(TOY, deadline=0.0) == []
+
+
+def test_the_cap_on_salient_tokens_belongs_to_what_is_compared(monkeypatch):
+    right = prompts.hybrid_attention
+
+    def without_a_cap(q, k, v, *, settings, **options):
+        settings = settings if q.dtype == torch.float64 else replace(settings, max_salient=0)
+        return right(q, k, v, settings=settings, **options)
+
+    monkeypatch.setattr(prompts, "hybrid_attention", without_a_cap)
+    settings = TOY.methods["still, no cap"]
+    for cap, is_wrong in ((0, False), (1000, True)):
+        # more than the checked tokens could ever fill
+        given = replace(settings, max_salient=cap)
+        error = checked_error("still", given, SMALL, 45, device="cpu", dtype=torch.float32)
+        assert (error > 1e-2) == is_wrong, (cap, error)
+
+
+def test_no_length_is_begun_after_the_deadline(monkeypatch):
+    clock = [0.0]
+
+    def measure(*args, **kwargs):
+        clock[0] += 1.0
+        return {"ms": 1.0}
+
+    monkeypatch.setattr(prompts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(prompts, "measure", measure)
+    rows = rows_of(replace(TOY, lengths=(40, 48, 56)), deadline=2.5)
+    # the third measurement begins in time, nothing after it does
+    found = [(row["method"], row["length"], row["timed"]) for row in rows]
+    assert found == [(SOFTMAX, 40, "forward"), (SOFTMAX, 40, "forward+backward"), (SOFTMAX, 48, "forward")]

@@ -1,5 +1,6 @@
 """The feature maps: what their papers prove about them, and what their options do."""
 
+import copy
 import math
 
 import pytest
@@ -342,6 +343,19 @@ def test_turning_keeps_the_norm(size, make_map, make_qkv):
         turned = feature_map.turn(size * q, weight, normal)
         assert (turned.norm(dim=-1) / (size * q).norm(dim=-1) - 1).abs().max() < 1e-12
         assert (turned - size * q).abs().max() > 0.1 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_norm_preserving_matrix_of_queries_is_float32_whatever_the_map_is(make_map, make_qkv, dtype):
+    feature_map = make_map("norm_preserving", dtype=dtype)
+    matrix, wide = feature_map.query_matrix(), copy.deepcopy(feature_map).double()
+    assert matrix.dtype == torch.float32
+    q = make_qkv()[0]
+    turned = torch.einsum("bnhd,hed->bnhe", q, matrix.double())
+    turned = turned * (q.norm(dim=-1, keepdim=True) / turned.norm(dim=-1, keepdim=True))
+    exact = wide.turn(q, wide.query_weight, wide.query_normal)
+    # 8 products in float32; in bfloat16 the error would be some 1e-2
+    torch.testing.assert_close(turned, exact, rtol=0, atol=2e-6)
 
 
 def test_norm_preserving_features_are_two_distributions(make_map, make_qkv):

@@ -111,3 +111,19 @@ def test_what_memory_of_fixed_size_cannot_do_is_refused(tokens):
         model(tokens[:, :1], past_key_values=cache)
     with pytest.raises(ValueError, match="to_cache"):
         cache.reorder_cache(torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match=r"has 2 samples, got 1; use to_state\(\)\.select"):
+        cache.states[0].select_(torch.tensor([1]))
+    with pytest.raises(ValueError, match=r"states of its own sizes, \(2, .* got \(1, "):
+        cache.load_(model(tokens[:1, :20], use_cache=True).past_key_values)
+
+
+@torch.no_grad()
+def test_a_decoder_goes_on_from_another_text(tokens):
+    model = converted()
+    _, _, decoder = both_logits(model, tokens[:, :50], 20)
+    other = tokens.flip(1)
+    prompt = model(other[:, :27], use_cache=True)
+    decoder.cache.load_(prompt.past_key_values)
+    ours = torch.stack([decoder.step(token).clone() for token in other[:, 27:].unbind(1)], 1)
+    torch.testing.assert_close(ours, model(other, use_cache=False).logits[:, 27:], rtol=0, atol=1e-4)
+    assert decoder.cache.to_cache(model.config).get_seq_length() == 60

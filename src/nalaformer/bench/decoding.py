@@ -1,28 +1,34 @@
 """Memory and speed of decoding at long contexts: converted decoders beside the softmax one with its cache.
 
 Weights are random and caches are filled with random numbers: neither changes what a step costs. On a GPU every step is a CUDA
-graph, for both sides, since Python alone takes longer than the device; eager steps stand in rows of their own. What is timed
-was compared with the ordinary eager model before, over some tokens after a prompt.
+graph, for both sides, since Python alone takes longer than the device; eager steps stand in rows of their own, and so does what
+users call, `generate`: the softmax model's steps are eager there, ours are graphs. What is timed was compared with the ordinary
+eager model before, over some tokens after a prompt.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..attention.hybrid import HybridAttention, HybridSettings, HybridState, empty_state, hybrid_settings, salient_tokens
+from ..attention.hybrid import HybridSettings, hybrid_settings, salient_tokens
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.cache import HybridCache
 from ..models.hybrid.decoder import SteppingDecoder
 from ..models.hybrid.model import HybridForCausalLM
+from ..models.hybrid.stepping import Stepping
 from .language import LARGEST_ERROR
 from .memory import MIB, peak_extra_mib
 from .models import WRONG, failure_of, give_back_memory
+from .random_caches import ordinary_cache, random_cache
 
 CAPTURED, EAGER, PLAIN = "replays of a CUDA graph", "eager", "eager, in place"
+GENERATE = "generate"
 SOFTMAX = "softmax"
 # before the clock starts
 WARM_UPS = 4
@@ -47,6 +53,8 @@ class DecodeStudy:
     """A chunk leaves the window once in as many steps as it has tokens: two of them belong to every measurement."""
     eager_steps: int = 12
     """Of the rows that are bound by the host, of the smallest batch; 0: no such rows."""
+    generated: int = 128
+    """Tokens of the rows of `generate`, of the smallest batch; 0: no such rows."""
 
     @property
     def head_dim(self) -> int:
@@ -70,13 +78,13 @@ class Decoding:
     """What one method costs at one context."""
 
     timed: str
-    """What a time is of: CAPTURED, EAGER, or PLAIN (a device without graphs)."""
+    """What a time is of: CAPTURED, EAGER, GENERATE, or PLAIN (a device without graphs)."""
     cache_mib: float
     """Of all that is remembered of the tokens, room for what comes included."""
     ms_per_step: float
     tokens_per_second: float
     peak_mib: float | None = None
-    """Most memory at any moment of a step, weights included; None on a CPU and for eager steps."""
+    """Most memory at any moment of a step, weights included; None on a CPU, for eager steps and for generate."""
     note: str = ""
 
 
@@ -101,17 +109,17 @@ def run_decoding(
         if reason:
             add(**row, note=reason)
             say(f"decode: {name}: {reason}, error {row.get('error')}")
-        for context, batch, is_eager in () if reason else _cases(study):
+        for context, batch, timed in () if reason else _cases(study, in_place):
             if time.monotonic() > deadline:
                 break
             row |= {"length": context, "batch": batch}
             try:
-                found = measure_eager(model, study, context, batch) if is_eager else measure(model, study, context, batch)
+                found = {EAGER: measure_eager, GENERATE: measure_generate}.get(timed, measure)(model, study, context, batch)
             except RuntimeError as failure:  # what follows can still be measured
-                add(**row, timed=EAGER if is_eager else in_place, note=failure_of(failure))
-                say(f"decode: {name}, {context} tokens, batch {batch}: {failure_of(failure)}")
+                add(**row, timed=timed, note=failure_of(failure))
+                say(f"decode: {name}, {context} tokens, batch {batch}, {timed}: {failure_of(failure)}")
             else:
-                if not is_eager:
+                if timed == in_place:
                     results[name, context, batch] = found
                 add(**row, **asdict(found))
                 say(
@@ -145,11 +153,11 @@ def _give_back(device: str) -> None:
         give_back_memory()
 
 
-def _cases(study: DecodeStudy) -> list[tuple[int, int, bool]]:
-    """Contexts, batches, and whether the row is of eager steps, which come last."""
-    found = [(context, batch, False) for batch in study.batches for context in study.contexts]
-    if study.eager_steps:
-        found += [(context, min(study.batches), True) for context in study.contexts]
+def _cases(study: DecodeStudy, in_place: str) -> list[tuple[int, int, str]]:
+    """Contexts, batches, and what is timed; what waits for the host comes last."""
+    found = [(context, batch, in_place) for batch in study.batches for context in study.contexts]
+    for timed, number in ((EAGER, study.eager_steps), (GENERATE, study.generated)):
+        found += [(context, min(study.batches), timed) for context in study.contexts if number]
     return found
 
 
@@ -174,6 +182,8 @@ def build_decoder(study: DecodeStudy, settings: HybridSettings | None, *, device
     model = with_fused_norms(model.to(dtype))
     if settings is not None:
         model = HybridForCausalLM.convert(model, settings)
+        # steps are what each measurement says
+        model.stepping = None
         for attention in converted_attentions(model):
             if attention.hybrid.gate is not None:
                 attention.hybrid.gate.to(dtype=dtype)
@@ -191,30 +201,54 @@ def with_fused_norms(model: Any) -> Any:
     return model
 
 
+@contextmanager
+def few_salient(model: Any) -> Iterator[None]:
+    """Within, a cap on salient tokens is so low that the second chunk's must compete with the first one's."""
+    attentions = [attention.hybrid for attention in converted_attentions(model)]
+    before = [hybrid.settings for hybrid in attentions]
+    for hybrid in attentions:
+        cap = min(hybrid.settings.max_salient, hybrid.settings.salient_per_chunk)
+        hybrid.settings = replace(hybrid.settings, max_salient=cap)
+    try:
+        yield
+    finally:
+        for hybrid, settings in zip(attentions, before, strict=True):
+            hybrid.settings = settings
+
+
 @torch.no_grad()
 def checked_error(model: Any, study: DecodeStudy) -> float:
     """The largest |logits in place - logits of the eager model| / |.| of tokens after a prompt; a chunk leaves on the way."""
-    # the third chunk is filled after half of the steps, and the first one leaves
+    # the third chunk is filled after half of the steps, and the second one leaves
     prompt = 3 * study.chunk_size - CHECKED_STEPS // 2
     tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, prompt + CHECKED_STEPS), device=model.device)
+    with few_salient(model):
+        return _error(model, tokens, prompt)
+
+
+def _error(model: Any, tokens: Tensor, prompt: int) -> float:
     cache = model(tokens[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
     found: list[Tensor] = []
+    after = tokens[:, prompt:]
     if isinstance(model, HybridForCausalLM):
-        decoder = make_stepping(model, cache, prompt + CHECKED_STEPS)
-        found = [decoder.step(token).clone() for token in tokens[:, prompt:].unbind(1)]
-        after = tokens[:, prompt:]
+        decoder = make_stepping(model, cache, tokens.shape[1])
+        found = [decoder.step(token).clone() for token in after.unbind(1)]
+        # the same in the way of generate
+        lent = deepcopy(cache)
+        with steps_taken_over(model):
+            found += [model(token, past_key_values=lent, use_cache=True).logits[:, 0] for token in after.split(1, 1)]
     else:
         from .fixed_layer import WAYS
 
         room = [torch.cat((x, x[:, :, :1]), dim=2) for layer in cache.layers for x in (layer.keys, layer.values)]
-        after = tokens[:, prompt : prompt + 1]
+        after = after[:, :1]
         for name in WAYS:
             model.set_attn_implementation(name)
             found.append(make_fixed(model, room[::2], room[1::2]).step(after).clone())
         model.set_attn_implementation("sdpa")
     steps = [model(token, past_key_values=cache, use_cache=True).logits[:, 0] for token in after.split(1, 1)]
     # the softmax model takes one step, in every way
-    expected = torch.stack(steps).double()
+    expected = torch.stack(steps).double().repeat(len(found) // len(steps), 1, 1)
     error = (torch.stack(found).double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
     return error.max().item()
 
@@ -252,18 +286,8 @@ def measure(model: Any, study: DecodeStudy, context: int, batch: int) -> Decodin
 
 @torch.no_grad()
 def measure_eager(model: Any, study: DecodeStudy, context: int, batch: int) -> Decoding:
-    """A few steps as `generate` takes them, with the cache that it uses; on a GPU they are bound by the host."""
-    if isinstance(model, HybridForCausalLM):
-        cache: Any = random_cache(model, study, context, batch)
-        size = cache.nbytes
-    else:
-        from transformers import DynamicCache
-
-        model.set_attn_implementation("sdpa")
-        cache, room = DynamicCache(config=model.config), (batch, study.key_heads, context, study.head_dim)
-        for layer in range(study.layers):
-            cache.update(*(torch.randn(room, device=model.device, dtype=model.dtype) for _ in range(2)), layer)
-        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    """A few eager steps with the cache that `generate` uses; on a GPU they are bound by the host."""
+    cache, size = ordinary_cache(model, study, context, batch)
 
     def step(token: Tensor) -> Tensor:
         return model(token[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
@@ -277,21 +301,53 @@ def measure_eager(model: Any, study: DecodeStudy, context: int, batch: int) -> D
     return Decoding(timed=EAGER, cache_mib=size / MIB, ms_per_step=1e3 * seconds, tokens_per_second=batch / seconds, note=note)
 
 
+@torch.no_grad()
+def measure_generate(model: Any, study: DecodeStudy, context: int, batch: int) -> Decoding:
+    """`generate` as users call it, after as many tokens as are in the cache: its second call, when graphs are there."""
+    tokens, size, seconds = torch.zeros(batch, context + 1, dtype=torch.int64, device=model.device), 0, 0.0
+    with steps_taken_over(model):
+        for number in (WARM_UPS, study.generated):
+            cache, size = ordinary_cache(model, study, context, batch)
+            given = {"attention_mask": torch.ones_like(tokens), "past_key_values": cache}
+            _finish(model)
+            start = time.perf_counter()
+            model.generate(tokens, **given, max_new_tokens=number, do_sample=False)
+            _finish(model)
+            seconds = (time.perf_counter() - start) / number
+    note = f"{study.generated} tokens"
+    return Decoding(
+        timed=GENERATE, cache_mib=size / MIB, ms_per_step=1e3 * seconds, tokens_per_second=batch / seconds, note=note
+    )
+
+
+@contextmanager
+def steps_taken_over(model: Any) -> Iterator[None]:
+    """Within, steps of a converted model are a decoder's from the first one on, without graphs where there are none."""
+    if isinstance(model, HybridForCausalLM):
+        model.stepping = Stepping(after=0, capture=None if model.device.type == "cuda" else False)
+    try:
+        yield
+    finally:
+        if isinstance(model, HybridForCausalLM):
+            model.stepping = None
+
+
 def seconds_per_step(step: Callable[[Tensor], Tensor], token: Tensor, steps: int) -> float:
     """Each step takes the token that the one before has found; by the clock, the host included."""
-
-    def finish() -> None:
-        if token.device.type == "cuda":
-            torch.cuda.synchronize()
-
     for _ in range(WARM_UPS):
         token = step(token)
-    finish()
+    _finish(token)
     start = time.perf_counter()
     for _ in range(steps):
         token = step(token)
-    finish()
+    _finish(token)
     return (time.perf_counter() - start) / steps
+
+
+def _finish(work: Any) -> None:
+    """Wait for the device of a tensor or model."""
+    if work.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def make_stepping(model: HybridForCausalLM, cache: HybridCache, longest: int) -> SteppingDecoder:
@@ -318,34 +374,3 @@ def choose_way(model: Any, keys: Tensor, values: Tensor) -> str:
     name, note = fastest_way(query, keys, values)
     model.set_attn_implementation(name)
     return note
-
-
-@torch.no_grad()
-def random_cache(model: HybridForCausalLM, study: DecodeStudy, context: int, batch: int) -> HybridCache:
-    """What a prompt of `context` tokens would leave, of random numbers."""
-    cache = HybridCache(model.config)
-    for layer, attention in zip(cache.layers, converted_attentions(model), strict=True):
-        layer.put(random_state(attention.hybrid, study, context, batch, like=next(model.parameters())), context)
-    return cache
-
-
-def random_state(hybrid: HybridAttention, study: DecodeStudy, context: int, batch: int, *, like: Tensor) -> HybridState:
-    """A state after `context` tokens in the type and on the device of `like`."""
-    settings = hybrid.settings
-    q, k = (like.new_zeros(batch, 1, heads, study.head_dim) for heads in (study.heads, study.key_heads))
-    state = empty_state(q, k, k, feature_map=hybrid.map, settings=settings)
-    size = settings.chunk_size
-    for window in (state.keys, state.values, state.scores):
-        window[:, 0 if context >= size else size : size + context % size].normal_()
-    store = (*state.salient_keys.shape[:2], salient_tokens(context, settings))
-    # as many tokens as are in the sums, each with features that sum to about one
-    state.linear.state.normal_(std=context**0.5)
-    state.linear.key_sum.fill_(context / state.linear.key_sum.shape[-1])
-    return replace(
-        state,
-        salient_keys=torch.randn(*store, study.head_dim, dtype=k.dtype, device=k.device),
-        salient_values=torch.randn(*store, study.head_dim, dtype=k.dtype, device=k.device),
-        salient_scores=torch.rand(store, device=k.device),
-        linear=replace(state.linear, count=torch.full_like(state.linear.count, context)),
-        lengths=(context,) * batch,
-    )

@@ -59,6 +59,7 @@ def toy_study() -> LinearizationStudy:
             batches=(1,),
             steps=9,
             eager_steps=2,
+            generated=8,
         ),
     )
 

@@ -45,7 +45,15 @@ def _captured(call: Callable[[], object], restore: Sequence[Tensor], side: torch
     for tensor, old in zip(restore, before, strict=True):
         tensor.copy_(old)
     del before
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # of this thread alone: others may go on to allocate meanwhile, as loaders and servers do
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+    except RuntimeError:
+        # torch would stay on the stream of a capture that failed, and its generator take itself to be captured still
+        torch.cuda.set_stream(stream)
+        generator = torch.cuda.default_generators[stream.device_index]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     return graph.replay

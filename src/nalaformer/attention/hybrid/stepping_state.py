@@ -1,5 +1,6 @@
 """What decoding in place remembers: a HybridState in memory of fixed size, with room for what comes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ class SteppingState:
 
     settings: HybridSettings
     feature_map: FeatureMap
-    """Its parameters must not change while the state is in use."""
+    """After a change of its parameters `refresh_` is due."""
     query_matrix: Tensor | None
     """[H, D, D]: what the kernel turns queries with; None: features are computed outside of it."""
     key_heads: int
@@ -88,7 +89,7 @@ class SteppingState:
     def to_state(self) -> HybridState:
         """A copy as a HybridState, for whatever else goes on from here: prompts, reordered beams, saving."""
         window = 2 * self.settings.chunk_size
-        some = max((salient_tokens(length, self.settings) for length in self.lengths), default=0)
+        some = most_salient(self.lengths, self.settings)
         own = slice(None, None, self.keys.shape[1] // self.key_heads)
         return HybridState(
             keys=self.keys[:, own, :window].transpose(1, 2).clone(),
@@ -103,6 +104,37 @@ class SteppingState:
             is_poisoned=self.ailing.isnan(),
             lengths=self.lengths,
         )
+
+    def load_(self, state: HybridState) -> None:
+        """Go on from another state of as many samples, in the same memory: graphs that were captured stay right."""
+        new = self.from_state(state, feature_map=self.feature_map, settings=self.settings, capacity=self.capacity)
+        for kept, value in zip(self.tensors(), new.tensors(), strict=True):
+            if kept.shape != value.shape or kept.dtype != value.dtype:
+                raise ValueError(
+                    f"memory of fixed size takes states of its own sizes, {tuple(kept.shape)} in {kept.dtype}, got "
+                    f"{tuple(value.shape)} in {value.dtype}; make a new one with from_state"
+                )
+        for kept, value in zip(self.tensors(), new.tensors(), strict=True):
+            kept.copy_(value)
+        self.lengths = state.lengths
+        self.refresh_()
+
+    def refresh_(self) -> None:
+        """Take over what the feature map's parameters are now."""
+        if self.query_matrix is not None:
+            assert isinstance(self.feature_map, NormPreserving)
+            self.query_matrix.copy_(self.feature_map.query_matrix().detach())
+
+    def select_(self, samples: Tensor) -> None:
+        """Samples in another order, with repetitions, but as many as before: beam search."""
+        index = torch.as_tensor(samples, dtype=torch.int64, device=self.keys.device)
+        if len(index) != len(self.lengths):
+            raise ValueError(f"memory of fixed size has {len(self.lengths)} samples, got {len(index)}; use to_state().select")
+        for tensor in self.tensors():
+            tensor.copy_(tensor.index_select(0, index))
+        # where all are alike, which samples are taken is not asked of the device
+        if len(set(self.lengths)) > 1:
+            self.lengths = tuple(self.lengths[i] for i in index.tolist())
 
     def tensors(self) -> list[Tensor]:
         """All that steps and rolls change."""
@@ -120,7 +152,7 @@ class SteppingState:
     def advance(self) -> bool:
         """Count the step that comes now; True: a roll must follow it. Refused, with nothing changed, if there is no room."""
         after = tuple(length + 1 for length in self.lengths)
-        needed = max((salient_tokens(length, self.settings) for length in after), default=0)
+        needed = most_salient(after, self.settings)
         if needed > self.capacity:
             raise ValueError(
                 f"the state has room for {self.capacity} salient tokens of a head, and {max(after)} tokens have {needed}; "
@@ -128,6 +160,11 @@ class SteppingState:
             )
         self.lengths = after
         return any(length % self.settings.chunk_size == 0 for length in after)
+
+
+def most_salient(lengths: Sequence[int], settings: HybridSettings) -> int:
+    """Salient tokens of a head in the longest of the samples."""
+    return max((salient_tokens(length, settings) for length in lengths), default=0)
 
 
 def _room(state: HybridState, settings: HybridSettings, capacity: int | None) -> int:
@@ -140,7 +177,7 @@ def _room(state: HybridState, settings: HybridSettings, capacity: int | None) ->
         raise ValueError("without max_salient the salient tokens grow with the text; say for how many of a head: capacity=...")
     if settings.largest_store is not None and capacity != settings.largest_store:
         raise ValueError(f"max_salient ({settings.largest_store}) is the capacity, got {capacity}; leave it out")
-    held = max((salient_tokens(length, settings) for length in state.lengths), default=0)
+    held = most_salient(state.lengths, settings)
     if held > capacity:
         raise ValueError(f"capacity must hold the {held} salient tokens of the state, got {capacity}")
     return capacity

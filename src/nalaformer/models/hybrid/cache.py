@@ -1,6 +1,8 @@
 """What generation remembers of a converted model: one hybrid state for each layer."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +13,55 @@ from ...attention.hybrid import HybridAttention, HybridState, SteppingState
 from ..state_layer import StateLayer
 
 
+@dataclass(frozen=True, eq=False)
+class Loan:
+    """Where the state of a layer is while a decoder writes it in place."""
+
+    stepping: SteppingState
+    lock: AbstractContextManager[object]
+    """Held by whoever reads or changes it: the decoder may pass on to another cache."""
+
+
 class HybridCacheLayer(StateLayer):
-    """The state of one attention."""
+    """The state of one attention, its own or lent to a decoder; whoever asks need not know."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: HybridState | None = None
+        self._own: HybridState | None = None
+        self.loan: Loan | None = None
+
+    @property
+    def state(self) -> HybridState | None:
+        """A copy where it is lent; what is put here ends the loan."""
+        if (loan := self.loan) is not None:
+            with loan.lock:
+                if self.loan is loan:
+                    return loan.stepping.to_state()
+        return self._own
+
+    @state.setter
+    def state(self, state: HybridState | None) -> None:
+        with nullcontext() if (loan := self.loan) is None else loan.lock:
+            self._own, self.loan = state, None
+
+    def lend(self, loan: Loan) -> None:
+        """From now on the decoder's memory is what counts."""
+        self._own, self.loan = None, loan
+
+    def take_back(self, loan: Loan) -> None:
+        """End this loan, if it is not over yet."""
+        with loan.lock:
+            if self.loan is loan:
+                self.state = loan.stepping.to_state()
+
+    @property
+    def held(self) -> HybridState | SteppingState | None:
+        """The state wherever it is, to look at."""
+        return self._own if (loan := self.loan) is None else loan.stepping
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies have a state of their own
+        return vars(self) | {"_own": self.state, "loan": None}
 
     def put(self, state: HybridState, tokens: int) -> None:
         """What the attention remembers after `tokens` more."""
@@ -43,12 +88,16 @@ class HybridCacheLayer(StateLayer):
         self.state, self.seen = None, 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.state is not None:
-            self.state = self.state.select(indices)
+        if (loan := self.loan) is not None and len(indices) == len(loan.stepping.lengths):
+            with loan.lock:
+                if self.loan is loan:
+                    return loan.stepping.select_(indices)
+        if (state := self.state) is not None:
+            self.state = state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            self.state = self.state.select(torch.arange(len(self.state.lengths)).repeat_interleave(repeats))
+        if (state := self.state) is not None:
+            self.state = state.select(torch.arange(len(state.lengths)).repeat_interleave(repeats))
 
 
 class HybridCache(Cache):
@@ -60,11 +109,13 @@ class HybridCache(Cache):
         """config: of the model."""
         number = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[HybridCacheLayer() for _ in range(number)])
+        self.single_steps = 0
+        """Steps that the model has taken by itself and a decoder could have taken; see `Stepping`."""
 
     @property
     def nbytes(self) -> int:
         """Of all that is remembered."""
-        return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
+        return sum(state.nbytes for state in (layer.held for layer in self.layers) if state is not None)
 
 
 class SteppingCacheLayer(HybridCacheLayer):
@@ -127,6 +178,14 @@ class SteppingCache(HybridCache):
     @property
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self.states)
+
+    def load_(self, cache: HybridCache) -> None:
+        """Go on from what another cache remembers of as many samples, in the same memory."""
+        for own, layer in zip(self.layers, cache.layers, strict=True):
+            state = layer.state
+            assert state is not None
+            own.stepping.load_(state)
+            own.seen = layer.seen
 
     def expect_step(self) -> None:
         """The next call of the model is a step that was counted, or will be undone."""

@@ -1,6 +1,7 @@
 """Decoding of converted models that does not wait for the host: a whole step is one CUDA graph."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,14 +10,16 @@ from ...attention.hybrid import roll_
 from ...ops.graphs import captured
 from .attention import converted_attentions
 from .cache import HybridCache, SteppingCache
-from .model import HybridForCausalLM
+
+if TYPE_CHECKING:
+    from .model import HybridForCausalLM
 
 
 class SteppingDecoder:
     """A converted model that goes on after a prompt, one token of each sample at a time, in memory of fixed size.
 
     On a GPU, embedding to logits are captured once and replayed, and so is what happens when chunks leave the window; elsewhere
-    the same functions are called. The model must not be changed meanwhile.
+    the same functions are called. The model must not be changed meanwhile. `generate` does the same by itself, see `Stepping`.
 
         prompt = model(tokens, use_cache=True)
         decoder = SteppingDecoder(model, prompt.past_key_values)
@@ -26,13 +29,14 @@ class SteppingDecoder:
     """
 
     def __init__(
-        self, model: HybridForCausalLM, cache: HybridCache, *, capacity: int | None = None, capture: bool | None = None
+        self, model: "HybridForCausalLM", cache: HybridCache, *, capacity: int | None = None, capture: bool | None = None
     ) -> None:
         """cache: after the prompt, left as it is. capacity: see SteppingState.from_state. capture: on a GPU by default."""
         attentions = [attention.hybrid for attention in converted_attentions(model)]
         self.model, self.cache = model, SteppingCache(cache, attentions, capacity=capacity)
         count = self.cache.states[0].count
         self.tokens = torch.zeros(len(count), 1, dtype=torch.int64, device=count.device)
+        self.positions = torch.zeros_like(self.tokens)
         self.logits: Tensor | None = None
         self._step: Callable[[], object] = self.run_step
         self._roll: Callable[[], object] = self.run_roll
@@ -43,14 +47,18 @@ class SteppingDecoder:
                 captured(call, restore=changed, device=count.device) for call in (self.run_step, self.run_roll)
             )
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """The next token of each sample, [B] -> logits [B, vocabulary], in memory that the next step writes over."""
+    def step(self, tokens: Tensor, *, positions: Tensor | None = None) -> Tensor:
+        """The next token of each sample, [B] -> logits [B, vocabulary], in memory that the next step writes over.
+
+        positions: [B, 1] or [1, 1], of the tokens; by default the number of real tokens before each.
+        """
         if tokens.numel() != len(self.tokens):
             raise ValueError(
                 f"a step takes one token of each of the {len(self.tokens)} samples, got shape {tuple(tokens.shape)}"
             )
         is_full = self.cache.advance()
         self.tokens.copy_(tokens.reshape(-1, 1))
+        self.positions.copy_(self.cache.states[0].count[:, None] if positions is None else positions)
         self._step()
         if is_full:
             self._roll()
@@ -60,12 +68,13 @@ class SteppingDecoder:
     @torch.no_grad()
     def run_step(self) -> None:
         """The step of `tokens` itself, uncaptured: `logits` and the states after it."""
-        # a copy: the first layer counts on while later ones may still ask
-        positions = self.cache.states[0].count[:, None].clone()
         self.cache.expect_step()
-        out = self.model(self.tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        given = {"position_ids": self.positions, "past_key_values": self.cache}
+        out = self.model(self.tokens, **given, use_cache=True, logits_to_keep=1)
         if self.logits is None:
-            self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
+            # later steps may be taken outside of inference mode
+            with torch.inference_mode(False):
+                self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
         self.logits.copy_(out.logits[:, -1])
 
     def run_roll(self) -> None:

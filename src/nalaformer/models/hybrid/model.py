@@ -14,6 +14,7 @@ from ...attention.hybrid import HybridAttention, HybridSettings
 from .attention import INTERFACE, ConvertedAttention, converted_attentions
 from .cache import HybridCache
 from .config import HybridConfig
+from .stepping import Stepping
 from .support import check_config, decoder_layers, head_sizes
 
 
@@ -22,6 +23,9 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
     from_pretrained and save_pretrained as any model; `convert` makes one of a pretrained model in memory.
     """
+
+    stepping: Stepping | None
+    """Takes the steps of `generate` on a GPU; None: the model takes them all itself."""
 
     config_class = HybridConfig
     base_model_prefix = "host"
@@ -36,7 +40,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         check_config(config.text_config)
         if host is None:
             host = AutoModelForCausalLM.from_config(config.text_config)
-        self.host = host
+        self.host, self.stepping = host, Stepping()
         self._no_split_modules = getattr(host, "_no_split_modules", None)
         convert_attention_(host, config.settings)
         host.set_attn_implementation(INTERFACE)
@@ -81,6 +85,23 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             if tokens is not None and attention_mask.shape[1] == past + tokens.shape[1]:
                 # the host would count padding too
                 position_ids = positions(attention_mask)[:, past:]
+        if (
+            self.stepping is not None
+            # first: what follows is not for tracing
+            and not torch.compiler.is_compiling()
+            and past_key_values is not None
+            and input_ids is not None
+            and use_cache
+            and not self.training
+            and inputs_embeds is None
+            and labels is None
+            and isinstance(logits_to_keep, int)
+            and logits_to_keep >= 0
+            and self._wants_logits_alone(kwargs)
+        ):
+            logits: Any = self.stepping.step(self, input_ids, position_ids, attention_mask, past_key_values)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         return self.host(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -92,6 +113,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+
+    def _wants_logits_alone(self, options: dict[str, Any]) -> bool:
+        """Whether nothing else is asked of a call, in its own arguments or by the config."""
+        defaults = {name: getattr(self.host.config, name, None) for name in ("output_attentions", "output_hidden_states")}
+        asked = defaults | {"return_dict": self.host.config.return_dict} | options
+        if asked.pop("return_dict") is False:
+            return False
+        return all(value is None or value is False for value in asked.values())
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -1,0 +1,60 @@
+"""What prompts of any length would leave in the caches of decoders, of random numbers: what a step costs does not ask."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..attention.hybrid import HybridAttention, HybridState, empty_state, salient_tokens
+from ..models.hybrid.attention import converted_attentions
+from ..models.hybrid.cache import HybridCache
+from ..models.hybrid.model import HybridForCausalLM
+
+if TYPE_CHECKING:
+    from .decoding import DecodeStudy
+
+
+def ordinary_cache(model: Any, study: "DecodeStudy", context: int, batch: int) -> tuple[Any, int]:
+    """What `generate` goes on from after `context` tokens, of random numbers, and its bytes."""
+    if isinstance(model, HybridForCausalLM):
+        cache: Any = random_cache(model, study, context, batch)
+        return cache, cache.nbytes
+    from transformers import DynamicCache
+
+    model.set_attn_implementation("sdpa")
+    cache, room = DynamicCache(config=model.config), (batch, study.key_heads, context, study.head_dim)
+    for layer in range(study.layers):
+        cache.update(*(torch.randn(room, device=model.device, dtype=model.dtype) for _ in range(2)), layer)
+    return cache, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+@torch.no_grad()
+def random_cache(model: HybridForCausalLM, study: "DecodeStudy", context: int, batch: int) -> HybridCache:
+    """What a prompt of `context` tokens would leave, of random numbers."""
+    cache = HybridCache(model.config)
+    for layer, attention in zip(cache.layers, converted_attentions(model), strict=True):
+        layer.put(random_state(attention.hybrid, study, context, batch, like=next(model.parameters())), context)
+    return cache
+
+
+def random_state(hybrid: HybridAttention, study: "DecodeStudy", context: int, batch: int, *, like: Tensor) -> HybridState:
+    """A state after `context` tokens in the type and on the device of `like`."""
+    settings = hybrid.settings
+    q, k = (like.new_zeros(batch, 1, heads, study.head_dim) for heads in (study.heads, study.key_heads))
+    state = empty_state(q, k, k, feature_map=hybrid.map, settings=settings)
+    size = settings.chunk_size
+    for window in (state.keys, state.values, state.scores):
+        window[:, 0 if context >= size else size : size + context % size].normal_()
+    store = (*state.salient_keys.shape[:2], salient_tokens(context, settings))
+    # as many tokens as are in the sums, each with features that sum to about one
+    state.linear.state.normal_(std=context**0.5)
+    state.linear.key_sum.fill_(context / state.linear.key_sum.shape[-1])
+    return replace(
+        state,
+        salient_keys=torch.randn(*store, study.head_dim, dtype=k.dtype, device=k.device),
+        salient_values=torch.randn(*store, study.head_dim, dtype=k.dtype, device=k.device),
+        salient_scores=torch.rand(store, device=k.device),
+        linear=replace(state.linear, count=torch.full_like(state.linear.count, context)),
+        lengths=(context,) * batch,
+    )

@@ -1,0 +1,233 @@
+"""The steps of `generate` on a GPU: once a text is long enough, a decoder takes them over from the model."""
+
+import threading
+import warnings
+import weakref
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.hybrid import HybridSettings, HybridState, SteppingState
+from ...attention.hybrid.stepping_state import most_salient
+from .blueprint import Blueprint
+from .cache import HybridCache, HybridCacheLayer, Loan
+from .decoder import SteppingDecoder
+
+if TYPE_CHECKING:
+    from .model import HybridForCausalLM
+
+# decoders that a model keeps: a batch, and the smaller last one of a list
+KEPT = 2
+SMALLEST_CAPACITY = 64
+
+
+class Stepping:
+    """Lets a SteppingDecoder take the single steps of a converted model, in `generate` and in calls with a HybridCache.
+
+    The first steps of a text are the model's own; then its cache is lent to a decoder, whose graphs are replayed. Graphs are
+    kept with the model and serve the texts that follow; a cache that is asked for its state, reordered, copied or passed to
+    any other call has it as ever. Whatever a replay would pass over (hooks, adapters, autocast, a model that was changed) goes
+    to the model itself; `refusal` says why. Decoders keep their memory: `model.stepping = None` gives it back and turns all
+    this off, `model.stepping = Stepping()` turns it on again.
+    """
+
+    def __init__(self, *, after: int = 8, capture: bool | None = None) -> None:
+        """after: steps that the model takes by itself before graphs are captured, which costs about as many.
+
+        capture: None for graphs on a GPU and nothing elsewhere; False for the same steps without graphs, on any device.
+        """
+        if after < 0:
+            raise ValueError(f"after must not be negative, got {after}; model.stepping = None turns stepping off")
+        self.after, self.capture = after, capture
+        self._lock = threading.RLock()
+        self._places: list[_Place] = []
+        self._blueprint: Blueprint | None = None
+
+    @property
+    def decoders(self) -> list[SteppingDecoder]:
+        """Those that are kept, the one that was used last at the end."""
+        return [place.decoder for place in self._places]
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the model's steps are left to it; None: they are not, or it was not asked yet."""
+        return None if self._blueprint is None else self._blueprint.refusal
+
+    def step(
+        self, model: "HybridForCausalLM", tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: HybridCache
+    ) -> Tensor | None:
+        """Logits [B, 1, vocabulary] after one more token of each sample, [B, 1]; None: the model must take the step itself."""
+        if not self._may_step(tokens, positions, mask, cache):
+            return None
+        with self._lock:
+            place = self._place(model, cache)
+            if place is None:
+                return None
+            if positions is None:
+                # as the hosts count where nobody says
+                positions = torch.full_like(tokens[:1], cache.get_seq_length())
+            # its own memory: the next step writes over the decoder's
+            logits = place.step(tokens, positions).clone()
+            for layer in cache.layers:
+                layer.seen += 1
+        return logits[:, None]
+
+    def forget(self) -> None:
+        """Give all states back and drop the graphs."""
+        with self._lock:
+            for place in self._places:
+                place.give_back()
+            self._places, self._blueprint = [], None
+
+    def _may_step(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: HybridCache) -> bool:
+        """Whether this is one token of each sample after a prompt, under circumstances that a graph can be replayed in."""
+        device, held = tokens.device, cache.layers[0].held
+        return (
+            (device.type == "cuda" or self.capture is False)
+            and not torch.is_grad_enabled()
+            and type(tokens) is Tensor
+            and tokens.dim() == 2
+            and tokens.shape[1] == 1
+            and held is not None
+            and len(held.lengths) == len(tokens) > 0
+            and held.keys.device == device
+            and (positions is None or (positions.shape in (tokens.shape, (1, 1)) and positions.device == device))
+            and not torch.is_autocast_enabled(device.type)
+            and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+            and (mask is None or (mask.dim() == 2 and bool(mask[:, -1].all())))
+        )
+
+    def _place(self, model: "HybridForCausalLM", cache: HybridCache) -> "_Place | None":
+        """The decoder that goes on with this cache; None: there is none, or none yet."""
+        if self._blueprint is not None and not self._blueprint.holds(model):
+            self.forget()
+            # a model that changes all the time is not captured all the time
+            cache.single_steps = 0
+        state = cache.layers[0].held
+        assert state is not None
+        kind = _kind(state)
+        place = next((place for place in self._places if place.has(cache)), None)
+        if place is not None and place.kind == kind and place.has_room():
+            return place
+        is_early = cache.single_steps < self.after
+        if is_early and not self._places:
+            cache.single_steps += 1
+            return None
+        if self._blueprint is None:
+            self._blueprint = Blueprint(model)
+        if self._blueprint.refusal is not None:
+            return None
+        needed = _needed(state, self._blueprint.settings)
+        place = next((place for place in reversed(self._places) if place.fits(kind, needed)), None)
+        if place is not None:
+            place.load(cache)
+        elif is_early:
+            cache.single_steps += 1
+        elif kind[0] == model.get_input_embeddings().weight.dtype:
+            place = self._make(model, cache, kind, needed)
+        if place is not None:
+            place.take(cache, self._lock)
+            self._places = [other for other in self._places if other is not place] + [place]
+        return place
+
+    def _make(self, model: "HybridForCausalLM", cache: HybridCache, kind: "Kind", needed: int) -> "_Place | None":
+        assert self._blueprint is not None
+        while len(self._places) >= KEPT:
+            self._places.pop(0).give_back()
+        capacity = None if self._blueprint.settings.largest_store is not None else capacity_for(needed)
+        # weakly: the model holds the decoder, and would outlive its last user
+        held: Any = weakref.proxy(model)
+        try:
+            # tensors that may be written outside of inference mode too
+            with torch.inference_mode(False), torch.no_grad():
+                decoder = SteppingDecoder(held, cache, capacity=capacity, capture=self.capture)
+        except RuntimeError as failure:
+            self._blueprint.refusal = str(failure)
+            warnings.warn(f"steps cannot be captured and wait for Python instead: {failure}", stacklevel=2)
+            return None
+        return _Place(decoder, kind, self._blueprint.map_parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # graphs stay with the model that they were captured of
+        return {"after": self.after, "capture": self.capture}
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        self.__init__(**settings)  # type: ignore[misc]
+
+
+Kind = tuple[torch.dtype, torch.device, int, int]
+
+
+class _Place:
+    """A decoder, and the cache that it goes on with."""
+
+    def __init__(self, decoder: SteppingDecoder, kind: Kind, map_parameters: list[nn.Parameter]) -> None:
+        self.decoder, self.kind = decoder, kind
+        self._map_parameters, self._map_versions = map_parameters, _versions(map_parameters)
+        # weakly: a cache that nobody needs any more is not given back
+        self._lent: list[tuple[weakref.ref[HybridCacheLayer], Loan]] = []
+
+    @property
+    def _first(self) -> SteppingState:
+        return self.decoder.cache.states[0]
+
+    def has(self, cache: HybridCache) -> bool:
+        """Whether it holds the states of all layers."""
+        return bool(self._lent) and all(layer.loan is loan for layer, (_, loan) in zip(cache.layers, self._lent, strict=True))
+
+    def has_room(self) -> bool:
+        """For one more token of each sample."""
+        return _needed(self._first, self._first.settings) <= self._first.capacity
+
+    def fits(self, kind: Kind, needed: int) -> bool:
+        return kind == self.kind and needed <= self._first.capacity
+
+    def load(self, cache: HybridCache) -> None:
+        """Go on with another cache; the one before gets its states back."""
+        self.give_back()
+        self.decoder.cache.load_(cache)
+
+    def take(self, cache: HybridCache, lock: AbstractContextManager[object]) -> None:
+        """What the decoder was given is no longer the cache's own."""
+        loans = [Loan(state, lock) for state in self.decoder.cache.states]
+        self._lent = [(weakref.ref(layer), loan) for layer, loan in zip(cache.layers, loans, strict=True)]
+        for layer, loan in zip(cache.layers, loans, strict=True):
+            layer.lend(loan)
+
+    def give_back(self) -> None:
+        for reference, loan in self._lent:
+            if (layer := reference()) is not None:
+                layer.take_back(loan)
+        self._lent = []
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        versions = _versions(self._map_parameters)
+        if versions != self._map_versions:
+            # the only weights that are kept in another form, which must follow them
+            for state in self.decoder.cache.states:
+                state.refresh_()
+            self._map_versions = versions
+        return self.decoder.step(tokens, positions=positions)
+
+
+def capacity_for(needed: int) -> int:
+    """Room for half as many salient tokens again, in powers of two: texts of similar lengths share a decoder."""
+    return max(SMALLEST_CAPACITY, 1 << (needed + needed // 2).bit_length())
+
+
+def _kind(state: HybridState | SteppingState) -> Kind:
+    """What a decoder must have been made for to go on from a state."""
+    device = state.keys.device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return state.keys.dtype, device, stream, len(state.lengths)
+
+
+def _needed(state: HybridState | SteppingState, settings: HybridSettings) -> int:
+    """Salient tokens of a head after one more token of each sample."""
+    return most_salient([length + 1 for length in state.lengths], settings)
+
+
+def _versions(parameters: list[nn.Parameter]) -> list[int]:
+    return [parameter._version for parameter in parameters]

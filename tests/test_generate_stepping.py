@@ -1,0 +1,518 @@
+"""Steps of `generate` that a decoder takes over: the tokens and the cache are those of the model by itself.
+
+Uncaptured or recorded, so that they run anywhere; tests/test_stepping_gpu.py has the same on CUDA graphs.
+"""
+
+import copy
+import gc
+import threading
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from torch import nn
+
+from nalaformer.attention.hybrid import hybrid_settings
+from nalaformer.models.hybrid import decoder as decoder_module
+from nalaformer.models.hybrid import stepping as stepping_module
+from nalaformer.models.hybrid.attention import attention_mode, converted_attentions
+from nalaformer.models.hybrid.cache import HybridCache
+from nalaformer.models.hybrid.decoder import SteppingDecoder
+from nalaformer.models.hybrid.stepping import Stepping, capacity_for
+from recorded_graphs import recorded
+from test_linearize import SMALL, converted
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+UNCAPPED = replace(SMALL, max_salient=0)
+GREEDY = {"max_new_tokens": 40, "do_sample": False}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Counts what decoders do: the steps that they take, and how often they are made."""
+    counts = {"taken": 0, "made": 0}
+    take, make = SteppingDecoder.step, SteppingDecoder.__init__
+
+    def counted_step(self, *args, **kwargs):
+        counts["taken"] += 1
+        return take(self, *args, **kwargs)
+
+    def counted_init(self, *args, **kwargs):
+        counts["made"] += 1
+        make(self, *args, **kwargs)
+
+    monkeypatch.setattr(SteppingDecoder, "step", counted_step)
+    monkeypatch.setattr(SteppingDecoder, "__init__", counted_init)
+    return counts
+
+
+@pytest.fixture(params=[False, True], ids=["called", "recorded"])
+def each_way(request, monkeypatch):
+    """Steps as they are called without a GPU, and recorded once and replayed as with one."""
+    if not request.param:
+        return
+    make = SteppingDecoder.__init__
+    monkeypatch.setattr(SteppingDecoder, "__init__", lambda self, *a, **given: make(self, *a, **given | {"capture": True}))
+    monkeypatch.setattr(decoder_module, "captured", recorded)
+
+
+def with_steps(model, *, after=3):
+    model.stepping = Stepping(after=after, capture=False)
+    return model
+
+
+def prompts():
+    """Two samples, the second one padded on its left."""
+    tokens = torch.randint(3, 50, (2, 21))
+    mask = torch.ones_like(tokens)
+    mask[1, :9] = 0
+    return {"input_ids": torch.where(mask.bool(), tokens, 0), "attention_mask": mask}
+
+
+def both(model, *, after=3, **options):
+    """What generate gives with the model's own steps, and with a decoder's."""
+    found = []
+    for stepping in (None, Stepping(after=after, capture=False)):
+        model.stepping = stepping
+        torch.manual_seed(5)
+        found.append(model.generate(**options))
+    return found
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", SMALL),
+        ("llama", UNCAPPED),
+        ("qwen3", replace(SMALL, selection="self_saliency")),
+        ("smollm3", replace(SMALL, selection="learned", select_per="query_head")),
+        ("gemma", hybrid_settings("window", chunk_size=8)),
+    ],
+)
+def test_greedy_tokens_and_logits_of_padded_prompts_are_the_models_own(family, settings, steps):
+    options = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
+    expected, found = both(converted(family, settings), **prompts(), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=1e-4)
+    # the prompt gives the first token, and three steps are the model's
+    assert steps == {"taken": 40 - 1 - 3, "made": 1}
+
+
+@pytest.mark.usefixtures("each_way")
+def test_positions_of_the_callers_own_are_kept(steps):
+    tokens = torch.randint(3, 50, (2, 21))
+    positions = torch.arange(21).repeat(2, 1) + torch.tensor([[4], [70]])
+    expected, found = both(converted(), input_ids=tokens, position_ids=positions, **GREEDY)
+    assert torch.equal(found, expected)
+    assert steps["taken"]
+
+
+@torch.no_grad()
+def test_calls_without_positions_count_as_the_host_does(steps):
+    model, tokens = converted(), torch.randint(3, 50, (2, 40))
+    logits = []
+    for stepping in (None, Stepping(after=0, capture=False)):
+        model.stepping = stepping
+        cache = model(tokens[:, :12], use_cache=True).past_key_values
+        logits.append(torch.cat([model(token, past_key_values=cache).logits for token in tokens[:, 12:].split(1, 1)], 1))
+        assert cache.get_seq_length() == 40
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+    assert steps["taken"] == 28
+
+
+@pytest.mark.parametrize("settings", [SMALL, UNCAPPED], ids=["capped", "uncapped"])
+def test_drawn_tokens_are_the_models_own(settings, steps):
+    expected, found = both(converted(settings=settings), **prompts(), max_new_tokens=40, do_sample=True, top_k=8)
+    assert torch.equal(found, expected)
+    assert steps["taken"]
+
+
+@pytest.mark.usefixtures("each_way")
+def test_beams_are_the_models_own_and_reordered_in_place(steps):
+    expected, found = both(converted(), **prompts(), **GREEDY, num_beams=3, num_return_sequences=2)
+    assert torch.equal(found, expected)
+    # were they given back at every step, one decoder would be loaded again and again, or steps be the model's
+    assert steps == {"taken": 40 - 1 - 3, "made": 1}
+
+
+def test_rows_are_chosen_repeated_and_copied_while_lent(steps):
+    model = with_steps(converted())
+    out = model.generate(**prompts(), **GREEDY, return_dict_in_generate=True)
+    cache, more = out.past_key_values, torch.randint(3, 50, (1, 5))
+    assert cache.layers[0].loan is not None
+    kept = copy.deepcopy(cache)
+    assert kept.layers[0].loan is None
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.batch_repeat_interleave(3)
+    with torch.no_grad():
+        chosen = model(more.expand(3, -1), past_key_values=cache).logits
+        both_rows = model(more.expand(2, -1), past_key_values=kept).logits
+    torch.testing.assert_close(chosen, both_rows[1:].expand(3, -1, -1), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_samples_of_different_lengths_change_places_while_lent(steps):
+    model, given, tokens = with_steps(converted(), after=0), prompts(), torch.randint(3, 50, (30, 2, 1))
+    order, logits = torch.tensor([1, 0]), []
+    for is_lent in (True, False):
+        cache = model(**given, use_cache=True).past_key_values
+        for n, token in enumerate(tokens):
+            # by then the samples' chunks are full at different steps
+            if n == 8:
+                cache.reorder_cache(order)
+            if not is_lent:
+                cache = copy.deepcopy(cache)
+                model.stepping = None
+            positions = torch.tensor([[21], [12]])[order if n >= 8 else slice(None)] + n
+            logits.append(model(token, position_ids=positions, past_key_values=cache).logits)
+        # what goes on from here asks each sample's own length
+        assert cache.layers[0].state.lengths == (12 + 30, 21 + 30)
+    torch.testing.assert_close(*torch.stack(logits).chunk(2), rtol=0, atol=1e-4)
+    assert steps["taken"] == 30
+
+
+def test_a_conversation_goes_on_from_a_lent_cache(steps):
+    model, given = with_steps(converted()), prompts()
+    first = model.generate(**given, **GREEDY, return_dict_in_generate=True)
+    more = torch.cat((first.sequences, torch.randint(3, 50, (2, 7))), 1)
+    mask = nn.functional.pad(given["attention_mask"], (0, more.shape[1] - 21), value=1)
+    # another text takes the decoder in between
+    model.generate(torch.randint(3, 50, (2, 30)), **GREEDY)
+    assert first.past_key_values.layers[0].loan is None
+    found = model.generate(more, attention_mask=mask, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
+    cache, pieces = first.past_key_values, []
+    with torch.no_grad():
+        # the last token that was generated is not in the cache; one of the pieces is a step
+        for piece in more[:, 60:].split((3, 1, 4), 1):
+            given = mask[:, : cache.get_seq_length() + piece.shape[1]]
+            pieces.append(model(piece, attention_mask=given, past_key_values=cache).logits)
+        model.stepping = None
+        whole = model(more, attention_mask=mask, use_cache=False).logits[:, 60:]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-4)
+    assert torch.equal(found, model.generate(more, attention_mask=mask, **GREEDY))
+    assert steps["made"] == 1
+
+
+def test_texts_that_follow_share_one_decoder_from_their_first_step(steps):
+    model = converted()
+    expected = [model.generate(torch.full((2, n), 7), **GREEDY) for n in (11, 30)]
+    with_steps(model)
+    found = [model.generate(torch.full((2, n), 7), **GREEDY) for n in (11, 30)]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert steps == {"taken": 36 + 39, "made": 1}
+
+
+@pytest.mark.usefixtures("each_way")
+def test_two_texts_that_alternate_do_not_mix(steps):
+    model, tokens = converted(), torch.randint(3, 50, (2, 2, 40))
+    with torch.no_grad():
+        expected = model(tokens.flatten(0, 1), use_cache=False).logits[:, 12:].unflatten(0, (2, 2))
+        with_steps(model, after=0)
+        caches = [model(x[:, :12], use_cache=True).past_key_values for x in tokens]
+        for n in range(12, 40):
+            for text in (0, 1):
+                out = model(tokens[text, :, n : n + 1], past_key_values=caches[text]).logits[:, 0]
+                torch.testing.assert_close(out, expected[text, :, n - 12], rtol=0, atol=1e-4)
+    assert steps == {"taken": 56, "made": 1}
+
+
+def test_threads_that_generate_at_once_do_not_mix():
+    model = converted()
+    texts = [torch.randint(3, 50, (1, n)) for n in (9, 14, 20)]
+    expected = [model.generate(text, **GREEDY) for text in texts]
+    with_steps(model, after=1)
+    found = {}
+
+    def run(number):
+        torch.set_num_threads(1)
+        found[number] = model.generate(texts[number], **GREEDY)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[number], expected[number]) for number in range(3))
+
+
+def test_without_a_cap_a_larger_decoder_follows_a_full_one(steps, monkeypatch):
+    monkeypatch.setattr(stepping_module, "SMALLEST_CAPACITY", 4)
+    options = {"input_ids": torch.randint(3, 50, (2, 10)), "max_new_tokens": 90, "do_sample": False}
+    expected, found = both(converted(settings=UNCAPPED), **options)
+    assert torch.equal(found, expected)
+    # 22 salient tokens at the end: room for 4 and for 16 was too little
+    assert steps == {"taken": 90 - 1 - 3, "made": 3}
+
+
+def test_rooms_are_powers_of_two_with_something_to_spare():
+    assert [capacity_for(n) for n in (0, 40, 64, 600, 4096)] == [64, 64, 128, 1024, 8192]
+
+
+def test_memory_is_bounded_and_given_back():
+    model = with_steps(converted(), after=0)
+    sizes = set()
+    for batch in (1, 2, 3):
+        out = model.generate(torch.full((batch, 9), 7), **GREEDY, return_dict_in_generate=True)
+        decoder = model.stepping.decoders[-1]
+        assert out.past_key_values.nbytes == decoder.cache.nbytes
+        sizes.add(decoder.cache.nbytes / batch)
+    assert len(sizes) == 1
+    assert len(model.stepping.decoders) == 2
+    state = out.past_key_values.layers[0].state
+    model.stepping = None
+    after = out.past_key_values.layers[0].state
+    assert all(torch.equal(x, y) for x, y in zip(state.tensors().values(), after.tensors().values(), strict=True))
+
+
+def test_the_model_is_freed_with_its_last_user():
+    model = with_steps(converted(), after=0)
+    model.generate(torch.full((1, 9), 7), **GREEDY)
+    host = weakref.ref(model.host.lm_head)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert host() is None
+    finally:
+        gc.enable()
+
+
+def test_copied_models_have_decoders_of_their_own():
+    model = with_steps(converted(), after=2)
+    model.generate(torch.full((1, 9), 7), **GREEDY)
+    twin = copy.deepcopy(model)
+    assert (twin.stepping.after, twin.stepping.capture, twin.stepping.decoders) == (2, False, [])
+    expected = model.generate(torch.full((1, 9), 7), **GREEDY)
+    assert torch.equal(twin.generate(torch.full((1, 9), 7), **GREEDY), expected)
+
+
+@torch.no_grad()
+def test_decoders_serve_no_other_model(steps):
+    model, tokens = with_steps(converted(), after=0), torch.randint(3, 50, (2, 12))
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.mul_(1.3)
+    other.stepping = model.stepping
+    caches = [each(tokens, use_cache=True).past_key_values for each in (model, other)]
+    for _ in range(2):
+        found = [each(tokens[:, :1], past_key_values=cache).logits for each, cache in zip((model, other), caches, strict=True)]
+    model.stepping = other.stepping = None
+    again = torch.cat((tokens, tokens[:, :1], tokens[:, :1]), 1)
+    for each, logits in zip((model, other), found, strict=True):
+        torch.testing.assert_close(logits[:, 0], each(again, use_cache=False).logits[:, -1], rtol=0, atol=1e-4)
+
+
+def change_in_place(model):
+    for parameter in model.parameters():
+        parameter.mul_(1.3)
+
+
+def change_the_maps(model):
+    for attention in converted_attentions(model):
+        for parameter in attention.hybrid.map.parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+def replace_a_parameter(model):
+    model.host.lm_head.weight = nn.Parameter(model.host.lm_head.weight.flip(0).clone())
+
+
+def replace_the_data(model):
+    model.host.model.layers[0].mlp.up_proj.weight.data = -model.host.model.layers[0].mlp.up_proj.weight.data
+
+
+def replace_a_module(model):
+    wider = nn.Linear(32, 50, bias=True)
+    model.host.lm_head = wider.eval()
+
+
+def hook_a_module(model):
+    model.host.model.layers[1].register_forward_hook(lambda module, args, output: 0.5 * output)
+
+
+def other_settings(model):
+    for attention in converted_attentions(model):
+        attention.hybrid.settings = replace(attention.hybrid.settings, merge="released")
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize(
+    ("change", "decoders", "taken"),
+    [
+        # 17 steps before the change; after it 20 in the same text and 20 in another
+        (change_in_place, 1, 17 + 20 + 20),
+        (change_the_maps, 1, 17 + 20 + 20),
+        (replace_a_parameter, 2, 17 + 17 + 20),
+        (replace_the_data, 2, 17 + 17 + 20),
+        (replace_a_module, 2, 17 + 17 + 20),
+        (other_settings, 2, 17 + 17 + 20),
+        (hook_a_module, 1, 17),
+    ],
+)
+@torch.no_grad()
+def test_changes_of_the_model_are_followed_between_and_within_texts(change, decoders, taken, steps):
+    tokens = torch.randint(3, 50, (2, 60))
+    logits = []
+    for stepping in (None, Stepping(after=3, capture=False)):
+        model = converted()
+        torch.manual_seed(0)
+        model.stepping = stepping
+        cache = model(tokens[:, :20], use_cache=True).past_key_values
+        before = [model(token, past_key_values=cache).logits for token in tokens[:, 20:40].split(1, 1)]
+        change(model)
+        after = [model(token, past_key_values=cache).logits for token in tokens[:, 40:].split(1, 1)]
+        again = model(tokens[:, :20], use_cache=True).past_key_values
+        after += [model(token, past_key_values=again).logits for token in tokens[:, 20:40].split(1, 1)]
+        logits.append(torch.cat(before + after, 1))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+    assert steps == {"made": decoders, "taken": taken}
+
+
+@torch.no_grad()
+def test_what_the_kernel_keeps_of_the_maps_follows_them():
+    model, tokens = with_steps(converted(), after=0), torch.randint(3, 50, (2, 12))
+    maps = [attention.hybrid.map for attention in converted_attentions(model)]
+
+    def is_right():
+        states = model.stepping.decoders[0].cache.states
+        return all(torch.equal(state.query_matrix, phi.query_matrix()) for state, phi in zip(states, maps, strict=True))
+
+    cache = model(tokens, use_cache=True).past_key_values
+    model(tokens[:, :1], past_key_values=cache)
+    assert is_right()
+    change_the_maps(model)
+    model(tokens[:, :1], past_key_values=cache)
+    assert is_right()
+    # of what leaves no trace at least the next text knows
+    for phi in maps:
+        phi.query_weight.data.mul_(2)
+    assert not is_right()
+    model(tokens[:, :1], past_key_values=model(tokens, use_cache=True).past_key_values)
+    assert is_right()
+
+
+@torch.no_grad()
+def test_a_model_that_changes_all_the_time_is_not_captured_all_the_time(steps):
+    model, tokens = with_steps(converted(), after=3), torch.randint(3, 50, (2, 40))
+    cache = model(tokens[:, :12], use_cache=True).past_key_values
+    for token in tokens[:, 12:].split(1, 1):
+        replace_a_parameter(model)
+        model(token, past_key_values=cache)
+    assert steps == {"made": 7, "taken": 7}
+
+
+def test_adapters_are_left_to_the_model(steps):
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = with_steps(converted())
+    wrapped = peft.get_peft_model(model, adapter).eval()
+    text = torch.full((1, 9), 7)
+    first = wrapped.generate(input_ids=text, **GREEDY)
+    with wrapped.disable_adapter():
+        assert not torch.equal(wrapped.generate(input_ids=text, **GREEDY), first)
+    assert steps["made"] == 0
+    assert "merge them first" in model.stepping.refusal
+    merged = wrapped.merge_and_unload()
+    merged.generate(input_ids=text, **GREEDY)
+    assert steps["made"] == 1
+
+
+@torch.no_grad()
+def test_unusual_steps_are_the_models_own(steps):
+    model, tokens = with_steps(converted(), after=0), torch.randint(3, 50, (2, 12))
+    cache = model(tokens, use_cache=True).past_key_values
+    one, padded = tokens[:, :1], torch.ones(2, 14, dtype=torch.int64)
+    padded[1, -1] = 0
+
+    def step(**options):
+        return model(**({"input_ids": one, "past_key_values": copy.deepcopy(cache)} | options))
+
+    step(attention_mask=padded[:, :13])
+    assert steps["taken"] == 1
+    step(attention_mask=padded)
+    step(labels=one)
+    step(input_ids=tokens[:, :2])
+    step(input_ids=None, inputs_embeds=model.get_input_embeddings()(one))
+    step(past_key_values=HybridCache(model.config))
+    assert len(step(output_hidden_states=True).hidden_states) == 3
+    assert isinstance(step(return_dict=False), tuple)
+    with torch.enable_grad():
+        assert step().logits.requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step()
+    with attention_mode(model, "softmax"), pytest.raises(ValueError, match="computes whole sequences"):
+        step()
+    model.train()
+    step(use_cache=True)
+    assert steps["taken"] == 1
+    # the hooks that hidden states have left behind are no reason to be slow
+    model.eval()
+    for _ in range(2):
+        step()
+    assert steps["taken"] == 3
+
+
+@torch.no_grad()
+def test_logits_are_not_written_over_by_the_next_step():
+    model, tokens = with_steps(converted(), after=0), torch.randint(3, 50, (2, 12))
+    cache = model(tokens, use_cache=True).past_key_values
+    first = model(tokens[:, :1], past_key_values=cache).logits
+    before = first.clone()
+    model(tokens[:, 1:2], past_key_values=cache)
+    assert torch.equal(first, before)
+
+
+def test_a_decoder_of_inference_mode_goes_on_outside(steps):
+    model, text = converted(), torch.full((2, 9), 7)
+    expected = model.generate(text, **GREEDY)
+    with_steps(model)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(text, **GREEDY), expected)
+    assert torch.equal(model.generate(text, **GREEDY), expected)
+    assert steps["made"] == 1
+
+
+def test_a_failed_capture_is_said_once_and_costs_no_token(monkeypatch):
+    def fail(self, *args, **kwargs):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(SteppingDecoder, "__init__", fail)
+    model, text = converted(), torch.full((2, 9), 7)
+    expected = model.generate(text, **GREEDY)
+    with_steps(model)
+    with pytest.warns(UserWarning, match="cannot be captured") as said:
+        found = [model.generate(text, **GREEDY) for _ in range(2)]
+    assert len(said) == 1
+    assert all(torch.equal(tokens, expected) for tokens in found)
+
+
+def test_nothing_is_taken_over_without_a_gpu_unless_it_is_asked_for(steps):
+    model = converted()
+    assert model.stepping is not None
+    model.generate(torch.full((1, 9), 7), **GREEDY)
+    assert steps["taken"] == 0
+    with pytest.raises(ValueError, match="must not be negative"):
+        Stepping(after=-1)
+
+
+def test_text_is_streamed_token_by_token(steps):
+    class Streamer:
+        def __init__(self):
+            self.pieces, self.is_over = [], False
+
+        def put(self, piece):
+            self.pieces.append(piece.clone())
+
+        def end(self):
+            self.is_over = True
+
+    model, streamer = with_steps(converted()), Streamer()
+    tokens = model.generate(torch.full((1, 9), 7), **GREEDY, streamer=streamer)
+    assert torch.equal(torch.cat([piece.flatten() for piece in streamer.pieces]), tokens[0])
+    assert streamer.is_over
+    assert steps["taken"] == 36
