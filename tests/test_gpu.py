@@ -60,7 +60,11 @@ def test_small_and_large_heads_stay_near_float64(name, head_dim, with_rotary, ca
     arguments = {"heads": 4, "head_dim": head_dim, "causal": causal, "key_mask": torch.rand(2, 500, device="cuda") > 0.3}
     if with_rotary:
         arguments["rotary"] = Rotary.sequence(500, head_dim, device="cuda")
-    check_half_precision(name, dtype, tensors, upstream, **arguments)
+    if dtype == torch.float16 and head_dim > 64 and not causal:
+        with pytest.raises(ValueError, match="fit on chip unless"):
+            check_half_precision(name, dtype, tensors, upstream, **arguments)
+    else:
+        check_half_precision(name, dtype, tensors, upstream, **arguments)
 
 
 def test_a_graph_of_decoding_steps_continues_the_state():

@@ -62,7 +62,7 @@ BAR, OF_PLAIN = (2e-6, 2) if INTERPRETING else (4e-6, 4)
 
 def check(name, tensors, *, heads, head_dim, bar=BAR, **arguments):
     """Within the bar of float64, or within some times what plain float32 misses it by: some sums over tokens cancel."""
-    upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1], device=DEVICE)
+    upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1]).to(DEVICE)
     exact, plain, ours = (
         outcome(backend, name, dtype, tensors, upstream, heads=heads, head_dim=head_dim, **arguments)
         for backend, dtype in (("reference", torch.float64), ("reference", torch.float32), ("triton", torch.float32))
@@ -90,11 +90,12 @@ def test_short_inputs_in_one_launch(name):
 
 
 def test_long_inputs_are_split_over_programs(name, monkeypatch):
-    from nalaformer.ops.kernels import launch
+    from nalaformer.ops.kernels import launch, library
 
     # what counts as long is a setting, and the interpreter is slow
     monkeypatch.setattr(launch, "WHOLE_TOKENS", 100)
     monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (2, 1)))
+    monkeypatch.setattr(library, "_calls", {})
     check(name, make(*[(1, 300, 1, 8)] * 3), heads=1, head_dim=8)
 
 
@@ -215,7 +216,7 @@ def test_reflections_across_heads_refuse_other_heads():
 
 @pytest.mark.parametrize("longest_whole", [2048, 10])
 def test_result_does_not_depend_on_tiles(longest_whole, monkeypatch):
-    from nalaformer.ops.kernels import launch
+    from nalaformer.ops.kernels import launch, library
 
     tokens = 150
     monkeypatch.setattr(launch, "WHOLE_TOKENS", longest_whole)
@@ -223,6 +224,7 @@ def test_result_does_not_depend_on_tiles(longest_whole, monkeypatch):
     arguments = {"heads": 1, "head_dim": 8}
     first = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
     monkeypatch.setattr(launch, "TILES", {kernel: {256: launch.Tile(128, 4, 1)} for kernel in launch.TILES})
+    monkeypatch.setattr(library, "_calls", {})
     second = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
     for x, y in zip(first, second, strict=True):
         assert relative_error(x, y.double()) < 1e-6
@@ -263,10 +265,12 @@ CAUSAL_MAPS = [name for name in MAPS if not name.startswith("polarity") and "var
 @pytest.fixture(params=[2, 1], ids=["one stretch", "two stretches"])
 def stretches(request, monkeypatch):
     """75 tokens in one stretch of tokens, or over two programs."""
-    from nalaformer.ops.kernels import launch
+    from nalaformer.ops.kernels import launch, library
 
     spread = (1, 100) if request.param == 2 else (8, 1)
     monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, spread))
+    # compiled launches remember how the tokens were spread
+    monkeypatch.setattr(library, "_calls", {})
 
 
 @pytest.mark.parametrize("name", CAUSAL_MAPS)
@@ -389,6 +393,7 @@ def test_causal_operator_keeps_the_contract_of_torch_library():
         ({"causal": True, "name": "polarity"}, "a scale per row in causal attention"),
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 160}, "more than 128 channels"),
+        ({"head_dim": 80}, "more than 64 channels do not fit on chip unless"),
     ],
 )
 def test_explicit_choice_of_the_kernels_says_why_it_cannot_serve(change, reason):

@@ -21,6 +21,7 @@ BACKENDS = {
 }
 LARGEST_HEAD = 128  # for maps computed in registers, whose features are twice as wide
 LARGEST_FEATURES = 256  # for features computed outside
+LARGEST_IN_FULL_PRECISION = 64  # features and values: a float32 state takes four times the memory of a bfloat16 one
 TRITON_FOUND = find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, slowly: for tests
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,6 +121,7 @@ def why_not_triton(
     spec = None if is_normalised else feature_map.kernel_spec(q.device)
     if causal and spec is not None and spec.is_guarded:
         return "features without a bound need a scale per row in causal attention, which the kernels lack"
+    features = feature_map.head_dim
     if spec is None:
         if feature_map.streams > 1:
             return "a map with two streams needs a kernel of its own"
@@ -130,6 +132,12 @@ def why_not_triton(
             return f"{features} features do not fit on chip, {LARGEST_FEATURES} do"
     if feature_map.head_dim > LARGEST_HEAD or v.shape[-1] > LARGEST_HEAD:
         return f"heads of more than {LARGEST_HEAD} channels do not fit on chip"
+    if (
+        not causal
+        and {q.dtype, k.dtype, v.dtype} != {torch.bfloat16}
+        and max(features, v.shape[-1]) > LARGEST_IN_FULL_PRECISION
+    ):
+        return f"more than {LARGEST_IN_FULL_PRECISION} channels do not fit on chip unless q, k and v are bfloat16"
     if (rotary[0] is None) != (rotary[1] is None):
         return "only one of q and k has positions"
     if rotary[0] is not None and feature_map.head_dim % 2:

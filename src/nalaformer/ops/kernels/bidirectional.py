@@ -19,6 +19,7 @@ import triton.language as tl
 
 from .fastmath import constant, exp2
 from .maps import key_excess, phi_key, phi_query
+from .row_maps import minus_and_plus, others_of, pairs_of, rows_of
 
 # log2 of what MAX_LOG_SCALE_OF_EPS in ops.features allows
 MAX_LOG2_SCALE_OF_EPS = constant(13.287712379549449)
@@ -83,14 +84,8 @@ def load_angles(cos_ptr, sin_ptr, first, rows, ok, PART: tl.constexpr, D: tl.con
 @triton.jit
 def turn(x, cos, sin):
     """Rotate the channel pairs (2i, 2i+1) of x [BN, BD]; with -sin it turns back."""
-    pairs = tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2])
-    # the bits of both, without its own: the other of the pair. Split and join would say it plainly, but Triton 3.6 compiles
-    # them wrongly in small tiles of float32
-    bits = pairs.to(tl.int32, bitcast=True)
-    other = (bits ^ tl.xor_sum(bits, axis=2, keep_dims=True)).to(tl.float32, bitcast=True)
-    sign = (2 * tl.arange(0, 2) - 1).to(tl.float32)
-    turned = pairs * cos[:, :, None] + other * (sin[:, :, None] * sign[None, None, :])
-    return tl.reshape(turned, [x.shape[0], x.shape[1]])
+    pairs = pairs_of(x)
+    return rows_of(pairs * cos[:, :, None] + others_of(pairs) * (sin[:, :, None] * minus_and_plus()))
 
 
 @triton.jit

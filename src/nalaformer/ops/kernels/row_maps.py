@@ -66,13 +66,29 @@ def softmax_of_both_signs_gradient(x, da, db, in_head):
 
 @triton.jit
 def pairs_of(x):
-    """The even and the odd channels, [BN, BD / 2] each."""
-    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    """Channels 2i and 2i+1 side by side, [BN, BD / 2, 2]."""
+    return tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2])
 
 
 @triton.jit
-def joined(even, odd):
-    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
+def rows_of(pairs):
+    return tl.reshape(pairs, [pairs.shape[0], 2 * pairs.shape[1]])
+
+
+@triton.jit
+def others_of(pairs):
+    """Of each channel the other one of its pair.
+
+    The bits of both without its own. Split and join would say it plainly, but Triton 3.6 compiles them wrongly in small tiles.
+    """
+    bits = pairs.to(tl.int32, bitcast=True)
+    return (bits ^ tl.xor_sum(bits, axis=2, keep_dims=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def minus_and_plus():
+    """-1 for the first channel of a pair, 1 for the second; [1, 1, 2]."""
+    return (2 * tl.arange(0, 2) - 1).to(tl.float32)[None, None, :]
 
 
 @triton.jit
@@ -84,9 +100,13 @@ def across_heads(x, normal):
 @triton.jit
 def in_pairs(x, turns):
     """[[-c, -s], [-s, c]] on each channel pair, its own inverse and transpose; turns: c and s in turn."""
-    even, odd = pairs_of(x)
-    c, s = pairs_of(turns)
-    return joined(-c * even - s * odd, c * odd - s * even)
+    pairs = pairs_of(x)
+    own = pairs_of(turns)
+    other = others_of(own)
+    is_first = minus_and_plus() < 0
+    c = tl.where(is_first, own, other)
+    s = tl.where(is_first, other, own)
+    return rows_of(minus_and_plus() * c * pairs - s * others_of(pairs))
 
 
 @triton.jit
@@ -104,9 +124,12 @@ def reflected_gradient(x, normal, turns, dy, MAP: tl.constexpr):
     dnormal = tl.zeros_like(x)
     dturns = tl.zeros_like(x)
     if MAP != "reflection_across":
-        even, odd = pairs_of(across_heads(x, normal) if MAP == "reflection" else x)
-        deven, dodd = pairs_of(dy)
-        dturns = joined(dodd * odd - deven * even, -deven * odd - dodd * even)
+        pairs = pairs_of(across_heads(x, normal) if MAP == "reflection" else x)
+        other = others_of(pairs)
+        dpairs = pairs_of(dy)
+        dother = others_of(dpairs)
+        is_first = minus_and_plus() < 0
+        dturns = rows_of(tl.where(is_first, dother * other - dpairs * pairs, -dpairs * other - dother * pairs))
         dy = in_pairs(dy, turns)
     if MAP != "reflection_in_pairs":
         along = tl.sum(dy * normal, axis=1)[:, None]

@@ -8,7 +8,8 @@ from torch import Tensor
 from .fastmath import exp2
 from .start import Launches, start
 
-MERGE_AT_ONCE, MERGE_BLOCK = 16, 128  # stretches whose numbers are on their way together, and numbers of a program
+MERGE_AT_ONCE = 16  # stretches whose numbers are on their way together, at most
+MERGE_BLOCK = 128  # numbers of a program
 PREFIX_BLOCK = 512
 
 
@@ -74,6 +75,7 @@ def start_merge(
     launches: Launches, sums: Tensor, scale: Tensor, total: Tensor, largest: Tensor, *, group: int, is_guarded: bool
 ) -> None:
     elements = total[0].numel()
+    at_once = min(MERGE_AT_ONCE, triton.next_power_of_2(len(sums) * group))
     start(
         launches,
         ("merge", sums.shape, group, is_guarded, sums.device),
@@ -82,7 +84,7 @@ def start_merge(
         lambda: (
             (triton.cdiv(elements, MERGE_BLOCK), len(total)),
             (len(sums), group, elements),
-            {"V": sums.shape[-1] - 2, "GUARD": is_guarded, "AT_ONCE": MERGE_AT_ONCE, "BLOCK": MERGE_BLOCK},
+            {"V": sums.shape[-1] - 2, "GUARD": is_guarded, "AT_ONCE": at_once, "BLOCK": MERGE_BLOCK},
         ),
     )
 
