@@ -19,9 +19,9 @@ from .bidirectional_gradient import dk_kernel, dq_kernel, dsums_kernel
 from .split_sums import merge, merge_scaled
 from .start import Description, Launches, processors, start
 
-# up to this many tokens a single program may own a sample and head: one launch instead of three. The host of an eager call is
-# glad of it; on the device several programs for a head are faster from a few tiles on
-WHOLE_TOKENS = 256
+# up to this many tokens, and samples times heads, a single program owns a sample and head: one launch instead of three. Beyond
+# either, several programs for each were faster (one H200)
+WHOLE_TOKENS, WHOLE_PROGRAMS = 256, 128
 Angles = tuple[Tensor | None, Tensor | None]
 
 
@@ -106,8 +106,8 @@ class Call:
     @property
     def is_whole(self) -> bool:
         """Whether one program per sample and head does it all."""
-        short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS
-        return short and self.heads == self.kv_heads and not self.is_packed
+        is_short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS and self.samples * self.heads <= WHOLE_PROGRAMS
+        return is_short and self.heads == self.kv_heads and not self.is_packed
 
     @property
     def per_row(self) -> torch.Size:
