@@ -3,6 +3,8 @@
 In Triton's interpreter on a CPU; with TRITON_INTERPRET=0 the same tests run compiled, on a GPU.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -394,14 +396,35 @@ def test_causal_operator_keeps_the_contract_of_torch_library():
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 160}, "more than 128 channels"),
         ({"head_dim": 80}, "more than 64 channels do not fit on chip unless"),
+        ({"head_dim": 80, "causal": True}, "were seen right with the maps norm_aware_split and focused alone"),
+        ({"samples": 32_768}, "32768 samples of 2 heads are more than a grid holds, 65,535"),
     ],
 )
 def test_explicit_choice_of_the_kernels_says_why_it_cannot_serve(change, reason):
     head_dim, dtype = change.get("head_dim", 8), change.get("dtype", torch.float32)
-    q, k, v = (x.to(dtype) for x in make(*[(1, 9, 2, head_dim)] * 3))
+    samples = change.get("samples", 1)
+    q, k, v = (x.to(dtype).expand(samples, -1, -1, -1) for x in make(*[(1, 9, 2, head_dim)] * 3))
     feature_map = nalaformer.feature_map(change.get("name", "relu"), num_heads=2, head_dim=head_dim)
     with nalaformer.use_backend("triton"), pytest.raises(ValueError, match=f"triton backend cannot serve.*{reason}"):
         nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=change.get("causal", False))
+
+
+def test_positions_may_be_a_transposed_view():
+    positions = torch.randint(0, 50, (37, 2, 1), device=DEVICE).transpose(0, 1)
+    rotary = replace(Rotary.sequence(37, 8, device=DEVICE), positions=positions.double())
+    check("norm_aware", make(*[(2, 37, 2, 8)] * 3), heads=2, head_dim=8, rotary=rotary)
+
+
+def test_a_step_in_a_large_head_uses_the_kernel(monkeypatch):
+    from nalaformer.ops import kernels
+
+    calls = []
+    monkeypatch.setattr(kernels, "step_", lambda state, q, k, v, **given: calls.append(1) or q)
+    q, k, v = make(*[(1, 1, 2, 80)] * 3)
+    feature_map = nalaformer.feature_map("relu", num_heads=2, head_dim=80)
+    with nalaformer.use_backend("triton"):
+        nalaformer.recurrent_step_(nalaformer.LinearState.empty(1, 2, 80, 80, device=DEVICE), q, k, v, feature_map=feature_map)
+    assert calls
 
 
 def test_features_too_wide_for_the_chip_are_refused_with_the_reason():

@@ -21,7 +21,13 @@ BACKENDS = {
 }
 LARGEST_HEAD = 128  # for maps computed in registers, whose features are twice as wide
 LARGEST_FEATURES = 256  # for features computed outside
-LARGEST_IN_FULL_PRECISION = 64  # features and values: a float32 state takes four times the memory of a bfloat16 one
+# features and values: the gradient of the keys holds a float32 state in four forms (it and its transpose, each in two numbers
+# for products of float32 quality), 288 KiB of the 227 that a multiprocessor has
+LARGEST_IN_FULL_PRECISION = 64
+# the causal kernels run out of registers in heads of more than 64 channels, where a compiler was wrong (kernels/launch.py):
+# maps that a GPU was seen to compute rightly there
+LARGE_CAUSAL_MAPS = ("norm_aware_split", "focused")
+MOST_ROWS = 65_535  # samples times heads: what the second axis of a grid holds
 TRITON_FOUND = find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, slowly: for tests
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -64,11 +70,16 @@ def choose(
     feature_map: FeatureMapLike,
     causal: bool,
     rotary: tuple[Rotary | None, Rotary | None],
+    samples: int | None = None,
+    is_step: bool = False,
 ) -> str:
-    """The backend for this call; an explicit "triton" that cannot serve it raises with the reason."""
+    """The backend for this call; an explicit "triton" that cannot serve it raises with the reason.
+
+    samples: packed sequences; q's by default. is_step: one token after a state, which has a kernel of its own.
+    """
     if _setting in ("reference", "chunked"):
         return _setting
-    reason = why_not_triton(q, k, v, feature_map, causal, rotary)
+    reason = why_not_triton(q, k, v, feature_map, causal, rotary, samples or q.shape[0], is_step)
     if reason is None:
         return "triton"
     if _setting == "triton":
@@ -111,6 +122,8 @@ def why_not_triton(
     feature_map: FeatureMapLike,
     causal: bool,
     rotary: tuple[Rotary | None, Rotary | None],
+    samples: int,
+    is_step: bool,
 ) -> str | None:
     """Why this call cannot use the kernels; None if it can."""
     reason = why_not_on(q) or why_not_on(k) or why_not_on(v)
@@ -119,7 +132,7 @@ def why_not_triton(
     is_normalised = rotary[0] is not None and rotary[0].normalised
     # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
     spec = None if is_normalised else feature_map.kernel_spec(q.device)
-    if causal and spec is not None and spec.is_guarded:
+    if causal and not is_step and spec is not None and spec.is_guarded:
         return "features without a bound need a scale per row in causal attention, which the kernels lack"
     features = feature_map.head_dim
     if spec is None:
@@ -132,16 +145,19 @@ def why_not_triton(
             return f"{features} features do not fit on chip, {LARGEST_FEATURES} do"
     if feature_map.head_dim > LARGEST_HEAD or v.shape[-1] > LARGEST_HEAD:
         return f"heads of more than {LARGEST_HEAD} channels do not fit on chip"
-    if (
-        not causal
-        and {q.dtype, k.dtype, v.dtype} != {torch.bfloat16}
-        and max(features, v.shape[-1]) > LARGEST_IN_FULL_PRECISION
-    ):
-        return f"more than {LARGEST_IN_FULL_PRECISION} channels do not fit on chip unless q, k and v are bfloat16"
     if (rotary[0] is None) != (rotary[1] is None):
         return "only one of q and k has positions"
     if rotary[0] is not None and feature_map.head_dim % 2:
         return "the kernels turn channel pairs of an even head"
+    if is_step:
+        return None
+    is_bfloat16 = q.dtype == k.dtype == v.dtype == torch.bfloat16
+    if not causal and not is_bfloat16 and max(features, v.shape[-1]) > LARGEST_IN_FULL_PRECISION:
+        return f"more than {LARGEST_IN_FULL_PRECISION} channels do not fit on chip unless q, k and v are bfloat16"
+    if causal and features > 64 and (spec is None or spec.name not in LARGE_CAUSAL_MAPS):
+        return f"causal kernels of more than 64 features were seen right with the maps {' and '.join(LARGE_CAUSAL_MAPS)} alone"
+    if samples * q.shape[2] > MOST_ROWS:
+        return f"{samples} samples of {q.shape[2]} heads are more than a grid holds, {MOST_ROWS:,}"
     return None
 
 

@@ -1,5 +1,6 @@
 """Calls as CUDA graphs: the device runs them without waiting for Python."""
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -9,10 +10,15 @@ from torch import Tensor
 WARM_UPS = 3
 
 
+# torch captures one graph at a time
+_lock = threading.Lock()
+
+
 @cache
-def side_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures: torch keeps the memory that matrix products need for each stream that ever ran some."""
-    return torch.cuda.Stream(device)
+def streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """For warming up and for capturing, the same for all calls: torch keeps the memory that matrix products need for each
+    stream that ever ran some. Of each device: torch's own stream for captures is of whichever was asked first."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def captured(
@@ -23,19 +29,13 @@ def captured(
     restore: tensors that the call changes, which are as they were when this returns; device: the current one by default.
     """
     number = torch.cuda.current_device() if device is None or device.index is None else device.index
-    with torch.cuda.device(number):
-        replay = _captured(call, restore, side_stream(number))
-    if number == torch.cuda.current_device():
-        return replay
-
-    def replay_there() -> None:
-        with torch.cuda.device(number):
-            replay()
-
-    return replay_there
+    with torch.cuda.device(number), _lock:
+        return _captured(call, restore, *streams(number))
 
 
-def _captured(call: Callable[[], object], restore: Sequence[Tensor], side: torch.cuda.Stream) -> Callable[[], None]:
+def _captured(
+    call: Callable[[], object], restore: Sequence[Tensor], side: torch.cuda.Stream, own: torch.cuda.Stream
+) -> Callable[[], None]:
     before = [tensor.clone() for tensor in restore]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -48,9 +48,9 @@ def _captured(call: Callable[[], object], restore: Sequence[Tensor], side: torch
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         # of this thread alone: others may go on to allocate meanwhile, as loaders and servers do
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
             call()
-    except RuntimeError:
+    except Exception:
         # torch would stay on the stream of a capture that failed, and its generator take itself to be captured still
         torch.cuda.set_stream(stream)
         generator = torch.cuda.default_generators[stream.device_index]

@@ -1,6 +1,7 @@
 """The public functions: check the arguments, pick a backend, run it outside autocast."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -151,8 +152,7 @@ def recurrent_step_(
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=None, causal=True)
         fits = all(tensor.is_contiguous() for tensor in state.tensors().values()) and state.state.dtype == torch.float32
-        # one token has no later ones: what causal kernels cannot serve, the step can
-        if fits and choose(q, k, v, feature_map=mapped, causal=False, rotary=turns) == "triton":
+        if fits and choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_step=True) == "triton":
             from . import kernels
 
             return kernels.step_(state, q, k, v, feature_map=mapped, rotary=turns, eps=eps)
@@ -233,7 +233,8 @@ def _packed(
         spread_k, spread_v = _heads_for(feature_map, q[None], k[None], v[None])
         # a map that looks at all tokens must see each sequence by itself
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
-        if is_same and choose(q[None], spread_k, spread_v, feature_map=feature_map, causal=causal, rotary=pair) == "triton":
+        of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
+        if is_same and of_all(feature_map=feature_map) == "triton":
             bounds, keep = cu_seqlens.to(q.device), _needs_grad(q, k, v, feature_map)
             return _fused(q, spread_k[0], spread_v[0], feature_map, causal, pair, None, bounds, max(lengths), eps, keep)
     outputs = []

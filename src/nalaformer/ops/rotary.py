@@ -127,7 +127,9 @@ class Rotary:
         """float32 cosine and sine as the kernels read them; kept, so that the layers of a network compute them once."""
         known: tuple[Tensor, Tensor] | None = self.__dict__.get("_tables")
         if known is None:
-            known = self.cos_sin(torch.float32)
+            # positions may be a transposed view, and the angles lie as they do
+            cos, sin = self.cos_sin(torch.float32)
+            known = cos.contiguous(), sin.contiguous()
             self.__dict__["_tables"] = known
         return known
 

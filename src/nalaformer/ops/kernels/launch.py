@@ -19,8 +19,8 @@ from .bidirectional_gradient import dk_kernel, dq_kernel, dsums_kernel
 from .split_sums import merge, merge_scaled
 from .start import Description, Launches, processors, start
 
-# up to this many tokens, and samples times heads, a single program owns a sample and head: one launch instead of three. Beyond
-# either, several programs for each were faster (one H200)
+# up to this many tokens, and samples times heads, a single program owns a sample and head: one launch instead of two or three.
+# Beyond either those were faster (one H200): smaller tiles, and from 512 tokens on several programs for each sample and head
 WHOLE_TOKENS, WHOLE_PROGRAMS = 256, 128
 Angles = tuple[Tensor | None, Tensor | None]
 
@@ -55,7 +55,8 @@ TILES = {
     "causal_dq": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1), 256: Tile(32, 8, 1)},
     "causal_dk": {64: Tile(16, 4, 2), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
 }
-# with rotary, heads up to 64: turned features beside plain ones take their registers
+# with rotary, heads up to 64: turned features beside plain ones take their registers. The fastest of those that were right, as
+# above; keys without rotary have smaller ones because they were faster by a tenth
 TURNED_TILES = {"causal": Tile(32, 4, 2), "causal_dq": Tile(32, 4, 2), "causal_dk": Tile(32, 4, 2)}
 # for bfloat16, heads up to 64, one stream and no rotary, where few registers are enough
 LEAN_TILES = {"dsums": Tile(32, 4, 3, 128)}
