@@ -335,6 +335,31 @@ def hook_a_module(model):
     model.host.model.layers[1].register_forward_hook(lambda module, args, output: 0.5 * output)
 
 
+def set_a_bias(model):
+    projection = model.host.model.layers[0].self_attn.original.o_proj
+    assert projection.bias is None
+    projection.bias = nn.Parameter(torch.randn(projection.out_features))
+
+
+def replace_a_forward(model):
+    # as hooks of accelerate do
+    mlp = model.host.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + 1
+
+
+def change_a_class(model):
+    class Other(type(model.host.model.norm)):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model.host.model.norm.__class__ = Other
+
+
+def train_a_part(model):
+    model.host.model.layers[1].mlp.train()
+
+
 def other_settings(model):
     for attention in converted_attentions(model):
         attention.hybrid.settings = replace(attention.hybrid.settings, merge="released")
@@ -351,7 +376,11 @@ def other_settings(model):
         (replace_the_data, 2, 17 + 17 + 20),
         (replace_a_module, 2, 17 + 17 + 20),
         (other_settings, 2, 17 + 17 + 20),
+        (set_a_bias, 2, 17 + 17 + 20),
+        (change_a_class, 2, 17 + 17 + 20),
         (hook_a_module, 1, 17),
+        (replace_a_forward, 1, 17),
+        (train_a_part, 1, 17),
     ],
 )
 @torch.no_grad()
@@ -371,6 +400,66 @@ def test_changes_of_the_model_are_followed_between_and_within_texts(change, deco
         logits.append(torch.cat(before + after, 1))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
     assert steps == {"made": decoders, "taken": taken}
+
+
+@pytest.mark.usefixtures("each_way")
+@torch.no_grad()
+def test_hooks_of_all_modules_are_called_in_every_step(steps):
+    model, tokens = with_steps(converted(), after=0), torch.randint(3, 50, (2, 12))
+    cache, mlp = model(tokens, use_cache=True).past_key_values, model.host.model.layers[0].mlp
+    model(tokens[:, :1], past_key_values=cache)
+    calls = []
+    for register in (nn.modules.module.register_module_forward_hook, nn.modules.module.register_module_forward_pre_hook):
+        hook = register(lambda module, *_: calls.append(1) if module is mlp else None)
+        try:
+            for _ in range(3):
+                model(tokens[:, :1], past_key_values=cache)
+            assert "hooks" in model.stepping.refusal
+        finally:
+            hook.remove()
+    assert len(calls) == 6
+    model(tokens[:, :1], past_key_values=cache)
+    assert steps == {"made": 2, "taken": 2}
+
+
+@torch.no_grad()
+def test_a_refusal_ends_with_its_reason(steps):
+    model, text = with_steps(converted()), torch.full((2, 9), 7)
+    train_a_part(model)
+    model.generate(text, **GREEDY)
+    assert "training mode" in model.stepping.refusal
+    model.eval()
+    model.generate(text, **GREEDY)
+    assert model.stepping.refusal is None
+    assert steps == {"made": 1, "taken": 36}
+
+
+@torch.no_grad()
+def test_another_precision_of_products_is_captured_anew(steps):
+    model, text = with_steps(converted()), torch.full((2, 9), 7)
+    model.generate(text, **GREEDY)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        model.generate(text, **GREEDY)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert steps == {"made": 2, "taken": 36 + 36}
+
+
+def test_what_is_replaced_is_freed_at_once():
+    model = with_steps(converted(), after=0)
+    model.generate(torch.full((1, 9), 7), **GREEDY)
+    layer = model.host.model.layers[0]
+    replaced = [weakref.ref(part) for part in (layer.mlp, layer.mlp.up_proj.weight, model.host.lm_head.weight)]
+    gc.collect()
+    gc.disable()
+    try:
+        layer.mlp = nn.Identity()
+        model.host.lm_head.weight = nn.Parameter(torch.zeros_like(model.host.lm_head.weight))
+        assert [part() for part in replaced] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 @torch.no_grad()
