@@ -1,7 +1,7 @@
 """What a captured step takes from a model without asking again, and which models are not to be captured."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import Any
@@ -51,7 +51,7 @@ class Blueprint:
             and self._look(modules, owns) == self._seen
         )
 
-    def _look(self, modules: Sequence[Any], owns: list[dict[str, Any]]) -> list[Any]:
+    def _look(self, modules: Sequence[Any], owns: Sequence[Mapping[str, Any]]) -> list[Any]:
         """What is followed besides the parts themselves: how they are, where, and settings of layers and of the process."""
         attentions: list[Any] = [reference() for reference in self._attentions]
         return [
@@ -68,7 +68,7 @@ class Blueprint:
         ]
 
 
-def _parts(owns: list[dict[str, Any]]) -> list[Any]:
+def _parts(owns: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Children, parameters and buffers, with those that are None. owns: vars of modules."""
     helds = [held for own in owns for name in ("_modules", "_parameters", "_buffers") if (held := own[name])]
     return [part for held in helds for part in held.values()]
