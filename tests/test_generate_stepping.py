@@ -7,6 +7,7 @@ import copy
 import gc
 import threading
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 from torch import nn
 
-from nalaformer.attention.hybrid import hybrid_settings
+from nalaformer.attention.hybrid import SteppingState, hybrid_settings
 from nalaformer.models.hybrid import decoder as decoder_module
 from nalaformer.models.hybrid import stepping as stepping_module
 from nalaformer.models.hybrid.attention import attention_mode, converted_attentions
@@ -48,6 +49,19 @@ def steps(monkeypatch):
     monkeypatch.setattr(SteppingDecoder, "step", counted_step)
     monkeypatch.setattr(SteppingDecoder, "__init__", counted_init)
     return counts
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """One entry for each time that a decoder passes on to another cache."""
+    found, load = [], stepping_module._Place.load
+
+    def counted(self, cache):
+        found.append(1)
+        load(self, cache)
+
+    monkeypatch.setattr(stepping_module._Place, "load", counted)
+    return found
 
 
 @pytest.fixture(params=[False, True], ids=["called", "recorded"])
@@ -181,9 +195,10 @@ def test_a_conversation_goes_on_from_a_lent_cache(steps):
     first = model.generate(**given, **GREEDY, return_dict_in_generate=True)
     more = torch.cat((first.sequences, torch.randint(3, 50, (2, 7))), 1)
     mask = nn.functional.pad(given["attention_mask"], (0, more.shape[1] - 21), value=1)
-    # another text takes the decoder in between
-    model.generate(torch.randint(3, 50, (2, 30)), **GREEDY)
+    # other texts take the decoder in between
+    others = [model.generate(torch.randint(3, 50, (2, 30)), **GREEDY, return_dict_in_generate=True) for _ in range(2)]
     assert first.past_key_values.layers[0].loan is None
+    assert all(other.past_key_values.layers[0].loan is not None for other in others)
     found = model.generate(more, attention_mask=mask, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
     cache, pieces = first.past_key_values, []
     with torch.no_grad():
@@ -195,7 +210,7 @@ def test_a_conversation_goes_on_from_a_lent_cache(steps):
         whole = model(more, attention_mask=mask, use_cache=False).logits[:, 60:]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-4)
     assert torch.equal(found, model.generate(more, attention_mask=mask, **GREEDY))
-    assert steps["made"] == 1
+    assert steps["made"] == 2
 
 
 def test_texts_that_follow_share_one_decoder_from_their_first_step(steps):
@@ -208,17 +223,55 @@ def test_texts_that_follow_share_one_decoder_from_their_first_step(steps):
 
 
 @pytest.mark.usefixtures("each_way")
-def test_two_texts_that_alternate_do_not_mix(steps):
-    model, tokens = converted(), torch.randint(3, 50, (2, 2, 40))
+@pytest.mark.parametrize("texts", [2, 3])
+def test_texts_that_alternate_do_not_mix(texts, steps, loads):
+    model, tokens = converted(), torch.randint(3, 50, (texts, 2, 40))
     with torch.no_grad():
-        expected = model(tokens.flatten(0, 1), use_cache=False).logits[:, 12:].unflatten(0, (2, 2))
+        expected = model(tokens.flatten(0, 1), use_cache=False).logits[:, 12:].unflatten(0, (texts, 2))
         with_steps(model, after=0)
         caches = [model(x[:, :12], use_cache=True).past_key_values for x in tokens]
         for n in range(12, 40):
-            for text in (0, 1):
+            for text in range(texts):
                 out = model(tokens[text, :, n : n + 1], past_key_values=caches[text]).logits[:, 0]
                 torch.testing.assert_close(out, expected[text, :, n - 12], rtol=0, atol=1e-4)
-    assert steps == {"taken": 56, "made": 1}
+    assert steps == {"taken": 28 * texts, "made": 2}
+    # two have a decoder each; the third has to take one from them
+    assert bool(loads) == (texts == 3)
+
+
+@pytest.mark.filterwarnings("ignore:steps of 2 samples cannot be captured")
+@pytest.mark.parametrize("failing", [False, True])
+def test_negative_prompts_have_a_decoder_of_their_own(failing, steps, loads, monkeypatch):
+    if failing:
+        make = SteppingDecoder.__init__
+
+        def only_one(self, *args, **kwargs):
+            if model.stepping.decoders:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            make(self, *args, **kwargs)
+
+        monkeypatch.setattr(SteppingDecoder, "__init__", only_one)
+    model, text = converted(), prompts()
+    expected, found = both(model, **text, **GREEDY, guidance_scale=1.5, negative_prompt_ids=torch.full((2, 5), 7))
+    assert torch.equal(found, expected)
+    # two are wanted as a rule; where there is no memory for them, one goes to and fro
+    assert steps == {"taken": 2 * 36, "made": 1 if failing else 2}
+    assert bool(loads) == failing
+
+
+@torch.no_grad()
+def test_a_decoder_that_nobody_uses_makes_room_for_one_of_a_live_text(steps, loads):
+    model = with_steps(converted(), after=0)
+    for batch in (3, 2):
+        model.generate(torch.full((batch, 9), 7), **GREEDY)
+    caches = [model(torch.full((2, 9), 7), use_cache=True).past_key_values for _ in range(2)]
+    for _ in range(3):
+        for cache in caches:
+            model(torch.full((2, 1), 7), past_key_values=cache)
+    assert [len(decoder.tokens) for decoder in model.stepping.decoders] == [2, 2]
+    # the one of the last text, once
+    assert steps["made"] == 3
+    assert len(loads) == 1
 
 
 def test_threads_that_generate_at_once_do_not_mix():
@@ -335,6 +388,31 @@ def hook_a_module(model):
     model.host.model.layers[1].register_forward_hook(lambda module, args, output: 0.5 * output)
 
 
+def set_a_bias(model):
+    projection = model.host.model.layers[0].self_attn.original.o_proj
+    assert projection.bias is None
+    projection.bias = nn.Parameter(torch.randn(projection.out_features))
+
+
+def replace_a_forward(model):
+    # as hooks of accelerate do
+    mlp = model.host.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + 1
+
+
+def change_a_class(model):
+    class Other(type(model.host.model.norm)):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model.host.model.norm.__class__ = Other
+
+
+def train_a_part(model):
+    model.host.model.layers[1].mlp.train()
+
+
 def other_settings(model):
     for attention in converted_attentions(model):
         attention.hybrid.settings = replace(attention.hybrid.settings, merge="released")
@@ -351,7 +429,11 @@ def other_settings(model):
         (replace_the_data, 2, 17 + 17 + 20),
         (replace_a_module, 2, 17 + 17 + 20),
         (other_settings, 2, 17 + 17 + 20),
+        (set_a_bias, 2, 17 + 17 + 20),
+        (change_a_class, 2, 17 + 17 + 20),
         (hook_a_module, 1, 17),
+        (replace_a_forward, 1, 17),
+        (train_a_part, 1, 17),
     ],
 )
 @torch.no_grad()
@@ -366,11 +448,72 @@ def test_changes_of_the_model_are_followed_between_and_within_texts(change, deco
         before = [model(token, past_key_values=cache).logits for token in tokens[:, 20:40].split(1, 1)]
         change(model)
         after = [model(token, past_key_values=cache).logits for token in tokens[:, 40:].split(1, 1)]
-        again = model(tokens[:, :20], use_cache=True).past_key_values
-        after += [model(token, past_key_values=again).logits for token in tokens[:, 20:40].split(1, 1)]
+        # nobody has the cache before any more, so its decoder is free
+        cache = model(tokens[:, :20], use_cache=True).past_key_values
+        after += [model(token, past_key_values=cache).logits for token in tokens[:, 20:40].split(1, 1)]
         logits.append(torch.cat(before + after, 1))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
     assert steps == {"made": decoders, "taken": taken}
+
+
+@pytest.mark.usefixtures("each_way")
+@torch.no_grad()
+def test_hooks_of_all_modules_are_called_in_every_step(steps):
+    model, tokens = with_steps(converted(), after=0), torch.randint(3, 50, (2, 12))
+    cache, mlp = model(tokens, use_cache=True).past_key_values, model.host.model.layers[0].mlp
+    model(tokens[:, :1], past_key_values=cache)
+    calls = []
+    for register in (nn.modules.module.register_module_forward_hook, nn.modules.module.register_module_forward_pre_hook):
+        hook = register(lambda module, *_: calls.append(1) if module is mlp else None)
+        try:
+            for _ in range(3):
+                model(tokens[:, :1], past_key_values=cache)
+            assert "hooks" in model.stepping.refusal
+        finally:
+            hook.remove()
+    assert len(calls) == 6
+    model(tokens[:, :1], past_key_values=cache)
+    assert steps == {"made": 2, "taken": 2}
+
+
+@torch.no_grad()
+def test_a_refusal_ends_with_its_reason(steps):
+    model, text = with_steps(converted()), torch.full((2, 9), 7)
+    train_a_part(model)
+    model.generate(text, **GREEDY)
+    assert "training mode" in model.stepping.refusal
+    model.eval()
+    model.generate(text, **GREEDY)
+    assert model.stepping.refusal is None
+    assert steps == {"made": 1, "taken": 36}
+
+
+@torch.no_grad()
+def test_another_precision_of_products_is_captured_anew(steps):
+    model, text = with_steps(converted()), torch.full((2, 9), 7)
+    model.generate(text, **GREEDY)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        model.generate(text, **GREEDY)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert steps == {"made": 2, "taken": 36 + 36}
+
+
+def test_what_is_replaced_is_freed_at_once():
+    model = with_steps(converted(), after=0)
+    model.generate(torch.full((1, 9), 7), **GREEDY)
+    layer = model.host.model.layers[0]
+    replaced = [weakref.ref(part) for part in (layer.mlp, layer.mlp.up_proj.weight, model.host.lm_head.weight)]
+    gc.collect()
+    gc.disable()
+    try:
+        layer.mlp = nn.Identity()
+        model.host.lm_head.weight = nn.Parameter(torch.zeros_like(model.host.lm_head.weight))
+        assert [part() for part in replaced] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 @torch.no_grad()
@@ -392,7 +535,8 @@ def test_what_the_kernel_keeps_of_the_maps_follows_them():
     for phi in maps:
         phi.query_weight.data.mul_(2)
     assert not is_right()
-    model(tokens[:, :1], past_key_values=model(tokens, use_cache=True).past_key_values)
+    cache = model(tokens, use_cache=True).past_key_values
+    model(tokens[:, :1], past_key_values=cache)
     assert is_right()
 
 
@@ -477,9 +621,10 @@ def test_a_decoder_of_inference_mode_goes_on_outside(steps):
     assert steps["made"] == 1
 
 
-def test_a_failed_capture_is_said_once_and_costs_no_token(monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, Exception], ids=["of torch", "of Triton"])
+def test_a_failed_capture_is_said_once_and_costs_no_token(kind, monkeypatch):
     def fail(self, *args, **kwargs):
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise kind("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(SteppingDecoder, "__init__", fail)
     model, text = converted(), torch.full((2, 9), 7)
@@ -488,7 +633,124 @@ def test_a_failed_capture_is_said_once_and_costs_no_token(monkeypatch):
     with pytest.warns(UserWarning, match="cannot be captured") as said:
         found = [model.generate(text, **GREEDY) for _ in range(2)]
     assert len(said) == 1
+    assert "not permitted" in model.stepping.refusal
     assert all(torch.equal(tokens, expected) for tokens in found)
+
+
+def test_a_batch_that_is_too_large_leaves_others_their_decoders(steps, monkeypatch):
+    make = SteppingDecoder.__init__
+
+    def small_ones(self, model, cache, **kwargs):
+        if len(cache.layers[0].held.lengths) == 3:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        make(self, model, cache, **kwargs)
+
+    monkeypatch.setattr(SteppingDecoder, "__init__", small_ones)
+    model, texts = with_steps(converted()), [torch.full((batch, 9), 7) for batch in (2, 3, 2, 3, 1)]
+    with pytest.warns(UserWarning, match="steps of 3 samples cannot be captured") as said:
+        _ = [model.generate(text, **GREEDY) for text in texts]
+    assert len(said) == 1
+    assert "steps of 3 samples" in model.stepping.refusal
+    assert steps == {"made": 2, "taken": 36 + 39 + 36}
+
+
+@torch.no_grad()
+def test_less_room_is_tried_after_more_has_failed(steps, monkeypatch):
+    monkeypatch.setattr(stepping_module, "SMALLEST_CAPACITY", 4)
+    make = SteppingDecoder.__init__
+
+    def small_ones(self, model, cache, *, capacity, **kwargs):
+        if capacity > 16:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        make(self, model, cache, capacity=capacity, **kwargs)
+
+    monkeypatch.setattr(SteppingDecoder, "__init__", small_ones)
+    model = with_steps(converted(settings=UNCAPPED), after=0)
+    caches = [model(torch.full((2, tokens), 7), use_cache=True).past_key_values for tokens in (90, 90, 10)]
+    with pytest.warns(UserWarning, match="cannot be captured") as said:
+        _ = [model(torch.full((2, 1), 7), past_key_values=cache) for cache in caches]
+    assert len(said) == 1
+    assert steps == {"made": 1, "taken": 1}
+
+
+def test_a_failed_decoder_is_freed_at_once(monkeypatch):
+    states, make = [], decoder_module.SteppingCache.__init__
+
+    def watched(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        states.append(weakref.ref(self.states[0].keys))
+
+    def fail(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decoder_module.SteppingCache, "__init__", watched)
+    monkeypatch.setattr(decoder_module, "captured", fail)
+    model = with_steps(converted(), after=0)
+    model.stepping.capture = True
+    monkeypatch.setattr(model.stepping, "_may_step", lambda tokens, *_: tokens.shape[1] == 1)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.warns(UserWarning, match="cannot be captured"):
+            model.generate(torch.full((1, 9), 7), **GREEDY)
+        assert [state() for state in states] == [None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("move", [lambda model: model.to("cpu"), lambda model: model.double()], ids=["to", "double"])
+def test_a_model_that_moves_leaves_no_decoder_behind(move):
+    model = with_steps(converted(), after=0)
+    out = model.generate(torch.full((1, 9), 7), **GREEDY, return_dict_in_generate=True)
+    before, memory = out.past_key_values.layers[0].state, weakref.ref(model.stepping.decoders[0].cache.states[0].keys)
+    gc.collect()
+    gc.disable()
+    try:
+        move(model)
+        assert memory() is None
+    finally:
+        gc.enable()
+    after = out.past_key_values.layers[0].state
+    assert all(torch.equal(x, y) for x, y in zip(before.tensors().values(), after.tensors().values(), strict=True))
+
+
+@pytest.mark.parametrize("reason", ["forgotten", "on another stream"])
+@torch.no_grad()
+def test_states_are_given_back_on_the_stream_that_wrote_them(reason, monkeypatch):
+    class Stream:
+        device = torch.device("cpu")
+
+        def wait_stream(self, other):
+            events.append(("waits", self, other))
+
+    own, other, events, entered = Stream(), Stream(), [], []
+
+    @contextmanager
+    def within(stream):
+        entered.append(stream)
+        yield
+        entered.pop()
+
+    copy_out = SteppingState.to_state
+    monkeypatch.setattr(SteppingState, "to_state", lambda self: events.append(("copies", *entered)) or copy_out(self))
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: other)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: events.append(("records", stream)), raising=False)
+    model = with_steps(converted(), after=0)
+    cache = model(torch.full((1, 9), 7), use_cache=True).past_key_values
+    model(torch.full((1, 1), 7), past_key_values=cache)
+    model.stepping._places[0]._stream = own
+    tensors = len(cache.layers[0].state.tensors())
+    events.clear()
+    if reason == "forgotten":
+        model.stepping.forget()
+    else:
+        kind = stepping_module._kind
+        monkeypatch.setattr(stepping_module, "_kind", lambda state: (*kind(state)[:2], 1, 1))
+        model(torch.full((1, 1), 7), past_key_values=cache)
+        assert len(model.stepping.decoders) == 2
+    layers = len(cache.layers)
+    assert events == layers * [("copies", own)] + [("waits", other, own)] + layers * tensors * [("records", other)]
 
 
 def test_nothing_is_taken_over_without_a_gpu_unless_it_is_asked_for(steps):

@@ -1,10 +1,14 @@
 """What a captured step takes from a model without asking again, and which models are not to be captured."""
 
 import weakref
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
 from ...ops import get_backend
 from .attention import ConvertedAttention, converted_attentions
@@ -14,54 +18,81 @@ HARMLESS_HOOKS = "transformers.utils.output_capturing"
 
 
 class Blueprint:
-    """A model as it was when steps were captured. A graph reads weights by their address, so changes in place are no change."""
+    """A model as it was when steps were captured. A graph reads weights by their address, so changes in place are no change.
+
+    Parts are referred to weakly, so that what is replaced is freed at once, and not with the next step.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        # weakly: the model holds this, and would outlive its last user
-        self._model = weakref.ref(model)
-        modules = list(model.modules())
-        self._children = [(module._modules, dict(module._modules)) for module in modules]
-        self._tensors = [
-            (held, name, tensor, tensor.data_ptr() if _is_plain(tensor) else None)
-            for module in modules
-            for held in (module._parameters, module._buffers)
-            for name, tensor in held.items()
-            if tensor is not None
-        ]
+        modules, attentions = list(model.modules()), converted_attentions(model)
+        owns = list(map(vars, modules))
+        parts = _parts(owns)
+        self._modules, self._attentions, self._parts = _weakly(modules), _weakly(attentions), _weakly(parts)
+        # these hold no part of the model, and asking the modules for them takes longer
         self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-        self._number_of_hooks = sum(map(len, self._hooks))
-        self._attentions = converted_attentions(model)
-        self._chosen = self._choices()
-        self.settings = self._attentions[0].hybrid.settings
-        self.map_parameters = [parameter for attention in self._attentions for parameter in attention.hybrid.map.parameters()]
-        self.refusal = why_not(modules, [tensor for _, _, tensor, _ in self._tensors])
+        self.settings = attentions[0].hybrid.settings
+        self.map_parameters = [parameter for attention in attentions for parameter in attention.hybrid.map.parameters()]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        self.refusal = why_not(modules, tensors)
         """Why the model's steps cannot be captured; None: they can."""
+        self._addressed = _weakly([tensor for tensor in tensors if _is_plain(tensor)])
+        self._seen = self._look(modules, owns)
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model still is this one. Asked before every step, so it takes some microseconds a layer."""
+        modules = [reference() for reference in self._modules]
+        if modules[0] is not model or any(map(is_, modules, repeat(None))):
+            return False
+        owns = list(map(vars, modules))
+        parts = _parts(owns)
         return (
-            self._model() is model
-            and all(now == then for now, then in self._children)
-            and all(
-                held.get(name) is tensor and (address is None or tensor.data_ptr() == address)
-                for held, name, tensor, address in self._tensors
-            )
-            and sum(map(len, self._hooks)) == self._number_of_hooks
-            and self._choices() == self._chosen
+            len(parts) == len(self._parts)
+            and all(map(is_, parts, [reference() for reference in self._parts]))
+            and self._look(modules, owns) == self._seen
         )
 
-    def _choices(self) -> list[Any]:
-        """Settings, of the layers and of the process, that choose what is computed."""
-        own = [(attention.mode, id(attention.hybrid.settings)) for attention in self._attentions]
-        return [get_backend(), torch.are_deterministic_algorithms_enabled(), *own]
+    def _look(self, modules: Sequence[Any], owns: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """What is followed besides the parts themselves: how they are, where, and settings of layers and of the process."""
+        attentions: list[Any] = [reference() for reference in self._attentions]
+        return [
+            list(map(type, modules)),
+            ["forward" in own or own.get("training") for own in owns],
+            [reference().data_ptr() for reference in self._addressed],
+            # by numbers that are given once
+            list(chain.from_iterable(self._hooks)),
+            list(chain.from_iterable(global_hooks())),
+            [(attention.mode, attention.hybrid.settings) for attention in attentions],
+            get_backend(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.matmul.fp32_precision,
+        ]
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _parts(owns: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Children, parameters and buffers, with those that are None. owns: vars of modules."""
+    helds = [held for own in owns for name in ("_modules", "_parameters", "_buffers") if (held := own[name])]
+    return [part for held in helds for part in held.values()]
+
+
+def _weakly(parts: Sequence[Any]) -> list[Callable[[], Any]]:
+    """References; the type of None is one to None."""
+    return [type(part) if part is None else weakref.ref(part) for part in parts]
+
+
+def global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Those that are called with every module, before it and after."""
+    # torch has no other way to ask for them
+    return torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks
+
+
+def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (Tensor, nn.Parameter)
 
 
 def why_not(modules: list[nn.Module], tensors: list[Tensor]) -> str | None:
     """The first thing that a replay would pass over, in words."""
+    if any(global_hooks()):
+        return "all modules have hooks (torch.nn.modules.module.register_module_forward_hook)"
     for module in modules:
         name = type(module).__name__
         if type(module).__module__.startswith("peft."):

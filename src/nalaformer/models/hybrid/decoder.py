@@ -38,14 +38,12 @@ class SteppingDecoder:
         self.tokens = torch.zeros(len(count), 1, dtype=torch.int64, device=count.device)
         self.positions = torch.zeros_like(self.tokens)
         self.logits: Tensor | None = None
-        self._step: Callable[[], object] = self.run_step
-        self._roll: Callable[[], object] = self.run_roll
+        self._replays: tuple[Callable[[], object], ...] | None = None
         self.is_captured = count.device.type == "cuda" if capture is None else capture
         if self.is_captured:
             changed = [tensor for state in self.cache.states for tensor in state.tensors()]
-            self._step, self._roll = (
-                captured(call, restore=changed, device=count.device) for call in (self.run_step, self.run_roll)
-            )
+            calls = (self.run_step, self.run_roll)
+            self._replays = tuple(captured(call, restore=changed, device=count.device) for call in calls)
 
     def step(self, tokens: Tensor, *, positions: Tensor | None = None) -> Tensor:
         """The next token of each sample, [B] -> logits [B, vocabulary], in memory that the next step writes over.
@@ -59,9 +57,11 @@ class SteppingDecoder:
         is_full = self.cache.advance()
         self.tokens.copy_(tokens.reshape(-1, 1))
         self.positions.copy_(self.cache.states[0].count[:, None] if positions is None else positions)
-        self._step()
+        # methods are not kept: in a cycle, states would outlive their last user
+        run_step, run_roll = self._replays or (self.run_step, self.run_roll)
+        run_step()
         if is_full:
-            self._roll()
+            run_roll()
         assert self.logits is not None
         return self.logits
 

@@ -132,6 +132,13 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"a converted model has a cache of its own, got cache_implementation={asked!r}; leave it out")
         model_kwargs["past_key_values"] = HybridCache(self.config)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "HybridForCausalLM":
+        """Of `to`, `half` and the like: the memory of decoders does not stay behind."""
+        # there is none yet while a model is made
+        if (stepping := getattr(self, "stepping", None)) is not None:
+            stepping.forget()
+        return super()._apply(fn, recurse)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.host.get_input_embeddings()
 

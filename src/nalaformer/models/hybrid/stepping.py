@@ -3,7 +3,7 @@
 import threading
 import warnings
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +29,9 @@ class Stepping:
     The first steps of a text are the model's own; then its cache is lent to a decoder, whose graphs are replayed. Graphs are
     kept with the model and serve the texts that follow; a cache that is asked for its state, reordered, copied or passed to
     any other call has it as ever. Whatever a replay would pass over (hooks, adapters, autocast, a model that was changed) goes
-    to the model itself; `refusal` says why. Decoders keep their memory: `model.stepping = None` gives it back and turns all
-    this off, `model.stepping = Stepping()` turns it on again.
+    to the model itself; `refusal` says why. What cannot be followed are plain attributes of modules, such as the epsilon of a
+    norm: call `forget()` after changing one. Decoders keep their memory: `forget()` and moving the model give it back,
+    `model.stepping = None` does and turns all this off, `model.stepping = Stepping()` turns it on again.
     """
 
     def __init__(self, *, after: int = 8, capture: bool | None = None) -> None:
@@ -44,6 +45,7 @@ class Stepping:
         self._lock = threading.RLock()
         self._places: list[_Place] = []
         self._blueprint: Blueprint | None = None
+        self._failures: dict[Kind, tuple[int, str]] = {}
 
     @property
     def decoders(self) -> list[SteppingDecoder]:
@@ -52,8 +54,11 @@ class Stepping:
 
     @property
     def refusal(self) -> str | None:
-        """Why the model's steps are left to it; None: they are not, or it was not asked yet."""
-        return None if self._blueprint is None else self._blueprint.refusal
+        """Why the model's steps are left to it, all or those of some batches; None: they are not, or it was not asked yet."""
+        if self._blueprint is not None and self._blueprint.refusal is not None:
+            return self._blueprint.refusal
+        # the last one
+        return next((told for _, told in reversed(self._failures.values())), None)
 
     def step(
         self, model: "HybridForCausalLM", tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: HybridCache
@@ -79,7 +84,7 @@ class Stepping:
         with self._lock:
             for place in self._places:
                 place.give_back()
-            self._places, self._blueprint = [], None
+            self._places, self._blueprint, self._failures = [], None, {}
 
     def _may_step(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: HybridCache) -> bool:
         """Whether this is one token of each sample after a prompt, under circumstances that a graph can be replayed in."""
@@ -109,8 +114,10 @@ class Stepping:
         assert state is not None
         kind = _kind(state)
         place = next((place for place in self._places if place.has(cache)), None)
-        if place is not None and place.kind == kind and place.has_room():
-            return place
+        if place is not None:
+            if place.kind == kind and place.has_room():
+                return place
+            place.give_back()
         is_early = cache.single_steps < self.after
         if is_early and not self._places:
             cache.single_steps += 1
@@ -120,32 +127,46 @@ class Stepping:
         if self._blueprint.refusal is not None:
             return None
         needed = _needed(state, self._blueprint.settings)
-        place = next((place for place in reversed(self._places) if place.fits(kind, needed)), None)
-        if place is not None:
-            place.load(cache)
-        elif is_early:
-            cache.single_steps += 1
-        elif kind[0] == model.get_input_embeddings().weight.dtype:
+        fitting = [place for place in self._places if place.fits(kind, needed)]
+        free = [place for place in fitting if not place.is_lent()]
+        place = None
+        # texts that alternate would take one decoder from each other at every step
+        if not free and (not fitting or sum(place.is_lent() for place in self._places) < KEPT):
+            if is_early:
+                cache.single_steps += 1
+                return None
             place = self._make(model, cache, kind, needed)
-        if place is not None:
-            place.take(cache, self._lock)
-            self._places = [other for other in self._places if other is not place] + [place]
+        if place is None:
+            if not fitting:
+                return None
+            place = free[-1] if free else fitting[0]
+            place.load(cache)
+        place.take(cache, self._lock)
+        self._places = [other for other in self._places if other is not place] + [place]
         return place
 
     def _make(self, model: "HybridForCausalLM", cache: HybridCache, kind: "Kind", needed: int) -> "_Place | None":
         assert self._blueprint is not None
-        while len(self._places) >= KEPT:
-            self._places.pop(0).give_back()
         capacity = None if self._blueprint.settings.largest_store is not None else capacity_for(needed)
+        failed = self._failures.get(kind)
+        if kind[0] != model.get_input_embeddings().weight.dtype or (failed is not None and (capacity or 0) >= failed[0]):
+            return None
+        while len(self._places) >= KEPT:
+            # the one that was used last is the last
+            place = next((place for place in self._places if not place.is_lent()), self._places[0])
+            place.give_back()
+            self._places.remove(place)
         # weakly: the model holds the decoder, and would outlive its last user
         held: Any = weakref.proxy(model)
         try:
             # tensors that may be written outside of inference mode too
             with torch.inference_mode(False), torch.no_grad():
                 decoder = SteppingDecoder(held, cache, capacity=capacity, capture=self.capture)
-        except RuntimeError as failure:
-            self._blueprint.refusal = str(failure)
-            warnings.warn(f"steps cannot be captured and wait for Python instead: {failure}", stacklevel=2)
+        except Exception as failure:
+            # of any kind: those of Triton have no class of their own
+            told = f"steps of {kind[-1]} samples cannot be captured and wait for Python instead: {failure}"
+            self._failures[kind] = (capacity or 0, told)
+            warnings.warn(told, stacklevel=2)
             return None
         return _Place(decoder, kind, self._blueprint.map_parameters)
 
@@ -168,6 +189,8 @@ class _Place:
         self._map_parameters, self._map_versions = map_parameters, _versions(map_parameters)
         # weakly: a cache that nobody needs any more is not given back
         self._lent: list[tuple[weakref.ref[HybridCacheLayer], Loan]] = []
+        device = kind[1]
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @property
     def _first(self) -> SteppingState:
@@ -176,6 +199,10 @@ class _Place:
     def has(self, cache: HybridCache) -> bool:
         """Whether it holds the states of all layers."""
         return bool(self._lent) and all(layer.loan is loan for layer, (_, loan) in zip(cache.layers, self._lent, strict=True))
+
+    def is_lent(self) -> bool:
+        """Whether a cache that is still there has its states here."""
+        return any((layer := reference()) is not None and layer.loan is loan for reference, loan in self._lent)
 
     def has_room(self) -> bool:
         """For one more token of each sample."""
@@ -197,10 +224,20 @@ class _Place:
             layer.lend(loan)
 
     def give_back(self) -> None:
-        for reference, loan in self._lent:
-            if (layer := reference()) is not None:
-                layer.take_back(loan)
+        """States are the cache's own again, to be used on the stream that wrote them and on the current one."""
+        lent = [(layer, loan) for reference, loan in self._lent if (layer := reference()) is not None and layer.loan is loan]
         self._lent = []
+        # after the steps that write them, and before any that follow
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for layer, loan in lent:
+                layer.take_back(loan)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            for layer, _ in lent:
+                if (state := layer.state) is not None:
+                    for tensor in state.tensors().values():
+                        tensor.record_stream(current)
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         versions = _versions(self._map_parameters)
