@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 WARM_UPS = 3
-
-
 # torch captures one graph at a time
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 @cache
