@@ -436,6 +436,20 @@ def test_features_too_wide_for_the_chip_are_refused_with_the_reason():
         nalaformer.linear_attention(q, k, v, feature_map=feature_map, rotary=rotary)
 
 
+def test_sums_of_stretches_are_merged_by_group_and_by_scale():
+    from nalaformer.ops.kernels.split_sums import merge, merge_scaled
+
+    # more stretches than a program reads at once, and more numbers than one holds
+    (sums,) = make((21, 6, 2, 9, 10))
+    assert relative_error(merge({}, sums, group=3), sums.double().unflatten(1, (2, 3)).sum((0, 2))) < 1e-6
+    scale = torch.rand(21, 6, device=DEVICE) * 8
+    weight = torch.exp2(scale - scale.amax(0)).double()[..., None, None, None].expand(sums.shape).clone()
+    weight[..., -1] = 1  # the number of keys is not scaled
+    total, largest = merge_scaled({}, sums, scale)
+    assert relative_error(total, (sums * weight).sum(0)) < 1e-6
+    torch.testing.assert_close(largest, scale.amax(0), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_compiled_layer_keeps_the_kernels(causal):
     feature_map = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=16)
