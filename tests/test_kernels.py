@@ -190,6 +190,27 @@ def test_float16_stays_near_float64(name, causal):
         assert relative_error(x, y) < bar
 
 
+if INTERPRETING:
+
+    @pytest.mark.parametrize("with_rotary", [False, True])
+    def test_products_in_place_of_conversions(name, with_rotary, monkeypatch):
+        """What bfloat16 takes when compiled (tests/test_gpu.py), in a type that the interpreter computes rightly."""
+        from nalaformer.ops.kernels import bidirectional, bidirectional_gradient, launch
+
+        asked = []
+        for module in (bidirectional, bidirectional_gradient):
+            monkeypatch.setattr(module, "is_lean", lambda DOT, BD: asked.append(BD) or True)
+        monkeypatch.setattr(launch, "WHOLE_TOKENS", 16)
+        tensors = make((2, 50, 2, 12), (2, 23, 2, 12), (2, 23, 2, 20))
+        arguments = {"key_mask": torch.rand(2, 23) > 0.3}
+        if with_rotary:
+            arguments["rotary"] = Rotary.sequence(50, 12), Rotary.sequence(23, 12)
+        # a zero query fades into one that favours no channel
+        tensors[0][0, 3] = 0
+        check(name, tensors, heads=2, head_dim=12, **arguments)
+        assert asked
+
+
 @pytest.mark.parametrize("name", ["focused", "reflection"])
 def test_rows_of_one_head_stay_in_registers(name, monkeypatch):
     from nalaformer.ops.kernels import over_heads
@@ -467,3 +488,24 @@ def test_a_compiled_layer_keeps_the_kernels(causal):
     names = [str(node.target) for node in graphs[0].graph.nodes]
     # a plain formula in the graph would be right, and slow
     assert any(name.startswith("nalaformer.causal" if causal else "nalaformer.bidirectional") for name in names)
+
+
+def test_programs_come_in_full_rounds(monkeypatch):
+    from dataclasses import replace
+
+    from nalaformer.ops.kernels import launch, library
+
+    monkeypatch.setattr(library, "_calls", {})
+    monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (2, 2)))
+    monkeypatch.setattr(launch, "processors", lambda device: 2)
+    with nalaformer.use_backend("triton"):
+        relu = nalaformer.feature_map("relu", num_heads=1, head_dim=8)
+        nalaformer.linear_attention(*make(*[(1, 5, 1, 8)] * 3), feature_map=relu)
+    (call,) = library._calls.values()
+    tile = call.tile("output").tokens
+    # four programs at once and six rows: halves of them in three full rounds, not whole ones in two of which one is half empty
+    six = replace(call, samples=6, launches={})
+    assert six.splits("output", 49 * tile, 1) == (2, 25 * tile)
+    # rows that fill a round are not split, nor are tokens that make a step too few
+    assert replace(call, samples=4, launches={}).splits("output", 49 * tile, 1) == (1, 49 * tile)
+    assert replace(call, launches={}).splits("output", 3 * tile, 1) == (1, 3 * tile)

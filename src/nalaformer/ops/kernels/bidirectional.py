@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .fastmath import constant, exp2
-from .maps import key_excess, phi_key, phi_query
+from .maps import is_elementwise, key_excess, phi_key, phi_query
 from .row_maps import minus_and_plus, others_of, pairs_of, rows_of
 
 # log2 of what MAX_LOG_SCALE_OF_EPS in ops.features allows
@@ -139,6 +139,70 @@ def high_and_low(x, DOT: tl.constexpr):
     return tl.where(column == 0, high, tl.where(column == 1, low, 0.0).to(DOT))
 
 
+@triton.constexpr_function
+def is_lean(DOT, BD):
+    """Whether products do what else takes conversions, sums and a way through memory: matrix units have time left.
+
+    Of bfloat16, which they multiply exactly. Heads beyond 64 have no registers for it.
+    """
+    return DOT == tl.bfloat16 and BD <= 64  # noqa: SIM300
+
+
+@triton.jit
+def unit_matrix(BD: tl.constexpr, DOT: tl.constexpr):
+    return (tl.arange(0, BD)[:, None] == tl.arange(0, BD)[None, :]).to(DOT)
+
+
+@triton.jit
+def widened(x, unit, LEAN: tl.constexpr):
+    """x [BN, BD] in float32; as a product with the unit matrix it lies where the next product takes it from."""
+    return tl.dot(x, unit) if LEAN and x.dtype == unit.dtype else x.to(tl.float32)
+
+
+@triton.jit
+def left_factor(x, BN: tl.constexpr, DOT: tl.constexpr):
+    """x [BN, 1] as [BN, 16]; times right_factor(z) it is x z with more digits than one operand holds."""
+    column = tl.arange(0, 16)[None, :]
+    high = x.to(DOT)
+    low = (x - high.to(tl.float32)).to(DOT)
+    return tl.where(column < 2, high, tl.where(column == 2, low, 0.0).to(DOT))
+
+
+@triton.jit
+def right_factor(z, DOT: tl.constexpr):
+    """z [BD] as [16, BD]: high, low, high."""
+    row = tl.arange(0, 16)[:, None]
+    high = z.to(DOT)
+    low = (z - high.to(tl.float32)).to(DOT)
+    return tl.where((row == 0) | (row == 2), high[None, :], tl.where(row == 1, low[None, :], 0.0).to(DOT))
+
+
+@triton.jit
+def plus_product(tile, column, row, left, right, LEAN: tl.constexpr):
+    """tile + column * row, [BN, BD], [BN, 1] and [BD]; as a product of their factors the row takes no registers."""
+    if LEAN:
+        tile = tl.dot(left, right, tile)
+    else:
+        tile += column * row[None, :]
+    return tile
+
+
+@triton.jit
+def add_tile(s, z, features, plain, v, ones, ACROSS: tl.constexpr, PRECISION: tl.constexpr):
+    """S and z with a tile of keys; z is a product with ones, since a sum over rows would make the warps wait for each other.
+
+    ACROSS: the features lie where a product takes its left operand, S is [BD, BV]. Otherwise they are the right one, for which
+    they go through memory, and S is [BV, BD]; as left one their turn would split the product into many that wait.
+    """
+    if ACROSS:
+        z = tl.dot(tl.trans(plain), ones, z, input_precision=PRECISION)
+        s = tl.dot(tl.trans(features), v, s, input_precision=PRECISION)
+    else:
+        z = tl.dot(ones, plain, z, input_precision=PRECISION)
+        s = tl.dot(tl.trans(v), features, s, input_precision=PRECISION)
+    return s, z
+
+
 @triton.jit
 def sum_keys(
     k_ptr,
@@ -171,19 +235,29 @@ def sum_keys(
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
-    s_a = tl.zeros([BD, BV], tl.float32)
-    s_b = tl.zeros([BD, BV], tl.float32)
-    # z is a product with ones: a sum over rows would make the warps wait for each other at every step
-    ones = tl.full([BN, 16], 1.0, DOT)
-    z_a = tl.zeros([BD, 16], tl.float32)
-    z_b = tl.zeros([BD, 16], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD)
+    # features as operands, unless they are turned first
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
+    ACROSS: tl.constexpr = LEAN and PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
+    unit = unit_matrix(BD, DOT)
+    if ACROSS:
+        s_a = tl.zeros([BD, BV], tl.float32)
+        z_a = tl.zeros([BD, 16], tl.float32)
+        ones = tl.full([BN, 16], 1.0, DOT)
+    else:
+        s_a = tl.zeros([BV, BD], tl.float32)
+        z_a = tl.zeros([16, BD], tl.float32)
+        ones = tl.full([16, BN], 1.0, DOT)
+    s_b = s_a
+    z_b = z_a
     count = tl.zeros([BN], tl.float32)
     log_scale = 0.0
     for first in range(start, stop, BN):
         ok = rows < stop - first
         if HAS_MASK:
             ok = ok & (tl.load(mask_ptr + first + rows, mask=ok, other=0) != 0)
-        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k)
+        x = tl.trans(tl.dot(unit, tl.trans(x))) if ACROSS else widened(x, unit, LEAN)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         if GUARD:
             larger = tl.maximum(log_scale, key_excess(x, param_ptr, channels, D, MAP))
@@ -193,25 +267,33 @@ def sum_keys(
             z_a *= keep
             z_b *= keep
             log_scale = larger
-        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
-        z_a = tl.dot(tl.trans(a.to(DOT)), ones, z_a, input_precision=PRECISION)
-        a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
-        s_a = tl.dot(tl.trans(a.to(DOT)), v, s_a, input_precision=PRECISION)
+        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE, TYPE)
+        turned = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
+        s_a, z_a = add_tile(s_a, z_a, turned, a.to(DOT), v, ones, ACROSS, PRECISION)
         if PARTS == 2:
-            z_b = tl.dot(tl.trans(b.to(DOT)), ones, z_b, input_precision=PRECISION)
-            b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
-            s_b = tl.dot(tl.trans(b.to(DOT)), v, s_b, input_precision=PRECISION)
+            turned = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
+            s_b, z_b = add_tile(s_b, z_b, turned, b.to(DOT), v, ones, ACROSS, PRECISION)
         count += ok.to(tl.float32)
+    if not ACROSS:
+        s_a, s_b, z_a, z_b = tl.trans(s_a), tl.trans(s_b), tl.trans(z_a), tl.trans(z_b)
     # the columns of z are alike, and a sixteenth is exact
     return s_a, s_b, tl.sum(z_a, axis=1) * 0.0625, tl.sum(z_b, axis=1) * 0.0625, tl.sum(count), log_scale
 
 
 @triton.jit
-def inverse_denominator(a, b, z_a, z_b, query_scale, key_scale, eps_count, PARTS: tl.constexpr):
+def inverse_denominator(
+    a, b, z_a, z_b, wide_a, wide_b, query_scale, key_scale, eps_count, PARTS: tl.constexpr, BY_PRODUCT: tl.constexpr
+):
     """1 / denominator, [BN, 1]; 1 where a row sees nothing, whose numerator is 0."""
-    total = tl.sum(a * z_a[None, :], axis=1)[:, None]
-    if PARTS == 2:
-        total += tl.sum(b * z_b[None, :], axis=1)[:, None]
+    if BY_PRODUCT:
+        wide = tl.dot(a, wide_a)
+        if PARTS == 2:
+            wide = tl.dot(b, wide_b, wide)
+        total = tl.sum(wide, axis=1)[:, None]
+    else:
+        total = tl.sum(a * z_a[None, :], axis=1)[:, None]
+        if PARTS == 2:
+            total += tl.sum(b * z_b[None, :], axis=1)[:, None]
     total += eps_count * exp2(-tl.minimum(query_scale + key_scale, MAX_LOG2_SCALE_OF_EPS))
     return 1.0 / tl.where(total == 0.0, 1.0, total)
 
@@ -255,13 +337,20 @@ def write_outputs(
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
+    LEAN: tl.constexpr = is_lean(DOT, BD)
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
+    unit = unit_matrix(BD, DOT)
+    wide_a = high_and_low(tl.zeros([BD, 16], tl.float32) + z_a[:, None], DOT)
+    wide_b = high_and_low(tl.zeros([BD, 16], tl.float32) + z_b[:, None], DOT)
     for first in range(start, stop, BN):
         ok = rows < stop - first
-        x = load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q).to(tl.float32)
+        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
         out = tl.zeros([BN, BV], tl.float32)
         for stream in tl.static_range(STREAMS):
-            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
-            inverse = inverse_denominator(a, b, z_a, z_b, query_scale, key_scale, eps_count, PARTS)
+            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE)
+            inverse = inverse_denominator(
+                a, b, z_a, z_b, wide_a, wide_b, query_scale, key_scale, eps_count, PARTS, TYPE is not None
+            )
             if KEEP:
                 store_per_row(inverse_ptr + stream * per_stream, inverse, first, rows, ok)
             a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)

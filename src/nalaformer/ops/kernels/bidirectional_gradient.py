@@ -9,15 +9,21 @@ import triton.language as tl
 
 from .bidirectional import (
     high_and_low,
+    is_lean,
+    left_factor,
     load_per_row,
     load_rows,
     load_sums,
     place_per_row,
+    plus_product,
+    right_factor,
     rotated,
     sample_rows,
     store_per_row,
     store_rows,
     store_sums,
+    unit_matrix,
+    widened,
 )
 from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
 
@@ -110,12 +116,18 @@ def dq_kernel(
     p1 = tl.zeros([BD], tl.float32)
     p2 = tl.zeros([BD], tl.float32)
     p3 = tl.zeros([BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD)
+    unit = unit_matrix(BD, DOT)
+    IS_LEAN_V: tl.constexpr = is_lean(DOT, BV)
+    unit_v = unit_matrix(BV, DOT)
+    wide_a = right_factor(z_a, DOT)
+    wide_b = right_factor(z_b, DOT)
     for first in range(start, stop, BN):
         ok = rows < stop - first
-        x = load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q).to(tl.float32)
+        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         out = load_rows(out_ptr, first, rows, ok, columns, columns < V, stride_o)
-        along = dout.to(tl.float32) * out.to(tl.float32)
+        along = widened(dout, unit_v, IS_LEAN_V) * widened(out, unit_v, IS_LEAN_V)
         dx = tl.zeros([BN, BD], tl.float32)
         for stream in tl.static_range(STREAMS):
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
@@ -128,12 +140,15 @@ def dq_kernel(
             along_row = tl.sum(drop, axis=1)[:, None]
             store_per_row(drop_ptr + stream * per_stream, -along_row, first, rows, ok)
             # the denominator is divided out at the end, where the two halves have become one tile
+            minus = left_factor(-along_row, BN, DOT)
             da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION)
-            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True) - along_row * z_a[None, :]
+            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
+            da = plus_product(da, -along_row, z_a, minus, wide_a, LEAN)
             db = da
             if PARTS == 2:
                 db = tl.dot(share.to(DOT), s_b, input_precision=PRECISION)
-                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True) - along_row * z_b[None, :]
+                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
+                db = plus_product(db, -along_row, z_b, minus, wide_b, LEAN)
             step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
             dx += step * inverse
             if LEARNED:
@@ -219,39 +234,40 @@ def dsums_kernel(
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
-    ds_a = tl.zeros([BD, BV], tl.float32)
-    ds_b = tl.zeros([BD, BV], tl.float32)
-    # dz is a product too, with a tile of few columns: a sum over rows would cost a shuffle per channel
-    dz_a = tl.zeros([BD, 16], tl.float32)
-    dz_b = tl.zeros([BD, 16], tl.float32)
+    ds_a = tl.zeros([BV, BD], tl.float32)
+    ds_b = tl.zeros([BV, BD], tl.float32)
+    # dz is a product too, with a tile of few rows: a sum over rows would cost a shuffle per channel
+    dz_a = tl.zeros([16, BD], tl.float32)
+    dz_b = tl.zeros([16, BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD)
+    unit = unit_matrix(BD, DOT)
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
     for first in range(start, stop, BN):
         ok = rows < stop - first
-        x = load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q).to(tl.float32)
+        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         for stream in tl.static_range(STREAMS):
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
             drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
-            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
+            # the row's factor goes to the features: dout then needs no pass through registers
+            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE, inverse)
             share = dout
             if STREAMS == 2:
                 mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
                 share = tl.where(mine[None, :], dout, 0.0)
-            # the row's factor goes to the features: dout then needs no pass through registers
-            a = a * inverse
-            weight = high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT)
-            dz_a = tl.dot(tl.trans(a.to(DOT)), weight, dz_a, input_precision=PRECISION)
+            weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
+            dz_a = tl.dot(weight, a.to(DOT), dz_a, input_precision=PRECISION)
             turned = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
-            ds_a = tl.dot(tl.trans(turned.to(DOT)), share.to(DOT), ds_a, input_precision=PRECISION)
+            ds_a = tl.dot(tl.trans(share.to(DOT)), turned.to(DOT), ds_a, input_precision=PRECISION)
             if PARTS == 2:
-                b = b * inverse
-                dz_b = tl.dot(tl.trans(b.to(DOT)), weight, dz_b, input_precision=PRECISION)
+                dz_b = tl.dot(weight, b.to(DOT), dz_b, input_precision=PRECISION)
                 turned = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
-                ds_b = tl.dot(tl.trans(turned.to(DOT)), share.to(DOT), ds_b, input_precision=PRECISION)
+                ds_b = tl.dot(tl.trans(share.to(DOT)), turned.to(DOT), ds_b, input_precision=PRECISION)
     place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
     dsums = dsums_ptr + place * (PARTS * D * (V + 2))
-    store_sums(dsums, ds_a, tl.sum(dz_a, axis=1), 0.0, D, V, BD, BV)
+    store_sums(dsums, tl.trans(ds_a), tl.sum(dz_a, axis=0), 0.0, D, V, BD, BV)
     if PARTS == 2:
-        store_sums(dsums + D * (V + 2), ds_b, tl.sum(dz_b, axis=1), 0.0, D, V, BD, BV)
+        store_sums(dsums + D * (V + 2), tl.trans(ds_b), tl.sum(dz_b, axis=0), 0.0, D, V, BD, BV)
 
 
 @triton.jit
@@ -337,30 +353,40 @@ def dk_kernel(
     in_head = channels < D
     p0 = tl.zeros([BD], tl.float32)
     p1 = tl.zeros([BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD)
+    unit = unit_matrix(BD, DOT)
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
+    ones = left_factor(tl.full([BN, 1], 1.0, tl.float32), BN, DOT)
+    wide_a = right_factor(dz_a, DOT)
+    wide_b = right_factor(dz_b, DOT)
     for first in range(start, stop, BN):
         exists = rows < stop - first
         ok = exists
         if HAS_MASK:
             ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
-        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
+        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE, TYPE)
         a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
         dv = tl.dot(a.to(DOT), ds_a, input_precision=PRECISION)
-        da = tl.dot(v, tl.trans(ds_a), input_precision=PRECISION)
-        da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True) + dz_a[None, :]
-        db = da
         if PARTS == 2:
             b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
             dv = tl.dot(b.to(DOT), ds_b, dv, input_precision=PRECISION)
+        # written before the gradients of the features need its registers
+        store_rows(dv_ptr, dv, first, rows, exists, columns, columns < V, stride_dv)
+        da = tl.dot(v, tl.trans(ds_a), input_precision=PRECISION)
+        da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
+        da = plus_product(da, 1.0, dz_a, ones, wide_a, LEAN)
+        db = da
+        if PARTS == 2:
             db = tl.dot(v, tl.trans(ds_b), input_precision=PRECISION)
-            db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True) + dz_b[None, :]
+            db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
+            db = plus_product(db, 1.0, dz_b, ones, wide_b, LEAN)
         dx, g0, g1 = phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
         # hidden keys get a gradient of zero, which must be written
         store_rows(
             dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
         )
-        store_rows(dv_ptr, dv, first, rows, exists, columns, columns < V, stride_dv)
         if LEARNED:
             p0 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
             p1 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)

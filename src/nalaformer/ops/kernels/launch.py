@@ -17,7 +17,7 @@ from torch import Tensor
 from .bidirectional import output_kernel, state_kernel, whole_kernel
 from .bidirectional_gradient import dk_kernel, dq_kernel, dsums_kernel
 from .split_sums import merge, merge_scaled
-from .start import Description, Launches, processors, start
+from .start import Description, Launches, processors, reads_ahead, start
 
 # up to this many tokens, and samples times heads, a single program owns a sample and head: one launch instead of two or three.
 # Beyond either those were faster (one H200): smaller tiles, and from 512 tokens on several programs for each sample and head
@@ -27,42 +27,38 @@ Angles = tuple[Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its work: tokens per step, warps, pipeline stages, and how many registers a thread may take.
-
-    All kernels wait for memory more than they compute: a limit on registers lets more programs share a multiprocessor, and
-    pays where it does not spill.
-    """
+    """How a kernel cuts its work: tokens per step, warps, pipeline stages."""
 
     tokens: int
     warps: int
     stages: int
-    registers: int | None = None
 
 
 # by kernel, then by the padded head size; 64 is measured on one H200 with bfloat16, the others follow from registers. Larger
 # tiles of the causal kernels may be wrong: the assembler of Triton 3.6 breaks kernels that run out of registers while warp
 # groups multiply (without its optimiser they are right), as those with 64 tokens in heads of 128 or in eight warps do
 TILES = {
-    "state": {64: Tile(64, 4, 3), 128: Tile(64, 8, 2), 256: Tile(32, 8, 1)},
-    "output": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
+    "state": {64: Tile(64, 4, 4), 128: Tile(64, 8, 2), 256: Tile(32, 8, 1)},
+    "output": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
     "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
-    "dq": {64: Tile(64, 4, 1), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
+    "dq": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     # the same kernel, over the few long stretches of the causal ones
     "causal_dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
-    "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
+    "dk": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
     "causal": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1), 256: Tile(32, 8, 1)},
     "causal_dq": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1), 256: Tile(32, 8, 1)},
     "causal_dk": {64: Tile(16, 4, 2), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
 }
-# with rotary, heads up to 64: turned features beside plain ones take their registers. The fastest of those that were right, as
-# above; the keys without rotary were fastest in smaller ones still
-TURNED_TILES = {"causal": Tile(32, 4, 2), "causal_dq": Tile(32, 4, 2), "causal_dk": Tile(32, 4, 2)}
-# for bfloat16, heads up to 64, one stream and no rotary, where few registers are enough
-LEAN_TILES = {"dsums": Tile(32, 4, 3, 128)}
-# by kernel: programs per multiprocessor that we want, and steps below which a program is not worth its sums
-SPREAD = {"state": (2, 8), "output": (16, 4), "dq": (16, 4), "dsums": (2, 8), "dk": (16, 4), "causal": (2, 8)}
-LEAN_SPREAD = {"dsums": (4, 8)}
+# with rotary, heads up to 64: turned features beside plain ones take their registers, and tables what reading ahead takes. The
+# causal ones are the fastest of those that were right, as above; the keys without rotary were fastest in smaller ones still
+TURNED_TILES = {
+    **dict.fromkeys(("state", "output", "dq", "dsums", "dk"), Tile(64, 4, 2)),
+    **dict.fromkeys(("causal", "causal_dq", "causal_dk"), Tile(32, 4, 2)),
+}
+# by kernel: programs per multiprocessor, as many as run there at once (each reads ahead; a second round of them would wait for
+# the slowest of the first), and steps below which a program is not worth its sums
+SPREAD = {"state": (2, 8), "output": (3, 2), "dq": (2, 2), "dsums": (2, 8), "dk": (2, 2), "causal": (2, 8)}
 # three tf32 products make one of float32 quality; a single one would cost float16 three of its eleven bits
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "tf32x3"}
 
@@ -98,7 +94,7 @@ class Call:
     has_mask: bool
     device: torch.device
     launches: Launches = field(default_factory=dict)
-    """Compiled kernels with their numbers."""
+    """Compiled kernels with their numbers, and how the tokens are split."""
 
     @property
     def block_d(self) -> int:
@@ -118,25 +114,36 @@ class Call:
 
     def tile(self, kernel: str) -> Tile:
         """The entry of the tables."""
-        is_lean = self.operand == torch.bfloat16 and self.block_d <= 64 and self.streams == 1 and not self.pairs
-        if is_lean and kernel in LEAN_TILES:
-            return LEAN_TILES[kernel]
         chosen = next(entry for size, entry in TILES[kernel].items() if self.block_d <= size)
         if self.pairs and self.block_d <= 64:
             chosen = TURNED_TILES.get(kernel, chosen)
-        if self.operand == torch.bfloat16:
-            return chosen
-        # twice the bytes per element: half the tokens fit
-        return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps, 1)
+        if self.operand != torch.bfloat16:
+            # twice the bytes per element: half the tokens fit
+            return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps, 1)
+        return chosen if reads_ahead(self.device) else Tile(chosen.tokens, chosen.warps, 1)
 
     def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
         """Over how many programs the tokens of a sample and head are spread, and how many each takes."""
+        known = self.launches.get(("splits", kernel))
+        if known is None:
+            known = self.launches["splits", kernel] = self.best_splits(kernel, tokens, heads)
+        return known
+
+    def best_splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
         chosen = self.tile(kernel)
-        per_processor, steps = LEAN_SPREAD[kernel] if chosen.registers else SPREAD[kernel]
-        # rounded down: one program more than fit at once would take as long as all of them again
-        wanted = per_processor * processors(self.device) // max(1, self.samples * heads)
-        count = max(1, min(wanted, tokens // (steps * chosen.tokens)))
-        stretch = -(-tokens // (count * chosen.tokens)) * chosen.tokens
+        per_processor, steps = SPREAD[kernel]
+        at_once = per_processor * processors(self.device)
+        rows = max(1, self.samples * heads)
+        tiles = -(-tokens // chosen.tokens)
+        most = max(1, tokens // (steps * chosen.tokens))
+
+        def time(count: int) -> int:
+            """In tiles: programs come in rounds, and each takes its tiles and the time to begin and end."""
+            return -(-count * rows // at_once) * (-(-tiles // count) + 2)
+
+        # as many programs as fill 1, 2, .. rounds: one more would take as long as another round
+        count = min({min(most, max(1, rounds * at_once // rows)) for rounds in range(1, 5)}, key=lambda n: (time(n), n))
+        stretch = -(-tiles // count) * chosen.tokens
         return -(-tokens // stretch), stretch
 
     def constants(self, kernel: str) -> dict[str, object]:
@@ -160,7 +167,6 @@ class Call:
             "PRECISION": PRECISION[self.operand],
             "num_warps": chosen.warps,
             "num_stages": chosen.stages,
-            "maxnreg": chosen.registers,
         }
 
     def sums(self, splits: int, heads: int) -> Tensor:

@@ -18,12 +18,13 @@ kernels is the number of instructions per channel, so divisions are taken out of
 import triton
 import triton.language as tl
 
-from .fastmath import constant, cos, exp2, log2, reciprocal, sin
+from .fastmath import constant, cos, exp2, halves, log2, reciprocal, rsqrt, sin, unbounded_log2, with_sign
 from .row_maps import focused, focused_gradient, reflected, reflected_gradient, softmax, softmax_of_both_signs_gradient
 
 TINY = constant(1e-30)
 # see feature_maps.norm_aware: below this norm a query fades into one that favours no channel
 SMALLEST_SIZE = constant(1e-10)
+LARGEST_INVERSE_SIZE = constant(1e10)
 # norm-aware key features are multiplied by 2^-30: keys of 1e9 stay finite, and what that rounds to zero is far below eps
 KEY_SHIFT = constant(30.0)
 KEY_UNIT = constant(2.0**-10)
@@ -74,14 +75,15 @@ def unit_and_norm(x):
 def norm_of(x):
     """Squared norm, norm and 1 / norm, [BN, 1] each, the norm kept away from zero."""
     size = tl.sum(x * x, axis=1)[:, None]
-    norm = tl.sqrt(tl.maximum(size, SMALLEST_SIZE))
-    return size, norm, 1.0 / norm
+    inverse = rsqrt(tl.maximum(size, SMALLEST_SIZE))
+    return size, tl.maximum(size, SMALLEST_SIZE) * inverse, inverse
 
 
 @triton.jit
 def fading_of(size, D: tl.constexpr):
     """1 * D^-0.75 for a zero query, 0 from the smallest norm on."""
-    return tl.maximum(1.0 - size / SMALLEST_SIZE, 0.0) * exp2(-0.75 * log2(size * 0.0 + D))
+    full: tl.constexpr = D**-0.75
+    return tl.maximum(1.0 - size * LARGEST_INVERSE_SIZE, 0.0) * full
 
 
 @triton.jit
@@ -91,8 +93,28 @@ def row_of(param_ptr, offset, channels, D: tl.constexpr):
 
 
 @triton.jit
-def phi_query(x, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, STREAM: tl.constexpr):
-    """Features of a tile of queries for one stream, and the log2 of the factor that was divided out of each row."""
+def as_type(x, TYPE: tl.constexpr):
+    return x if TYPE is None else x.to(TYPE)
+
+
+@triton.jit
+def phi_query(
+    x,
+    param_ptr,
+    channels,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    MAP: tl.constexpr,
+    STREAM: tl.constexpr,
+    TYPE: tl.constexpr = None,
+    factor=None,
+):
+    """Features of a tile of queries for one stream, and the log2 of the factor that was divided out of each row.
+
+    factor [BN, 1], positive: what to multiply each row by. TYPE: of an operand, float32 if None; an operand means nothing
+    beyond the head, since the other one is zero there.
+    """
     log_scale = tl.zeros([x.shape[0], 1], tl.float32)
     if MAP == "identity":
         a = x
@@ -120,19 +142,28 @@ def phi_query(x, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: t
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
         # |u|^p as 2^(p log2|x| + p log2(1/norm)): the norm costs nothing per channel
         fading = fading_of(size, D)
-        magnitude = exp2(p * log2(tl.abs(x)) + p * log2(inverse)) + fading
-        a = inside(tl.where(x > 0, magnitude, fading), channels, D)
-        b = inside(tl.where(x > 0, fading, magnitude), channels, D)
+        if TYPE is None:
+            magnitude = exp2(p * log2(x) + p * log2(inverse)) + fading
+            a = inside(tl.where(x > 0, magnitude, fading), channels, D)
+            b = inside(tl.where(x > 0, fading, magnitude), channels, D)
+        else:
+            rest = p * log2(inverse)
+            if factor is not None:
+                rest += log2(factor)
+                fading *= factor
+            a, b = halves(with_sign(exp2(p * unbounded_log2(x) + rest), x), TYPE)
+            a += fading.to(TYPE)
+            b += fading.to(TYPE)
     elif MAP == "norm_aware_cosine":
         unit, size, norm, inverse = unit_and_norm(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
-        magnitude = exp2(p * log2(tl.abs(unit)))
+        magnitude = exp2(p * log2(unit))
         angle = QUARTER_PI * tanh(alpha * unit)
         a = inside(magnitude * cos(angle) + fading_of(size, D), channels, D)
         b = magnitude * sin(angle)
     elif MAP == "polarity":
         p = row_of(param_ptr, 0, channels, D)
-        log_size = p * log2(tl.abs(x) * row_of(param_ptr, D, channels, D))
+        log_size = p * log2(x * row_of(param_ptr, D, channels, D))
         log_scale = tl.maximum(tl.max(log_size, axis=1)[:, None] - LOG2_LARGEST, 0.0)
         magnitude = inside(exp2(log_size - log_scale), channels, D)
         a = tl.where((x > 0) == (STREAM == 0), magnitude, 0.0)
@@ -146,14 +177,23 @@ def phi_query(x, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: t
         log_scale = tl.maximum(tl.max(tl.maximum(up, down), axis=1)[:, None] - LOG2_LARGEST, 0.0)
         a = expm1_base2(up, log_scale)
         b = expm1_base2(down, log_scale)
-    return a, b, log_scale
+    if factor is not None and (TYPE is None or MAP != "norm_aware_split"):
+        a = a * factor
+        b = b * factor
+    return as_type(a, TYPE), as_type(b, TYPE), log_scale
+
+
+@triton.constexpr_function
+def is_elementwise(MAP):
+    """Whether a feature of a key depends on its own channel alone."""
+    return MAP in ("identity", "relu", "elu", "split", "norm_aware_split", "polarity", "polarity_exp")
 
 
 @triton.jit
 def key_excess(x, param_ptr, channels, D: tl.constexpr, MAP: tl.constexpr):
     """log2 of how far the largest feature of a tile of keys lies above what float32 sums should hold; 0 for bounded maps."""
     if MAP == "polarity":
-        log_size = row_of(param_ptr, 0, channels, D) * log2(tl.abs(x) * row_of(param_ptr, D, channels, D))
+        log_size = row_of(param_ptr, 0, channels, D) * log2(x * row_of(param_ptr, D, channels, D))
         excess = tl.maximum(tl.max(log_size) - LOG2_LARGEST, 0.0)
     elif MAP == "polarity_exp":
         excess = tl.maximum(tl.max(LOG2_E * tl.abs(x)) - LOG2_LARGEST, 0.0)
@@ -163,7 +203,18 @@ def key_excess(x, param_ptr, channels, D: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
-def phi_key(x, ok, param_ptr, channels, log_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, CUBE: tl.constexpr):
+def phi_key(
+    x,
+    ok,
+    param_ptr,
+    channels,
+    log_scale,
+    alpha,
+    D: tl.constexpr,
+    MAP: tl.constexpr,
+    CUBE: tl.constexpr,
+    TYPE: tl.constexpr = None,
+):
     """Features of a tile of keys times 2^-log_scale (times 2^-KEY_SHIFT for norm-aware keys); ok [BN]: visible rows."""
     if MAP == "identity":
         a = x
@@ -189,28 +240,26 @@ def phi_key(x, ok, param_ptr, channels, log_scale, alpha, D: tl.constexpr, MAP: 
     elif MAP == "norm_aware_split":
         if CUBE:
             small = x * KEY_UNIT
-            cube = small * small * small
-            a = tl.maximum(cube, 0.0)
-            b = tl.maximum(-cube, 0.0)
+            a, b = halves(small * small * small, TYPE)
         else:
-            magnitude = exp2(tl.load(param_ptr + 2) * log2(tl.abs(x)) - KEY_SHIFT)
+            magnitude = exp2(tl.load(param_ptr + 2) * log2(x) - KEY_SHIFT)
             a = tl.where(x > 0, magnitude, 0.0)
             b = tl.where(x > 0, 0.0, magnitude)
     elif MAP == "norm_aware_cosine":
         unit, size, norm, inverse = unit_and_norm(x)
-        magnitude = exp2(tl.load(param_ptr + 2) * log2(tl.abs(x)) - KEY_SHIFT)
+        magnitude = exp2(tl.load(param_ptr + 2) * log2(x) - KEY_SHIFT)
         angle = QUARTER_PI * tanh(alpha * unit)
         a = magnitude * cos(angle)
         b = magnitude * sin(angle)
     elif MAP == "polarity":
-        log_size = row_of(param_ptr, 0, channels, D) * log2(tl.abs(x) * row_of(param_ptr, D, channels, D))
+        log_size = row_of(param_ptr, 0, channels, D) * log2(x * row_of(param_ptr, D, channels, D))
         magnitude = inside(exp2(log_size - log_scale), channels, D)
         a = tl.where(x > 0, magnitude, 0.0)
         b = tl.where(x > 0, 0.0, magnitude)
     elif MAP == "polarity_exp":
         a = expm1_base2(LOG2_E * tl.maximum(x, 0.0), log_scale)
         b = expm1_base2(LOG2_E * tl.maximum(-x, 0.0), log_scale)
-    return a, b
+    return as_type(a, TYPE), as_type(b, TYPE)
 
 
 @triton.jit
@@ -265,7 +314,7 @@ def phi_query_gradient(
         turn = tanh(norm_scale * norm)
         raw = tl.load(param_ptr) + slope * turn
         p = tl.maximum(raw, 1.0)
-        log_x = log2(tl.abs(x))
+        log_x = log2(x)
         log_inverse = log2(inverse)
         # |u|^(p-1) with the sign and the gradient of its channel; p and the norm, alike in a row, wait for the row's sums
         signed = inside(tl.where(x > 0, da, -db), channels, D)
@@ -275,7 +324,8 @@ def phi_query_gradient(
         dp = (tl.sum(along * log_x, axis=1)[:, None] * inverse + total * log_inverse) * LN_2
         dp = tl.where(raw > 1.0, dp, 0.0)
         dnorm = dp * slope * norm_scale * (1.0 - turn * turn) - total * p * inverse
-        dx = dlength * (p * inverse) + x * (tl.where(size > SMALLEST_SIZE, dnorm, 0.0) * inverse)
+        # a zero query has no side to grow to: with a power of 1 the slope there is not 0 by itself
+        dx = dlength * tl.where(size > 0, p * inverse, 0.0) + x * (tl.where(size > SMALLEST_SIZE, dnorm, 0.0) * inverse)
         g0 = tl.where(channels[None, :] == 0, dp, 0.0)
         g1 = tl.where(channels[None, :] == 0, dp * turn, 0.0)
     elif MAP == "norm_aware_cosine":
@@ -299,13 +349,13 @@ def phi_query_gradient(
         dp = tl.sum(dmagnitude * (below * length) * log_length, axis=1)[:, None] * LN_2
         dp = tl.where(raw > 1.0, dp, 0.0)
         dnorm = dp * slope * norm_scale * (1.0 - turn * turn) - tl.sum(dunit * unit, axis=1)[:, None] * inverse
-        dx = dunit * inverse + tl.where(size > SMALLEST_SIZE, dnorm, 0.0) * unit
+        dx = dunit * tl.where(size > 0, inverse, 0.0) + tl.where(size > SMALLEST_SIZE, dnorm, 0.0) * unit
         g0 = tl.where(channels[None, :] == 0, dp, 0.0)
         g1 = tl.where(channels[None, :] == 0, dp * turn, 0.0)
     elif MAP == "polarity":
         p = row_of(param_ptr, 0, channels, D)
         inverse = row_of(param_ptr, D, channels, D)
-        log_y = log2(tl.abs(x) * inverse)
+        log_y = log2(x * inverse)
         log_scale = tl.maximum(tl.max(p * log_y, axis=1)[:, None] - LOG2_LARGEST, 0.0)
         dmagnitude = tl.where((x > 0) == (STREAM == 0), da, db)
         dx, g0, g1 = power_gradient(x, p, inverse, log_y, log_scale, dmagnitude)
@@ -351,7 +401,7 @@ def phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D: tl.con
             small = x * KEY_UNIT
             slope = 3.0 * KEY_UNIT * small * small
         else:
-            slope = p * exp2((p - 1.0) * log2(tl.abs(x)) - KEY_SHIFT)
+            slope = p * exp2((p - 1.0) * log2(x) - KEY_SHIFT)
         if MAP == "norm_aware_split":
             dmagnitude = tl.where(x > 0, da, -db)  # with the sign of |x|'
             dx = dmagnitude * slope
@@ -361,20 +411,20 @@ def phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D: tl.con
             angle = QUARTER_PI * wave
             c = cos(angle)
             s = sin(angle)
-            magnitude = exp2(p * log2(tl.abs(x)) - KEY_SHIFT)
+            magnitude = exp2(p * log2(x) - KEY_SHIFT)
             dmagnitude = sign_of(x) * (da * c + db * s)
             dunit = magnitude * (db * c - da * s) * (QUARTER_PI * alpha) * (1.0 - wave * wave)
             dunit = inside(dunit, channels, D)
             along = tl.sum(dunit * unit, axis=1)[:, None]
             dx = dmagnitude * slope + (dunit - tl.where(size > SMALLEST_SIZE, along, 0.0) * unit) * inverse
         if not CUBE:
-            log_length = log2(tl.abs(x))
+            log_length = log2(x)
             dp = inside(sign_of(x) * dmagnitude, channels, D) * exp2(p * log_length - KEY_SHIFT) * log_length
             g0 = tl.where(channels[None, :] == 0, tl.sum(dp, axis=1)[:, None] * LN_2, 0.0)
     elif MAP == "polarity":
         p = row_of(param_ptr, 0, channels, D)
         inverse = row_of(param_ptr, D, channels, D)
-        dx, g0, g1 = power_gradient(x, p, inverse, log2(tl.abs(x) * inverse), log_scale, tl.where(x > 0, da, db))
+        dx, g0, g1 = power_gradient(x, p, inverse, log2(x * inverse), log_scale, tl.where(x > 0, da, db))
     elif MAP == "polarity_exp":
         up = da * exp2(LOG2_E * tl.maximum(x, 0.0) - log_scale)
         down = db * exp2(LOG2_E * tl.maximum(-x, 0.0) - log_scale)

@@ -63,3 +63,9 @@ def kind(*tensors: Tensor | None) -> tuple[object, ...]:
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a small number where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@cache
+def reads_ahead(device: torch.device) -> bool:
+    """Whether a multiprocessor holds several tiles of each input, as those of data centre GPUs since Hopper (227 KiB) do."""
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200 * 1024
