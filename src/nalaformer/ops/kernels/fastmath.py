@@ -54,14 +54,6 @@ if INTERPRETING:
     def reciprocal(x):
         return 1.0 / x
 
-    @triton.jit
-    def cos(x):
-        return tl.cos(x)
-
-    @triton.jit
-    def sin(x):
-        return tl.sin(x)
-
 else:
 
     @triton.jit
@@ -113,10 +105,17 @@ else:
     def reciprocal(x):
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def cos(x):
-        return tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    @triton.jit
-    def sin(x):
-        return tl.inline_asm_elementwise("sin.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+@triton.jit
+def cos(x):
+    """For |x| <= pi / 4, to float32; the GPU's own is off by 2^-21."""
+    y = x * x
+    return 1.0 + y * (-0.5 + y * (0.041666666666666664 + y * (-0.001388888888888889 + y * 2.48015873015873e-05)))
+
+
+@triton.jit
+def sin(x):
+    """For |x| <= pi / 4, as cos."""
+    y = x * x
+    series = -0.16666666666666666 + y * (0.008333333333333333 + y * (-0.0001984126984126984 + y * 2.7557319223985893e-06))
+    return x + x * y * series
