@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+# before the test files that import from it and name it in pytest_plugins, which would be too late to rewrite it
+pytest.register_assert_rewrite("steps_of_generate")
+
 import nalaformer
 from nalaformer import FEATURE_MAPS, FeatureMap
 
