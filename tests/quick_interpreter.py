@@ -14,8 +14,13 @@ NOTHING_TO_RESTORE = SimpleNamespace(restore=lambda: None)
 def quicken() -> None:
     from triton.runtime import interpreter
 
-    language, reduction = interpreter.tl, interpreter.ReduceOps
-    replace_all, one_by_one = interpreter._patch_lang, reduction.generic_reduce
+    language = interpreter.tl
+    try:
+        reduction, exclusive_or = interpreter.ReduceOps, language.standard._xor_combine
+        replace_all, one_by_one = interpreter._patch_lang, reduction.generic_reduce
+    except AttributeError:
+        # a version with other names inside: slower, and as right
+        return
 
     def replace_missing(function):
         # launches put triton.language back when they end; its core is replaced when the first reduction asks for it
@@ -24,7 +29,7 @@ def quicken() -> None:
         return NOTHING_TO_RESTORE
 
     def at_once(self, numbers):
-        if self.combine_fn is not language.standard._xor_combine:
+        if self.combine_fn is not exclusive_or:
             return one_by_one(self, numbers)
         (bits,) = numbers
         return self.to_tensor(np.bitwise_xor.reduce(bits.handle.data, axis=self.axis, keepdims=self.keep_dims), bits.dtype)
