@@ -12,8 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+# before the test files that import from it and name it in pytest_plugins, which would be too late to rewrite it
+pytest.register_assert_rewrite("steps_of_generate")
+
 import nalaformer
 from nalaformer import FEATURE_MAPS, FeatureMap
+from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND
+from quick_interpreter import quicken
+
+if INTERPRETING and TRITON_FOUND:
+    quicken()
 
 # options that change what a map computes; the registry alone would test the defaults only
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -98,7 +98,8 @@ def test_long_inputs_are_split_over_programs(name, monkeypatch):
     monkeypatch.setattr(launch, "WHOLE_TOKENS", 100)
     monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (2, 1)))
     monkeypatch.setattr(library, "_calls", {})
-    check(name, make(*[(1, 300, 1, 8)] * 3), heads=1, head_dim=8)
+    # three programs: two tiles, two tiles, and a part of one
+    check(name, make(*[(1, 150, 1, 8)] * 3), heads=1, head_dim=8)
 
 
 def test_head_and_value_sizes_that_are_no_powers_of_two(name):
@@ -112,8 +113,8 @@ def test_rotary_and_key_mask(name):
 
 
 def test_packed_sequences_with_positions(name):
-    bounds = torch.tensor([0, 5, 5, 40, 74], device=DEVICE)
-    check(name, make(*[(74, 2, 8)] * 3), heads=2, head_dim=8, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 8))
+    bounds = torch.tensor([0, 5, 5, 40], device=DEVICE)
+    check(name, make(*[(40, 2, 8)] * 3), heads=2, head_dim=8, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 8))
 
 
 # a reflection across heads belongs to the heads that it was made for
@@ -285,12 +286,12 @@ def test_map_over_heads_keeps_the_contract_of_torch_library(name):
 CAUSAL_MAPS = [name for name in MAPS if not name.startswith("polarity") and "variance" not in name]
 
 
-@pytest.fixture(params=[2, 1], ids=["one stretch", "two stretches"])
+@pytest.fixture(params=[False, True], ids=["one stretch", "two stretches"])
 def stretches(request, monkeypatch):
-    """75 tokens in one stretch of tokens, or over two programs."""
+    """All tokens in one stretch of tokens, or over two programs: 75 tokens, or 37 in the smaller tiles of rotary."""
     from nalaformer.ops.kernels import launch, library
 
-    spread = (1, 100) if request.param == 2 else (8, 1)
+    spread = (64, 1) if request.param else (1, 100)
     monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, spread))
     # compiled launches remember how the tokens were spread
     monkeypatch.setattr(library, "_calls", {})
@@ -298,24 +299,25 @@ def stretches(request, monkeypatch):
 
 @pytest.mark.parametrize("name", CAUSAL_MAPS)
 def test_causal_attention(name, stretches):
-    check(name, make(*[(2, 75, 2, 8)] * 3), heads=2, head_dim=8, causal=True)
+    check(name, make(*[(1, 75, 2, 8)] * 3), heads=2, head_dim=8, causal=True)
 
 
 @pytest.mark.parametrize("name", CAUSAL_MAPS)
 def test_causal_attention_with_rotary_and_key_mask(name, stretches):
-    arguments = {"rotary": Rotary.sequence(75, 8, device=DEVICE), "key_mask": torch.rand(2, 75, device=DEVICE) > 0.3}
-    check(name, make(*[(2, 75, 2, 8)] * 3), heads=2, head_dim=8, causal=True, **arguments)
+    arguments = {"rotary": Rotary.sequence(37, 8, device=DEVICE), "key_mask": torch.rand(2, 37, device=DEVICE) > 0.3}
+    check(name, make(*[(2, 37, 2, 8)] * 3), heads=2, head_dim=8, causal=True, **arguments)
 
 
 def test_causal_attention_with_other_positions_of_keys(stretches):
+    # three stretches where others have two: the last one follows on the sums of both before it
     rotary = Rotary.sequence(75, 8, start=3, device=DEVICE), Rotary.sequence(75, 8, device=DEVICE)
-    check("norm_aware", make(*[(2, 75, 2, 8)] * 3), heads=2, head_dim=8, causal=True, rotary=rotary)
+    check("norm_aware", make(*[(1, 75, 1, 8)] * 3), heads=1, head_dim=8, causal=True, rotary=rotary)
 
 
 @pytest.mark.parametrize("name", ["relu", "norm_aware", "norm_aware mild", "hedgehog"])
 def test_causal_attention_of_packed_sequences_with_grouped_heads(name, stretches):
-    bounds = torch.tensor([0, 5, 5, 66, 74], device=DEVICE)
-    tensors = make((74, 4, 20), (74, 2, 20), (74, 2, 12))
+    bounds = torch.tensor([0, 5, 5, 42], device=DEVICE)
+    tensors = make((42, 4, 20), (42, 2, 20), (42, 2, 12))
     check(name, tensors, heads=4, head_dim=20, causal=True, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 20))
 
 
@@ -337,8 +339,8 @@ def test_recurrent_pieces_and_steps_are_causal_attention(name, stretches):
     torch.manual_seed(0)
     feature_map = nalaformer.feature_map(name.split()[0], num_heads=4, head_dim=8, **MAPS[name]).to(DEVICE)
     kv_heads = 4 if feature_map.heads_have_own_keys else 2
-    q, k, v = make((2, 75, 4, 8), (2, 75, kv_heads, 8), (2, 75, kv_heads, 8))
-    rotary = Rotary.sequence(75, 8, device=DEVICE)
+    q, k, v = make((2, 44, 4, 8), (2, 44, kv_heads, 8), (2, 44, kv_heads, 8))
+    rotary = Rotary.sequence(44, 8, device=DEVICE)
     state, outputs = None, []
     with nalaformer.use_backend("reference"), torch.no_grad():
         expected = nalaformer.linear_attention(
@@ -346,17 +348,17 @@ def test_recurrent_pieces_and_steps_are_causal_attention(name, stretches):
         )
     feature_map = feature_map.float()
     with nalaformer.use_backend("triton"), torch.no_grad():
-        for piece in (slice(0, 30), slice(30, 72)):
+        for piece in (slice(0, 7), slice(7, 42)):
             tokens = (x[:, piece] for x in (q, k, v))
             out, state = nalaformer.recurrent_linear_attention(
                 *tokens, feature_map=feature_map, state=state, rotary=rotary.tokens(piece.start, piece.stop)
             )
             outputs.append(out)
-        for t in range(72, 75):
+        for t in range(42, 44):
             tokens = (x[:, t : t + 1] for x in (q, k, v))
             outputs.append(nalaformer.recurrent_step_(state, *tokens, feature_map=feature_map, rotary=rotary.tokens(t, t + 1)))
     assert relative_error(torch.cat(outputs, dim=1), expected) < (1e-4 if "cosine" in name else 2e-6)
-    assert state.count.tolist() == [75, 75]
+    assert state.count.tolist() == [44, 44]
 
 
 @pytest.mark.parametrize("name", ["polarity", "polarity_exp"])

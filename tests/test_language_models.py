@@ -357,10 +357,11 @@ FIRST_IMPORTS = {
 def test_either_order_of_imports_registers_the_models(order):
     code = (
         f"{FIRST_IMPORTS[order]}; from transformers import AutoConfig; "
-        "print(AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model('nala'))].__name__)"
+        "kinds = (type(AutoConfig.for_model(name)) for name in ('nala', 'nala_hybrid')); "
+        "print(*(AutoModelForCausalLM._model_mapping[kind].__name__ for kind in kinds))"
     )
     done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "NaLaForCausalLM", done.stderr
+    assert done.stdout.split() == ["NaLaForCausalLM", "HybridForCausalLM"], done.stderr
 
 
 def test_neither_package_makes_the_import_of_the_other_heavy():
