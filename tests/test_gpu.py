@@ -69,6 +69,25 @@ def test_small_and_large_heads_stay_near_float64(name, head_dim, with_rotary, ca
         check_half_precision(name, dtype, tensors, upstream, **arguments)
 
 
+LARGE = ["relu", "split", "norm_aware learnable", "reflection", "reflection pairs", "reflection across"]
+
+
+@pytest.mark.parametrize("with_rotary", [False, True])
+@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    # features without a bound have no causal kernel
+    [(name, causal) for name in LARGE for causal in (False, True)] + [("polarity", False), ("polarity_exp", False)],
+)
+def test_other_maps_in_large_heads_stay_near_float64(name, causal, head_dim, with_rotary):
+    tensors = make(*[(2, 500, 4, head_dim)] * 3, dtype=torch.bfloat16)
+    upstream = torch.randn(2, 500, 4, head_dim, device="cuda").bfloat16()
+    arguments = {"heads": 4, "head_dim": head_dim, "causal": causal, "key_mask": torch.rand(2, 500, device="cuda") > 0.3}
+    if with_rotary:
+        arguments["rotary"] = Rotary.sequence(500, head_dim, device="cuda")
+    check_half_precision(name, torch.bfloat16, tensors, upstream, **arguments)
+
+
 def test_a_graph_of_decoding_steps_continues_the_state():
     feature_map = nalaformer.feature_map("norm_aware", num_heads=4, head_dim=64)
     prompt = make(*[(2, 100, 4, 64)] * 3, dtype=torch.bfloat16)

@@ -140,12 +140,12 @@ def high_and_low(x, DOT: tl.constexpr):
 
 
 @triton.constexpr_function
-def is_lean(DOT, BD):
+def is_lean(DOT, BD, BV):
     """Whether products do what else takes conversions, sums and a way through memory: matrix units have time left.
 
     Of bfloat16, which they multiply exactly. Heads beyond 64 have no registers for it.
     """
-    return DOT == tl.bfloat16 and BD <= 64  # noqa: SIM300
+    return DOT == tl.bfloat16 and max(BD, BV) <= 64  # noqa: SIM300
 
 
 @triton.jit
@@ -235,7 +235,7 @@ def sum_keys(
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
-    LEAN: tl.constexpr = is_lean(DOT, BD)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     # features as operands, unless they are turned first
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
     ACROSS: tl.constexpr = LEAN and PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
@@ -337,7 +337,7 @@ def write_outputs(
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
-    LEAN: tl.constexpr = is_lean(DOT, BD)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
     unit = unit_matrix(BD, DOT)
     wide_a = high_and_low(tl.zeros([BD, 16], tl.float32) + z_a[:, None], DOT)

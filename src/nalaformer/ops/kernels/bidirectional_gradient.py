@@ -116,9 +116,8 @@ def dq_kernel(
     p1 = tl.zeros([BD], tl.float32)
     p2 = tl.zeros([BD], tl.float32)
     p3 = tl.zeros([BD], tl.float32)
-    LEAN: tl.constexpr = is_lean(DOT, BD)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
-    IS_LEAN_V: tl.constexpr = is_lean(DOT, BV)
     unit_v = unit_matrix(BV, DOT)
     wide_a = right_factor(z_a, DOT)
     wide_b = right_factor(z_b, DOT)
@@ -127,7 +126,7 @@ def dq_kernel(
         x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         out = load_rows(out_ptr, first, rows, ok, columns, columns < V, stride_o)
-        along = widened(dout, unit_v, IS_LEAN_V) * widened(out, unit_v, IS_LEAN_V)
+        along = widened(dout, unit_v, LEAN) * widened(out, unit_v, LEAN)
         dx = tl.zeros([BN, BD], tl.float32)
         for stream in tl.static_range(STREAMS):
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
@@ -239,7 +238,7 @@ def dsums_kernel(
     # dz is a product too, with a tile of few rows: a sum over rows would cost a shuffle per channel
     dz_a = tl.zeros([16, BD], tl.float32)
     dz_b = tl.zeros([16, BD], tl.float32)
-    LEAN: tl.constexpr = is_lean(DOT, BD)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
     for first in range(start, stop, BN):
@@ -353,7 +352,7 @@ def dk_kernel(
     in_head = channels < D
     p0 = tl.zeros([BD], tl.float32)
     p1 = tl.zeros([BD], tl.float32)
-    LEAN: tl.constexpr = is_lean(DOT, BD)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
     ones = left_factor(tl.full([BN, 1], 1.0, tl.float32), BN, DOT)

@@ -69,9 +69,7 @@ else:
 
     @triton.jit
     def rsqrt(x):
-        y = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-        # one step of Newton: one number per row, on which all its powers depend
-        return y * (1.5 - 0.5 * x * y * y)
+        return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def with_sign(x, of):

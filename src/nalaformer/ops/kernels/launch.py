@@ -101,6 +101,10 @@ class Call:
         return max(16, triton.next_power_of_2(self.head_dim))
 
     @property
+    def block_v(self) -> int:
+        return max(16, triton.next_power_of_2(self.value_dim))
+
+    @property
     def is_whole(self) -> bool:
         """Whether one program per sample and head does it all."""
         is_short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS and self.samples * self.heads <= WHOLE_PROGRAMS
@@ -114,8 +118,9 @@ class Call:
 
     def tile(self, kernel: str) -> Tile:
         """The entry of the tables."""
-        chosen = next(entry for size, entry in TILES[kernel].items() if self.block_d <= size)
-        if self.pairs and self.block_d <= 64:
+        largest = max(self.block_d, self.block_v)
+        chosen = next(entry for size, entry in TILES[kernel].items() if largest <= size)
+        if self.pairs and largest <= 64:
             chosen = TURNED_TILES.get(kernel, chosen)
         if self.operand != torch.bfloat16:
             # twice the bytes per element: half the tokens fit
@@ -153,7 +158,7 @@ class Call:
             "D": self.head_dim,
             "V": self.value_dim,
             "BD": self.block_d,
-            "BV": max(16, triton.next_power_of_2(self.value_dim)),
+            "BV": self.block_v,
             "BN": chosen.tokens,
             "MAP": self.name,
             "PARTS": self.parts,
@@ -369,7 +374,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv; and for learned maps the gradients of the query's [4, D] and the key's [2, D] parameters per head."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v))
+    dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
     group = call.heads // call.kv_heads
     # the strides of what comes from outside are part of a launch; dout's layout is chosen by the next layer
     layout = (dout.stride(), dout.data_ptr() % 16, is_learned)
@@ -405,6 +410,9 @@ def backward(
         call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, inverse, drop, layout, sum_count, sum_stretch
     )
     dsums = merge(call.launches, partial, group=group)
+    # what is no longer needed goes before the other half of the gradients comes: less memory at the peak
+    del partial, drop
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v))
 
     key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)
     dkey = parameter_buffer(key_count, call.kv_heads, 2)

@@ -67,8 +67,12 @@ def elu_plus_one(x):
 @triton.jit
 def unit_and_norm(x):
     """(x / |x|, squared norm, norm, 1 / norm), the norm kept away from zero; all but the first [BN, 1]."""
-    size, norm, inverse = norm_of(x)
-    return x * inverse, size, norm, inverse
+    size = tl.sum(x * x, axis=1)[:, None]
+    kept = tl.maximum(size, SMALLEST_SIZE)
+    inverse = rsqrt(kept)
+    # one step of Newton, to float32: what is made of the direction passes through sines and cosines
+    inverse = inverse * (1.5 - 0.5 * kept * inverse * inverse)
+    return x * inverse, size, kept * inverse, inverse
 
 
 @triton.jit
