@@ -7,25 +7,19 @@ pass: with them the features themselves are not needed here, only the derivative
 import triton
 import triton.language as tl
 
-from .bidirectional import (
-    high_and_low,
-    is_lean,
-    left_factor,
+from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
+from .products import high_and_low, is_lean, left_factor, plus_product, right_factor, unit_matrix, widened
+from .tiles import (
     load_per_row,
     load_rows,
     load_sums,
     place_per_row,
-    plus_product,
-    right_factor,
     rotated,
     sample_rows,
     store_per_row,
     store_rows,
     store_sums,
-    unit_matrix,
-    widened,
 )
-from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
 
 
 @triton.jit
@@ -139,7 +133,7 @@ def dq_kernel(
             along_row = tl.sum(drop, axis=1)[:, None]
             store_per_row(drop_ptr + stream * per_stream, -along_row, first, rows, ok)
             # the denominator is divided out at the end, where the two halves have become one tile
-            minus = left_factor(-along_row, BN, DOT)
+            minus = left_factor(-along_row, DOT)
             da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION)
             da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
             da = plus_product(da, -along_row, z_a, minus, wide_a, LEAN)
@@ -355,7 +349,7 @@ def dk_kernel(
     LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
-    ones = left_factor(tl.full([BN, 1], 1.0, tl.float32), BN, DOT)
+    ones = left_factor(tl.full([BN, 1], 1.0, tl.float32), DOT)
     wide_a = right_factor(dz_a, DOT)
     wide_b = right_factor(dz_b, DOT)
     for first in range(start, stop, BN):

@@ -16,8 +16,9 @@ scale per key each row would need its own.
 import triton
 import triton.language as tl
 
-from .bidirectional import high_and_low, load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
 from .maps import phi_key, phi_query
+from .products import high_and_low
+from .tiles import load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
 
 
 @triton.jit

@@ -16,19 +16,10 @@ without rotary; with it on the diagonal, where turning there and back leaves a t
 import triton
 import triton.language as tl
 
-from .bidirectional import (
-    high_and_low,
-    load_per_row,
-    load_rows,
-    load_sums,
-    place_per_row,
-    rotated,
-    sample_rows,
-    store_per_row,
-    store_rows,
-)
 from .causal import lower_triangle
 from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
+from .products import high_and_low
+from .tiles import load_per_row, load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
 
 
 @triton.jit

@@ -15,8 +15,8 @@ Nothing of size queries x keys reaches memory, each loop runs in a fixed order a
 import triton
 import triton.language as tl
 
-from .bidirectional import load_rows, store_rows
 from .fastmath import constant, exp2
+from .tiles import load_rows, store_rows
 
 LN_2 = constant(0.6931471805599453)
 

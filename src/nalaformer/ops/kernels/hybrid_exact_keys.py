@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .bidirectional import load_rows, store_rows
 from .hybrid_exact import LN_2, add_key_gradients, load_queries
+from .tiles import load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["groups"])

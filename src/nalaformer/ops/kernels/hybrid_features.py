@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .bidirectional import load_rows, store_rows
 from .row_maps import softmax, softmax_of_both_signs_gradient
+from .tiles import load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -16,7 +16,7 @@ two launches, the sums of stretches and their prefix. They are float32 [F, V + 1
 import triton
 import triton.language as tl
 
-from .bidirectional import load_rows, store_rows
+from .tiles import load_rows, store_rows
 
 
 @triton.jit

@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bidirectional import MAX_LOG2_SCALE_OF_EPS, rotated
+from .bidirectional import MAX_LOG2_SCALE_OF_EPS
 from .fastmath import exp2
 from .maps import LN_2, LOG2_E, key_excess, phi_key, phi_query
 from .start import on_device_of
+from .tiles import rotated
 
 
 @triton.jit

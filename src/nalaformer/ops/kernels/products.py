@@ -1,0 +1,64 @@
+"""What products do in place of conversions, sums over rows, and registers for a row.
+
+Matrix units have time left where instructions and registers run out.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def high_and_low(x, DOT: tl.constexpr):
+    """x [*, 16], columns alike, as an operand whose first two columns add up to x with more digits than one holds."""
+    column = tl.arange(0, 16)[None, :]
+    high = x.to(DOT)
+    low = (x - high.to(tl.float32)).to(DOT)
+    return tl.where(column == 0, high, tl.where(column == 1, low, 0.0).to(DOT))
+
+
+@triton.constexpr_function
+def is_lean(DOT, BD, BV):
+    """Whether products do what else takes conversions, sums and a way through memory: matrix units have time left.
+
+    Of bfloat16, which they multiply exactly. Heads beyond 64 have no registers for it.
+    """
+    return DOT == tl.bfloat16 and max(BD, BV) <= 64  # noqa: SIM300
+
+
+@triton.jit
+def unit_matrix(BD: tl.constexpr, DOT: tl.constexpr):
+    return (tl.arange(0, BD)[:, None] == tl.arange(0, BD)[None, :]).to(DOT)
+
+
+@triton.jit
+def widened(x, unit, LEAN: tl.constexpr):
+    """x [BN, BD] in float32; as a product with the unit matrix it lies where the next product takes it from."""
+    return tl.dot(x, unit) if LEAN and x.dtype == unit.dtype else x.to(tl.float32)
+
+
+@triton.jit
+def left_factor(x, DOT: tl.constexpr):
+    """x [BN, 1] as [BN, 16]; times right_factor(z) it is x z with more digits than one operand holds."""
+    column = tl.arange(0, 16)[None, :]
+    high = x.to(DOT)
+    low = (x - high.to(tl.float32)).to(DOT)
+    return tl.where(column < 2, high, tl.where(column == 2, low, 0.0).to(DOT))
+
+
+@triton.jit
+def right_factor(z, DOT: tl.constexpr):
+    """z [BD] as [16, BD]: high, low, high."""
+    row = tl.arange(0, 16)[:, None]
+    high = z.to(DOT)
+    low = (z - high.to(tl.float32)).to(DOT)
+    return tl.where((row == 0) | (row == 2), high[None, :], tl.where(row == 1, low[None, :], 0.0).to(DOT))
+
+
+@triton.jit
+def plus_product(tile, column, row, left, right, LEAN: tl.constexpr):
+    """tile + column * row, [BN, BD], [BN, 1] and [BD]; as a product of their factors the row takes no registers."""
+    if LEAN:
+        tile = tl.dot(left, right, tile)
+    else:
+        tile += column * row[None, :]
+    return tile
