@@ -12,7 +12,7 @@ from ..backend import INTERPRETING
 
 Launches = dict[object, Any]
 # of the compiler, not of a kernel
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages")
 # grid, numbers, constants (those that the kernel does not know are left out)
 Description = tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]
 
@@ -29,9 +29,7 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
             runner(*tensors, *rest)
         return
     grid, numbers, constants = describe()
-    # None: the compiler's own choice
-    wanted = {name: value for name, value in constants.items() if name not in OPTIONS or value is not None}
-    taken = {name: value for name, value in wanted.items() if name in kernel.arg_names or name in OPTIONS}
+    taken = {name: value for name, value in constants.items() if name in kernel.arg_names or name in OPTIONS}
     with on_device_of(tensors[0]):
         compiled = kernel[grid](*tensors, *numbers, **taken)
     if not INTERPRETING:
