@@ -30,7 +30,7 @@ LARGEST_IN_FULL_PRECISION = 64
 LARGE_MAPS = ("norm_aware_split", "focused")
 LARGE_MAPS_IN_BFLOAT16 = (
     *LARGE_MAPS,
-    *("relu", "split", "polarity", "polarity_exp", "reflection", "reflection_across", "reflection_in_pairs"),
+    *("relu", "split", "polarity", "polarity_exp", "reflection_in_pairs"),
 )
 MOST_ROWS = 65_535  # samples times heads: what the second axis of a grid holds
 TRITON_FOUND = find_spec("triton") is not None
@@ -159,9 +159,9 @@ def why_not_triton(
     is_bfloat16 = q.dtype == k.dtype == v.dtype == torch.bfloat16
     if not causal and not is_bfloat16 and max(features, v.shape[-1]) > LARGEST_IN_FULL_PRECISION:
         return f"more than {LARGEST_IN_FULL_PRECISION} channels do not fit on chip unless q, k and v are bfloat16"
-    seen = LARGE_MAPS_IN_BFLOAT16 if is_bfloat16 else LARGE_MAPS
-    if features > 64 and (spec is None or spec.name not in seen):
-        return f"kernels of more than 64 features in {q.dtype} were seen right with these maps alone: {', '.join(seen)}"
+    seen, types = (LARGE_MAPS_IN_BFLOAT16, "in") if is_bfloat16 else (LARGE_MAPS, "unless all are")
+    if max(features, v.shape[-1]) > 64 and (spec is None or spec.name not in seen):
+        return f"kernels of more than 64 channels, {types} bfloat16, were seen right with these maps alone: {', '.join(seen)}"
     if samples * q.shape[2] > MOST_ROWS:
         return f"{samples} samples of {q.shape[2]} heads are more than a grid holds, {MOST_ROWS:,}"
     return None

@@ -56,8 +56,8 @@ TURNED_TILES = {
     **dict.fromkeys(("state", "output", "dq", "dsums", "dk"), Tile(64, 4, 2)),
     **dict.fromkeys(("causal", "causal_dq", "causal_dk"), Tile(32, 4, 2)),
 }
-# by kernel: programs per multiprocessor, as many as run there at once (each reads ahead; a second round of them would wait for
-# the slowest of the first), and steps below which a program is not worth its sums
+# by kernel: programs per multiprocessor that run there at once, each of which reads ahead, and steps below which a program is
+# not worth its sums
 SPREAD = {"state": (2, 8), "output": (3, 2), "dq": (2, 2), "dsums": (2, 8), "dk": (2, 2), "causal": (2, 8)}
 # three tf32 products make one of float32 quality; a single one would cost float16 three of its eleven bits
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "tf32x3"}
