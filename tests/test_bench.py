@@ -553,9 +553,9 @@ def test_the_compiled_formula_is_compiled_for_every_shape(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, *, dynamic: real(function, dynamic=dynamic, backend=backend))
     implementation = IMPLEMENTATIONS["published formula, compiled"]
     # more shapes than torch.compile tries of one function before it gives up
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    for tokens in range(2, 6):
-        case = Case(batch=1, heads=1, tokens=tokens, head_dim=8)
-        q, k, v, _ = case.inputs(device="cpu", dtype=torch.float32)
-        implementation.make(case)(*(x.transpose(1, 2) for x in (q, k, v)))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for tokens in range(2, 6):
+            case = Case(batch=1, heads=1, tokens=tokens, head_dim=8)
+            q, k, v, _ = case.inputs(device="cpu", dtype=torch.float32)
+            implementation.make(case)(*(x.transpose(1, 2) for x in (q, k, v)))
     assert len(compiled_graphs) == 4
