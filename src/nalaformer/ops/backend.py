@@ -28,10 +28,7 @@ LARGEST_IN_FULL_PRECISION = 64
 # maps that a GPU was seen to compute as exactly there as in smaller heads, in any type and in bfloat16; elu and softmax, whose
 # gradients missed the bar, are not among them
 LARGE_MAPS = ("norm_aware_split", "focused")
-LARGE_MAPS_IN_BFLOAT16 = (
-    *LARGE_MAPS,
-    *("relu", "split", "polarity", "polarity_exp", "reflection_in_pairs"),
-)
+LARGE_MAPS_IN_BFLOAT16 = (*LARGE_MAPS, "relu", "split", "polarity", "polarity_exp", "reflection_in_pairs")
 MOST_ROWS = 65_535  # samples times heads: what the second axis of a grid holds
 TRITON_FOUND = find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, slowly: for tests

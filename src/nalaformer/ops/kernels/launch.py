@@ -38,17 +38,17 @@ class Tile:
 # tiles of the causal kernels may be wrong: the assembler of Triton 3.6 breaks kernels that run out of registers while warp
 # groups multiply (without its optimiser they are right), as those with 64 tokens in heads of 128 or in eight warps do
 TILES = {
-    "state": {64: Tile(64, 4, 4), 128: Tile(64, 8, 2), 256: Tile(32, 8, 1)},
-    "output": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
-    "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1), 256: Tile(32, 8, 1)},
-    "dq": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
-    "dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
+    "state": {64: Tile(64, 4, 4), 128: Tile(64, 8, 2)},
+    "output": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
+    "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1)},
+    "dq": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
+    "dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
     # the same kernel, over the few long stretches of the causal ones
-    "causal_dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
-    "dk": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1), 256: Tile(64, 8, 1)},
-    "causal": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1), 256: Tile(32, 8, 1)},
-    "causal_dq": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1), 256: Tile(32, 8, 1)},
-    "causal_dk": {64: Tile(16, 4, 2), 128: Tile(16, 8, 1), 256: Tile(16, 8, 1)},
+    "causal_dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
+    "dk": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
+    "causal": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1)},
+    "causal_dq": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1)},
+    "causal_dk": {64: Tile(16, 4, 2), 128: Tile(16, 8, 1)},
 }
 # with rotary, heads up to 64: turned features beside plain ones take their registers, and tables what reading ahead takes. The
 # causal ones are the fastest of those that were right, as above; the keys without rotary were fastest in smaller ones still

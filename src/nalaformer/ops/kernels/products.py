@@ -8,20 +8,23 @@ import triton.language as tl
 
 
 @triton.jit
+def digits(x, DOT: tl.constexpr):
+    """x as two operands, of its high and of its low digits."""
+    high = x.to(DOT)
+    return high, (x - high.to(tl.float32)).to(DOT)
+
+
+@triton.jit
 def high_and_low(x, DOT: tl.constexpr):
     """x [*, 16], columns alike, as an operand whose first two columns add up to x with more digits than one holds."""
     column = tl.arange(0, 16)[None, :]
-    high = x.to(DOT)
-    low = (x - high.to(tl.float32)).to(DOT)
+    high, low = digits(x, DOT)
     return tl.where(column == 0, high, tl.where(column == 1, low, 0.0).to(DOT))
 
 
 @triton.constexpr_function
 def is_lean(DOT, BD, BV):
-    """Whether products do what else takes conversions, sums and a way through memory: matrix units have time left.
-
-    Of bfloat16, which they multiply exactly. Heads beyond 64 have no registers for it.
-    """
+    """Whether they do: of bfloat16, which matrix units multiply exactly. Heads beyond 64 have no registers for it."""
     return DOT == tl.bfloat16 and max(BD, BV) <= 64  # noqa: SIM300
 
 
@@ -40,8 +43,7 @@ def widened(x, unit, LEAN: tl.constexpr):
 def left_factor(x, DOT: tl.constexpr):
     """x [BN, 1] as [BN, 16]; times right_factor(z) it is x z with more digits than one operand holds."""
     column = tl.arange(0, 16)[None, :]
-    high = x.to(DOT)
-    low = (x - high.to(tl.float32)).to(DOT)
+    high, low = digits(x, DOT)
     return tl.where(column < 2, high, tl.where(column == 2, low, 0.0).to(DOT))
 
 
@@ -49,14 +51,13 @@ def left_factor(x, DOT: tl.constexpr):
 def right_factor(z, DOT: tl.constexpr):
     """z [BD] as [16, BD]: high, low, high."""
     row = tl.arange(0, 16)[:, None]
-    high = z.to(DOT)
-    low = (z - high.to(tl.float32)).to(DOT)
+    high, low = digits(z, DOT)
     return tl.where((row == 0) | (row == 2), high[None, :], tl.where(row == 1, low[None, :], 0.0).to(DOT))
 
 
 @triton.jit
 def plus_product(tile, column, row, left, right, LEAN: tl.constexpr):
-    """tile + column * row, [BN, BD], [BN, 1] and [BD]; as a product of their factors the row takes no registers."""
+    """tile + column * row, [BN, BD], [BN, 1] or a number, [BD]; as a product of their factors the row takes no registers."""
     if LEAN:
         tile = tl.dot(left, right, tile)
     else:
