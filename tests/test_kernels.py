@@ -518,18 +518,34 @@ def test_a_compiled_layer_keeps_the_kernels(causal):
     assert any(name.startswith("nalaformer.causal" if causal else "nalaformer.bidirectional") for name in names)
 
 
-def test_programs_come_in_full_rounds(monkeypatch):
-    from dataclasses import replace
-
-    from nalaformer.ops.kernels import launch, library
+@pytest.fixture
+def call(monkeypatch):
+    """What the launches for some input share."""
+    from nalaformer.ops.kernels import library
 
     monkeypatch.setattr(library, "_calls", {})
-    monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (2, 2)))
-    monkeypatch.setattr(launch, "processors", lambda device: 2)
     with nalaformer.use_backend("triton"):
         relu = nalaformer.feature_map("relu", num_heads=1, head_dim=8)
         nalaformer.linear_attention(*make(*[(1, 5, 1, 8)] * 3), feature_map=relu)
-    (call,) = library._calls.values()
+    (made,) = library._calls.values()
+    return made
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_tiles_follow_the_wider_of_head_and_values_and_what_the_chip_holds(call, reads_ahead, monkeypatch):
+    from nalaformer.ops.kernels import launch
+
+    monkeypatch.setattr(launch, "reads_ahead", lambda device: reads_ahead)
+    for value_dim, size in ((8, 64), (100, 128)):
+        chosen, entry = replace(call, operand=torch.bfloat16, value_dim=value_dim).tile("dk"), launch.TILES["dk"][size]
+        assert chosen == (entry if reads_ahead else replace(entry, stages=1))
+
+
+def test_programs_come_in_full_rounds(call, monkeypatch):
+    from nalaformer.ops.kernels import launch
+
+    monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (2, 2)))
+    monkeypatch.setattr(launch, "processors", lambda device: 2)
     tile = call.tile("output").tokens
     # four programs at once and six rows: halves of them in three full rounds, not whole ones in two of which one is half empty
     six = replace(call, samples=6, launches={})
