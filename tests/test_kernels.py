@@ -63,14 +63,23 @@ BAR, OF_PLAIN = (2e-6, 2) if INTERPRETING else (4e-6, 4)
 
 
 def check(name, tensors, *, heads, head_dim, bar=BAR, **arguments):
-    """Within the bar of float64, or within some times what plain float32 misses it by: some sums over tokens cancel."""
+    """Within the bar of float64, or within some times what plain float32 misses it by: some sums over tokens cancel.
+
+    The most that it misses, of inputs that differ by a rounding: a single number may be right by luck.
+    """
     upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1]).to(DEVICE)
-    exact, plain, ours = (
-        outcome(backend, name, dtype, tensors, upstream, heads=heads, head_dim=head_dim, **arguments)
-        for backend, dtype in (("reference", torch.float64), ("reference", torch.float32), ("triton", torch.float32))
-    )
-    for x, y, z in zip(ours, exact, plain, strict=True):
-        assert relative_error(x, y) < bar + OF_PLAIN * relative_error(z, y)
+
+    def errors(backend, inputs):
+        exact, found = (
+            outcome(backend, name, dtype, inputs, upstream, heads=heads, head_dim=head_dim, **arguments)
+            for backend, dtype in (("reference", torch.float64), (backend, torch.float32))
+        )
+        return [relative_error(x, y) for x, y in zip(found, exact, strict=True)]
+
+    alike = [[x * (1 + 2**-23 * torch.randn_like(x)) for x in tensors] for _ in range(2)]
+    plain = [errors("reference", inputs) for inputs in (tensors, *alike)]
+    for ours, *near in zip(errors("triton", tensors), *plain, strict=True):
+        assert ours < bar + OF_PLAIN * max(near)
 
 
 def make(*shapes, scale=1.0):
@@ -207,10 +216,11 @@ if INTERPRETING:
             arguments["rotary"] = Rotary.sequence(50, 12), Rotary.sequence(23, 12)
         # a zero query fades into one that favours no channel
         tensors[0][0, 3] = 0
-        check(name, tensors, heads=2, head_dim=12, **arguments)
+        # a row's factor goes into the exponent of its features, and the 2^30 of norm-aware keys takes five bits there
+        check(name, tensors, heads=2, head_dim=12, bar=1e-5, **arguments)
         assert asked
 
-    @pytest.mark.parametrize("case", ["one launch", "split", "split with rotary"])
+    @pytest.mark.parametrize("case", ["one launch", "split", "split with rotary", "values with a mean"])
     @pytest.mark.parametrize("name", [name for name in MAPS if "variance" not in name])
     def test_bfloat16_stays_near_float64(name, case, monkeypatch):
         """Compiled, tests/test_gpu.py sees the same."""
@@ -220,6 +230,9 @@ if INTERPRETING:
         teach_bfloat16(monkeypatch)
         monkeypatch.setattr(launch, "WHOLE_TOKENS", 100 if case == "one launch" else 16)
         tensors = [x.bfloat16() for x in make((2, 50, 2, 28), (2, 43, 2, 28), (2, 43, 2, 20))]
+        if case == "values with a mean":
+            # the output has few digits beside it, and gradients of queries do not contain it
+            tensors[2] += 10
         # a zero query fades into one that favours no channel
         tensors[0][0, 3] = 0
         arguments = {"heads": 2, "head_dim": 28, "key_mask": torch.rand(2, 43) > 0.3}

@@ -3,7 +3,7 @@
     state kernel    k, v          -> sums of one stretch of tokens
     output kernel   q, sums       -> out
     whole kernel    q, k, v       -> out            one launch for short inputs: a program owns a sample and head
-    dq kernel       q, out, dout, sums -> dq
+    dq kernel       q, dout, sums -> dq
     dsums kernel    q, dout       -> gradients of the sums, of one stretch of tokens
     dk kernel       k, v, those   -> dk, dv
 
@@ -120,6 +120,12 @@ def sum_keys(
 
 
 @triton.jit
+def eps_of(query_scale, key_scale, eps_count):
+    """What eps adds to a denominator, scaled as that is."""
+    return eps_count * exp2(-tl.minimum(query_scale + key_scale, MAX_LOG2_SCALE_OF_EPS))
+
+
+@triton.jit
 def inverse_denominator(
     a, b, z_a, z_b, wide_a, wide_b, query_scale, key_scale, eps_count, PARTS: tl.constexpr, BY_PRODUCT: tl.constexpr
 ):
@@ -133,7 +139,7 @@ def inverse_denominator(
         total = tl.sum(a * z_a[None, :], axis=1)[:, None]
         if PARTS == 2:
             total += tl.sum(b * z_b[None, :], axis=1)[:, None]
-    total += eps_count * exp2(-tl.minimum(query_scale + key_scale, MAX_LOG2_SCALE_OF_EPS))
+    total += eps_of(query_scale, key_scale, eps_count)
     return 1.0 / tl.where(total == 0.0, 1.0, total)
 
 

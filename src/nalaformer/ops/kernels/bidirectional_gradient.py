@@ -1,14 +1,19 @@
 """The backward pass of bidirectional linear attention; see bidirectional.py for the plan and the layout of the sums.
 
-With g = dout / den the gradient of the query's features is g S^T - (g . out) z. The output and 1 / den come from the forward
-pass: with them the features themselves are not needed here, only the derivative of their map.
+With g = dout / den the gradient of a query's features is g S^T - (g . out) z; 1 / den comes from the forward pass.
+
+Both terms grow with the mean of the values, and their difference does not: with S = C + z m it is g C^T - (g . (out - m)) z.
+So m, the values as a query sees them that favours no channel, is taken out of S before S is rounded, and out - m, which a
+rounded output would not tell, is computed from C again. Not with rotary: there S sums turned features and z plain ones, and
+what the mean adds does not cancel.
 """
 
 import triton
 import triton.language as tl
 
-from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
-from .products import high_and_low, is_lean, left_factor, plus_product, right_factor, unit_matrix, widened
+from .bidirectional import eps_of
+from .maps import has_negative_features, phi_key, phi_key_gradient, phi_query, phi_query_gradient
+from .products import digits, high_and_low, is_lean, left_factor, plus_product, right_factor, times, unit_matrix, widened
 from .tiles import (
     load_per_row,
     load_rows,
@@ -23,18 +28,49 @@ from .tiles import (
 
 
 @triton.jit
+def centred_sums(
+    ptr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """C = S - z m of both parts, [BD, BV]; z of both parts, [BD]; and m, [BV], which is 0 with rotary."""
+    s_a, z_a = load_sums(ptr, D, V, BD, BV)
+    s_b, z_b = s_a, z_a
+    if PARTS == 2:
+        s_b, z_b = load_sums(ptr + D * (V + 2), D, V, BD, BV)
+    mean = tl.zeros([BV], tl.float32)
+    if PAIRS == 0:
+        # where z may cancel in the sum over channels, the nearest fit
+        by_a = z_a if has_negative_features(MAP) else tl.full([BD], 1.0, tl.float32)
+        by_b = z_b if has_negative_features(MAP) else tl.full([BD], 1.0, tl.float32)
+        mean = tl.sum(s_a * by_a[:, None], axis=0)
+        size = tl.sum(z_a * by_a)
+        if PARTS == 2:
+            mean += tl.sum(s_b * by_b[:, None], axis=0)
+            size += tl.sum(z_b * by_b)
+        mean = mean / tl.where(size == 0.0, 1.0, size)
+        s_a -= z_a[:, None] * mean[None, :]
+        s_b -= z_b[:, None] * mean[None, :]
+    return s_a, s_b, z_a, z_b, mean
+
+
+@triton.jit
 def dq_kernel(
     q_ptr,  # [B, N, H, D]
-    out_ptr,  # [B, N, H, V]
     dout_ptr,  # [B, N, H, V]
     inverse_ptr,  # [STREAMS, B, H, N] (packed: [STREAMS, H, T]): 1 / denominator
+    drop_ptr,  # the same: minus dout . (out - m), or dout . out with rotary
     cu_ptr,
     param_ptr,
     cos_ptr,
     sin_ptr,
     sums_ptr,  # [B * K, PARTS, D, V + 2]
     dq_ptr,  # [B, N, H, D]
-    drop_ptr,  # the same: minus the gradient of the denominator's logarithm
     dparam_ptr,  # [splits, B * H, 4, D]
     num_rows,  # N, or T if packed
     per_stream,  # numbers of a stream
@@ -45,9 +81,6 @@ def dq_kernel(
     stride_qb,
     stride_q,
     stride_qh,
-    stride_ob,
-    stride_o,
-    stride_oh,
     stride_dob,
     stride_do,
     stride_doh,
@@ -73,17 +106,14 @@ def dq_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, and per row what the gradients of the sums need."""
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
-    o_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_ob, stride_o, PACKED)
     do_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dob, stride_do, PACKED)
     dq_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dqb, stride_dq, PACKED)
     angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
     place = place_per_row(sample, head, heads, row, num_rows, PACKED)
     q_ptr += q_offset + head * stride_qh
-    out_ptr += o_offset + head * stride_oh
     dout_ptr += do_offset + head * stride_doh
     dq_ptr += dq_offset + head * stride_dqh
     inverse_ptr += place
@@ -95,10 +125,7 @@ def dq_kernel(
     stop = tl.minimum(start + stretch, length)
     owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
     sums = sums_ptr + owner * (PARTS * D * (V + 2))
-    s_a, z_a = load_sums(sums, D, V, BD, BV)
-    s_b, z_b = s_a, z_a
-    if PARTS == 2:
-        s_b, z_b = load_sums(sums + D * (V + 2), D, V, BD, BV)
+    s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, MAP, PARTS, PAIRS)
     s_a = tl.trans(s_a.to(DOT))
     s_b = tl.trans(s_b.to(DOT))
 
@@ -112,36 +139,30 @@ def dq_kernel(
     p3 = tl.zeros([BD], tl.float32)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
-    unit_v = unit_matrix(BV, DOT)
-    wide_a = right_factor(z_a, DOT)
-    wide_b = right_factor(z_b, DOT)
+    wide_a = right_factor(z_a[None, :], DOT)
+    wide_b = right_factor(z_b[None, :], DOT)
     for first in range(start, stop, BN):
         ok = rows < stop - first
         x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
-        out = load_rows(out_ptr, first, rows, ok, columns, columns < V, stride_o)
-        along = widened(dout, unit_v, LEAN) * widened(out, unit_v, LEAN)
         dx = tl.zeros([BN, BD], tl.float32)
         for stream in tl.static_range(STREAMS):
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
+            drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
             share = dout
-            drop = along
             if STREAMS == 2:
                 mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
                 share = tl.where(mine[None, :], dout, 0.0)
-                drop = tl.where(mine[None, :], along, 0.0)
-            along_row = tl.sum(drop, axis=1)[:, None]
-            store_per_row(drop_ptr + stream * per_stream, -along_row, first, rows, ok)
             # the denominator is divided out at the end, where the two halves have become one tile
-            minus = left_factor(-along_row, DOT)
+            minus = left_factor(drop, DOT)
             da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION)
             da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
-            da = plus_product(da, -along_row, z_a, minus, wide_a, LEAN)
+            da = plus_product(da, drop, z_a, minus, wide_a, LEAN)
             db = da
             if PARTS == 2:
                 db = tl.dot(share.to(DOT), s_b, input_precision=PRECISION)
                 db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
-                db = plus_product(db, -along_row, z_b, minus, wide_b, LEAN)
+                db = plus_product(db, drop, z_b, minus, wide_b, LEAN)
             step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
             dx += step * inverse
             if LEARNED:
@@ -171,13 +192,16 @@ def dsums_kernel(
     param_ptr,
     cos_ptr,
     sin_ptr,
+    sums_ptr,  # [B * K, PARTS, D, V + 2]
+    scale_ptr,  # [B * K]
     inverse_ptr,  # [STREAMS, B, H, N] or [STREAMS, H, T]
-    drop_ptr,
+    drop_ptr,  # the same: read if IS_KNOWN, minus dout . out; written otherwise, as dq_kernel reads it
     dsums_ptr,  # [splits, B * H, PARTS, D, V + 2]
     num_rows,
     per_stream,
     num_queries,
     heads,
+    group,
     stretch,
     stride_qb,
     stride_q,
@@ -190,6 +214,7 @@ def dsums_kernel(
     num_params,
     norm_scale,
     alpha,
+    eps,
     D: tl.constexpr,
     V: tl.constexpr,
     BD: tl.constexpr,
@@ -200,10 +225,12 @@ def dsums_kernel(
     STREAMS: tl.constexpr,
     PAIRS: tl.constexpr,
     PACKED: tl.constexpr,
+    GUARD: tl.constexpr,
+    IS_KNOWN: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What one stretch of queries adds to the gradients of S and z.
+    """What one stretch of queries adds to the gradients of S and z, and what the denominators take away again.
 
     Apart from dq_kernel although it reads the same tensors: the two together need more registers than there are.
     """
@@ -222,6 +249,17 @@ def dsums_kernel(
     sin_ptr += angles
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
+    if not IS_KNOWN:
+        owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
+        sums = sums_ptr + owner * (PARTS * D * (V + 2))
+        s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, MAP, PARTS, PAIRS)
+        s_a = s_a.to(DOT)
+        s_b = s_b.to(DOT)
+        wide_mean = high_and_low(tl.zeros([BV, 16], tl.float32) + mean[:, None], DOT)
+        eps_count = eps * tl.load(sums + V + 1)
+        key_scale = 0.0
+        if GUARD:
+            key_scale = tl.load(scale_ptr + owner)
 
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -234,6 +272,7 @@ def dsums_kernel(
     dz_b = tl.zeros([16, BD], tl.float32)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
+    unit_v = unit_matrix(BV, DOT)
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
     for first in range(start, stop, BN):
         ok = rows < stop - first
@@ -241,21 +280,36 @@ def dsums_kernel(
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         for stream in tl.static_range(STREAMS):
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
-            drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
             # the row's factor goes to the features: dout then needs no pass through registers
             a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE, inverse)
             share = dout
             if STREAMS == 2:
                 mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
                 share = tl.where(mine[None, :], dout, 0.0)
+            turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
+            turned_b = turned_a
+            if PARTS == 2:
+                turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
+            if IS_KNOWN:
+                drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
+            else:
+                out = tl.dot(turned_a, s_a, input_precision=PRECISION)
+                if PARTS == 2:
+                    out = tl.dot(turned_b, s_b, out, input_precision=PRECISION)
+                drop = -tl.sum(out * widened(share, unit_v, LEAN), axis=1)[:, None]
+                if PAIRS == 0:
+                    # the mean is in the output, but for what eps takes of it
+                    along_mean = tl.sum(tl.dot(share.to(DOT), wide_mean, input_precision=PRECISION), axis=1)[:, None]
+                    drop += along_mean * (eps_of(query_scale, key_scale, eps_count) * inverse)
+                store_per_row(drop_ptr + stream * per_stream, drop, first, rows, ok)
+                if PAIRS == 0:
+                    drop -= along_mean
             weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
             dz_a = tl.dot(weight, a.to(DOT), dz_a, input_precision=PRECISION)
-            turned = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
-            ds_a = tl.dot(tl.trans(share.to(DOT)), turned.to(DOT), ds_a, input_precision=PRECISION)
+            ds_a = tl.dot(tl.trans(share.to(DOT)), turned_a, ds_a, input_precision=PRECISION)
             if PARTS == 2:
                 dz_b = tl.dot(weight, b.to(DOT), dz_b, input_precision=PRECISION)
-                turned = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
-                ds_b = tl.dot(tl.trans(share.to(DOT)), turned.to(DOT), ds_b, input_precision=PRECISION)
+                ds_b = tl.dot(tl.trans(share.to(DOT)), turned_b, ds_b, input_precision=PRECISION)
     place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
     dsums = dsums_ptr + place * (PARTS * D * (V + 2))
     store_sums(dsums, tl.trans(ds_a), tl.sum(dz_a, axis=0), 0.0, D, V, BD, BV)
@@ -326,8 +380,8 @@ def dk_kernel(
     ds_b, dz_b = ds_a, dz_a
     if PARTS == 2:
         ds_b, dz_b = load_sums(dsums + D * (V + 2), D, V, BD, BV)
-    ds_a = ds_a.to(DOT)
-    ds_b = ds_b.to(DOT)
+    ds_a, low_a = digits(ds_a, DOT)
+    ds_b, low_b = digits(ds_b, DOT)
     k_ptr += k_offset + head * stride_kh
     v_ptr += v_offset + head * stride_vh
     mask_ptr += tl.cast(sample, tl.int64) * num_keys
@@ -350,8 +404,8 @@ def dk_kernel(
     unit = unit_matrix(BD, DOT)
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
     ones = left_factor(tl.full([BN, 1], 1.0, tl.float32), DOT)
-    wide_a = right_factor(dz_a, DOT)
-    wide_b = right_factor(dz_b, DOT)
+    wide_a = right_factor(dz_a[None, :], DOT)
+    wide_b = right_factor(dz_b[None, :], DOT)
     for first in range(start, stop, BN):
         exists = rows < stop - first
         ok = exists
@@ -367,12 +421,12 @@ def dk_kernel(
             dv = tl.dot(b.to(DOT), ds_b, dv, input_precision=PRECISION)
         # written before the gradients of the features need its registers
         store_rows(dv_ptr, dv, first, rows, exists, columns, columns < V, stride_dv)
-        da = tl.dot(v, tl.trans(ds_a), input_precision=PRECISION)
+        da = times(v, tl.trans(ds_a), tl.trans(low_a), PRECISION)
         da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
         da = plus_product(da, 1.0, dz_a, ones, wide_a, LEAN)
         db = da
         if PARTS == 2:
-            db = tl.dot(v, tl.trans(ds_b), input_precision=PRECISION)
+            db = times(v, tl.trans(ds_b), tl.trans(low_b), PRECISION)
             db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
             db = plus_product(db, 1.0, dz_b, ones, wide_b, LEAN)
         dx, g0, g1 = phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)

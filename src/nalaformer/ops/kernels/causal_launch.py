@@ -105,7 +105,8 @@ def backward(
         ),
     )
     by_query = sums_of_gradients(
-        *(call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, inverse, drop, layout, count, stretch),
+        *(call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, before, before, inverse, drop, layout),
+        *(count, stretch),
         kernel="causal_dsums",
     )
     after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)

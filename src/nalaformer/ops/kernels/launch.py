@@ -327,6 +327,8 @@ def sums_of_gradients(
     parameters: Tensor,
     tables: tuple[Tensor, Tensor],
     angles: Angles,
+    sums: Tensor,
+    scale: Tensor,
     inverse: Tensor,
     drop: Tensor,
     layout: object,
@@ -334,25 +336,35 @@ def sums_of_gradients(
     stretch: int,
     kernel: str = "dsums",
 ) -> Tensor:
-    """The gradients of the sums by each of `count` stretches of queries, [count, B * H, PARTS, D, V + 2]."""
-    sums = call.sums(count, call.heads)
+    """The gradients of the sums by each of `count` stretches of queries, [count, B * H, PARTS, D, V + 2].
+
+    Fills `drop` from the sums, or as "causal_dsums" reads it and nothing of them.
+    """
+    dsums = call.sums(count, call.heads)
     call.start(
         (kernel, layout, stretch),
         dsums_kernel,
-        (q, dout, bounds, parameters, *tables, inverse, drop, sums),
+        (q, dout, bounds, parameters, *tables, sums, scale, inverse, drop, dsums),
         lambda: (
             kernel,
             (count, call.samples * call.heads),
             (
-                *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, stretch),
+                *(
+                    call.num_rows,
+                    call.per_row[1:].numel(),
+                    call.num_queries,
+                    call.heads,
+                    call.heads // call.kv_heads,
+                    stretch,
+                ),
                 *(*strides(q), *strides(dout), angle_stride(angles[0])),
                 *parameter_row(call.heads, parameters),
-                *(call.norm_scale, call.alpha),
+                *(call.norm_scale, call.alpha, call.eps),
             ),
-            {},
+            {"IS_KNOWN": kernel == "causal_dsums"},
         ),
     )
-    return sums
+    return dsums
 
 
 def backward(
@@ -360,7 +372,6 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
     dout: Tensor,
     inverse: Tensor,
     parameters: Tensor,
@@ -374,7 +385,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv; and for learned maps the gradients of the query's [4, D] and the key's [2, D] parameters per head."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
     group = call.heads // call.kv_heads
     # the strides of what comes from outside are part of a launch; dout's layout is chosen by the next layer
     layout = (dout.stride(), dout.data_ptr() % 16, is_learned)
@@ -385,33 +395,35 @@ def backward(
         shape = (splits, call.samples, heads, rows, call.head_dim)
         return torch.empty(shape, dtype=torch.float32, device=call.device)
 
+    drop = torch.empty_like(inverse)
+    sum_count, sum_stretch = call.splits("dsums", call.num_queries, call.heads)
+    partial = sums_of_gradients(
+        call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, sums, scale, inverse, drop, layout, sum_count, sum_stretch
+    )
+    dsums = merge(call.launches, partial, group=group)
+    del partial
+
+    dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
     count, stretch = call.splits("dq", call.num_queries, call.heads)
     dquery = parameter_buffer(count, call.heads, 4)
-    drop = torch.empty_like(inverse)
     call.start(
         ("dq", layout),
         dq_kernel,
-        (q, out, dout, inverse, bounds, parameters, cos_q, sin_q, sums, dq, drop, dquery),
+        (q, dout, inverse, drop, bounds, parameters, cos_q, sin_q, sums, dq, dquery),
         lambda: (
             "dq",
             (count, call.samples * call.heads),
             (
                 *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, group, stretch),
-                *(*strides(q), *strides(out), *strides(dout), *strides(dq), angle_stride(angles_q[0])),
+                *(*strides(q), *strides(dout), *strides(dq), angle_stride(angles_q[0])),
                 *parameter_row(call.heads, parameters),
                 *(call.norm_scale, call.alpha),
             ),
             {"LEARNED": is_learned},
         ),
     )
-
-    sum_count, sum_stretch = call.splits("dsums", call.num_queries, call.heads)
-    partial = sums_of_gradients(
-        call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, inverse, drop, layout, sum_count, sum_stretch
-    )
-    dsums = merge(call.launches, partial, group=group)
-    # what is no longer needed goes before the other half of the gradients comes: less memory at the peak
-    del partial, drop
+    # what is no longer needed goes before the next gradients come: less memory at the peak
+    del drop
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v))
 
     key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)

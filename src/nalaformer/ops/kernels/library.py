@@ -145,7 +145,6 @@ def run_backward(
     sin_k: Tensor | None,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
-    out: Tensor,
     sums: Tensor,
     scale: Tensor,
     inverse: Tensor,
@@ -169,7 +168,6 @@ def run_backward(
         q,
         k,
         v,
-        out,
         dout,
         inverse,
         parameters,
@@ -223,7 +221,8 @@ def attend(*inputs) -> Tensor:  # type: ignore[no-untyped-def]
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
+    _, *kept = output
+    ctx.save_for_backward(*tensors, *kept)
     ctx.settings = (longest, name, parts, streams, norm_scale, alpha, eps, is_guarded, is_cube)
     ctx.is_learned = tensors[3].requires_grad
 

@@ -25,6 +25,7 @@ TINY = constant(1e-30)
 # see feature_maps.norm_aware: below this norm a query fades into one that favours no channel
 SMALLEST_SIZE = constant(1e-10)
 LARGEST_INVERSE_SIZE = constant(1e10)
+LARGEST_SIZE = constant(3e38)
 # norm-aware key features are multiplied by 2^-30: keys of 1e9 stay finite, and what that rounds to zero is far below eps
 KEY_SHIFT = constant(30.0)
 KEY_UNIT = constant(2.0**-10)
@@ -65,9 +66,15 @@ def elu_plus_one(x):
 
 
 @triton.jit
+def size_of(x):
+    """Squared norm, [BN, 1]; kept below infinity, which has no norm."""
+    return tl.minimum(tl.sum(x * x, axis=1)[:, None], LARGEST_SIZE)
+
+
+@triton.jit
 def unit_and_norm(x):
     """(x / |x|, squared norm, norm, 1 / norm), the norm kept away from zero; all but the first [BN, 1]."""
-    size = tl.sum(x * x, axis=1)[:, None]
+    size = size_of(x)
     kept = tl.maximum(size, SMALLEST_SIZE)
     inverse = rsqrt(kept)
     # one step of Newton, to float32: what is made of the direction passes through sines and cosines
@@ -78,7 +85,7 @@ def unit_and_norm(x):
 @triton.jit
 def norm_of(x):
     """Squared norm, norm and 1 / norm, [BN, 1] each, the norm kept away from zero."""
-    size = tl.sum(x * x, axis=1)[:, None]
+    size = size_of(x)
     inverse = rsqrt(tl.maximum(size, SMALLEST_SIZE))
     return size, tl.maximum(size, SMALLEST_SIZE) * inverse, inverse
 
@@ -191,6 +198,12 @@ def phi_query(
 def is_elementwise(MAP):
     """Whether a feature of a key depends on its own channel alone."""
     return MAP in ("identity", "relu", "elu", "split", "norm_aware_split", "polarity", "polarity_exp")
+
+
+@triton.constexpr_function
+def has_negative_features(MAP):
+    """Whether features, and so their sums over keys, may have any sign."""
+    return MAP in ("identity", "norm_aware_cosine")
 
 
 @triton.jit

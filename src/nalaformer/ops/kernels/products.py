@@ -22,6 +22,15 @@ def high_and_low(x, DOT: tl.constexpr):
     return tl.where(column == 0, high, tl.where(column == 1, low, 0.0).to(DOT))
 
 
+@triton.jit
+def times(v, high, low, PRECISION: tl.constexpr):
+    """v times a tile in digits: what the denominator takes away again may be nearly as large as the product."""
+    product = tl.dot(v, high, input_precision=PRECISION)
+    if v.dtype == tl.bfloat16:
+        product = tl.dot(v, low, product, input_precision=PRECISION)
+    return product
+
+
 @triton.constexpr_function
 def is_lean(DOT, BD, BV):
     """Whether they do: of bfloat16, which matrix units multiply exactly. Heads beyond 64 have no registers for it."""
@@ -49,10 +58,10 @@ def left_factor(x, DOT: tl.constexpr):
 
 @triton.jit
 def right_factor(z, DOT: tl.constexpr):
-    """z [BD] as [16, BD]: high, low, high."""
+    """z [1 or 16, BD], rows alike, as [16, BD]: high, low, high."""
     row = tl.arange(0, 16)[:, None]
     high, low = digits(z, DOT)
-    return tl.where((row == 0) | (row == 2), high[None, :], tl.where(row == 1, low[None, :], 0.0).to(DOT))
+    return tl.where((row == 0) | (row == 2), high, tl.where(row == 1, low, 0.0).to(DOT))
 
 
 @triton.jit
