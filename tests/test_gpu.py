@@ -5,7 +5,7 @@ import torch
 
 import nalaformer
 from nalaformer import Rotary
-from test_kernels import MAPS, outcome, relative_error
+from test_kernels import CAUSAL_MAPS, MAPS, outcome, relative_error
 
 pytestmark = pytest.mark.gpu
 HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -39,13 +39,26 @@ def test_half_precision_stays_near_float64(name, with_rotary, dtype):
     check_half_precision(name, dtype, (q, k, v), upstream, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [(name, False) for name in MAPS if "variance" not in name] + [(name, True) for name in CAUSAL_MAPS],
+)
+def test_the_mean_of_values_costs_gradients_nothing(name, causal):
+    q, k, v = make(*[(2, 2000, 2, 64)] * 3, dtype=torch.bfloat16)
+    upstream = torch.randn(2, 2000, 2, 64, device="cuda").bfloat16()
+    check_half_precision(name, torch.bfloat16, (q, k, v + 10), upstream, heads=2, head_dim=64, causal=causal)
+
+
 @pytest.mark.parametrize("dtype", HALF_ULP)
 @pytest.mark.parametrize("with_rotary", [False, True])
+@pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("name", ["norm_aware", "focused head", "reflection pairs", "hedgehog", "norm_preserving"])
-def test_causal_half_precision_stays_near_float64(name, dtype, with_rotary):
-    q, k, v = make((2, 1000, 4, 64), (2, 1000, 2, 64), (2, 1000, 2, 64), dtype=dtype)
+def test_causal_half_precision_stays_near_float64(name, kv_heads, dtype, with_rotary):
+    q, k, v = make((2, 1000, 4, 64), (2, 1000, kv_heads, 64), (2, 1000, kv_heads, 64), dtype=dtype)
     upstream = torch.randn(2, 1000, 4, 64, device="cuda").to(dtype)
     arguments = {"heads": 4, "head_dim": 64, "causal": True}
+    if kv_heads == 4:
+        arguments["key_mask"] = torch.rand(2, 1000, device="cuda") > 0.3
     if with_rotary:
         arguments["rotary"] = Rotary.sequence(1000, 64, device="cuda")
     check_half_precision(name, dtype, (q, k, v), upstream, **arguments)

@@ -201,6 +201,15 @@ def test_float16_stays_near_float64(name, causal):
 
 if INTERPRETING:
 
+    def check_bfloat16(name, tensors, upstream, **arguments):
+        exact, plain, ours = (
+            outcome(backend, name, dtype, tensors, upstream, **arguments)
+            for backend, dtype in (("reference", torch.float64), ("reference", torch.bfloat16), ("triton", torch.bfloat16))
+        )
+        # gradients of parameters are sums over all tokens that may cancel, and are left to float32
+        for x, y, z in zip(ours[:4], exact[:4], plain[:4], strict=True):
+            assert relative_error(x, y) < relative_error(z, y) + 2**-8
+
     @pytest.mark.parametrize("with_rotary", [False, True])
     def test_products_in_place_of_conversions(name, with_rotary, monkeypatch):
         """What bfloat16 takes, in a type that shows more of its digits."""
@@ -238,14 +247,24 @@ if INTERPRETING:
         arguments = {"heads": 2, "head_dim": 28, "key_mask": torch.rand(2, 43) > 0.3}
         if case == "split with rotary":
             arguments["rotary"] = Rotary.sequence(50, 28), Rotary.sequence(43, 28)
-        upstream = torch.randn(2, 50, 2, 20).bfloat16()
-        exact, plain, ours = (
-            outcome(backend, name, dtype, tensors, upstream, **arguments)
-            for backend, dtype in (("reference", torch.float64), ("reference", torch.bfloat16), ("triton", torch.bfloat16))
-        )
-        # gradients of parameters are sums over all tokens that may cancel, and are left to float32
-        for x, y, z in zip(ours[:4], exact[:4], plain[:4], strict=True):
-            assert relative_error(x, y) < relative_error(z, y) + 2**-8
+        check_bfloat16(name, tensors, torch.randn(2, 50, 2, 20).bfloat16(), **arguments)
+
+    @pytest.mark.parametrize("case", ["plain", "rotary", "values with a mean"])
+    @pytest.mark.parametrize("name", ["relu", "norm_aware", "norm_aware cosine", "focused head", "hedgehog"])
+    def test_causal_bfloat16_stays_near_float64(name, case, monkeypatch):
+        from bfloat16_in_the_interpreter import teach_bfloat16
+        from nalaformer.ops.kernels import launch
+
+        teach_bfloat16(monkeypatch)
+        # three stretches
+        monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (64, 1)))
+        tensors = [x.bfloat16() for x in make((1, 150, 2, 28), (1, 150, 1, 28), (1, 150, 1, 20))]
+        arguments = {"heads": 2, "head_dim": 28, "causal": True, "key_mask": torch.rand(1, 150) > 0.3}
+        if case == "rotary":
+            arguments["rotary"] = Rotary.sequence(150, 28)
+        if case == "values with a mean":
+            tensors[2] += 10
+        check_bfloat16(name, tensors, torch.randn(1, 150, 2, 20).bfloat16(), **arguments)
 
 
 @pytest.mark.parametrize("name", ["focused", "reflection"])

@@ -6,7 +6,8 @@
     causal dq        q, k, v, out, dout, sums before   -> dq, and per row the gradient of the denominator
     dsums kernel     q, dout, those       -> gradients of the sums by each stretch of queries
     prefix kernel    those, from the end  -> gradients of the sums after each stretch
-    causal dk        q, k, v, dout, those -> dk, dv
+    causal dk        q, k, v, dout, those -> dk
+    causal dv        q, k, dout, those    -> dv
 
 Inside a tile of tokens attention is the masked product of the tile's features; what came before the tile comes through the
 state. The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .maps import phi_key, phi_query
-from .products import high_and_low
+from .products import high_and_low, is_lean, unit_matrix, widened
 from .tiles import load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
 
 
@@ -57,18 +58,14 @@ def inverse_of(before, within, eps_seen):
 
 
 @triton.jit
-def weighted_values(weights, v, raw, is_suspect, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """weights [BN, BN], zero for later tokens, times v; a NaN or infinity in a later value must not reach the row."""
-    if is_suspect:
-        bad = (raw - raw) != 0.0
-        finite = tl.where(bad, 0.0, v.to(tl.float32)).to(DOT)
-        product = tl.dot(weights.to(DOT), finite, input_precision=PRECISION)
-        reach = tl.where(lower_triangle(v.shape[0]), 1.0, 0.0).to(DOT)
-        reached = tl.dot(reach, bad.to(DOT), input_precision=PRECISION)
-        product = tl.where(reached > 0.0, float("nan"), product)
-    else:
-        product = tl.dot(weights.to(DOT), v, input_precision=PRECISION)
-    return product
+def weighted_values(weights, raw, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """weights [BN, BN], zero for later tokens, times values; a NaN or infinity in a later one must not reach the row."""
+    bad = (raw - raw) != 0.0
+    finite = tl.where(bad, 0.0, raw.to(tl.float32)).to(DOT)
+    product = tl.dot(weights.to(DOT), finite, input_precision=PRECISION)
+    reach = tl.where(lower_triangle(raw.shape[0]), 1.0, 0.0).to(DOT)
+    reached = tl.dot(reach, bad.to(DOT), input_precision=PRECISION)
+    return tl.where(reached > 0.0, float("nan"), product)
 
 
 @triton.jit
@@ -76,6 +73,108 @@ def holds_no_number(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV:
     """Whether the sums of a part hold NaN or infinity: then some value up to here does."""
     s, z = load_sums(ptr, D, V, BD, BV)
     return tl.max(tl.max(((s - s) != 0.0).to(tl.int32), axis=1), axis=0) > 0
+
+
+@triton.jit
+def write_tile(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    cos_q_ptr,
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    out_ptr,
+    inverse_ptr,
+    query_params,
+    key_params,
+    s_a,
+    s_b,
+    wide_a,
+    wide_b,
+    count,
+    first,
+    stop,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_o,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    KEEP: tl.constexpr,
+    IS_SUSPECT: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Outputs of the tokens from `first` on; the state after them: S^T of both parts, z in sixteen columns, and the count."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    TYPE: tl.constexpr = DOT if LEAN else None
+    unit = unit_matrix(BD, DOT)
+    # z is updated and read by products: sums over rows would make the warps wait for each other at every step
+    ones = tl.full([BN, 16], 1.0, DOT)
+    exists = rows < stop - first
+    ok = exists
+    if HAS_MASK:
+        ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+    # each pair of feature tiles shrinks to operands before the next is made: registers are what limits this kernel
+    y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
+    aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0, TYPE)
+    plain_aq = aq.to(DOT)
+    plain_bq = bq.to(DOT)
+    turned_aq = rotated(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+    turned_bq = turned_aq
+    if PARTS == 2:
+        turned_bq = rotated(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+    total = tl.dot(plain_aq, high_and_low(wide_a, DOT), input_precision=PRECISION)
+    if PARTS == 2:
+        total = tl.dot(plain_bq, high_and_low(wide_b, DOT), total, input_precision=PRECISION)
+    above = tl.dot(turned_aq, tl.trans(s_a.to(DOT)), input_precision=PRECISION)
+    if PARTS == 2:
+        above = tl.dot(turned_bq, tl.trans(s_b.to(DOT)), above, input_precision=PRECISION)
+    x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+    raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
+    v = raw.to(DOT)
+    ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
+    plain_ak = ak.to(DOT)
+    plain_bk = bk.to(DOT)
+    turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+    turned_bk = turned_ak
+    if PARTS == 2:
+        turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+    within = products_within(plain_aq, plain_bq, plain_ak, plain_bk, PARTS, PRECISION)
+    seen, count = seen_keys(count, ok, HAS_MASK)
+    inverse = inverse_of(tl.sum(total, axis=1)[:, None], within, eps * seen)
+    if KEEP:
+        store_per_row(inverse_ptr, inverse, first, rows, exists)
+    if PAIRS > 0:
+        within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
+    if IS_SUSPECT:
+        above += weighted_values(within, raw, DOT, PRECISION)
+    else:
+        above = tl.dot(within.to(DOT), v, above, input_precision=PRECISION)
+    store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)
+    wide_a = tl.dot(tl.trans(plain_ak), ones, wide_a, input_precision=PRECISION)
+    s_a = tl.dot(tl.trans(v), turned_ak, s_a, input_precision=PRECISION)
+    if PARTS == 2:
+        wide_b = tl.dot(tl.trans(plain_bk), ones, wide_b, input_precision=PRECISION)
+        s_b = tl.dot(tl.trans(v), turned_bk, s_b, input_precision=PRECISION)
+    return s_a, s_b, wide_a, wide_b, count
 
 
 @triton.jit
@@ -172,57 +271,95 @@ def causal_kernel(
         if tl.program_id(0) + 1 < tl.num_programs(0):
             after = before + (tl.num_programs(1) // group) * size
         is_suspect = holds_no_number(after, D, V, BD, BV)
-    # z is updated and read by products: sums over rows would make the warps wait for each other at every step
-    ones = tl.full([BN, 16], 1.0, DOT)
     wide_a = tl.zeros([BD, 16], tl.float32) + z_a[:, None]
     wide_b = tl.zeros([BD, 16], tl.float32) + z_b[:, None]
-
-    channels = tl.arange(0, BD)
-    columns = tl.arange(0, BV)
-    rows = tl.arange(0, BN)
-    in_head = channels < D
-    for first in range(start, stop, BN):
-        exists = rows < stop - first
-        ok = exists
-        if HAS_MASK:
-            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
-        # each pair of feature tiles shrinks to operands before the next is made: registers are what limits this kernel
-        y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
-        aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
-        plain_aq = aq.to(DOT)
-        plain_bq = bq.to(DOT)
-        turned_aq = rotated(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-        turned_bq = turned_aq
-        if PARTS == 2:
-            turned_bq = rotated(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-        total = tl.dot(plain_aq, high_and_low(wide_a, DOT), input_precision=PRECISION)
-        if PARTS == 2:
-            total = tl.dot(plain_bq, high_and_low(wide_b, DOT), total, input_precision=PRECISION)
-        above = tl.dot(turned_aq, s_a.to(DOT), input_precision=PRECISION)
-        if PARTS == 2:
-            above = tl.dot(turned_bq, s_b.to(DOT), above, input_precision=PRECISION)
-        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
-        raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
-        v = raw.to(DOT)
-        ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-        plain_ak = ak.to(DOT)
-        plain_bk = bk.to(DOT)
-        turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-        turned_bk = turned_ak
-        if PARTS == 2:
-            turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-        within = products_within(plain_aq, plain_bq, plain_ak, plain_bk, PARTS, PRECISION)
-        seen, count = seen_keys(count, ok, HAS_MASK)
-        inverse = inverse_of(tl.sum(total, axis=1)[:, None], within, eps * seen)
-        if KEEP:
-            store_per_row(inverse_ptr, inverse, first, rows, exists)
-        if PAIRS > 0:
-            within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
-        above += weighted_values(within, v, raw, is_suspect, DOT, PRECISION)
-        wide_a = tl.dot(tl.trans(plain_ak), ones, wide_a, input_precision=PRECISION)
-        if PARTS == 2:
-            wide_b = tl.dot(tl.trans(plain_bk), ones, wide_b, input_precision=PRECISION)
-        s_a = tl.dot(tl.trans(turned_ak), v, s_a, input_precision=PRECISION)
-        if PARTS == 2:
-            s_b = tl.dot(tl.trans(turned_bk), v, s_b, input_precision=PRECISION)
-        store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)
+    s_a = tl.trans(s_a)
+    s_b = tl.trans(s_b)
+    if is_suspect:
+        for first in range(start, stop, BN):
+            s_a, s_b, wide_a, wide_b, count = write_tile(
+                q_ptr,
+                k_ptr,
+                v_ptr,
+                mask_ptr,
+                cos_q_ptr,
+                sin_q_ptr,
+                cos_k_ptr,
+                sin_k_ptr,
+                out_ptr,
+                inverse_ptr,
+                query_params,
+                key_params,
+                s_a,
+                s_b,
+                wide_a,
+                wide_b,
+                count,
+                first,
+                stop,
+                stride_q,
+                stride_k,
+                stride_v,
+                stride_o,
+                norm_scale,
+                alpha,
+                eps,
+                D,
+                V,
+                BD,
+                BV,
+                BN,
+                MAP,
+                PARTS,
+                PAIRS,
+                CUBE,
+                HAS_MASK,
+                KEEP,
+                True,
+                DOT,
+                PRECISION,
+            )
+    else:
+        for first in range(start, stop, BN):
+            s_a, s_b, wide_a, wide_b, count = write_tile(
+                q_ptr,
+                k_ptr,
+                v_ptr,
+                mask_ptr,
+                cos_q_ptr,
+                sin_q_ptr,
+                cos_k_ptr,
+                sin_k_ptr,
+                out_ptr,
+                inverse_ptr,
+                query_params,
+                key_params,
+                s_a,
+                s_b,
+                wide_a,
+                wide_b,
+                count,
+                first,
+                stop,
+                stride_q,
+                stride_k,
+                stride_v,
+                stride_o,
+                norm_scale,
+                alpha,
+                eps,
+                D,
+                V,
+                BD,
+                BV,
+                BN,
+                MAP,
+                PARTS,
+                PAIRS,
+                CUBE,
+                HAS_MASK,
+                KEEP,
+                False,
+                DOT,
+                PRECISION,
+            )

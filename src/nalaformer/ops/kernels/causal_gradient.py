@@ -9,28 +9,19 @@ With g = dout / den, e_i = g_i . out_i, the products G_ij = g_i . v_j and P_ij =
 where with rotary the terms with G and P take the turned features. Tokens outside the tile come through the sums S, z before it
 and through their gradients after it. out and 1 / den come from the forward pass.
 
-G_ij and e_i nearly cancel where a row sees little but itself, so they are subtracted before either is rounded: everywhere
-without rotary; with it on the diagonal, where turning there and back leaves a token as it was (SAME_ANGLES).
+G_ij and e_i nearly cancel where a row sees little but itself, or where values have a mean, so they are subtracted before either
+is rounded: everywhere without rotary; with it on the diagonal, where turning there and back leaves a token as it was
+(SAME_ANGLES). For the same reason the sums are multiplied with all their digits, and e_i is mended: out has few digits, but
+features that all grow by one factor change an output through eps alone, so dphi(q_i) . phi(q_i) tells how far off e_i is.
 """
 
 import triton
 import triton.language as tl
 
-from .causal import lower_triangle
-from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
-from .products import high_and_low
+from .causal import lower_triangle, seen_keys
+from .maps import along_query, phi_key, phi_key_gradient, phi_query, phi_query_gradient
+from .products import cut, high_and_low, is_lean, left_factor, right_factor, times, unit_matrix, widened
 from .tiles import load_per_row, load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
-
-
-@triton.jit
-def times_transposed(v, s, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """v s^T with both halves of the digits of s: what the denominator takes away again is nearly as large as the product."""
-    high = s.to(DOT)
-    product = tl.dot(v, tl.trans(high), input_precision=PRECISION)
-    if tl.bfloat16 == DOT:
-        low = (s - high.to(tl.float32)).to(DOT)
-        product = tl.dot(v, tl.trans(low), product, input_precision=PRECISION)
-    return product
 
 
 @triton.jit
@@ -38,6 +29,13 @@ def diagonal(BN: tl.constexpr):
     """[BN, BN]: True where row and column are the same token."""
     rows = tl.arange(0, BN)
     return rows[:, None] == rows[None, :]
+
+
+@triton.jit
+def upper_triangle(BN: tl.constexpr):
+    """[BN, BN], keys in the rows: True where the column's query is not earlier."""
+    rows = tl.arange(0, BN)
+    return rows[:, None] <= rows[None, :]
 
 
 @triton.jit
@@ -89,6 +87,7 @@ def causal_dq_kernel(
     num_params,
     norm_scale,
     alpha,
+    eps,
     D: tl.constexpr,
     V: tl.constexpr,
     BD: tl.constexpr,
@@ -140,10 +139,13 @@ def causal_dq_kernel(
     if PARTS == 2:
         s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
 
-    # z grows by products with ones, as in the forward pass
-    ones = tl.full([BN, 16], 1.0, DOT)
-    wide_a = tl.zeros([BD, 16], tl.float32) + z_a[:, None]
-    wide_b = tl.zeros([BD, 16], tl.float32) + z_b[:, None]
+    count = tl.load(before + V + 1)
+    # turned: then a product of tiles in memory adds to them; z grows by products with ones, as in the forward pass
+    s_a = tl.trans(s_a)
+    s_b = tl.trans(s_b)
+    ones = tl.full([16, BN], 1.0, DOT)
+    wide_a = tl.zeros([16, BD], tl.float32) + z_a[None, :]
+    wide_b = tl.zeros([16, BD], tl.float32) + z_b[None, :]
 
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -151,6 +153,10 @@ def causal_dq_kernel(
     in_head = channels < D
     p0 = tl.zeros([BD], tl.float32)
     p1 = tl.zeros([BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    TYPE: tl.constexpr = DOT if LEAN else None
+    unit = unit_matrix(BD, DOT)
+    unit_v = unit_matrix(BV, DOT)
     for first in range(start, stop, BN):
         exists = rows < stop - first
         ok = exists
@@ -159,16 +165,15 @@ def causal_dq_kernel(
         dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
         out = load_rows(out_ptr, first, rows, exists, columns, columns < V, stride_o)
         inverse = load_per_row(inverse_ptr, first, rows, exists)
-        drop = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)[:, None]
-        store_per_row(drop_ptr, -drop, first, rows, exists)
+        drop = tl.sum(widened(dout, unit_v, LEAN) * widened(out, unit_v, LEAN), axis=1)[:, None]
         dout = dout.to(DOT)
-        # what came before the tile; the sixteen columns of z are alike. The denominator is divided out at the end
-        z_a = tl.sum(wide_a, axis=1) * 0.0625
-        z_b = tl.sum(wide_b, axis=1) * 0.0625
-        da = tl.dot(dout, tl.trans(s_a.to(DOT)), input_precision=PRECISION)
-        db = da
+        # what came before the tile. The denominator is divided out at the end
+        high, low = cut(s_a, DOT)
+        da = times(dout, high, low, PRECISION)
+        db_turned = da
         if PARTS == 2:
-            db = tl.dot(dout, tl.trans(s_b.to(DOT)), input_precision=PRECISION)
+            high, low = cut(s_b, DOT)
+            db_turned = times(dout, high, low, PRECISION)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION), 0.0)
         minus = tl.where(lower_triangle(BN), drop, 0.0)
@@ -178,27 +183,47 @@ def causal_dq_kernel(
             minus -= tl.where(diagonal(BN), toward, 0.0)
             toward = tl.where(diagonal(BN), 0.0, toward)
         toward = toward.to(DOT)
-        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
-        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-        turned = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-        da = tl.dot(toward, turned, da, input_precision=PRECISION)
-        s_a = tl.dot(tl.trans(turned), v, s_a, input_precision=PRECISION)
-        da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True) - drop * z_a[None, :]
-        if PAIRS > 0:
-            da -= tl.dot(minus.to(DOT), a.to(DOT), input_precision=PRECISION)
-        wide_a = tl.dot(tl.trans(a.to(DOT)), ones, wide_a, input_precision=PRECISION)
+        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
+        turned_a = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        turned_b = turned_a
         if PARTS == 2:
-            turned = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-            db = tl.dot(toward, turned, db, input_precision=PRECISION)
-            s_b = tl.dot(tl.trans(turned), v, s_b, input_precision=PRECISION)
-            db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True) - drop * z_b[None, :]
+            turned_b = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+        a = a.to(DOT)
+        b = b.to(DOT)
+        lost = left_factor(-drop, DOT)
+        before_a = right_factor(wide_a, DOT)
+        before_b = right_factor(wide_b, DOT)
+        da = tl.dot(toward, turned_a, da, input_precision=PRECISION)
+        s_a = tl.dot(tl.trans(v), turned_a, s_a, input_precision=PRECISION)
+        da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
+        da = tl.dot(lost, before_a, da, input_precision=PRECISION)
+        if PAIRS > 0:
+            da -= tl.dot(minus.to(DOT), a, input_precision=PRECISION)
+        wide_a = tl.dot(ones, a, wide_a, input_precision=PRECISION)
+        db = da
+        if PARTS == 2:
+            db = tl.dot(toward, turned_b, db_turned, input_precision=PRECISION)
+            s_b = tl.dot(tl.trans(v), turned_b, s_b, input_precision=PRECISION)
+            db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
+            db = tl.dot(lost, before_b, db, input_precision=PRECISION)
             if PAIRS > 0:
-                db -= tl.dot(minus.to(DOT), b.to(DOT), input_precision=PRECISION)
-            wide_b = tl.dot(tl.trans(b.to(DOT)), ones, wide_b, input_precision=PRECISION)
+                db -= tl.dot(minus.to(DOT), b, input_precision=PRECISION)
+            wide_b = tl.dot(ones, b, wide_b, input_precision=PRECISION)
+        y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
+        # a factor of all features changes an output only through eps, which tells what the rounding of out did to the drop
+        seen, count = seen_keys(count, ok, HAS_MASK)
+        error = along_query(y, da, db, query_params, channels, norm_scale, alpha, D, MAP, PARTS)
+        error = (error - drop * (eps * seen)) * inverse
+        lost = left_factor(-error, DOT)
+        errors = tl.where(lower_triangle(BN), -error, 0.0).to(DOT)
+        da = tl.dot(errors, a, tl.dot(lost, before_a, da, input_precision=PRECISION), input_precision=PRECISION)
+        if PARTS == 2:
+            db = tl.dot(errors, b, tl.dot(lost, before_b, db, input_precision=PRECISION), input_precision=PRECISION)
         else:
             db = da
-        y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
         dy, g0, g1 = phi_query_gradient(y, da, db, query_params, channels, norm_scale, alpha, D, MAP, 0)
+        store_per_row(drop_ptr, -(drop + error), first, rows, exists)
         store_rows(dq_ptr, dy * inverse, first, rows, exists, channels, in_head, stride_dq)
         if LEARNED:
             p0 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g0 * inverse, 0.0), axis=0)
@@ -208,6 +233,114 @@ def causal_dq_kernel(
         dparam_ptr += place * (2 * D)
         tl.store(dparam_ptr + channels, p0, mask=in_head)
         tl.store(dparam_ptr + D + channels, p1, mask=in_head)
+
+
+@triton.jit
+def query_operands(
+    q_ptr,
+    dout_ptr,
+    inverse_ptr,
+    cos_ptr,
+    sin_ptr,
+    param_ptr,
+    first,
+    stop,
+    stride_q,
+    stride_do,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """dout, the features of both parts divided by the denominator, and those turned, of the queries of a tile and head."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    TYPE: tl.constexpr = DOT if LEAN else None
+    exists = rows < stop - first
+    # the row's factor goes to the features: dout then needs no pass through registers, and loses no digits
+    inverse = load_per_row(inverse_ptr, first, rows, exists)
+    dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do).to(DOT)
+    y = widened(load_rows(q_ptr, first, rows, exists, channels, channels < D, stride_q), unit_matrix(BD, DOT), LEAN)
+    a, b, query_scale = phi_query(y, param_ptr, channels, norm_scale, alpha, D, MAP, 0, TYPE, inverse)
+    turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+    turned_b = turned_a
+    if PARTS == 2:
+        turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+    return dout, a.to(DOT), b.to(DOT), turned_a, turned_b
+
+
+@triton.jit
+def add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """What the queries of a tile and head add to the gradients of its values, and of the sums before it."""
+    weights = tl.dot(ak, tl.trans(aq), input_precision=PRECISION)
+    if PARTS == 2:
+        weights = tl.dot(bk, tl.trans(bq), weights, input_precision=PRECISION)
+    weights = tl.where(upper_triangle(dout.shape[0]), weights, 0.0).to(DOT)
+    dv = tl.dot(weights, dout, dv, input_precision=PRECISION)
+    ds_a = tl.dot(tl.trans(dout), aq, ds_a, input_precision=PRECISION)
+    if PARTS == 2:
+        ds_b = tl.dot(tl.trans(dout), bq, ds_b, input_precision=PRECISION)
+    return dv, ds_a, ds_b
+
+
+@triton.jit
+def add_to_keys(
+    v,
+    ones,
+    drop,
+    dout,
+    a,
+    b,
+    aq,
+    bq,
+    da,
+    db,
+    plain_a,
+    plain_b,
+    ds_a,
+    ds_b,
+    wide_a,
+    wide_b,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SAME_ANGLES: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What the queries of a tile and head add to the gradients of its keys' features (those before the turn apart), and of the
+    sums before it."""
+    BN: tl.constexpr = dout.shape[0]
+    weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
+    toward = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    if PAIRS == 0:
+        toward = tl.dot(ones, weight, toward, input_precision=PRECISION)
+    else:
+        minus = tl.where(upper_triangle(BN), tl.dot(ones, weight, input_precision=PRECISION), 0.0)
+        if SAME_ANGLES:
+            minus += tl.where(diagonal(BN), toward, 0.0)
+            toward = tl.where(diagonal(BN), 0.0, toward)
+    toward = tl.where(upper_triangle(BN), toward, 0.0).to(DOT)
+    da = tl.dot(toward, aq, da, input_precision=PRECISION)
+    ds_a = tl.dot(tl.trans(dout), aq, ds_a, input_precision=PRECISION)
+    wide_a = tl.dot(weight, a, wide_a, input_precision=PRECISION)
+    if PAIRS > 0:
+        plain_a = tl.dot(minus.to(DOT), a, plain_a, input_precision=PRECISION)
+    if PARTS == 2:
+        db = tl.dot(toward, bq, db, input_precision=PRECISION)
+        ds_b = tl.dot(tl.trans(dout), bq, ds_b, input_precision=PRECISION)
+        wide_b = tl.dot(weight, b, wide_b, input_precision=PRECISION)
+        if PAIRS > 0:
+            plain_b = tl.dot(minus.to(DOT), b, plain_b, input_precision=PRECISION)
+    return da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b
 
 
 @triton.jit
@@ -227,7 +360,6 @@ def causal_dk_kernel(
     drop_ptr,
     after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
     dk_ptr,  # [B, N, K, D]
-    dv_ptr,  # [B, N, K, V]
     dparam_ptr,  # [splits, B * K, 2, D]
     num_rows,
     num_tokens,
@@ -249,6 +381,213 @@ def causal_dk_kernel(
     stride_dkb,
     stride_dk,
     stride_dkh,
+    stride_angle_q,
+    stride_angle_k,
+    query_param_group,
+    key_param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    SAME_ANGLES: tl.constexpr,
+    GROUPED: tl.constexpr,
+    LEARNED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk, from the last tile of a stretch to the first."""
+    sample = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
+    k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
+    v_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_vb, stride_v, PACKED)
+    do_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dob, stride_do, PACKED)
+    dk_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dkb, stride_dk, PACKED)
+    k_ptr += k_offset + head * stride_kh
+    v_ptr += v_offset + head * stride_vh
+    dk_ptr += dk_offset + head * stride_dkh
+    mask_ptr += tl.cast(sample, tl.int64) * num_tokens
+    cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    heads = kv_heads * group
+    key_params = param_ptr + (head // key_param_group) * num_params
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    after = after_ptr + place * (PARTS * D * (V + 2))
+    ds_a, dz_a = load_sums(after, D, V, BD, BV)
+    ds_b, dz_b = ds_a, dz_a
+    if PARTS == 2:
+        ds_b, dz_b = load_sums(after + D * (V + 2), D, V, BD, BV)
+    # turned: then a product of tiles in memory adds to them
+    ds_a = tl.trans(ds_a)
+    ds_b = tl.trans(ds_b)
+    # the first row begins with all of it: the rows are added up
+    first_row = tl.arange(0, 16)[:, None] == 0
+    wide_a = tl.where(first_row, dz_a[None, :], 0.0)
+    wide_b = tl.where(first_row, dz_b[None, :], 0.0)
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    unit = unit_matrix(BD, DOT)
+    ones = tl.full([BN, 16], 1.0, DOT)
+    p0 = tl.zeros([BD], tl.float32)
+    p1 = tl.zeros([BD], tl.float32)
+    tiles = tl.cdiv(tl.maximum(stop - start, 0), BN)
+    for tile in range(0, tiles):
+        first = start + (tiles - 1 - tile) * BN
+        exists = rows < stop - first
+        ok = exists
+        if HAS_MASK:
+            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+        # gradients of the turned features
+        high, low = cut(ds_a, DOT)
+        da = times(v, high, low, PRECISION)
+        db = da
+        if PARTS == 2:
+            high, low = cut(ds_b, DOT)
+            db = times(v, high, low, PRECISION)
+        # what belongs to the features before the turn, from z: the sixteen rows add up
+        high, low = cut(wide_a, DOT)
+        plain_a = da if PAIRS == 0 else tl.zeros([BN, BD], tl.float32)
+        plain_a = tl.dot(ones, low, tl.dot(ones, high, plain_a, input_precision=PRECISION), input_precision=PRECISION)
+        plain_b = plain_a
+        if PARTS == 2:
+            high, low = cut(wide_b, DOT)
+            plain_b = db if PAIRS == 0 else tl.zeros([BN, BD], tl.float32)
+            plain_b = tl.dot(ones, low, tl.dot(ones, high, plain_b, input_precision=PRECISION), input_precision=PRECISION)
+        if PAIRS == 0:
+            da = plain_a
+            db = plain_b
+        if GROUPED:
+            for member in range(0, group):
+                own = place_per_row(sample, (head * group + member), heads, row, num_rows, PACKED)
+                dout, a, b, aq, bq = query_operands(
+                    q_ptr + q_offset + (head * group + member) * stride_qh,
+                    dout_ptr + do_offset + (head * group + member) * stride_doh,
+                    inverse_ptr + own,
+                    cos_q_ptr,
+                    sin_q_ptr,
+                    param_ptr + ((head * group + member) // query_param_group) * num_params,
+                    first,
+                    stop,
+                    stride_q,
+                    stride_do,
+                    norm_scale,
+                    alpha,
+                    D,
+                    V,
+                    BD,
+                    BV,
+                    BN,
+                    MAP,
+                    PARTS,
+                    PAIRS,
+                    DOT,
+                )
+                drop = load_per_row(drop_ptr + own, first, rows, exists)
+                da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b = add_to_keys(
+                    *(v, ones, drop, dout, a, b, aq, bq, da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b),
+                    *(PARTS, PAIRS, SAME_ANGLES, DOT, PRECISION),
+                )
+        else:
+            # not a loop: the next tile is then read while this one is computed
+            own = place_per_row(sample, head, heads, row, num_rows, PACKED)
+            dout, a, b, aq, bq = query_operands(
+                q_ptr + q_offset + head * stride_qh,
+                dout_ptr + do_offset + head * stride_doh,
+                inverse_ptr + own,
+                cos_q_ptr,
+                sin_q_ptr,
+                param_ptr + (head // query_param_group) * num_params,
+                first,
+                stop,
+                stride_q,
+                stride_do,
+                norm_scale,
+                alpha,
+                D,
+                V,
+                BD,
+                BV,
+                BN,
+                MAP,
+                PARTS,
+                PAIRS,
+                DOT,
+            )
+            drop = load_per_row(drop_ptr + own, first, rows, exists)
+            da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b = add_to_keys(
+                *(v, ones, drop, dout, a, b, aq, bq, da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b),
+                *(PARTS, PAIRS, SAME_ANGLES, DOT, PRECISION),
+            )
+        if PAIRS > 0:
+            da = plain_a + rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
+            if PARTS == 2:
+                db = plain_b + rotated(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
+        if PARTS == 1:
+            db = da
+        # last: until here its registers belong to the gradients
+        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        dx, g0, g1 = phi_key_gradient(x, da, db, key_params, channels, 0.0, alpha, D, MAP, CUBE)
+        # hidden keys get a gradient of zero, which must be written
+        store_rows(
+            dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
+        )
+        if LEARNED:
+            p0 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
+            p1 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)
+    if LEARNED:
+        dparam_ptr += place * (2 * D)
+        tl.store(dparam_ptr + channels, p0, mask=in_head)
+        tl.store(dparam_ptr + D + channels, p1, mask=in_head)
+
+
+@triton.jit
+def causal_dv_kernel(
+    q_ptr,  # [B, N, H, D]
+    k_ptr,  # [B, N, K, D]
+    dout_ptr,  # [B, N, H, V]
+    mask_ptr,
+    cu_ptr,
+    param_ptr,
+    cos_q_ptr,
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    inverse_ptr,  # [1, B, H, N] or [1, H, T]
+    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
+    dv_ptr,  # [B, N, K, V]
+    num_rows,
+    num_tokens,
+    kv_heads,
+    group,
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_dob,
+    stride_do,
+    stride_doh,
     stride_dvb,
     stride_dv,
     stride_dvh,
@@ -270,22 +609,18 @@ def causal_dk_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
-    SAME_ANGLES: tl.constexpr,
-    LEARNED: tl.constexpr,
+    GROUPED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """dv, from the last tile of a stretch to the first. Apart from dk: the two together need more registers than there are."""
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
     q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
     k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
-    v_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_vb, stride_v, PACKED)
     do_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dob, stride_do, PACKED)
-    dk_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dkb, stride_dk, PACKED)
     dv_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dvb, stride_dv, PACKED)
     k_ptr += k_offset + head * stride_kh
-    v_ptr += v_offset + head * stride_vh
-    dk_ptr += dk_offset + head * stride_dkh
     dv_ptr += dv_offset + head * stride_dvh
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
     cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
@@ -302,20 +637,17 @@ def causal_dk_kernel(
     ds_b, dz_b = ds_a, dz_a
     if PARTS == 2:
         ds_b, dz_b = load_sums(after + D * (V + 2), D, V, BD, BV)
-
-    # the first column begins with all of it: the columns are added up
-    first_column = tl.arange(0, 16)[None, :] == 0
-    wide_a = tl.where(first_column, dz_a[:, None], 0.0)
-    wide_b = tl.where(first_column, dz_b[:, None], 0.0)
+    # turned: then a product of tiles in memory adds to them
+    ds_a = tl.trans(ds_a)
+    ds_b = tl.trans(ds_b)
 
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
-    # keys in the rows now: a query counts if it is not earlier
-    upper = rows[:, None] <= rows[None, :]
-    p0 = tl.zeros([BD], tl.float32)
-    p1 = tl.zeros([BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    unit = unit_matrix(BD, DOT)
+    TYPE: tl.constexpr = DOT if LEAN else None
     tiles = tl.cdiv(tl.maximum(stop - start, 0), BN)
     for tile in range(0, tiles):
         first = start + (tiles - 1 - tile) * BN
@@ -323,89 +655,69 @@ def causal_dk_kernel(
         ok = exists
         if HAS_MASK:
             ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
-        raw_k = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k)
-        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-        a, b = phi_key(raw_k.to(tl.float32), ok, key_params, channels, 0.0, alpha, D, MAP, CUBE)
+        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
         ak = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
         bk = ak
-        dv = tl.dot(ak, ds_a.to(DOT), input_precision=PRECISION)
-        # gradients of the turned features; what belongs to the features before the turn comes from z
-        da = times_transposed(v, ds_a, DOT, PRECISION)
-        db = da
+        dv = tl.dot(ak, tl.trans(ds_a.to(DOT)), input_precision=PRECISION)
         if PARTS == 2:
             bk = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-            dv = tl.dot(bk, ds_b.to(DOT), dv, input_precision=PRECISION)
-            db = times_transposed(v, ds_b, DOT, PRECISION)
-        later_a = tl.sum(wide_a, axis=1)
-        later_b = tl.sum(wide_b, axis=1)
-        if PAIRS > 0:
-            plain_a = tl.zeros([BN, BD], tl.float32)
-            plain_b = tl.zeros([BN, BD], tl.float32)
-        for member in range(0, group):
-            query_head = head * group + member
-            query_params = param_ptr + (query_head // query_param_group) * num_params
-            own_q = q_ptr + q_offset + query_head * stride_qh
-            own_do = dout_ptr + do_offset + query_head * stride_doh
-            place_of_rows = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
-            inverse = load_per_row(inverse_ptr + place_of_rows, first, rows, exists)
-            drop = load_per_row(drop_ptr + place_of_rows, first, rows, exists) * inverse
-            # not the features: their products must round as those of the forward pass did, where they nearly cancel
-            g = load_rows(own_do, first, rows, exists, columns, columns < V, stride_do)
-            g = (g.to(tl.float32) * inverse).to(DOT)
-            toward = tl.where(upper, tl.dot(v, tl.trans(g), input_precision=PRECISION), 0.0)
-            minus = tl.where(upper, tl.trans(drop), 0.0)
-            if PAIRS == 0:
-                toward += minus
-            elif SAME_ANGLES:
-                minus += tl.where(diagonal(BN), toward, 0.0)
-                toward = tl.where(diagonal(BN), 0.0, toward)
-            toward = toward.to(DOT)
-            y = load_rows(own_q, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
-            a, b, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0)
-            if MAP == "elu" or MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
-                # rows beyond the tokens have features there
-                a = tl.where(exists[:, None], a, 0.0)
-                b = tl.where(exists[:, None], b, 0.0)
-            weight = high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT)
-            wide_a = tl.dot(tl.trans(a.to(DOT)), weight, wide_a, input_precision=PRECISION)
-            if PAIRS > 0:
-                plain_a = tl.dot(minus.to(DOT), a.to(DOT), plain_a, input_precision=PRECISION)
-            aq = rotated(a, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-            da = tl.dot(toward, aq, da, input_precision=PRECISION)
-            weights = tl.dot(ak, tl.trans(aq), input_precision=PRECISION)
-            ds_a = tl.dot(tl.trans(aq), g, ds_a, input_precision=PRECISION)
-            if PARTS == 2:
-                wide_b = tl.dot(tl.trans(b.to(DOT)), weight, wide_b, input_precision=PRECISION)
-                if PAIRS > 0:
-                    plain_b = tl.dot(minus.to(DOT), b.to(DOT), plain_b, input_precision=PRECISION)
-                bq = rotated(b, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-                db = tl.dot(toward, bq, db, input_precision=PRECISION)
-                weights = tl.dot(bk, tl.trans(bq), weights, input_precision=PRECISION)
-                ds_b = tl.dot(tl.trans(bq), g, ds_b, input_precision=PRECISION)
-            weights = tl.where(upper, weights, 0.0)
-            dv = tl.dot(weights.to(DOT), g, dv, input_precision=PRECISION)
+            dv = tl.dot(bk, tl.trans(ds_b.to(DOT)), dv, input_precision=PRECISION)
+        if GROUPED:
+            for member in range(0, group):
+                own = place_per_row(sample, (head * group + member), heads, row, num_rows, PACKED)
+                dout, a, b, aq, bq = query_operands(
+                    q_ptr + q_offset + (head * group + member) * stride_qh,
+                    dout_ptr + do_offset + (head * group + member) * stride_doh,
+                    inverse_ptr + own,
+                    cos_q_ptr,
+                    sin_q_ptr,
+                    param_ptr + ((head * group + member) // query_param_group) * num_params,
+                    first,
+                    stop,
+                    stride_q,
+                    stride_do,
+                    norm_scale,
+                    alpha,
+                    D,
+                    V,
+                    BD,
+                    BV,
+                    BN,
+                    MAP,
+                    PARTS,
+                    PAIRS,
+                    DOT,
+                )
+                dv, ds_a, ds_b = add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS, DOT, PRECISION)
+        else:
+            # not a loop: the next tile is then read while this one is computed
+            own = place_per_row(sample, head, heads, row, num_rows, PACKED)
+            dout, a, b, aq, bq = query_operands(
+                q_ptr + q_offset + head * stride_qh,
+                dout_ptr + do_offset + head * stride_doh,
+                inverse_ptr + own,
+                cos_q_ptr,
+                sin_q_ptr,
+                param_ptr + (head // query_param_group) * num_params,
+                first,
+                stop,
+                stride_q,
+                stride_do,
+                norm_scale,
+                alpha,
+                D,
+                V,
+                BD,
+                BV,
+                BN,
+                MAP,
+                PARTS,
+                PAIRS,
+                DOT,
+            )
+            dv, ds_a, ds_b = add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS, DOT, PRECISION)
+        # hidden keys get a gradient of zero, which must be written
         store_rows(
             dv_ptr, tl.where(ok[:, None], dv, 0.0) if HAS_MASK else dv, first, rows, exists, columns, columns < V, stride_dv
         )
-        da = rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True) + later_a[None, :]
-        if PAIRS > 0:
-            da += plain_a
-        if PARTS == 2:
-            db = rotated(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True) + later_b[None, :]
-            if PAIRS > 0:
-                db += plain_b
-        else:
-            db = da
-        x = raw_k.to(tl.float32)
-        dx, g0, g1 = phi_key_gradient(x, da, db, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-        # hidden keys get a gradient of zero, which must be written
-        store_rows(
-            dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
-        )
-        if LEARNED:
-            p0 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
-            p1 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)
-    if LEARNED:
-        dparam_ptr += place * (2 * D)
-        tl.store(dparam_ptr + channels, p0, mask=in_head)
-        tl.store(dparam_ptr + D + channels, p1, mask=in_head)

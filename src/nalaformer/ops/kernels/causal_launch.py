@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .causal import causal_kernel
-from .causal_gradient import causal_dk_kernel, causal_dq_kernel
+from .causal_gradient import causal_dk_kernel, causal_dq_kernel, causal_dv_kernel
 from .launch import Angles, Call, angle_stride, parameter_row, stand_ins, strides, sums_of_gradients, sums_of_keys
 from .split_sums import prefix
 
@@ -79,7 +79,7 @@ def backward(
     group = call.heads // call.kv_heads
     count, stretch = call.splits("causal", call.num_queries, call.heads)
     same_angles = cos_q.data_ptr() == cos_k.data_ptr()
-    constants: dict[str, object] = {"SAME_ANGLES": same_angles, "LEARNED": is_learned}
+    constants: dict[str, object] = {"SAME_ANGLES": same_angles, "GROUPED": group > 1, "LEARNED": is_learned}
     layout = (dout.stride(), dout.data_ptr() % 16, is_learned, same_angles)
     drop = torch.empty_like(inverse)
     dquery = dkey = drop
@@ -99,7 +99,7 @@ def backward(
                 *(call.num_rows, call.num_queries, call.heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq)),
                 *parameters_of_both(call, parameters, angles_q, angles_k),
-                *(call.norm_scale, call.alpha),
+                *(call.norm_scale, call.alpha, call.eps),
             ),
             constants,
         ),
@@ -111,18 +111,33 @@ def backward(
     )
     after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
     dinitial = prefix(call.launches, after, dtotal, reverse=True)
+    kept_of_both = parameters_of_both(call, parameters, angles_q, angles_k)
     call.start(
         ("causal dk", layout),
         causal_dk_kernel,
-        (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, drop, after, dk, dv, dkey),
+        (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, drop, after, dk, dkey),
         lambda: (
             "causal_dk",
             (count, call.samples * call.kv_heads),
             (
                 *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
-                *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv)),
-                *parameters_of_both(call, parameters, angles_q, angles_k),
-                *(call.norm_scale, call.alpha),
+                *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk)),
+                *(*kept_of_both, call.norm_scale, call.alpha),
+            ),
+            constants,
+        ),
+    )
+    call.start(
+        ("causal dv", layout),
+        causal_dv_kernel,
+        (q, k, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, after, dv),
+        lambda: (
+            "causal_dv",
+            (count, call.samples * call.kv_heads),
+            (
+                *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
+                *(*strides(q), *strides(k), *strides(dout), *strides(dv)),
+                *(*kept_of_both, call.norm_scale, call.alpha),
             ),
             constants,
         ),

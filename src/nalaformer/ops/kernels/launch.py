@@ -36,7 +36,8 @@ class Tile:
 
 # by kernel, then by the padded head size; 64 is measured on one H200 with bfloat16, the others follow from registers. Larger
 # tiles of the causal kernels may be wrong: the assembler of Triton 3.6 breaks kernels that run out of registers while warp
-# groups multiply (without its optimiser they are right), as those with 64 tokens in heads of 128 or in eight warps do
+# groups multiply (without its optimiser they are right), as those with 64 tokens in heads of 128, in eight warps, or that do
+# not read ahead, do. Of causal gradients of q and k tiles of 32 need next to no registers that are not there
 TILES = {
     "state": {64: Tile(64, 4, 4), 128: Tile(64, 8, 2)},
     "output": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
@@ -47,14 +48,14 @@ TILES = {
     "causal_dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
     "dk": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
     "causal": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1)},
-    "causal_dq": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1)},
-    "causal_dk": {64: Tile(16, 4, 2), 128: Tile(16, 8, 1)},
+    "causal_dq": {64: Tile(32, 4, 3), 128: Tile(16, 8, 1)},
+    "causal_dk": {64: Tile(32, 4, 3), 128: Tile(16, 8, 1)},
+    "causal_dv": {64: Tile(64, 4, 3), 128: Tile(16, 8, 1)},
 }
-# with rotary, heads up to 64: turned features beside plain ones take their registers, and tables what reading ahead takes. The
-# causal ones are the fastest of those that were right, as above; the keys without rotary were fastest in smaller ones still
+# with rotary, heads up to 64: turned features beside plain ones take their registers, and tables what reading ahead takes
 TURNED_TILES = {
     **dict.fromkeys(("state", "output", "dq", "dsums", "dk"), Tile(64, 4, 2)),
-    **dict.fromkeys(("causal", "causal_dq", "causal_dk"), Tile(32, 4, 2)),
+    **dict.fromkeys(("causal", "causal_dq", "causal_dk", "causal_dv"), Tile(32, 4, 2)),
 }
 # by kernel: programs per multiprocessor that run there at once, each of which reads ahead, and steps below which a program is
 # not worth its sums

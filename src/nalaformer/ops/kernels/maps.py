@@ -301,6 +301,30 @@ def relu_of_reflected_gradient(x, da, param_ptr, channels, D: tl.constexpr, MAP:
 
 
 @triton.jit
+def power_below(p, log_x, log_inverse):
+    """|u|^(p-1) of a norm-aware query: times |u| it is the feature, times p its derivative."""
+    return exp2((p - 1.0) * log_x + (p - 1.0) * log_inverse)
+
+
+@triton.jit
+def along_query(x, da, db, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, PARTS: tl.constexpr):
+    """da and db times the features of queries in one stream, summed over each row, [BN, 1]; what fades of one counts for 0."""
+    if MAP == "norm_aware_split":
+        # as phi_query_gradient writes it, so that the power is taken once
+        size, norm, inverse = norm_of(x)
+        p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
+        signed = inside(tl.where(x > 0, da, -db), channels, D)
+        total = tl.sum(signed * power_below(p, log2(x), log2(inverse)) * x, axis=1)[:, None] * inverse
+    else:
+        a, b, log_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, 0)
+        both = a * da
+        if PARTS == 2:
+            both += b * db
+        total = tl.sum(both, axis=1)[:, None]
+    return total
+
+
+@triton.jit
 def phi_query_gradient(
     x, da, db, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, STREAM: tl.constexpr
 ):
@@ -335,7 +359,7 @@ def phi_query_gradient(
         log_inverse = log2(inverse)
         # |u|^(p-1) with the sign and the gradient of its channel; p and the norm, alike in a row, wait for the row's sums
         signed = inside(tl.where(x > 0, da, -db), channels, D)
-        dlength = signed * exp2((p - 1.0) * log_x + (p - 1.0) * log_inverse)
+        dlength = signed * power_below(p, log_x, log_inverse)
         along = dlength * x
         total = tl.sum(along, axis=1)[:, None] * inverse
         dp = (tl.sum(along * log_x, axis=1)[:, None] * inverse + total * log_inverse) * LN_2
