@@ -666,7 +666,7 @@ def causal_dv_kernel(
         if GROUPED:
             for member in range(0, group):
                 own = place_per_row(sample, (head * group + member), heads, row, num_rows, PACKED)
-                dout, a, b, aq, bq = query_operands(
+                dout, plain_aq, plain_bq, aq, bq = query_operands(
                     q_ptr + q_offset + (head * group + member) * stride_qh,
                     dout_ptr + do_offset + (head * group + member) * stride_doh,
                     inverse_ptr + own,
@@ -693,7 +693,7 @@ def causal_dv_kernel(
         else:
             # not a loop: the next tile is then read while this one is computed
             own = place_per_row(sample, head, heads, row, num_rows, PACKED)
-            dout, a, b, aq, bq = query_operands(
+            dout, plain_aq, plain_bq, aq, bq = query_operands(
                 q_ptr + q_offset + head * stride_qh,
                 dout_ptr + do_offset + head * stride_doh,
                 inverse_ptr + own,
