@@ -257,25 +257,33 @@ def query_operands(
     MAP: tl.constexpr,
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
+    SCALED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """dout, the features of both parts divided by the denominator, and those turned, of the queries of a tile and head."""
+    """dout, the features of both parts, and those turned, of the queries of a tile and head.
+
+    The denominator is divided out of the features if SCALED: dout then needs no pass through registers, and loses no digits.
+    Otherwise out of dout: features then round as those of the forward pass did, with whose sums their products are weights.
+    """
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
     TYPE: tl.constexpr = DOT if LEAN else None
     exists = rows < stop - first
-    # the row's factor goes to the features: dout then needs no pass through registers, and loses no digits
     inverse = load_per_row(inverse_ptr, first, rows, exists)
-    dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do).to(DOT)
+    dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
     y = widened(load_rows(q_ptr, first, rows, exists, channels, channels < D, stride_q), unit_matrix(BD, DOT), LEAN)
-    a, b, query_scale = phi_query(y, param_ptr, channels, norm_scale, alpha, D, MAP, 0, TYPE, inverse)
+    if SCALED:
+        a, b, query_scale = phi_query(y, param_ptr, channels, norm_scale, alpha, D, MAP, 0, TYPE, inverse)
+    else:
+        a, b, query_scale = phi_query(y, param_ptr, channels, norm_scale, alpha, D, MAP, 0, TYPE)
+        dout = dout.to(tl.float32) * inverse
     turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
     turned_b = turned_a
     if PARTS == 2:
         turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-    return dout, a.to(DOT), b.to(DOT), turned_a, turned_b
+    return dout.to(DOT), a.to(DOT), b.to(DOT), turned_a, turned_b
 
 
 @triton.jit
@@ -499,6 +507,7 @@ def causal_dk_kernel(
                     MAP,
                     PARTS,
                     PAIRS,
+                    True,
                     DOT,
                 )
                 drop = load_per_row(drop_ptr + own, first, rows, exists)
@@ -530,6 +539,7 @@ def causal_dk_kernel(
                 MAP,
                 PARTS,
                 PAIRS,
+                True,
                 DOT,
             )
             drop = load_per_row(drop_ptr + own, first, rows, exists)
@@ -687,6 +697,7 @@ def causal_dv_kernel(
                     MAP,
                     PARTS,
                     PAIRS,
+                    False,
                     DOT,
                 )
                 dv, ds_a, ds_b = add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS, DOT, PRECISION)
@@ -714,6 +725,7 @@ def causal_dv_kernel(
                 MAP,
                 PARTS,
                 PAIRS,
+                False,
                 DOT,
             )
             dv, ds_a, ds_b = add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS, DOT, PRECISION)
