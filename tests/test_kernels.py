@@ -3,7 +3,11 @@
 In Triton's interpreter on a CPU; with TRITON_INTERPRET=0 the same tests run compiled, on a GPU.
 """
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,6 +269,23 @@ if INTERPRETING:
         if case == "values with a mean":
             tensors[2] += 10
         check_bfloat16(name, tensors, torch.randn(1, 150, 2, 20).bfloat16(), **arguments)
+
+    @pytest.mark.parametrize(
+        ("calls", "kernels"),
+        [
+            ("bidirectional", "dk_kernel dq_kernel dsums_kernel merge_kernel output_kernel state_kernel whole_kernel"),
+            (
+                "causal",
+                "causal_dk_kernel causal_dq_kernel causal_dv_kernel causal_kernel dsums_kernel prefix_kernel state_kernel",
+            ),
+        ],
+    )
+    def test_kernels_compile_for_a_gpu_that_is_not_here(calls, kernels, tmp_path):
+        script = Path(__file__).with_name("compile_kernels.py")
+        environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+        run = subprocess.run([sys.executable, script, calls], env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.split() == kernels.split()
 
 
 @pytest.mark.parametrize("name", ["focused", "reflection"])
