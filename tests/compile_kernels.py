@@ -1,4 +1,4 @@
-"""Compiles the kernels of some calls for an H200, which need not be there; test_kernels.py runs this with TRITON_INTERPRET=0.
+"""Compiles the kernels of some calls for an H200, which need not be there; run by test_kernel_launches.py, not interpreted.
 
 The interpreter runs kernels as Python, which forgives what the compiler does not, as a name that changes its type in a loop.
 Here a launch compiles its kernel and runs nothing, so the outputs mean nothing.

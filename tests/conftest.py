@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # before the test files that import from it and name it in pytest_plugins, which would be too late to rewrite it
-pytest.register_assert_rewrite("steps_of_generate")
+pytest.register_assert_rewrite("steps_of_generate", "kernel_checks")
 
 import nalaformer
 from nalaformer import FEATURE_MAPS, FeatureMap

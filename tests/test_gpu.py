@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import nalaformer
+from kernel_checks import CAUSAL_MAPS, MAPS, outcome, relative_error
 from nalaformer import Rotary
-from test_kernels import CAUSAL_MAPS, MAPS, outcome, relative_error
 
 pytestmark = pytest.mark.gpu
 HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}

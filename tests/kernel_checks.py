@@ -1,0 +1,92 @@
+"""What the tests of the kernels share: maps by name, outcomes with gradients, and how near to float64 they must be.
+
+In Triton's interpreter on a CPU; with TRITON_INTERPRET=0 the same tests run compiled, on a GPU.
+"""
+
+import torch
+
+import nalaformer
+from nalaformer.ops.backend import INTERPRETING
+
+DEVICE = "cpu" if INTERPRETING else "cuda"
+MAPS = {
+    "relu": {},
+    "elu": {},
+    "split": {},
+    "norm_aware": {},
+    "norm_aware cosine": {"direction": "cosine"},
+    "norm_aware learnable": {"learnable": True},
+    "norm_aware mild": {"powers": "mild"},
+    "polarity": {},
+    "polarity_exp": {},
+    "focused head": {"norm_over": "head"},
+    "reflection pairs": {"cross_head": False},
+    # a matrix product first, the rest in registers
+    "hedgehog": {},
+    "norm_preserving": {},
+    # rows of all heads together: written out before attention unless there is one head
+    "focused": {},
+    "reflection": {},
+    "reflection across": {"blockwise": False},
+    # parameters of each sample: written out
+    "reflection variance": {"variance": True},
+    "reflection variance pairs": {"variance": True, "cross_head": False},
+}
+# keys without a bound need a scale per row, which the causal kernels lack; a token variance is not causal
+CAUSAL_MAPS = [name for name in MAPS if not name.startswith("polarity") and "variance" not in name]
+
+
+def relative_error(ours, exact):
+    return ((ours.double() - exact).norm() / exact.norm().clamp(min=1e-6)).item()
+
+
+def outcome(backend, name, dtype, tensors, upstream, *, heads, head_dim, **arguments):
+    """Output and all gradients, and the parameters that were used."""
+    torch.manual_seed(0)
+    feature_map = nalaformer.feature_map(name.split()[0], num_heads=heads, head_dim=head_dim, **MAPS[name])
+    feature_map = feature_map.to(DEVICE, torch.float64 if dtype == torch.float64 else torch.float32)
+    for parameter in feature_map.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape).to(parameter)
+    inputs = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    with nalaformer.use_backend(backend):
+        out = nalaformer.linear_attention(*inputs, feature_map=feature_map, **arguments)
+    wanted = [*inputs, *feature_map.parameters()]
+    return [out, *torch.autograd.grad(out, wanted, upstream.to(out.dtype), allow_unused=True, materialize_grads=True)]
+
+
+# compiled, logarithms and powers are the GPU's own, which miss by 2^-22 where rounding misses by 2^-24
+BAR, OF_PLAIN = (2e-6, 2) if INTERPRETING else (4e-6, 4)
+
+
+def check(name, tensors, *, heads, head_dim, bar=BAR, **arguments):
+    """Within the bar of float64, or within some times what plain float32 misses it by: some sums over tokens cancel.
+
+    The most that it misses, of inputs that differ by a rounding: a single number may be right by luck.
+    """
+    upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1]).to(DEVICE)
+
+    def errors(backend, inputs):
+        exact, found = (
+            outcome(backend, name, dtype, inputs, upstream, heads=heads, head_dim=head_dim, **arguments)
+            for backend, dtype in (("reference", torch.float64), (backend, torch.float32))
+        )
+        return [relative_error(x, y) for x, y in zip(found, exact, strict=True)]
+
+    alike = [[x * (1 + 2**-23 * torch.randn_like(x)) for x in tensors] for _ in range(2)]
+    plain = [errors("reference", inputs) for inputs in (tensors, *alike)]
+    for ours, *near in zip(errors("triton", tensors), *plain, strict=True):
+        assert ours < bar + OF_PLAIN * max(near)
+
+
+def check_bfloat16(name, tensors, upstream, **arguments):
+    exact, plain, ours = (
+        outcome(backend, name, dtype, tensors, upstream, **arguments)
+        for backend, dtype in (("reference", torch.float64), ("reference", torch.bfloat16), ("triton", torch.bfloat16))
+    )
+    # gradients of parameters are sums over all tokens that may cancel, and are left to float32
+    for x, y, z in zip(ours[:4], exact[:4], plain[:4], strict=True):
+        assert relative_error(x, y) < relative_error(z, y) + 2**-8
+
+
+def make(*shapes, scale=1.0):
+    return [(torch.randn(shape) * scale).to(DEVICE) for shape in shapes]
