@@ -99,6 +99,16 @@ def test_degenerate_tokens_stay_finite(name):
     assert all(x.isfinite().all() for x in (out, *gradients))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["norm_aware", "norm_aware cosine"])
+def test_a_query_whose_square_is_infinite_stays_finite(name, causal):
+    tensors = make(*[(1, 21, 2, 8)] * 3)
+    tensors[0][0, 3] *= 1e20
+    upstream = torch.ones(1, 21, 2, 8, device=DEVICE)
+    found = outcome("triton", name, torch.float32, tensors, upstream, heads=2, head_dim=8, causal=causal)
+    assert all(x.isfinite().all() for x in found)
+
+
 @pytest.mark.parametrize("name", ["norm_aware", "focused", "hedgehog"])
 def test_tokens_cut_out_of_longer_samples_are_read_in_place(name):
     check(name, [x[:, 3:20] for x in make(*[(2, 25, 2, 8)] * 3)], heads=2, head_dim=8)
