@@ -78,14 +78,19 @@ def check(name, tensors, *, heads, head_dim, bar=BAR, **arguments):
         assert ours < bar + OF_PLAIN * max(near)
 
 
-def check_bfloat16(name, tensors, upstream, **arguments):
-    exact, plain, ours = (
-        outcome(backend, name, dtype, tensors, upstream, **arguments)
-        for backend, dtype in (("reference", torch.float64), ("reference", torch.bfloat16), ("triton", torch.bfloat16))
-    )
-    # gradients of parameters are sums over all tokens that may cancel, and are left to float32
+HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def check_half_precision(name, dtype, tensors, upstream, **arguments):
+    """Output and gradients of q, k, v: as near to float64 as the plain reference in the same type, and half an ulp.
+
+    Gradients of parameters are sums over all tokens that may cancel to nothing, and are left to float32.
+    """
+    exact = outcome("reference", name, torch.float64, tensors, upstream, **arguments)
+    plain = outcome("reference", name, dtype, tensors, upstream, **arguments)
+    ours = outcome("triton", name, dtype, tensors, upstream, **arguments)
     for x, y, z in zip(ours[:4], exact[:4], plain[:4], strict=True):
-        assert relative_error(x, y) < relative_error(z, y) + 2**-8
+        assert relative_error(x, y) < relative_error(z, y) + HALF_ULP[dtype]
 
 
 def make(*shapes, scale=1.0):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nalaformer
-from kernel_checks import CAUSAL_MAPS, DEVICE, MAPS, check, check_bfloat16, make, relative_error
+from kernel_checks import CAUSAL_MAPS, DEVICE, MAPS, check, check_half_precision, make, relative_error
 from nalaformer import Rotary
 from nalaformer.ops.backend import INTERPRETING
 
@@ -36,6 +36,13 @@ def test_causal_attention(name, stretches):
 def test_causal_attention_with_rotary_and_key_mask(name, stretches):
     arguments = {"rotary": Rotary.sequence(37, 8, device=DEVICE), "key_mask": torch.rand(2, 37, device=DEVICE) > 0.3}
     check(name, make(*[(2, 37, 2, 8)] * 3), heads=2, head_dim=8, causal=True, **arguments)
+
+
+@pytest.mark.parametrize(("size", "size_of_keys"), [(3e-6, 1), (1e-7, 1), (0, 0.01)])
+@pytest.mark.parametrize("name", ["norm_aware", "norm_aware cosine"])
+def test_causal_attention_of_queries_that_fade(name, size, size_of_keys):
+    q, k, v = make(*[(1, 40, 2, 8)] * 3)
+    check(name, (q * size, k * size_of_keys, v), heads=2, head_dim=8, causal=True)
 
 
 def test_causal_attention_with_other_positions_of_keys(stretches):
@@ -155,4 +162,4 @@ if INTERPRETING:
             arguments["rotary"] = Rotary.sequence(150, 28)
         if case == "values with a mean":
             tensors[2] += 10
-        check_bfloat16(name, tensors, torch.randn(1, 150, 2, 20).bfloat16(), **arguments)
+        check_half_precision(name, torch.bfloat16, tensors, torch.randn(1, 150, 2, 20).bfloat16(), **arguments)

@@ -4,27 +4,14 @@ import pytest
 import torch
 
 import nalaformer
-from kernel_checks import CAUSAL_MAPS, MAPS, outcome, relative_error
+from kernel_checks import CAUSAL_MAPS, HALF_ULP, MAPS, check_half_precision, outcome, relative_error
 from nalaformer import Rotary
 
 pytestmark = pytest.mark.gpu
-HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def make(*shapes, dtype):
     return [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-
-
-def check_half_precision(name, dtype, tensors, upstream, **arguments):
-    """Output and gradients of q, k, v: as near to float64 as the plain reference in the same type, and half an ulp.
-
-    Gradients of parameters are sums over all tokens that may cancel to nothing, and are left to float32.
-    """
-    exact = outcome("reference", name, torch.float64, tensors, upstream, **arguments)
-    plain = outcome("reference", name, dtype, tensors, upstream, **arguments)
-    ours = outcome("triton", name, dtype, tensors, upstream, **arguments)
-    for x, y, z in zip(ours[:4], exact[:4], plain[:4], strict=True):
-        assert relative_error(x, y) < relative_error(z, y) + HALF_ULP[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALF_ULP)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nalaformer
-from kernel_checks import DEVICE, MAPS, check, check_bfloat16, make, outcome, relative_error
+from kernel_checks import DEVICE, MAPS, check, check_half_precision, make, outcome, relative_error
 from nalaformer import Rotary
 from nalaformer.ops.backend import INTERPRETING
 
@@ -66,6 +66,12 @@ def test_grouped_heads_with_a_map_for_each_query_head(name):
 def test_large_inputs(name):
     # powers and exponentials of these leave every float format: the scale of keys and queries must cancel
     check(name, make(*[(2, 37, 2, 8)] * 3, scale=30.0), heads=2, head_dim=8, bar=2e-5)
+
+
+@pytest.mark.parametrize("name", ["norm_aware", "norm_aware cosine"])
+def test_huge_keys(name):
+    q, k, v = make(*[(1, 37, 2, 8)] * 3)
+    check(name, (q, k * 1e9, v), heads=2, head_dim=8, bar=2e-5)
 
 
 @pytest.mark.parametrize("name", ["polarity", "polarity_exp", "norm_aware", "split"])
@@ -225,4 +231,16 @@ if INTERPRETING:
         arguments = {"heads": 2, "head_dim": 28, "key_mask": torch.rand(2, 43) > 0.3}
         if case == "split with rotary":
             arguments["rotary"] = Rotary.sequence(50, 28), Rotary.sequence(43, 28)
-        check_bfloat16(name, tensors, torch.randn(2, 50, 2, 20).bfloat16(), **arguments)
+        check_half_precision(name, torch.bfloat16, tensors, torch.randn(2, 50, 2, 20).bfloat16(), **arguments)
+
+    @pytest.mark.parametrize("name", ["relu", "norm_aware"])
+    def test_a_mean_that_no_query_sees_costs_no_digits(name, monkeypatch):
+        """Large keys of a channel, and the mean of their values, decide the mean of all; taken out, it would drown the rest."""
+        from bfloat16_in_the_interpreter import teach_bfloat16
+
+        teach_bfloat16(monkeypatch)
+        q, k, v = (x.bfloat16() for x in make(*[(1, 150, 1, 16)] * 3))
+        q[..., 0] = -q[..., 0].abs()
+        k[:, ::10, :, 0], k[:, ::10, :, 1:] = 30, 0
+        v[:, ::10] += 100
+        check_half_precision(name, torch.bfloat16, (q, k, v), torch.randn(1, 150, 1, 16).bfloat16(), heads=1, head_dim=16)

@@ -3,8 +3,8 @@
     state kernel    k, v          -> sums of one stretch of tokens
     output kernel   q, sums       -> out
     whole kernel    q, k, v       -> out            one launch for short inputs: a program owns a sample and head
-    dq kernel       q, dout, sums -> dq
-    dsums kernel    q, dout       -> gradients of the sums, of one stretch of tokens
+    dsums kernel    q, dout, sums -> gradients of the sums, of one stretch of tokens, and a number per query
+    dq kernel       q, dout, sums, those numbers -> dq
     dk kernel       k, v, those   -> dk, dv
 
 The sums of a sample and head are float32 [PARTS, D, V + 2]: S, then the key sum z as column V, then the number of visible

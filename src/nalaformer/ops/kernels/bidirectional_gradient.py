@@ -4,7 +4,7 @@ With g = dout / den the gradient of a query's features is g S^T - (g . out) z; 1
 
 Both terms grow with the mean of the values, and their difference does not: with S = C + z m it is g C^T - (g . (out - m)) z.
 So m, the values as a query sees them that favours no channel, is taken out of S before S is rounded, and out - m, which a
-rounded output would not tell, is computed from C again. Not with rotary: there S sums turned features and z plain ones, and
+rounded output would not tell, is computed from C again. With rotary m is 0: there S sums turned features and z plain ones, and
 what the mean adds does not cancel.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .bidirectional import eps_of
-from .maps import has_negative_features, phi_key, phi_key_gradient, phi_query, phi_query_gradient
+from .maps import is_second_half_signed, phi_key, phi_key_gradient, phi_query, phi_query_gradient
 from .products import digits, high_and_low, is_lean, left_factor, plus_product, right_factor, times, unit_matrix, widened
 from .tiles import (
     load_per_row,
@@ -38,22 +38,28 @@ def centred_sums(
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """C = S - z m of both parts, [BD, BV]; z of both parts, [BD]; and m, [BV], which is 0 with rotary."""
+    """C = S - z m of both parts, [BD, BV]; z of both parts, [BD]; and m, [BV].
+
+    m is 0 with rotary, and in columns where it would make C larger than S: queries may look where the values have no such mean,
+    and there C would round worse than S.
+    """
     s_a, z_a = load_sums(ptr, D, V, BD, BV)
     s_b, z_b = s_a, z_a
     if PARTS == 2:
         s_b, z_b = load_sums(ptr + D * (V + 2), D, V, BD, BV)
     mean = tl.zeros([BV], tl.float32)
     if PAIRS == 0:
-        # where z may cancel in the sum over channels, the nearest fit
-        by_a = z_a if has_negative_features(MAP) else tl.full([BD], 1.0, tl.float32)
-        by_b = z_b if has_negative_features(MAP) else tl.full([BD], 1.0, tl.float32)
-        mean = tl.sum(s_a * by_a[:, None], axis=0)
-        size = tl.sum(z_a * by_a)
-        if PARTS == 2:
-            mean += tl.sum(s_b * by_b[:, None], axis=0)
-            size += tl.sum(z_b * by_b)
+        BOTH: tl.constexpr = PARTS == 2 and not is_second_half_signed(MAP)
+        mean = tl.sum(s_a, axis=0)
+        size = tl.sum(z_a)
+        if BOTH:
+            mean += tl.sum(s_b, axis=0)
+            size += tl.sum(z_b)
         mean = mean / tl.where(size == 0.0, 1.0, size)
+        worse = (tl.abs(s_a - z_a[:, None] * mean[None, :]) > 2.0 * tl.abs(s_a)).to(tl.int32)
+        if BOTH:
+            worse += (tl.abs(s_b - z_b[:, None] * mean[None, :]) > 2.0 * tl.abs(s_b)).to(tl.int32)
+        mean = tl.where(tl.max(worse, axis=0) > 0, 0.0, mean)
         s_a -= z_a[:, None] * mean[None, :]
         s_b -= z_b[:, None] * mean[None, :]
     return s_a, s_b, z_a, z_b, mean
@@ -64,7 +70,7 @@ def dq_kernel(
     q_ptr,  # [B, N, H, D]
     dout_ptr,  # [B, N, H, V]
     inverse_ptr,  # [STREAMS, B, H, N] (packed: [STREAMS, H, T]): 1 / denominator
-    drop_ptr,  # the same: minus dout . (out - m), or dout . out with rotary
+    drop_ptr,  # the same: minus dout . (out - m)
     cu_ptr,
     param_ptr,
     cos_ptr,

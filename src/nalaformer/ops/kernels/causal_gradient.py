@@ -55,7 +55,7 @@ def causal_dq_kernel(
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     dq_ptr,  # [B, N, H, D]
-    drop_ptr,  # the same: minus the gradient of the denominator's logarithm
+    drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out
     dparam_ptr,  # [splits, B * H, 2, D]
     num_rows,  # N, or T if packed
     num_tokens,
@@ -213,8 +213,9 @@ def causal_dq_kernel(
         y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
         # a factor of all features changes an output only through eps, which tells what the rounding of out did to the drop
         seen, count = seen_keys(count, ok, HAS_MASK)
-        error = along_query(y, da, db, query_params, channels, norm_scale, alpha, D, MAP, PARTS)
-        error = (error - drop * (eps * seen)) * inverse
+        of_eps = drop * (eps * seen)
+        error = along_query(y, da, db, query_params, channels, norm_scale, alpha, of_eps, D, MAP, PARTS)
+        error = (error - of_eps) * inverse
         lost = left_factor(-error, DOT)
         errors = tl.where(lower_triangle(BN), -error, 0.0).to(DOT)
         da = tl.dot(errors, a, tl.dot(lost, before_a, da, input_precision=PRECISION), input_precision=PRECISION)

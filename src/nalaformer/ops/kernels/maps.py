@@ -201,9 +201,8 @@ def is_elementwise(MAP):
 
 
 @triton.constexpr_function
-def has_negative_features(MAP):
-    """Whether features, and so their sums over keys, may have any sign."""
-    return MAP in ("identity", "norm_aware_cosine")
+def is_second_half_signed(MAP):
+    return MAP == "norm_aware_cosine"
 
 
 @triton.jit
@@ -307,14 +306,17 @@ def power_below(p, log_x, log_inverse):
 
 
 @triton.jit
-def along_query(x, da, db, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, PARTS: tl.constexpr):
-    """da and db times the features of queries in one stream, summed over each row, [BN, 1]; what fades of one counts for 0."""
+def along_query(
+    x, da, db, param_ptr, channels, norm_scale, alpha, of_fading, D: tl.constexpr, MAP: tl.constexpr, PARTS: tl.constexpr
+):
+    """da and db times the features of queries in one stream, summed over each row, [BN, 1]; of_fading for those that fade."""
     if MAP == "norm_aware_split":
         # as phi_query_gradient writes it, so that the power is taken once
         size, norm, inverse = norm_of(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
         signed = inside(tl.where(x > 0, da, -db), channels, D)
         total = tl.sum(signed * power_below(p, log2(x), log2(inverse)) * x, axis=1)[:, None] * inverse
+        total = tl.where(size < SMALLEST_SIZE, of_fading, total)
     else:
         a, b, log_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, 0)
         both = a * da
