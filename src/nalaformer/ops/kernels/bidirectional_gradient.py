@@ -28,6 +28,12 @@ from .tiles import (
 
 
 @triton.jit
+def grows(c, z, mean):
+    """1 where a number of c is more than twice what it was before z m was taken out, else 0."""
+    return (tl.abs(c) > 2.0 * tl.abs(c + z[:, None] * mean[None, :])).to(tl.int32)
+
+
+@triton.jit
 def centred_sums(
     ptr,
     D: tl.constexpr,
@@ -56,12 +62,16 @@ def centred_sums(
             mean += tl.sum(s_b, axis=0)
             size += tl.sum(z_b)
         mean = mean / tl.where(size == 0.0, 1.0, size)
-        worse = (tl.abs(s_a - z_a[:, None] * mean[None, :]) > 2.0 * tl.abs(s_a)).to(tl.int32)
-        if BOTH:
-            worse += (tl.abs(s_b - z_b[:, None] * mean[None, :]) > 2.0 * tl.abs(s_b)).to(tl.int32)
-        mean = tl.where(tl.max(worse, axis=0) > 0, 0.0, mean)
         s_a -= z_a[:, None] * mean[None, :]
         s_b -= z_b[:, None] * mean[None, :]
+        worse = tl.max(grows(s_a, z_a, mean), axis=0)
+        if BOTH:
+            worse += tl.max(grows(s_b, z_b, mean), axis=0)
+        # put back where it does not belong
+        wrong = tl.where(worse > 0, mean, 0.0)
+        mean -= wrong
+        s_a += z_a[:, None] * wrong[None, :]
+        s_b += z_b[:, None] * wrong[None, :]
     return s_a, s_b, z_a, z_b, mean
 
 
