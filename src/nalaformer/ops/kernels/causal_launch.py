@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from .causal import causal_kernel
-from .causal_gradient import causal_dk_kernel, causal_dq_kernel, causal_dv_kernel
+from .causal_gradient import causal_dq_kernel
+from .causal_gradient_of_keys import causal_dk_kernel, causal_dv_kernel
 from .launch import Angles, Call, angle_stride, parameter_row, stand_ins, strides, sums_of_gradients, sums_of_keys
 from .split_sums import prefix
 
