@@ -1,7 +1,7 @@
 """Compiles the kernels of some calls for an H200, which need not be there; run by test_kernel_launches.py, not interpreted.
 
 The interpreter runs kernels as Python, which forgives what the compiler does not, as a name that changes its type in a loop.
-Here a launch compiles its kernel and runs nothing, so the outputs mean nothing.
+Here a launch compiles its kernel and runs nothing, so the outputs mean nothing. The machine code is searched for a known fault.
 """
 
 import sys
@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 import nalaformer
 import nalaformer.ops.kernels
+from machine_code import disassembled, undefined_descriptors
 from nalaformer import Rotary
 from nalaformer.ops import backend
 from nalaformer.ops.kernels import launch
@@ -33,19 +34,29 @@ compiled = set()
 
 def compile_instead(launches, key, kernel, tensors, describe):
     _, numbers, constants = describe()
-    types = [TYPES[x.dtype] for x in tensors] + ["fp32" if isinstance(x, float) else "i32" for x in numbers]
     names = kernel.arg_names
+    types, values, hints = [TYPES[x.dtype] for x in tensors], {}, {}
+    # what Triton makes of arguments at a launch: ones are constants, multiples of sixteen are known as such
+    for place, number in enumerate(numbers, len(tensors)):
+        types.append("fp32" if isinstance(number, float) else "constexpr" if number == 1 else "i32")
+        if types[-1] == "constexpr":
+            values[place,] = 1
+        elif types[-1] == "i32" and number % 16 == 0:
+            hints[place,] = [["tt.divisibility", 16]]
+    hints |= {(place,): [["tt.divisibility", 16]] for place, x in enumerate(tensors) if x.data_ptr() % 16 == 0}
+    values |= {(place,): constants[name] for place, name in enumerate(names) if place >= len(types)}
     signature = dict(zip(names, types, strict=False)) | dict.fromkeys(names[len(types) :], "constexpr")
-    values = {(place,): constants[name] for place, name in enumerate(names) if place >= len(types)}
     options = {name: constants[name] for name in launching.OPTIONS if name in constants}
-    triton.compile(ASTSource(kernel, signature, constexprs=values), target=H200, options=options)
+    made = triton.compile(ASTSource(kernel, signature, constexprs=values, attrs=hints), target=H200, options=options)
     compiled.add(kernel.__name__)
+    faults = undefined_descriptors(disassembled(made.asm["cubin"]))
+    assert not faults, f"{kernel.__name__} with {options} and {constants}: {faults}"
 
 
-def attend(name, dtype, heads=2, kv_heads=2, tokens=80, options=None, **arguments):
-    feature_map = nalaformer.feature_map(name, num_heads=heads, head_dim=20, **(options or {}))
+def attend(name, dtype, heads=2, kv_heads=2, tokens=80, size=20, options=None, **arguments):
+    feature_map = nalaformer.feature_map(name, num_heads=heads, head_dim=size, **(options or {}))
     shape = (tokens,) if "cu_seqlens" in arguments else (1, tokens)
-    q, k, v = (torch.zeros(*shape, n, 20, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.zeros(*shape, n, size, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
     nalaformer.linear_attention(q, k, v, feature_map=feature_map, **arguments).sum().backward()
 
 
@@ -63,9 +74,11 @@ def bidirectional():
 def causal():
     bounds = torch.tensor([0, 15, 80])
     visible = torch.ones(1, 80, dtype=torch.bool)
+    attend("norm_aware", torch.bfloat16, size=64, causal=True)
     # as many stretches as tiles
     launch.SPREAD = dict.fromkeys(launch.SPREAD, (64, 1))
-    attend("norm_aware", torch.bfloat16, heads=4, causal=True, key_mask=visible)
+    attend("norm_aware", torch.bfloat16, size=64, causal=True)
+    attend("norm_aware", torch.bfloat16, size=64, heads=4, causal=True, key_mask=visible)
     attend("norm_aware", torch.bfloat16, heads=4, causal=True, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 20))
     attend("norm_aware", torch.float32, causal=True, options={"direction": "cosine", "learnable": True})
     attend("focused", torch.bfloat16, causal=True, options={"norm_over": "head"}, rotary=Rotary.sequence(80, 20))

@@ -11,6 +11,7 @@ import torch
 
 import nalaformer
 from kernel_checks import DEVICE, make, outcome, relative_error
+from machine_code import undefined_descriptors
 from nalaformer import Rotary
 from nalaformer.ops.backend import INTERPRETING
 
@@ -183,6 +184,23 @@ def test_reflections_across_heads_refuse_other_heads():
     feature_map = nalaformer.feature_map("reflection", num_heads=2, head_dim=8).to(DEVICE)
     with nalaformer.use_backend("triton"), pytest.raises(ValueError, match=r"made for \(2\), got 4; use cross_head=False"):
         nalaformer.linear_attention(q, k, v, feature_map=feature_map)
+
+
+@pytest.mark.parametrize(
+    ("before", "faults"),
+    [
+        # what ptxas 12.8 made of the causal kernel in tiles of 64 tokens and one stage, and what ptxas 12.9 made of it
+        ("LOP3.LUT R0, R0, R7, RZ, 0xfc, !PT", 1),
+        ("IMAD.MOV.U32 R0, RZ, RZ, RZ", 0),
+        ("@P0 IMAD.MOV.U32 R0, RZ, RZ, RZ", 1),
+        ("CS2R R0, SRZ", 0),
+        ("IMAD.MOV.U32 R0, RZ, RZ, RZ ; LDL.64 R0, [R1+0x8]", 1),
+    ],
+)
+def test_a_descriptor_from_a_register_that_was_not_cleared_is_found(before, faults):
+    code = [*before.split(" ; "), "IADD3 R61, P1, R61, 0x20, RZ", "IADD3.X R6, R0, -0x3ffffff0, RZ, P1, !PT", "EXIT"]
+    lines = [f"        /*{16 * place:04x}*/                   {instruction} ;" for place, instruction in enumerate(code)]
+    assert undefined_descriptors("\n".join(lines)) == ["IADD3.X R6, R0, -0x3ffffff0, RZ, P1, !PT"] * faults
 
 
 if INTERPRETING:

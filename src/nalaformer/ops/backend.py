@@ -24,9 +24,8 @@ LARGEST_FEATURES = 256  # for features computed outside
 # features and values: the gradient of the keys holds a float32 state in four forms (it and its transpose, each in two numbers
 # for products of float32 quality), 288 KiB of the 227 that a multiprocessor has
 LARGEST_IN_FULL_PRECISION = 64
-# with more than 64 features most kernels run out of registers, and a compiler was wrong where they did (kernels/launch.py):
-# maps that a GPU was seen to compute as exactly there as in smaller heads, in any type and in bfloat16; elu and softmax, whose
-# gradients missed the bar, are not among them
+# with more than 64 features: maps that a GPU was seen to compute as exactly there as in smaller heads, in any type and in
+# bfloat16; elu and softmax, whose gradients missed the bar, are not among them
 LARGE_MAPS = ("norm_aware_split", "focused")
 LARGE_MAPS_IN_BFLOAT16 = (*LARGE_MAPS, "relu", "split", "polarity", "polarity_exp", "reflection_in_pairs")
 MOST_ROWS = 65_535  # samples times heads: what the second axis of a grid holds
