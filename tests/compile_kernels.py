@@ -49,6 +49,8 @@ def compile_instead(launches, key, kernel, tensors, describe):
     options = {name: constants[name] for name in launching.OPTIONS if name in constants}
     made = triton.compile(ASTSource(kernel, signature, constexprs=values, attrs=hints), target=H200, options=options)
     compiled.add(kernel.__name__)
+    # of shared memory, which a launch would ask for
+    assert made.metadata.shared <= 227 * 1024, f"{kernel.__name__} with {options} takes {made.metadata.shared} bytes on chip"
     faults = undefined_descriptors(disassembled(made.asm["cubin"]))
     assert not faults, f"{kernel.__name__} with {options} and {constants}: {faults}"
 
@@ -68,6 +70,7 @@ def bidirectional():
     packed = {"cu_seqlens": bounds, "rotary": Rotary.packed(bounds, 20)}
     attend("norm_aware", torch.bfloat16, options={"direction": "cosine", "learnable": True}, **packed)
     attend("polarity", torch.float32)
+    attend("polarity", torch.bfloat16, size=128, rotary=Rotary.sequence(80, 128))
     attend("focused", torch.float16, options={"norm_over": "head"})
 
 
@@ -80,6 +83,7 @@ def causal():
     attend("norm_aware", torch.bfloat16, size=64, causal=True)
     attend("norm_aware", torch.bfloat16, size=64, heads=4, causal=True, key_mask=visible)
     attend("norm_aware", torch.bfloat16, heads=4, causal=True, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 20))
+    attend("norm_aware", torch.bfloat16, size=128, causal=True, key_mask=visible, rotary=Rotary.sequence(80, 128))
     attend("norm_aware", torch.float32, causal=True, options={"direction": "cosine", "learnable": True})
     attend("focused", torch.bfloat16, causal=True, options={"norm_over": "head"}, rotary=Rotary.sequence(80, 20))
 

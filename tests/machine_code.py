@@ -46,8 +46,8 @@ def undefined_descriptors(code: str) -> list[str]:
 
 
 def registers_written(name: str) -> int:
-    if name.startswith("HGMMA"):
-        return 128
+    if product := re.match(r"HGMMA\.64x(\d+)x", name):
+        return int(product[1]) // 2
     if ".128" in name or name.startswith("LDSM"):
         return 4
     return 2 if ".64" in name or "WIDE" in name or name == "CS2R" else 1

@@ -32,6 +32,18 @@ def test_causal_attention(name, stretches):
     check(name, make(*[(1, 75, 2, 8)] * 3), heads=2, head_dim=8, causal=True)
 
 
+@pytest.mark.parametrize("kernel", ["causal", "causal_dq", "causal_dsums", "causal_dk", "causal_dv"])
+def test_tiles_of_one_kernel_may_be_longer_than_stretches(kernel, monkeypatch):
+    from nalaformer.ops.kernels import launch, library
+
+    # of 16 tokens, by the forward kernel's tile
+    monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (64, 1)))
+    monkeypatch.setattr(library, "_calls", {})
+    sizes = dict.fromkeys(launch.TILES, 32) | {kernel: 64}
+    monkeypatch.setattr(launch, "TILES", {name: {64: launch.Tile(size, 4, 1)} for name, size in sizes.items()})
+    check("norm_aware", make(*[(1, 80, 1, 8)] * 3), heads=1, head_dim=8, causal=True)
+
+
 @pytest.mark.parametrize("name", CAUSAL_MAPS)
 def test_causal_attention_with_rotary_and_key_mask(name, stretches):
     arguments = {"rotary": Rotary.sequence(37, 8, device=DEVICE), "key_mask": torch.rand(2, 37, device=DEVICE) > 0.3}

@@ -195,6 +195,8 @@ def test_reflections_across_heads_refuse_other_heads():
         ("@P0 IMAD.MOV.U32 R0, RZ, RZ, RZ", 1),
         ("CS2R R0, SRZ", 0),
         ("IMAD.MOV.U32 R0, RZ, RZ, RZ ; LDL.64 R0, [R1+0x8]", 1),
+        ("CS2R R10, SRZ ; IMAD.MOV.U32 R0, RZ, R11", 1),
+        ("IMAD.MOV.U32 R0, RZ, RZ, RZ ; HGMMA.64x64x16.F32.BF16 R1, gdesc[UR8].tnspB, RZ, !UPT", 0),
     ],
 )
 def test_a_descriptor_from_a_register_that_was_not_cleared_is_found(before, faults):

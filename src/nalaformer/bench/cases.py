@@ -66,6 +66,7 @@ CASES = {
         Case(batch=1, heads=8, tokens=262144),
         Case(batch=4, heads=16, tokens=8192, causal=True),
         Case(batch=1, heads=16, tokens=131072, causal=True),
+        Case(batch=1, heads=8, tokens=65536, head_dim=128, causal=True),
         Case(batch=1, heads=16, tokens=8192, step=True),
         Case(batch=32, heads=16, tokens=8192, step=True),
     ),
