@@ -48,7 +48,7 @@ def causal_dq_kernel(
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     dq_ptr,  # [B, N, H, D]
-    drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out
+    drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out, mended
     dparam_ptr,  # [splits, B * H, 2, D]
     num_rows,  # N, or T if packed
     num_tokens,

@@ -112,7 +112,6 @@ def backward(
     )
     after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
     dinitial = prefix(call.launches, after, dtotal, reverse=True)
-    kept_of_both = parameters_of_both(call, parameters, angles_q, angles_k)
     call.start(
         ("causal dk", layout),
         causal_dk_kernel,
@@ -123,7 +122,8 @@ def backward(
             (
                 *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk)),
-                *(*kept_of_both, call.norm_scale, call.alpha),
+                *parameters_of_both(call, parameters, angles_q, angles_k),
+                *(call.norm_scale, call.alpha),
             ),
             constants,
         ),
@@ -138,7 +138,8 @@ def backward(
             (
                 *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(dout), *strides(dv)),
-                *(*kept_of_both, call.norm_scale, call.alpha),
+                *parameters_of_both(call, parameters, angles_q, angles_k),
+                *(call.norm_scale, call.alpha),
             ),
             constants,
         ),
