@@ -49,7 +49,7 @@ def compile_instead(launches, key, kernel, tensors, describe):
     options = {name: constants[name] for name in launching.OPTIONS if name in constants}
     made = triton.compile(ASTSource(kernel, signature, constexprs=values, attrs=hints), target=H200, options=options)
     compiled.add(kernel.__name__)
-    # of shared memory, which a launch would ask for
+    # a launch that asks for more shared memory than a program gets fails
     assert made.metadata.shared <= 227 * 1024, f"{kernel.__name__} with {options} takes {made.metadata.shared} bytes on chip"
     faults = undefined_descriptors(disassembled(made.asm["cubin"]))
     assert not faults, f"{kernel.__name__} with {options} and {constants}: {faults}"
@@ -77,8 +77,8 @@ def bidirectional():
 def causal():
     bounds = torch.tensor([0, 15, 80])
     visible = torch.ones(1, 80, dtype=torch.bool)
+    # one stretch, then as many as tiles
     attend("norm_aware", torch.bfloat16, size=64, causal=True)
-    # as many stretches as tiles
     launch.SPREAD = dict.fromkeys(launch.SPREAD, (64, 1))
     attend("norm_aware", torch.bfloat16, size=64, causal=True)
     attend("norm_aware", torch.bfloat16, size=64, heads=4, causal=True, key_mask=visible)

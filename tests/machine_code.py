@@ -2,8 +2,8 @@
 
 A product of warp groups finds its tile in shared memory by a descriptor of 64 bits: a place in the lower half, constants and a
 carry in the upper one. ptxas 12.8, which Triton 3.6 and 3.7 bring for Hopper GPUs, at times adds the constants to a register
-that holds something else instead of zero (it forgets to clear it), and the product reads any memory. It is most likely in a
-kernel with tiles of several widths. ptxas 12.9 and 13.4, of Triton 3.8 and 3.9, were right with the same code.
+that holds something else instead of zero (it forgets to clear it), and the product reads any memory. It was seen for tiles of
+16 columns, in kernels that have wider ones too. ptxas 12.9 and 13.4, of Triton 3.8 and 3.9, were right with the same code.
 """
 
 import re

@@ -161,8 +161,10 @@ def test_tiles_follow_the_wider_of_head_and_values_and_what_the_chip_holds(call,
 
     monkeypatch.setattr(launch, "reads_ahead", lambda device: reads_ahead)
     for value_dim, size in ((8, 64), (100, 128)):
-        chosen, entry = replace(call, operand=torch.bfloat16, value_dim=value_dim).tile("dk"), launch.TILES["dk"][size]
-        assert chosen == (entry if reads_ahead else replace(entry, stages=1))
+        for pairs, tiles in ((0, launch.TILES), (4, launch.TURNED_TILES)):
+            entry = tiles["dk"][size]
+            chosen = replace(call, operand=torch.bfloat16, value_dim=value_dim, pairs=pairs).tile("dk")
+            assert chosen == (entry if reads_ahead else replace(entry, stages=1))
 
 
 def test_programs_come_in_full_rounds(call, monkeypatch):
@@ -177,6 +179,11 @@ def test_programs_come_in_full_rounds(call, monkeypatch):
     # rows that fill a round are not split, nor are tokens that make a step too few
     assert replace(call, samples=4, launches={}).splits("output", 49 * tile, 1) == (1, 49 * tile)
     assert replace(call, launches={}).splits("output", 3 * tile, 1) == (1, 3 * tile)
+    # values of 128 channels: sums as large as 32 tokens, twice that for the two steps, whatever the tile
+    monkeypatch.setattr(launch, "TILES", {"output": {128: launch.Tile(32, 8, 1)}})
+    large = replace(call, value_dim=128, launches={})
+    assert large.tile("output").tokens == 16
+    assert large.splits("output", 128, 1) == (2, 64)
 
 
 def test_reflections_across_heads_refuse_other_heads():

@@ -34,9 +34,9 @@ class Tile:
     stages: int
 
 
-# by kernel, then by the padded head size; measured on one H200 with bfloat16. In other tiles of the causal kernel ptxas 12.8
-# (Triton 3.6 and 3.7) is wrong: 64 tokens in one stage, in eight warps, or in heads of 128. tests/machine_code.py says how,
-# and tests/compile_kernels.py finds it without a GPU
+# by kernel, then by the padded head size; measured on one H200 with bfloat16 in heads of 64 and, but for `whole`, of 128. In
+# other tiles of the causal kernel ptxas 12.8 (Triton 3.6 and 3.7) is wrong: 64 tokens in one stage, in eight warps, or in heads
+# of 128. tests/machine_code.py says how, and tests/compile_kernels.py finds it without a GPU
 TILES = {
     "state": {64: Tile(64, 4, 4), 128: Tile(64, 8, 3)},
     "output": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
@@ -51,7 +51,8 @@ TILES = {
     "causal_dk": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
     "causal_dv": {64: Tile(64, 4, 3), 128: Tile(16, 8, 3)},
 }
-# with rotary, where it differs: turned features beside plain ones take their registers, and tables what reading ahead takes
+# with rotary, where it differs: turned features beside plain ones take their registers, and tables what reading ahead takes. In
+# heads of 128 not timed: what fits on chip
 TURNED_TILES = {
     **{kernel: {64: Tile(64, 4, 2)} for kernel in ("output", "dq", "dsums")},
     **{kernel: {64: Tile(32, 4, 2)} for kernel in ("causal_dq", "causal_dk", "causal_dv")},
