@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # before the test files that import from it and name it in pytest_plugins, which would be too late to rewrite it
-pytest.register_assert_rewrite("steps_of_generate", "kernel_checks")
+pytest.register_assert_rewrite("steps_of_generate", "kernel_checks", "attention_formula")
 
 import nalaformer
 from nalaformer import FEATURE_MAPS, FeatureMap
