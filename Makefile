@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 OLDEST := .venv-oldest
 OLDEST_VERSIONS := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 transformers==5.17.0 'numpy<2.4'
 
-.PHONY: help demo test test-slow test-gpu test-oldest lint types layers bench format clean
+.PHONY: help demo test test-slow test-gpu fuzz-gpu test-oldest lint types layers bench format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test       set up, then lint, types, layer rule, tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the kernels on a CUDA device"
+	@echo "make fuzz-gpu   random calls of the op on a CUDA device against float64, for some minutes"
 	@echo "make test-oldest  the tests with the oldest versions that we support, in a second environment"
 	@echo "make bench      the op against its peers: time and memory"
 	@echo "make format     rewrite the sources in the project's format"
@@ -43,6 +44,12 @@ test-slow: $(READY)
 test-gpu: $(READY)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/test_kernels.py tests/test_causal_kernels.py tests/test_kernel_launches.py \
 		tests/test_surroundings.py tests/test_hybrid_kernels.py tests/test_gpu.py tests/test_language_gpu.py tests/test_stepping_gpu.py
+
+# SEED, MINUTES and WORKERS may be given; a failing case is printed with the command that runs it alone
+SEED ?= 0
+MINUTES ?= 8
+fuzz-gpu: $(READY)
+	$(BIN)/python tests/fuzz_gpu.py --seed $(SEED) --minutes $(MINUTES) $(if $(WORKERS),--workers $(WORKERS))
 
 $(OLDEST)/.ready: pyproject.toml Makefile
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)

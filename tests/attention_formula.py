@@ -29,7 +29,7 @@ class Turning:
         axes = positions.shape[-1]
         num_speeds = self.dim // (2 * axes)
         last = max(1, num_speeds - 1) if self.inclusive else num_speeds
-        turned = torch.empty(*features.shape[:-1], features.shape[-1] // 2, dtype=torch.complex128)
+        turned = torch.empty(*features.shape[:-1], features.shape[-1] // 2, dtype=torch.complex128, device=features.device)
         for pair in range(features.shape[-1] // 2):
             axis, speed = divmod(pair % (self.dim // 2), num_speeds)
             angle = positions[..., axis].double() * 10000.0 ** (-speed / last)
@@ -39,29 +39,27 @@ class Turning:
         return torch.cat((result, turned.abs()), -1) if self.normalised else result
 
 
-def formula(
+def formula_weights(
     feature_map: FeatureMap,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     *,
     causal: bool = False,
     key_mask: Tensor | None = None,
     turning: Turning | None = None,
     eps: float = 1e-6,
-) -> Tensor:
-    """out_i = sum_j rot(phi_q(q_i)).rot(phi_k(k_j)) v_j / (sum_j phi_q(q_i).phi_k(k_j) + eps n), j over what i sees."""
+) -> list[Tensor]:
+    """w_ij = rot(phi_q(q_i)).rot(phi_k(k_j)) / (sum_j phi_q(q_i).phi_k(k_j) + eps n), j over what i sees: [B, H, N, M] each."""
     exact = copy.deepcopy(feature_map).double()
-    q, k, v = q.double(), k.double(), v.double()
+    q, k = q.double(), k.double()
     group = q.shape[2] // k.shape[2]
     if exact.num_heads == k.shape[2]:
         phi_k = exact.key(k).repeat_interleave(group, 2)
     else:
         phi_k = exact.key(k.repeat_interleave(group, 2))
-    values = v.repeat_interleave(group, 2)
 
     batch, num_queries, num_keys = q.shape[0], q.shape[1], k.shape[1]
-    visible = torch.ones(batch, num_queries, num_keys, dtype=torch.bool)
+    visible = torch.ones(batch, num_queries, num_keys, dtype=torch.bool, device=q.device)
     for i in range(num_queries):
         if causal:
             visible[:, i, i + 1 :] = False
@@ -69,16 +67,22 @@ def formula(
             visible[:, i] &= key_mask
     seen = visible.sum(-1).double()[:, None]  # [B, 1, N]
 
-    outputs = []
-    for phi_q, part in zip(exact.streams_as_numbers(q), values.chunk(exact.streams, -1), strict=True):
+    streams = []
+    for phi_q in exact.streams_as_numbers(q):
         above = below = weights_of(phi_q, phi_k, visible)
         if turning is not None:
             above = weights_of(turning.features(phi_q, turning.of_q), turning.features(phi_k, turning.of_k), visible)
             below = above if turning.normalised else below
         total = below.sum(-1) + eps * seen
-        out = above @ part.transpose(1, 2) / torch.where(total == 0, 1.0, total)[..., None]
-        outputs.append(out.transpose(1, 2))
-    return torch.cat(outputs, -1)
+        streams.append(above / torch.where(total == 0, 1.0, total)[..., None])
+    return streams
+
+
+def formula(feature_map: FeatureMap, q: Tensor, k: Tensor, v: Tensor, **arguments: object) -> Tensor:
+    """out_i = sum_j w_ij v_j, with the arguments of `formula_weights`; each stream reads its part of the values."""
+    weights = formula_weights(feature_map, q, k, **arguments)
+    values = v.double().repeat_interleave(q.shape[2] // k.shape[2], 2).chunk(len(weights), -1)
+    return torch.cat([(w @ part.transpose(1, 2)).transpose(1, 2) for w, part in zip(weights, values, strict=True)], -1)
 
 
 def weights_of(phi_q: Tensor, phi_k: Tensor, visible: Tensor) -> Tensor:

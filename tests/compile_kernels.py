@@ -13,11 +13,11 @@ from triton.compiler import ASTSource
 
 import nalaformer
 import nalaformer.ops.kernels
-from machine_code import disassembled, undefined_descriptors
 from nalaformer import Rotary
 from nalaformer.ops import backend
 from nalaformer.ops.kernels import launch
 from nalaformer.ops.kernels import start as launching
+from nalaformer.ops.kernels.machine_code import is_miscompiled
 
 H200 = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -51,8 +51,8 @@ def compile_instead(launches, key, kernel, tensors, describe):
     compiled.add(kernel.__name__)
     # a launch that asks for more shared memory than a program gets fails
     assert made.metadata.shared <= 227 * 1024, f"{kernel.__name__} with {options} takes {made.metadata.shared} bytes on chip"
-    faults = undefined_descriptors(disassembled(made.asm["cubin"]))
-    assert not faults, f"{kernel.__name__} with {options} and {constants}: {faults}"
+    # a launch would fall back on slow code
+    assert not is_miscompiled(made.asm["cubin"]), f"{kernel.__name__} with {options} and {constants}"
 
 
 def attend(name, dtype, heads=2, kv_heads=2, tokens=80, size=20, options=None, **arguments):
@@ -82,6 +82,8 @@ def causal():
     launch.SPREAD = dict.fromkeys(launch.SPREAD, (64, 1))
     attend("norm_aware", torch.bfloat16, size=64, causal=True)
     attend("norm_aware", torch.bfloat16, size=64, heads=4, causal=True, key_mask=visible)
+    # rows at no multiple of sixteen numbers are not read ahead, which makes other code of the same tiles
+    attend("norm_aware", torch.bfloat16, size=40, causal=True)
     attend("norm_aware", torch.bfloat16, heads=4, causal=True, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 20))
     attend("norm_aware", torch.bfloat16, size=128, causal=True, key_mask=visible, rotary=Rotary.sequence(80, 128))
     attend("norm_aware", torch.float32, causal=True, options={"direction": "cosine", "learnable": True})

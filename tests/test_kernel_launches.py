@@ -1,6 +1,7 @@
 """Which calls the kernels serve, how they are cut into programs, and what torch and the compiler see of them."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,6 @@ import torch
 
 import nalaformer
 from kernel_checks import DEVICE, make, outcome, relative_error
-from machine_code import undefined_descriptors
 from nalaformer import Rotary
 from nalaformer.ops.backend import INTERPRETING
 
@@ -206,10 +206,63 @@ def test_reflections_across_heads_refuse_other_heads():
         ("IMAD.MOV.U32 R0, RZ, RZ, RZ ; HGMMA.64x64x16.F32.BF16 R1, gdesc[UR8].tnspB, RZ, !UPT", 0),
     ],
 )
-def test_a_descriptor_from_a_register_that_was_not_cleared_is_found(before, faults):
-    code = [*before.split(" ; "), "IADD3 R61, P1, R61, 0x20, RZ", "IADD3.X R6, R0, -0x3ffffff0, RZ, P1, !PT", "EXIT"]
-    lines = [f"        /*{16 * place:04x}*/                   {instruction} ;" for place, instruction in enumerate(code)]
-    assert undefined_descriptors("\n".join(lines)) == ["IADD3.X R6, R0, -0x3ffffff0, RZ, P1, !PT"] * faults
+@pytest.mark.parametrize("shared", ["", "U"], ids=["of threads", "of warps"])
+def test_a_descriptor_from_a_register_that_was_not_cleared_is_found(before, faults, shared):
+    from nalaformer.ops.kernels.machine_code import undefined_descriptors
+
+    if shared:
+        before = re.sub(r"\b(IMAD\.MOV\.U32|CS2R) R", "UMOV UR", before).replace("RZ, RZ, RZ", "URZ").replace("SRZ", "URZ")
+        before = before.replace(" R", " UR")
+    code = [*before.split(" ; "), f"{shared}IADD3 {shared}R61, {shared}P1, {shared}R61, 0x20, {shared}RZ"]
+    wanted = f"{shared}IADD3.X {shared}R6, {shared}R0, -0x3ffffff0, {shared}RZ, {shared}P1, !{shared}PT"
+    lines = [f"        /*{16 * place:04x}*/                   {line} ;" for place, line in enumerate([*code, wanted, "EXIT"])]
+    assert undefined_descriptors("\n".join(lines)) == [wanted] * faults
+
+
+@pytest.mark.parametrize(
+    ("opcode", "register", "offset", "expected"),
+    [
+        (0x7810, 0x05, 0, True),
+        (0x7890, 0x1F, 0, True),
+        # the register that is always zero, another instruction, a constant that lies across two instructions
+        (0x7810, 0xFF, 0, False),
+        (0x7890, 0x3F, 0, False),
+        (0x7882, 0x05, 0, False),
+        (0x7810, 0x05, 4, False),
+    ],
+)
+def test_machine_code_without_such_sums_is_not_disassembled(opcode, register, offset, expected):
+    from nalaformer.ops.kernels.machine_code import may_have_descriptors
+
+    instruction = (opcode | 6 << 16 | register << 24 | 0xC0000010 << 32).to_bytes(8, "little") + bytes(8)
+    assert may_have_descriptors(bytes(64 + offset) + instruction + bytes(32)) is expected
+
+
+class Compiled:
+    def __init__(self, form):
+        self.asm = {"cubin": repr(sorted(form.items())).encode()}
+
+
+class Assembled:
+    """A kernel that compiles to the name of its form."""
+
+    def warmup(self, *arguments, grid, **form):
+        return Compiled(form)
+
+    __name__ = "assembled"
+
+
+@pytest.mark.parametrize(("right", "chosen"), [("4), ('num_stages', 3", None), ("8", 8), ("2", 2)])
+def test_a_kernel_that_the_assembler_breaks_takes_another_form(right, chosen, monkeypatch):
+    from nalaformer.ops.kernels import machine_code, start
+
+    monkeypatch.setattr(machine_code, "is_miscompiled", lambda cubin: f"('num_warps', {right})" not in cubin.decode())
+    table = {"num_stages": 3, "num_warps": 4}
+    if chosen is None:
+        with pytest.raises(RuntimeError, match="breaks assembled in every form"):
+            start.sound_form(Assembled(), (), (1,), table)
+    else:
+        assert start.sound_form(Assembled(), (), (1,), table)["num_warps"] == chosen
 
 
 if INTERPRETING:

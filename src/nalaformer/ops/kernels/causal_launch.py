@@ -6,7 +6,17 @@ from torch import Tensor
 from .causal import causal_kernel
 from .causal_gradient import causal_dq_kernel
 from .causal_gradient_of_keys import causal_dk_kernel, causal_dv_kernel
-from .launch import Angles, Call, angle_stride, parameter_row, stand_ins, strides, sums_of_gradients, sums_of_keys
+from .launch import (
+    Angles,
+    Call,
+    angle_stride,
+    is_aligned,
+    parameter_row,
+    stand_ins,
+    strides,
+    sums_of_gradients,
+    sums_of_keys,
+)
 from .split_sums import prefix
 
 
@@ -30,6 +40,9 @@ def forward(
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
     count, stretch = call.splits("causal", call.num_queries, call.heads)
     has_total = count > 1 or want_total
+    tokens = call.tile("causal").tokens
+    # without reading ahead ptxas 12.8 breaks the larger tile (machine_code.py)
+    tokens = tokens if is_aligned(q, k, v) else min(tokens, 32)
     if not has_total:
         # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
         assert initial is None
@@ -51,7 +64,7 @@ def forward(
                 *parameters_of_both(call, parameters, angles_q, angles_k),
                 *(call.norm_scale, call.alpha, call.eps),
             ),
-            {"KEEP": keep, "HAS_TOTAL": has_total},
+            {"KEEP": keep, "HAS_TOTAL": has_total, "BN": tokens},
         ),
     )
     return total, sums, inverse

@@ -204,6 +204,11 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     return (0, x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
 
 
+def is_aligned(*tensors: Tensor) -> bool:
+    """Whether every row begins at a multiple of sixteen numbers, as Triton must know before it reads rows ahead."""
+    return all(x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides(x)) for x in tensors)
+
+
 def angle_stride(table: Tensor | None) -> int:
     return table.stride(0) if table is not None and table.dim() == 3 else 0
 

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from ..backend import INTERPRETING
+from . import machine_code
 
 Launches = dict[object, Any]
 # of the compiler, not of a kernel
 OPTIONS = ("num_warps", "num_stages")
+# of a kernel that the assembler breaks (machine_code.py): the last is slow and right, since what breaks are products of warp
+# groups, which take four warps
+OTHER_FORMS: tuple[dict[str, int], ...] = ({"num_warps": 8}, {"num_stages": 1}, {"num_warps": 2})
 # grid, numbers, constants (those that the kernel does not know are left out)
 Description = tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]
 
@@ -31,10 +35,23 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
     grid, numbers, constants = describe()
     taken = {name: value for name, value in constants.items() if name in kernel.arg_names or name in OPTIONS}
     with on_device_of(tensors[0]):
+        if machine_code.IS_FOUND_HERE and not INTERPRETING:
+            taken = sound_form(kernel, (*tensors, *numbers), grid, taken)
         compiled = kernel[grid](*tensors, *numbers, **taken)
     if not INTERPRETING:
         in_order = kernel.arg_names[len(tensors) + len(numbers) :]
         launches[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *(taken[name] for name in in_order))
+
+
+def sound_form(kernel: Any, arguments: Sequence[Any], grid: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants with the first options under which the assembler breaks nothing."""
+    for options in ({}, *OTHER_FORMS):
+        form = constants | options
+        # compiled, not started: a kernel that changes its inputs must not run twice
+        compiled = kernel.warmup(*arguments, grid=grid, **form)
+        if not machine_code.is_miscompiled(compiled.asm.get("cubin", b"")):
+            return form
+    raise RuntimeError(f"Triton's assembler breaks {kernel.__name__} in every form; use nalaformer.set_backend('chunked')")
 
 
 HERE = nullcontext()

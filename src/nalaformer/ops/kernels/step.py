@@ -33,8 +33,10 @@ def update(
     places = state_ptr + channels[:, None] * V + columns[None, :]
     inside = (channels < D)[:, None] & (columns < V)[None, :]
     s = tl.load(places, mask=inside, other=0.0) * keep + tl.trans(turned) * v[None, :]
-    tl.store(places, s, mask=inside)
     z = tl.load(sum_ptr + channels, mask=channels < D, other=0.0) * keep + tl.reshape(feature, [BD])
+    # a tile smaller than the warps is read by several of them: all must have read before one of them writes
+    tl.debug_barrier()
+    tl.store(places, s, mask=inside)
     tl.store(sum_ptr + channels, z, mask=channels < D)
     return s, z
 
@@ -104,6 +106,7 @@ def step_kernel(
         larger = tl.maximum(log_scale, key_excess(x, key_params, channels, D, MAP))
         keep = exp2(log_scale - larger)
         log_scale = larger
+        tl.debug_barrier()
         tl.store(scale_ptr + owner, log_scale * LN_2)
         ak, bk = phi_key(x, here, key_params, channels, log_scale, alpha, D, MAP, CUBE)
     else:
