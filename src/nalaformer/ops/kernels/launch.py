@@ -36,7 +36,7 @@ class Tile:
 
 # by kernel, then by the padded head size; measured on one H200 with bfloat16 in heads of 64 and, but for `whole`, of 128. In
 # other tiles of the causal kernel ptxas 12.8 (Triton 3.6 and 3.7) is wrong: 64 tokens in one stage, in eight warps, or in heads
-# of 128. tests/machine_code.py says how, and tests/compile_kernels.py finds it without a GPU
+# of 128. machine_code.py says how, and tests/compile_kernels.py finds it without a GPU
 TILES = {
     "state": {64: Tile(64, 4, 4), 128: Tile(64, 8, 3)},
     "output": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
