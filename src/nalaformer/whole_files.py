@@ -1,10 +1,17 @@
 """Files and folders that are whole or not there, whatever happens to the process that writes them."""
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from .folder_lock import LOCK, only_writer
+
+UNFINISHED = ".writing_"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_and_sync(path: Path, content: bytes) -> None:
@@ -17,8 +24,12 @@ def write_and_sync(path: Path, content: bytes) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """The file has its old content or the new one, whatever happens."""
     aside = path.with_name(f".{path.name}_{os.getpid()}")
-    write_and_sync(aside, content)
-    aside.replace(path)
+    try:
+        write_and_sync(aside, content)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -32,27 +43,98 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def whole_folder(path: str | Path) -> Iterator[Path]:
+def whole_folder(path: str | Path, *, keep_unfinished: bool = False) -> Iterator[Path]:
     """A folder to write into, which gets its name `path` at the end; after an error nothing is left of it.
 
-    A folder of that name that holds something is refused before anything is written.
+    A folder of that name that holds something, or that another process is writing, is refused before anything is written.
+    keep_unfinished: what was written before an error stays aside, and the next call finds it in its folder.
     """
     path = Path(path)
+    refuse_content(path)
+    aside = unfinished_folder(path)
+    with only_writer(path, beside=True), clear_disk_errors(path):
+        # another process may have finished it in the meantime
+        refuse_content(path)
+        # what a killed process has left
+        if not keep_unfinished:
+            shutil.rmtree(aside, ignore_errors=True)
+        try:
+            aside.mkdir(exist_ok=True)
+            yield aside
+            sync_tree(aside)
+            aside.replace(path)
+            sync_folder(path.absolute().parent)
+        except BaseException:
+            if not keep_unfinished:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+
+def unfinished_folder(path: Path) -> Path:
+    """Where `whole_folder` writes before the folder is whole."""
+    return path.absolute().with_name(f"{UNFINISHED}{path.absolute().name}")
+
+
+def refuse_content(path: Path) -> None:
+    """A folder to be written must not exist, or be empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} must not exist or be an empty folder, got one with content; choose another, or remove it")
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    aside = path.absolute().with_name(f".writing_{path.absolute().name}_{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether it is a lock, or what a killed process has left unfinished."""
+    name = path.name
+    return name.startswith(".") and (name.endswith(LOCK) or name.startswith(UNFINISHED) or name.rpartition("_")[2].isdigit())
+
+
+def sync_tree(folder: Path) -> None:
+    """Everything below the folder reaches the disk."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(place, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(place))
+
+
+@contextmanager
+def clear_disk_errors(path: Path) -> Iterator[None]:
+    """A disk that is full while `path` is written is an OSError that names it and says what to do."""
     try:
-        yield aside
-        for folder, _, names in os.walk(aside):
-            for name in names:
-                with open(os.path.join(folder, name), "rb") as file:
-                    os.fsync(file.fileno())
-            sync_folder(Path(folder))
-        aside.replace(path)
-        sync_folder(path.absolute().parent)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+        yield
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        raise OSError(
+            errno.ENOSPC, f"{path} could not be written, the disk is full; make room there, then run the same command again"
+        ) from error
+
+
+def is_full_disk(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        # numpy counts what it could write and drops the number of the error
+        return error.errno in FULL or "requested and" in str(error)
+    # safetensors has errors of its own, in which the system's stand as text
+    numbers = re.findall(r"(?:os error|code:) (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else []
+    return any(int(number) in FULL for number in numbers)
+
+
+def free_bytes(folder: Path) -> int:
+    """On the disk that the folder is on, or will be."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def refuse_full_disk(folder: Path, needed: int, what: str) -> None:
+    """Before hours of work: what will surely not fit."""
+    free = free_bytes(folder)
+    if free < needed:
+        raise ValueError(
+            f"{what} needs about {megabytes(needed)} on the disk of {folder}, got {megabytes(free)}; make room, or choose a "
+            "folder on another disk"
+        )
+
+
+def megabytes(number: int) -> str:
+    return f"{number / 1e6:,.1f} MB"

@@ -5,16 +5,16 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..child_processes import worker_pool
 from ..data import seed_everything
 from ..data.sequences import RecallLanguage
 from ..training import TrainingConfig
@@ -261,7 +261,7 @@ def generators(device: str) -> Iterator[Executor | None]:
         yield None
         return
     # a process with threads and a GPU must not be forked
-    with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
+    with worker_pool(workers) as pool:
         yield pool
 
 

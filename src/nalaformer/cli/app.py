@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Annotated
 
+from ..stopping import clean_exit
 from . import backbones, bench, evaluate, generate, linearize, sequences, study, text, train
 from .console import make_console
 
@@ -15,7 +16,8 @@ HELP = "Linear attention that keeps what softmax has: it sharpens with the query
 def main() -> None:
     """Entry point: a wrong value or path is one line on stderr and exit code 2."""
     try:
-        build_app()()
+        with clean_exit():
+            build_app()()
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
         extras = {"typer": "cli", "rich": "cli", "matplotlib": "cli", "timm": "vision", "PIL": "vision"}

@@ -27,9 +27,11 @@ def add_to(app: "typer.Typer") -> None:
         seed: Annotated[int, typer.Option(help="Of the data.")] = 0,
         options: Annotated[str, typer.Option(help="Of the data, as JSON: '{\"contour\": 9}'.")] = "{}",
         workers: Annotated[int, typer.Option(help="Processes.")] = 1,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, and end.")] = False,
     ) -> None:
-        """Write generated sequences once; `data=FOLDER` in a recipe reads them."""
-        run_make(name, out, {"train": samples, "val": val_samples, "test": test_samples}, seed, options, workers)
+        """Write generated sequences once; `data=FOLDER` in a recipe reads them. The same command goes on after a stop."""
+        counts = {"train": samples, "val": val_samples, "test": test_samples}
+        run_make(name, out, counts, seed, options, workers, dry_run)
 
     @app.command()
     def scoreboard(
@@ -54,22 +56,27 @@ def add_to(app: "typer.Typer") -> None:
         run_scoreboard_command(task, settings or [], methods, seeds, rates, steps, out, device, minutes, data_folder, workers)
 
 
-def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: str, workers: int) -> None:
+def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: str, workers: int, dry_run: bool) -> None:
     import json
 
     from rich.progress import Progress
 
-    from ..data.sequences import write
+    from ..data.sequences import plan_write, write
 
     try:
         chosen = json.loads(options)
     except json.JSONDecodeError as error:
         raise ValueError(f"options must be a JSON object, got {options!r}") from error
+    # all splits before the first: one that is refused should say so now
+    asked = {split: count for split, count in samples.items() if count}
+    lines = [plan_write(name, out, split=each, samples=asked[each], seed=seed, options=chosen) for each in asked]
+    if dry_run:
+        for line in lines:
+            make_console().print(line, soft_wrap=True, markup=False)
+        return
     console = progress_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for split, count in samples.items():
-            if not count:
-                continue
+        for split, count in asked.items():
             bar = progress.add_task(f"{name}, {split}", total=count)
             folder = write(
                 name,

@@ -1,7 +1,7 @@
 """Commands about text: tokens to train on, and trained language models as folders for transformers."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from .console import make_console
 
@@ -26,9 +26,19 @@ def add_to(app: "typer.Typer") -> None:
         field: Annotated[str, typer.Option(help="Name of the text in .jsonl files.")] = "text",
         txt: Annotated[str, typer.Option(help="What of a .txt file is a document: file or line.")] = "file",
         most_bad: Annotated[int, typer.Option(help="Lines that may be left out before this stops.")] = 100,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, and end.")] = False,
     ) -> None:
         """Write text as tokens to train on. Lines that cannot be read are left out, counted and named."""
-        run_tokenize(files, out, tokenizer, train_vocab, val or [], val_part, field, txt, most_bad)
+        corpus: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "train_vocab": train_vocab,
+            "val_files": val or [],
+            "val_part": val_part,
+        }
+        if dry_run:
+            show_plan(files, out, corpus)
+        else:
+            run_tokenize(files, out, corpus, field, txt, most_bad)
 
     @app.command()
     def export(
@@ -50,17 +60,14 @@ def add_to(app: "typer.Typer") -> None:
         make_console().print(f"model and tokenizer: {folder}", soft_wrap=True)
 
 
-def run_tokenize(
-    files: list[Path],
-    out: Path,
-    tokenizer: Path | None,
-    train_vocab: int | None,
-    val: list[Path],
-    val_part: float,
-    field: str,
-    txt: str,
-    most_bad: int,
-) -> None:
+def show_plan(files: list[Path], out: Path, corpus: dict[str, Any]) -> None:
+    from ..data.text import plan_corpus
+
+    for line in plan_corpus(files, out, **corpus):
+        make_console().print(line, soft_wrap=True, markup=False)
+
+
+def run_tokenize(files: list[Path], out: Path, corpus: dict[str, Any], field: str, txt: str, most_bad: int) -> None:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..data.text import Reading, tokenize_corpus
@@ -72,10 +79,7 @@ def run_tokenize(
         result = tokenize_corpus(
             files,
             out,
-            tokenizer=tokenizer,
-            train_vocab=train_vocab,
-            val_files=val,
-            val_part=val_part,
+            **corpus,
             reading=Reading(field=field, txt_document=txt, advance=lambda count: progress.advance(bar, count)),
             most_bad=most_bad,
             started=lambda what, total: progress.reset(bar, description=what, total=total),

@@ -4,10 +4,7 @@ Nothing is remembered between steps. The order of an epoch follows from (seed, e
 augmented follows from (seed, epoch, place in the epoch), whichever worker makes it.
 """
 
-import os
 import random
-import threading
-import time
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -18,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from ..child_processes import end_with_parent
 from .images import CorruptImage
 
 
@@ -209,34 +207,14 @@ def put_together(samples: list[tuple[Any, tuple[str, ...]]]) -> Batch:
     return Batch(content=default_collate(readable) if readable else None, rejected=rejected)
 
 
-class LeaveWith:
-    """Ends a worker once the process that it reads for is gone, however that ended.
-
-    torch watches the worker's parent, which is the fork server and stays.
-    """
-
-    def __init__(self, reader: int) -> None:
-        self.reader = reader
-
-    def __call__(self, worker: int) -> None:
-        threading.Thread(target=self.watch, daemon=True).start()
-
-    def watch(self) -> None:
-        while True:
-            time.sleep(1)
-            try:
-                os.kill(self.reader, 0)
-            except ProcessLookupError:
-                os._exit(1)
-
-
 def _loader(data: SeededSamples, plan: Any, workers: int, pin_memory: bool) -> Batches:
     # the collated batches are what the loader gives
     return DataLoader(
         cast(Dataset[Batch], data),
         batch_sampler=plan,
         num_workers=workers,
-        worker_init_fn=LeaveWith(os.getpid()) if workers else None,
+        # torch watches the worker's parent, which is the fork server and stays
+        worker_init_fn=end_with_parent if workers else None,
         collate_fn=put_together,
         pin_memory=pin_memory,
         # workers that are forked from a process with threads may hang

@@ -2,17 +2,16 @@
 
 import os
 import statistics
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..child_processes import worker_pool
 from ..ops import use_backend
 from ..recipes import make_trainer
 from ..training.log import read_log
@@ -147,7 +146,7 @@ def train_all(
         for number, seed in jobs:
             train_one(entries[number], seed, steps, run_folder(folder, entries[number], seed))
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)) as pool:
+    with worker_pool(workers, context="spawn") as pool:
         waiting = {
             job: pool.submit(train_one, entries[job[0]], job[1], steps, run_folder(folder, entries[job[0]], job[1]))
             for job in jobs
@@ -155,17 +154,6 @@ def train_all(
         watch(folder, entries, waiting, total, console)
         for future in waiting.values():
             future.result()
-
-
-def end_with(parent: int) -> None:
-    """Let this process end when its parent does: a demo that is killed must not go on in the background."""
-
-    def watch_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch_parent, daemon=True).start()
 
 
 def train_one(entry: Entry, seed: int, steps: int | None, folder: Path) -> None:

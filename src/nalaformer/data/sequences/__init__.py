@@ -9,7 +9,7 @@ from .needles import FAMILIES, HiddenFacts, Needles, RecallLanguage, Variables
 from .pathfinder import Pathfinder, PathX
 from .pointing import Counting, Pointing
 from .released import GreyImage, Retrieval, Text
-from .stored import Stored, stored_name, write
+from .stored import Stored, plan_write, stored_name, write
 
 __all__ = [
     "ENTROPY",
@@ -40,6 +40,7 @@ __all__ = [
     "as_tensor",
     "known_options",
     "make_sequences",
+    "plan_write",
     "stored_name",
     "write",
 ]

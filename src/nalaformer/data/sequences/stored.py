@@ -1,10 +1,12 @@
 """Sequence data written once and read back as memory-mapped arrays: what takes minutes to make is made once."""
 
 import json
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,22 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from ...whole_files import whole_folder
+from ...child_processes import worker_pool
+from ...folder_lock import refuse_in_use
+from ...whole_files import (
+    megabytes,
+    refuse_content,
+    refuse_full_disk,
+    unfinished_folder,
+    whole_folder,
+    write_atomically,
+)
 from .base import SEQUENCES, SPLITS, Arrays, SequenceData, SequenceFacts, known_options, make_sequences
 
 ABOUT = "about.json"
 CHUNK = 1024
+# which chunks are there, while others are not; other sizes have other names
+FINISHED = f"finished_{CHUNK}.txt"
 
 
 def write(
@@ -32,39 +45,130 @@ def write(
 ) -> Path:
     """Make the samples of a split and write them to folder/split; `advance` is told how many were made.
 
-    The folder appears when everything is written, or not at all.
+    The folder appears when everything is written. The same call after one that was stopped or killed keeps what that one had
+    finished, and after one that has ended there is nothing to do.
     """
     options = options or {}
     data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
-    with whole_folder(target) as unfinished:
-        for array_name, array in data.batch([0]).items():
-            open_memmap(unfinished / f"{array_name}.npy", "w+", dtype=array.dtype, shape=(len(data), *array.shape[1:])).flush()
-        arguments = {"split": split, "samples": samples, "seed": seed, **options}
-        starts = range(0, len(data), CHUNK)
-        if workers <= 1:
-            for start in starts:
-                advance(_fill(name, arguments, unfinished, start))
-        else:
-            # forked from a process with threads, workers may hang
-            with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
-                jobs = [pool.submit(_fill, name, arguments, unfinished, start) for start in starts]
-                for job in as_completed(jobs):
-                    advance(job.result())
-        about = {
-            "name": name,
-            "split": split,
-            "seed": seed,
-            "samples": len(data),
-            "options": options,
-            "facts": asdict(data.facts),
-            "groups": data.groups,
-            "group_lengths": data.group_lengths,
-            "chance": data.chance,
-            "shortcuts": data.shortcuts,
-        }
-        (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+    about = describe(data, name, options)
+    if read_about(target) == about:
+        advance(len(data))
+        return target
+    with whole_folder(target, keep_unfinished=True) as unfinished:
+        try:
+            finished = finished_chunks(unfinished, data, about)
+            advance(sum(min(CHUNK, len(data) - start) for start in finished))
+            arguments = {"split": split, "samples": samples, "seed": seed, **options}
+            starts = [start for start in range(0, len(data), CHUNK) if start not in finished]
+            with (unfinished / FINISHED).open("a") as record:
+                for start, count in _made(name, arguments, unfinished, starts, workers):
+                    record.write(f"{start}\n")
+                    record.flush()
+                    advance(count)
+        except BaseException:
+            # nothing to go on from
+            if not read_finished(unfinished):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        (unfinished / FINISHED).unlink()
     return target
+
+
+def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed: int, options: dict[str, Any]) -> str:
+    """What `write` would do, in words; everything that would refuse it does. Nothing is written."""
+    data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
+    target = Path(folder) / split
+    about = describe(data, name, options)
+    line = f"{split}: {len(data):,} sequences, {megabytes(size_of(data))}, {target}"
+    if read_about(target) == about:
+        return f"{line}; finished"
+    refuse_content(target)
+    refuse_in_use(target, beside=True)
+    unfinished = unfinished_folder(target)
+    if read_about(unfinished) == about:
+        done = len(read_finished(unfinished))
+        return f"{line}; goes on after {done} of {-(-len(data) // CHUNK)} pieces"
+    refuse_full_disk(target, size_of(data), f"the {split} split")
+    return f"{line}; new"
+
+
+def describe(data: SequenceData, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    about = {
+        "name": name,
+        "split": data.split,
+        "seed": data.seed,
+        "samples": len(data),
+        "options": options,
+        "facts": asdict(data.facts),
+        "groups": data.groups,
+        "group_lengths": data.group_lengths,
+        "chance": data.chance,
+        "shortcuts": data.shortcuts,
+    }
+    # as JSON has it: lists, and no tuples
+    return dict(json.loads(json.dumps(about)))
+
+
+def read_about(folder: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads((folder / ABOUT).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def size_of(data: SequenceData) -> int:
+    return len(data) * sum(array.nbytes for array in data.batch([0]).values())
+
+
+def finished_chunks(folder: Path, data: SequenceData, about: dict[str, Any]) -> set[int]:
+    """Where the chunks begin that an earlier call for the same data has finished; after one for other data all is new."""
+    if read_about(folder) == about:
+        return read_finished(folder)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for array_name, array in data.batch([0]).items():
+        path = folder / f"{array_name}.npy"
+        open_memmap(path, "w+", dtype=array.dtype, shape=(len(data), *array.shape[1:])).flush()
+        reserve(path)
+    (folder / FINISHED).touch()
+    # last: it says that the arrays are there
+    write_atomically(folder / ABOUT, (json.dumps(about, indent=2) + "\n").encode())
+    return set()
+
+
+def read_finished(folder: Path) -> set[int]:
+    try:
+        # what follows the last line end is half a number
+        return {int(line) for line in (folder / FINISHED).read_text().split("\n")[:-1]}
+    except FileNotFoundError:
+        # pieces of another size, or a call that was killed at its very end
+        return set()
+
+
+def reserve(path: Path) -> None:
+    """Take the room on the disk now: writing to a mapped file that finds none kills the process without a word."""
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+
+
+def _made(name: str, arguments: dict[str, Any], folder: Path, starts: list[int], workers: int) -> Iterator[tuple[int, int]]:
+    """Make the chunks, in any order; start and number of samples of each when it is on the disk."""
+    if workers <= 1:
+        for start in starts:
+            yield start, _fill(name, arguments, folder, start)
+        return
+    with worker_pool(workers) as pool:
+        jobs = {pool.submit(_fill, name, arguments, folder, start): start for start in starts}
+        try:
+            for job in as_completed(jobs):
+                yield jobs[job], job.result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                "a process that makes sequences was killed, perhaps for want of memory; the same command with fewer workers "
+                "goes on"
+            ) from error
 
 
 def _fill(name: str, arguments: dict[str, Any], folder: Path, start: int) -> int:
@@ -72,7 +176,9 @@ def _fill(name: str, arguments: dict[str, Any], folder: Path, start: int) -> int
     data = SEQUENCES[name](**arguments)
     stop = min(start + CHUNK, len(data))
     for array_name, array in data.batch(np.arange(start, stop)).items():
-        open_memmap(folder / f"{array_name}.npy", "r+")[start:stop] = array
+        target = open_memmap(folder / f"{array_name}.npy", "r+")
+        target[start:stop] = array
+        target.flush()
     return stop - start
 
 

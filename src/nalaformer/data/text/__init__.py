@@ -1,6 +1,6 @@
 """Text to learn from: files of documents, tokenizers, tokens on disk, windows of packed documents, generated tales."""
 
-from .corpus import Encoder, NothingToEvaluate, Tokenized, tokenize_corpus
+from .corpus import Encoder, NothingToEvaluate, Tokenized, plan_corpus, tokenize_corpus
 from .documents import Document, Reading, find_text, read_documents
 from .packing import IGNORED, PackedTokens
 from .shards import Shard, ShardWriter, TokenShards
@@ -22,6 +22,7 @@ __all__ = [
     "find_text",
     "fingerprint",
     "load_tokenizer",
+    "plan_corpus",
     "read_documents",
     "start_token",
     "tokenize_corpus",

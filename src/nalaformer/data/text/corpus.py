@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...whole_files import whole_folder
+from ...folder_lock import refuse_in_use
+from ...whole_files import free_bytes, megabytes, refuse_content, refuse_full_disk, whole_folder
 from .documents import Document, Reading, find_text, one_line_per_message, read_documents
 from .shards import SHARD_TOKENS, Shard, ShardWriter, TokenShards
-from .tokenizer import ChatTemplate, encode, fingerprint, load_tokenizer, start_token, train_tokenizer
+from .tokenizer import ChatTemplate, check_vocab_size, encode, fingerprint, load_tokenizer, start_token, train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,14 +54,8 @@ def tokenize_corpus(
     val_files: for out/val; without them each document goes there with probability `val_part`, chosen by its number alone.
     most_bad: lines that may be left out before this stops. started: told each pass over the text, and its size in bytes.
     """
-    if (tokenizer is None) == (train_vocab is None):
-        raise ValueError(
-            "a corpus needs a tokenizer or the size of one to train, and not both: --tokenizer DIR or --train-vocab N"
-        )
-    if not 0 <= val_part < 1:
-        raise ValueError(f"val_part must be at least 0 and below 1, got {val_part}")
+    splits = find_splits(files, out, tokenizer=tokenizer, train_vocab=train_vocab, val_files=val_files, val_part=val_part)
     reading = reading or Reading()
-    splits = {"train": find_text(files), "val": find_text(val_files) if val_files else []}
     bad: list[str] = []
 
     tell = reading.bad
@@ -111,6 +106,55 @@ def tokenize_corpus(
 
 class NothingToEvaluate(ValueError):
     """All documents are to learn from: callers with other options than ours say what helps there."""
+
+
+def find_splits(
+    files: Sequence[str | Path],
+    out: str | Path,
+    *,
+    tokenizer: str | Path | None,
+    train_vocab: int | None,
+    val_files: Sequence[str | Path],
+    val_part: float,
+) -> dict[str, list[Path]]:
+    """The files of "train" and "val", after everything that can be checked without reading them."""
+    if (tokenizer is None) == (train_vocab is None):
+        raise ValueError(
+            "a corpus needs a tokenizer or the size of one to train, and not both: --tokenizer DIR or --train-vocab N"
+        )
+    if train_vocab is not None:
+        check_vocab_size(train_vocab)
+    if not 0 <= val_part < 1:
+        raise ValueError(f"val_part must be at least 0 and below 1, got {val_part}")
+    splits = {"train": find_text(files), "val": find_text(val_files) if val_files else []}
+    refuse_content(Path(out))
+    refuse_full_disk(Path(out), tokens_bytes(splits), "a corpus")
+    return splits
+
+
+def tokens_bytes(splits: dict[str, list[Path]]) -> int:
+    """What tokens take on the disk, about: two bytes for four of text."""
+    return sum(size_of(paths) for paths in splits.values()) // 2
+
+
+def plan_corpus(
+    files: Sequence[str | Path],
+    out: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    train_vocab: int | None = None,
+    val_files: Sequence[str | Path] = (),
+    val_part: float = 0.01,
+) -> list[str]:
+    """What `tokenize_corpus` would do, in words; what would refuse it before the text is read does. Nothing is written."""
+    splits = find_splits(files, out, tokenizer=tokenizer, train_vocab=train_vocab, val_files=val_files, val_part=val_part)
+    refuse_in_use(out, beside=True)
+    words = f"of {tokenizer}, {len(load_tokenizer(tokenizer)):,} entries" if tokenizer else f"trained, {train_vocab:,} entries"
+    texts = [f"{split}: {len(paths):,} files, {megabytes(size_of(paths))}" for split, paths in splits.items() if paths]
+    if not val_files:
+        texts.append(f"val: {val_part:.3g} of the documents")
+    room = f"about {megabytes(tokens_bytes(splits))}, {megabytes(free_bytes(Path(out)))} are free"
+    return [*texts, f"tokenizer: {words}", f"folder: {out}; {room}"]
 
 
 def refuse_empty(documents: dict[str, int], bad: list[str]) -> None:

@@ -20,8 +20,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> "PreTrainedToke
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size <= BYTES:
-        raise ValueError(f"vocab_size must exceed {BYTES} (every byte, and {END}), got {vocab_size}")
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,6 +32,11 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> "PreTrainedToke
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END)
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    if vocab_size <= BYTES:
+        raise ValueError(f"vocab_size must exceed {BYTES} (every byte, and {END}), got {vocab_size}")
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
