@@ -186,23 +186,20 @@ def save_for_ever(folder):
 
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
     context = multiprocessing.get_context("fork")
-    newest = 0
     for attempt in range(25):
         process = context.Process(target=save_for_ever, args=(tmp_path / str(attempt),))
         process.start()
         checkpoints = Checkpoints(tmp_path / str(attempt))
-        while not checkpoints.steps():
+        # amid the work, however slow the disk is
+        while not checkpoints.steps() or checkpoints.steps()[-1] < 3:
             time.sleep(0.001)
         time.sleep(random.Random(attempt).uniform(0, 0.04))
         process.kill()
         process.join()
         for step in checkpoints.steps():
             assert checkpoints.load(step).state["step"] == step
-        newest = max(newest, checkpoints.steps()[-1])
         checkpoints.clean()
         assert all(path.name.startswith("step_") for path in checkpoints.folder.iterdir())
-    # it was killed amid the work and not before
-    assert newest > 2
 
 
 def test_a_full_disk_is_a_clear_error_and_the_old_checkpoint_stays(tmp_path, monkeypatch):

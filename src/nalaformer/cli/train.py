@@ -19,9 +19,10 @@ def add_to(app: "typer.Typer") -> None:
         recipe: Annotated[str, typer.Argument(help="Name of a recipe; `nalaformer recipes` lists them.")],
         settings: Annotated[list[str] | None, typer.Argument(help="key=value, any setting of the recipe.")] = None,
         out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/<recipe>")] = None,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, and end.")] = False,
     ) -> None:
         """Train a recipe. The same command again goes on where a stopped or killed run was."""
-        run_train(recipe, settings or [], out or Path("runs") / recipe)
+        run_train(recipe, settings or [], out or Path("runs") / recipe, dry_run)
 
     @app.command()
     def predict(
@@ -40,14 +41,19 @@ def add_to(app: "typer.Typer") -> None:
         run_recipes(recipe)
 
 
-def run_train(name: str, settings: list[str], out: Path) -> None:
+def run_train(name: str, settings: list[str], out: Path, dry_run: bool) -> None:
     from ..recipes import make_trainer, recipe_with
-    from ..training import TrainingStopped
+    from ..training import TrainingStopped, plan_lines
 
     console = make_console()
     recipe = recipe_with(name, settings)
+    trainer = make_trainer(recipe, out, title=name, console=console)
+    if dry_run:
+        for line in plan_lines(trainer):
+            console.print(line, soft_wrap=True, markup=False)
+        return
     try:
-        outcome = make_trainer(recipe, out, title=name, console=console).fit()
+        outcome = trainer.fit()
     except TrainingStopped as stopped:
         sys.stderr.write(f"stopped: {stopped}\n")
         sys.exit(1)

@@ -3,6 +3,7 @@
 from .checkpoint import Checkpoint, Checkpoints, DamagedCheckpoint
 from .config import TrainingConfig
 from .evaluation import evaluate
+from .plan import plan_lines
 from .trainer import Outcome, Trainer, TrainingStopped
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "TrainingConfig",
     "TrainingStopped",
     "evaluate",
+    "plan_lines",
 ]

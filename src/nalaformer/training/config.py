@@ -66,7 +66,9 @@ class TrainingConfig:
     eval_every: int = 0
     """Steps between evaluations; 0: at the end only. There is always one at the end."""
     save_every: int = 0
-    """Steps between checkpoints; 0: at the end, when stopped, and at the best evaluation."""
+    """Steps between checkpoints; 0: at the end, when stopped, at the best evaluation, and by time."""
+    save_minutes: float = 5.0
+    """Minutes after which a checkpoint is written, however few steps that was; 0: not by time."""
     keep: int = 2
     """Newest checkpoints that are kept, besides the best."""
     tensorboard: bool = False
@@ -93,6 +95,7 @@ class TrainingConfig:
             "workers",
             "eval_every",
             "save_every",
+            "save_minutes",
             "most_corrupt",
         ):
             if getattr(self, name) < 0:

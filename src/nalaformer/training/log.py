@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +16,13 @@ class RunLog:
 
     def __init__(self, folder: Path, *, after_step: int, tensorboard: bool) -> None:
         self.path = folder / "log.jsonl"
-        kept = [row for row in read_log(self.path) if row["step"] <= after_step]
+        rows, bad = read_rows(self.path)
+        if bad:
+            warnings.warn(
+                f"{self.path}: {len(bad)} of its lines are no rows of a log and are left out, the first of them line {bad[0]}",
+                stacklevel=2,
+            )
+        kept = [row for row in rows if row["step"] <= after_step]
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
         self.file: TextIO = self.path.open("a")
         self.board = make_board(folder / "tensorboard", after_step) if tensorboard else None
@@ -37,16 +44,36 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[Row]:
-    """Every whole line; what a killed process has left unfinished is dropped."""
+    """Every row; lines that are damaged, and what a killed process has left unfinished, are left out."""
+    return read_rows(path)[0]
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[int]]:
+    """The rows, and the numbers of the lines that are none; an unfinished last line is no surprise and does not count."""
+    rows: list[Row] = []
+    bad: list[int] = []
     if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+        return rows, bad
+    # bytes: what is no text is a bad line, and takes no other with it
+    *lines, unfinished = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        row = row_of(line)
+        if row is None:
+            bad.append(number)
+        else:
+            rows.append(row)
+    last = row_of(unfinished)
+    return (rows if last is None else [*rows, last]), bad
+
+
+def row_of(line: bytes) -> Row | None:
+    """None if the line is not what `RunLog.write` writes."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_row = isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("kind"), str)
+    return row if is_row else None
 
 
 def make_board(folder: Path, after_step: int) -> Any:

@@ -10,6 +10,7 @@ FREE_SETTINGS = (
     "compile",
     "keep",
     "save_every",
+    "save_minutes",
     "eval_every",
     "tensorboard",
     "most_corrupt",
@@ -29,6 +30,16 @@ def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], folder: Path
             f"{folder} holds a run with other settings: {name} was {before.get(name)!r} and is now {now.get(name)!r}{more}; "
             "choose another folder, or the old settings to go on"
         )
+
+
+def refuse_other_origin(old: dict[str, Any] | None, new: dict[str, Any], folder: Path) -> None:
+    """What settings do not say: the model and the data themselves. Folders of older versions hold nothing about them."""
+    for name, value in new.items():
+        if old is not None and name in old and old[name] != value:
+            raise ValueError(
+                f"{folder} holds a run that was made from something else: {name} was {old[name]!r} and is now {value!r}; "
+                "choose another folder"
+            )
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The loop. It knows models and tasks only by what it asks of them."""
 
 import math
-import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data import Batch, batches_from, map_tensors, seed_everything, steps_per_epoch
+from ..folder_lock import only_writer
+from ..stopping import stop_requests
 from ..tasks.base import Task
 from . import optimizer_state
 from .checkpoint import Checkpoint, Checkpoints
@@ -20,9 +22,9 @@ from .config import PRECISIONS, TrainingConfig
 from .display import Display, figures_line
 from .evaluation import evaluate
 from .log import RunLog
+from .plan import refuse_other_run, refuse_small_disk
 from .ranks import started
 from .schedule import make_schedule
-from .settings import refuse_other_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,6 +66,7 @@ class Trainer:
     """Trains the model on the task; the folder keeps log and checkpoints, and a run in the same folder goes on where it was.
 
     settings: a description of everything that the caller chose, plain values; a folder with other settings is refused.
+    made_from: what tells the model and the data from others with the same settings; a folder with others is refused.
     """
 
     def __init__(
@@ -74,12 +77,15 @@ class Trainer:
         folder: str | Path,
         *,
         settings: dict[str, Any] | None = None,
+        made_from: dict[str, Any] | None = None,
         title: str = "training",
         console: "Console | None" = None,
     ) -> None:
         self.config, self.task, self.model = config, task, model
         self.folder, self.title, self.console = Path(folder), title, console
         self.settings = (settings or {}) | {"training": asdict(config)}
+        # the order of an epoch follows from the number of samples
+        self.made_from = {"samples": len(task.train_data)} | (made_from or {})
         self.checkpoints = Checkpoints(self.folder / "checkpoints")
         self.precision = PRECISIONS[config.precision]
         self.per_epoch = steps_per_epoch(task.train_data, config.batch_size)
@@ -88,8 +94,13 @@ class Trainer:
         self.is_asked_to_stop = False
 
     def fit(self) -> Outcome:
-        """Train to the end, or until SIGTERM, which saves first."""
-        with started(self.config.device) as ranks, self._stopping_on_sigterm():
+        """Train to the end, or until SIGTERM or Ctrl-C, which save first; Ctrl-C is KeyboardInterrupt then."""
+        with (
+            stop_requests(self._ask_to_stop),
+            started(self.config.device) as ranks,
+            # one process writes for all
+            only_writer(self.folder) if ranks.is_first else nullcontext(),
+        ):
             self.ranks = ranks
             self._prepare()
             display = Display(
@@ -160,6 +171,7 @@ class Trainer:
             return
         batches = iter(self._batches())
         stop = False
+        self.last_saved = time.monotonic()
         while progress.step < self.total_steps and not stop:
             figures, stop = self._step(batches, display)
             progress.step += 1
@@ -171,11 +183,18 @@ class Trainer:
             is_better = False
             if is_last or (config.eval_every and progress.step % config.eval_every == 0):
                 is_better = self._evaluate(log, display)
-            due = config.save_every and progress.step % config.save_every == 0
+            due = (config.save_every and progress.step % config.save_every == 0) or self._is_time_to_save()
             if due or is_last or is_better or stop:
                 self._save()
         if stop and progress.step < self.total_steps:
             display.say(f"{self.title}: stopped and saved at step {progress.step}; the same command goes on from there")
+
+    def _ask_to_stop(self) -> None:
+        self.is_asked_to_stop = True
+
+    def _is_time_to_save(self) -> bool:
+        """Only the process that saves looks at the clock, so the others need not agree."""
+        return 0 < 60 * self.config.save_minutes <= time.monotonic() - self.last_saved
 
     def _batches(self) -> Any:
         config = self.config
@@ -322,14 +341,17 @@ class Trainer:
             "optimizer": values,
             "scaler": self.scaler.state_dict(),
             "settings": self.settings,
+            "made_from": self.made_from,
         }
         self.checkpoints.save(self.progress.step, Checkpoint(tensors=tensors, state=state))
         self.checkpoints.prune(keep=self.config.keep, also=self.progress.best_step)
+        self.last_saved = time.monotonic()
 
     def _resume(self) -> None:
         """Everything as it was after the newest checkpoint that is whole."""
         if self.ranks.is_first:
             self.checkpoints.clean()
+            refuse_small_disk(self)
         self.ranks.wait()
         found = self.checkpoints.newest()
         if found is None:
@@ -337,31 +359,13 @@ class Trainer:
                 raise ValueError(f"no checkpoint in {self.checkpoints.folder} is whole; move the folder away to start anew")
             return
         _, checkpoint = found
-        refuse_other_settings(checkpoint.state["settings"], self.settings, self.folder)
+        refuse_other_run(self, checkpoint)
         self.model.load_state_dict(checkpoint.tensors["model"])
         optimizer_state.unpack(self.optimizer, dict(checkpoint.tensors["optimizer"]), checkpoint.state["optimizer"])
         if self.ema is not None:
             self.ema.module.load_state_dict(checkpoint.tensors["ema"])
         self.scaler.load_state_dict(checkpoint.state["scaler"])
         self.progress = Progress(**checkpoint.state["progress"])
-
-    @contextmanager
-    def _stopping_on_sigterm(self) -> Iterator[None]:
-        """The step in progress is finished and saved first."""
-
-        def ask(number: int, frame: object) -> None:
-            self.is_asked_to_stop = True
-
-        try:
-            before = signal.signal(signal.SIGTERM, ask)
-        except ValueError:
-            # only the main thread may listen
-            yield
-            return
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
 def checkpoint_activations(model: Any) -> None:

@@ -1,0 +1,69 @@
+"""What a run is going to do and whether it can: asked before the first step, or instead of it."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..folder_lock import refuse_in_use
+from ..whole_files import free_bytes, megabytes, refuse_full_disk
+from .ranks import find_device
+from .settings import refuse_other_origin, refuse_other_settings
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+    from .trainer import Trainer
+
+
+def plan_lines(trainer: "Trainer") -> list[str]:
+    """The run in words; everything that would refuse it does. Nothing is written."""
+    config = trainer.config
+    refuse_in_use(trainer.folder)
+    found = trainer.checkpoints.newest()
+    if found is not None:
+        refuse_other_run(trainer, found[1])
+    refuse_small_disk(trainer)
+    done = found[0] if found is not None else 0
+    state = f"goes on after step {done}" if done else "new"
+    if done >= trainer.total_steps:
+        state = "finished"
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    learned = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    return [
+        f"{trainer.title}: {trainer.total_steps} steps of {config.batch_size}, {trainer.per_epoch} an epoch; {state}",
+        f"data: {len(trainer.task.train_data):,} samples to learn from, {len(trainer.task.eval_data):,} to evaluate on",
+        f"model: {type(trainer.model).__name__}, {parameters:,} parameters, of which {learned:,} learn",
+        f"device: {find_device(config.device).type}, {config.precision}",
+        f"folder: {trainer.folder}; a checkpoint takes about {megabytes(checkpoint_bytes(trainer))}, "
+        f"{megabytes(free_bytes(trainer.folder))} are free",
+    ]
+
+
+def refuse_other_run(trainer: "Trainer", checkpoint: "Checkpoint") -> None:
+    """A folder holds one run: its settings, its model and its data."""
+    refuse_other_settings(checkpoint.state["settings"], trainer.settings, trainer.folder)
+    refuse_other_origin(checkpoint.state.get("made_from"), trainer.made_from, trainer.folder)
+    ours, theirs = trainer.model.state_dict(), checkpoint.tensors["model"]
+    odd = sorted(ours.keys() ^ theirs.keys()) or [name for name in ours if ours[name].shape != theirs[name].shape]
+    if odd:
+        raise ValueError(
+            f"{trainer.folder} holds a run of another model: {odd[0]} is {described(theirs.get(odd[0]))} there and "
+            f"{described(ours.get(odd[0]))} here; choose another folder"
+        )
+
+
+def described(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else f"{list(tensor.shape)}"
+
+
+def refuse_small_disk(trainer: "Trainer") -> None:
+    """The newest checkpoint and the one that is being written must fit; what is there already may go."""
+    size = checkpoint_bytes(trainer)
+    present = len(trainer.checkpoints.steps())
+    refuse_full_disk(trainer.folder, max(0, 2 - present) * size, "a run")
+
+
+def checkpoint_bytes(trainer: "Trainer") -> int:
+    """Weights, their average, and two moments of what learns, as AdamW has."""
+    weights = sum(value.numel() * value.element_size() for value in trainer.model.state_dict().values())
+    moments = sum(2 * p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+    return weights * (2 if trainer.config.ema else 1) + moments
