@@ -1,10 +1,12 @@
 """Pretrained decoders with hybrid attention: the same function however it is run, and most of the ability kept."""
 
 import copy
+import errno
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,8 +20,10 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from nalaformer.attention.hybrid import HybridSettings, hybrid_settings  # noqa: E402
-from nalaformer.linearize import LinearizeConfig, TokenWindows, linearize, validate, write_report  # noqa: E402
+from nalaformer.linearize import LinearizeConfig, TokenWindows, linearize, saving, validate, write_report  # noqa: E402
+from nalaformer.linearize.fingerprint import model_fingerprint  # noqa: E402
 from nalaformer.linearize.run import check_model  # noqa: E402
+from nalaformer.linearize.transfer import AttentionTransfer  # noqa: E402
 from nalaformer.models.hybrid.attention import attention_mode, converted_attentions  # noqa: E402
 from nalaformer.models.hybrid.cache import HybridCache  # noqa: E402
 from nalaformer.models.hybrid.model import HybridForCausalLM  # noqa: E402
@@ -301,6 +305,83 @@ def test_the_same_call_again_goes_on_where_it_was(windows, tmp_path):
         assert torch.equal(again.model.state_dict()[name], value), name
 
 
+def test_another_model_and_other_data_are_refused_in_a_used_folder(windows, tmp_path):
+    config = LinearizeConfig(attention=SMALL, transfer=short_run(steps=1), finetune=None)
+    linearize(make_model(), windows, windows, folder=tmp_path, config=config)
+    other = make_model()
+    with torch.no_grad():
+        # the smallest change: one bit of one weight
+        other.model.layers[1].mlp.up_proj.weight.view(torch.int32)[3, 5] ^= 1
+    with pytest.raises(ValueError, match=r"made from something else: model was 'LlamaForCausalLM .*choose another folder"):
+        linearize(other, windows, windows, folder=tmp_path, config=config)
+    changed = TokenWindows(windows.windows.flatten().flip(0), length=40)
+    with pytest.raises(ValueError, match="made from something else: train_data was"):
+        linearize(make_model(), changed, windows, folder=tmp_path, config=config)
+    with pytest.raises(ValueError, match="made from something else: eval_data was"):
+        linearize(make_model(), windows, changed, folder=tmp_path, config=config)
+    linearize(make_model(), windows, windows, folder=tmp_path, config=config)
+
+
+def test_an_adapter_is_not_taken_for_one_of_other_maps(windows, tmp_path):
+    pytest.importorskip("peft")
+    config = LinearizeConfig(attention=SMALL, transfer=short_run(steps=1), finetune=short_run(steps=1))
+    linearize(make_model(), windows, windows, folder=tmp_path, config=config)
+    shutil.rmtree(tmp_path / "transfer")
+    with pytest.raises(ValueError, match="made from something else: maps was"):
+        linearize(make_model(), windows, windows, folder=tmp_path, config=replace(config, transfer=short_run(steps=2)))
+
+
+def test_values_that_change_places_change_the_fingerprint():
+    model = torch.nn.Linear(6, 2)
+    before = model_fingerprint(model)
+    with torch.no_grad():
+        model.weight.copy_(model.weight.flip(1))
+    assert model_fingerprint(model) != before
+    assert model_fingerprint(model.to(torch.bfloat16)) != before
+
+
+def test_a_stage_is_saved_when_it_is_interrupted_and_goes_on(windows, tmp_path, monkeypatch):
+    config = LinearizeConfig(attention=SMALL, transfer=short_run(steps=4), finetune=None)
+    whole = linearize(make_model(), windows, windows, folder=tmp_path / "whole", config=config)
+    loss, seen = AttentionTransfer.loss, []
+
+    def interrupted(self, model, batch):
+        seen.append(batch)
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss(self, model, batch)
+
+    monkeypatch.setattr(AttentionTransfer, "loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        linearize(make_model(), windows, windows, folder=tmp_path / "halves", config=config)
+    halves = linearize(make_model(), windows, windows, folder=tmp_path / "halves", config=config)
+    assert len(seen) == 4
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(halves.model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("peft", "stage 2 needs peft"),
+        ("windows", "an epoch must hold a whole batch"),
+        ("eval", "validation needs at least one"),
+    ],
+)
+def test_what_a_later_stage_needs_is_asked_for_before_the_first(windows, tmp_path, monkeypatch, what, message):
+    config = LinearizeConfig(attention=SMALL, transfer=short_run(steps=1), finetune=short_run(steps=1))
+    train, held_out = windows, windows
+    if what == "peft":
+        monkeypatch.setitem(sys.modules, "peft", None)
+    elif what == "windows":
+        config = replace(config, finetune=short_run(steps=1, batch_size=25))
+    else:
+        held_out = []
+    with pytest.raises((ValueError, ModuleNotFoundError), match=message):
+        linearize(make_model(), train, held_out, folder=tmp_path / "out", config=config)
+    assert not (tmp_path / "out").exists()
+
+
 def test_finetuning_lowers_the_loss_and_merges_to_the_same_logits(windows, tmp_path):
     pytest.importorskip("peft")
     config = LinearizeConfig(
@@ -521,6 +602,63 @@ def test_what_cannot_be_converted_or_saved_is_refused_before_any_work(pretrained
     for option in ("--steps", "--finetune-steps"):
         assert run_command(folder, out, more=[option, "-1"]).exit_code == 2
     assert not out.exists()
+
+
+def test_a_model_of_another_build_and_a_missing_package_are_refused_before_the_text_is_read(
+    pretrained_folder, tmp_path, monkeypatch
+):
+    shutil.copytree(pretrained_folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(saving, "tokenize_corpus", lambda *_, **__: pytest.fail("was tokenized"))
+    gpt2 = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=300)
+    gpt2.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no `model\.layers`"):
+        run_command(tmp_path, tmp_path / "out")
+    shutil.copytree(pretrained_folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+        run_command(tmp_path, tmp_path / "out", more=["--steps", "1"])
+    monkeypatch.setattr("nalaformer.whole_files.free_bytes", lambda folder: 1000)
+    with pytest.raises(ValueError, match="a converted model needs about"):
+        run_command(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_says_what_would_be_done_and_writes_nothing(pretrained_folder, tmp_path):
+    done = run_command(pretrained_folder, tmp_path / "out", more=["--dry-run", "--steps", "7"])
+    assert done.exit_code == 0
+    assert "transfer: 7 steps of 8" in done.output
+    assert "finetune: left out" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_window_longer_than_the_text_is_refused_before_the_model_is_loaded(pretrained_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
+    with pytest.raises(ValueError, match="an epoch must hold a whole batch"):
+        run_command(pretrained_folder, tmp_path / "out", length=100_000, more=["--steps", "1"])
+
+
+def test_a_full_disk_in_the_last_save_leaves_no_half_and_the_same_command_ends(pretrained_folder, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    write = saving.sync_tree
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saving, "sync_tree", full)
+    with pytest.raises(OSError, match="out could not be written, the disk is full; make room"):
+        run_command(pretrained_folder, out)
+    assert sorted(path.name for path in out.iterdir()) == ["made_from.json", "runs", "tokens"]
+    monkeypatch.setattr(saving, "sync_tree", write)
+    assert run_command(pretrained_folder, out).exit_code == 0
+    assert AutoModelForCausalLM.from_pretrained(out) is not None
+
+
+def test_a_claim_that_met_a_full_disk_does_not_keep_the_folder(pretrained_folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    # what a version before this one, or a kill, has left
+    for name in (".made_from.json_123", ".lock"):
+        (tmp_path / "out" / name).touch()
+    assert run_command(pretrained_folder, tmp_path / "out").exit_code == 0
 
 
 def test_the_auto_classes_build_the_model_of_its_config():

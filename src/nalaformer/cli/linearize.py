@@ -2,11 +2,13 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from .console import make_console
+from .packages import need
 
 if TYPE_CHECKING:
     import typer
@@ -35,9 +37,10 @@ def add_to(app: "typer.Typer") -> None:
             int | None, typer.Option(min=0, help="Of stage 2, LoRA; 0: none.", show_default="2 epochs")
         ] = None,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, and end.")] = False,
     ) -> None:
         """Convert a pretrained model to hybrid attention. The same command again goes on where a stopped or killed run was."""
-        run_linearize(model, settings or [], data or [], out, length, steps, finetune_steps, device)
+        run_linearize(model, settings or [], data or [], out, length, steps, finetune_steps, device, dry_run)
 
 
 def run_linearize(
@@ -49,16 +52,20 @@ def run_linearize(
     steps: int | None,
     finetune_steps: int | None,
     device: str,
+    dry_run: bool,
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     from ..data.text import load_tokenizer
+    from ..folder_lock import only_writer, refuse_in_use
     from ..linearize import LinearizeConfig, linearize, save, token_windows, write_report
-    from ..linearize.saving import RUNS, TOKENS, claim_folder
-    from ..models.hybrid.support import check_config
+    from ..linearize.preflight import check_architecture, check_settings, check_windows, model_bytes, stage_line
+    from ..linearize.saving import RUNS, TOKENS, check_folder, claim_folder, is_tokenized
     from ..recipes import changed
     from ..training import TrainingConfig, TrainingStopped
+    from ..training.ranks import find_device
+    from ..whole_files import free_bytes, megabytes, refuse_full_disk
 
     if not data:
         raise ValueError("the conversion learns from text, got none; name files or folders with --data")
@@ -75,24 +82,52 @@ def run_linearize(
     start = LinearizeConfig()
     config = replace(start, transfer=in_steps(start.transfer, steps), finetune=in_steps(start.finetune, finetune_steps))
     config = changed(config, settings)
-    # before hours of work: what cannot be converted, or not be saved with its tokenizer
-    check_config(AutoConfig.from_pretrained(model, local_files_only=True))
+    # before hours of work: what cannot be converted, trained, or be saved with its tokenizer and its report
+    check_settings(config)
+    if config.transfer is not None:
+        need("matplotlib")
+    parameters = check_architecture(AutoConfig.from_pretrained(model, local_files_only=True))
     load_tokenizer(model)
+    place = find_device(device)
     # one of torchrun's processes looks and writes for all
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
-        claim_folder(out, model=model, data=data, length=length)
-    windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS)
-    pretrained = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
-    try:
-        result = linearize(pretrained, windows["train"], windows["val"], folder=out / RUNS, config=config, console=console)
-    except TrainingStopped as stopped:
-        sys.stderr.write(f"stopped: {stopped}\n")
-        sys.exit(1)
-    if not is_first:
+        check_folder(out, model=model, data=data, length=length)
+        refuse_in_use(out)
+        refuse_full_disk(out, model_bytes(model), "a converted model")
+    has_tokens = is_tokenized(data) or (out / TOKENS).is_dir()
+    windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS) if has_tokens else {}
+    if windows:
+        check_windows(config, windows["train"], windows["val"])
+    if dry_run:
+        known = windows.get("train")
+        text = f"{len(windows['train']):,} windows to learn from, {len(windows['val']):,} to validate on" if windows else "new"
+        for line in (
+            f"model: {model}, {parameters:,} parameters, on {place.type}",
+            f"attention: {config.attention}",
+            f"tokens: {text}, of {length}",
+            stage_line("transfer", config.transfer, known),
+            stage_line("finetune", config.finetune, known),
+            f"folder: {out}; the model takes {megabytes(model_bytes(model))}, {megabytes(free_bytes(out))} are free",
+        ):
+            console.print(line, soft_wrap=True, markup=False)
         return
-    save(result, out, tokenizer=model)
-    report = write_report(result, out)
+    with only_writer(out) if is_first else nullcontext():
+        if is_first:
+            claim_folder(out, model=model, data=data, length=length)
+        if not windows:
+            windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS)
+            check_windows(config, windows["train"], windows["val"])
+        pretrained = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
+        try:
+            result = linearize(pretrained, windows["train"], windows["val"], folder=out / RUNS, config=config, console=console)
+        except TrainingStopped as stopped:
+            sys.stderr.write(f"stopped: {stopped}\n")
+            sys.exit(1)
+        if not is_first:
+            return
+        save(result, out, tokenizer=model)
+        report = write_report(result, out)
     for stage, found in result.validations.items():
         console.print(
             f"after {stage}: perplexity {found.perplexity:.4g} (teacher {found.teacher_perplexity:.4g}), "

@@ -43,3 +43,8 @@ class LinearizeConfig:
             raise ValueError(f"layers_at_once must not be negative, got {self.layers_at_once}; 0 means all")
         if self.lora_rank < 1:
             raise ValueError(f"lora_rank must be positive, got {self.lora_rank}")
+
+    @property
+    def stages(self) -> list[TrainingConfig]:
+        """Those that are not left out."""
+        return [stage for stage in (self.transfer, self.finetune) if stage is not None]

@@ -1,6 +1,7 @@
 """The whole way: convert, transfer, fine-tune, validate, save."""
 
 import json
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,14 +12,18 @@ from torch import nn
 
 from ..attention.hybrid import hybrid_settings
 from ..data import Samples, seed_everything
+from ..folder_lock import only_writer
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.config import HybridConfig
 from ..models.hybrid.model import HybridForCausalLM, restore_attention_
 from ..models.hybrid.support import check_config
 from ..training import Trainer, TrainingConfig, TrainingStopped
 from ..training.ranks import started
+from ..whole_files import clear_disk_errors, write_atomically
 from .config import LinearizeConfig
 from .finetune import NextToken, with_adapter
+from .fingerprint import data_fingerprint, model_fingerprint
+from .preflight import check_settings, check_windows
 from .sharding import shard_frozen_, whole
 from .trainable import Trainable, freeze
 from .transfer import AttentionTransfer, TransferModel
@@ -57,24 +62,30 @@ def linearize(
     """Convert the model in place and train what is new in it; the same call again goes on where it was.
 
     train_data, eval_data: samples of token ids, [N] each, or {"input_ids", "targets"}. folder: log and checkpoints of both
-    stages. The model's own weights change in stage 2 alone, and only if its adapter is merged.
+    stages; one that was made from another model or other data is refused. The model's own weights change in stage 2 alone, and
+    only if its adapter is merged.
     """
     config = config or LinearizeConfig()
-    attention = config.attention
-    chooses = attention.exact and attention.salient_per_chunk > 0
-    if config.transfer is None and attention.selection == "learned" and chooses:
-        raise ValueError(
-            "selection 'learned' is learned in the transfer of attention, which is left out; "
-            "give it steps, or use another selection, such as 'key_norm'"
-        )
-    stages = [stage for stage in (config.transfer, config.finetune) if stage is not None]
-    with started(stages[0].device if stages else "auto") as ranks:
+    # before any work: everything that can be known now
+    check_config(model.config)
+    check_settings(config)
+    check_windows(config, train_data, eval_data)
+    stages = config.stages
+    with (
+        started(stages[0].device if stages else "auto") as ranks,
+        only_writer(folder) if ranks.is_first else nullcontext(),
+    ):
         seed_everything(stages[0].seed if stages else 0)
         nn.Module.to(model, ranks.device)
         check_model(model)
+        made_from = {
+            "model": f"{type(model).__name__} {model_fingerprint(model)}",
+            "train_data": data_fingerprint(train_data),
+            "eval_data": data_fingerprint(eval_data),
+        }
         hybrid = HybridForCausalLM.convert(model, config.attention)
         freeze(hybrid)
-        stages_of = Stages(hybrid, train_data, eval_data, config, Path(folder), console)
+        stages_of = Stages(hybrid, train_data, eval_data, config, Path(folder), made_from, console)
         batch_size = max(1, (stages[0].batch_size if stages else 8) // ranks.count)
         validations = {"conversion": validate(hybrid, eval_data, batch_size=batch_size)}
         errors: dict[str, float] = {}
@@ -130,6 +141,8 @@ class Stages:
     eval_data: Samples
     config: LinearizeConfig
     folder: Path
+    made_from: dict[str, str]
+    """Fingerprints of the pretrained model and of the data."""
     console: "Console | None"
 
     def transfer(self, training: TrainingConfig) -> dict[str, float]:
@@ -150,8 +163,11 @@ class Stages:
         """Stage 2; the model under its adapter."""
         # the adapter's start follows from the seed, whatever ran before
         seed_everything(training.seed)
+        # an adapter belongs to the maps that it was learned with
+        maps = nn.ModuleList(attention.hybrid for attention in converted_attentions(self.model))
+        transferred = {"maps": model_fingerprint(maps)}
         adapted = with_adapter(self.model, self.config)
-        self.fit("finetune", training, NextToken(self.train_data, self.eval_data), Trainable(adapted))
+        self.fit("finetune", training, NextToken(self.train_data, self.eval_data), Trainable(adapted), transferred)
         return adapted
 
     def empty_copy(self) -> Any:
@@ -163,8 +179,10 @@ class Stages:
             attention.hybrid.map.to(dtype=torch.promote_types(like.dtype, torch.float32))
         return with_adapter(copy, self.config) if self.config.finetune is not None else copy
 
-    def fit(self, name: str, training: TrainingConfig, task: Any, trainable: Trainable) -> dict[str, float]:
-        """Train in a folder of that name; the last metrics."""
+    def fit(
+        self, name: str, training: TrainingConfig, task: Any, trainable: Trainable, made_from: dict[str, str] | None = None
+    ) -> dict[str, float]:
+        """Train in a folder of that name; the last metrics. made_from: fingerprints beside those of model and data."""
         config = self.config
         if config.shard and torch.distributed.is_initialized():
             shard_frozen_(self.model, trainable)
@@ -174,7 +192,16 @@ class Stages:
             "lora_rank": config.lora_rank,
             "lora_alpha": config.lora_alpha,
         }
-        trainer = Trainer(training, task, trainable, self.folder / name, settings=settings, title=name, console=self.console)
+        trainer = Trainer(
+            training,
+            task,
+            trainable,
+            self.folder / name,
+            settings=settings,
+            made_from=self.made_from | (made_from or {}),
+            title=name,
+            console=self.console,
+        )
         outcome = trainer.fit()
         if not outcome.is_finished:
             raise TrainingStopped(f"stopped and saved at step {outcome.step} of {name}; the same call goes on from there")
@@ -202,5 +229,6 @@ def write_figures(result: Linearized, folder: Path) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "linearize.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    with clear_disk_errors(path):
+        write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
     return path

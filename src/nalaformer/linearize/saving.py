@@ -2,22 +2,31 @@
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, tokenize_corpus
-from ..whole_files import write_atomically
+from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, load_tokenizer, tokenize_corpus
+from ..whole_files import clear_disk_errors, is_leftover, sync_tree, unfinished_folder, write_atomically
 from .run import Linearized
 
 MADE_FROM = "made_from.json"
-TOKENS, RUNS = "tokens", "runs"
+TOKENS, RUNS, ADAPTER = "tokens", "runs", "adapter"
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def claim_folder(out: str | Path, *, model: str | Path, data: Sequence[str | Path], length: int) -> None:
-    """Note in the folder what is converted with what.
+    """Note in the folder what is converted with what; `check_folder` says which folders are refused."""
+    made_from = check_folder(out, model=model, data=data, length=length)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    with clear_disk_errors(Path(out)):
+        write_atomically(Path(out) / MADE_FROM, (json.dumps(made_from, indent=1) + "\n").encode())
+
+
+def check_folder(out: str | Path, *, model: str | Path, data: Sequence[str | Path], length: int) -> dict[str, Any]:
+    """What is converted with what; nothing is written.
 
     Refused are folders whose files would be overwritten, the model's own first of all, and those of another conversion: its
     tokens and checkpoints would be taken for this one's.
@@ -27,7 +36,8 @@ def claim_folder(out: str | Path, *, model: str | Path, data: Sequence[str | Pat
         raise ValueError(f"the converted model needs a folder of its own, got that of the pretrained one ({out}); name another")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} must be a folder or not exist, got a file; name another")
-    if out.is_dir() and any(out.iterdir()) and not (out / MADE_FROM).is_file():
+    is_used = out.is_dir() and not all(map(is_leftover, out.iterdir()))
+    if is_used and not (out / MADE_FROM).is_file():
         raise ValueError(
             f"{out} must be new, empty or an earlier conversion's folder, got one with other files; name another, or remove it"
         )
@@ -40,8 +50,7 @@ def claim_folder(out: str | Path, *, model: str | Path, data: Sequence[str | Pat
         ]
         if changes:
             raise ValueError(f"{out} holds another conversion: {'; '.join(changes)}; name another folder, or remove it")
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / MADE_FROM, (json.dumps(made_from, indent=1) + "\n").encode())
+    return made_from
 
 
 def description(model: Path, data: Sequence[str | Path], length: int) -> dict[str, Any]:
@@ -103,12 +112,25 @@ def save(result: Linearized, folder: str | Path, *, tokenizer: str | Path | None
     """Write model, and tokenizer where one is given, for AutoModelForCausalLM and AutoTokenizer; an adapter beside them."""
     folder = Path(folder)
     model: Any = result.model
-    if hasattr(model, "unload"):
-        model.save_pretrained(folder / "adapter")
-        model = model.unload()
-    model.save_pretrained(folder)
-    if tokenizer is not None:
-        from ..data.text import load_tokenizer
-
-        load_tokenizer(tokenizer).save_pretrained(str(folder))
+    # beside the old files first: a full disk, or a kill, leaves no half of a model
+    aside = unfinished_folder(folder / "model")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        with clear_disk_errors(folder):
+            if hasattr(model, "unload"):
+                model.save_pretrained(aside / ADAPTER)
+                model = model.unload()
+            model.save_pretrained(aside)
+            if tokenizer is not None:
+                load_tokenizer(tokenizer).save_pretrained(str(aside))
+            sync_tree(aside)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    if (aside / ADAPTER).exists():
+        shutil.rmtree(folder / ADAPTER, ignore_errors=True)
+    for path in sorted(aside.iterdir()):
+        path.replace(folder / path.name)
+    aside.rmdir()
     return folder

@@ -1,0 +1,58 @@
+"""What tells a model and its data from others of the same shape: sums over every weight, and windows of tokens."""
+
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data import Samples
+from ..data.loading import random_state_of
+from .batches import inputs_and_targets
+
+# windows of the data that are looked at: data of terabytes has a fingerprint in a second too
+WINDOWS = 64
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Of names, shapes, types and bits of all parameters: sum_i bits_i and sum_i (i mod 8191) bits_i, in 64-bit integers.
+
+    Integers have one sum in every order, so all devices and numbers of threads agree.
+    """
+    digest = sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        value = whole_tensor(parameter).detach()
+        digest.update(f"{name} {list(value.shape)} {value.dtype} {bit_sums(value)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def bit_sums(value: Tensor) -> list[int]:
+    bits = value.contiguous().view(-1).view(INTEGERS[value.element_size()])
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    # in pieces: the places of an embedding are gigabytes
+    for start in range(0, len(bits), 1 << 24):
+        piece = bits[start : start + (1 << 24)].long()
+        places = torch.arange(start, start + len(piece), device=bits.device) % 8191
+        sums += torch.stack((piece.sum(), (piece * places).sum()))
+    return sums.tolist()
+
+
+def whole_tensor(parameter: Tensor) -> Tensor:
+    """Of a parameter that is spread over processes, all of it; all processes must ask."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def data_fingerprint(data: Samples) -> str:
+    """Of the number of windows, and of the tokens and targets of at most WINDOWS of them, evenly spread."""
+    digest = sha256(f"{len(data)} windows\n".encode())
+    places: Any = np.unique(np.linspace(0, max(0, len(data) - 1), WINDOWS).astype(int)) if len(data) else ()
+    for index in map(int, places):
+        # data that draws its samples draws the same ones
+        with random_state_of(0, index):
+            sample = data[index]
+        batch = sample[None] if isinstance(sample, Tensor) else {name: value[None] for name, value in sample.items()}
+        for tokens in inputs_and_targets(batch):
+            digest.update(tokens.long().numpy().tobytes())
+    return digest.hexdigest()[:16]
