@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from nalaformer import cli
 from nalaformer.bench import scoreboard
 from nalaformer.bench.resident import make_plan, resident
 from nalaformer.bench.scoreboard import Method, parse_methods, run_scoreboard
-from nalaformer.bench.scoreboard_report import COLUMNS, scoreboard_table, standings
+from nalaformer.bench.scoreboard_report import COLUMNS, read_rows, scoreboard_table, standings
 from nalaformer.bench.sprint import Sprint
 from nalaformer.data.sequences import IGNORE, SEQUENCES
+from nalaformer.folder_lock import InUse, only_writer
 from nalaformer.models.sequence import RecallModel
 from nalaformer.recipes import RECIPES, changed
 from nalaformer.training import TrainingConfig
@@ -248,6 +251,54 @@ def test_a_time_limit_stops_cleanly_and_the_same_call_goes_on(tmp_path):
     assert sum("put aside" in line for line in said) == 4
     assert without_time(rows) == without_time(whole)
     assert not list(tmp_path.glob(".parts_aside/*"))
+
+
+def test_ctrl_c_puts_the_run_in_progress_aside_and_the_same_call_goes_on(tmp_path, monkeypatch):
+    whole = board(tmp_path / "whole.csv")
+    evaluate, looks = Sprint.evaluate, []
+
+    def interrupted(self, buckets):
+        looks.append(self.course.step)
+        if len(looks) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self, buckets)
+
+    monkeypatch.setattr(Sprint, "evaluate", interrupted)
+    # a run looks at dev twice and at test once: the second run is interrupted amid its steps
+    with pytest.raises(KeyboardInterrupt):
+        board(tmp_path / "parts.csv")
+    assert len(read_rows(tmp_path / "parts.csv")) == 1
+    assert len(list(tmp_path.glob(".parts_aside/*"))) == 1
+    assert without_time(board(tmp_path / "parts.csv")) == without_time(whole)
+    # one look at dev and one at test were left
+    assert len(looks) == 6
+
+
+def test_a_run_is_saved_on_the_way_by_time(tmp_path):
+    aside = tmp_path / "run.safetensors"
+    sprint = make_sprint(steps=4, save_minutes=1e-9)
+    assert sprint.run(aside=aside)
+    again = make_sprint(steps=4)
+    again.resume(aside)
+    assert again.course.step == 4
+    assert make_sprint(steps=4, save_minutes=0).run(aside=tmp_path / "never.safetensors")
+    assert not (tmp_path / "never.safetensors").exists()
+
+
+def test_a_damaged_run_that_was_put_aside_is_made_anew(tmp_path):
+    whole = board(tmp_path / "whole.csv", methods="relu")
+    board(tmp_path / "parts.csv", methods="relu", seconds=0.0)
+    (aside,) = tmp_path.glob(".parts_aside/*")
+    aside.write_bytes(aside.read_bytes()[:100])
+    said = []
+    assert without_time(board(tmp_path / "parts.csv", methods="relu", say=said.append)) == without_time(whole)
+    assert any("cannot be read and is made anew" in line for line in said)
+
+
+def test_two_scoreboards_do_not_write_one_file(tmp_path):
+    with only_writer(tmp_path / "a.csv", beside=True), pytest.raises(InUse, match=r"a\.csv is written by process"):
+        board(tmp_path / "a.csv")
+    assert not (tmp_path / "a.csv").exists()
 
 
 def test_data_that_is_kept_is_made_once_and_other_data_is_refused(tmp_path):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..folder_lock import only_writer
 from ..registry import unknown_name
 from ..whole_files import write_atomically
 from .decoding import DecodeStudy, run_decoding
@@ -127,15 +128,17 @@ def run_linearization(
             raise unknown_name("part", part, PARTS)
     say = say or _say_on_stdout
     path = Path(out or f"benchmarks/results/linearization_{device}.csv")
-    rows = Rows(path, device)
-    deadline = time.monotonic() + 60 * study.minutes
-    say(f"{rows.facts['device']}, torch {rows.facts['torch']}, commit {rows.facts['commit']}")
-    if "prompt" in parts:
-        run_prompts(study.prompt, device=device, add=rows.add, say=say, deadline=deadline)
-    if "decode" in parts:
-        run_decoding(study.decode, device=device, add=rows.add, say=say, deadline=deadline)
-    if "recall" in parts:
-        run_recall(study.recall, device=device, add=rows.add, say=say, deadline=deadline, teacher_folder=teacher_folder)
+    # rows of earlier runs stay in the file, so two runs at once would lose each other's
+    with only_writer(path, beside=True):
+        rows = Rows(path, device)
+        deadline = time.monotonic() + 60 * study.minutes
+        say(f"{rows.facts['device']}, torch {rows.facts['torch']}, commit {rows.facts['commit']}")
+        if "prompt" in parts:
+            run_prompts(study.prompt, device=device, add=rows.add, say=say, deadline=deadline)
+        if "decode" in parts:
+            run_decoding(study.decode, device=device, add=rows.add, say=say, deadline=deadline)
+        if "recall" in parts:
+            run_recall(study.recall, device=device, add=rows.add, say=say, deadline=deadline, teacher_folder=teacher_folder)
     say(f"results: {path}")
     return path
 

@@ -10,6 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ..attention.hybrid import HybridSettings, hybrid_settings
 from ..data.sequences import RecallLanguage, as_tensor
+from ..folder_lock import only_writer
 from ..linearize import LinearizeConfig, linearize
 from ..training import TrainingConfig
 from .models import failure_of, give_back_memory
@@ -154,7 +156,8 @@ def run_recall(
         study.settings(method)
     if study.methods and study.finetune_steps and find_spec("peft") is None:
         raise ModuleNotFoundError("LoRA needs peft: pip install 'nalaformer[language]'", name="peft")
-    course = train_teacher(study.teacher, device=device, say=say, folder=teacher_folder)
+    with only_writer(teacher_folder) if teacher_folder is not None else nullcontext():
+        course = train_teacher(study.teacher, device=device, say=say, folder=teacher_folder)
     expected: dict[int, dict[str, float]] = {}
     for length in study.eval_lengths:
         expected[length] = accuracies(course.model, study.texts(length), device=device, tokens=study.eval_tokens)

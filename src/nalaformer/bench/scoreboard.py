@@ -15,7 +15,9 @@ from torch import nn
 
 from ..data import seed_everything
 from ..data.sequences import SEQUENCES, write
+from ..folder_lock import only_writer
 from ..models.sequence import state_size
+from ..stopping import stop_requests
 from ..tasks import Sequences, SequencesConfig
 from ..training import TrainingConfig
 from .machine import Machine, describe_machine
@@ -28,7 +30,7 @@ Say = Callable[[str], None]
 # fields of a training that have a column of their own, or change no figure here
 NO_SETTINGS = {
     *("learning_rate", "seed", "steps", "epochs", "cooldown", "device", "workers", "compile", "checkpoint_activations"),
-    *("save_every", "keep", "tensorboard", "bad_steps", "on_corrupt", "most_corrupt"),
+    *("save_every", "save_minutes", "keep", "tensorboard", "bad_steps", "on_corrupt", "most_corrupt"),
 }
 
 
@@ -164,7 +166,8 @@ def run_scoreboard(
 ) -> list[Row]:
     """Train every run that `out` does not hold yet, and return all its rows of this task; the file is whole after each run.
 
-    steps: 0 takes the recipe's. seconds: after that many the run in progress is put aside, and the same call goes on with it.
+    steps: 0 takes the recipe's. seconds: after that many the run in progress is put aside, and the same call goes on with it;
+    so it is on SIGTERM and Ctrl-C, after its next evaluation.
     data_folder: where generated data is kept for the next call; without it, data is made anew.
     """
     if steps < 0:
@@ -175,38 +178,48 @@ def run_scoreboard(
     until = time.monotonic() + seconds
     out = Path(out)
     machine = describe_machine()
-    rows = read_rows(out)
-    # before minutes of work: a file that cannot be written should say so
-    save_rows(out, rows)
-    total = steps or recipe.training.total_steps(max(1, recipe.task.train_samples // recipe.training.batch_size))
-    planned = [
-        Run(task=title, recipe=recipe, method=method, rate=rate, seed=seed, steps=total)
-        for seed in seeds
-        for rate in learning_rates
-        for method in methods
-    ]
-    todo = [run for run in planned if not run.is_in(rows)]
-    say(f"{title}: {len(todo)} of {len(planned)} runs to do, {total} steps each, on {machine.device_name(device)}")
-    if not todo:
-        return [row for row in rows if row["task"] == title]
-    # a name that is wrong should say so before others have trained for hours
-    facts = Sequences(recipe.task).facts()
-    for method in methods:
-        make_model(recipe, method, facts)
-    with prepared(recipe.task, data_folder, workers, say) as task:
-        loaded = Loaded(task, device, say)
+    with only_writer(out, beside=True):
+        rows = read_rows(out)
+        # before minutes of work: a file that cannot be written should say so
+        save_rows(out, rows)
+        total = steps or recipe.training.total_steps(max(1, recipe.task.train_samples // recipe.training.batch_size))
+        planned = [
+            Run(task=title, recipe=recipe, method=method, rate=rate, seed=seed, steps=total)
+            for seed in seeds
+            for rate in learning_rates
+            for method in methods
+        ]
+        todo = [run for run in planned if not run.is_in(rows)]
+        say(f"{title}: {len(todo)} of {len(planned)} runs to do, {total} steps each, on {machine.device_name(device)}")
+        if todo:
+            # a name that is wrong should say so before others have trained for hours
+            facts = Sequences(recipe.task).facts()
+            for method in methods:
+                make_model(recipe, method, facts)
+            with prepared(recipe.task, data_folder, workers, say) as task:
+                loaded = Loaded(task, device, say)
+                for row in finished_runs(todo, loaded, out, until, say):
+                    rows.append(row | origin(machine, device))
+                    save_rows(out, rows)
+    return [row for row in rows if row["task"] == title]
+
+
+def finished_runs(todo: Sequence[Run], loaded: "Loaded", out: Path, until: float, say: Say) -> Iterator[Row]:
+    """The row of each run as it ends, until the time is up or somebody asks to stop."""
+    asked: list[bool] = []
+    with stop_requests(lambda: asked.append(True)):
         for number, run in enumerate(todo):
-            if number and time.monotonic() > until:
-                say(f"the time is up; {len(todo) - number} runs are left, and the same command goes on")
+            if asked or (number and time.monotonic() > until):
+                why = "stopped" if asked else "the time is up"
+                say(f"{why}; {len(todo) - number} runs are left, and the same command goes on")
                 break
             label = f"[{number + 1}/{len(todo)}] {run.label}"
-            figures = one_run(run, loaded, out, until, lambda line, label=label: say(f"{label}: {line}"))  # type: ignore[misc]
+            named: Say = lambda line, label=label: say(f"{label}: {line}")  # type: ignore[misc]  # noqa: E731
+            figures = one_run(run, loaded, out, until, named, lambda: bool(asked))
             if figures is None:
-                say(f"{label}: put aside, the time is up; the same command goes on")
+                say(f"{label}: put aside, {'stopped' if asked else 'the time is up'}; the same command goes on")
                 break
-            rows.append(run.key | figures | origin(machine, device))
-            save_rows(out, rows)
-    return [row for row in rows if row["task"] == title]
+            yield run.key | figures
 
 
 class Loaded:
@@ -232,17 +245,23 @@ def make_model(recipe: Described, method: Method, facts: dict[str, Any]) -> nn.M
         raise ValueError(f"the model {recipe.model} does not take its options {options}: {error}") from error
 
 
-def one_run(run: Run, loaded: Loaded, out: Path, until: float, say: Say) -> Row | None:
-    """The figures of one run, or None if the time was up before its end."""
+def one_run(
+    run: Run, loaded: Loaded, out: Path, until: float, say: Say, is_asked_to_stop: Callable[[], bool] = lambda: False
+) -> Row | None:
+    """The figures of one run, or None if the time was up, or somebody asked to stop, before its end."""
     data = loaded.task.eval_data
-    seed_everything(run.seed)
-    model = make_model(run.recipe, run.method, loaded.facts)
-    parts: Any = {"train": loaded.train, "dev": loaded.dev, "groups": len(data.groups)}
-    sprint = Sprint(model, run.training, steps=run.steps, seed=run.seed, **parts)
     aside = out.with_name(f".{out.stem}_aside") / run.file_name
+    sprint = make_sprint(run, loaded)
     if aside.exists():
-        sprint.resume(aside)
-    if not sprint.run(until=until, say=say):
+        try:
+            sprint.resume(aside)
+        # of a damaged file whatever its reader says; half of it may be in the model
+        except Exception as error:
+            say(f"what was put aside in {aside} cannot be read and is made anew ({' '.join(str(error).split())})")
+            aside.unlink()
+            sprint = make_sprint(run, loaded)
+    model = sprint.model
+    if not sprint.run(until=until, say=say, is_asked_to_stop=is_asked_to_stop, aside=aside):
         sprint.save(aside)
         sprint.close()
         return None
@@ -266,6 +285,13 @@ def one_run(run: Run, loaded: Loaded, out: Path, until: float, say: Say) -> Row 
         "chance": f"{data.chance:.4g}",
         "shortcuts": json.dumps(data.shortcuts) if data.shortcuts else "",
     }
+
+
+def make_sprint(run: Run, loaded: Loaded) -> Sprint:
+    seed_everything(run.seed)
+    model = make_model(run.recipe, run.method, loaded.facts)
+    parts: Any = {"train": loaded.train, "dev": loaded.dev, "groups": len(loaded.task.eval_data.groups)}
+    return Sprint(model, run.training, steps=run.steps, seed=run.seed, **parts)
 
 
 @contextmanager

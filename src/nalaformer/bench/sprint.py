@@ -18,6 +18,7 @@ from ..data import seed_everything
 from ..data.sequences import IGNORE
 from ..training.config import PRECISIONS, TrainingConfig
 from ..training.schedule import make_schedule
+from ..whole_files import clear_disk_errors, write_atomically
 from .resident import Bucket, Plan, make_plan
 
 WARMUPS = 3
@@ -101,18 +102,27 @@ class Sprint:
             rates.append(float(probe.param_groups[0]["lr"]))
         return rates
 
-    def run(self, *, until: float = float("inf"), say: Callable[[str], None] = lambda line: None) -> bool:
-        """Train to the end, or until the clock (time.monotonic) says so; whether the end was reached.
+    def run(
+        self,
+        *,
+        until: float = float("inf"),
+        say: Callable[[str], None] = lambda line: None,
+        is_asked_to_stop: Callable[[], bool] = lambda: False,
+        aside: Path | None = None,
+    ) -> bool:
+        """Train to the end, or until the clock (time.monotonic) or somebody says so; whether the end was reached.
 
-        One block of steps, up to an evaluation, is always done: however short the time, repeated calls come to an end.
+        One block of steps, up to an evaluation, is always done: however short the time, repeated calls come to an end. aside:
+        where the run is saved on the way, after the blocks that end when save_minutes have passed.
         """
         config, course = self.config, self.course
         if not self.graphs:
             self._prepare()
         block = config.eval_every or self.steps
         first = course.step
+        last_saved = time.monotonic()
         while course.step < self.steps and not course.is_diverged:
-            if course.step > first and time.monotonic() > until:
+            if is_asked_to_stop() or (course.step > first and time.monotonic() > until):
                 return False
             started = time.monotonic()
             # dropout follows from the seed and the step, so a run that goes on later is the same run
@@ -133,6 +143,9 @@ class Sprint:
             spent = time.monotonic() - started
             course.seconds += spent
             say(f"step {last}/{self.steps}  loss {loss:.4f}  dev {dev:.4f}  {block / max(spent, 1e-9):.0f} steps/s")
+            if aside is not None and 0 < 60 * config.save_minutes <= time.monotonic() - last_saved:
+                self.save(aside)
+                last_saved = time.monotonic()
         return True
 
     def _prepare(self) -> None:
@@ -271,18 +284,18 @@ class Sprint:
     # ---- a run that is cut short goes on later
 
     def save(self, path: Path) -> None:
-        """Weights, moments and counters."""
-        from safetensors.torch import save_file
+        """Weights, moments and counters; the file is the old one or the new one, whatever happens."""
+        from safetensors.torch import save
 
         tensors: dict[str, Tensor] = {}
         for number, (parameter, best) in enumerate(zip(self.parameters, self.best, strict=True)):
             tensors |= {f"{number}.weight": parameter.detach(), f"{number}.best": best}
             tensors |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".writing")
         facts = {name: str(value) for name, value in vars(self.course).items()}
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, unfinished, metadata=facts)
-        unfinished.replace(path)
+        with clear_disk_errors(path):
+            # a copy: parameters may share memory, which the format does not write
+            write_atomically(path, save({name: tensor.cpu().clone() for name, tensor in tensors.items()}, metadata=facts))
 
     def resume(self, path: Path) -> None:
         """Go on where `save` was called; the model must be as it was made then."""

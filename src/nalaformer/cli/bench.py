@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from .console import make_console
+from .packages import need
 
 if TYPE_CHECKING:
     import typer
@@ -113,6 +114,8 @@ def run_bench_linearize(
 
 
 def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict[str, Any]) -> None:
+    # the picture comes last
+    need("matplotlib")
     from ..bench import run_language
     from ..bench.models import MEASURED, OUT_OF_MEMORY
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from .console import make_console
+from .packages import need
 
 if TYPE_CHECKING:
     import typer
@@ -42,6 +43,8 @@ def run_compare(out: Path, tokens: int, seed: int) -> None:
 
     from ..analysis import HOW_TO_READ, compare_methods, comparison_table, draw_entropy_against_norm, methods
 
+    # the picture comes last
+    need("matplotlib")
     console = make_console()
     chosen = methods()
     rows = list(
@@ -64,6 +67,7 @@ def run_compare(out: Path, tokens: int, seed: int) -> None:
 def run_demo(out: Path, seeds: int, steps: int | None) -> None:
     from ..demo import HOW_TO_READ, demo_table, run_demo, write_report
 
+    need("matplotlib")
     console = make_console()
     result = run_demo(out, seeds=seeds, steps=steps, console=console)
     report = write_report(result, out / "report.html")
