@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 OLDEST := .venv-oldest
 OLDEST_VERSIONS := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 transformers==5.17.0 'numpy<2.4'
 
-.PHONY: help demo test test-slow test-gpu fuzz-gpu test-oldest lint types layers bench format clean
+.PHONY: help demo test test-slow test-gpu fuzz-gpu test-oldest test-seeds lint types layers bench format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-gpu   the kernels on a CUDA device"
 	@echo "make fuzz-gpu   random calls of the op on a CUDA device against float64, for some minutes"
 	@echo "make test-oldest  the tests with the oldest versions that we support, in a second environment"
+	@echo "make test-seeds  the numeric tests with many seeds, and every bar with little room (SEEDS=1-20, WORKERS=processes)"
 	@echo "make bench      the op against its peers: time and memory"
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make clean      remove everything that these commands made"
@@ -59,6 +60,12 @@ $(OLDEST)/.ready: pyproject.toml Makefile
 
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow and not gpu"
+
+# another machine sums in another order, as another seed does: a bar that passes by little here fails there
+SEEDS ?= 1-20
+WORKERS ?= 2
+test-seeds: $(READY)
+	$(BIN)/python tests/run_seeds.py --seeds $(SEEDS) --workers $(WORKERS) --out runs/seeds
 
 lint: $(READY)
 	$(BIN)/ruff check .

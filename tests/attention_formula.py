@@ -1,6 +1,7 @@
 """Linear attention written out as a matrix of weights over tokens, and how near to it the op must be."""
 
 import copy
+import math
 from dataclasses import dataclass
 
 import torch
@@ -91,10 +92,11 @@ def weights_of(phi_q: Tensor, phi_k: Tensor, visible: Tensor) -> Tensor:
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Normwise; NaN anywhere makes it NaN, which passes no comparison."""
+    """Normwise; NaN anywhere makes it infinite, which passes no comparison: `max` of several may pass over a NaN."""
     assert actual.shape == expected.shape
     actual, expected = actual.detach().double(), expected.detach().double()
-    return float((actual - expected).norm() / max(float(expected.norm()), 1e-6))
+    found = float((actual - expected).norm() / max(float(expected.norm()), 1e-6))
+    return math.inf if math.isnan(found) else found
 
 
 def row_positions(num_tokens: int) -> Tensor:

@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 pytest.register_assert_rewrite("steps_of_generate", "kernel_checks", "attention_formula")
 
 import nalaformer
+from many_seeds import Room, shift_seeds
 from nalaformer import FEATURE_MAPS, FeatureMap
 from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND
 from quick_interpreter import quicken
@@ -38,6 +40,19 @@ MAP_NAMES = [*FEATURE_MAPS.names(), *VARIANTS]
 VARIANCE_AWARE = "reflection+variance"
 
 MapMaker = Callable[..., FeatureMap]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="draw other random numbers in every test")
+    parser.addoption("--room", type=Path, help="append error / bar of every comparison to this file; see tests/run_seeds.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed, room = config.getoption("--seed"), config.getoption("--room")
+    if seed:
+        config.add_cleanup(shift_seeds(seed))
+    if room:
+        config.pluginmanager.register(Room(room, seed))
 
 
 @pytest.fixture(autouse=True)

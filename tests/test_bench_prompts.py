@@ -20,7 +20,8 @@ def rows_of(study, deadline=1e18):
 
 def test_every_method_is_timed_both_ways_at_every_length():
     rows = rows_of(TOY)
-    assert all(row["ms"] > 0 and row["error"] < 2e-5 for row in rows)
+    assert all(row["ms"] > 0 for row in rows)
+    assert max(row["error"] for row in rows) < 2e-5
     timed = {(row["method"], row["length"], row["timed"]) for row in rows}
     both = ("forward", "forward+backward")
     lengths = {name: (40,) if name == TORCH else (40, 56) for name in TOY.methods}
