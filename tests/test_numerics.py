@@ -1,20 +1,22 @@
 """Gradients against finite differences, precision against float64, and inputs at which published code gives NaN."""
 
 import copy
-import math
 
 import pytest
 import torch
 from torch import Tensor
 
 import nalaformer
+from attention_formula import distance
 from conftest import MAP_NAMES, VARIANCE_AWARE
 from nalaformer import FeatureMap, Rotary, linear_attention, recurrent_linear_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 
-# error against float64, normwise with a floor of 1e-6: float32 inside, so what is left is the rounding of the output
-BARS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# Error against float64, normwise with a floor of 1e-6: float32 inside, so what is left is the rounding of the output.
+# float32: three times the worst of 40 seeds, 1.4e-6, which gradients of causal rows with few keys have: there v_j - out is a
+# difference of nearly equal numbers, in whatever order it is evaluated.
+BARS = {torch.float32: 5e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 DTYPES = list(BARS)
 # float16 ends at 65504
 DTYPES_AND_SIZES = [
@@ -34,8 +36,18 @@ over_precise_maps = pytest.mark.parametrize(
 )
 
 
-def distance(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / max(float(expected.double().norm()), 1e-6))
+def assert_precise(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype, conditioning: float = 0.0) -> None:
+    """Every tensor is within the bar of its type, or within twice what one rounding of the inputs changes."""
+    error = largest_distance(actual, expected)
+    if dtype == torch.float32:
+        assert error <= BARS[dtype] + 2 * conditioning
+    else:
+        # room: rounding the result to 16 bits may cost all of the bar, which is half a unit, and float32 adds a hundredth to it
+        assert error <= BARS[dtype]
+
+
+def largest_distance(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max((distance(a, b) for a, b in zip(actual, expected, strict=True)), default=0.0)
 
 
 def run(
@@ -62,6 +74,17 @@ def in_float64(feature_map: FeatureMap, q: Tensor, k: Tensor, v: Tensor, upstrea
     exact = copy.deepcopy(feature_map).double()
     with nalaformer.use_backend("reference"):
         return run(exact, q.double(), k.double(), v.double(), upstream.double(), **arguments)
+
+
+@torch.no_grad()
+def moved_by_a_rounding(x):
+    """A tensor, or the parameters of a map, in float64 and off by about half a unit of float32."""
+    if isinstance(x, FeatureMap):
+        x = copy.deepcopy(x).double()
+        for parameter in x.parameters():
+            parameter.copy_(moved_by_a_rounding(parameter))
+        return x
+    return x.double() * (1 + 2**-24 * torch.randn(x.shape, dtype=torch.float64))
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
@@ -139,7 +162,7 @@ def test_outputs_and_gradients_are_as_precise_as_their_dtype(name, causal, dtype
     upstream = torch.randn(1, tokens, 2, head_dim, dtype=dtype)
     actual = run(feature_map, q, k, v, upstream, causal=causal)
     expected = in_float64(feature_map, q, k, v, upstream, causal=causal)
-    assert max(distance(a, b) for a, b in zip(actual[:4], expected[:4], strict=True)) <= BARS[dtype]
+    assert_precise(actual[:4], expected[:4], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -151,7 +174,7 @@ def test_parameter_gradients_are_as_precise_as_their_dtype(name, causal, dtype, 
     actual = run(feature_map, q, k, v, upstream, causal=causal)
     expected = in_float64(feature_map, q, k, v, upstream, causal=causal)
     # parameters are float32 whatever the inputs are, and so are their gradients
-    assert max((distance(a, b) for a, b in zip(actual[4:], expected[4:], strict=True)), default=0.0) <= BARS[torch.float32]
+    assert_precise(actual[4:], expected[4:], torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -163,7 +186,7 @@ def test_rotary_is_as_precise_as_its_dtype(map_name, dtype, normalised, make_map
     rotary = Rotary.grid(9, 7, 20, normalised=normalised)
     actual = run(feature_map, q, k, v, upstream, rotary=rotary)
     expected = in_float64(feature_map, q, k, v, upstream, rotary=rotary)
-    assert max(distance(a, b) for a, b in zip(actual[:4], expected[:4], strict=True)) <= BARS[dtype]
+    assert_precise(actual[:4], expected[:4], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -174,7 +197,7 @@ def test_variance_aware_reflections_are_as_precise_as_their_dtype(dtype, tokens,
     upstream = torch.randn(1, tokens, 2, head_dim, dtype=dtype)
     actual = run(feature_map, q, k, v, upstream)
     expected = in_float64(feature_map, q, k, v, upstream)
-    assert max(distance(a, b) for a, b in zip(actual[:4], expected[:4], strict=True)) <= BARS[dtype]
+    assert_precise(actual[:4], expected[:4], dtype)
 
 
 @pytest.mark.parametrize("scale", [3.0, 10.0])
@@ -186,7 +209,9 @@ def test_larger_inputs_are_as_precise(name, causal, scale, make_map, make_qkv):
     upstream = torch.randn(1, 49, 2, 20)
     actual = run(feature_map, q, k, v, upstream, causal=causal)
     expected = in_float64(feature_map, q, k, v, upstream, causal=causal)
-    assert max(distance(a, b) for a, b in zip(actual[:4], expected[:4], strict=True)) <= BARS[torch.float32]
+    # exp(w x) turns a rounding of its argument into |w x| roundings
+    moved = in_float64(moved_by_a_rounding(feature_map), *map(moved_by_a_rounding, (q, k, v)), upstream, causal=causal)
+    assert_precise(actual[:4], expected[:4], torch.float32, conditioning=largest_distance(moved[:4], expected[:4]))
 
 
 def test_chunks_are_as_precise_as_the_plain_formula_in_the_same_dtype(map_name, causal, make_map, make_qkv):
@@ -203,6 +228,7 @@ def test_chunks_are_as_precise_as_the_plain_formula_in_the_same_dtype(map_name, 
     half_a_unit = 2**-24
     factors = (1, 2, 2, 2)
     for mine, plain, factor in zip(errors["chunked"], errors["reference"], factors, strict=True):
+        # room: both sides have the same features and their rounding, so the ratio hardly moves: 0.6 to 0.84 over 20 seeds
         assert mine <= factor * plain + half_a_unit
 
 
@@ -290,7 +316,7 @@ def test_other_tokens_are_as_in_float64_when_one_query_is_zero(name, causal, mak
     assert all_finite(actual)
     assert distance(actual[0][:, others], expected[0][:, others]) <= BARS[torch.float32]
     assert distance(actual[1][:, others], expected[1][:, others]) <= BARS[torch.float32]
-    assert max(distance(a, b) for a, b in zip(actual[2:4], expected[2:4], strict=True)) <= BARS[torch.float32]
+    assert largest_distance(actual[2:4], expected[2:4]) <= BARS[torch.float32]
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-20, 1e-10, 1e-6, 1e-5, 1.01e-5, 1e-4, 1e-2], ids="{:g}".format)
@@ -344,7 +370,7 @@ def test_mixed_dtypes_are_computed_in_the_widest(map_name, causal, backend, dtyp
     actual = run(feature_map, q, k, v, causal=causal)
     assert [x.dtype for x in actual[:4]] == [q.dtype, q.dtype, k.dtype, v.dtype]
     expected = in_float64(feature_map, q, k, v, torch.ones(()).expand(2, 19, 2, 8), causal=causal)
-    assert distance(actual[0], expected[0]) <= BARS[q.dtype]
+    assert_precise(actual[:1], expected[:1], q.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -396,4 +422,4 @@ def test_a_constant_value_comes_out_as_it_is(name, causal, make_map, make_qkv):
     q, k, _ = make_qkv(1, 49, 2, 20, dtype=torch.bfloat16)
     out = linear_attention(q, k, torch.ones_like(k), feature_map=make_map(name, head_dim=20), causal=causal, eps=0.0)
     assert (out - 1).abs().max() <= 2**-8
-    assert math.isclose(out.float().mean().item(), 1.0, abs_tol=1e-4)
+    assert abs(out.float().mean().item() - 1) <= 1e-4
