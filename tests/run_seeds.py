@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"), help="folder of the results; emptied first")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which no more tests run")
     parser.add_argument("--table", type=Path, help="only print the table of this folder")
-    parser.add_argument("files", nargs="*", help="test files, without any: all that have bars")
+    parser.add_argument("files", nargs="*", help="test files, or file.py::test; without any: all that have bars")
     given = parser.parse_args()
     if given.table is None:
         files = given.files or [str(path) for path in sorted(TESTS.glob("test_*.py")) if path.stem not in WITHOUT_BARS]
@@ -69,11 +69,10 @@ def run(jobs: list[tuple[int, str]], out: Path, workers: int, end: float) -> Non
 
     running: set[subprocess.Popen] = set()
 
-    def one(job: tuple[int, str]) -> None:
-        seed, file = job
+    def one(number: int, seed: int, file: str) -> None:
         if time.monotonic() > end:
             return
-        name = f"{Path(file).stem}_{seed}"
+        name = f"{number:05}_{Path(file.partition('::')[0]).stem}_{seed}"
         command = [sys.executable, "-m", "pytest", *options, "--seed", str(seed), "--room", str(out / f"{name}.jsonl"), file]
         with (out / f"{name}.log").open("w") as log:
             process = subprocess.Popen(command, cwd=TESTS.parent, env=environment, stdout=log, stderr=log)
@@ -89,7 +88,7 @@ def run(jobs: list[tuple[int, str]], out: Path, workers: int, end: float) -> Non
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     pool = ThreadPoolExecutor(workers)
-    waiting = [pool.submit(one, job) for job in jobs]
+    waiting = [pool.submit(one, number, *job) for number, job in enumerate(jobs)]
     try:
         wait(waiting, timeout=None if end == float("inf") else max(0.0, end - time.monotonic()))
     except KeyboardInterrupt:
