@@ -1,5 +1,6 @@
 """The op against itself: packed, in pieces and steps, in other layouts, beside other tokens and samples, run again."""
 
+import copy
 import math
 
 import pytest
@@ -303,11 +304,16 @@ def test_batch_mates_do_not_matter(name, backend, make_map, make_qkv):
     feature_map = make_map(name)
     for arguments in ({}, {"causal": True})[: 1 if name == VARIANCE_AWARE else 2]:
         together = linear_attention(q, k, v, feature_map=feature_map, key_mask=key_mask, **arguments)
+        exact = linear_attention(
+            q.double(), k.double(), v.double(), feature_map=copy.deepcopy(feature_map).double(), key_mask=key_mask, **arguments
+        )
+        # a row of few keys whose reflected features nearly vanish is as uncertain as float32 leaves it (4e-5 in 12 seeds)
+        rounding = ROUNDING + 2 * (together - exact).abs().max()
         for i in range(5):
             mine = slice(i, i + 1)
             parts = [x[mine] for x in (q, k, v)]
             alone = linear_attention(*parts, feature_map=feature_map, key_mask=key_mask[mine], **arguments)
-            assert (alone - together[mine]).abs().max() <= ROUNDING
+            assert (alone - together[mine]).abs().max() <= rounding
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
