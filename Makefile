@@ -63,9 +63,8 @@ test-oldest: $(OLDEST)/.ready
 
 # another machine sums in another order, as another seed does: a bar that passes by little here fails there
 SEEDS ?= 1-20
-WORKERS ?= 2
 test-seeds: $(READY)
-	$(BIN)/python tests/run_seeds.py --seeds $(SEEDS) --workers $(WORKERS) --out runs/seeds
+	$(BIN)/python tests/run_seeds.py --seeds $(SEEDS) --workers $(or $(WORKERS),2) --out runs/seeds
 
 lint: $(READY)
 	$(BIN)/ruff check .
