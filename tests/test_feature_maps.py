@@ -29,8 +29,8 @@ def reflection(head_dim: int = 8, num_heads: int = 2, **options) -> nn.Module:
 
 
 def entropy(features: Tensor) -> Tensor:
-    """PSE: the entropy of the features over the channels, by size where the cosine map has signs."""
-    share = features.abs() / features.abs().sum(-1, keepdim=True)
+    """PSE: the entropy of the features over the channels."""
+    share = features / features.sum(-1, keepdim=True)
     return -torch.xlogy(share, share).sum(-1)
 
 
@@ -45,6 +45,14 @@ def test_attention_weights_are_never_negative(name, scale, make_map, make_qkv):
     for stream in range(feature_map.streams):
         weights = attention_weights(q * scale, k * scale, feature_map, stream=stream)
         assert weights.min() >= 0
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0, 30.0])
+def test_no_feature_is_negative_in_float32(map_name, scale, make_map, make_qkv):
+    # then no product of features is, whatever is rounded and however it is summed
+    q, k, _ = make_qkv(2, 49, dtype=torch.float32)
+    feature_map = make_map(map_name)
+    assert min(x.min() for x in (feature_map.key(k * scale), *feature_map.streams_as_numbers(q * scale))) >= 0
 
 
 def test_attention_weights_of_a_zero_query_are_never_negative(map_name, make_map, make_qkv):
@@ -146,14 +154,27 @@ def test_split_features_are_the_published_ones(make_qkv):
     assert (feature_map.key(k) - torch.cat(((k**3).relu(), ((-k) ** 3).relu()), -1)).abs().max() < 1e-12
 
 
-def test_cosine_features_are_those_of_the_paper_with_a_safe_angle(make_qkv):
+def test_cosine_features_are_those_of_the_paper_with_a_safe_angle_turned_by_45_degrees(make_qkv):
     q, k, _ = make_qkv()
     feature_map = norm_aware(direction="cosine", alpha=1.0)
+
+    def turned(size: Tensor, angle: Tensor) -> Tensor:
+        return torch.cat((size * (angle.cos() + angle.sin()), size * (angle.cos() - angle.sin())), -1) / math.sqrt(2)
+
     norm = q.norm(dim=-1, keepdim=True)
-    size, angle = (q / norm).abs() ** (3 * (0.5 + norm.tanh())), math.pi / 4 * (q / norm).tanh()
-    assert (feature_map.query(q) - torch.cat((size * angle.cos(), size * angle.sin()), -1)).abs().max() < 1e-12
-    size, angle = k.abs() ** 3, math.pi / 4 * (k / k.norm(dim=-1, keepdim=True)).tanh()
-    assert (feature_map.key(k) - torch.cat((size * angle.cos(), size * angle.sin()), -1)).abs().max() < 1e-12
+    expected = turned((q / norm).abs() ** (3 * (0.5 + norm.tanh())), math.pi / 4 * (q / norm).tanh())
+    assert (feature_map.query(q) - expected).abs().max() < 1e-12
+    expected = turned(k.abs() ** 3, math.pi / 4 * (k / k.norm(dim=-1, keepdim=True)).tanh())
+    assert (feature_map.key(k) - expected).abs().max() < 1e-12
+
+
+def test_cosine_weights_of_opposite_directions_keep_their_digits():
+    # cos a cos b + sin a sin b is then about zero: a difference of rounded numbers would have no digit right
+    k = torch.tensor([[1.0, 2.0], [2.0, 1.0]])[None, :, None]
+    q = torch.tensor([-1.0, -1.5])[None, None, None]
+    weights = attention_weights(q, k, norm_aware(head_dim=2, num_heads=1, direction="cosine").float(), eps=0.0)
+    exact = attention_weights(q.double(), k.double(), norm_aware(head_dim=2, num_heads=1, direction="cosine"), eps=0.0)
+    assert (weights - exact).abs().max() < 1e-5
 
 
 def test_cosine_weights_approach_split_weights_as_alpha_grows(make_qkv):
@@ -225,7 +246,7 @@ def test_mild_powers_start_near_one():
 def test_a_zero_query_favours_no_channel(direction, make_qkv):
     _, k, v = make_qkv(1, 9)
     feature_map = norm_aware(direction=direction)
-    features = feature_map.query(torch.zeros_like(k))[..., :8]
+    features = feature_map.query(torch.zeros_like(k))
     assert features.min() > 0
     assert features.max() - features.min() < 1e-12
     # a weighted mean of the values, finite and inside their range

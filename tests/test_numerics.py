@@ -25,15 +25,6 @@ DTYPES_AND_SIZES = [
 over_dtypes_and_sizes = pytest.mark.parametrize(
     ("dtype", "size"), DTYPES_AND_SIZES, ids=[f"{dtype}-{size:g}" for dtype, size in DTYPES_AND_SIZES]
 )
-# Opposite directions have products cos a cos b + sin a sin b of about zero, which float32 features give to 1e-7 of their
-# size. A causal row of few tokens may consist of nothing else: there the plain formula in float32 misses the bar as well.
-PRECISE_WHEN_CAUSAL = [name for name in MAP_NAMES if name != "norm_aware+cosine"]
-MAPS_AND_DIRECTIONS = [*((name, False) for name in MAP_NAMES), *((name, True) for name in PRECISE_WHEN_CAUSAL)]
-over_precise_maps = pytest.mark.parametrize(
-    ("name", "causal"),
-    MAPS_AND_DIRECTIONS,
-    ids=[f"{name}-{'causal' if causal else 'all'}" for name, causal in MAPS_AND_DIRECTIONS],
-)
 
 
 def assert_precise(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype, conditioning: float = 0.0) -> None:
@@ -155,10 +146,9 @@ def test_gradients_of_grouped_heads_are_those_of_finite_differences(map_name, ca
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "head_dim"), [(49, 20), (300, 64)])
-@over_precise_maps
-def test_outputs_and_gradients_are_as_precise_as_their_dtype(name, causal, dtype, tokens, head_dim, make_map, make_qkv):
+def test_outputs_and_gradients_are_as_precise_as_their_dtype(map_name, causal, dtype, tokens, head_dim, make_map, make_qkv):
     q, k, v = make_qkv(1, tokens, 2, head_dim, dtype=dtype)
-    feature_map = make_map(name, head_dim=head_dim)
+    feature_map = make_map(map_name, head_dim=head_dim)
     upstream = torch.randn(1, tokens, 2, head_dim, dtype=dtype)
     actual = run(feature_map, q, k, v, upstream, causal=causal)
     expected = in_float64(feature_map, q, k, v, upstream, causal=causal)
@@ -201,11 +191,10 @@ def test_variance_aware_reflections_are_as_precise_as_their_dtype(dtype, tokens,
 
 
 @pytest.mark.parametrize("scale", [3.0, 10.0])
-@over_precise_maps
-def test_larger_inputs_are_as_precise(name, causal, scale, make_map, make_qkv):
+def test_larger_inputs_are_as_precise(map_name, causal, scale, make_map, make_qkv):
     # the largest keys now need a scale, which must not cost the small ones their digits
     q, k, v = (scale * x for x in make_qkv(1, 49, 2, 20, dtype=torch.float32))
-    feature_map = make_map(name, head_dim=20)
+    feature_map = make_map(map_name, head_dim=20)
     upstream = torch.randn(1, 49, 2, 20)
     actual = run(feature_map, q, k, v, upstream, causal=causal)
     expected = in_float64(feature_map, q, k, v, upstream, causal=causal)
@@ -304,11 +293,10 @@ def test_causal_rows_before_the_first_visible_key_give_zeros(map_name, backend, 
     assert (results[0][:, :4] == 0).all()
 
 
-@over_precise_maps
-def test_other_tokens_are_as_in_float64_when_one_query_is_zero(name, causal, make_map, make_qkv):
+def test_other_tokens_are_as_in_float64_when_one_query_is_zero(map_name, causal, make_map, make_qkv):
     q, k, v = make_qkv(1, 49, 2, 20, dtype=torch.float32)
     q[:, 17] = 0
-    feature_map = make_map(name, head_dim=20)
+    feature_map = make_map(map_name, head_dim=20)
     upstream = torch.randn(1, 49, 2, 20)
     actual = run(feature_map, q, k, v, upstream, causal=causal)
     expected = in_float64(feature_map, q, k, v, upstream, causal=causal)

@@ -23,7 +23,7 @@ def attention_entropy(weights: Tensor) -> Tensor:
 def channel_entropy(features: Tensor) -> Tensor:
     """PSE(x) = -sum_c (x_c / s) log(x_c / s), s = sum_c x_c, in nats: [..., F] -> [...].
 
-    The positive sequence entropy of PolaFormer and NaLaFormer. Features with signs (the cosine map) enter by absolute value.
+    The positive sequence entropy of PolaFormer and NaLaFormer. Features with signs enter by absolute value.
     """
     return _entropy(features.abs())
 

@@ -13,6 +13,8 @@ from .registry import FEATURE_MAPS
 
 # Below this norm a query has no direction that gradients could trust: it fades into a query that favours no channel.
 SMALLEST_NORM = 1e-5
+# A query beyond it points where it does and no further: the square of 1e20 fits into no float32.
+LARGEST_NORM = 1e15
 
 
 @FEATURE_MAPS.register("norm_aware")
@@ -22,7 +24,9 @@ class NormAware(FeatureMap):
     u = q / |q|, p = lambda (tau + tanh(norm_scale |q|)):
     - direction="split" (the released code):  phi_q = [relu(u)^p ; relu(-u)^p],  phi_k = [relu(k)^3 ; relu(-k)^3]
     - direction="cosine" (the paper, with a safe angle):  a(x) = pi/4 tanh(alpha x / |x|),
-      phi_q = |u|^p [cos a(q) ; sin a(q)],  phi_k = |k|^3 [cos a(k) ; sin a(k)]; approaches the split map as alpha grows
+      phi_q = |u|^p [cos a(q) ; sin a(q)],  phi_k = |k|^3 [cos a(k) ; sin a(k)]; approaches the split map as alpha grows.
+      Both are turned by 45 degrees, [cos a + sin a ; cos a - sin a] / sqrt 2: the products are the same, and no feature is
+      negative, so that opposite directions cancel in no sum and keep their digits
 
     norm_scale: with the published 1 the power is saturated at |q| = 3, while unit-variance queries of 64 channels have
         |q| = 8; "head" stands for 1/sqrt(head_dim), which leaves room on both sides.
@@ -80,7 +84,7 @@ class NormAware(FeatureMap):
         self.heads_have_own_keys = powers == "mild"
 
     def query(self, q: Tensor) -> Tensor:
-        size = q.square().sum(-1, keepdim=True)
+        q, size = with_size(q)
         norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
         unit = q / norm
         features = self.spread(unit.abs() ** self.query_power(norm), unit)
@@ -88,7 +92,8 @@ class NormAware(FeatureMap):
         if cheap_to_look_at(size) and bool((size >= SMALLEST_NORM**2).all()):
             return features
         fading = (1 - size.detach() / SMALLEST_NORM**2).clamp(min=0) * self.head_dim**-0.75
-        return features + fading if self.direction == "split" else features + self.first_half(fading)
+        # the cosine map fades into [1 ; 0], which is turned as its features are
+        return features + (fading if self.direction == "split" else fading * 0.5**0.5)
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
         power = self.key_power(k)
@@ -99,8 +104,8 @@ class NormAware(FeatureMap):
             return both_signs(scaled * scaled * scaled)
         size = scaled.abs()
         magnitude = size * size * size if is_cube else size**power
-        unit = k / k.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM**2).sqrt()
-        return self.spread(magnitude, unit)
+        k, squares = with_size(k)
+        return self.spread(magnitude, k / squares.clamp(min=SMALLEST_NORM**2).sqrt())
 
     def key_log_scale(self, k: Tensor) -> Tensor:
         return excess(self.key_power(k) * k.abs().amax(dim=-1, keepdim=True).log())
@@ -131,13 +136,10 @@ class NormAware(FeatureMap):
         """Put the magnitudes on the two halves of the features by the direction of the input."""
         if self.direction == "split":
             return by_sign(magnitude, unit)
-        angle = math.pi / 4 * (self.alpha * unit).tanh()
-        return torch.cat((magnitude * angle.cos(), magnitude * angle.sin()), dim=-1)
-
-    def first_half(self, fading: Tensor) -> Tensor:
-        """The same amount on the cosine channels and none on the sine channels: weights stay >= 0."""
-        channels = torch.arange(2 * self.head_dim, device=fading.device) < self.head_dim
-        return fading * channels.to(fading.dtype)
+        # cos a + sin a = sqrt 2 sin(pi/4 + a), and 1 + tanh x = 2 sigmoid(2 x), which keeps its digits near zero
+        turn = 2 * self.alpha * unit
+        halves = [magnitude * (math.pi / 2 * side.sigmoid()).sin() for side in (turn, -turn)]
+        return torch.cat(halves, dim=-1)
 
     def query_power(self, norm: Tensor) -> Tensor:
         """p of a query norm [B, N, H, 1]."""
@@ -157,6 +159,16 @@ class NormAware(FeatureMap):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, direction={self.direction}, powers={self.powers}, norm_scale={self.norm_scale:g}"
+
+
+def with_size(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x and its squared norm over the channels, [..., 1]; rows whose square would overflow are shortened, direction kept."""
+    size = x.square().sum(-1, keepdim=True)
+    if cheap_to_look_at(size) and bool((size < torch.inf).all()):
+        return x, size
+    # the factor has no gradient: what is made of the direction does not change with the length, and tanh has saturated
+    x = x * (LARGEST_NORM / x.detach().abs().amax(-1, keepdim=True).clamp(min=LARGEST_NORM))
+    return x, x.square().sum(-1, keepdim=True)
 
 
 @cache

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .bidirectional import eps_of
-from .maps import is_second_half_signed, phi_key, phi_key_gradient, phi_query, phi_query_gradient
+from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
 from .products import digits, high_and_low, is_lean, left_factor, plus_product, right_factor, times, unit_matrix, widened
 from .tiles import (
     load_per_row,
@@ -40,7 +40,6 @@ def centred_sums(
     V: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
-    MAP: tl.constexpr,
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
@@ -55,17 +54,16 @@ def centred_sums(
         s_b, z_b = load_sums(ptr + D * (V + 2), D, V, BD, BV)
     mean = tl.zeros([BV], tl.float32)
     if PAIRS == 0:
-        BOTH: tl.constexpr = PARTS == 2 and not is_second_half_signed(MAP)
         mean = tl.sum(s_a, axis=0)
         size = tl.sum(z_a)
-        if BOTH:
+        if PARTS == 2:
             mean += tl.sum(s_b, axis=0)
             size += tl.sum(z_b)
         mean = mean / tl.where(size == 0.0, 1.0, size)
         s_a -= z_a[:, None] * mean[None, :]
         s_b -= z_b[:, None] * mean[None, :]
         worse = tl.max(grows(s_a, z_a, mean), axis=0)
-        if BOTH:
+        if PARTS == 2:
             worse += tl.max(grows(s_b, z_b, mean), axis=0)
         # put back where it does not belong
         wrong = tl.where(worse > 0, mean, 0.0)
@@ -141,7 +139,7 @@ def dq_kernel(
     stop = tl.minimum(start + stretch, length)
     owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
     sums = sums_ptr + owner * (PARTS * D * (V + 2))
-    s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, MAP, PARTS, PAIRS)
+    s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS)
     s_a = tl.trans(s_a.to(DOT))
     s_b = tl.trans(s_b.to(DOT))
 
@@ -268,7 +266,7 @@ def dsums_kernel(
     if not IS_KNOWN:
         owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
         sums = sums_ptr + owner * (PARTS * D * (V + 2))
-        s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, MAP, PARTS, PAIRS)
+        s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS)
         s_a = s_a.to(DOT)
         s_b = s_b.to(DOT)
         wide_mean = high_and_low(tl.zeros([BV, 16], tl.float32) + mean[:, None], DOT)

@@ -33,13 +33,27 @@ KEY_UNIT = constant(2.0**-10)
 LOG2_LARGEST = constant(13.287712379549449)
 LOG2_E = constant(1.4426950408889634)
 LN_2 = constant(0.6931471805599453)
-QUARTER_PI = constant(0.7853981633974483)
+HALF_PI = constant(1.5707963267948966)
+HALF_ROOT = constant(0.7071067811865476)
 
 
 @triton.jit
 def tanh(x):
     # 1 - 2 / (exp(2x) + 1): exact at both ends
     return 1.0 - 2.0 * reciprocal(exp2(2.0 * LOG2_E * x) + 1.0)
+
+
+@triton.jit
+def sides(y):
+    """The cosine map's halves, sin and cos of pi/2 s with s = 1 / (1 + exp(-2 y)), and how fast that angle turns: pi s (1 - s).
+
+    From the smaller of s and 1 - s, which has all its digits and an angle below pi/4.
+    """
+    small = reciprocal(exp2(2.0 * LOG2_E * tl.abs(y)) + 1.0)
+    own = cos(HALF_PI * small)
+    other = sin(HALF_PI * small)
+    turning = 2.0 * HALF_PI * small * (1.0 - small)
+    return tl.where(y > 0, own, other), tl.where(y > 0, other, own), turning
 
 
 @triton.jit
@@ -169,9 +183,11 @@ def phi_query(
         unit, size, norm, inverse = unit_and_norm(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
         magnitude = exp2(p * log2(unit))
-        angle = QUARTER_PI * tanh(alpha * unit)
-        a = inside(magnitude * cos(angle) + fading_of(size, D), channels, D)
-        b = magnitude * sin(angle)
+        # [1 ; 0] turned as the features are
+        fading = fading_of(size, D) * HALF_ROOT
+        a, b, turning = sides(alpha * unit)
+        a = inside(magnitude * a + fading, channels, D)
+        b = inside(magnitude * b + fading, channels, D)
     elif MAP == "polarity":
         p = row_of(param_ptr, 0, channels, D)
         log_size = p * log2(x * row_of(param_ptr, D, channels, D))
@@ -198,11 +214,6 @@ def phi_query(
 def is_elementwise(MAP):
     """Whether a feature of a key depends on its own channel alone."""
     return MAP in ("identity", "relu", "elu", "split", "norm_aware_split", "polarity", "polarity_exp")
-
-
-@triton.constexpr_function
-def is_second_half_signed(MAP):
-    return MAP == "norm_aware_cosine"
 
 
 @triton.jit
@@ -264,9 +275,9 @@ def phi_key(
     elif MAP == "norm_aware_cosine":
         unit, size, norm, inverse = unit_and_norm(x)
         magnitude = exp2(tl.load(param_ptr + 2) * log2(x) - KEY_SHIFT)
-        angle = QUARTER_PI * tanh(alpha * unit)
-        a = magnitude * cos(angle)
-        b = magnitude * sin(angle)
+        a, b, turning = sides(alpha * unit)
+        a *= magnitude
+        b *= magnitude
     elif MAP == "polarity":
         log_size = row_of(param_ptr, 0, channels, D) * log2(x * row_of(param_ptr, D, channels, D))
         magnitude = inside(exp2(log_size - log_scale), channels, D)
@@ -381,14 +392,11 @@ def phi_query_gradient(
         log_length = log2(length)
         # |u|^(p-1): times |u| it is the feature, times p its derivative
         below = exp2((p - 1.0) * log_length)
-        wave = tanh(alpha * unit)
-        angle = QUARTER_PI * wave
-        c = cos(angle)
-        s = sin(angle)
-        dmagnitude = inside(da * c + db * s, channels, D)
-        dangle = inside(db * c - da * s, channels, D) * below * length
+        a, b, turning = sides(alpha * unit)
+        dmagnitude = inside(da * a + db * b, channels, D)
+        dangle = inside(da * b - db * a, channels, D) * below * length
         dunit = tl.where(x > 0, dmagnitude, -dmagnitude) * (p * below)
-        dunit += dangle * (QUARTER_PI * alpha) * (1.0 - wave * wave)
+        dunit += dangle * alpha * turning
         dp = tl.sum(dmagnitude * (below * length) * log_length, axis=1)[:, None] * LN_2
         dp = tl.where(raw > 1.0, dp, 0.0)
         dnorm = dp * slope * norm_scale * (1.0 - turn * turn) - tl.sum(dunit * unit, axis=1)[:, None] * inverse
@@ -450,13 +458,10 @@ def phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D: tl.con
             dx = dmagnitude * slope
         else:
             unit, size, norm, inverse = unit_and_norm(x)
-            wave = tanh(alpha * unit)
-            angle = QUARTER_PI * wave
-            c = cos(angle)
-            s = sin(angle)
+            a, b, turning = sides(alpha * unit)
             magnitude = exp2(p * log2(x) - KEY_SHIFT)
-            dmagnitude = sign_of(x) * (da * c + db * s)
-            dunit = magnitude * (db * c - da * s) * (QUARTER_PI * alpha) * (1.0 - wave * wave)
+            dmagnitude = sign_of(x) * (da * a + db * b)
+            dunit = magnitude * (da * b - db * a) * alpha * turning
             dunit = inside(dunit, channels, D)
             along = tl.sum(dunit * unit, axis=1)[:, None]
             dx = dmagnitude * slope + (dunit - tl.where(size > SMALLEST_SIZE, along, 0.0) * unit) * inverse
