@@ -74,6 +74,16 @@ def test_huge_keys(name):
     check(name, (q, k * 1e9, v), heads=2, head_dim=8, bar=2e-5)
 
 
+@pytest.mark.parametrize("name", ["polarity", "polarity_exp"])
+def test_large_inputs_with_rotary_stay_finite(name):
+    # the numerator alone is turned: its largest features may meet a denominator of the smallest ones
+    tensors = make(*[(2, 9, 2, 8)] * 3, scale=30.0)
+    upstream = torch.ones(2, 9, 2, 8, device=DEVICE)
+    rotary = Rotary.sequence(9, 8, device=DEVICE)
+    found = outcome("triton", name, torch.float32, tensors, upstream, heads=2, head_dim=8, rotary=rotary)
+    assert all(x.isfinite().all() for x in found)
+
+
 @pytest.mark.parametrize("name", ["polarity", "polarity_exp", "norm_aware", "split"])
 def test_rotary_over_both_halves_of_the_features(name):
     check(name, make(*[(2, 35, 2, 8)] * 3), heads=2, head_dim=8, rotary=Rotary.grid(5, 7, 16, device=DEVICE))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures, cheap_to_look_at
 
-# Features stay below this, so that their products with values, tokens and 1/eps fit into float32, squared in gradients too.
+# Features stay below this, so that their products with values and tokens fit into float32, squared in gradients too.
 LARGEST_FEATURE = 1e4
 LOG_LARGEST_FEATURE = math.log(LARGEST_FEATURE)
 

@@ -165,6 +165,7 @@ def read(state: LinearState, streams: list[Queries], eps: float, out: Tensor | N
                 count=state.count[:, None, None],
                 query_scale=None if queries.log_scale is None else queries.log_scale[..., 0],
                 key_scale=state.log_scale.repeat_interleave(rotated.shape[3], dim=1)[:, None],
+                is_turned=queries.rotated is not queries.plain,
                 out=place,
             )
         )
@@ -223,6 +224,7 @@ def causal_step(
             count=count[..., None],
             query_scale=None if queries.log_scale is None else queries.log_scale[..., 0],
             key_scale=None if row_scale is None else row_scale.repeat_interleave(group, dim=2),
+            is_turned=queries.rotated is not queries.plain,
         )
         outputs.append(out.to(out_dtype))
 

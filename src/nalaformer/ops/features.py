@@ -14,8 +14,11 @@ from torch import Tensor
 from .kernel_spec import KernelSpec
 from .rotary import Rotary
 
-# The scale of a query and a key together takes at most this factor off eps: 1/eps must stay a finite factor in gradients.
-MAX_LOG_SCALE_OF_EPS = 9.210340371976184  # ln 1e4
+# A query may weigh nothing but features that the largest key made tiny. Its gradient is divided by no less than this: towards
+# channels of that key it would leave float32.
+SMALLEST_DIVISOR = 1e-18
+# Where only the numerator is turned, its largest features may meet a denominator of the smallest ones.
+LARGEST_TURNED_OUTPUT = 1e12
 
 
 class FeatureMapLike(Protocol):
@@ -142,17 +145,35 @@ def normalise(
     count: Tensor,
     query_scale: Tensor | None,
     key_scale: Tensor | None,
+    is_turned: bool,
     out: Tensor | None = None,
 ) -> Tensor:
     """numerator [..., V] / (denominator [...] + eps * count), eps in the units of the scaled features.
 
-    count and the scales broadcast to the denominator. A row that sees no key has both sums zero and gives zero.
+    count and the scales broadcast to the denominator. is_turned: rotary is in the numerator alone.
+    A row that sees no key has both sums zero and gives zero.
     `out`, where no gradient is wanted: the place for the result, in any float dtype.
     """
     amount = eps * count.to(denominator.dtype)
     scales = [scale for scale in (query_scale, key_scale) if scale is not None]
-    if scales:
-        amount = amount * torch.exp(-sum(scales[1:], scales[0]).clamp(max=MAX_LOG_SCALE_OF_EPS))
+    is_plain = all(cheap_to_look_at(scale) and not bool(scale.any()) for scale in scales)
+    if not is_plain:
+        amount = amount * torch.exp(-sum(scales[1:], scales[0]))
     denominator = denominator + amount
     divisor = torch.where(denominator == 0, 1.0, denominator)[..., None]
-    return numerator / divisor if out is None else torch.div(numerator, divisor, out=out)
+    if is_turned and not is_plain:
+        divisor = torch.maximum(divisor, numerator.detach().abs().amax(-1, keepdim=True) / LARGEST_TURNED_OUTPUT)
+    if out is not None:
+        return torch.div(numerator, divisor, out=out)
+    return numerator / divisor if is_plain else quotient_with_bounded_gradient(numerator, divisor)
+
+
+def quotient_with_bounded_gradient(numerator: Tensor, divisor: Tensor) -> Tensor:
+    """numerator [..., V] / divisor [..., 1]; exact, and its gradient too unless the divisor is tiny."""
+    is_tiny = divisor.detach() < SMALLEST_DIVISOR
+    if not torch.is_grad_enabled() or (cheap_to_look_at(divisor) and not bool(is_tiny.any())):
+        return numerator / divisor
+    value = numerator.detach() / divisor.detach()
+    # zero, with the gradients of numerator and divisor in their true proportion
+    change = (numerator - value * divisor) / SMALLEST_DIVISOR
+    return torch.where(is_tiny, value + (change - change.detach()), numerator / torch.where(is_tiny, 1.0, divisor))

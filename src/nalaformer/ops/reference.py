@@ -65,7 +65,17 @@ def linear_attention(
         numerator = torch.einsum("bikgf,bkfv->bikgv", grouped_rotated, stream_state).flatten(2, 3)
         denominator = torch.einsum("bikgf,bkf->bikg", grouped_plain, key_sum).flatten(2, 3)
         count = keys.visible[:, None, None]
-        outputs.append(normalise(numerator, denominator, eps=eps, count=count, query_scale=query_scale, key_scale=scale))
+        outputs.append(
+            normalise(
+                numerator,
+                denominator,
+                eps=eps,
+                count=count,
+                query_scale=query_scale,
+                key_scale=scale,
+                is_turned=queries.rotated is not queries.plain,
+            )
+        )
     return torch.cat(outputs, dim=-1)
 
 
@@ -118,5 +128,15 @@ def attention_weights(
         zero = torch.zeros((), dtype=dtype, device=q.device)
         rotated, plain = torch.where(visible, rotated, zero), torch.where(visible, plain, zero)
         query_scale = None if queries.log_scale is None else queries.log_scale[..., 0].transpose(1, 2)  # [B, H, R]
-        weights.append(normalise(rotated, plain.sum(-1), eps=eps, count=count, query_scale=query_scale, key_scale=key_scale))
+        weights.append(
+            normalise(
+                rotated,
+                plain.sum(-1),
+                eps=eps,
+                count=count,
+                query_scale=query_scale,
+                key_scale=key_scale,
+                is_turned=queries.rotated is not queries.plain,
+            )
+        )
     return weights

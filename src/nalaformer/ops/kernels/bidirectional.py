@@ -18,12 +18,13 @@ import triton
 import triton.language as tl
 
 from .fastmath import constant, exp2
-from .maps import is_elementwise, key_excess, phi_key, phi_query
+from .maps import is_elementwise, is_unbounded, key_excess, phi_key, phi_query
 from .products import high_and_low, is_lean, unit_matrix, widened
 from .tiles import load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows, store_sums
 
-# log2 of what MAX_LOG_SCALE_OF_EPS in ops.features allows
-MAX_LOG2_SCALE_OF_EPS = constant(13.287712379549449)
+# of maps without a bound, as in ops.features: LARGEST_TURNED_OUTPUT and 1 / SMALLEST_DIVISOR
+LARGEST_TURNED_OUTPUT = constant(1e12)
+LARGEST_INVERSE = constant(1e18)
 
 
 @triton.jit
@@ -122,7 +123,13 @@ def sum_keys(
 @triton.jit
 def eps_of(query_scale, key_scale, eps_count):
     """What eps adds to a denominator, scaled as that is."""
-    return eps_count * exp2(-tl.minimum(query_scale + key_scale, MAX_LOG2_SCALE_OF_EPS))
+    return eps_count * exp2(-(query_scale + key_scale))
+
+
+@triton.jit
+def factor_of_gradients(inverse, MAP: tl.constexpr):
+    """What the gradient of a row is multiplied by: 1 / denominator, but for maps without a bound where that is huge."""
+    return tl.minimum(inverse, LARGEST_INVERSE) if is_unbounded(MAP) else inverse
 
 
 @triton.jit
@@ -196,13 +203,16 @@ def write_outputs(
             inverse = inverse_denominator(
                 a, b, z_a, z_b, wide_a, wide_b, query_scale, key_scale, eps_count, PARTS, TYPE is not None
             )
-            if KEEP:
-                store_per_row(inverse_ptr + stream * per_stream, inverse, first, rows, ok)
             a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
             above = tl.dot(a.to(DOT), s_a, input_precision=PRECISION)
             if PARTS == 2:
                 b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
                 above = tl.dot(b.to(DOT), s_b, above, input_precision=PRECISION)
+            if PAIRS > 0 and is_unbounded(MAP):
+                size = tl.max(tl.abs(above), axis=1)[:, None]
+                inverse = tl.minimum(inverse, LARGEST_TURNED_OUTPUT / tl.where(size == 0.0, 1.0, size))
+            if KEEP:
+                store_per_row(inverse_ptr + stream * per_stream, inverse, first, rows, ok)
             if STREAMS == 1:
                 out = above * inverse
             else:

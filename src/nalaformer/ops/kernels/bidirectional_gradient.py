@@ -11,8 +11,8 @@ what the mean adds does not cancel.
 import triton
 import triton.language as tl
 
-from .bidirectional import eps_of
-from .maps import phi_key, phi_key_gradient, phi_query, phi_query_gradient
+from .bidirectional import LARGEST_INVERSE, eps_of, factor_of_gradients
+from .maps import is_unbounded, phi_key, phi_key_gradient, phi_query, phi_query_gradient
 from .products import digits, high_and_low, is_lean, left_factor, plus_product, right_factor, times, unit_matrix, widened
 from .tiles import (
     load_per_row,
@@ -161,7 +161,7 @@ def dq_kernel(
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         dx = tl.zeros([BN, BD], tl.float32)
         for stream in tl.static_range(STREAMS):
-            inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
+            factor = factor_of_gradients(load_per_row(inverse_ptr + stream * per_stream, first, rows, ok), MAP)
             drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
             share = dout
             if STREAMS == 2:
@@ -178,10 +178,10 @@ def dq_kernel(
                 db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
                 db = plus_product(db, drop, z_b, minus, wide_b, LEAN)
             step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
-            dx += step * inverse
+            dx += step * factor
             if LEARNED:
-                g0 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g0 * inverse, 0.0), axis=0)
-                g1 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g1 * inverse, 0.0), axis=0)
+                g0 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g0 * factor, 0.0), axis=0)
+                g1 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g1 * factor, 0.0), axis=0)
                 if stream == 0:
                     p0 += g0
                     p1 += g1
@@ -295,7 +295,8 @@ def dsums_kernel(
         for stream in tl.static_range(STREAMS):
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
             # the row's factor goes to the features: dout then needs no pass through registers
-            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE, inverse)
+            factor = factor_of_gradients(inverse, MAP)
+            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE, factor)
             share = dout
             if STREAMS == 2:
                 mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
@@ -311,6 +312,9 @@ def dsums_kernel(
                 if PARTS == 2:
                     out = tl.dot(turned_b, s_b, out, input_precision=PRECISION)
                 drop = -tl.sum(out * widened(share, unit_v, LEAN), axis=1)[:, None]
+                if is_unbounded(MAP):
+                    # the output, which the features with their factor gave, has the whole inverse
+                    drop *= tl.maximum(inverse / LARGEST_INVERSE, 1.0)
                 if PAIRS == 0:
                     # the mean is in the output, but for what eps takes of it
                     along_mean = tl.sum(tl.dot(share.to(DOT), wide_mean, input_precision=PRECISION), axis=1)[:, None]

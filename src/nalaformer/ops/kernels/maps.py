@@ -216,6 +216,12 @@ def is_elementwise(MAP):
     return MAP in ("identity", "relu", "elu", "split", "norm_aware_split", "polarity", "polarity_exp")
 
 
+@triton.constexpr_function
+def is_unbounded(MAP):
+    """Whether features are divided by a scale: those that KernelSpec.is_guarded."""
+    return MAP in ("polarity", "polarity_exp")
+
+
 @triton.jit
 def key_excess(x, param_ptr, channels, D: tl.constexpr, MAP: tl.constexpr):
     """log2 of how far the largest feature of a tile of keys lies above what float32 sums should hold; 0 for bounded maps."""

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bidirectional import MAX_LOG2_SCALE_OF_EPS
+from .bidirectional import LARGEST_TURNED_OUTPUT, eps_of
 from .fastmath import exp2
 from .maps import LN_2, LOG2_E, key_excess, phi_key, phi_query
 from .start import on_device_of
@@ -139,8 +139,9 @@ def step_kernel(
                 total += tl.sum(tl.reshape(bq, [BD]) * z_b, axis=0)
                 turned = rotated(bq, cos_q_ptr, sin_q_ptr, 0, row, here, 1, D, BD, PAIRS, False)
                 above += tl.sum(tl.trans(turned) * s_b, axis=0)
-            shrink = exp2(-tl.minimum(tl.sum(query_scale) + log_scale, MAX_LOG2_SCALE_OF_EPS))
-            total += eps_count * shrink
+            total += eps_of(tl.sum(query_scale), log_scale, eps_count)
+            if GUARD and PAIRS > 0:
+                total = tl.maximum(total, tl.max(tl.abs(above)) / LARGEST_TURNED_OUTPUT)
             above = above / tl.where(total == 0.0, 1.0, total)
             mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
             out = tl.where(mine, above, out)
