@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import nalaformer
-from attention_formula import distance
+from attention_formula import distance, formula
 from conftest import MAP_NAMES, VARIANCE_AWARE
 from nalaformer import FeatureMap, Rotary, linear_attention, recurrent_linear_attention
 
@@ -230,6 +230,25 @@ def test_outputs_and_gradients_are_finite_at_every_size(map_name, causal, dtype,
     results = run(make_map(map_name), *inputs, causal=causal)
     assert all_finite(results)
     assert results[0].dtype == dtype
+
+
+# not the polarity maps: their features of one key differ by more than float32 holds
+@pytest.mark.parametrize("size", [1e20, 1e28], ids="{:g}".format)
+@pytest.mark.parametrize("name", [name for name in MAP_NAMES if not name.startswith("polarity")])
+def test_products_beyond_float32_are_as_in_float64(name, causal, backend, size, make_map, make_qkv):
+    q, k, v = make_qkv(2, 9, dtype=torch.float32)
+    feature_map = make_map(name)
+    out = linear_attention(size * q, size * k, v, feature_map=feature_map, causal=causal).detach()
+    assert distance(out, formula(feature_map, size * q, size * k, v, causal=causal)) <= BARS[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["norm_aware", "norm_aware+cosine", "norm_preserving"])
+def test_a_query_too_long_to_square_keeps_its_direction(name, backend, make_map, make_qkv):
+    q, k, v = make_qkv(2, 9, dtype=torch.float32)
+    feature_map = make_map(name)
+    # a power of two: nothing but the length changes, and both are far beyond where it still counts
+    long, longer = (linear_attention(2.0**power * q, k, v, feature_map=feature_map) for power in (20, 80))
+    assert distance(longer.detach(), long.detach()) <= BARS[torch.float32]
 
 
 @pytest.mark.parametrize("size", [1e3, 1e5, 1e9], ids="{:g}".format)

@@ -23,6 +23,8 @@ class FeatureMap(nn.Module):
 
     streams = 1
     """2 for polarity maps: the second stream of queries reads the second half of the values."""
+    queries_are_bounded = False
+    """True where query features cannot grow with the query, so that nothing needs to be divided out of them."""
     heads_have_own_keys = False
     """True where the key map has parameters per head; grouped keys are then repeated for a map made for more heads."""
 
@@ -43,7 +45,8 @@ class FeatureMap(nn.Module):
 
     def query_streams(self, q: Tensor) -> tuple[ScaledFeatures, ...]:
         """Query features of every stream, each with the scale by which its tokens were divided."""
-        return (ScaledFeatures(self.query(q)),)
+        features = self.query(q)
+        return (ScaledFeatures(features) if self.queries_are_bounded else within_reach(features),)
 
     def key_log_scale(self, k: Tensor) -> Tensor | None:
         """[B, N, H, 1]: by how much each key's features must be divided to stay below LARGEST_FEATURE; None: never."""
@@ -81,6 +84,15 @@ class FeatureMap(nn.Module):
 def excess(log_size: Tensor) -> Tensor:
     """By how much features of this logarithmic size exceed the largest that we want; 0 for ordinary ones."""
     return (log_size - LOG_LARGEST_FEATURE).clamp(min=0)
+
+
+def within_reach(features: Tensor) -> ScaledFeatures:
+    """Query features divided so that their products with keys fit into float32: 1e20 times 1e20 does not."""
+    largest = features.detach()
+    if cheap_to_look_at(features) and (largest.numel() == 0 or bool(largest.amax() <= LARGEST_FEATURE)):
+        return ScaledFeatures(features)
+    log_scale = excess(largest.amax(dim=-1, keepdim=True).log())
+    return ScaledFeatures(features * (-log_scale).exp(), log_scale)
 
 
 def both_signs(x: Tensor) -> Tensor:

@@ -38,6 +38,8 @@ class NormAware(FeatureMap):
     all channels alike, so outputs and gradients stay bounded.
     """
 
+    queries_are_bounded = True
+
     def __init__(
         self,
         *,

@@ -20,6 +20,7 @@ class NormPreserving(FeatureMap):
     W_h is a matrix and n_h a unit vector per head, learned, separate for queries and keys. W starts as the identity.
     """
 
+    queries_are_bounded = True
     heads_have_own_keys = True
 
     def __init__(self, *, num_heads: int, head_dim: int) -> None:
@@ -62,4 +63,5 @@ def reflected(weight: Tensor, normal: Tensor) -> Tensor:
 
 def norm(x: Tensor) -> Tensor:
     """Over the channels and away from zero."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)
+    # in units of 2^40: the square of 1e20 fits into no float32, and a power of two costs no digit
+    return torch.linalg.vector_norm(x * 2.0**-40, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM * 2.0**-40) * 2.0**40

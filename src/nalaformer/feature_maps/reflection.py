@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures
-from .base import FeatureMap
+from .base import FeatureMap, within_reach
 from .registry import FEATURE_MAPS
 
 # how ops.kernels.maps calls the reflections, by cross_head and blockwise
@@ -212,7 +212,7 @@ class _ReflectionAt:
         return self.reflection.phi(q, self.angles.to(q.dtype))
 
     def query_streams(self, q: Tensor) -> tuple[ScaledFeatures, ...]:
-        return (ScaledFeatures(self.query(q)),)
+        return (within_reach(self.query(q)),)
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
         return self.reflection.phi(k, self.angles.to(k.dtype))

@@ -64,6 +64,7 @@ class Hedgehog(FeatureMap):
     Hedgehog (Zhang et al., 2024); W starts as the identity. F = 2 D.
     """
 
+    queries_are_bounded = True
     heads_have_own_keys = True
 
     def __init__(self, *, num_heads: int, head_dim: int) -> None:

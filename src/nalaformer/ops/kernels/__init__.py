@@ -176,7 +176,9 @@ def mapped(
     if not has_batch:
         q, k = q[None], k[None]
     (features,) = feature_map.query_streams(q.to(dtype))
-    phi_q, phi_k = features.value, feature_map.key(hide(k, key_mask).to(dtype))
+    # the kernels know no scale of these queries
+    phi_q = features.value if features.log_scale is None else features.value * features.log_scale.exp()
+    phi_k = feature_map.key(hide(k, key_mask).to(dtype))
     if rotary[0] is not None and rotary[1] is not None:
         phi_q, phi_k = rotary[0].rotate(phi_q), rotary[1].rotate(phi_k)
     phi_q, phi_k = phi_q.to(q.dtype), phi_k.to(k.dtype)
