@@ -34,7 +34,7 @@ def test_padded_and_packed_and_single_samples_agree(name, backend, make_map):
         for destination, tensor in zip(padded, sample, strict=True):
             destination[row, : lengths[row]] = tensor
     key_mask = torch.arange(17) < torch.tensor(lengths)[:, None]
-    from_padded = linear_attention(*padded, feature_map=feature_map, key_mask=key_mask)
+    from_padded = linear_attention(*padded, feature_map=feature_map, key_mask=key_mask, query_mask=key_mask)
     assert distance(from_padded[key_mask], out) < ROUNDING
 
     alone = [linear_attention(*(x[None] for x in sample), feature_map=feature_map)[0] for sample in samples if len(sample[0])]
@@ -303,16 +303,17 @@ def test_batch_mates_do_not_matter(name, backend, make_map, make_qkv):
     key_mask = torch.rand(5, 197) < 0.7
     feature_map = make_map(name)
     for arguments in ({}, {"causal": True})[: 1 if name == VARIANCE_AWARE else 2]:
-        together = linear_attention(q, k, v, feature_map=feature_map, key_mask=key_mask, **arguments)
-        exact = linear_attention(
-            q.double(), k.double(), v.double(), feature_map=copy.deepcopy(feature_map).double(), key_mask=key_mask, **arguments
-        )
+        masks = {"key_mask": key_mask, "query_mask": key_mask}
+        together = linear_attention(q, k, v, feature_map=feature_map, **masks, **arguments)
+        precise = copy.deepcopy(feature_map).double()
+        exact = linear_attention(q.double(), k.double(), v.double(), feature_map=precise, **masks, **arguments)
         # a row of few keys whose reflected features nearly vanish is as uncertain as float32 leaves it (4e-5 in 12 seeds)
         rounding = ROUNDING + 2 * (together - exact).abs().max()
         for i in range(5):
             mine = slice(i, i + 1)
             parts = [x[mine] for x in (q, k, v)]
-            alone = linear_attention(*parts, feature_map=feature_map, key_mask=key_mask[mine], **arguments)
+            mask = {name: x[mine] for name, x in masks.items()}
+            alone = linear_attention(*parts, feature_map=feature_map, **mask, **arguments)
             assert (alone - together[mine]).abs().max() <= rounding
 
 
@@ -364,7 +365,7 @@ def test_hidden_tokens_do_not_move_the_variance_aware_angles(backend, make_map, 
     for hidden in ((0.0, 0.0, 0.0), (1e3, math.nan, math.nan)):
         inputs = [torch.where(key_mask[:, :, None, None], x, to) for x, to in zip((q, k, v), hidden, strict=True)]
         inputs = [x.requires_grad_() for x in inputs]
-        out = linear_attention(*inputs, feature_map=feature_map, key_mask=key_mask)[key_mask]
+        out = linear_attention(*inputs, feature_map=feature_map, key_mask=key_mask, query_mask=key_mask)[key_mask]
         results.append([out.detach(), *torch.autograd.grad(out.sum(), inputs[1:])])
     for clean, spoilt in zip(*results, strict=True):
         assert torch.equal(clean, spoilt)

@@ -236,13 +236,38 @@ def test_variance_aware_reflection_is_the_formula_at_its_angles(backend, masked,
     q, k, v = make_qkv(3, 31)
     feature_map = make_map(VARIANCE_AWARE, dtype=torch.float64)
     key_mask = torch.rand(3, 31) < 0.6 if masked else None
-    outputs = linear_attention(q, k, v, feature_map=feature_map, key_mask=key_mask)
+    outputs = linear_attention(q, k, v, feature_map=feature_map, key_mask=key_mask, query_mask=key_mask)
     for sample in range(3):
         shown = key_mask[sample] if masked else torch.ones(31, dtype=torch.bool)
         at_rest = reflection_at_its_angles(feature_map, q[sample, shown], k[sample, shown])
         mine = slice(sample, sample + 1)
         expected = formula(at_rest, q[mine], k[mine][:, shown], v[mine][:, shown])
         assert distance(outputs[mine], expected) < EXACT
+
+
+def test_every_query_of_cross_attention_counts_in_the_variances_whatever_keys_are_hidden(backend, make_map, make_qkv):
+    # as many queries as keys by chance: the mask of the keys says nothing about the queries
+    q, k, v = make_qkv(1, 9)
+    feature_map = make_map(VARIANCE_AWARE, dtype=torch.float64)
+    key_mask = torch.arange(9)[None] < 5
+    every = torch.ones(1, 9, dtype=torch.bool)
+    out = linear_attention(q, k, v, feature_map=feature_map, key_mask=key_mask, query_mask=every)
+    assert distance(out, linear_attention(q, k[:, :5], v[:, :5], feature_map=feature_map)) < EXACT
+    # one query fewer and there is nothing to confuse
+    fewer = linear_attention(q[:, :8], k, v, feature_map=feature_map, key_mask=key_mask)
+    assert distance(fewer, linear_attention(q[:, :8], k[:, :5], v[:, :5], feature_map=feature_map)) < EXACT
+
+
+def test_the_variance_aware_reflection_asks_which_queries_are_padding(make_map, make_qkv):
+    q, k, v = make_qkv(1, 9)
+    with pytest.raises(ValueError, match=r"as many keys as queries \(9\) and no query_mask; pass query_mask=key_mask in self"):
+        linear_attention(q, k, v, feature_map=make_map(VARIANCE_AWARE), key_mask=torch.ones(1, 9, dtype=torch.bool))
+
+
+def test_a_query_mask_of_another_shape_is_refused(make_map, make_qkv):
+    q, k, v = make_qkv(1, 9)
+    with pytest.raises(ValueError, match=r"query_mask must be bool \[batch, queries\] = \(1, 9\).*got torch.bool \(1, 8\)"):
+        linear_attention(q, k, v, feature_map=make_map("relu"), query_mask=torch.ones(1, 8, dtype=torch.bool))
 
 
 def reflection_at_its_angles(feature_map: FeatureMap, q: Tensor, k: Tensor) -> FeatureMap:

@@ -108,7 +108,7 @@ def test_variance_aware_gradients_are_those_of_finite_differences(backend, maske
     key_mask = torch.tensor([[True, False, True], [True, True, True]]) if masked else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
-        return linear_attention(q, k, v, feature_map=feature_map, key_mask=key_mask)
+        return linear_attention(q, k, v, feature_map=feature_map, key_mask=key_mask, query_mask=key_mask)
 
     inputs = [x.requires_grad_() for x in (q, k, v)]
     assert torch.autograd.gradcheck(attend, (*inputs, *feature_map.parameters()), fast_mode=True)

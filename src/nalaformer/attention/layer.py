@@ -149,13 +149,18 @@ class Attention(nn.Module):
                 rotary = (rotary, self._rotary(key_grid, channels, k))  # type: ignore[assignment]
         causal = self.config.causal
         if groups is None:
-            return linear_attention(q, k, v, feature_map=self.map, causal=causal, rotary=rotary, key_mask=key_mask)
+            # self-attention: a token that is no key is no query either
+            return linear_attention(
+                q, k, v, feature_map=self.map, causal=causal, rotary=rotary, key_mask=key_mask, query_mask=key_mask
+            )
         # the state sums over keys and cannot tell queries apart: one pass for each group
         out = torch.zeros_like(q)
         for group in range(MAX_GROUPS):
             inside = groups == group
             visible = inside if key_mask is None else inside & key_mask
-            part = linear_attention(q, k, v, feature_map=self.map, causal=causal, rotary=rotary, key_mask=visible)
+            part = linear_attention(
+                q, k, v, feature_map=self.map, causal=causal, rotary=rotary, key_mask=visible, query_mask=visible
+            )
             out = torch.where(inside[:, :, None, None], part, out)
         return out
 

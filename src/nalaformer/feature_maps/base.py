@@ -56,7 +56,9 @@ class FeatureMap(nn.Module):
         """How the fused kernels compute this map in registers; None: they get features computed here."""
         return None
 
-    def given(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool) -> FeatureMapLike:
+    def given(
+        self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool, query_mask: Tensor | None = None
+    ) -> FeatureMapLike:
         """The map for this very input; only maps that look at all tokens at once differ from themselves."""
         return self
 

@@ -30,7 +30,8 @@ class Reflection(FeatureMap):
     (a) blockwise: on each channel pair (2i, 2i+1) of a head, I - 2 u_i u_i^T with u_i = (cos t_i, sin t_i);
     (b) variance: the angles of (a) move with the variance of the input, t = theta + delta,
         delta = pi/4 tanh(a) tanh(b (s - mean of s over the blocks)), s = log of the variance of a block over the tokens
-        of q and k; a and b are learned per head, a = 0 at first. Bidirectional only: it looks at all tokens.
+        of q and k; a and b are learned per head, a = 0 at first. Bidirectional only: it looks at all tokens, so that
+        padding among the queries must be named (query_mask) where there is a key_mask.
 
     Each reflection is symmetric and its own inverse; together they keep products, (R q).(R k) = q.k. Training starts at a
     swap of channels, which is plain ReLU attention.
@@ -128,7 +129,9 @@ class Reflection(FeatureMap):
         rows = torch.cat((normal.expand_as(turns), turns), dim=-1)
         return KernelSpec(name, parts=1, parameters=rows, spans_heads=self.cross_head)
 
-    def given(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool) -> FeatureMapLike:
+    def given(
+        self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool, query_mask: Tensor | None = None
+    ) -> FeatureMapLike:
         # the kernels reflect without asking
         self.check_heads(q)
         self.check_heads(k)
@@ -144,7 +147,13 @@ class Reflection(FeatureMap):
                 f"the variance-aware reflection has angles per query head and needs keys for each, got {q.shape[2]} query "
                 f"and {k.shape[2]} key heads; make the map with num_heads={q.shape[2]}, or use variance=False"
             )
-        spread = self.block_variance(q, k, key_mask)
+        if key_mask is not None and query_mask is None and q.shape[1] == k.shape[1]:
+            raise ValueError(
+                f"the variance-aware reflection looks at the queries too and cannot know which of them are padding, got a "
+                f"key_mask for as many keys as queries ({q.shape[1]}) and no query_mask; pass query_mask=key_mask in "
+                "self-attention, and in cross-attention the mask of the queries (all True if there is no padding)"
+            )
+        spread = self.block_variance(q, k, key_mask, query_mask)
         log_variance = (spread + 1e-6).log()
         relative = log_variance - log_variance.mean(dim=-1, keepdim=True)
         # in the dtype of the statistics: angles rounded to half precision would cost the gradients most of their digits
@@ -153,10 +162,8 @@ class Reflection(FeatureMap):
         delta = strength[:, None] * (self.per_head(self.sensitivity, like)[:, None] * relative).tanh()
         return _ReflectionAt(self, (self.per_head(self.theta, like) + delta)[:, None])
 
-    def block_variance(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+    def block_variance(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Tensor:
         """[B, H, D/2]: the variance of each channel pair over the tokens of q and k pooled, hidden tokens left out."""
-        # as many queries as keys: self-attention, where a hidden key is a hidden query too
-        query_mask = key_mask if key_mask is not None and q.shape[1] == key_mask.shape[1] else None
         total = mean = moment = torch.zeros((), device=q.device)
         for x, mask in ((q, query_mask), (k, key_mask)):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -205,7 +212,9 @@ class _ReflectionAt:
         self.num_heads, self.head_dim = reflection.num_heads, reflection.head_dim
         self.reflection, self.angles = reflection, angles
 
-    def given(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool) -> FeatureMapLike:
+    def given(
+        self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool, query_mask: Tensor | None = None
+    ) -> FeatureMapLike:
         return self
 
     def query(self, q: Tensor) -> Tensor:

@@ -111,6 +111,14 @@ def check_key_mask(key_mask: Tensor | None, k: Tensor) -> None:
         raise ValueError(f"key_mask must be on the device of k ({k.device}), got {key_mask.device}; move it with .to()")
 
 
+def check_query_mask(query_mask: Tensor | None, q: Tensor) -> None:
+    if query_mask is not None and (query_mask.dtype != torch.bool or query_mask.shape != q.shape[:2]):
+        raise ValueError(
+            f"query_mask must be bool [batch, queries] = {tuple(q.shape[:2])}, True where a query is a token and not padding, "
+            f"got {query_mask.dtype} {tuple(query_mask.shape)}"
+        )
+
+
 def check_rotary(rotary: Rotary | None, x: Tensor, name: str) -> None:
     if rotary is None:
         return

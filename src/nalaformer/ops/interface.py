@@ -13,6 +13,7 @@ from .checks import (
     RotaryPair,
     check_call,
     check_cu_seqlens,
+    check_query_mask,
     check_rotary,
     check_rows,
     check_state,
@@ -31,6 +32,7 @@ def linear_attention(
     causal: bool = False,
     rotary: RotaryArgument = None,
     key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
@@ -46,17 +48,20 @@ def linear_attention(
     rotary: positions of all tokens, or a pair (of q, of k) for cross-attention; turns the numerator only unless it was
         made with normalised=True.
     key_mask: [B, M] bool, True = visible. A row that sees nothing gives zeros; hidden tokens may hold NaN.
+    query_mask: [B, N] bool, True = a token, not padding. Only the variance-aware reflection asks, which looks at all queries:
+        in self-attention it is the key_mask.
     cu_seqlens: [S + 1] running total of lengths, beginning with 0. Then q, k, v are [T, H, D]: S sequences back to back.
     eps: times the n visible keys; 0 makes the weights sum to one however small the keys are.
     """
     if cu_seqlens is not None:
-        return _packed(q, k, v, feature_map, causal, rotary, key_mask, cu_seqlens, eps)
+        return _packed(q, k, v, feature_map, causal, rotary, key_mask, query_mask, cu_seqlens, eps)
     turns = check_call(q, k, v, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
+    check_query_mask(query_mask, q)
     needs_grad = _needs_grad(q, k, v, feature_map)
     k, v = _heads_for(feature_map, q, k, v)
     # low-precision matmuls under autocast would undo the float32 sums
     with outside_autocast(q):
-        mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
+        mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
         backend = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns)
         if backend == "triton":
             return _fused(q, k, v, mapped, causal, turns, key_mask, None, 0, eps, needs_grad)
@@ -174,6 +179,7 @@ def attention_weights(
     causal: bool = False,
     rotary: RotaryArgument = None,
     key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """The exact weights that linear attention gives to each value: [B, H, R, M], for diagnostics.
@@ -184,10 +190,11 @@ def attention_weights(
     turns = check_call(q, k, None, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
     if not 0 <= stream < feature_map.streams:
         raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream}")
+    check_query_mask(query_mask, q)
     index = None if rows is None else check_rows(rows, q)
     k, _ = _heads_for(feature_map, q, k, k)
     with outside_autocast(q):
-        mapped = feature_map.given(q, k, key_mask=key_mask, causal=causal)
+        mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
         return reference.attention_weights(
             q,
             k,
@@ -210,12 +217,14 @@ def _packed(
     causal: bool,
     rotary: RotaryArgument,
     key_mask: Tensor | None,
+    query_mask: Tensor | None,
     cu_seqlens: Tensor,
     eps: float,
 ) -> Tensor:
     """Each sequence by itself; the tensors are only cut, never padded."""
-    if key_mask is not None:
-        raise ValueError("key_mask and cu_seqlens exclude each other, got both; packed sequences have no padding to hide")
+    for name, mask in (("key_mask", key_mask), ("query_mask", query_mask)):
+        if mask is not None:
+            raise ValueError(f"{name} and cu_seqlens exclude each other, got both; packed sequences have no padding to hide")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3 or x.shape[0] != q.shape[0]:
             raise ValueError(
