@@ -337,6 +337,28 @@ def outputs_and_gradients(inputs: dict[str, Tensor], feature_map: FeatureMap, ca
     return [out.detach(), *torch.autograd.grad(out, list(inputs.values()), upstream)]
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_value_that_is_no_number_makes_its_channel_nan_in_the_rows_that_see_it(
+    map_name, causal, backend, bad, make_map, make_qkv
+):
+    q, k, v = make_qkv(1, 9, dtype=torch.float32)
+    v[0, 3, 1, 2] = bad
+    expected = torch.zeros(1, 9, 2, 8, dtype=torch.bool)
+    expected[0, 3 if causal else 0 :, 1, 2] = True
+    assert torch.equal(linear_attention(q, k, v, feature_map=make_map(map_name), causal=causal).isnan(), expected)
+
+
+def test_a_value_that_is_no_number_makes_its_channel_nan_in_later_pieces(map_name, make_map, make_qkv):
+    q, k, v = make_qkv(1, 9, dtype=torch.float32)
+    v[0, 3, 1, 2] = math.inf
+    feature_map = make_map(map_name)
+    _, state = recurrent_linear_attention(q[:, :5], k[:, :5], v[:, :5], feature_map=feature_map)
+    out, _ = recurrent_linear_attention(q[:, 5:], k[:, 5:], v[:, 5:], feature_map=feature_map, state=state)
+    expected = torch.zeros(1, 4, 2, 8, dtype=torch.bool)
+    expected[0, :, 1, 2] = True
+    assert torch.equal(out.isnan(), expected)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30], ids=str)
 def test_hidden_tokens_reach_neither_outputs_nor_gradients(map_name, causal, backend, bad, make_map, make_qkv):
     q, k, v = make_qkv(2, 9, dtype=torch.float32)

@@ -116,6 +116,19 @@ def test_degenerate_tokens_stay_finite(name):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["elu", "norm_aware"])
+def test_an_infinite_value_leaves_no_number_in_its_channel_of_the_rows_that_see_it(name, causal):
+    tensors = make(*[(1, 21, 2, 8)] * 3)
+    tensors[2][0, 3, 1, 2] = torch.inf
+    feature_map = nalaformer.feature_map(name, num_heads=2, head_dim=8).to(DEVICE)
+    with nalaformer.use_backend("triton"):
+        out = nalaformer.linear_attention(*tensors, feature_map=feature_map, causal=causal)
+    expected = torch.ones(1, 21, 2, 8, dtype=torch.bool, device=DEVICE)
+    expected[0, 3 if causal else 0 :, 1, 2] = False
+    assert torch.equal(out.isfinite(), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["norm_aware", "norm_aware cosine"])
 def test_a_query_whose_square_is_infinite_stays_finite(name, causal):
     tensors = make(*[(1, 21, 2, 8)] * 3)

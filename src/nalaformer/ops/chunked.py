@@ -23,6 +23,7 @@ from .features import (
     normalise,
     query_features,
     weighted_values,
+    without_infinity,
 )
 from .rotary import Rotary
 from .state import LinearState
@@ -136,7 +137,7 @@ def causal_linear_attention(
 
 def state_of(keys: Keys, log_scale: Tensor | None) -> LinearState:
     """The state of these keys alone; log_scale [B, 1, K, 1]."""
-    state = torch.einsum("bjkf,bjkv->bkfv", keys.rotated, keys.values)
+    state = without_infinity(torch.einsum("bjkf,bjkv->bkfv", keys.rotated, keys.values))
     key_sum = keys.plain.sum(dim=1)
     scale = key_sum.new_zeros(key_sum.shape[:2]) if log_scale is None else log_scale[:, 0, :, 0]
     return LinearState(state, key_sum, keys.visible, scale)

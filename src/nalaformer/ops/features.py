@@ -125,6 +125,11 @@ def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
     return x if key_mask is None else torch.where(key_mask[:, :, None, None], x, x.new_zeros(()))
 
 
+def without_infinity(state: Tensor) -> Tensor:
+    """Infinity becomes NaN, as it is inside a causal piece and wherever a feature of zero has met it."""
+    return state + (state - state)
+
+
 def weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     """weights [B, K, G, i, j] times values [B, j, K, V] -> [B, i, K, G, V]; a value counts only where visible [i, j].
 

@@ -18,6 +18,7 @@ from .features import (
     normalise,
     query_features,
     weighted_values,
+    without_infinity,
 )
 from .rotary import Rotary
 
@@ -51,7 +52,7 @@ def linear_attention(
     scales = key_log_scale(feature_map, k, key_mask, dtype)
     scale = None if scales is None else scales.amax(dim=1, keepdim=True)  # [B, 1, K, 1]
     keys = key_features(feature_map, k, v, key_mask=key_mask, rotary=rotary[1], log_scale=scale, dtype=dtype)
-    state = torch.einsum("bjkf,bjkv->bkfv", keys.rotated, keys.values)
+    state = without_infinity(torch.einsum("bjkf,bjkv->bkfv", keys.rotated, keys.values))
     key_sum = keys.plain.sum(dim=1)
     if scale is not None:
         scale = scale.repeat_interleave(q.shape[2] // kv_heads, dim=2)[..., 0]  # [B, 1, H]
