@@ -10,6 +10,7 @@ from torch import Tensor
 import nalaformer
 from conftest import MAP_NAMES
 from nalaformer import FeatureMap, LinearState, Rotary, linear_attention, recurrent_linear_attention
+from nalaformer.ops.backend import TRITON_FOUND
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 
@@ -224,6 +225,30 @@ def test_detach_cuts_the_gradient_of_the_past(make_map, make_qkv):
     cut, _ = recurrent_linear_attention(q, k, v, feature_map=feature_map, state=state.detach())
     assert connected.requires_grad
     assert not cut.requires_grad
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+@pytest.mark.parametrize("learned", ["state", "key_sum"])
+def test_the_past_learns_where_nothing_of_the_present_does(learned, backend, make_map, make_qkv):
+    if backend == "triton" and not TRITON_FOUND:
+        pytest.skip("the kernels need Triton, which this platform has no build of")
+    # more than one piece of the chunked form
+    q, k, v = make_qkv(batch=1, tokens=130 if backend == "chunked" else 5, dtype=torch.float32)
+    feature_map = make_map("elu")
+    before = state_after(feature_map, k, v)
+
+    def outputs(past: Tensor) -> Tensor:
+        return recurrent_linear_attention(
+            q, k, v, feature_map=feature_map, state=dataclasses.replace(before, **{learned: past})
+        )[0]
+
+    past = before.tensors()[learned].requires_grad_()
+    direction = torch.randn_like(past)
+    with nalaformer.use_backend(backend):
+        (found,) = torch.autograd.grad(outputs(past).sum(), past)
+    with torch.no_grad():
+        slope = (outputs(past + 0.1 * direction).double() - outputs(past - 0.1 * direction).double()).sum() / 0.2
+    assert (found * direction).sum().item() == pytest.approx(slope.item(), rel=1e-3)
 
 
 def test_to_moves_every_tensor():

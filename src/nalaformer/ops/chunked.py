@@ -119,8 +119,7 @@ def causal_linear_attention(
 
     size = piece or CAUSAL_PIECE
     cut = pieces(size, q, k, v, key_mask, rotary[0], rotary[1])
-    keeps_graph = recompute or (state is not None and state.state.requires_grad)
-    if keeps_graph or len(cut) == 1:
+    if recompute or len(cut) == 1:
         parts = []
         for tokens in cut:
             out, state = run(step, *tokens, state)

@@ -96,7 +96,7 @@ def recurrent_linear_attention(
     the state passed in is not changed. Rotary positions count on: Rotary.sequence(n, dim, start=tokens_before).
     """
     turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps)
-    recompute = _needs_grad(q, k, v, feature_map)
+    recompute = _needs_grad(q, k, v, feature_map, state)
     k, v = _heads_for(feature_map, q, k, v)
     check_state(state, q, k, v, feature_map, turns[1])
     with outside_autocast(q):
@@ -319,6 +319,7 @@ def _heads_for(feature_map: FeatureMapLike, q: Tensor, k: Tensor, v: Tensor) -> 
     return k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
 
 
-def _needs_grad(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> bool:
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, state: LinearState | None = None) -> bool:
     parameters = feature_map.parameters() if isinstance(feature_map, torch.nn.Module) else ()
-    return torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *parameters))
+    sums = () if state is None else state.tensors().values()
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *parameters, *sums))

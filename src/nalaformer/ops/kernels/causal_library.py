@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import causal_launch
-from .eager import eager
+from .eager import eager, first_order
 from .library import describe, new_call, parameter_gradient, types_of
 
 Settings = tuple[int, str, int, int, float, float, float, bool, bool]
@@ -155,7 +155,7 @@ def _backward(ctx, dout, dtotal, *unused):  # type: ignore[no-untyped-def]
     return gradients(ctx, dout, dtotal, causal_backward)
 
 
-causal.register_autograd(_backward, setup_context=_save)
+causal.register_autograd(first_order(_backward), setup_context=_save)
 eager_attend = eager(
     run_forward,
     _save,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .depthwise import depthwise_kernel, depthwise_weight_kernel
+from .eager import eager, first_order
 from .start import Description, Launches, kind, processors, start
 
 # tokens and channels per step; a thread then reads 16 bytes of neighbouring channels at once
@@ -104,32 +105,22 @@ def taps_of(weight: Tensor) -> Tensor:
     return weight.flatten(1).t().contiguous()
 
 
-class Eager(torch.autograd.Function):
-    """The same without the dispatcher, whose operators written in Python cost more per call than small kernels do."""
-
-    @staticmethod
-    def forward(ctx, x, plus, weight, bias, height, width):  # type: ignore[no-untyped-def]
-        taps = taps_of(weight)
-        _save(ctx, (x, plus, taps, bias, height, width, False), None)
-        return run_forward(x, plus, taps, bias, height, width, False)
-
-    @staticmethod
-    def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        dx, dplus, dtaps, dbias = gradients(ctx, dout, run_forward, run_taps_gradient)
-        size = isqrt(ctx.saved_tensors[1].shape[0])
-        return dx, dplus, None if dtaps is None else dtaps.t().unflatten(1, (1, size, size)), dbias, None, None
-
-
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, plus, taps, bias, height, width, _ = inputs
+    x, plus, taps, bias, height, width, flip = inputs
+    # a convolution that is flipped is the gradient of another one
+    assert not flip
+    _keep(ctx, x, plus, bias, (height, width), taps)
+
+
+def _keep(ctx, x, plus, bias, grid, *weights) -> None:  # type: ignore[no-untyped-def]
     # plus itself is not needed, only whether it is x
-    ctx.save_for_backward(x, taps)
-    ctx.grid, ctx.has_bias, ctx.is_residual = (height, width), bias is not None, plus is x
+    ctx.save_for_backward(x, *weights)
+    ctx.grid, ctx.has_bias, ctx.is_residual = grid, bias is not None, plus is x
 
 
 def gradients(ctx, dout, convolve, weigh):  # type: ignore[no-untyped-def]
     """Of x, plus, the taps and the bias."""
-    x, taps = ctx.saved_tensors
+    x, taps, *_ = ctx.saved_tensors
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dx = dtaps = dbias = None
     if ctx.needs_input_grad[0]:
@@ -145,11 +136,32 @@ def _backward(ctx, dout):  # type: ignore[no-untyped-def]
     return *gradients(ctx, dout, forward, taps_gradient), None, None, None
 
 
-forward.register_autograd(_backward, setup_context=_save)
+forward.register_autograd(first_order(_backward), setup_context=_save)
+
+
+def _run(x, plus, weight, bias, height, width):  # type: ignore[no-untyped-def]
+    """The output and the taps: what turns a weight into them needs no gradient of its own then."""
+    taps = taps_of(weight)
+    return run_forward(x, plus, taps, bias, height, width, False), taps
+
+
+def _save_weight(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, plus, weight, bias, *grid = inputs
+    # the taps have no graph: the weight stands for them where gradients are asked for gradients
+    _keep(ctx, x, plus, bias, grid, output[1], weight)
+
+
+def _gradients_of_weight(ctx, dout):  # type: ignore[no-untyped-def]
+    dx, dplus, dtaps, dbias = gradients(ctx, dout, run_forward, run_taps_gradient)
+    shape = ctx.saved_tensors[2].shape
+    return dx, dplus, None if dtaps is None else dtaps.t().view(shape), dbias, None, None
+
+
+eager_convolve = eager(_run, _save_weight, _gradients_of_weight, given=lambda output: output[0])
 
 
 def convolve(x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor | None, height: int, width: int) -> Tensor:
     """Through the dispatcher while torch.compile traces, directly otherwise."""
     if torch.compiler.is_compiling():
         return forward(x, plus, taps_of(weight), bias, height, width, False)
-    return Eager.apply(x, plus, weight, bias, height, width)
+    return eager_convolve(x, plus, weight, bias, height, width)

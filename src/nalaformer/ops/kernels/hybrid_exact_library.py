@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .eager import eager
+from .eager import eager, first_order
 from .hybrid_exact import exact_dq_kernel, exact_kernel
 from .hybrid_exact_keys import exact_store_kernel, exact_window_kernel
 from .hybrid_launch import LAUNCHES, operand, operand_constants, padded, tile_of, with_rows_of_numbers
@@ -183,7 +183,7 @@ def _backward(ctx, dmax, dtotal, dweighted, _):  # type: ignore[no-untyped-def]
     return gradients(ctx, dmax, dtotal, dweighted, backward)
 
 
-forward.register_autograd(_backward, setup_context=_save)
+forward.register_autograd(first_order(_backward), setup_context=_save)
 
 eager_attend = eager(
     run_forward,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .eager import eager
+from .eager import eager, first_order
 from .hybrid_features import signed_softmax_gradient_kernel, signed_softmax_kernel
 from .hybrid_launch import LAUNCHES, Tile, operand, operand_constants, padded, tile_of, with_rows_of_numbers
 from .hybrid_linear import stretch_sums_kernel, walk_kernel
@@ -254,21 +254,22 @@ def _(dweighted, dtotal, dafter, queries, keys, values, counts, before, *rest): 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, initial, groups, per_chunk, name = inputs
-    ctx.save_for_backward(*tensors, output[3])
+    # the sums have no graph outside of the operator: what they began with stands for them
+    ctx.save_for_backward(*tensors, output[3], initial)
     ctx.settings = groups, per_chunk, name
-    ctx.has_initial = initial is not None
 
 
 def gradients(ctx, dweighted, dtotal, dafter, run):  # type: ignore[no-untyped-def]
-    dqueries, dkeys, dvalues, dinitial = run(dweighted, dtotal, dafter, *ctx.saved_tensors, *ctx.settings)
-    return dqueries, dkeys, dvalues, None, dinitial if ctx.has_initial else None, None, None, None
+    *kept, initial = ctx.saved_tensors
+    dqueries, dkeys, dvalues, dinitial = run(dweighted, dtotal, dafter, *kept, *ctx.settings)
+    return dqueries, dkeys, dvalues, None, None if initial is None else dinitial, None, None, None
 
 
 def _backward(ctx, dweighted, dtotal, dafter, *unused):  # type: ignore[no-untyped-def]
     return gradients(ctx, dweighted, dtotal, dafter, backward)
 
 
-forward.register_autograd(_backward, setup_context=_save)
+forward.register_autograd(first_order(_backward), setup_context=_save)
 
 eager_attend = eager(
     run_forward,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .eager import eager
+from .eager import eager, first_order
 from .hybrid_launch import LAUNCHES, padded
 from .hybrid_merge import merge_gradient_kernel, merge_kernel
 from .start import Description, kind, start
@@ -122,7 +122,7 @@ def _backward(ctx, dout):  # type: ignore[no-untyped-def]
     return gradients(ctx, dout, backward)
 
 
-forward.register_autograd(_backward, setup_context=_save)
+forward.register_autograd(first_order(_backward), setup_context=_save)
 
 eager_merge = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .eager import eager
+from .eager import eager, first_order
 from .layer_norm import layer_norm_gradient_kernel, layer_norm_kernel
 from .start import Description, Launches, kind, processors, start
 
@@ -113,7 +113,7 @@ def _backward(ctx, dout, _):  # type: ignore[no-untyped-def]
     return gradients(ctx, dout, backward)
 
 
-forward.register_autograd(_backward, setup_context=_save)
+forward.register_autograd(first_order(_backward), setup_context=_save)
 
 eager_normalise = eager(
     run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward), given=lambda output: output[0]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import launch
-from .eager import eager
+from .eager import eager, first_order
 from .launch import Call
 
 _calls: dict[tuple[object, ...], Call] = {}
@@ -236,5 +236,5 @@ def _backward(ctx, dout, *unused):  # type: ignore[no-untyped-def]
     return gradients(ctx, dout, bidirectional_backward)
 
 
-bidirectional.register_autograd(_backward, setup_context=_save)
+bidirectional.register_autograd(first_order(_backward), setup_context=_save)
 eager_attend = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward), given=lambda output: output[0])

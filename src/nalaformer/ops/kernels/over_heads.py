@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_spec import KernelSpec
-from .eager import eager
+from .eager import eager, first_order
 from .launch import processors, strides
 from .library import parameter_gradient
 from .maps import phi_key, phi_key_gradient
@@ -189,4 +189,6 @@ def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
 
 
 eager_map_over_heads = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
-map_over_heads.register_autograd(lambda ctx, dout: gradients(ctx, dout, map_over_heads_backward), setup_context=_save)
+map_over_heads.register_autograd(
+    first_order(lambda ctx, dout: gradients(ctx, dout, map_over_heads_backward)), setup_context=_save
+)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .eager import eager
+from .eager import eager, first_order
 from .layer_norm_library import BLOCK, GRADIENT_PROGRAMS, GRADIENT_STAGES, blocks
 from .residual import residual_gradient_kernel, residual_kernel
 from .start import Description, Launches, kind, processors, start
@@ -74,7 +74,7 @@ def _backward(ctx, dout):  # type: ignore[no-untyped-def]
     return gradients(ctx, dout, backward)
 
 
-forward.register_autograd(_backward, setup_context=_save)
+forward.register_autograd(first_order(_backward), setup_context=_save)
 
 eager_add = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
 
