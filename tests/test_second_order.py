@@ -73,8 +73,8 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 
 @pytest.fixture(params=CALLS)
 def call(request: pytest.FixtureRequest) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    function, shapes = CALLS[request.param]
-    return function, [torch.rand(shape, dtype=torch.float64) + 0.2 for shape in shapes]
+    compute, shapes = CALLS[request.param]
+    return compute, [torch.rand(shape, dtype=torch.float64) + 0.2 for shape in shapes]
 
 
 @pytest.fixture(params=["eager", "operator"])
@@ -107,7 +107,7 @@ def test_kernels_refuse_each_second_derivative_that_is_not_zero(call, path):
         (second,) = torch.autograd.grad(loss, inputs[by], retain_graph=True)
         if (second - 1).abs().max() > 1e-9:
             refused += 1
-            with pytest.raises(NotImplementedError, match='first-order gradients only.*use_backend\\("chunked"\\)'):
+            with pytest.raises(NotImplementedError, match=r'first-order gradients only.*use_backend\("chunked"\)'):
                 torch.autograd.grad(ours[of].sum() + leaves[by].sum(), leaves[by], retain_graph=True)
     assert refused
 
@@ -122,10 +122,10 @@ def test_every_operator_with_gradients_is_among_the_calls(monkeypatch):
             called.add(operator.name())
             return operator(*args, **(kwargs or {}))
 
-    for function, shapes in CALLS.values():
+    for compute, shapes in CALLS.values():
         leaves = [torch.rand(shape, device=DEVICE, requires_grad=True) for shape in shapes]
         with nalaformer.use_backend("triton"), Record():
-            function(*leaves).sum().backward()
+            compute(*leaves).sum().backward()
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("nalaformer::")}
     # a step changes its state in place, without gradients
     assert names - called <= {"nalaformer::step", "nalaformer::hybrid_step"}
