@@ -97,8 +97,13 @@ def test_the_projections_keep_their_weights(name):
         assert (run(name, model) - expected).abs().max() < 1e-5
 
 
-def test_a_shifted_window_keeps_its_mask():
-    model = nalaformer.convert(timm_swin(), "linear", local_mix="none")
+@pytest.mark.parametrize("local_mix", ["none", "channels"])
+def test_a_shifted_window_keeps_its_mask(local_mix):
+    model = nalaformer.convert(timm_swin(), "linear", local_mix=local_mix)
+    for parameter in model.parameters():
+        if not parameter.any():
+            # the local convolution begins with zeros
+            torch.nn.init.normal_(parameter)
     block = model.layers[0].blocks[1]
     assert block.attn_mask is not None
     layer = block.attn
@@ -106,10 +111,11 @@ def test_a_shifted_window_keeps_its_mask():
     with torch.no_grad():
         before = layer(x, block.attn_mask)
         moved = x.clone()
-        # the last window has four parts: its last token and its first do not see each other
-        moved[-1, -1] += 10
+        # the last window has four parts of 4 and 3 rows and columns: this is the first token of the last part
+        token = 4 * 7 + 4
+        moved[-1, token] += 10
         change = (layer(moved, block.attn_mask) - before).abs().amax(-1)
-        sees = block.attn_mask[-1, :, -1] == 0
+        sees = block.attn_mask[-1, :, token] == 0
         assert change[:-1].max() == 0
         assert change[-1][~sees].max() == 0
         assert change[-1][sees].min() > 0

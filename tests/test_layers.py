@@ -169,17 +169,60 @@ def test_linear_windows_are_the_layer_on_each_tile(name, shifted, edges):
 @pytest.mark.parametrize("key_mask", [None, torch.rand(2, 12, generator=torch.Generator().manual_seed(0)) < 0.7])
 def test_a_token_sees_its_group_alone(method, key_mask):
     layer = make(method, position="none", local_mix="none")
-    groups = torch.randint(4, (2, 12))
+    # more groups than the parts of a shifted window, and numbers that nobody uses
+    groups = 7 * (torch.arange(24) % 6).view(2, 12)
     x = torch.randn(2, 12, 16)
     out = layer(x, groups=groups, key_mask=key_mask)
-    for group in range(4):
+    for group in range(0, 42, 7):
         visible = groups == group if key_mask is None else (groups == group) & key_mask
         expected = layer(x, key_mask=visible)
         assert (out - expected)[visible].abs().max() < 1e-6
 
 
+def test_other_groups_do_not_reach_a_token_through_any_part_of_the_layer(method):
+    """The local mix included: the neighbours of a token may be of another group."""
+    layer = make(method)
+    groups = (torch.arange(24) % 6).view(2, 12)
+    x = torch.randn(2, 12, 16)
+    out = layer(x, (3, 4), groups=groups)
+    for group in groups.unique():
+        inside = groups == group
+        moved = torch.where(inside[..., None], x, 5 * torch.randn_like(x))
+        assert torch.equal(layer(moved, (3, 4), groups=groups)[inside], out[inside])
+        # and the neighbours of the same group do
+        alone = layer(torch.where(inside[..., None], x + 1, x), (3, 4), groups=groups)
+        assert (alone - out)[inside].abs().amax(-1).min() > 0
+
+
+@pytest.mark.parametrize("method", [name for name, config in METHODS.items() if config.local_mix != "none"])
+def test_the_local_mix_of_a_group_is_that_of_an_image_without_the_others(method):
+    layer = make(method, position="none")
+    groups = torch.tensor([0, 1, 0, 0, 2, 1, 1, 0, 2, 0, 1, 0]).expand(2, -1)
+    x = torch.randn(2, 12, 16)
+    out = layer(x, (3, 4), groups=groups)
+    for group in range(3):
+        inside = groups == group
+        assert (out - layer(x, (3, 4), key_mask=inside))[inside].abs().max() < 1e-6
+
+
+def test_a_number_of_groups_that_is_told_changes_nothing(method):
+    layer = make(method)
+    groups, x = torch.randint(3, (2, 12)), torch.randn(2, 12, 16)
+    assert torch.equal(layer(x, (3, 4), groups=groups), layer(x, (3, 4), groups=groups, num_groups=5))
+
+
+@pytest.mark.parametrize("name", LINEAR_METHODS)
+def test_a_token_beyond_the_number_of_groups_that_was_told_is_no_result(name):
+    out = make(name)(torch.randn(1, 4, 16), (2, 2), groups=torch.tensor([[0, 1, 2, 1]]), num_groups=2)
+    assert out.isnan().all(-1).tolist() == [[False, False, True, False]]
+
+
 def test_wrong_groups_say_the_rule():
     x = torch.randn(2, 12, 16)
+    with pytest.raises(ValueError, match="groups must be integers of at least 0, got -1; hide"):
+        make("linear")(x, groups=torch.arange(12).expand(2, -1) - 1)
+    with pytest.raises(ValueError, match="num_groups must be at least 1, got 0"):
+        make("linear")(x, groups=torch.zeros(2, 12, dtype=torch.long), num_groups=0)
     with pytest.raises(ValueError, match=r"groups must be integers for each token, \(2, 12\), got \(2, 11\)"):
         make("linear")(x, groups=torch.zeros(2, 11, dtype=torch.long))
     with pytest.raises(ValueError, match="use window=0"):

@@ -12,7 +12,7 @@ from .config import AttentionConfig
 from .layer_norm import LayerNorm
 from .local_mix import LocalMix, resize_values
 from .position_table import PositionTable
-from .windows import MAX_GROUPS, RelativeBias, Windows
+from .windows import Groups, RelativeBias, Windows
 
 Grid = tuple[int, int]
 # layers of one stage share their positions, and the next step asks for them again
@@ -73,27 +73,34 @@ class Attention(nn.Module):
         self.projection = nn.Linear(dim, dim)
 
     def forward(
-        self, x: Tensor, grid: Grid | None = None, key_mask: Tensor | None = None, groups: Tensor | None = None
+        self,
+        x: Tensor,
+        grid: Grid | None = None,
+        key_mask: Tensor | None = None,
+        groups: Tensor | None = None,
+        num_groups: int | None = None,
     ) -> Tensor:
         """x: [B, N, C] -> [B, N, C]. key_mask: [B, N] bool, True = a real token; what padding holds reaches no other one.
 
-        groups: [B, N] integers below MAX_GROUPS; a token attends to those of its group alone (the parts of a shifted window).
+        groups: [B, N] integers >= 0; a token sees those of its group alone, in attention and in the local mix, at the cost of
+        a pass for each group (the parts of a shifted window are such groups).
+        num_groups: all of them are below it. The host then need not wait for the device to learn how many there are; a number
+        that breaks the promise makes its token NaN in linear attention.
         A position table covers the whole grid: there, padding changes where the real tokens stand.
         """
         grid = self._checked_grid(x, grid)
         check_key_mask(key_mask, x)
-        if groups is not None:
-            self._check_groups(groups, x)
+        parts = self._checked_groups(groups, num_groups, x)
         q, k, v, gate, key_grid = self.project(x, grid, key_mask)
         if self.table is not None:
             k = k + self.table(key_grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
-        out = self._attend(q, k, v, grid, key_grid, key_mask, groups).flatten(2)
+        out = self._attend(q, k, v, grid, key_grid, key_mask, parts).flatten(2)
         if self.local_mix is not None:
             # padding must not reach its neighbours through the convolution either
             v = hide(v, key_mask)
             if self.config.key_reduction > 1:
                 v = resize_values(v, key_grid, grid, self.config.value_upsampling)
-            out = self.local_mix(v, grid, out)
+            out = self._mix_nearby(v, grid, parts, out)
         if self.norm is not None and self.config.gate == "silu":
             return self.projection(self.norm(out, gate))
         if self.norm is not None:
@@ -126,7 +133,7 @@ class Attention(nn.Module):
         return heads(q), heads(k), heads(v), gate[0] if gate else None, key_grid
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Groups | None
     ) -> Tensor:
         """[B, N, H, D]."""
         if not self.config.window:
@@ -137,7 +144,7 @@ class Attention(nn.Module):
         return windows.join(self._attend_globally(q, k, v, windows.shape, windows.shape, key_mask, groups))
 
     def _attend_globally(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Groups | None
     ) -> Tensor:
         if self.map is None:
             return self._softmax(q, k, v, grid, key_grid, key_mask, groups)
@@ -153,19 +160,18 @@ class Attention(nn.Module):
             return linear_attention(
                 q, k, v, feature_map=self.map, causal=causal, rotary=rotary, key_mask=key_mask, query_mask=key_mask
             )
+
         # the state sums over keys and cannot tell queries apart: one pass for each group
-        out = torch.zeros_like(q)
-        for group in range(MAX_GROUPS):
-            inside = groups == group
+        def attend(inside: Tensor) -> Tensor:
             visible = inside if key_mask is None else inside & key_mask
-            part = linear_attention(
+            return linear_attention(
                 q, k, v, feature_map=self.map, causal=causal, rotary=rotary, key_mask=visible, query_mask=visible
             )
-            out = torch.where(inside[:, :, None, None], part, out)
-        return out
+
+        return groups.join(attend, q)
 
     def _softmax(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Groups | None
     ) -> Tensor:
         if self.config.position == "rotary":
             q = self._rotary(grid, self.head_dim, q).rotate(q.to(compute_dtype(q))).to(q.dtype)
@@ -176,7 +182,7 @@ class Attention(nn.Module):
             k, v = hide(k, key_mask), hide(v, key_mask)
             mask = key_mask[:, None, None, :]
         if groups is not None:
-            together = (groups[:, :, None] == groups[:, None, :])[:, None]
+            together = (groups.of_tokens[:, :, None] == groups.of_tokens[:, None, :])[:, None]
             mask = together if mask is None else mask & together
         if self.config.causal and mask is not None:
             mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
@@ -186,6 +192,13 @@ class Attention(nn.Module):
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2)
+
+    def _mix_nearby(self, v: Tensor, grid: Grid, groups: Groups | None, out: Tensor) -> Tensor:
+        assert self.local_mix is not None
+        mix = self.local_mix
+        if groups is None:
+            return mix(v, grid, out)
+        return out + groups.join(lambda inside: mix(hide(v, inside), grid), out)
 
     def _rotary(self, grid: Grid, channels: int, like: Tensor) -> Rotary:
         # a tensor made in inference mode may not be used in training, one made while a graph is captured has no value yet,
@@ -212,13 +225,26 @@ class Attention(nn.Module):
             raise ValueError(f"grid must cover the tokens: {height} x {width} = {height * width}, got {x.shape[1]} tokens")
         return height, width
 
-    def _check_groups(self, groups: Tensor, x: Tensor) -> None:
+    def _checked_groups(self, groups: Tensor | None, num_groups: int | None, x: Tensor) -> Groups | None:
+        if groups is None:
+            return None
         if groups.shape != x.shape[:2] or groups.is_floating_point():
             raise ValueError(
                 f"groups must be integers for each token, {tuple(x.shape[:2])}, got {tuple(groups.shape)} {groups.dtype}"
             )
         if self.config.window or self.config.key_reduction > 1:
             raise ValueError("groups need a key for each token of the grid; use window=0 and key_reduction=1")
+        if num_groups is not None:
+            if num_groups < 1:
+                raise ValueError(f"num_groups must be at least 1, got {num_groups}; leave it out to have the groups counted")
+            return Groups(groups, range(num_groups))
+        numbers = groups.unique().tolist()
+        if numbers and numbers[0] < 0:
+            raise ValueError(
+                f"groups must be integers of at least 0, got {numbers[0]}; hide tokens of no group with key_mask, or give them "
+                "a group of their own"
+            )
+        return Groups(groups, numbers)
 
     @torch.no_grad()
     def fold(self) -> "Attention":

@@ -1,11 +1,30 @@
 """Attention inside windows of a grid, shifted or not, and a learned bias for each offset inside a window (Swin)."""
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Grid = tuple[int, int]
-MAX_GROUPS = 4  # parts of a shifted window that do not see each other
+MOST_PARTS = 4  # of a shifted window, which do not see each other
+
+
+class Groups(NamedTuple):
+    """Tokens that see those of their group alone: the group of each token [B, N], and the numbers that stand there."""
+
+    of_tokens: Tensor
+    numbers: Sequence[int]
+
+    def join(self, compute: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+        """compute(the tokens of a group, [B, N] bool) -> [B, N, ...], for each group by itself; its tokens take its result."""
+        # a token of no group must not look like a result
+        out = torch.full_like(like, torch.nan)
+        for number in self.numbers:
+            inside = self.of_tokens == number
+            out = torch.where(inside.unflatten(1, (-1, *[1] * (like.dim() - 2))), compute(inside), out)
+        return out
 
 
 class Windows:
@@ -59,8 +78,8 @@ class Windows:
             key_mask = torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
         return self.split(key_mask)
 
-    def groups(self, like: Tensor) -> Tensor | None:
-        """[B * count, tokens] integers below MAX_GROUPS: a token sees those of its group; None: all see each other."""
+    def groups(self, like: Tensor) -> Groups | None:
+        """The parts of each window, for tokens [B * count, tokens]; None: all see each other."""
         if not any(self.shift):
             return None
         rows, columns = (
@@ -68,7 +87,7 @@ class Windows:
         )
         # a token is one of four kinds: it wrapped around vertically, horizontally, both ways or not
         kind = 2 * rows[:, None].long() + columns
-        return self.split(kind.flatten().expand(like.shape[0], -1))
+        return Groups(self.split(kind.flatten().expand(like.shape[0], -1)), range(MOST_PARTS))
 
 
 class RelativeBias(nn.Module):

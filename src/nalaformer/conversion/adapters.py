@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention
+from ..attention.windows import MOST_PARTS
 
 
 class TimmAttention(nn.Module):
@@ -30,7 +31,7 @@ class TimmWindowAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         groups = None if mask is None else groups_of(mask).repeat(x.shape[0] // mask.shape[0], 1)
-        return self.dropout(self.attention(x, self.window_size, groups=groups))
+        return self.dropout(self.attention(x, self.window_size, groups=groups, num_groups=MOST_PARTS))
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
         """For another image size; learned tables of our attention interpolate."""
