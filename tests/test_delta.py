@@ -1,6 +1,7 @@
 """The delta rule: every form computes the recurrence, in any cut of the tokens."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 import nalaformer
 from nalaformer import delta_rule, delta_step_
+from nalaformer.ops import delta
 
 GATES = pytest.mark.parametrize("gated", [False, True], ids=["delta", "gated"])
 
@@ -159,6 +161,60 @@ def test_strong_decay_neither_overflows_nor_gives_nan():
     expected = (q * k).sum(-1, keepdim=True) * beta[..., None] * v / 6**0.5
     torch.testing.assert_close(out, expected)
     assert all(x.grad.isfinite().all() for x in (*tensors, decay))
+
+
+def test_a_full_reset_forgets_what_came_before_and_nothing_else(backend):
+    """exp(-inf) = 0, in the middle of a piece, at its beginning and end, and twice in a row: sequences that begin anew."""
+    tensors, decay = inputs(140, gated=True, batch=1)
+    start = torch.randn(1, 3, 6, 5, dtype=torch.float64)
+    resets = [5, 63, 64, 65, 100]
+    decay[:, resets] = -torch.inf
+    out, last = delta_rule(*tensors, log_decay=decay, state=start)
+    for a, b in pairwise([0, *resets, 140]):
+        alone, state = delta_rule(*(x[:, a:b] for x in tensors), log_decay=decay[:, a:b], state=start if a == 0 else None)
+        torch.testing.assert_close(out[:, a:b], alone, rtol=0, atol=1e-12)
+    torch.testing.assert_close(last, state, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_a_full_reset_are_those_of_the_recurrence():
+    tensors, decay = inputs(70, gated=True, batch=1, heads=2)
+    decay[:, [0, 9, 66]] = -torch.inf
+    leaves = [*tensors, decay]
+
+    def gradients() -> tuple[Tensor, ...]:
+        out, state = delta_rule(*(leaf.requires_grad_() for leaf in leaves[:4]), log_decay=leaves[4].requires_grad_())
+        return torch.autograd.grad(out.square().sum() + state.sum(), leaves)
+
+    chunked = gradients()
+    with nalaformer.use_backend("reference"):
+        torch.testing.assert_close(chunked, gradients(), rtol=1e-9, atol=1e-10)
+
+
+def test_a_large_decay_costs_the_small_ones_after_it_no_digits():
+    tensors, decay = inputs(64, gated=True, dtype=torch.float32)
+    decay = 1e-3 * decay
+    decay[:, 3] = -1e4
+    exact, _ = delta_rule(*(x.double() for x in tensors), log_decay=decay.double())
+    with nalaformer.use_backend("reference"):
+        plain = delta_rule(*tensors, log_decay=decay)[0]
+    out, _ = delta_rule(*tensors, log_decay=decay)
+    assert (out - exact).norm() <= max(2 * (plain - exact).norm(), 2e-6 * exact.norm())
+
+
+def test_kernels_that_take_differences_of_running_sums_are_given_no_infinity():
+    given = {}
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
+        given.update(options)
+        return v, torch.zeros(())
+
+    tensors, decay = inputs(5, gated=True)
+    decay[:, 2] = -torch.inf
+    delta._fused(SimpleNamespace(chunk_gated_delta_rule=rule), *tensors, decay, None, None, 1.0)
+    assert given["g"].isfinite().all()
+    assert torch.equal(given["g"][:, 3:], decay[:, 3:].float())
+    # what is left of a state: nothing beside what a token writes
+    assert (given["g"][:, 2].double().exp() < 1e-40).all()
 
 
 def test_state_stays_float32_for_half_precision():

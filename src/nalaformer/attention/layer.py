@@ -1,13 +1,12 @@
 """The one attention layer: project, map, attend, mix nearby, normalise, gate, project."""
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..feature_maps import Reflection, feature_map
 from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention
+from ..ops.kept_tensors import kept
 from .config import AttentionConfig
 from .layer_norm import LayerNorm
 from .local_mix import LocalMix, resize_values
@@ -16,7 +15,7 @@ from .windows import Groups, RelativeBias, Windows
 
 Grid = tuple[int, int]
 # layers of one stage share their positions, and the next step asks for them again
-kept_rotary = lru_cache(maxsize=32)(Rotary.grid)
+kept_rotary = kept(Rotary.grid, maxsize=32)
 
 
 class Attention(nn.Module):
@@ -201,12 +200,7 @@ class Attention(nn.Module):
         return out + groups.join(lambda inside: mix(hide(v, inside), grid), out)
 
     def _rotary(self, grid: Grid, channels: int, like: Tensor) -> Rotary:
-        # a tensor made in inference mode may not be used in training, one made while a graph is captured has no value yet,
-        # and a tracer follows no cache
-        passing = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-        passing = passing or (like.is_cuda and torch.cuda.is_current_stream_capturing())
-        make = Rotary.grid if passing else kept_rotary
-        return make(*grid, channels, normalised=self.config.normalised_rotary, device=like.device)
+        return kept_rotary(*grid, channels, normalised=self.config.normalised_rotary, device=like.device)
 
     def _checked_grid(self, x: Tensor, grid: Grid | None) -> Grid:
         if x.dim() != 3 or x.shape[-1] != self.dim:

@@ -1,13 +1,13 @@
 """NaLaFormer: norm-aware linear attention (arXiv 2506.21137)."""
 
 import math
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import KernelSpec, cheap_to_look_at
+from ..ops.kept_tensors import kept
 from .base import FeatureMap, both_signs, by_sign, excess
 from .registry import FEATURE_MAPS
 
@@ -121,9 +121,8 @@ class NormAware(FeatureMap):
             key_power = torch.full_like(lambda_, self.fixed_key_power)
             rows = torch.stack((lambda_ * tau, lambda_, key_power), dim=1).to(device)
         else:
-            # torch.compile looks through the cache and warns of it
-            make = constant_row.__wrapped__ if torch.compiler.is_compiling() else constant_row
-            rows = make((self.fixed_lambda * self.fixed_tau, self.fixed_lambda, self.fixed_key_power), device)
+            values = (self.fixed_lambda * self.fixed_tau, self.fixed_lambda, self.fixed_key_power)
+            rows = kept_row(values, device=device)
         return KernelSpec(
             f"norm_aware_{self.direction}",
             parts=2,
@@ -173,7 +172,10 @@ def with_size(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, x.square().sum(-1, keepdim=True)
 
 
-@cache
-def constant_row(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """One row of numbers on the device, made once: a copy to the GPU at each call would cost more than the op."""
+def constant_row(values: tuple[float, ...], *, device: torch.device) -> Tensor:
+    """One row of numbers on the device."""
     return torch.tensor([values], dtype=torch.float32, device=device)
+
+
+# a copy to the GPU at each call would cost more than the op
+kept_row = kept(constant_row, maxsize=128)

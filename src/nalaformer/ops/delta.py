@@ -2,7 +2,8 @@
 
     S_t = a_t S_{t-1} + b_t k_t (v_t - k_t^T a_t S_{t-1})^T,   out_t = scale * q_t^T S_t,   a_t = exp(log_decay_t)
 
-The keys must have length at most one, or the state grows without bound. Without log_decay nothing fades (a_t = 1).
+The keys must have length at most one, or the state grows without bound. Without log_decay nothing fades (a_t = 1); with -inf a token
+forgets all that came before it (a_t = 0).
 """
 
 import warnings
@@ -21,6 +22,8 @@ from .features import compute_dtype, hide, outside_autocast
 # tokens solved for at once: the work inside a piece grows with it, the number of sequential steps falls
 CHUNK = 64
 LARGEST_KERNEL_FEATURES = 256
+# for kernels that take differences of running sums, where -inf would give NaN: exp of it is zero in the state's digits
+SMALLEST_LOG_DECAY = -100.0
 
 
 def delta_rule(
@@ -167,11 +170,13 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | 
         decay = lower.to(q.dtype)
         since_start = to_end = torch.ones_like(beta)
     else:
-        total = F.pad(log_decay, (0, missing)).unflatten(2, (-1, size)).cumsum(-1)
-        # masked before exp: above the diagonal the differences are positive and may overflow
-        decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
-        since_start = total.exp()[..., None]
-        to_end = (total[..., -1:] - total).exp()[..., None]
+        steps = F.pad(log_decay, (0, missing)).unflatten(2, (-1, size))
+        # G_i - G_j summed for each j from the token after it on: a difference of running sums would lose the digits of small
+        # decays after a large one, and all of them after a full reset (-inf)
+        between = torch.where(lower.tril(-1), steps[..., :, None], 0).cumsum(-2)  # [B, H, pieces, i, j]
+        decay = torch.where(lower, between.exp(), 0)
+        since_start = steps.cumsum(-1).exp()[..., None]
+        to_end = decay[..., -1, :, None]
     among_keys = beta * (k @ k.mT) * decay  # the solve reads below its diagonal alone
     right = torch.cat((beta * v, beta * since_start * k), dim=-1)
     solved = torch.linalg.solve_triangular(among_keys, right, upper=False, unitriangular=True)
@@ -252,7 +257,7 @@ def _fused(
     }
     form = "fused_recurrent" if q.shape[1] == 1 and not is_packed and not torch.is_grad_enabled() else "chunk"
     if log_decay is not None:
-        options["g"] = (log_decay[None] if is_packed else log_decay).float()
+        options["g"] = (log_decay[None] if is_packed else log_decay).float().clamp(min=SMALLEST_LOG_DECAY)
     name = f"{form}_{'' if log_decay is None else 'gated_'}delta_rule"
     out, after = getattr(kernels, name)(*(x.contiguous() for x in tensors), **options)
     return out[0] if is_packed else out, after

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .kept_tensors import is_ordinary
 from .kernel_spec import KernelSpec
 from .rotary import Rotary
 
@@ -112,7 +113,7 @@ def key_features(
 
 def cheap_to_look_at(x: Tensor) -> bool:
     """Whether code may depend on the numbers in x: on a GPU that would wait for it, and a traced program has none."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and is_ordinary(x)
 
 
 def outside_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .exporting import is_exporting
+from .kept_tensors import may_keep
 
 
 def rotary_frequencies(
@@ -125,13 +126,19 @@ class Rotary:
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """float32 cosine and sine as the kernels read them; kept, so that the layers of a network compute them once."""
+        if not may_keep(self.positions.device):
+            return self._new_tables()
         known: tuple[Tensor, Tensor] | None = self.__dict__.get("_tables")
         if known is None:
-            # positions may be a transposed view, and the angles lie as they do
-            cos, sin = self.cos_sin(torch.float32)
-            known = cos.contiguous(), sin.contiguous()
-            self.__dict__["_tables"] = known
+            # even if this is inference: the same positions may be trained on later
+            with torch.inference_mode(False):
+                known = self.__dict__["_tables"] = self._new_tables()
         return known
+
+    def _new_tables(self) -> tuple[Tensor, Tensor]:
+        # positions may be a transposed view, and the angles lie as they do
+        cos, sin = self.cos_sin(torch.float32)
+        return cos.contiguous(), sin.contiguous()
 
     def rotate(self, features: Tensor) -> Tensor:
         """Turn the channel pairs of features [B, N, H, F]; with `normalised`, append the pair lengths: [B, N, H, 1.5 F]."""

@@ -17,7 +17,7 @@ from ...ops import LinearState, compute_dtype, recurrent_linear_attention
 from ...ops.features import outside_autocast
 from . import branches, fused
 from .checks import check_inputs
-from .layout import Layout, layout_without_mask
+from .layout import Layout, kept_layout
 from .salient import leaving_tokens, store_after, updated_store
 from .selection import SELECTIONS, Selection
 from .settings import HybridSettings
@@ -178,7 +178,7 @@ def _advance(
     """One piece: outputs [B, N, H, V], and the state after it."""
     size = settings.chunk_size
     if key_mask is None:
-        layout = layout_without_mask(size, q.shape[1], state.lengths, q.device, torch.is_inference_mode_enabled())
+        layout = kept_layout(size, q.shape[1], state.lengths, device=q.device)
     else:
         layout = Layout(size, q.shape[1], state.lengths, q.device, key_mask)
 

@@ -11,11 +11,13 @@ Queries are new tokens; those of slots l(r+1) .. l(r+2)-1 form group r and see t
 """
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ...ops.kept_tensors import kept
 
 
 class Layout:
@@ -179,12 +181,8 @@ class Layout:
         return _take(F.pad(aligned, (*behind, 0, size)), index)
 
 
-@lru_cache(maxsize=16)
-def layout_without_mask(
-    chunk_size: int, tokens: int, lengths: tuple[int, ...], device: torch.device, in_inference_mode: bool
-) -> Layout:
-    """All layers of a model ask for the same one in turn. Tensors made in inference mode do not serve training."""
-    return Layout(chunk_size, tokens, lengths, device)
+# without a mask all layers of a model ask for the same one in turn
+kept_layout = kept(Layout, maxsize=16)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
