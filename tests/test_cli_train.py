@@ -73,6 +73,16 @@ def test_predict_says_the_same_of_an_image_as_of_the_sample_it_was_made_of(train
     assert prediction.likeliest[0][1] == pytest.approx(expected, abs=0.01)
 
 
+def test_predict_says_the_same_of_an_image_of_16_bits_as_of_8(trained, tmp_path):
+    from nalaformer.recipes import predict
+
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 40), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "8.png")
+    Image.fromarray(pixels.astype(np.uint16) * 257).save(tmp_path / "16.png")
+    short, long = predict([tmp_path / "8.png", tmp_path / "16.png"], trained, device="cpu")
+    assert short.likeliest == long.likeliest
+
+
 def test_predict_of_a_broken_image_says_so_and_goes_on(trained, run, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"nothing")
     Image.fromarray(np.zeros((50, 70, 3), np.uint8)).save(tmp_path / "good.png")

@@ -3,9 +3,11 @@
 import hashlib
 import itertools
 import random
+import struct
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -279,6 +281,57 @@ def test_a_broken_file_is_refused_even_where_others_made_pillow_lenient(picture,
     with pytest.raises(CorruptImage, match=picture.name):
         read_image(picture)
     assert lenient == ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+GREYS = np.arange(256, dtype=np.uint16).reshape(16, 16)
+
+
+def png_of_16_bits(pixels, kind):
+    """A PNG file by the letter of its format, for the kinds that Pillow reads and does not write; pixels: [H, W, channels]."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 16, kind, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("written", ["png", "tiff", "big-endian tiff", "ppm", "grey and alpha", "colour", "colour and alpha"])
+def test_an_image_of_16_bits_is_that_of_8_bits(written, tmp_path):
+    pixels = GREYS * 257
+    kinds = {"grey and alpha": (4, 2), "colour": (2, 3), "colour and alpha": (6, 4)}
+    path = tmp_path / f"picture.{'png' if written in kinds else written.removeprefix('big-endian ')}"
+    if written in kinds:
+        kind, channels = kinds[written]
+        path.write_bytes(png_of_16_bits(np.stack([pixels] * channels, axis=-1), kind))
+    elif written == "big-endian tiff":
+        Image.frombytes("I;16B", (16, 16), pixels.astype(">u2").tobytes()).save(path)
+    else:
+        Image.fromarray(pixels).save(path)
+    assert np.array_equal(np.asarray(read_image(path)), np.stack([GREYS] * 3, axis=-1))
+    # as training and evaluation read it
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    path.rename(tmp_path / "train" / "cat" / path.name)
+    image, _ = ImageFolder(tmp_path, "train", transform=as_tensor)[0]
+    assert torch.equal(image, torch.from_numpy(GREYS.astype(np.float32)).expand(3, -1, -1))
+
+
+def test_a_damaged_image_of_16_bits_is_refused_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    path = tmp_path / "picture.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 2**16, (64, 64), dtype=np.uint16)).save(path)
+    corrupt(path, "truncated")
+    with pytest.raises(CorruptImage, match=path.name):
+        read_image(path)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(np.int32, "integers"), (np.float32, "floats")])
+def test_pixels_without_an_agreed_white_are_refused(dtype, kind, tmp_path):
+    path = tmp_path / "picture.tiff"
+    Image.fromarray(GREYS.astype(dtype)).save(path)
+    with pytest.raises(CorruptImage, match=f"must be of 8 or 16 bits, got {kind} of 32.*save it with 8 or 16"):
+        read_image(path)
 
 
 def test_an_image_too_large_is_refused_before_it_is_decoded(picture, monkeypatch):

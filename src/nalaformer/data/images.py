@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -25,7 +27,10 @@ class CorruptImage(ValueError):
 
 
 def read_image(path: str | Path) -> "Image":
-    """The whole image in RGB, or CorruptImage: a truncated file is refused and not filled with grey."""
+    """The whole image in RGB, or CorruptImage: a truncated file is refused and not filled with grey.
+
+    8 bits a channel; of 16 the upper 8 count. Numbers of 32 bits are refused: nothing says which of them is white.
+    """
     from PIL import Image, ImageFile
 
     try:
@@ -36,7 +41,7 @@ def read_image(path: str | Path) -> "Image":
             # other libraries switch this on for the whole process
             ImageFile.LOAD_TRUNCATED_IMAGES = False
             try:
-                return image.convert("RGB")
+                return in_eight_bits(image).convert("RGB")
             finally:
                 ImageFile.LOAD_TRUNCATED_IMAGES = before
     except (FileNotFoundError, PermissionError, IsADirectoryError):
@@ -46,6 +51,20 @@ def read_image(path: str | Path) -> "Image":
         if isinstance(error, CorruptImage):
             raise
         raise CorruptImage(path, str(error) or type(error).__name__) from error
+
+
+def in_eight_bits(image: "Image") -> "Image":
+    """Grey of 16 bits by its upper 8, as Pillow reads colours of 16 bits; its own conversion would cut them off at 255."""
+    from PIL import Image
+
+    # a file of either format has at most 16 bits
+    is_short = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    if is_short:
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        kind = "integers" if image.mode == "I" else "floats"
+        raise ValueError(f"pixels must be of 8 or 16 bits, got {kind} of 32, which have no agreed white; save it with 8 or 16")
+    return image
 
 
 def find_images(paths: list[Path]) -> list[Path]:
