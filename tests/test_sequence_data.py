@@ -309,6 +309,33 @@ def test_strokes_of_different_places_keep_clear_of_each_other(scene):
         assert points.max() <= 31
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": 64, "paddle": 10.0, "contour": 4},
+        {"size": 80, "paddle": 9.0, "contour": 4, "margins": (1.0, 3.0), "thickness": 1.5},
+    ],
+    ids=["long paddles", "two margins"],
+)
+def test_strokes_of_any_length_do_not_cross(options):
+    found = SEQUENCES["pathfinder"](split="train", samples=12, **options).scene(np.arange(12)).contours
+    first, second = np.triu_indices(found.tails.shape[1], 1)
+    a, b = (ends[:, first, 0] + 1j * ends[:, first, 1] for ends in (found.tails, found.heads))
+    c, d = (ends[:, second, 0] + 1j * ends[:, second, 1] for ends in (found.tails, found.heads))
+
+    # where the lines meet, as shares of the strokes: a + s (b - a) = c + t (d - c)
+    def cross(u, v):
+        return (u.conj() * v).imag
+
+    s, t = cross(c - a, d - c) / cross(b - a, d - c), cross(c - a, b - a) / cross(b - a, d - c)
+    assert not ((s >= 0) & (s <= 1) & (t >= 0) & (t <= 1)).any()
+
+
+def test_contours_that_would_turn_back_on_themselves_are_refused():
+    with pytest.raises(ValueError, match=r"continuity must be at least 1, got 0\.6"):
+        make("pathfinder", continuity=0.6)
+
+
 def test_turns_follow_the_square_of_the_cosine(scene):
     data, found = scene
     before = data.spec.predecessors

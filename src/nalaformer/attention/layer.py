@@ -145,7 +145,8 @@ class Attention(nn.Module):
     def _attend_globally(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Groups | None
     ) -> Tensor:
-        if self.map is None:
+        mapped = self.map
+        if mapped is None:
             return self._softmax(q, k, v, grid, key_grid, key_mask, groups)
         rotary = None
         if self.config.position == "rotary":
@@ -157,14 +158,14 @@ class Attention(nn.Module):
         if groups is None:
             # self-attention: a token that is no key is no query either
             return linear_attention(
-                q, k, v, feature_map=self.map, causal=causal, rotary=rotary, key_mask=key_mask, query_mask=key_mask
+                q, k, v, feature_map=mapped, causal=causal, rotary=rotary, key_mask=key_mask, query_mask=key_mask
             )
 
         # the state sums over keys and cannot tell queries apart: one pass for each group
         def attend(inside: Tensor) -> Tensor:
             visible = inside if key_mask is None else inside & key_mask
             return linear_attention(
-                q, k, v, feature_map=self.map, causal=causal, rotary=rotary, key_mask=visible, query_mask=visible
+                q, k, v, feature_map=mapped, causal=causal, rotary=rotary, key_mask=visible, query_mask=visible
             )
 
         return groups.join(attend, q)

@@ -2,8 +2,8 @@
 
     S_t = a_t S_{t-1} + b_t k_t (v_t - k_t^T a_t S_{t-1})^T,   out_t = scale * q_t^T S_t,   a_t = exp(log_decay_t)
 
-The keys must have length at most one, or the state grows without bound. Without log_decay nothing fades (a_t = 1); with -inf a token
-forgets all that came before it (a_t = 0).
+The keys must have length at most one, or the state grows without bound. Without log_decay nothing fades (a_t = 1);
+with -inf a token forgets all that came before it (a_t = 0).
 """
 
 import warnings

@@ -183,13 +183,26 @@ def is_free(
     image, candidate, paddle = np.nonzero(near)
     first = tail[image, candidate], head[image, candidate]
     second = tails[image, paddle], heads[image, paddle]
-    # strokes shorter than twice the clearance cannot cross without an end of one coming near the other
     distance = squared_distance(first[0], *second)
     for point, line in ((first[1], second), (second[0], first), (second[1], first)):
         distance = np.minimum(distance, squared_distance(point, *line))
     touches = distance < clearance[image] ** 2
+    # shorter strokes cannot cross without an end of one coming near the other
+    if spec.paddle >= 2 * clearance.min():
+        touches |= are_crossing(*first, *second)
     inside[image[touches], candidate[touches]] = False
     return inside
+
+
+def are_crossing(a: Floats, b: Floats, c: Floats, d: Floats) -> NDArray[np.bool_]:
+    """Whether the strokes ab and cd cross: each has its ends on both sides of the other; all [n, 2]."""
+
+    def side(start: Floats, end: Floats, point: Floats) -> Floats:
+        (dx, dy), (rx, ry) = (end - start).T, (point - start).T
+        return np.sign(dx * ry - dy * rx)
+
+    crossing: NDArray[np.bool_] = (side(a, b, c) != side(a, b, d)) & (side(c, d, a) != side(c, d, b))
+    return crossing
 
 
 def squared_distance(point: Floats, start: Floats, end: Floats) -> Floats:

@@ -63,6 +63,11 @@ class Pathfinder(SequenceData):
             raise ValueError(
                 f"contours need 2 paddles or more, short ones 1 or more, got {contour}, {distractors} x {distractor_length}"
             )
+        if continuity < 1:
+            raise ValueError(
+                f"continuity must be at least 1, got {continuity:g}: contours would turn back on themselves by more than 90 "
+                "degrees, into the paddle before; choose 1 or more"
+            )
         room = (size - 2) ** 2 / ((paddle + min(margins)) * 2 * (min(margins) + thickness))
         self.spec = ContourSpec(
             size=size,
