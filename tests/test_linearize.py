@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from nalaformer.attention.hybrid import HybridSettings, hybrid_settings  # noqa: E402
 from nalaformer.linearize import LinearizeConfig, TokenWindows, linearize, saving, validate, write_report  # noqa: E402
+from nalaformer.linearize.compatibility import check_model  # noqa: E402
 from nalaformer.linearize.fingerprint import model_fingerprint  # noqa: E402
-from nalaformer.linearize.run import check_model  # noqa: E402
 from nalaformer.linearize.transfer import AttentionTransfer  # noqa: E402
 from nalaformer.models.hybrid.attention import attention_mode, converted_attentions  # noqa: E402
 from nalaformer.models.hybrid.cache import HybridCache  # noqa: E402
@@ -226,6 +226,83 @@ def test_a_model_that_attends_otherwise_is_refused(monkeypatch):
     monkeypatch.setattr(attention, "forward", odd)
     with pytest.raises(ValueError, match="a way of its own"):
         check_model(original)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_is_supported_passes_the_check(family):
+    check_model(make_model(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("diffllama", {}, "DiffLlamaAttention attends more than once in a pass"),
+        ("xglm", {"d_model": 32, "ffn_dim": 32, "num_layers": 2, "attention_heads": 4}, "XGLMAttention attends by itself"),
+    ],
+)
+def test_attention_that_would_be_converted_in_part_or_not_at_all_is_refused(family, changes, message):
+    original = make_model(family, **changes)
+    with pytest.raises(ValueError, match=message):
+        check_model(original)
+    # nor does it run where nobody checked
+    with pytest.raises(ValueError, match=message):
+        HybridForCausalLM.convert(original, SMALL)(torch.arange(9)[None])
+
+
+def without_padding(monkeypatch, original):
+    from nalaformer.models.hybrid import attention
+
+    attend = attention.Call.attend
+    monkeypatch.setattr(attention.Call, "attend", lambda call, q, k, v, mask, scale: attend(call, q, k, v, None, scale))
+
+
+def without_the_past(monkeypatch, original):
+    from nalaformer.models.hybrid.cache import HybridCacheLayer
+
+    attend = HybridCacheLayer.attend
+
+    def forgetful(layer, *args, **kwargs):
+        layer.state = None
+        return attend(layer, *args, **kwargs)
+
+    monkeypatch.setattr(HybridCacheLayer, "attend", forgetful)
+
+
+def without_other_chunks(monkeypatch, original):
+    from nalaformer.models.hybrid import attention
+
+    attend = attention.Call.attend
+
+    def chunk_by_chunk(call, q, k, v, mask, scale):
+        parts = []
+        for pieces in zip(*(x.split(24, dim=1) for x in (q, k, v)), strict=True):
+            call.has_attended = False
+            parts.append(attend(call, *pieces, None, scale))
+        return torch.cat(parts, dim=1)
+
+    monkeypatch.setattr(attention.Call, "attend", chunk_by_chunk)
+
+
+def with_a_weight_that_no_config_tells_of(monkeypatch, original):
+    original.model.layers[1].self_attn.extra = torch.nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (without_padding, "logits of a padded batch differ by"),
+        (without_the_past, "logits of a padded batch, piece by piece with a cache, differ by"),
+        (without_other_chunks, "logits of a whole sequence differ by"),
+        (with_a_weight_that_no_config_tells_of, r"1 of its tensors would not be what was saved \(.*layers.1.*extra"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_the_check_sees_what_would_go_wrong_later(fault, message, monkeypatch):
+    original = make_model()
+    fault(monkeypatch, original)
+    with pytest.raises(ValueError, match=message):
+        check_model(original)
+    assert not converted_attentions(original)
 
 
 @torch.no_grad()

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ..attention.hybrid import hybrid_settings
 from ..data import Samples, seed_everything
 from ..folder_lock import only_writer
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.config import HybridConfig
-from ..models.hybrid.model import HybridForCausalLM, restore_attention_
-from ..models.hybrid.support import check_config
+from ..models.hybrid.model import HybridForCausalLM
 from ..training import Trainer, TrainingConfig, TrainingStopped
 from ..training.ranks import started
 from ..whole_files import clear_disk_errors, write_atomically
+from .compatibility import check_model
 from .config import LinearizeConfig
 from .finetune import NextToken, with_adapter
 from .fingerprint import data_fingerprint, model_fingerprint
@@ -32,9 +31,6 @@ from .validation import Validation, validate
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel
-
-# logits of a model and of its conversion with every token exact differ by rounding alone
-LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,30 +102,6 @@ def linearize(
         if ranks.is_first:
             write_figures(found, Path(folder))
     return found
-
-
-@torch.no_grad()
-def check_model(model: "PreTrainedModel") -> None:
-    """Refuse a model that, converted with every token exact, would not be what it was; it is left as it came."""
-    check_config(model.config)
-    probe = torch.arange(24, device=model.device)[None] % model.config.vocab_size
-    was_training, implementation = model.training, model.config._attn_implementation
-    model.eval()
-    before = model(input_ids=probe, use_cache=False).logits
-    trial = HybridForCausalLM.convert(model, hybrid_settings("softmax", chunk_size=8))
-    try:
-        after = trial(input_ids=probe, use_cache=False).logits
-    finally:
-        restore_attention_(model)
-        model.set_attn_implementation(implementation)
-        model.train(was_training)
-    difference = (before - after).abs().max().item()
-    largest = LARGEST_DIFFERENCE.get(before.dtype, 0.1) * max(1.0, before.abs().max().item())
-    if not difference <= largest:
-        raise ValueError(
-            f"{type(model).__name__} attends in a way of its own: with exact attention in its place its logits differ by "
-            f"{difference:.2g}; it cannot be converted"
-        )
 
 
 @dataclass(frozen=True)

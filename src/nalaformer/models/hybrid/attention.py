@@ -54,20 +54,33 @@ class ConvertedAttention(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, past_key_values: HybridCache | None = None, **kwargs: Any) -> Any:
         """As the original's; its cache is ours."""
         call = Call(self, hidden_states, past_key_values)
-        return self.original(hidden_states, *args, past_key_values=None, hybrid_call=call, **kwargs)
+        out = self.original(hidden_states, *args, past_key_values=None, hybrid_call=call, **kwargs)
+        if not call.has_attended:
+            raise ValueError(
+                f"{type(self.original).__name__} attends by itself and not by transformers' attention functions, so it would "
+                "stay as it is; it cannot be converted"
+            )
+        return out
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """One pass through one attention: what the function that attends needs beyond queries, keys and values."""
 
     attention: ConvertedAttention
     tokens: Tensor
     cache: HybridCache | None
+    has_attended: bool = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
         """q: [B, N, H, D]; k, v: [B, N, K, D] -> [B, N, H, D]."""
         owner = self.attention
+        if self.has_attended:
+            raise ValueError(
+                f"{type(owner.original).__name__} attends more than once in a pass, and a layer remembers one sequence of keys "
+                "and values; it cannot be converted"
+            )
+        self.has_attended = True
         if owner.mode == "hybrid":
             return self._hybrid(q, k, v, key_mask, scale)
         if self.cache is not None:
