@@ -145,7 +145,7 @@ def test_second_derivatives_of_plain_torch_are_right(call, backend, small_pieces
     assert torch.autograd.gradgradcheck(compute, [x.requires_grad_() for x in inputs], fast_mode=True)
 
 
-def test_second_derivatives_of_every_map_are_right(map_name, causal, backend, make_map, make_qkv, small_pieces):
+def test_second_derivatives_of_every_map_are_right(map_name, causal, make_map, make_qkv, small_pieces):
     mapped = make_map(map_name, head_dim=4, dtype=torch.float64)
     leaves = [*(x.requires_grad_() for x in make_qkv(batch=1, tokens=3, head_dim=4)), *mapped.parameters()]
 
