@@ -15,6 +15,7 @@ from ..folder_lock import only_writer
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.config import HybridConfig
 from ..models.hybrid.model import HybridForCausalLM
+from ..models.hybrid.support import check_config
 from ..training import Trainer, TrainingConfig, TrainingStopped
 from ..training.ranks import started
 from ..whole_files import clear_disk_errors, write_atomically
