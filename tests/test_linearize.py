@@ -592,12 +592,15 @@ def test_the_command_writes_a_model_that_transformers_loads(pretrained_folder, t
 
     from nalaformer.cli import build_app
 
-    out = tmp_path / "out"
+    # brackets and colons in a name are no markup
+    out = tmp_path / "w[/x] :cat:"
     arguments = ["linearize", str(pretrained_folder / "model"), "--data", str(pretrained_folder / "text.jsonl")]
     arguments += ["--out", str(out), "--length", "64", "--steps", "2", "--finetune-steps", "2", "--device", "cpu"]
     done = CliRunner().invoke(build_app(), [*arguments, "chunk_size=8", "selection=received"])
     assert done.exit_code == 0, done.output
     assert "after finetune: perplexity" in done.output
+    assert f"model: {out}\n" in done.output
+    assert f"report: {out}" in done.output
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.settings == HybridSettings(chunk_size=8, selection="received")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)

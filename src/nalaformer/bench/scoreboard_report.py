@@ -127,8 +127,8 @@ def differing(settings: Sequence[str]) -> dict[str, str]:
 def scoreboard_table(title: str, rows: Sequence[Row]) -> "Table":
     """Methods with mean and spread; chance and shortcuts stand in the last lines."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     table.add_column("method")
@@ -136,7 +136,8 @@ def scoreboard_table(title: str, rows: Sequence[Row]) -> "Table":
         table.add_column(name, justify="right", no_wrap=True)
     for each in standings(rows):
         table.add_row(
-            escape(f"{each.method} ({each.settings})" if each.settings else each.method),
+            # a method's options hold brackets, which are markup in plain strings
+            Text(f"{each.method} ({each.settings})" if each.settings else each.method),
             f"{each.test:.4f}",
             f"{each.spread:.4f}" if each.seeds > 1 else "-",
             str(each.seeds),

@@ -1,5 +1,6 @@
 """`nalaformer <command>`: the table of commands. What they do lives in the packages."""
 
+import io
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,28 +14,36 @@ if TYPE_CHECKING:
 HELP = "Linear attention that keeps what softmax has: it sharpens with the query norm and keeps the negative half."
 
 
+# which of our extras brings a package
+EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "cli"}
+EXTRAS |= {"timm": "vision", "torchvision": "vision", "PIL": "vision"}
+EXTRAS |= {"transformers": "language", "tokenizers": "language", "peft": "language"}
+EXTRAS |= {"lm_eval": "evaluation", "datasets": "evaluation"}
+
+
 def main() -> None:
     """Entry point: a wrong value or path is one line on stderr and exit code 2."""
+    print_what_streams_cannot_encode()
     try:
         with clean_exit():
             build_app()()
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
-        extras = {"typer": "cli", "rich": "cli", "matplotlib": "cli", "timm": "vision", "PIL": "vision"}
-        extras |= {
-            "transformers": "language",
-            "tokenizers": "language",
-            "peft": "language",
-            "lm_eval": "evaluation",
-            "datasets": "evaluation",
-        }
-        extra = extras.get(missing)
+        extra = EXTRAS.get(missing)
         if extra is None:
             raise
         sys.exit(f"this command needs {missing}: pip install 'nalaformer[{extra}]'")
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        # lines become one; spaces inside a line may belong to a name
+        sys.stderr.write(f"error: {' '.join(line.strip() for line in str(error).splitlines())}\n")
         sys.exit(2)
+
+
+def print_what_streams_cannot_encode() -> None:
+    """A name with bytes that are no text, or a sign that the terminal lacks, must not stop a command: it is spelt out."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def build_app() -> "typer.Typer":

@@ -4,13 +4,36 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-# wide enough for every table; used where the output is no terminal that knows better
+# wide enough for every table of ours; used where the output is no terminal that knows better
 WIDTH = 100
 
 
-def make_console() -> "Console":
+def make_console(*, stderr: bool = False, width: int | None = None) -> "Console":
+    """A console that prints text as it is.
+
+    Names of files, runs and classes come from users: brackets in them are no markup, and `:cat:` is no emoji.
+    """
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+    console = Console(highlight=False, markup=False, emoji=False, stderr=stderr)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, markup=False, emoji=False, stderr=stderr, width=width or WIDTH)
+
+
+def print_table(title: str, table: "Table") -> None:
+    """A title and a table below it.
+
+    A path in the title is never broken over two lines. Where the output is no terminal, neither are names in the cells: the
+    table becomes as wide as they are, so that a search finds them.
+    """
+    from rich.measure import Measurement
+
+    console = make_console()
+    console.print(title, soft_wrap=True)
+    if not console.is_terminal:
+        unbounded = make_console(width=1_000_000)
+        console = make_console(width=max(WIDTH, Measurement.get(unbounded, unbounded.options, table).maximum))
+    console.print(table)

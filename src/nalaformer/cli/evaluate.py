@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from .console import make_console
+from .console import make_console, print_table
 
 if TYPE_CHECKING:
     import typer
@@ -73,17 +73,19 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def run_eval(run: Path, data: str | None, step: int | None, split: str, device: str) -> None:
+    from rich.text import Text
+
     from ..recipes import evaluate_run
 
     console = make_console()
-    with console.status(f"evaluating {run}"):
+    with console.status(Text(f"evaluating {run}")):
         result = evaluate_run(run, data=data, step=step, split=split, device=device)
-    table = table_of(f"{run}, step {result.step}, {result.model}", "figure", "value")
+    table = table_of("figure", "value")
     for name, value in result.metrics.items():
         table.add_row(name, f"{value:.4g}")
-    console.print(table)
+    print_table(f"{run}, step {result.step}, {result.model}", table)
     for line in result.rejected:
-        console.print(f"left out: {line}", soft_wrap=True, markup=False)
+        console.print(f"left out: {line}", soft_wrap=True)
 
 
 def show_perplexity(
@@ -109,14 +111,14 @@ def show_perplexity(
             field=field,
             advance=lambda count: progress.advance(bar, count),
         )
-    table = table_of(f"{model}, windows of {window}, stride {stride}", "figure", "value")
+    table = table_of("figure", "value")
     for name in ("perplexity", "word_perplexity", "bits_per_byte", "loss"):
         table.add_row(name.replace("_", " "), f"{getattr(score, name):.5g}")
     for name in ("tokens", "words", "bytes", "documents"):
         table.add_row(name, f"{getattr(score, name):,}")
-    console.print(table)
+    print_table(f"{model}, windows of {window}, stride {stride}", table)
     for line in score.bad:
-        console.print(f"left out: {line}", soft_wrap=True, markup=False)
+        console.print(f"left out: {line}", soft_wrap=True)
 
 
 def show_tasks(
@@ -131,22 +133,21 @@ def show_tasks(
 ) -> None:
     from ..evaluation import evaluate_tasks
 
-    console = make_console()
     # it warns of every default that it takes
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     results = evaluate_tasks(loaded, tasks, data, limit=limit, shots=shots, window=window, batch_size=batch_size)
     title = f"{model}, {shots} examples given" + (f", the first {limit} rows only" if limit else "")
-    table = table_of(title, "task", "metric", "value", "standard error", "rows")
+    table = table_of("task", "metric", "value", "standard error", "rows")
     for result in results:
         error = f"{result.error:.4g}" if result.error is not None else ""
         table.add_row(result.task, result.metric, f"{result.value:.4g}", error, str(result.samples))
-    console.print(table)
+    print_table(title, table)
 
 
-def table_of(title: str, *headings: str) -> "Table":
+def table_of(*headings: str) -> "Table":
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for heading in headings:
         table.add_column(heading)
     return table

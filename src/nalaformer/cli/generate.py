@@ -55,8 +55,8 @@ def run_text(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        # text as it is: brackets are no markup, and lines break where the model breaks them
-        say=lambda piece: console.print(piece, end="", markup=False, soft_wrap=True),
+        # lines break where the model breaks them
+        say=lambda piece: console.print(piece, end="", soft_wrap=True),
     )
     seconds = time.perf_counter() - start
     size = "" if written.cache_bytes is None else f", cache {written.cache_bytes / 2**20:.3g} MiB"

@@ -7,7 +7,6 @@ from .console import make_console
 
 if TYPE_CHECKING:
     import typer
-    from rich.console import Console
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -59,7 +58,7 @@ def add_to(app: "typer.Typer") -> None:
 def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: str, workers: int, dry_run: bool) -> None:
     import json
 
-    from rich.progress import Progress
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..data.sequences import plan_write, write
 
@@ -72,10 +71,11 @@ def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: 
     lines = [plan_write(name, out, split=each, samples=asked[each], seed=seed, options=chosen) for each in asked]
     if dry_run:
         for line in lines:
-            make_console().print(line, soft_wrap=True, markup=False)
+            make_console().print(line, soft_wrap=True)
         return
-    console = progress_console()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    console = make_console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         for split, count in asked.items():
             bar = progress.add_task(f"{name}, {split}", total=count)
             folder = write(
@@ -114,7 +114,7 @@ def run_scoreboard_command(
     if not isinstance(recipe.task, SequencesConfig):
         raise ValueError(f"a scoreboard needs a recipe on sequences, got {name}")
     out = out or Path("runs") / f"scoreboard_{name}.csv"
-    console = progress_console()
+    console = make_console(stderr=True)
     rows = run_scoreboard(
         name,
         recipe,
@@ -127,14 +127,7 @@ def run_scoreboard_command(
         seconds=60 * minutes if minutes else float("inf"),
         data_folder=data_folder,
         workers=workers,
-        say=lambda line: console.print(line, markup=False, soft_wrap=True),
+        say=lambda line: console.print(line, soft_wrap=True),
     )
     make_console().print(scoreboard_table(name, rows))
     make_console().print(f"results: {out}", soft_wrap=True)
-
-
-def progress_console() -> "Console":
-    """Progress goes to stderr: what is printed to stdout can be kept."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False)

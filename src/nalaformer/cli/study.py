@@ -87,6 +87,8 @@ def run_info() -> None:
     console = make_console()
     machine = describe_machine()
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name in ("nalaformer", "commit", "python", "torch", "triton"):
         table.add_row(name, getattr(machine, name))
     table.add_row("cpu", f"{machine.cpu}, {machine.threads} threads")
@@ -94,8 +96,8 @@ def run_info() -> None:
     for name, value in backend.report().items():
         table.add_row(f"backend: {name}" if name != "backend" else name, value)
     for extra in extras():
-        # brackets are markup to rich
-        install = extra.install.replace("[", "\\[")
-        state = f"missing {', '.join(extra.missing)}: {install}" if extra.missing else f"present: {', '.join(extra.present)}"
+        state = (
+            f"missing {', '.join(extra.missing)}: {extra.install}" if extra.missing else f"present: {', '.join(extra.present)}"
+        )
         table.add_row(f"extra {extra.name}", state)
     console.print(table)

@@ -73,7 +73,12 @@ def run_tokenize(files: list[Path], out: Path, corpus: dict[str, Any], field: st
     from ..data.text import Reading, tokenize_corpus
 
     console = make_console()
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=None)
         result = tokenize_corpus(
@@ -90,4 +95,4 @@ def run_tokenize(files: list[Path], out: Path, corpus: dict[str, Any], field: st
     if result.bad:
         console.print(f"left out: {len(result.bad):,}, listed in {result.folder / 'bad_lines.txt'}", soft_wrap=True)
         for line in result.bad[:MOST_LINES]:
-            console.print(f"  {line}", soft_wrap=True, markup=False)
+            console.print(f"  {line}", soft_wrap=True)

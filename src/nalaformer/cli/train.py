@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from .console import make_console
+from .console import make_console, print_table
 
 if TYPE_CHECKING:
     import typer
@@ -67,17 +67,19 @@ def run_predict(images: list[Path], run: Path, device: str) -> None:
 
     from ..recipes import predict
 
-    console = make_console()
-    table = Table(title=f"by {run}", title_justify="left")
+    table = Table()
     for heading in ("image", "first", "second", "third", "fourth", "fifth"):
         table.add_column(heading, overflow="fold")
-    failed = False
+    errors = []
     for prediction in predict(images, run, device=device):
+        if prediction.error:
+            errors.append(prediction.error)
         cells = [f"{name} {100 * part:.1f}%" for name, part in prediction.likeliest]
-        failed |= prediction.error != ""
-        table.add_row(str(prediction.path), *(cells or [prediction.error]))
-    console.print(table)
-    if failed:
+        table.add_row(str(prediction.path), *(cells or ["-"]))
+    print_table(f"by {run}", table)
+    for error in errors:
+        make_console().print(f"left out: {error}", soft_wrap=True)
+    if errors:
         sys.exit(1)
 
 
@@ -88,13 +90,16 @@ def run_recipes(name: str | None) -> None:
 
     console = make_console()
     table = Table.grid(padding=(0, 2))
+    # a name is for copying, and no word of the others may be cut
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
     if name is None:
         for each in RECIPES.names():
             table.add_row(each, describe(each).splitlines()[0])
         console.print(table)
         return
-    console.print(describe(name), markup=False)
+    console.print(describe(name))
     for setting in settings_of(RECIPES[name]()):
-        # brackets are markup to rich
-        table.add_row(setting.key, *(part.replace("[", "\\[") for part in (str(setting.value), setting.meaning)))
+        table.add_row(setting.key, str(setting.value), setting.meaning)
     console.print(table)

@@ -20,7 +20,7 @@ class Display:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             self.bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("loss {task.fields[loss]}  {task.fields[rate]}/s  left"),
@@ -43,12 +43,15 @@ class Display:
             self.last_line = now
             left = (self.total - step) * (now - self.started) / done
             self.console.print(
-                f"{self.title}  step {step}/{self.total}  loss {loss:.4g}  {rate:.0f} samples/s  {left:.0f} s left"
+                f"{self.title}  step {step}/{self.total}  loss {loss:.4g}  {rate:.0f} samples/s  {left:.0f} s left",
+                soft_wrap=True,
+                markup=False,
+                emoji=False,
             )
 
     def say(self, line: str) -> None:
         if self.console is not None:
-            self.console.print(line, soft_wrap=True, markup=False)
+            self.console.print(line, soft_wrap=True, markup=False, emoji=False)
 
     def close(self) -> None:
         if self.bar is not None:
