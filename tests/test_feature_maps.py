@@ -91,7 +91,7 @@ def test_the_representation_names_the_sizes(map_name, make_map):
 
 @pytest.mark.parametrize("name", FEATURE_MAPS.names())
 def test_a_map_needs_positive_sizes(name):
-    with pytest.raises(ValueError, match="num_heads and head_dim must be positive, got 0 and 8"):
+    with pytest.raises(ValueError, match="num_heads and head_dim must be positive whole numbers, got 0 and 8"):
         nalaformer.feature_map(name, num_heads=0, head_dim=8)
 
 
@@ -575,8 +575,8 @@ def test_a_name_cannot_be_registered_twice():
         # negative ones turn the power downwards, through 1 and below 0, where features of small channels are infinite
         ("norm_aware", {"norm_scale": -1.0}, "norm_scale must .*, got -1.0"),
         ("norm_aware", {"lambda_": -3.0, "tau": -0.5}, "lambda_ .*must .*, got -3.0"),
-        ("polarity", {"alpha": -1.0}, "alpha must be >= 0, .*, got -1.0"),
-        ("focused", {"power": 0.5}, "power must be at least 1 .*, got 0.5"),
+        ("polarity", {"alpha": -1.0}, "alpha must be a finite number at least 0, .*, got -1.0"),
+        ("focused", {"power": 0.5}, "power must be a finite number at least 1, .*, got 0.5"),
         ("focused", {"norm_over": "tokens"}, 'norm_over must be "all" .* or "head", got \'tokens\''),
         ("reflection", {"variance": True, "blockwise": False}, "needs blockwise=True, got blockwise=False"),
     ],

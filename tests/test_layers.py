@@ -576,7 +576,7 @@ def test_another_map_comes_with_its_own_defaults(name):
     [
         ("softmax", {"shifted": True}, r"shifted windows .* need window=1 or more, got window=0"),
         ("softmax", {"position": "relative"}, r"need window=1 or more, got window=0"),
-        ("softmax", {"window": -1}, r"got window=-1"),
+        ("softmax", {"window": -1}, r"or 0 for none, got -1"),
         ("softmax", {"window": 4, "causal": True}, r"windows .* look around: use causal=False"),
         ("softmax", {"window": 4, "key_reduction": 2}, r"as many keys as queries.*key_reduction=1"),
         ("linear", {"window": 4, "position": "relative"}, r"needs the weight of each pair, got the linear relu map"),

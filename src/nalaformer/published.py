@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -90,7 +91,10 @@ def read(path: str | Path) -> dict[str, Tensor]:
     """The weights in a checkpoint file: safetensors, or a .pth file of which nothing but tensors is read, never code."""
     path = Path(path)
     if path.suffix == ".safetensors":
-        return load_file(path)
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} must be a whole safetensors file, got a damaged one: {error}; fetch it again") from error
     try:
         with torch.serialization.safe_globals(SETTINGS):  # type: ignore[arg-type]
             content = torch.load(path, map_location="cpu", weights_only=True)

@@ -20,9 +20,40 @@ def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
     if family not in FAMILIES:
         raise unknown_name("family of published weights", family, FAMILIES)
     weights = dict(state_dict)
-    if is_published_model(weights):
+    is_model = is_published_model(weights)
+    if is_model:
         weights = _frame(weights)
-    return FAMILIES[family](weights)
+    try:
+        ours = FAMILIES[family](weights)
+    except KeyError as error:
+        raise ValueError(
+            f"weights of the family {family} must hold {error}, got none of that name; name their family"
+        ) from error
+    known = OUR_MODEL if is_model else OUR_LAYER
+    unknown = [name for name in ours if not known.search(name)]
+    if unknown:
+        some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        raise ValueError(
+            f"every name must be one of a published {family} {'model' if is_model else 'layer'}, got {len(unknown)} others: "
+            f"{some}; leave them out, or name the family that they are of"
+        )
+    return ours
+
+
+# our own names, which every published one becomes
+_LINEAR = r"(weight|bias)"
+_NORM = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
+_ATTENTION = (
+    rf"((qkvg|qg|kv|reduce|reduce_norm|norm|projection|local_mix\.conv)\.{_LINEAR}|table\.table|relative_bias\.bias|"
+    r"map\.(scale|power|same|opposite))"
+)
+_BLOCK = rf"((local[12]|norm[12]|feed_forward\.(fc1|fc2|local))\.{_LINEAR}|scale[12]\.gamma|attention\.{_ATTENTION})"
+_STAGE = rf"(downsampling\.(reduction\.{_LINEAR}|norm\.{_NORM})|positions\.table|blocks\.\d+\.{_BLOCK})"
+OUR_MODEL = re.compile(
+    rf"^(stem\.\d+\.{_NORM}|stages\.\d+\.{_STAGE}|norm\.{_LINEAR}|projection\.\d\.{_NORM}|head\.fc\.{_LINEAR})$"
+)
+# a layer by itself, whatever stands before it, or a model that has our names already
+OUR_LAYER = re.compile(rf"(^|\.){_ATTENTION}$|{OUR_MODEL.pattern}")
 
 
 def is_published_model(names: Iterable[str]) -> bool:

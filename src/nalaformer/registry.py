@@ -12,7 +12,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
     names = sorted(known)
     near = get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names)}")
+    return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names) or 'none'}")
 
 
 class Registry(Generic[T]):
@@ -34,7 +34,8 @@ class Registry(Generic[T]):
         return enter
 
     def __getitem__(self, name: str) -> T:
-        if name not in self._entries:
+        # a list, say, cannot even be looked for
+        if not isinstance(name, str) or name not in self._entries:
             raise unknown_name(self.kind, name, self._entries)
         return self._entries[name]
 

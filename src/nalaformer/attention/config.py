@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..feature_maps import FEATURE_MAPS, map_options_of
+from ..field_types import check_field_types
 from ..registry import unknown_name
 
 
@@ -51,23 +52,26 @@ class AttentionConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise unknown_name(f"{name}", getattr(self, name), choices)
+        check_field_types(self)
+        if min(self.table_grid) < 1:
+            raise ValueError(f"table_grid must be (height, width), both positive, got {self.table_grid}")
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be positive and odd, so that the image keeps its size, got {self.kernel_size}")
         if self.key_reduction < 1:
             raise ValueError(f"key_reduction must be at least 1, got {self.key_reduction}")
         if self.causal and (self.local_mix != "none" or self.key_reduction > 1):
             raise ValueError('a causal layer cannot look around: use local_mix="none" and key_reduction=1')
-        if self.window < 0 or (self.window == 0 and (self.shifted or self.position == "relative")):
-            raise ValueError(
-                f'shifted windows and position="relative" need window=1 or more, got window={self.window}; Swin has window=7'
-            )
-        if self.window and (self.causal or self.key_reduction > 1):
-            raise ValueError("windows hold as many keys as queries and look around: use causal=False and key_reduction=1")
+        if self.window < 0:
+            raise ValueError(f"window must be the side of a window in tokens, or 0 for none, got {self.window}; Swin has 7")
         if self.feature_map is not None and self.position == "relative":
             raise ValueError(
                 f'position="relative" needs the weight of each pair, got the linear {self.feature_map} map; '
                 "use feature_map=None, or another position"
             )
+        if self.window == 0 and (self.shifted or self.position == "relative"):
+            raise ValueError('shifted windows and position="relative" need window=1 or more, got window=0; Swin has window=7')
+        if self.window and (self.causal or self.key_reduction > 1):
+            raise ValueError("windows hold as many keys as queries and look around: use causal=False and key_reduction=1")
 
 
 CHOICES = {
@@ -100,7 +104,7 @@ METHODS = {
 
 def configure(name: str, options: dict[str, Any]) -> AttentionConfig:
     """The method of that name with some parts changed; an option that is no part of a layer goes to the feature map."""
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise unknown_name("attention", name, METHODS)
     config = METHODS[name]
     parts = {f.name for f in fields(AttentionConfig)}
@@ -113,5 +117,8 @@ def configure(name: str, options: dict[str, Any]) -> AttentionConfig:
             raise unknown_name(f"option of {name} attention:", option, known)
     # another map comes with its own defaults
     kept = {} if "feature_map" in changed else config.map_options
-    map_options = kept | changed.pop("map_options", {}) | for_map
+    given = changed.pop("map_options", {})
+    if not isinstance(given, dict):
+        raise ValueError(f'map_options must be a dictionary, such as {{"power": 3.0}}, got {given!r}')
+    map_options = kept | given | for_map
     return replace(config, **changed, map_options=map_options)

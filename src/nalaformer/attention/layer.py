@@ -26,8 +26,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: AttentionConfig, *, dim: int, num_heads: int) -> None:
         super().__init__()
-        if dim < 1 or num_heads < 1 or dim % num_heads:
-            raise ValueError(f"dim must be a positive multiple of num_heads, got dim {dim} and {num_heads} heads")
+        if not isinstance(config, AttentionConfig):
+            raise TypeError(
+                f"config must be an AttentionConfig, got {config!r}; attention.build makes a layer by the name of its method"
+            )
+        if not isinstance(dim, int) or not isinstance(num_heads, int) or dim < 1 or num_heads < 1 or dim % num_heads:
+            raise ValueError(f"dim must be a positive multiple of num_heads, got dim {dim!r} and {num_heads!r} heads")
         head_dim = dim // num_heads
         self.config = config
         self.dim, self.num_heads, self.head_dim = dim, num_heads, head_dim
@@ -204,6 +208,10 @@ class Attention(nn.Module):
         return kept_rotary(*grid, channels, normalised=self.config.normalised_rotary, device=like.device)
 
     def _checked_grid(self, x: Tensor, grid: Grid | None) -> Grid:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a torch tensor, got {type(x).__name__}; convert it with torch.as_tensor()")
+        if not x.is_floating_point():
+            raise ValueError(f"x must hold floats, got {x.dtype}; convert it with .float()")
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(
                 f"x must be tokens [batch, tokens, {self.dim}], got shape {tuple(x.shape)}; "
@@ -213,8 +221,10 @@ class Attention(nn.Module):
             raise ValueError(f"x must hold at least one token, got shape {tuple(x.shape)}")
         if grid is None:
             return 1, x.shape[1]
-        if len(grid) != 2 or grid[0] < 1 or grid[1] < 1:
-            raise ValueError(f"grid must be (height, width), both positive, got {tuple(grid)}")
+        # a list serves as a tuple does; sides are no ints while a program is exported
+        is_pair = isinstance(grid, tuple | list) and len(grid) == 2 and not any(isinstance(side, float | str) for side in grid)
+        if not is_pair or grid[0] < 1 or grid[1] < 1:
+            raise ValueError(f"grid must be (height, width), two positive whole numbers, got {grid!r}")
         height, width = grid
         if height * width != x.shape[1]:
             raise ValueError(f"grid must cover the tokens: {height} x {width} = {height * width}, got {x.shape[1]} tokens")
@@ -223,6 +233,8 @@ class Attention(nn.Module):
     def _checked_groups(self, groups: Tensor | None, num_groups: int | None, x: Tensor) -> Groups | None:
         if groups is None:
             return None
+        if not isinstance(groups, Tensor):
+            raise TypeError(f"groups must be a torch tensor, got {type(groups).__name__}; convert it with torch.as_tensor()")
         if groups.shape != x.shape[:2] or groups.is_floating_point():
             raise ValueError(
                 f"groups must be integers for each token, {tuple(x.shape[:2])}, got {tuple(groups.shape)} {groups.dtype}"

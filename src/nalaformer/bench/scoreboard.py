@@ -15,6 +15,7 @@ from torch import nn
 
 from ..data import seed_everything
 from ..data.sequences import SEQUENCES, write
+from ..data.sequences.stored import read_about
 from ..folder_lock import only_writer
 from ..models.sequence import state_size
 from ..stopping import stop_requests
@@ -73,7 +74,7 @@ def parse_methods(text: str) -> list[Method]:
         if rest.startswith("{"):
             try:
                 options, used = json.JSONDecoder().raw_decode(rest)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"options of {name} must be a JSON object, got {rest}") from error
             rest = rest[used:].lstrip()
         if not name or (rest and not rest.startswith(",")):
@@ -305,11 +306,11 @@ def prepared(config: SequencesConfig, folder: str | Path | None, workers: int, s
         for split, samples in (("train", config.train_samples), ("val", config.eval_samples), ("test", config.test_samples)):
             options = config.data_options | (config.eval_options if split != "train" else {})
             if (place / split).exists():
-                about = json.loads((place / split / "about.json").read_text())
+                about = read_about(place / split)
                 wanted = {"name": config.data, "seed": config.data_seed, "options": options}
-                if {name: about[name] for name in wanted} != wanted or about["samples"] < samples:
+                if {name: about.get(name) for name in wanted} != wanted or about.get("samples", 0) < samples:
                     raise ValueError(
-                        f"{place / split} must hold {samples} samples of {wanted}, got {about['samples']} of others"
+                        f"{place / split} must hold {samples} samples of {wanted}, got {about.get('samples')} of others"
                     )
                 continue
             started = time.monotonic()

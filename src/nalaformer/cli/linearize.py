@@ -63,6 +63,7 @@ def run_linearize(
     from ..linearize.preflight import check_architecture, check_settings, check_windows, model_bytes, stage_line
     from ..linearize.saving import RUNS, TOKENS, check_folder, claim_folder, is_tokenized
     from ..recipes import changed
+    from ..tasks.language import reading_model
     from ..training import TrainingConfig, TrainingStopped
     from ..training.ranks import find_device
     from ..whole_files import free_bytes, megabytes, refuse_full_disk
@@ -86,7 +87,9 @@ def run_linearize(
     check_settings(config)
     if config.transfer is not None:
         need("matplotlib")
-    parameters = check_architecture(AutoConfig.from_pretrained(model, local_files_only=True))
+    with reading_model(model):
+        pretrained_config = AutoConfig.from_pretrained(model, local_files_only=True)
+    parameters = check_architecture(pretrained_config)
     load_tokenizer(model)
     place = find_device(device)
     # one of torchrun's processes looks and writes for all
@@ -110,7 +113,7 @@ def run_linearize(
             stage_line("finetune", config.finetune, known),
             f"folder: {out}; the model takes {megabytes(model_bytes(model))}, {megabytes(free_bytes(out))} are free",
         ):
-            console.print(line, soft_wrap=True, markup=False)
+            console.print(line, soft_wrap=True)
         return
     with only_writer(out) if is_first else nullcontext():
         if is_first:
@@ -118,7 +121,8 @@ def run_linearize(
         if not windows:
             windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS)
             check_windows(config, windows["train"], windows["val"])
-        pretrained = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
+        with reading_model(model):
+            pretrained = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
         try:
             result = linearize(pretrained, windows["train"], windows["val"], folder=out / RUNS, config=config, console=console)
         except TrainingStopped as stopped:

@@ -56,15 +56,14 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: str, workers: int, dry_run: bool) -> None:
-    import json
-
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..data.sequences import plan_write, write
+    from ..json_text import parse_json
 
     try:
-        chosen = json.loads(options)
-    except json.JSONDecodeError as error:
+        chosen = parse_json(options)
+    except ValueError as error:
         raise ValueError(f"options must be a JSON object, got {options!r}") from error
     # all splits before the first: one that is refused should say so now
     asked = {split: count for split, count in samples.items() if count}

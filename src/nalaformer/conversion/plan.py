@@ -55,10 +55,16 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
 
 def plan_conversion(model: nn.Module, *, only: str = "") -> list[Replacement]:
     """What `convert` would replace, and what it would leave, with the reason; changes nothing."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {type(model).__name__}; timm.create_model makes one by its name")
+    try:
+        pattern = re.compile(only)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"only must be a regular expression over names of layers, got {only!r}: {error}") from error
     plan = []
     for name, module in model.named_modules():
         host = host_of(module)
-        if host is None or not re.search(only, name):
+        if host is None or not pattern.search(name):
             continue
         if not name:
             raise ValueError("the model must hold attention layers, got a single one; build a new one with attention.build")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.text import load_tokenizer
-from ..tasks.language import pretrained_model
+from ..tasks.language import check_model_folder, pretrained_model
 from ..training.config import PRECISIONS
 from ..training.ranks import find_device
 
@@ -25,11 +25,7 @@ def load_language_model(
 
     tokenizer: another folder that holds it. dtype: "float32", "bfloat16", "float16", or "auto": as it was saved.
     """
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(
-            f"a model must be a folder that save_pretrained wrote, got no config.json in {folder}; "
-            "`nalaformer export RUN --out DIR` writes one from a run"
-        )
+    check_model_folder(folder)
     if dtype != "auto" and dtype not in PRECISIONS:
         raise ValueError(f"dtype must be one of auto, {', '.join(PRECISIONS)}, got {dtype!r}")
     words = load_tokenizer(tokenizer or folder)

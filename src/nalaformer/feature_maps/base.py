@@ -12,6 +12,19 @@ LARGEST_FEATURE = 1e4
 LOG_LARGEST_FEATURE = math.log(LARGEST_FEATURE)
 
 
+def check_number(name: str, value: object, *, least: float = 0.0, above: bool = False, why: str = "") -> None:
+    """Refuse what is no finite number of at least (or `above`) a bound."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < least or (above and value == least):  # type: ignore[operator]
+        rule = f"{'above' if above else 'at least'} {least:g}"
+        raise ValueError(f"{name} must be a finite number {rule}{f', {why}' if why else ''}, got {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
 class FeatureMap(nn.Module):
     """phi_q and phi_k of linear attention; attention weights are phi_q(q_i) . phi_k(k_j), never negative.
 
@@ -30,8 +43,8 @@ class FeatureMap(nn.Module):
 
     def __init__(self, *, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        if num_heads < 1 or head_dim < 1:
-            raise ValueError(f"num_heads and head_dim must be positive, got {num_heads} and {head_dim}")
+        if not all(isinstance(size, int) and size > 0 for size in (num_heads, head_dim)):
+            raise ValueError(f"num_heads and head_dim must be positive whole numbers, got {num_heads!r} and {head_dim!r}")
         self.num_heads = num_heads
         self.head_dim = head_dim
 

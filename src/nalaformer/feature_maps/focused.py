@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import KernelSpec
+from .base import check_number
 from .registry import FEATURE_MAPS
 from .simple import SameForBoth
 
@@ -20,8 +21,7 @@ class Focused(SameForBoth):
 
     def __init__(self, *, num_heads: int, head_dim: int, power: float = 3.0, norm_over: str = "all") -> None:
         super().__init__(num_heads=num_heads, head_dim=head_dim)
-        if power < 1:
-            raise ValueError(f"power must be at least 1 (below, it flattens), got {power}")
+        check_number("power", power, least=1, why="since smaller ones flatten")
         if norm_over not in ("all", "head"):
             raise ValueError(f'norm_over must be "all" (the heads together, as published) or "head", got {norm_over!r}')
         self.power = power

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops import KernelSpec, cheap_to_look_at
 from ..ops.kept_tensors import kept
-from .base import FeatureMap, both_signs, by_sign, excess
+from .base import FeatureMap, both_signs, by_sign, check_flag, check_number, excess
 from .registry import FEATURE_MAPS
 
 # Below this norm a query has no direction that gradients could trust: it fades into a query that favours no channel.
@@ -59,10 +59,13 @@ class NormAware(FeatureMap):
             raise ValueError(f'direction must be "split" or "cosine", got {direction!r}')
         if powers not in ("published", "mild"):
             raise ValueError(f'powers must be "published" or "mild", got {powers!r}')
-        if lambda_ <= 0 or tau <= 0:
-            raise ValueError(f"lambda_ and tau must be positive: the power grows with the norm, got {lambda_} and {tau}")
-        if not isinstance(norm_scale, str) and norm_scale <= 0:
-            raise ValueError(f"norm_scale must be positive, so that the power grows with the norm, got {norm_scale}")
+        for name, value in (("lambda_", lambda_), ("tau", tau)):
+            check_number(name, value, above=True, why="so that the power grows with the norm")
+        if not isinstance(norm_scale, str):
+            check_number("norm_scale", norm_scale, above=True, why="so that the power grows with the norm")
+        check_number("alpha", alpha, above=True, why="so that the angle tells the signs apart")
+        check_number("key_power", key_power)
+        check_flag("learnable", learnable)
         if lambda_ * tau < 1 or key_power < 1:
             raise ValueError(
                 f"powers below 1 have no finite gradient at zero: lambda_ * tau and key_power must be at least 1, got "

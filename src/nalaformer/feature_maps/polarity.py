@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import KernelSpec, ScaledFeatures
-from .base import LOG_LARGEST_FEATURE, FeatureMap, both_signs, by_sign, excess, swap_halves
+from .base import LOG_LARGEST_FEATURE, FeatureMap, both_signs, by_sign, check_number, excess, swap_halves
 from .registry import FEATURE_MAPS
 
 
@@ -22,8 +22,7 @@ class Polarity(FeatureMap):
 
     def __init__(self, *, num_heads: int, head_dim: int, alpha: float = 4.0) -> None:
         super().__init__(num_heads=num_heads, head_dim=head_dim)
-        if alpha < 0:
-            raise ValueError(f"alpha must be >= 0, so that the power is at least 1, got {alpha}")
+        check_number("alpha", alpha, why="so that the power is at least 1")
         self.alpha = alpha
         self.power = nn.Parameter(torch.zeros(num_heads, head_dim))
         self.scale = nn.Parameter(torch.zeros(num_heads, head_dim))

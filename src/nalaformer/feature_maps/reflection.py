@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures
-from .base import FeatureMap, within_reach
+from .base import FeatureMap, check_flag, within_reach
 from .registry import FEATURE_MAPS
 
 # how ops.kernels.maps calls the reflections, by cross_head and blockwise
@@ -49,6 +49,8 @@ class Reflection(FeatureMap):
         variance: bool = False,
     ) -> None:
         super().__init__(num_heads=num_heads, head_dim=head_dim)
+        for name, flag in (("cross_head", cross_head), ("blockwise", blockwise), ("variance", variance)):
+            check_flag(name, flag)
         if variance and not blockwise:
             raise ValueError("variance=True moves the block angles and needs blockwise=True, got blockwise=False")
         if blockwise and head_dim % 2:

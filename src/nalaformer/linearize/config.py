@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ..attention.hybrid import HybridSettings
+from ..field_types import check_field_types
 from ..training import TrainingConfig
 
 
@@ -39,6 +40,7 @@ class LinearizeConfig:
     """Under torchrun: the frozen weights are spread over the processes (FSDP2); what learns is small and stays whole."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         if self.layers_at_once < 0:
             raise ValueError(f"layers_at_once must not be negative, got {self.layers_at_once}; 0 means all")
         if self.lora_rank < 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, load_tokenizer, tokenize_corpus
+from ..json_text import parse_json
 from ..whole_files import clear_disk_errors, is_leftover, sync_tree, unfinished_folder, write_atomically
 from .run import Linearized
 
@@ -44,7 +45,13 @@ def check_folder(out: str | Path, *, model: str | Path, data: Sequence[str | Pat
     made_from = description(Path(model), data, length)
     # before tokens and runs there is nothing that could be mistaken
     if any((out / part).exists() for part in (TOKENS, RUNS)):
-        before = json.loads((out / MADE_FROM).read_text())
+        try:
+            before = dict(parse_json((out / MADE_FROM).read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{out / MADE_FROM} must say what is converted there, got what cannot be read ({error}); name another "
+                "folder, or remove this one"
+            ) from error
         changes = [
             f"{name} was {before.get(name)}, is {value}" for name, value in made_from.items() if before.get(name) != value
         ]

@@ -40,7 +40,7 @@ _setting = "auto"
 def set_backend(name: str) -> None:
     """Choose for all later calls: "auto", "reference", "chunked" or "triton"."""
     global _setting
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise unknown_name("backend", name, BACKENDS)
     reason = why_no_triton_here()
     if name == "triton" and reason:

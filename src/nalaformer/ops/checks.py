@@ -1,17 +1,19 @@
 """What may be passed to the ops. Each error states the rule, what came instead, and what to do."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from .features import FeatureMapLike
+from .features import FeatureMapLike, compute_dtype
 from .rotary import Rotary
 from .state import LinearState
 
 RotaryArgument = Rotary | tuple[Rotary, Rotary] | None
 RotaryPair = tuple[Rotary | None, Rotary | None]
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_call(
@@ -26,27 +28,29 @@ def check_call(
     eps: float,
 ) -> RotaryPair:
     """All rules for a call with [B, N, H, D] inputs; returns the rotary of q and that of k."""
+    check_options(causal, eps)
     check_tensors(q, k, k if v is None else v, feature_map)
     if causal and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"causal attention needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}; "
             "to continue an earlier sequence use recurrent_linear_attention with its state"
         )
-    if not eps >= 0:
-        raise ValueError(f"eps must be >= 0, got {eps}; the default is 1e-6")
     check_key_mask(key_mask, k)
-    if isinstance(rotary, tuple) and len(rotary) != 2:
-        raise ValueError(f"rotary must be one Rotary or a pair (of q, of k), got a tuple of {len(rotary)}")
-    rotary_q, rotary_k = rotary if isinstance(rotary, tuple) else (rotary, rotary)
-    check_rotary(rotary_q, q, "q")
-    check_rotary(rotary_k, k, "k")
-    return rotary_q, rotary_k
+    return check_rotary_pair(rotary, q, k)
+
+
+def check_options(causal: bool, eps: float) -> None:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}")
+    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be a finite number >= 0, got {eps!r}; the default is 1e-6")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> None:
-    if not hasattr(feature_map, "query_streams"):
+    if isinstance(feature_map, type) or not hasattr(feature_map, "query_streams"):
+        got = f"the class {feature_map.__name__} itself" if isinstance(feature_map, type) else repr(feature_map)
         raise TypeError(
-            f"feature_map must be a FeatureMap, got {feature_map!r}; "
+            f"feature_map must be a FeatureMap, got {got}; "
             'make one with nalaformer.feature_map("norm_aware", num_heads=..., head_dim=...)'
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -91,6 +95,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) 
         raise ValueError(
             f"the feature map was made for {feature_map.num_heads} heads, got {q.shape[2]} query and {k.shape[2]} key "
             f"heads; make the map with num_heads={q.shape[2]}"
+            + (
+                ", or transpose(1, 2) tensors that are [batch, heads, tokens, channels]"
+                if q.shape[1] == feature_map.num_heads
+                else ""
+            )
         )
     if v.shape[3] % feature_map.streams:
         raise ValueError(
@@ -102,6 +111,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) 
 def check_key_mask(key_mask: Tensor | None, k: Tensor) -> None:
     if key_mask is None:
         return
+    if not isinstance(key_mask, Tensor):
+        raise TypeError(f"key_mask must be a torch tensor, got {type(key_mask).__name__}; convert it with torch.as_tensor()")
     if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:
         raise ValueError(
             f"key_mask must be bool [batch, keys] = {tuple(k.shape[:2])}, True where a key is visible, "
@@ -117,6 +128,27 @@ def check_query_mask(query_mask: Tensor | None, q: Tensor) -> None:
             f"query_mask must be bool [batch, queries] = {tuple(q.shape[:2])}, True where a query is a token and not padding, "
             f"got {query_mask.dtype} {tuple(query_mask.shape)}"
         )
+
+
+def check_rotary_pair(rotary: RotaryArgument, q: Tensor, k: Tensor) -> RotaryPair:
+    """The rotary of q and that of k, which must turn alike."""
+    if isinstance(rotary, tuple) and len(rotary) != 2:
+        raise ValueError(f"rotary must be one Rotary or a pair (of q, of k), got a tuple of {len(rotary)}")
+    rotary_q, rotary_k = rotary if isinstance(rotary, tuple) else (rotary, rotary)
+    check_rotary(rotary_q, q, "q")
+    check_rotary(rotary_k, k, "k")
+    of_q, of_k = (turn is not None and turn.normalised for turn in (rotary_q, rotary_k))
+    if of_q != of_k:
+        raise ValueError(
+            f"a normalised rotary adds features and must turn both q and k, got normalised={of_q} for q and {of_k} for k; "
+            "make both with normalised=True, or neither"
+        )
+    if rotary_q is not None and rotary_k is not None and rotary_q.dim != rotary_k.dim:
+        raise ValueError(
+            f"the rotary of q and that of k must turn as many channels, got {rotary_q.dim} and {rotary_k.dim}; make both with "
+            "the same dim"
+        )
+    return rotary_q, rotary_k
 
 
 def check_rotary(rotary: Rotary | None, x: Tensor, name: str) -> None:
@@ -166,10 +198,20 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> list[int]:
 
 def check_rows(rows: Tensor | Sequence[int], q: Tensor) -> Tensor:
     """Numbers of queries as an index."""
-    index = torch.as_tensor(rows, dtype=torch.int64, device=q.device)
-    if index.dim() != 1 or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < q.shape[1]):
-        raise ValueError(f"rows must be a list of query numbers from 0 to {q.shape[1] - 1}, got {rows}")
-    return index
+    index = (
+        torch.as_tensor(rows, device=q.device) if isinstance(rows, Tensor | Sequence) and not isinstance(rows, str) else None
+    )
+    # an empty list is one of floats to torch
+    if index is not None and index.numel() == 0:
+        index = index.to(torch.int64)
+    if (
+        index is None
+        or index.dtype not in INTEGERS
+        or index.dim() != 1
+        or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < q.shape[1])
+    ):
+        raise ValueError(f"rows must be a list of query numbers from 0 to {q.shape[1] - 1}, got {rows!r}")
+    return index.to(torch.int64)
 
 
 def check_state(
@@ -177,9 +219,20 @@ def check_state(
 ) -> None:
     if state is None:
         return
+    if not isinstance(state, LinearState):
+        raise TypeError(
+            f"the state must be a LinearState, got {type(state).__name__}; use the one that recurrent_linear_attention "
+            "returned, or LinearState.empty"
+        )
     if state.state.device != k.device:
         raise ValueError(
             f"the state must be on the device of k ({k.device}), got {state.state.device}; move it with state.to()"
+        )
+    summed = compute_dtype(q, k, v)
+    if state.state.dtype != summed:
+        raise ValueError(
+            f"the state must have the type in which these tokens are summed ({summed}), got {state.state.dtype}; convert the "
+            f"tokens, or start from LinearState.empty(..., dtype={summed})"
         )
     # no token at all tells the size of the features without computing any
     no_token = k[:, :0]

@@ -6,6 +6,7 @@ The keys must have length at most one, or the state grows without bound. Without
 with -inf a token forgets all that came before it (a_t = 0).
 """
 
+import math
 import warnings
 from functools import cache
 from importlib.util import find_spec
@@ -49,7 +50,7 @@ def delta_rule(
         are [S, H, F, V].
     scale: of the outputs, 1/sqrt(F) by default.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = _checked_scale(scale, q)
     if cu_seqlens is not None:
         if key_mask is not None:
             raise ValueError("key_mask and cu_seqlens exclude each other, got both; packed sequences have no padding to hide")
@@ -108,10 +109,14 @@ def delta_step_(
     scale: float | None = None,
 ) -> Tensor:
     """One token of `delta_rule`, the state [B, H, F, V] updated in place: the step of a decoding loop, without gradients."""
+    scale = _checked_scale(scale, q)
+    if not isinstance(state, Tensor):
+        raise TypeError(
+            f"a step changes a state, got {type(state).__name__}; start from torch.zeros(batch, heads, features, values)"
+        )
     if q.shape[1] != 1:
         raise ValueError(f"a step takes one token, got {q.shape[1]}; use delta_rule for more")
     _check(q, k, v, beta, log_decay, state, q.shape[0])
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay):
             out, after = _fused(kernels, q, k, v, beta, log_decay, state, None, scale)
@@ -263,6 +268,16 @@ def _fused(
     return out[0] if is_packed else out, after
 
 
+def _checked_scale(scale: float | None, q: Tensor) -> float:
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q must be a torch tensor, got {type(q).__name__}; convert it with torch.as_tensor()")
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}; the default is 1/sqrt(features)")
+    return scale
+
+
 def _check(
     q: Tensor,
     k: Tensor,
@@ -272,6 +287,17 @@ def _check(
     state: Tensor | None,
     num_states: int,
 ) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta), ("log_decay", log_decay), ("state", state)):
+        if x is None and name in ("log_decay", "state"):
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}; convert it with torch.as_tensor()")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must hold floats, got {x.dtype}; convert it with .float()")
+        if x.device != q.device:
+            raise ValueError(
+                f"all tensors must be on one device, got q on {q.device} and {name} on {x.device}; move it with .to()"
+            )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.shape[1] == 0 or x.shape[:3] != q.shape[:3]:
             raise ValueError(

@@ -13,8 +13,9 @@ from .checks import (
     RotaryPair,
     check_call,
     check_cu_seqlens,
+    check_options,
     check_query_mask,
-    check_rotary,
+    check_rotary_pair,
     check_rows,
     check_state,
     check_tensors,
@@ -152,6 +153,8 @@ def recurrent_step_(
     turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=None, eps=eps)
     if q.shape[1] != 1:
         raise ValueError(f"a step takes one token, got {q.shape[1]}; use recurrent_linear_attention for more")
+    if state is None:
+        raise TypeError("a step changes a state, got None; start from LinearState.empty or the state of a prompt")
     k, v = _heads_for(feature_map, q, k, v)
     check_state(state, q, k, v, feature_map, turns[1])
     with outside_autocast(q):
@@ -188,8 +191,8 @@ def attention_weights(
     with two streams. Without rotary every weight is >= 0 and a row sums to one but for eps.
     """
     turns = check_call(q, k, None, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
-    if not 0 <= stream < feature_map.streams:
-        raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream}")
+    if not isinstance(stream, int) or not 0 <= stream < feature_map.streams:
+        raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream!r}")
     check_query_mask(query_mask, q)
     index = None if rows is None else check_rows(rows, q)
     k, _ = _heads_for(feature_map, q, k, k)
@@ -225,16 +228,17 @@ def _packed(
     for name, mask in (("key_mask", key_mask), ("query_mask", query_mask)):
         if mask is not None:
             raise ValueError(f"{name} and cu_seqlens exclude each other, got both; packed sequences have no padding to hide")
+    check_options(causal, eps)
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}; convert it with torch.as_tensor()")
         if x.dim() != 3 or x.shape[0] != q.shape[0]:
             raise ValueError(
                 f"with cu_seqlens, {name} must be [tokens, heads, channels] with the tokens of q ({q.shape[0]}), "
                 f"got shape {tuple(x.shape)}; drop the batch dimension"
             )
     lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
-    pair = rotary if isinstance(rotary, tuple) else (rotary, rotary)
-    for turn in pair:
-        check_rotary(turn, q[None], "q")
+    pair = check_rotary_pair(rotary, q[None], k[None])
     if q.shape[0] == 0:
         return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * v.sum()
     with outside_autocast(q):

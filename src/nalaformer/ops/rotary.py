@@ -1,5 +1,6 @@
 """Rotary positions, computed from positions: no table of a fixed size anywhere."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,8 @@ def rotary_frequencies(
 
     t runs over [0, 1): the usual form for text. `inclusive` runs over [0, 1]: the form of the published vision models.
     """
+    if not isinstance(base, (int, float)) or not 0 < base < math.inf:
+        raise ValueError(f"the base of a rotary must be positive and finite, got {base!r}; 10000 is the usual one")
     # made where it is used: a copy from the host would make the host wait for the device
     precise = torch.float32 if device is not None and torch.device(device).type == "mps" else torch.float64
     if inclusive:
@@ -23,6 +26,13 @@ def rotary_frequencies(
     else:
         t = torch.arange(num_pairs, dtype=precise, device=device) / num_pairs
     return base**-t
+
+
+def check_positions(**numbers: int) -> None:
+    for name, number in numbers.items():
+        # no int while a program is exported
+        if not isinstance(number, (int, torch.SymInt)) or number < 0:
+            raise ValueError(f"{name} must be a whole number, at least 0, got {number!r}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,15 @@ class Rotary:
     normalised: bool = False
 
     def __post_init__(self) -> None:
+        for name, x in (("positions", self.positions), ("frequencies", self.frequencies)):
+            if not isinstance(x, Tensor):
+                raise TypeError(
+                    f"rotary {name} must be a torch tensor, got {type(x).__name__}; convert it with torch.as_tensor()"
+                )
+        if self.frequencies.dim() != 1:
+            raise ValueError(f"rotary frequencies must be [pairs], got shape {tuple(self.frequencies.shape)}")
+        if not isinstance(self.normalised, bool):
+            raise TypeError(f"normalised must be True or False, got {self.normalised!r}")
         if self.positions.dim() not in (2, 3):
             raise ValueError(
                 f"rotary positions must be [N, axes] or [B, N, axes], got shape {tuple(self.positions.shape)}; "
@@ -62,8 +81,9 @@ class Rotary:
         device: torch.device | str | None = None,
     ) -> "Rotary":
         """Tokens start, start+1, ... of one sequence; dim channels turn, dim even."""
-        if dim % 2:
+        if not isinstance(dim, int) or dim < 1 or dim % 2:
             raise ValueError(f"1-D rotary needs an even number of channels, got {dim}; choose an even head_dim")
+        check_positions(num_tokens=num_tokens, start=start)
         positions = torch.arange(start, start + num_tokens, device=device)[:, None]
         return cls(positions, rotary_frequencies(dim // 2, base=base, device=positions.device), normalised)
 
@@ -79,8 +99,9 @@ class Rotary:
         device: torch.device | str | None = None,
     ) -> "Rotary":
         """The height*width tokens of an image, row by row; half of the dim channels turn with the row, half with the column."""
-        if dim % 4:
+        if not isinstance(dim, int) or dim < 1 or dim % 4:
             raise ValueError(f"2-D rotary needs channels in multiples of 4, got {dim}; choose head_dim divisible by 4")
+        check_positions(height=height, width=width)
         rows = torch.arange(height, device=device)[:, None].expand(height, width)
         columns = torch.arange(width, device=device)[None, :].expand(height, width)
         positions = torch.stack((rows, columns), dim=-1).reshape(height * width, 2)
@@ -89,6 +110,14 @@ class Rotary:
     @classmethod
     def packed(cls, cu_seqlens: Tensor, dim: int, *, base: float = 10000.0, normalised: bool = False) -> "Rotary":
         """Tokens of packed sequences: positions start at 0 in each."""
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+            got = (
+                f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            )
+            raise ValueError(
+                f"cu_seqlens must be a tensor of integers [sequences + 1], got {got}; for lengths 3 and 5 it is "
+                "torch.tensor([0, 3, 8])"
+            )
         lengths = cu_seqlens.diff()
         starts = torch.repeat_interleave(cu_seqlens[:-1], lengths)
         one_sequence = cls.sequence(int(cu_seqlens[-1]), dim, base=base, normalised=normalised, device=cu_seqlens.device)

@@ -77,6 +77,14 @@ class LinearState:
     @staticmethod
     def cat(states: Sequence["LinearState"]) -> "LinearState":
         """Join along the batch."""
+        if not states:
+            raise ValueError("states join only if there is at least one, got none; LinearState.empty makes an empty one")
+        for state in states:
+            if state.state.shape[1:] != states[0].state.shape[1:]:
+                raise ValueError(
+                    f"states join along the batch only if heads, features and values agree, got {tuple(states[0].state.shape)} "
+                    f"and {tuple(state.state.shape)}; all must come from the same layer"
+                )
         columns = zip(*(state.tensors().values() for state in states), strict=True)
         return LinearState(*(torch.cat(column) for column in columns))
 
@@ -106,6 +114,17 @@ class LinearState:
     @staticmethod
     def load(path: str | PathLike[str], device: str = "cpu") -> "LinearState":
         """Read what `save` wrote."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return LinearState(**load_file(path, device=device))
+        try:
+            found = load_file(path, device=device)
+        except SafetensorError as error:
+            raise ValueError(f"a state must be a whole file that LinearState.save wrote, got {path}: {error}") from error
+        names = [field.name for field in fields(LinearState)]
+        if sorted(found) != sorted(names):
+            raise ValueError(
+                f"a state must be a file that LinearState.save wrote, with {', '.join(names)}, "
+                f"got {', '.join(sorted(found)[:4])} in {path}"
+            )
+        return LinearState(**found)

@@ -2,11 +2,11 @@
 
 import ast
 import inspect
-import json
 import textwrap
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
+from ..json_text import parse_json
 from ..registry import unknown_name
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def parsed(text: str, like: object, name: str) -> Any:
         return words[text.lower()]
     try:
         if isinstance(like, dict):
-            value = json.loads(text)
+            value = parse_json(text)
             if not isinstance(value, dict):
                 raise ValueError("no object")
             return value

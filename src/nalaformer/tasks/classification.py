@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data import GENERATED, Augmentation, Generated, ImageFolder, eval_transform, training_transform
+from ..field_types import check_field_types
 from ..registry import unknown_name
 from .base import TASKS, Loss
 
@@ -46,6 +47,12 @@ class ClassificationConfig:
     """Part of the target that goes to all classes alike."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
+        for name in ("train_samples", "eval_samples", "image_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.data_seed < 0:
+            raise ValueError(f"data_seed must not be negative, got {self.data_seed}")
         if not 0 <= self.smoothing < 1:
             raise ValueError(f"smoothing must be at least 0 and below 1, got {self.smoothing}")
         if isinstance(self.augmentation, dict):

@@ -1,6 +1,8 @@
 """Predicting the next token of text."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +15,16 @@ from torch import Tensor, nn
 from ..data.text import IGNORED, Encoder, PackedTokens, Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
 from ..data.text.corpus import TOKENIZER
 from ..data.text.packing import PACKINGS
+from ..field_types import check_field_types
+from ..json_text import parse_json
 from .base import TASKS, Loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATED = "tales"
+# of a model's config.json
+SIZES_OF_MODELS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +49,13 @@ class LanguageConfig:
     """Of the tokenizer that is trained on generated text."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         if self.window < 2:
             raise ValueError(f"window must be at least 2, got {self.window}")
         if self.packing not in PACKINGS:
             raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {self.packing!r}")
+        if self.data_seed < 0:
+            raise ValueError(f"data_seed must not be negative, got {self.data_seed}")
 
 
 @TASKS.register("language")
@@ -152,11 +161,54 @@ class LanguageModelling:
         return Perplexity(tokens_per_byte=cast(int, data.predicted) / cast(int, data.data.bytes) if known else None)
 
 
+def check_model_folder(folder: str | Path) -> None:
+    """Refuse what is no folder of a model, or a config whose sizes transformers would divide by."""
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"a model must be a folder that save_pretrained wrote, got no config.json in {folder}; "
+            "`nalaformer export RUN --out DIR` writes one from a run"
+        )
+    try:
+        config = parse_json(file.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("no object")
+    except ValueError as error:
+        raise ValueError(
+            f"{file} must be the JSON that save_pretrained wrote: {error}; fetch or export the model again"
+        ) from error
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        for name in SIZES_OF_MODELS:
+            number = part.get(name)
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"{name} in {file} must be a positive whole number, got {number!r}; mend the file")
+
+
+@contextmanager
+def reading_model(folder: str | Path) -> Iterator[None]:
+    """Around what transformers reads of a local folder: whatever is wrong with it is one ValueError that names it."""
+    check_model_folder(folder)
+    try:
+        yield
+    except ImportError:
+        # a package that is missing is no fault of the folder
+        raise
+    # whatever a folder holds, transformers' many readers raise accordingly
+    except Exception as error:
+        raise ValueError(
+            f"{folder} must hold a model that transformers can read, got {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
 def pretrained_model(folder: str | Path, *, vocab_size: int, dtype: torch.dtype | str) -> nn.Module:
     """The model of a folder as save_pretrained writes it, which must know `vocab_size` tokens; no code of the folder is run."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, dtype=dtype)
+    with reading_model(folder):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False, dtype=dtype
+        )
     known = model.get_input_embeddings().weight.shape[0]
     if known < vocab_size:
         raise ValueError(

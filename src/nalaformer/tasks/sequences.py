@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.sequences import IGNORE, SEQUENCES, SequenceData, Stored, make_sequences
+from ..field_types import check_field_types
 from ..models.sequence import SEQUENCE_MODELS
 from ..registry import unknown_name
 from .base import TASKS, Loss
@@ -33,6 +34,11 @@ class SequencesConfig:
     """Sequences of the val split."""
     test_samples: int = 20_000
     """Sequences of the test split, which no choice may look at."""
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        if self.data_seed < 0:
+            raise ValueError(f"data_seed must not be negative, got {self.data_seed}")
 
 
 @TASKS.register("sequences")

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..json_text import parse_json
 from ..whole_files import sync_folder, write_and_sync
 
 NAME = re.compile(r"step_(\d{8,})")
@@ -107,14 +108,19 @@ class Checkpoints:
 
     def load(self, step: int) -> Checkpoint:
         """The checkpoint of that step, every byte compared with its sha256."""
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
         folder = self.path(step)
         contents = dict(verified_files(folder))
         if STATE not in contents:
             raise DamagedCheckpoint(f"{folder} has no {STATE}")
-        state = json.loads(contents.pop(STATE))
-        tensors = {name.removesuffix(".safetensors"): load(content) for name, content in contents.items()}
+        try:
+            state = parse_json(contents.pop(STATE))
+            tensors = {name.removesuffix(".safetensors"): load(content) for name, content in contents.items()}
+        # a manifest may fit files that we have not written
+        except (ValueError, SafetensorError) as error:
+            raise DamagedCheckpoint(f"{folder} is damaged: {error}") from error
         return Checkpoint(tensors=tensors, state=state)
 
     def newest(self) -> tuple[int, Checkpoint] | None:
@@ -130,7 +136,7 @@ class Checkpoints:
 def verified_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Name and content of each file that the manifest lists."""
     try:
-        digests = json.loads((folder / MANIFEST).read_bytes())["sha256"]
+        digests = parse_json((folder / MANIFEST).read_bytes())["sha256"]
         for name, digest in digests.items():
             # a manifest is no permission to read elsewhere
             if Path(name).name != name:
@@ -139,5 +145,7 @@ def verified_files(folder: Path) -> Iterator[tuple[str, bytes]]:
             if hashlib.sha256(content).hexdigest() != digest:
                 raise DamagedCheckpoint(f"{folder / name} is damaged: its sha256 is not the one that was written")
             yield name, content
-    except (OSError, KeyError, AttributeError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except DamagedCheckpoint:
+        raise
+    except (OSError, KeyError, AttributeError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(f"{folder} is damaged: {error}") from error

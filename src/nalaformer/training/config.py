@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..field_types import check_field_types
 from ..registry import unknown_name
 
 SCHEDULES = ("cosine", "linear")
@@ -81,13 +82,20 @@ class TrainingConfig:
     """Images that may be skipped before the run stops all the same."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         if (self.epochs > 0) == (self.steps > 0):
             raise ValueError(f"the duration is given by epochs or by steps, got epochs={self.epochs} and steps={self.steps}")
         for name in ("batch_size", "accumulate", "repeats", "keep", "bad_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in (
+            "epochs",
+            "steps",
             "learning_rate",
+            "weight_decay",
+            "warmup_learning_rate",
+            "min_learning_rate",
+            "seed",
             "warmup",
             "cooldown",
             "clip_norm",
@@ -102,6 +110,8 @@ class TrainingConfig:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 <= self.ema < 1:
             raise ValueError(f"ema must be at least 0 and below 1, got {self.ema}")
+        if not 0 <= self.beta2 < 1:
+            raise ValueError(f"beta2 must be at least 0 and below 1, got {self.beta2}")
         if self.epsilon <= 0:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}")
         if self.schedule not in SCHEDULES:

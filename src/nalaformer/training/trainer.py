@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..data import Batch, batches_from, map_tensors, seed_everything, steps_per_epoch
 from ..folder_lock import only_writer
+from ..registry import unknown_name
 from ..stopping import stop_requests
 from ..tasks.base import Task
 from . import optimizer_state
@@ -81,6 +82,7 @@ class Trainer:
         title: str = "training",
         console: "Console | None" = None,
     ) -> None:
+        check_optimizer(config.optimizer)
         self.config, self.task, self.model = config, task, model
         self.folder, self.title, self.console = Path(folder), title, console
         self.settings = (settings or {}) | {"training": asdict(config)}
@@ -379,3 +381,12 @@ def checkpoint_activations(model: Any) -> None:
             "checkpoint_activations needs a model with set_grad_checkpointing, as timm's have, or "
             "gradient_checkpointing_enable, as transformers' have; leave it off"
         )
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse a name that timm does not know, before anything is read or made."""
+    from timm.optim import list_optimizers
+
+    known = [str(each) for each in list_optimizers()]
+    if name.lower().removeprefix("lookahead_") not in known:
+        raise unknown_name("optimizer", name, known)

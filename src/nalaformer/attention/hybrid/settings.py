@@ -1,8 +1,10 @@
 """What a hybrid attention keeps exact, what it sums up, and how the two are joined."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ...feature_maps import FEATURE_MAPS, map_options_of
+from ...field_types import check_field_types
 from ...registry import unknown_name
 from .selection import SELECTIONS
 
@@ -43,6 +45,7 @@ class HybridSettings:
     """False: no linear branch; what is neither salient nor in the window is forgotten."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be positive, got {self.chunk_size}")
         if not 0 <= self.salient_per_chunk <= self.chunk_size:
@@ -55,6 +58,11 @@ class HybridSettings:
             raise ValueError("exact and linear must not both be off: nothing would be left to attend with")
         # an unknown name is answered with the nearest ones
         SELECTIONS[self.selection]
+        if FEATURE_MAPS[self.feature_map].streams != 1:
+            raise ValueError(f"feature_map must have one stream, got {self.feature_map!r}; polarity maps do not serve here")
+        for option in self.map_options:
+            if option not in map_options_of(self.feature_map):
+                raise unknown_name(f"option of {self.feature_map}:", option, map_options_of(self.feature_map))
         for name, value, known in (
             ("merge", self.merge, MERGES),
             ("gate", self.gate, GATES),
@@ -80,9 +88,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def hybrid_settings(method: str = "still", **changes: Any) -> HybridSettings:
     """The settings of a method: "still", "window" (+ linear), "linear", "softmax"; any field may be changed."""
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise unknown_name("method", method, METHODS)
-    fields = METHODS[method] | changes
-    if fields.get("salient_per_chunk") == -1:
-        fields["salient_per_chunk"] = fields.get("chunk_size", HybridSettings.chunk_size)
-    return replace(HybridSettings(), **fields)
+    known = {each.name for each in fields(HybridSettings)}
+    for name in changes:
+        if name not in known:
+            raise unknown_name("setting", name, known)
+    chosen = METHODS[method] | changes
+    if chosen.get("salient_per_chunk") == -1:
+        chosen["salient_per_chunk"] = chosen.get("chunk_size", HybridSettings.chunk_size)
+    return replace(HybridSettings(), **chosen)

@@ -62,6 +62,8 @@ class SequenceData(Dataset[dict[str, Tensor]]):
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         if samples < 1:
             raise ValueError(f"samples must be positive, got {samples}")
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}")
         self.split, self.samples, self.seed = split, samples, seed
 
     @property

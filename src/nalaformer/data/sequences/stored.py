@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ...child_processes import worker_pool
 from ...folder_lock import refuse_in_use
+from ...json_text import parse_json
 from ...whole_files import (
     megabytes,
     refuse_content,
@@ -52,7 +53,7 @@ def write(
     data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
     about = describe(data, name, options)
-    if read_about(target) == about:
+    if about_if_any(target) == about:
         advance(len(data))
         return target
     with whole_folder(target, keep_unfinished=True) as unfinished:
@@ -81,12 +82,12 @@ def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed:
     target = Path(folder) / split
     about = describe(data, name, options)
     line = f"{split}: {len(data):,} sequences, {megabytes(size_of(data))}, {target}"
-    if read_about(target) == about:
+    if about_if_any(target) == about:
         return f"{line}; finished"
     refuse_content(target)
     refuse_in_use(target, beside=True)
     unfinished = unfinished_folder(target)
-    if read_about(unfinished) == about:
+    if about_if_any(unfinished) == about:
         done = len(read_finished(unfinished))
         return f"{line}; goes on after {done} of {-(-len(data) // CHUNK)} pieces"
     refuse_full_disk(target, size_of(data), f"the {split} split")
@@ -110,10 +111,10 @@ def describe(data: SequenceData, name: str, options: dict[str, Any]) -> dict[str
     return dict(json.loads(json.dumps(about)))
 
 
-def read_about(folder: Path) -> dict[str, Any] | None:
+def about_if_any(folder: Path) -> dict[str, Any] | None:
     try:
-        return dict(json.loads((folder / ABOUT).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return read_about(folder)
+    except (OSError, ValueError):
         return None
 
 
@@ -123,7 +124,7 @@ def size_of(data: SequenceData) -> int:
 
 def finished_chunks(folder: Path, data: SequenceData, about: dict[str, Any]) -> set[int]:
     """Where the chunks begin that an earlier call for the same data has finished; after one for other data all is new."""
-    if read_about(folder) == about:
+    if about_if_any(folder) == about:
         return read_finished(folder)
     shutil.rmtree(folder)
     folder.mkdir()
@@ -192,16 +193,21 @@ class Stored(SequenceData):
             raise ValueError(
                 f"{place} must hold sequence data that `nalaformer data make` wrote; {folder} has {', '.join(made) or 'none'}"
             )
-        about = json.loads((place / ABOUT).read_text())
-        self.options: dict[str, Any] = about["options"]
-        available = about["samples"]
-        super().__init__(split=split, samples=available if samples is None else min(samples, available), seed=about["seed"])
-        self.name = self.stream_name = about["name"]
-        self.groups = tuple(about["groups"])
-        self.chance, self.shortcuts = about["chance"], about["shortcuts"]
-        self._facts, self._lengths = SequenceFacts(**about["facts"]), tuple(about["group_lengths"])
+        about = read_about(place)
+        try:
+            self.options: dict[str, Any] = about["options"]
+            available = about["samples"]
+            super().__init__(split=split, samples=available if samples is None else min(samples, available), seed=about["seed"])
+            self.name = self.stream_name = about["name"]
+            self.groups = tuple(about["groups"])
+            self.chance, self.shortcuts = about["chance"], about["shortcuts"]
+            self._facts, self._lengths = SequenceFacts(**about["facts"]), tuple(about["group_lengths"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{place / ABOUT} is not as `nalaformer data make` writes it: {type(error).__name__} {error}"
+            ) from error
         # plain arrays only: nothing is unpickled
-        self.arrays = {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(place.glob("*.npy"))}
+        self.arrays = {path.stem: mapped(path) for path in sorted(place.glob("*.npy"))}
 
     def check(self, options: dict[str, Any]) -> None:
         """Refuse options that the sequences were not made with."""
@@ -229,10 +235,29 @@ class Stored(SequenceData):
         return {name: np.asarray(array[indices]) for name, array in self.arrays.items()}
 
 
+def read_about(place: Path) -> dict[str, Any]:
+    """What `write` has noted beside the arrays."""
+    try:
+        about = parse_json((place / ABOUT).read_bytes())
+        if not isinstance(about, dict):
+            raise ValueError("no object")
+    except ValueError as error:
+        raise ValueError(f"{place / ABOUT} cannot be read: {error}; make the data again") from error
+    return about
+
+
+def mapped(path: Path) -> NDArray[Any]:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} must be a whole .npy file: {error}") from error
+    return array
+
+
 def stored_name(folder: str | Path) -> str | None:
     """What data a folder holds; None if `write` has not made it."""
     for split in SPLITS:
         about = Path(folder) / split / ABOUT
         if about.is_file():
-            return str(json.loads(about.read_text())["name"])
+            return str(read_about(about.parent).get("name"))
     return None

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...json_text import parse_json
+
 FORMAT = "nalaformer tokens 1"
 INDEX = "index.json"
 # 64 Mi tokens: 128 MiB of 16-bit tokens in memory while writing, few files for billions
@@ -96,12 +98,13 @@ class TokenShards:
                 f"{folder} must be a folder of tokens, got no {INDEX} in it; `nalaformer tokenize` writes such folders"
             )
         try:
-            index = json.loads(path.read_bytes())
+            index = parse_json(path.read_bytes())
             if index["format"] != FORMAT:
                 raise ValueError(f"format {index['format']!r} and not {FORMAT!r}")
             names = [str(name) for name in index["shards"]]
             vocab_size, num_bytes = int(index["vocab_size"]), index.get("bytes")
-        except (ValueError, KeyError, TypeError) as error:
+        # a vocabulary of 1e999 is an infinite float to JSON, and no integer
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"{path} cannot be read: {type(error).__name__} {error}") from error
         # an index is no permission to read elsewhere
         if any(Path(name).name != name for name in names):

@@ -32,6 +32,10 @@ def check_config(config: Any) -> None:
     name = config.model_type
     if isinstance(config, HybridConfig):
         raise ValueError(f"this model is converted already ({name}); give the pretrained one that it was made from")
+    for field in ("num_attention_heads", "num_key_value_heads", "hidden_size", "num_hidden_layers"):
+        number = getattr(config, field, None)
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ValueError(f"{field} of {name} must be a positive whole number, got {number!r}; mend its config.json")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder and a decoder; only decoders can be converted")
     window = getattr(config, "sliding_window", None)

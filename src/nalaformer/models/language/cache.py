@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ...json_text import parse_json
 from ..state_layer import StateLayer
 from .config import RECURRENT_MIXERS, NaLaConfig
 
@@ -79,15 +80,19 @@ class NaLaCache(Cache):
     @classmethod
     def load(cls, path: str | PathLike[str], config: NaLaConfig, *, device: str | torch.device = "cpu") -> "NaLaCache":
         """Read what `save` wrote, for a model of that config."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         cache = cls(config)
         found: list[dict[str, Tensor]] = [{} for _ in cache.layers]
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        try:
+            opened = safe_open(path, framework="pt", device=str(device))
+        except SafetensorError as error:
+            raise ValueError(f"a cache must be a whole file that NaLaCache.save wrote, got {path}: {error}") from error
+        with opened as file:
             about = file.metadata() or {}
             if "seen" not in about or "kind" not in about:
                 raise ValueError(f"a cache must be a file that NaLaCache.save wrote, got another kind of file in {path}")
-            seen, kind = json.loads(about["seen"]), json.loads(about["kind"])
+            seen, kind = parse_json(about["seen"]), parse_json(about["kind"])
             if len(seen) != len(found):
                 raise ValueError(f"the cache must come from a model of {len(found)} layers, got one of {len(seen)} in {path}")
             if kind != cache.kind:

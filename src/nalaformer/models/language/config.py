@@ -86,6 +86,17 @@ class NaLaConfig(PreTrainedConfig):
         return cls(**(SIZES[name] | changes))
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name in (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+        ):
+            number = getattr(self, name)
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"{name} must be a positive whole number, got {number!r}")
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(

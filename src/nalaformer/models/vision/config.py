@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ...attention import METHODS, AttentionConfig, configure
+from ...field_types import check_field_types
 from ...published_names import FAMILIES
 from ...registry import unknown_name
 
@@ -66,6 +67,7 @@ class BackboneConfig:
     """Chance of skipping a residual branch of the last block in training; it grows linearly from 0 at the first."""
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         stages = len(self.depths)
         for name in PER_STAGE:
             value = getattr(self, name)

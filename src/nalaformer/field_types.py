@@ -1,0 +1,61 @@
+"""Fields of a configuration hold what their annotations say: "no" is no truth value, 2.5 no number of tokens."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", NoneType: "None"}
+
+
+def check_field_types(config: Any) -> None:
+    """Refuse a dataclass whose fields hold values of other types.
+
+    Looks at truth values, numbers, text, dictionaries, and tuples of those; lists pass for tuples, as JSON has them, and whole
+    numbers for numbers. A float must be finite.
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_known(field.type) and not holds(value, field.type):
+            usual = "" if field.default is MISSING else f"; the default is {field.default!r}"
+            raise ValueError(f"{field.name} must be {in_words(field.type)}, got {value!r}{usual}")
+
+
+def is_known(kind: Any) -> bool:
+    """Whether we can tell values of this type from others."""
+    if isinstance(kind, UnionType) or get_origin(kind) is tuple:
+        return all(part is Ellipsis or is_known(part) for part in get_args(kind))
+    return kind in WORDS or get_origin(kind) is dict
+
+
+def holds(value: object, kind: Any) -> bool:
+    """Whether the value is of a known type."""
+    if isinstance(kind, UnionType):
+        return any(holds(value, part) for part in get_args(kind))
+    if get_origin(kind) is tuple:
+        if not isinstance(value, tuple | list):
+            return False
+        parts = get_args(kind)
+        parts = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        return len(parts) == len(value) and all(holds(each, part) for each, part in zip(value, parts, strict=True))
+    if get_origin(kind) is dict:
+        return isinstance(value, Mapping)
+    # a truth value is a number to Python
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    if kind is int:
+        return isinstance(value, Integral)
+    if kind is float:
+        return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def in_words(kind: Any) -> str:
+    if isinstance(kind, UnionType):
+        return ", or ".join(in_words(part) for part in get_args(kind))
+    if get_origin(kind) is tuple:
+        parts = get_args(kind)
+        return f"a tuple of {in_words(parts[0])} for each" if parts[-1] is Ellipsis else f"({', '.join(map(in_words, parts))})"
+    return "a dictionary" if get_origin(kind) is dict else WORDS[kind]
