@@ -18,6 +18,7 @@ import nalaformer
 from nalaformer import cli
 from nalaformer.attention import METHODS
 from nalaformer.models.vision import VARIANTS, Backbone, build, card, count_multiply_adds
+from nalaformer.models.vision.figures import FIGURES
 from nalaformer.models.vision.multiply_adds import attention_multiply_adds
 from nalaformer.when_imported import when_imported
 
@@ -56,6 +57,37 @@ def test_counts_equal_those_of_the_published_code(name):
     found = card(name)
     assert found.parameters == parameters
     assert found.multiply_adds / 1e9 == pytest.approx(giga, rel=1e-3)
+
+
+def test_the_parameters_that_cards_show_are_those_of_the_network(name):
+    parameters = sum(parameter.numel() for parameter in build(name, device="meta").parameters())
+    assert card(name).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    "name",
+    # to run the deep ones takes long even without numbers
+    [pytest.param(name, marks=[pytest.mark.slow] if sum(VARIANTS[name].config.depths) > 12 else []) for name in VARIANTS],
+)
+def test_the_multiply_adds_that_cards_show_are_those_of_the_network(name):
+    assert card(name).multiply_adds == count_multiply_adds(build(name, device="meta"), (224, 224))
+
+
+def test_there_are_figures_of_no_other_backbone():
+    assert set(FIGURES) == set(VARIANTS)
+
+
+def test_a_backbone_without_figures_is_counted(monkeypatch):
+    counted = FIGURES["nalaformer_xt"]
+    monkeypatch.delitem(FIGURES, "nalaformer_xt")
+    found = card("nalaformer_xt")
+    assert (found.parameters, found.multiply_adds) == counted
+
+
+def test_to_list_all_backbones_builds_none(monkeypatch):
+    monkeypatch.setattr("nalaformer.models.vision.cards.build", lambda *_, **__: pytest.fail("built"))
+    result = CliRunner().invoke(cli.build_app(), ["models"], catch_exceptions=False)
+    assert all(name in result.output for name in VARIANTS)
 
 
 def test_the_paper_sizes_come_out():

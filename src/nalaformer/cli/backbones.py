@@ -34,16 +34,13 @@ def add_to(app: "typer.Typer") -> None:
 def run_models(pattern: str) -> None:
     from fnmatch import filter as matching
 
-    from rich.progress import track
-
     from ..models.vision import VARIANTS, card, cards_table, notes_of
 
     console = make_console()
     names = matching(VARIANTS, pattern)
     if not names:
         raise ValueError(f"no backbone is named like {pattern!r}; `nalaformer models` lists all {len(VARIANTS)}")
-    show = track(names, "counting", console=console, transient=True, disable=not console.is_terminal)
-    found = [card(name) for name in show]
+    found = [card(name) for name in names]
     console.print(cards_table(found))
     for line in notes_of(found):
         console.print(line)

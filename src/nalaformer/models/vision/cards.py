@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...registry import unknown_name
+from .figures import FIGURES
 from .multiply_adds import count_multiply_adds
 from .variants import VARIANTS, build
 
@@ -28,9 +30,17 @@ class ModelCard:
     note: str
 
 
-def card(name: str) -> ModelCard:
-    """The card of a backbone, counted on a model without memory."""
+def count(name: str) -> tuple[int, int]:
+    """Parameters with 1000 classes and multiply-adds of one image of 224 x 224, counted on a model without memory."""
     model = build(name, device="meta")
+    return sum(parameter.numel() for parameter in model.parameters()), count_multiply_adds(model, (224, 224))
+
+
+def card(name: str) -> ModelCard:
+    """The card of a backbone."""
+    if name not in VARIANTS:
+        raise unknown_name("backbone", name, VARIANTS)
+    parameters, multiply_adds = FIGURES[name] if name in FIGURES else count(name)
     variant = VARIANTS[name]
     config = variant.config
     stages = ("l" if config.is_linear(stage) else "v" for stage in range(len(config.depths)))
@@ -38,8 +48,8 @@ def card(name: str) -> ModelCard:
         name=name,
         attention=config.attention,
         stages="".join(stages),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        multiply_adds=count_multiply_adds(model, (224, 224)),
+        parameters=parameters,
+        multiply_adds=multiply_adds,
         published_top1=variant.published_top1,
         note=variant.note,
     )
