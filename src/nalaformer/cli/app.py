@@ -26,7 +26,8 @@ def main() -> None:
     print_what_streams_cannot_encode()
     try:
         with clean_exit():
-            build_app()()
+            # whatever file was started: usage lines and completion go by this name
+            build_app()(prog_name="nalaformer")
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
         extra = EXTRAS.get(missing)
@@ -51,7 +52,7 @@ def build_app() -> "typer.Typer":
     import rich  # noqa: F401  (asked for here, so that main can say what is missing)
     import typer
 
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
 
     def version_and_exit(asked: bool) -> None:
         if asked:

@@ -13,9 +13,15 @@ def add_to(app: "typer.Typer") -> None:
     """Enter the commands."""
     import typer
 
+    from . import completion
+
+    of_backbones, of_families = (completion.completing(names) for names in (completion.backbones, completion.families))
+
     @app.command()
     def models(
-        pattern: Annotated[str, typer.Argument(help="Names to show, for example 'nalaformer_*'.")] = "*",
+        pattern: Annotated[
+            str, typer.Argument(help="Names to show, for example 'nalaformer_*'.", autocompletion=of_backbones)
+        ] = "*",
     ) -> None:
         """List the backbones: which stages are linear, parameters, multiply-adds, published accuracy."""
         run_models(pattern)
@@ -23,9 +29,13 @@ def add_to(app: "typer.Typer") -> None:
     @app.command()
     def convert(
         file: Annotated[Path, typer.Argument(help="The authors' checkpoint, .pth or .safetensors.")],
-        family: Annotated[str, typer.Option(help="nalaformer, polaformer, polaformerpp or flatten.")],
+        family: Annotated[
+            str, typer.Option(help="nalaformer, polaformer, polaformerpp or flatten.", autocompletion=of_families)
+        ],
         out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
-        model: Annotated[str, typer.Option(help="A backbone that the weights must fit; checked before writing.")] = "",
+        model: Annotated[
+            str, typer.Option(help="A backbone that the weights must fit; checked before writing.", autocompletion=of_backbones)
+        ] = "",
     ) -> None:
         """Translate a published checkpoint into our names, as safetensors."""
         run_convert(file, family, out, model)

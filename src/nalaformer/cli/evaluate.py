@@ -17,6 +17,7 @@ def add_to(app: "typer.Typer") -> None:
     """Enter the commands."""
     import typer
 
+    from . import completion
     from .default_command import DEFAULT, DefaultCommandGroup
 
     group = typer.Typer(
@@ -31,8 +32,10 @@ def add_to(app: "typer.Typer") -> None:
         run: Annotated[Path, typer.Argument(help="Folder of a run.")],
         data: Annotated[str | None, typer.Option(help="Other data of the same classes or tokenizer.")] = None,
         step: Annotated[int | None, typer.Option(help="Step of the checkpoint.", show_default="the best")] = None,
-        split: Annotated[str, typer.Option(help="val, or test where the task has one.")] = "val",
-        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+        split: Annotated[
+            str, typer.Option(help="val, or test where the task has one.", autocompletion=completion.splits)
+        ] = "val",
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
         """Evaluate a run on its own data. The word "run" may be left out."""
         run_eval(run, data, step, split, device)
@@ -50,7 +53,7 @@ def add_to(app: "typer.Typer") -> None:
         shots: Annotated[int, typer.Option(help="Solved examples before each question.")] = 0,
         batch_size: Annotated[int, typer.Option(help="Windows or questions at once.")] = 8,
         dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as saved.")] = "auto",
-        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
         """Perplexity of local text in overlapping windows, and lm-eval's tasks on local files. Nothing is downloaded."""
         if not text and not tasks:

@@ -14,6 +14,8 @@ def add_to(app: "typer.Typer") -> None:
     """Enter the commands."""
     import typer
 
+    from . import completion
+
     generate = typer.Typer(no_args_is_help=True, help="What trained models make.")
     app.add_typer(generate, name="generate")
 
@@ -29,7 +31,7 @@ def add_to(app: "typer.Typer") -> None:
         temperature: Annotated[float, typer.Option(help="0: the likeliest token each time; 1: as the model gives them.")] = 0.0,
         top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of that total probability.")] = 1.0,
         seed: Annotated[int | None, typer.Option(help="Of the drawing.", show_default="another each time")] = None,
-        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
         """Continue a text, streamed as it is written, in memory that does not grow with it."""
         run_text(model, prompt, max_new_tokens, temperature, top_p, seed, device)

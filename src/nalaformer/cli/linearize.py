@@ -18,6 +18,8 @@ def add_to(app: "typer.Typer") -> None:
     """Enter the command."""
     import typer
 
+    from . import completion
+
     @app.command("linearize")
     def linearize_model(
         model: Annotated[Path, typer.Argument(help="Folder of a pretrained decoder and its tokenizer.")],
@@ -36,7 +38,7 @@ def add_to(app: "typer.Typer") -> None:
         finetune_steps: Annotated[
             int | None, typer.Option(min=0, help="Of stage 2, LoRA; 0: none.", show_default="2 epochs")
         ] = None,
-        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, and end.")] = False,
     ) -> None:
         """Convert a pretrained model to hybrid attention. The same command again goes on where a stopped or killed run was."""

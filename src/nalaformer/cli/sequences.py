@@ -13,12 +13,18 @@ def add_to(app: "typer.Typer") -> None:
     """Enter the commands."""
     import typer
 
+    from . import completion
+
+    of_data, of_tasks = (completion.completing(names) for names in (completion.sequences, completion.sequence_recipes))
+
     data = typer.Typer(no_args_is_help=True, help="Data made on this machine.")
     app.add_typer(data, name="data")
 
     @data.command("make")
     def make(
-        name: Annotated[str, typer.Argument(help="Name of the sequence data, such as listops or pathfinder.")],
+        name: Annotated[
+            str, typer.Argument(help="Name of the sequence data, such as listops or pathfinder.", autocompletion=of_data)
+        ],
         out: Annotated[Path, typer.Option(help="Folder; it gets a folder for each split.")],
         samples: Annotated[int, typer.Option(help="Of the train split.")] = 96_000,
         val_samples: Annotated[int, typer.Option(help="Of the val split; 0: none.")] = 2_000,
@@ -34,16 +40,24 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command()
     def scoreboard(
-        task: Annotated[str, typer.Argument(help="Name of a recipe on sequences, such as mqar or lra_listops.")],
-        settings: Annotated[list[str] | None, typer.Argument(help="key=value, any setting of the recipe.")] = None,
+        task: Annotated[
+            str, typer.Argument(help="Name of a recipe on sequences, such as mqar or lra_listops.", autocompletion=of_tasks)
+        ],
+        settings: Annotated[
+            list[str] | None, typer.Argument(help="key=value, any setting of the recipe.", autocompletion=completion.settings)
+        ] = None,
         methods: Annotated[
-            str, typer.Option(help='Attentions, by comma; options in braces: \'softmax, norm_aware {"powers": "mild"}\'.')
+            str,
+            typer.Option(
+                help='Attentions, by comma; options in braces: \'softmax, norm_aware {"powers": "mild"}\'.',
+                autocompletion=completion.methods,
+            ),
         ] = "softmax, relu, nalaformer",
         seeds: Annotated[int, typer.Option(help="Runs of each method and rate.")] = 3,
         learning_rates: Annotated[str, typer.Option(help="By comma.", show_default="that of the recipe")] = "",
         steps: Annotated[int, typer.Option(help="Of each run; 0: those of the recipe.")] = 0,
         out: Annotated[Path | None, typer.Option(help="CSV file.", show_default="runs/scoreboard_<task>.csv")] = None,
-        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
         minutes: Annotated[
             float, typer.Option(help="Stop cleanly after that many; the same command goes on. 0: no limit.")
         ] = 0.0,

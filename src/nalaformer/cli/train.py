@@ -14,10 +14,18 @@ def add_to(app: "typer.Typer") -> None:
     """Enter the commands."""
     import typer
 
+    from . import completion
+
+    of_recipes = completion.completing(completion.recipes)
+
     @app.command()
     def train(
-        recipe: Annotated[str, typer.Argument(help="Name of a recipe; `nalaformer recipes` lists them.")],
-        settings: Annotated[list[str] | None, typer.Argument(help="key=value, any setting of the recipe.")] = None,
+        recipe: Annotated[
+            str, typer.Argument(help="Name of a recipe; `nalaformer recipes` lists them.", autocompletion=of_recipes)
+        ],
+        settings: Annotated[
+            list[str] | None, typer.Argument(help="key=value, any setting of the recipe.", autocompletion=completion.settings)
+        ] = None,
         out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/<recipe>")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, and end.")] = False,
     ) -> None:
@@ -28,14 +36,16 @@ def add_to(app: "typer.Typer") -> None:
     def predict(
         images: Annotated[list[Path], typer.Argument(help="Images, or folders of them.")],
         run: Annotated[Path, typer.Option(help="Folder of the run whose model is asked.")],
-        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
         """Name what images show: the five likeliest classes of each."""
         run_predict(images, run, device)
 
     @app.command()
     def recipes(
-        recipe: Annotated[str | None, typer.Argument(help="One recipe, with all its settings.")] = None,
+        recipe: Annotated[
+            str | None, typer.Argument(help="One recipe, with all its settings.", autocompletion=of_recipes)
+        ] = None,
     ) -> None:
         """List the recipes, or show one with its cost, expected result and settings."""
         run_recipes(recipe)
