@@ -378,7 +378,7 @@ def test_eval_language_says_what_it_needs(run, arguments, tmp_path):
 
 @pytest.mark.parametrize(("package", "extra"), [("transformers", "language"), ("lm_eval", "evaluation")])
 def test_a_missing_package_names_its_extra(package, extra, monkeypatch):
-    def fail():
+    def fail(**_):
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     monkeypatch.setattr(cli.app, "build_app", lambda: fail)
