@@ -85,7 +85,9 @@ def test_a_backbone_without_figures_is_counted(monkeypatch):
 
 
 def test_to_list_all_backbones_builds_none(monkeypatch):
-    monkeypatch.setattr("nalaformer.models.vision.cards.build", lambda *_, **__: pytest.fail("built"))
+    # the package has a function of the module's name
+    module = importlib.import_module("nalaformer.models.vision.cards")
+    monkeypatch.setattr(module, "build", lambda *_, **__: pytest.fail("built"))
     result = CliRunner().invoke(cli.build_app(), ["models"], catch_exceptions=False)
     assert all(name in result.output for name in VARIANTS)
 
