@@ -100,6 +100,14 @@ class Checkpoints:
         self.path(step).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
+    def put_aside(self, *, after: int) -> None:
+        """Rename the checkpoints beyond that step, none of which is whole: they count no more, and their bytes stay."""
+        for step in self.steps():
+            if step > after:
+                aside = self.folder / f"damaged_{self.path(step).name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                self.path(step).rename(aside)
+
     def prune(self, *, keep: int, also: int | None = None) -> None:
         """Remove all but the newest `keep` and the one of step `also`."""
         for step in self.steps()[:-keep]:

@@ -360,7 +360,7 @@ class Trainer:
             if self.checkpoints.steps():
                 raise ValueError(f"no checkpoint in {self.checkpoints.folder} is whole; move the folder away to start anew")
             return
-        _, checkpoint = found
+        step, checkpoint = found
         refuse_other_run(self, checkpoint)
         self.model.load_state_dict(checkpoint.tensors["model"])
         optimizer_state.unpack(self.optimizer, dict(checkpoint.tensors["optimizer"]), checkpoint.state["optimizer"])
@@ -368,6 +368,10 @@ class Trainer:
             self.ema.module.load_state_dict(checkpoint.tensors["ema"])
         self.scaler.load_state_dict(checkpoint.state["scaler"])
         self.progress = Progress(**checkpoint.state["progress"])
+        # every rank has read by now; newer ones are damaged, and would count among those that are kept
+        self.ranks.wait()
+        if self.ranks.is_first:
+            self.checkpoints.put_aside(after=step)
 
 
 def checkpoint_activations(model: Any) -> None:

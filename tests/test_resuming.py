@@ -1,0 +1,114 @@
+"""What a run comes back to: a damaged checkpoint is neither an end nor a trap, and float16 goes on with its own scale."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nalaformer.training import Checkpoint, Checkpoints
+from nalaformer.training.log import read_log
+
+sys.path.insert(0, str(Path(__file__).parent))
+from training_example import Regression, make_trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def spoil(checkpoints, step):
+    """Flip the last bit of the weights."""
+    file = checkpoints.path(step) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def stop_at(trainer, step):
+    """Ask the trainer to stop in the course of that step, as a signal would."""
+    loss = trainer.task.loss
+
+    def counted(model, batch):
+        if trainer.progress.step == step - 1:
+            trainer.is_asked_to_stop = True
+        return loss(model, batch)
+
+    trainer.task.loss = counted
+    return trainer
+
+
+def same_checkpoints(a, b, step):
+    ours, theirs = (Checkpoints(folder / "checkpoints").load(step) for folder in (a, b))
+    assert ours.state == theirs.state
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for part, tensors in ours.tensors.items():
+        assert tensors.keys() == theirs.tensors[part].keys()
+        assert all(torch.equal(value, theirs.tensors[part][name]) for name, value in tensors.items())
+    return True
+
+
+def test_a_step_that_is_saved_again_has_its_new_content(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for value in (1.0, 2.0):
+        checkpoints.save(3, Checkpoint(tensors={"model": {"w": torch.tensor([value])}}, state={"value": value}))
+    assert checkpoints.load(3).tensors["model"]["w"].item() == checkpoints.load(3).state["value"] == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+
+
+def test_a_run_that_fell_back_passes_the_damaged_step_and_ends_as_a_whole_one(tmp_path):
+    settings = {"eval_every": 0, "steps": 16, "keep": 3}
+    make_trainer(tmp_path / "whole", **settings).fit()
+    stop_at(make_trainer(tmp_path / "harmed", **settings), 12).fit()
+    checkpoints = Checkpoints(tmp_path / "harmed" / "checkpoints")
+    assert checkpoints.steps() == [5, 10, 12]
+    spoil(checkpoints, 12)
+    spoil(checkpoints, 10)
+    with pytest.warns(UserWarning, match="trying the checkpoint before it"):
+        assert make_trainer(tmp_path / "harmed", **settings).fit().is_finished
+    assert checkpoints.steps() == [10, 15, 16]
+    for step in (10, 15, 16):
+        assert same_checkpoints(tmp_path / "harmed", tmp_path / "whole", step)
+    assert read_log(tmp_path / "harmed" / "log.jsonl") == read_log(tmp_path / "whole" / "log.jsonl")
+
+
+def test_damaged_checkpoints_do_not_push_out_whole_ones(tmp_path):
+    """They are newer than what a run that fell back saves next, and only so many are kept."""
+    settings = {"eval_every": 0, "steps": 16, "keep": 2}
+    stop_at(make_trainer(tmp_path, **settings | {"keep": 3}), 15).fit()
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (10, 15):
+        spoil(checkpoints, step)
+    with pytest.warns(UserWarning, match="trying the checkpoint before it"):
+        stop_at(make_trainer(tmp_path, **settings), 7).fit()
+    assert checkpoints.newest()[0] == 7
+    assert checkpoints.steps() == [5, 7]
+    # what was damaged is there for those who want to look
+    assert sorted(path.name for path in checkpoints.folder.glob("damaged_*")) == [
+        "damaged_step_00000010",
+        "damaged_step_00000015",
+    ]
+
+
+class Overflowing(Regression):
+    """The first steps overflow in float16, which lowers the scale of the loss."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps, self.seen = steps, 0
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        self.seen += 1
+        factor = 1e30 if self.seen <= self.steps else 1.0
+        return type(loss)(total=loss.total * factor, weight=loss.weight, parts=loss.parts)
+
+
+def test_float16_goes_on_with_the_scale_of_its_loss(tmp_path):
+    settings = {"precision": "float16", "steps": 9, "save_every": 0, "eval_every": 0}
+    whole = make_trainer(tmp_path / "whole", task=Overflowing(3), **settings)
+    whole.fit()
+    stop_at(make_trainer(tmp_path / "halves", task=Overflowing(3), **settings), 5).fit()
+    again = make_trainer(tmp_path / "halves", task=Overflowing(0), **settings)
+    again.fit()
+    # three halvings of the first scale, 2^16
+    assert whole.scaler.get_scale() == again.scaler.get_scale() == 2.0**13
+    assert same_checkpoints(tmp_path / "whole", tmp_path / "halves", 9)
