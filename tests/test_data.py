@@ -399,6 +399,19 @@ def test_batches_from_a_later_step_are_those_of_the_whole_run(step):
     assert read(step, 8) == whole[step:]
 
 
+def test_the_order_of_an_epoch_and_its_augmentation_never_change():
+    """A run that is resumed with a later version must see what it would have seen."""
+    whole = read(0, 4)
+    # 23 samples are three batches of six; the fourth begins another epoch
+    assert [indices for indices, _ in whole] == [
+        [9, 17, 12, 18, 0, 15],
+        [3, 20, 8, 13, 6, 1],
+        [10, 2, 11, 22, 16, 14],
+        [13, 10, 11, 2, 20, 14],
+    ]
+    assert whole[0][1] == pytest.approx([2.271461, 1.294116, 1.531405, 1.686954, 0.996887, 1.839811], abs=1e-5)
+
+
 def test_an_epoch_has_no_sample_twice_and_the_next_another_order():
     whole = [index for indices, _ in read(0, 6) for index in indices]
     assert len(set(whole[:18])) == 18
