@@ -26,12 +26,12 @@ class Effects:
         return enter
 
     def show(self, option: str, request: pytest.FixtureRequest, **given: Any) -> None:
-        """Run the check of an option."""
+        """Run the check of an option; of what is given it gets the arguments that it names."""
         if option not in self.checks:
             pytest.fail(f"{self.of_what} has no check of the effect of {option!r}; write one")
         check = self.checks[option]
-        wanted = [name for name in inspect.signature(check).parameters if name not in given]
-        check(**given, **{name: request.getfixturevalue(name) for name in wanted})
+        wanted = inspect.signature(check).parameters
+        check(**{name: given[name] if name in given else request.getfixturevalue(name) for name in wanted})
 
     def refuse_strangers(self, options: set[str]) -> None:
         """A check of an option that is no more shows nothing."""
