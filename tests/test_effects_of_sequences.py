@@ -1,6 +1,5 @@
 """Every option of every kind of sequence data does what its documentation says."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,27 +8,20 @@ import pytest
 from nalaformer.data.sequences import IGNORE, SEQUENCES, known_options
 from nalaformer.data.sequences.listops import CLOSE, FIRST_OPERATOR
 from nalaformer.data.sequences.needles import ASK, FIRST_WORD, LET, MARK
-
-sys.path.insert(0, str(Path(__file__).parent))
-from effects import Effects
+from option_effects import Effects
 from test_sequence_data import CASES
 
-SEQUENCE_OPTIONS = Effects("sequence data")
-OPTIONS = [(name, option) for name in SEQUENCES.names() for option in known_options(name)]
+SEQUENCE_OPTIONS = Effects(f"{name}.{option}" for name in SEQUENCES.names() for option in known_options(name))
 
 
-@pytest.mark.parametrize(("name", "option"), OPTIONS)
-def test_an_option_of_sequence_data_has_its_effect(name, option, request):
-    SEQUENCE_OPTIONS.show(f"{name}.{option}", request, name=name)
+def test_no_option_is_without_a_test_of_its_effect():
+    assert SEQUENCE_OPTIONS.missing() == []
 
 
-def test_every_check_is_of_an_option_that_there_is():
-    SEQUENCE_OPTIONS.refuse_strangers({f"{name}.{option}" for name, option in OPTIONS})
-
-
-def shows(names, option):
-    """The check of an option that several kinds of data have."""
-    return SEQUENCE_OPTIONS.of(*(f"{name}.{option}" for name in names))
+def shows(names, *options):
+    """Decorates the test of options that several kinds of data have; it is run for each kind."""
+    entered = SEQUENCE_OPTIONS.of(*(f"{name}.{option}" for name in names for option in options))
+    return lambda test: pytest.mark.parametrize("name", names)(entered(test))
 
 
 def make(name, samples=30, split="train", **options):
@@ -54,13 +46,13 @@ def lengths(name, **options):
 
 
 @shows(LISTS, "shortest")
-def lists_are_longer_than_the_shortest(name):
+def test_lists_are_longer_than_the_shortest(name):
     assert lengths(name, shortest=30).min() > 30
     assert lengths(name, shortest=10).min() < 30
 
 
 @shows(LISTS, "longest")
-def lists_are_shorter_than_the_longest(name):
+def test_lists_are_shorter_than_the_longest(name):
     assert lengths(name, longest=200, samples=60).max() > 73
     assert lengths(name, longest=40).max() < 40
     assert [make(name, longest=longest).facts.length for longest in (64, 65)] == [64, 128]
@@ -84,7 +76,7 @@ def brackets(**options):
 
 
 @shows(LISTS, "max_depth")
-def lists_are_at_most_so_deep(name):
+def test_lists_are_at_most_so_deep(name):
     # the last level holds digits alone
     assert brackets(max_depth=3)[0] == 2
     assert brackets(max_depth=6)[0] == 5
@@ -93,7 +85,7 @@ def lists_are_at_most_so_deep(name):
 
 
 @shows(LISTS, "max_arguments")
-def operators_have_at_most_so_many_arguments(name):
+def test_operators_have_at_most_so_many_arguments(name):
     assert brackets(max_arguments=3)[1] == 3
     assert brackets(max_arguments=8)[1] == 8
     assert np.array_equal(arrays(name, max_arguments=3)[1]["targets"], arrays("listops", max_arguments=3)[1]["targets"])
@@ -120,7 +112,7 @@ def images(name, **options):
 
 
 @shows(PATHS, "size")
-def images_have_their_size(name):
+def test_images_have_their_size(name):
     size = PATHS[name]["size"]
     for larger in (0, size):
         data, found = scene(name, size=size + larger)
@@ -134,22 +126,22 @@ def strokes(name, **options):
 
 
 @shows(PATHS, "contour")
-def two_contours_have_so_many_strokes(name):
+def test_two_contours_have_so_many_strokes(name):
     assert strokes(name, contour=3) - strokes(name, contour=2) == 2
 
 
 @shows(PATHS, "distractors")
-def there_are_so_many_short_contours(name):
+def test_there_are_so_many_short_contours(name):
     assert strokes(name, distractors=2) - strokes(name, distractors=0) == 4
 
 
 @shows(PATHS, "distractor_length")
-def short_contours_have_so_many_strokes(name):
+def test_short_contours_have_so_many_strokes(name):
     assert strokes(name, distractors=2, distractor_length=3) - strokes(name, distractors=2, distractor_length=1) == 4
 
 
 @shows(PATHS, "paddle")
-def strokes_have_their_length(name):
+def test_strokes_have_their_length(name):
     usual = {"pathfinder": 2.0, "pathx": 5.0}[name]
     for length in (usual, 0.8 * usual):
         contours = scene(name, paddle=length)[1].contours
@@ -157,13 +149,13 @@ def strokes_have_their_length(name):
 
 
 @shows(PATHS, "thickness")
-def thick_strokes_light_more_pixels(name):
+def test_thick_strokes_light_more_pixels(name):
     thin, thick = ((images(name, thickness=width, distractors=0) > 0).mean() for width in (1.0, 2.0))
     assert thick > 1.2 * thin
 
 
 @shows(PATHS, "margins")
-def strokes_of_a_contour_keep_their_margin(name):
+def test_strokes_of_a_contour_keep_their_margin(name):
     margins = {"pathfinder": (1.0, 1.4), "pathx": (2.0, 2.6)}[name]
     data, found = scene(name, margins=margins)
     before = data.spec.predecessors
@@ -175,21 +167,21 @@ def strokes_of_a_contour_keep_their_margin(name):
 
 
 @shows(PATHS, "seed_distance")
-def long_contours_begin_so_far_from_each_other(name):
+def test_long_contours_begin_so_far_from_each_other(name):
     for distance in (PATHS[name]["seed_distance"], 1.25 * PATHS[name]["seed_distance"]):
         tails = scene(name, seed_distance=distance)[1].contours.tails
         assert np.linalg.norm(tails[:, 0] - tails[:, 1], axis=-1) == pytest.approx(distance)
 
 
 @shows(PATHS, "marker")
-def discs_have_their_radius(name):
+def test_discs_have_their_radius(name):
     # strokes are dark here, so that discs alone are white
     small, large = ((images(name, marker=radius, contrast=0.3) == 255).sum((1, 2)).mean() for radius in (2.0, 4.0))
     assert large > 3 * small
 
 
 @shows(PATHS, "continuity")
-def contours_turn_less_where_they_continue(name):
+def test_contours_turn_less_where_they_continue(name):
     def turn(continuity):
         data, found = scene(name, continuity=continuity, contour=3)
         before = data.spec.predecessors
@@ -202,20 +194,20 @@ def contours_turn_less_where_they_continue(name):
 
 
 @shows(PATHS, "contrast")
-def strokes_are_as_bright_as_their_contrast(name):
+def test_strokes_are_as_bright_as_their_contrast(name):
     for contrast in (0.4, 0.8):
         assert set(np.unique(images(name, contrast=contrast, antialias=1))) == {0, 255 * contrast, 255}
 
 
 @shows(PATHS, "antialias")
-def edges_are_grey_where_images_are_drawn_larger(name):
+def test_edges_are_grey_where_images_are_drawn_larger(name):
     levels = [len(np.unique(images(name, antialias=scale, contrast=0.9))) for scale in (1, 2, 4)]
     assert levels[0] == 3
     assert levels[0] < levels[1] < levels[2]
 
 
 @shows(PATHS, "match")
-def distances_of_the_ends_differ_at_most_so_much(name):
+def test_distances_of_the_ends_differ_at_most_so_much(name):
     def difference(match):
         data, found = scene(name, match=match)
         contours = found.contours
@@ -233,7 +225,7 @@ def distances_of_the_ends_differ_at_most_so_much(name):
 
 
 @SEQUENCE_OPTIONS.of("mqar.vocabulary")
-def tokens_are_of_the_vocabulary():
+def test_tokens_are_of_the_vocabulary():
     for size in (67, 131):
         data, made = arrays("mqar", vocabulary=size, samples=60)
         assert 0.9 * size < made["inputs"].max() < size
@@ -241,7 +233,7 @@ def tokens_are_of_the_vocabulary():
 
 
 @SEQUENCE_OPTIONS.of("mqar.mixture")
-def samples_are_of_the_kinds_in_turn():
+def test_samples_are_of_the_kinds_in_turn():
     data, made = arrays("mqar", mixture=[[20, 2], [40, 7]])
     asked = (made["targets"] != IGNORE).sum(1)
     assert asked.tolist() == [2, 7] * 15
@@ -250,7 +242,7 @@ def samples_are_of_the_kinds_in_turn():
 
 
 @SEQUENCE_OPTIONS.of("mqar.power")
-def a_large_power_asks_late():
+def test_a_large_power_asks_late():
     def mean_place(power):
         targets = arrays("mqar", mixture=[[64, 1]], power=power, samples=100)[1]["targets"]
         return np.nonzero(targets != IGNORE)[1].mean()
@@ -260,7 +252,7 @@ def a_large_power_asks_late():
 
 
 @SEQUENCE_OPTIONS.of("mqar.random_filler")
-def what_is_between_is_random_or_blank():
+def test_what_is_between_is_random_or_blank():
     for is_random in (True, False):
         made = arrays("mqar", random_filler=is_random, mixture=[[40, 3]])[1]
         between = made["inputs"][:, 6:][made["targets"][:, 6:] == IGNORE]
@@ -269,7 +261,7 @@ def what_is_between_is_random_or_blank():
 
 
 @shows(("copying", "induction"), "length")
-def sequences_have_their_length(name):
+def test_sequences_have_their_length(name):
     for length in (12, 30):
         data, made = arrays(name, length=length)
         assert made["inputs"].shape == (30, length)
@@ -279,7 +271,7 @@ def sequences_have_their_length(name):
 
 
 @shows(("copying", "induction"), "vocabulary")
-def tokens_are_drawn_from_the_vocabulary(name):
+def test_tokens_are_drawn_from_the_vocabulary(name):
     for size in (5, 40):
         data, made = arrays(name, vocabulary=size)
         assert made["inputs"].max() == size - 1
@@ -293,28 +285,28 @@ PROBED = ("pointing", "pointing_control")
 
 
 @shows(PROBED, "keys")
-def so_many_keys_come_first(name):
+def test_so_many_keys_come_first(name):
     data, made = arrays(name, keys=70)
     assert (made["inputs"][:, :, -1] == 0).sum(1).tolist() == [70] * 30
     assert data.facts.length == 75
 
 
 @shows(PROBED, "probes")
-def so_many_positions_ask(name):
+def test_so_many_positions_ask(name):
     made = arrays(name, probes=9)[1]
     assert (made["inputs"][:, :, -1] == 1).sum(1).tolist() == [9] * 30
     assert (made["targets"] != IGNORE).sum(1).tolist() == [9] * 30
 
 
 @shows(PROBED, "dimensions")
-def directions_have_so_many_dimensions(name):
+def test_directions_have_so_many_dimensions(name):
     data, made = arrays(name, dimensions=5)
     assert made["inputs"].shape[2] == data.facts.channels == 5 + 8 + 1
     assert np.linalg.norm(made["inputs"][:, :20, :5], axis=2) == pytest.approx(1, abs=1e-5)
 
 
 @SEQUENCE_OPTIONS.of("pointing.noise")
-def probes_lie_so_far_from_their_keys():
+def test_probes_lie_so_far_from_their_keys():
     def distance(noise):
         made = arrays("pointing", noise=noise)[1]["inputs"][:, :, :3]
         return np.linalg.norm(made[:, 23:, None] - made[:, None, :23], axis=-1).min(2).mean()
@@ -340,14 +332,14 @@ def count_questions(name, family, **options):
 
 
 @shows(FACTS, "length")
-def texts_have_their_length(name):
+def test_texts_have_their_length(name):
     data, made = arrays(name, length=160)
     assert made["inputs"].shape == made["targets"].shape == (30, 160)
     assert data.facts.length == 160
 
 
 @shows(FACTS, "families")
-def texts_are_of_the_families(name):
+def test_texts_are_of_the_families(name):
     data, made = arrays(name, families=["single", "multi_key"])
     assert data.groups == ("single", "multi_key")
     assert set(made["group"]) == {0, 1}
@@ -361,19 +353,19 @@ def texts_are_of_the_families(name):
 
 
 @shows(FACTS, "needles")
-def so_many_facts_are_hidden(name):
+def test_so_many_facts_are_hidden(name):
     for needles in (3, 9):
         assert (count_facts(name, "multi_key", needles=needles, fewest_needles=0) == needles).all()
 
 
 @shows(FACTS, "fewest_needles")
-def the_number_of_facts_is_drawn_from_the_fewest_on(name):
+def test_the_number_of_facts_is_drawn_from_the_fewest_on(name):
     found = count_facts(name, "multi_key", needles=9, fewest_needles=4, samples=60)
     assert (found.min(), found.max()) == (4, 9)
 
 
 @shows(FACTS, "hops")
-def variables_are_followed_so_many_steps(name):
+def test_variables_are_followed_so_many_steps(name):
     for hops in (1, 3):
         data, made = arrays(name, families=["variables"], hops=hops, samples=60)
         assert len(data.groups) == hops
@@ -381,7 +373,7 @@ def variables_are_followed_so_many_steps(name):
 
 
 @shows(FACTS, "values_per_name")
-def a_name_has_so_many_values(name):
+def test_a_name_has_so_many_values(name):
     for each in (2, 3):
         made = arrays(name, families=["multi_value"], values_per_name=each)[1]
         for row in made["inputs"]:
@@ -393,13 +385,13 @@ def a_name_has_so_many_values(name):
 
 
 @shows(FACTS, "questions")
-def so_many_questions_are_asked(name):
+def test_so_many_questions_are_asked(name):
     for questions in (1, 3):
         assert (count_questions(name, "multi_key", questions=questions, fewest_needles=0) == questions).all()
 
 
 @shows(FACTS, "words")
-def the_filler_has_so_many_words(name):
+def test_the_filler_has_so_many_words(name):
     for words in (7, 13):
         data, made = arrays(name, words=words)
         assert data.first_name == FIRST_WORD + words
@@ -408,7 +400,7 @@ def the_filler_has_so_many_words(name):
 
 
 @shows(FACTS, "names")
-def names_are_of_so_many(name):
+def test_names_are_of_so_many(name):
     for names in (12, 31):
         data, made = arrays(name, names=names, families=["multi_key"], samples=60)
         used = made["inputs"][(made["inputs"] >= data.first_name) & (made["inputs"] < data.first_value)]
@@ -417,7 +409,7 @@ def names_are_of_so_many(name):
 
 
 @shows(FACTS, "values")
-def values_are_of_so_many(name):
+def test_values_are_of_so_many(name):
     for values in (5, 17):
         data, made = arrays(name, values=values, families=["multi_key"], samples=60)
         assert set(made["inputs"][made["inputs"] >= data.first_value]) == set(
@@ -427,7 +419,7 @@ def values_are_of_so_many(name):
 
 
 @shows(FACTS, "predict")
-def answers_alone_are_learned_on_request(name):
+def test_answers_alone_are_learned_on_request(name):
     for predict in ("all", "answers"):
         made = arrays(name, predict=predict)[1]
         asked = made["targets"] != IGNORE
@@ -435,7 +427,7 @@ def answers_alone_are_learned_on_request(name):
 
 
 @shows(FACTS, "language")
-def another_language_has_other_words_and_the_same_facts(name):
+def test_another_language_has_other_words_and_the_same_facts(name):
     (data, zero), (_, one) = (arrays(name, language=language) for language in (0, 1))
     is_word = (zero["inputs"] >= FIRST_WORD) & (zero["inputs"] < data.first_name)
     assert np.array_equal(zero["inputs"][~is_word], one["inputs"][~is_word])
@@ -466,8 +458,8 @@ def text_of(row):
     return bytes(int(token) - 1 for token in row if token).decode()
 
 
-@SEQUENCE_OPTIONS.of("text.root", "retrieval.root", "image.root")
-def files_are_read_from_the_root_and_of_their_split(name, released):
+@shows(("text", "retrieval", "image"), "root")
+def test_files_are_read_from_the_root_and_of_their_split(name, released):
     first = {"text": ("train", "test", "test"), "retrieval": ("train", "eval", "test"), "image": (0, 4, 5)}[name]
     for split, expected in zip(("train", "val", "test"), first, strict=True):
         sample = SEQUENCES[name](split=split, samples=99, root=str(released))[0]["inputs"]
@@ -477,8 +469,8 @@ def files_are_read_from_the_root_and_of_their_split(name, released):
             assert text_of(sample if name == "text" else sample[0]).startswith(expected)
 
 
-@SEQUENCE_OPTIONS.of("text.length", "retrieval.length")
-def texts_are_cut_to_their_length(name, released):
+@shows(("text", "retrieval"), "length")
+def test_texts_are_cut_to_their_length(name, released):
     for length in (11, 60):
         data = SEQUENCES[name](split="train", samples=99, root=str(released), length=length)
         assert data[0]["inputs"].shape[-1] == data.facts.length == length

@@ -1,15 +1,10 @@
 """What a run comes back to: a damaged checkpoint is neither an end nor a trap, and float16 goes on with its own scale."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from nalaformer.training import Checkpoint, Checkpoints
 from nalaformer.training.log import read_log
-
-sys.path.insert(0, str(Path(__file__).parent))
 from training_example import Regression, make_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
