@@ -1,6 +1,5 @@
 """Every option of the commands that make data, train, use what was trained, and look at attention."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -13,22 +12,19 @@ from typer.testing import CliRunner
 
 from nalaformer import cli
 from nalaformer.analysis import methods
-from nalaformer.bench import Case, LanguageResult, ModelResult, cases, linearization, models, ops, scoreboard
-from nalaformer.bench import language as bench_language
-from nalaformer.bench.models import MEASURED
+from nalaformer.bench import scoreboard
 from nalaformer.bench.scoreboard_report import read_rows
 from nalaformer.data.sequences import Stored
 from nalaformer.data.text import Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
-from nalaformer.models.language import NaLaConfig
 from nalaformer.recipes import RECIPES, load_run
 from nalaformer.training import Checkpoints
 from nalaformer.training.log import read_log
-from option_effects import Effects, options_of_command
+from option_effects import Effects
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# their options are seen to with what they do: linearization, language models, published weights
-ELSEWHERE = ("linearize", "generate", "eval language", "convert")
+# their options are seen to with what they do: linearization, language models, published weights, benchmarks
+ELSEWHERE = ("linearize", "generate", "eval language", "convert", "bench")
 
 
 def commands(command, path=()):
@@ -421,102 +417,3 @@ def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["softmax_seed0"]
     log = read_log(tmp_path / "runs" / "softmax_seed0" / "log.jsonl")
     assert sum(row["kind"] == "step" for row in log) == 2
-
-
-# ---- benchmarks: what is measured, and for how long; the measuring itself is seen to elsewhere
-
-
-def rows_of(path):
-    with Path(path).open() as file:
-        return list(csv.DictReader(file))
-
-
-@COMMANDS.of("bench ops.quick", "bench ops.out")
-def test_bench_ops_measures_its_cases_into_its_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cases, "QUICK", (Case(batch=1, heads=1, tokens=20, head_dim=8),))
-    monkeypatch.setitem(cases.CASES, "cpu", (Case(batch=1, heads=1, tokens=24, head_dim=8),))
-    asked = []
-
-    def measure(measurement, *, seconds):
-        asked.append(seconds)
-        return ops.measure(measurement, seconds=0, memory=False)
-
-    monkeypatch.setattr("nalaformer.bench.measure", measure)
-    run("bench", "ops", "--quick", "--out", tmp_path / "quick.csv")
-    assert {row["shape"] for row in rows_of(tmp_path / "quick.csv")} == {"B1 H1 N20 D8"}
-    assert set(asked) == {0.3}
-    run("bench", "ops")
-    assert {row["shape"] for row in rows_of("benchmarks/results/ops_cpu.csv")} == {"B1 H1 N24 D8"}
-    assert asked[-1] == 2.0
-
-
-@COMMANDS.of("bench models.size", "bench models.seconds", "bench models.out")
-def test_bench_models_measures_its_sizes_for_so_long_into_its_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = []
-
-    def measure(measurement, *, seconds):
-        asked.append(seconds)
-        return ModelResult(measurement=measurement, outcome=MEASURED, median_ms=5.0)
-
-    monkeypatch.setattr(models, "measure_model", measure)
-    run("bench", "models", "--size", 64, "--size", 32, "--seconds", 0.5, "--out", "mine.csv")
-    assert {row["image_size"] for row in rows_of("mine.csv")} == {"32", "64"}
-    assert set(asked) == {0.5}
-    run("bench", "models")
-    assert {row["image_size"] for row in rows_of("benchmarks/results/models_cpu.csv")} == {"224"}
-
-
-@COMMANDS.of(
-    *("bench language.size", "bench language.context", "bench language.batch", "bench language.prefill"),
-    *("bench language.seconds", "bench language.out"),
-)
-def test_bench_language_measures_its_plan_for_so_long_into_its_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = []
-
-    def measure(measurement, model, *, error, seconds):
-        asked.append((seconds, model.config.hidden_size))
-        return LanguageResult(measurement=measurement, outcome=MEASURED, median_ms=5.0, cache_mib=1.0)
-
-    monkeypatch.setattr(bench_language, "measure_language", measure)
-    monkeypatch.setattr(bench_language, "checked_error", lambda measurement: 0.0)
-    monkeypatch.setattr("nalaformer.bench.language_report.draw_language", lambda *_: None)
-    plan = ("--context", 16, "--context", 32, "--batch", 2, "--batch", 3, "--prefill", 77)
-    run("bench", "language", "--size", "nano", *plan, "--seconds", 0.25, "--out", "mine.csv")
-    rows = rows_of("mine.csv")
-    decoded = {(row["batch"], row["context"]) for row in rows if row["what"] == bench_language.DECODE}
-    assert decoded == {("2", "16"), ("2", "32"), ("3", "16"), ("3", "32")}
-    assert {row["context"] for row in rows if row["what"] == bench_language.PREFILL} == {"77"}
-    assert set(asked) == {(0.25, NaLaConfig.from_size("nano").hidden_size)}
-    run("bench", "language", *plan)
-    assert Path("benchmarks/results/language_cpu.csv").is_file()
-    assert asked[-1] == (0.5, NaLaConfig.from_size("tiny").hidden_size)
-
-
-@COMMANDS.of("bench ops.device", "bench models.device", "bench language.device")
-def test_a_benchmark_without_its_device_is_refused(tmp_path, no_gpu):
-    for name in ("ops", "models", "language"):
-        run("bench", name, "--device", "cuda", "--out", tmp_path / "a.csv", fails="no CUDA device was found")
-
-
-@COMMANDS.of(*(f"bench linearize.{name}" for name in options_of_command("bench", "linearize")))
-def test_bench_linearize_runs_the_study_that_is_asked_for(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(linearization, "run_linearization", lambda study, **rest: asked.append((study, rest)))
-    run("bench", "linearize")
-    run(
-        *("bench", "linearize", "--size", "toy", "--device", "cpu", "--out", tmp_path / "a.csv", "--part", "recall"),
-        *("--part", "decode", "--minutes", 2, "--teacher", tmp_path / "t", "--teacher-minutes", 3, "--method", "linear"),
-    )
-    (full, usual), (toy, chosen) = asked
-    assert full == linearization.LinearizationStudy()
-    assert usual == {"device": "cuda", "out": None, "parts": linearization.PARTS, "teacher_folder": None}
-    assert chosen == {
-        **{"device": "cpu", "out": tmp_path / "a.csv"},
-        **{"parts": ("recall", "decode"), "teacher_folder": tmp_path / "t"},
-    }
-    assert (toy.minutes, toy.recall.teacher.minutes, toy.recall.methods) == (2, 3, ("linear",))
-    small = linearization.toy_study()
-    assert (toy.prompt, toy.decode, toy.recall.facts) == (small.prompt, small.decode, small.recall.facts)
