@@ -5,7 +5,6 @@ import importlib.resources
 import importlib.util
 import math
 import re
-import subprocess
 import sys
 
 import pytest
@@ -327,22 +326,6 @@ def test_wrong_images_say_the_rule():
 # --- registration -------------------------------------------------------------------------------------------------------
 
 
-def python(code):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.split()
-
-
-@pytest.mark.parametrize(
-    "order", ["import nalaformer, timm", "import timm, nalaformer", "import nalaformer, timm.layers, timm"]
-)
-def test_timm_knows_the_names_whichever_is_imported_first(order):
-    # to ask where timm lies is not to import it
-    asked = "import importlib.util; importlib.util.find_spec('timm')"
-    found = "print(timm.is_model('nalaformer_t'), timm.__spec__.loader.__class__.__name__)"
-    assert python(f"{asked}; {order}; {asked}; {found}") == ["True", "SourceFileLoader"]
-
-
 def test_a_watched_package_imports_as_ever_and_brings_the_module(tmp_path, monkeypatch):
     (tmp_path / "watched").mkdir()
     (tmp_path / "watched" / "__init__.py").write_text("value = 3\n")
@@ -369,24 +352,6 @@ def test_a_broken_companion_does_not_break_the_watched_package(tmp_path, monkeyp
         watched = importlib.import_module("watched_too")
     assert watched.value == 3
     monkeypatch.delitem(sys.modules, "watched_too")
-
-
-def test_importing_nalaformer_imports_neither_timm_nor_the_models():
-    code = (
-        "import sys, nalaformer; print(*(name in sys.modules for name in ('timm', 'torchvision', 'nalaformer.models.vision')))"
-    )
-    assert python(code) == ["False"] * 3
-
-
-def test_without_timm_the_rest_works_and_the_models_say_what_is_missing():
-    code = (
-        "import sys; sys.modules['timm'] = None\n"
-        "import nalaformer\n"
-        "nalaformer.attention.build('nalaformer', dim=16, num_heads=2)\n"
-        "try: import nalaformer.models.vision\n"
-        "except ModuleNotFoundError as error: print(error)"
-    )
-    assert "pip install 'nalaformer[vision]'" in " ".join(python(code))
 
 
 def test_every_backbone_is_a_timm_model():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import nalaformer as nf
@@ -36,7 +37,10 @@ def test_version_is_that_of_the_package(run):
 
 def test_help_names_every_command(run):
     output = run("--help").output
-    assert all(name in output for name in ("compare", "bench", "info"))
+    names = typer.main.get_command(cli.build_app()).commands
+    assert len(names) > 12
+    first_words = {line.strip("│ ").split(" ")[0] for line in output.splitlines()}
+    assert set(names) <= first_words
 
 
 def test_compare_prints_every_method_and_writes_the_picture(run, tmp_path, monkeypatch):
@@ -138,13 +142,3 @@ def test_the_installed_command_fails_without_a_traceback():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == "error: a sweep over norms needs at least 16 tokens, got 3\n"
-
-
-def test_importing_the_library_loads_no_heavy_packages():
-    code = (
-        "import sys, nalaformer.analysis, nalaformer.bench, nalaformer.cli\n"
-        "sys.exit(', '.join(sorted({'typer', 'rich', 'matplotlib'} & set(sys.modules))) or None)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.strip() == ""
-    assert done.returncode == 0

@@ -1,17 +1,20 @@
 """Training, evaluating, predicting and the demo, as a user meets them."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from nalaformer import cli
 from nalaformer.data import CueGrid
-from nalaformer.demo import ENTRIES, demo_table, run_demo, study, write_report
+from nalaformer.demo import ENTRIES, cost, demo_table, run_demo, study, write_report
 from nalaformer.demo.cost import Cost, large_image, training_step
-from nalaformer.recipes import RECIPES
+from nalaformer.demo.entries import demo_recipe
+from nalaformer.recipes import RECIPES, build_model
 from nalaformer.training import Checkpoints
 from nalaformer.training.log import read_log
 
@@ -32,9 +35,14 @@ def trained(run, tmp_path):
     return folder
 
 
-def test_train_reports_its_figures_and_keeps_the_run(trained, run):
-    assert Checkpoints(trained / "checkpoints").steps()[-1] == 6
-    assert [row["step"] for row in read_log(trained / "log.jsonl") if row["kind"] == "eval"] == [3, 6]
+def test_train_reports_its_figures_and_keeps_the_run(run, tmp_path):
+    result = run("train", "cue_grid", "attention=linear", *SHORT, "--out", tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints").steps()[-1] == 6
+    evaluations = [row for row in read_log(tmp_path / "log.jsonl") if row["kind"] == "eval"]
+    assert [row["step"] for row in evaluations] == [3, 6]
+    for row in evaluations:
+        assert f"cue_grid: step {row['step']}  top1 {row['top1']:.4g}" in result.output
+    assert f"finished: top1 {evaluations[-1]['top1']:.4g}" in result.output
 
 
 def test_the_same_command_again_finds_the_run_finished(trained, run):
@@ -143,8 +151,8 @@ def test_without_timm_the_command_says_what_to_install(monkeypatch):
 @pytest.fixture(scope="module")
 def demo_result(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        cost = Cost(training_images_per_second=1000.0, large_images_per_second=2.0, large_mib=None)
-        patch.setattr(study, "cost_of", lambda entry: cost)
+        known = Cost(training_images_per_second=1000.0, large_images_per_second=2.0, large_mib=None)
+        patch.setattr(study, "cost_of", lambda entry: known)
         folder = tmp_path_factory.mktemp("demo")
         entries = (ENTRIES[0], ENTRIES[1], ENTRIES[4], ENTRIES[5])
         return run_demo(folder, seeds=2, steps=6, entries=entries, workers=1)
@@ -184,10 +192,20 @@ def test_the_maps_of_the_report_are_attention_weights(demo_result):
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.label)
-def test_what_is_timed_runs(entry, monkeypatch):
-    monkeypatch.setattr("nalaformer.demo.cost.LARGE", 64)
-    assert training_step(ENTRIES.index(entry))() is None
-    assert large_image(ENTRIES.index(entry))().isfinite().all()
+def test_what_is_timed_is_the_network_of_the_demo(entry, monkeypatch):
+    number, recipe = ENTRIES.index(entry), demo_recipe(entry, seed=0)
+    monkeypatch.setattr(cost, "LARGE", 72)
+    infer = large_image(number)
+    # weights and image follow from the seed
+    model = build_model(replace(recipe, model_options=recipe.model_options | {"img_size": 72}), cost.FACTS).eval()
+    with torch.no_grad():
+        assert torch.equal(infer(), model(torch.randn(1, 3, 72, 72)))
+    trained = []
+    monkeypatch.setattr(cost, "build_model", lambda *given: trained.append(build_model(*given)) or trained[0])
+    training_step(number)()
+    without = {name.rsplit(".", 1)[-1] for name, p in trained[0].named_parameters() if p.grad is None or not p.grad.any()}
+    # MirrorLA multiplies it by an amplitude that starts at zero
+    assert without <= {"sensitivity"}
 
 
 def test_runs_side_by_side_are_those_of_one_after_the_other(demo_result, tmp_path, monkeypatch):

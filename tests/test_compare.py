@@ -27,6 +27,7 @@ from nalaformer.analysis.entropy import falls_monotonically, ranks
 from nalaformer.analysis.pictures import line_styles, spread
 from nalaformer.analysis.tables import cells
 from nalaformer.feature_maps import FEATURE_MAPS
+from nalaformer.ops import linear_attention
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -227,9 +228,17 @@ def test_a_comparison_without_times_takes_none(monkeypatch):
     assert cells(row)[-1] == "-"
 
 
-def test_more_tokens_take_more_time():
-    phi = Method(map_name="relu").make(torch.float32)
-    assert time_of_call(phi, num_tokens=32768) > time_of_call(phi, num_tokens=64)
+def test_what_is_timed_is_a_call_of_so_many_tokens(monkeypatch):
+    seen = []
+
+    def watched(q, k, v, *, feature_map):
+        seen.append((q.shape[1], k.shape[1], v.shape[1]))
+        return linear_attention(q, k, v, feature_map=feature_map)
+
+    monkeypatch.setattr("nalaformer.analysis.compare.linear_attention", watched)
+    assert time_of_call(Method(map_name="relu").make(torch.float32), num_tokens=48) > 0
+    assert set(seen) == {(48, 48, 48)}
+    assert len(seen) > 3
 
 
 def test_parameters_of_maps_leave_the_global_random_state_alone():

@@ -1,8 +1,6 @@
 """Language models in transformers: what they compute does not depend on padding, packing, precision or who trains them."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -343,34 +341,6 @@ def test_wrong_inputs_are_named():
         model()
     with pytest.raises(ValueError, match="cu_seq_lens_q must end"):
         model(tokens, cu_seq_lens_q=torch.tensor([0, 5]))
-
-
-FIRST_IMPORTS = {
-    "nalaformer first": "import nalaformer; from transformers import AutoModelForCausalLM",
-    "transformers first": "from transformers import AutoModelForCausalLM; import nalaformer",
-    # a module that imports the Auto classes while it is itself half imported
-    "from inside transformers": "import nalaformer; from transformers import LlamaForCausalLM, AutoModelForCausalLM",
-}
-
-
-@pytest.mark.parametrize("order", FIRST_IMPORTS)
-def test_either_order_of_imports_registers_the_models(order):
-    code = (
-        f"{FIRST_IMPORTS[order]}; from transformers import AutoConfig; "
-        "kinds = (type(AutoConfig.for_model(name)) for name in ('nala', 'nala_hybrid')); "
-        "print(*(AutoModelForCausalLM._model_mapping[kind].__name__ for kind in kinds))"
-    )
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["NaLaForCausalLM", "HybridForCausalLM"], done.stderr
-
-
-def test_neither_package_makes_the_import_of_the_other_heavy():
-    code = (
-        "import sys, nalaformer; assert 'transformers' not in sys.modules; import transformers; "
-        "assert 'transformers.modeling_utils' not in sys.modules and 'nalaformer.models.language' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_config_alone_is_known_by_its_model_type():

@@ -489,3 +489,26 @@ def test_reading_windows_opens_each_file_once(tmp_path, monkeypatch):
         data[index]
     assert len(data) > 50
     assert sorted(opened) == sorted(tmp_path.glob("*.npy"))
+
+
+class Watched(np.ndarray):
+    """An array that notes how many of its entries are asked for."""
+
+    asked: list[int] = []
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        self.asked.append(np.size(found))
+        return found
+
+
+def test_a_window_reads_its_own_tokens_and_no_others():
+    """Shards are larger than memory: a window that looks at all of one starves a GPU."""
+    documents = [range(50)] * 200
+    shards = shards_of(*documents)
+    shards.shards[0].tokens = shards.shards[0].tokens.view(Watched)
+    data = PackedTokens(shards, length=64)
+    Watched.asked.clear()
+    assert data[100]["input_ids"].tolist() == [token % 50 for token in range(6400, 6464)]
+    # one more than the window holds, for what follows its last token
+    assert sum(Watched.asked) <= 2 * 65

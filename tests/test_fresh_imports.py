@@ -1,0 +1,106 @@
+"""What importing does to an interpreter that has imported nothing but torch: one such process, forked for each question."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# torch takes seconds to import; everything else is imported by the children
+PARENT = """
+import json, os, sys, torch, traceback
+own = [name for name in sys.modules if name.split(".")[0] in ("nalaformer", "timm", "transformers", "typer", "rich")]
+assert not own, own
+answers = {}
+for name, program in json.loads(sys.stdin.read()).items():
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, 1)
+        try:
+            exec(program, {})
+        except BaseException:
+            print(traceback.format_exc())
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        answers[name] = file.read().strip()
+    os.waitpid(child, 0)
+print(json.dumps(answers))
+"""
+
+TRANSFORMERS_ORDERS = {
+    "nalaformer first": "import nalaformer; from transformers import AutoModelForCausalLM",
+    "transformers first": "from transformers import AutoModelForCausalLM; import nalaformer",
+    # a module that imports the Auto classes while it is itself half imported
+    "from inside transformers": "import nalaformer; from transformers import LlamaForCausalLM, AutoModelForCausalLM",
+}
+REGISTERED = (
+    "import warnings; warnings.simplefilter('error', UserWarning); {order}; from transformers import AutoConfig; "
+    "kinds = (type(AutoConfig.for_model(name)) for name in ('nala', 'nala_hybrid')); "
+    "print(*(AutoModelForCausalLM._model_mapping[kind].__name__ for kind in kinds))"
+)
+TIMM_ORDERS = ("import nalaformer, timm", "import timm, nalaformer", "import nalaformer, timm.layers, timm")
+# to ask where timm lies is not to import it
+ASKED = "import importlib.util; importlib.util.find_spec('timm')"
+NAMED = "print(timm.is_model('nalaformer_t'), timm.__spec__.loader.__class__.__name__)"
+PROGRAMS = {
+    **{order: REGISTERED.format(order=imports) for order, imports in TRANSFORMERS_ORDERS.items()},
+    **{order: f"{ASKED}; {order}; {ASKED}; {NAMED}" for order in TIMM_ORDERS},
+    "vision is not imported": (
+        "import sys, nalaformer; print(*(name in sys.modules for name in ('timm', 'torchvision', 'nalaformer.models.vision')))"
+    ),
+    "language is not imported": (
+        "import sys, nalaformer; print('transformers' in sys.modules); import transformers; "
+        "print(*(name in sys.modules for name in ('transformers.modeling_utils', 'nalaformer.models.language')))"
+    ),
+    "nothing for the terminal is imported": (
+        "import sys, nalaformer.analysis, nalaformer.bench, nalaformer.cli\n"
+        "print(sorted({'typer', 'rich', 'matplotlib'} & set(sys.modules)))"
+    ),
+    "without timm": (
+        "import sys; sys.modules['timm'] = None\n"
+        "import nalaformer\n"
+        "print(type(nalaformer.attention.build('nalaformer', dim=16, num_heads=2)).__name__)\n"
+        "try: import nalaformer.models.vision\n"
+        "except ModuleNotFoundError as error: print(error)"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def answers():
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT], input=json.dumps(PROGRAMS), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("order", TRANSFORMERS_ORDERS)
+def test_either_order_of_imports_registers_the_models_with_transformers(answers, order):
+    assert answers[order].split() == ["NaLaForCausalLM", "HybridForCausalLM"], answers[order]
+
+
+@pytest.mark.parametrize("order", TIMM_ORDERS)
+def test_timm_knows_the_names_whichever_is_imported_first(answers, order):
+    assert answers[order].split() == ["True", "SourceFileLoader"], answers[order]
+
+
+def test_importing_the_library_does_not_import_timm_or_the_backbones(answers):
+    assert answers["vision is not imported"] == "False False False"
+
+
+def test_neither_package_makes_the_import_of_the_other_heavy(answers):
+    assert answers["language is not imported"].split() == ["False", "False", "False"]
+
+
+def test_importing_the_library_loads_no_heavy_packages(answers):
+    assert answers["nothing for the terminal is imported"] == "[]"
+
+
+def test_without_timm_the_rest_works_and_the_models_say_what_is_missing(answers):
+    first, rest = answers["without timm"].split("\n", 1)
+    assert first == "Attention"
+    assert "pip install 'nalaformer[vision]'" in rest
