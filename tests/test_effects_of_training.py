@@ -1,13 +1,14 @@
 """Every field of TrainingConfig does what its documentation says: a run with it ends otherwise than one without."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import fields
 
 import pytest
 import torch
 
 from nalaformer.data import CorruptImage
-from nalaformer.training import Checkpoints, TrainingConfig, TrainingStopped, evaluation, ranks
+from nalaformer.training import Checkpoints, TrainingConfig, TrainingStopped, evaluation, ranks, trainer
 from nalaformer.training.config import PRECISIONS
 from nalaformer.training.display import Display
 from nalaformer.training.log import read_log
@@ -172,6 +173,29 @@ def test_a_seed_gives_an_order_of_its_own_and_dropout_of_its_own(tmp_path):
         for part in (0.0, 0.5)
     }
     assert abs(losses[0, 0.0] - losses[1, 0.0]) < 0.1 * abs(losses[0, 0.5] - losses[1, 0.5])
+
+
+class Drawing(Watched):
+    """Notes the random number that dropout would draw first."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def loss(self, model, batch):
+        self.drawn.append(torch.rand(()).item())
+        return super().loss(model, batch)
+
+
+def test_every_step_part_and_rank_has_dropout_of_its_own(tmp_path, monkeypatch):
+    drawn = []
+    for rank in (0, 1):
+        place = ranks.Ranks(rank=rank, count=1, device=torch.device("cpu"))
+        monkeypatch.setattr(trainer, "started", lambda device, place=place: nullcontext(place))
+        task = Drawing()
+        make_trainer(tmp_path / str(rank), task=task, steps=3, accumulate=2).fit()
+        drawn += task.drawn
+    assert len(drawn) == len(set(drawn)) == 2 * 3 * 2
 
 
 # ---- optimiser

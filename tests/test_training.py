@@ -346,6 +346,12 @@ def test_two_ranks_learn_what_one_learns(tmp_path):
     for name, value in model.state_dict().items():
         torch.testing.assert_close(saved.tensors["model"][name], value, rtol=2e-5, atol=1e-6)
     assert saved.state["progress"]["metrics"]["negative_error"] == pytest.approx(outcome.metrics["negative_error"], rel=1e-4)
+    for name in ("loss", "gradient_norm"):
+        ours, theirs = (
+            [row[name] for row in read_log(tmp_path / folder / "log.jsonl") if row["kind"] == "step"]
+            for folder in ("one", "two")
+        )
+        assert theirs == pytest.approx(ours, rel=1e-4)
 
 
 def test_gradients_are_clipped_to_their_norm(tmp_path):
