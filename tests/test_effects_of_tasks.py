@@ -73,6 +73,22 @@ def test_a_key_of_the_command_line_changes_its_setting_and_no_other(task):
             assert values(changed(recipe, [f"{key}={text}"])) == before | {path: value}
 
 
+@pytest.mark.parametrize("settings", [["steps=0", "epochs=2.5"], ["epochs=2.5", "steps=0"]])
+def test_settings_that_are_valid_together_alone_may_come_in_any_order(settings):
+    training = changed(RECIPES["cue_grid"](), settings).training
+    assert (training.epochs, training.steps) == (2.5, 0)
+
+
+@pytest.mark.parametrize("name", ["cue_grid", "imagenet_nalaformer_t", "mqar_small"])
+def test_a_fraction_is_read_where_the_recipe_has_a_whole_number(name):
+    training = changed(RECIPES[name](), ["warmup=0.5", "cooldown=1.5", "weight_decay=0"]).training
+    assert (training.warmup, training.cooldown, training.weight_decay) == (0.5, 1.5, 0)
+
+
+def test_the_last_of_two_values_counts():
+    assert changed(RECIPES["cue_grid"](), ["batch_size=8", "training.batch_size=16"]).training.batch_size == 16
+
+
 # ---- recipes
 
 TINY = {

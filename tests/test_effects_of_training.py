@@ -445,3 +445,27 @@ def test_so_many_files_may_be_skipped(tmp_path):
     run(tmp_path / "six", task=corrupt(), steps=5, most_corrupt=6)
     with pytest.raises(TrainingStopped, match="more than 5 images"):
         run(tmp_path / "five", task=corrupt(), steps=5, most_corrupt=5)
+
+
+def test_evaluation_is_in_eval_mode_and_leaves_the_mode_as_it_was():
+    class Noting(MeanError):
+        def update(self, model, batch):
+            modes.append(model.training)
+            super().update(model, batch)
+
+    for mode in (True, False):
+        model, modes = make_model(dropout=0.5).train(mode), []
+        evaluation.evaluate(model, Points(20), Noting(), batch_size=10)
+        assert modes == [False, False]
+        assert model.training is mode
+
+
+def test_files_of_evaluation_that_cannot_be_read_are_left_out_and_named(tmp_path):
+    task = Watched()
+    task.eval_data = Corrupt(20)
+    trainer = run(tmp_path, task=task)
+    lines = (tmp_path / "rejected.txt").read_text().splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["0.png", "10.png"]
+    named = []
+    evaluation.evaluate(trainer.model, task.eval_data, MeanError(), batch_size=6, rejected=named.append)
+    assert named == lines

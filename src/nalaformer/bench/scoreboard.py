@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from ..data import seed_everything
@@ -21,6 +22,7 @@ from ..models.sequence import state_size
 from ..stopping import stop_requests
 from ..tasks import Sequences, SequencesConfig
 from ..training import TrainingConfig
+from ..training.config import PRECISIONS
 from .machine import Machine, describe_machine
 from .resident import resident
 from .scoreboard_report import Row, read_rows, save_rows
@@ -33,6 +35,8 @@ NO_SETTINGS = {
     *("learning_rate", "seed", "steps", "epochs", "cooldown", "device", "workers", "compile", "checkpoint_activations"),
     *("save_every", "save_minutes", "keep", "tensorboard", "bad_steps", "on_corrupt", "most_corrupt"),
 }
+# what a sprint does whatever a recipe says: a row must not claim otherwise
+FIXED_SETTINGS = {"optimizer": "adamw", "ema": 0.0, "accumulate": 1, "repeats": 1, "seed": 0}
 
 
 class Described(Protocol):
@@ -176,6 +180,7 @@ def run_scoreboard(
     for name, given in (("methods", methods), ("seeds", seeds), ("learning_rates", learning_rates)):
         if not given:
             raise ValueError(f"a scoreboard needs at least one run, got no {name}")
+    refuse_unfollowed(recipe.training)
     until = time.monotonic() + seconds
     out = Path(out)
     machine = describe_machine()
@@ -221,6 +226,20 @@ def finished_runs(todo: Sequence[Run], loaded: "Loaded", out: Path, until: float
                 say(f"{label}: put aside, {'stopped' if asked else 'the time is up'}; the same command goes on")
                 break
             yield run.key | figures
+
+
+def refuse_unfollowed(training: TrainingConfig) -> None:
+    """Refuse settings that runs on the device do not follow."""
+    for name, value in FIXED_SETTINGS.items():
+        if getattr(training, name) != value:
+            raise ValueError(
+                f"a scoreboard trains with {name}={value} (seeds are counted from 0), got {name}={getattr(training, name)}; "
+                "leave it out, or use `nalaformer train`"
+            )
+    if PRECISIONS[training.precision] == torch.float16:
+        raise ValueError(
+            f"a scoreboard scales no loss, which float16 needs, got precision={training.precision}; use bfloat16 or float32"
+        )
 
 
 class Loaded:

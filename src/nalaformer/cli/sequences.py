@@ -119,13 +119,17 @@ def run_scoreboard_command(
 ) -> None:
     from ..bench.scoreboard import parse_methods, run_scoreboard
     from ..bench.scoreboard_report import scoreboard_table
-    from ..recipes import recipe_with
+    from ..recipes import RECIPES, recipe_with
     from ..tasks import SequencesConfig
     from ..training.ranks import find_device
 
     recipe = recipe_with(name, settings)
     if not isinstance(recipe.task, SequencesConfig):
         raise ValueError(f"a scoreboard needs a recipe on sequences, got {name}")
+    for setting, remedy in (("attention", "name it in --methods"), ("initial_weights", "models start as they are made")):
+        value = getattr(recipe, setting)
+        if value != getattr(RECIPES[name](), setting):
+            raise ValueError(f"a scoreboard does not follow {setting}={value}; leave it out: {remedy}")
     out = out or Path("runs") / f"scoreboard_{name}.csv"
     console = make_console(stderr=True)
     rows = run_scoreboard(

@@ -4,7 +4,7 @@ import ast
 import inspect
 import textwrap
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..json_text import parse_json
 from ..registry import unknown_name
@@ -15,14 +15,16 @@ T = TypeVar("T")
 def changed(config: T, assignments: list[str]) -> T:
     """The same description with some fields changed: changed(recipe, ["steps=100", "augmentation.flip=0"]).
 
-    A field of a part may be named by itself or by its path; a value is read as its field's type.
+    A field of a part may be named by itself or by its path; a value is read as its field's type. Of two values of one field
+    the last counts.
     """
+    texts: dict[tuple[str, ...], str] = {}
     for assignment in assignments:
         key, sign, text = assignment.partition("=")
         if not sign:
             raise ValueError(f"settings are given as key=value, got {assignment!r}")
-        config = _with(config, find(config, key), text)
-    return config
+        texts[find(config, key)] = text
+    return cast(T, _with(config, texts)) if texts else config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +84,17 @@ def find(config: Any, key: str) -> tuple[str, ...]:
     raise unknown_name("key", key, {path[-1] for path in paths})
 
 
-def _with(config: Any, path: tuple[str, ...], text: str) -> Any:
-    name, *rest = path
-    old = getattr(config, name)
-    new = _with(old, tuple(rest), text) if rest else parsed(text, old, name)
-    return replace(config, **{name: new})
+def _with(config: Any, texts: dict[tuple[str, ...], str]) -> Any:
+    """The config with a text for each path; all at once, for some values are valid only together (steps=0 epochs=3)."""
+    kinds = {part.name: part.type for part in fields(config)}
+    changes = {}
+    for name in dict.fromkeys(path[0] for path in texts):
+        inside = {path[1:]: text for path, text in texts.items() if path[0] == name}
+        old = getattr(config, name)
+        # by the field and not by its value: a recipe may write a whole number for a float
+        like = float(old) if kinds[name] is float else old
+        changes[name] = parsed(inside[()], like, name) if () in inside else _with(old, inside)
+    return replace(config, **changes)
 
 
 def parsed(text: str, like: object, name: str) -> Any:
