@@ -112,6 +112,15 @@ def test_eps_is_scaled_along_with_huge_keys(map_name, causal, backend, make_map,
     assert distance(out, formula(feature_map, q, k, v, causal=causal, eps=1e3)) < EXACT
 
 
+def test_eps_is_scaled_along_with_huge_queries(map_name, causal, backend, make_map, make_qkv):
+    q, k, v = make_qkv(tokens=150)
+    # far enough that both streams of every polarity map divide the features of a query
+    q = q * torch.where(torch.rand(2, 150, 1, 1) < 0.2, 8.0 if map_name == "polarity_exp" else 12.0, 1.0)
+    feature_map = make_map(map_name, dtype=torch.float64)
+    out = linear_attention(q, k, v, feature_map=feature_map, causal=causal, eps=1e3)
+    assert distance(out, formula(feature_map, q, k, v, causal=causal, eps=1e3)) < EXACT
+
+
 def test_gradients_with_huge_keys_are_those_of_the_formula(map_name, causal, backend, make_map, make_qkv):
     size = 20.0 if map_name == "polarity_exp" else 1e4
     q, k, v = make_qkv(1, 9)
