@@ -97,6 +97,57 @@ def test_the_projections_keep_their_weights(name):
         assert (run(name, model) - expected).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["vit", "transformers_vit"])
+def test_projections_without_bias_stay_without_one(name):
+    model = MODELS[name]()
+    for linear in (module for key, module in model.named_modules() if isinstance(module, torch.nn.Linear)):
+        if linear.in_features == 32 and linear.out_features in (32, 96):
+            linear.bias = None
+    with torch.no_grad():
+        expected = run(name, model)
+        nalaformer.convert(model, "linear")
+        for layer in (module for module in model.modules() if isinstance(module, Attention)):
+            assert layer.qkvg.bias is None
+            # ours has one always
+            assert not layer.projection.bias.any()
+            layer.map = None
+        assert (run(name, model) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_a_new_gate_stays_new_and_a_new_local_mix_starts_as_none(name):
+    model = make(name)
+    options = {"gate": "silu"} | ({"local_mix": "channels"} if name == "swin" else {})
+    first = next(module for module in model.modules() if hasattr(module, "qkv"))
+    weight, dim = first.qkv.weight.clone(), first.qkv.in_features
+    nalaformer.convert(model, "linear", **options)
+    layer = next(module for module in model.modules() if isinstance(module, Attention))
+    assert torch.equal(layer.qkvg.weight[: 3 * dim], weight)
+    assert layer.qkvg.weight[3 * dim :].std() > 0.01
+    if name == "swin":
+        assert not any(parameter.any() for parameter in layer.local_mix.parameters())
+
+
+@pytest.mark.parametrize("method", LINEAR_METHODS)
+def test_converted_attention_is_that_of_the_method_with_its_options(method):
+    layer = nalaformer.convert(timm_vit(), method, norm=True).blocks[0].attn.attention
+    config = METHODS[method]
+    assert layer.config.feature_map == config.feature_map
+    assert layer.config.map_options == config.map_options
+    assert (layer.config.norm, layer.config.gate) == (True, "none")
+    # a window is a grid, so there the rest of the method comes along
+    layer = next(module for module in nalaformer.convert(timm_swin(), method).modules() if isinstance(module, Attention))
+    assert (layer.config.position, layer.config.local_mix) == (config.position, config.local_mix)
+    assert layer.config.table_grid == (7, 7)
+
+
+def test_dropout_of_the_host_goes_on():
+    model = nalaformer.convert(timm_vit(proj_drop_rate=0.5), "linear").train()
+    layer, x = model.blocks[0].attn, torch.randn(2, 10, 32)
+    assert (layer(x) == 0).float().mean() > 0.3
+    assert not (layer.eval()(x) == 0).any()
+
+
 @pytest.mark.parametrize("local_mix", ["none", "channels"])
 def test_a_shifted_window_keeps_its_mask(local_mix):
     model = nalaformer.convert(timm_swin(), "linear", local_mix=local_mix)
