@@ -45,9 +45,10 @@ class Writer:
             )
         if seed is not None:
             set_seed(seed)
-        drawing: dict[str, Any] = {"do_sample": False}
+        # the options alone decide: transformers would draw among 50 tokens, and a model's folder may ask for more
+        drawing: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
         if temperature > 0:
-            drawing = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+            drawing |= {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
         inputs = self.tokenizer(prompt, return_tensors="pt").to(self.model.device)
         inputs.pop("token_type_ids", None)
         done = self.model.generate(
