@@ -116,9 +116,13 @@ def is_tokenized(data: Sequence[str | Path]) -> bool:
 
 
 def save(result: Linearized, folder: str | Path, *, tokenizer: str | Path | None = None) -> Path:
-    """Write model, and tokenizer where one is given, for AutoModelForCausalLM and AutoTokenizer; an adapter beside them."""
+    """Write model, and tokenizer where one is given, for AutoModelForCausalLM and AutoTokenizer; an adapter beside them.
+
+    The result stays as it is. A merged model has no adapter beside it: one of an earlier save would count twice.
+    """
     folder = Path(folder)
     model: Any = result.model
+    weights = None
     # beside the old files first: a full disk, or a kill, leaves no half of a model
     aside = unfinished_folder(folder / "model")
     shutil.rmtree(aside, ignore_errors=True)
@@ -127,16 +131,19 @@ def save(result: Linearized, folder: str | Path, *, tokenizer: str | Path | None
         with clear_disk_errors(folder):
             if hasattr(model, "unload"):
                 model.save_pretrained(aside / ADAPTER)
-                model = model.unload()
-            model.save_pretrained(aside)
+                model = model.get_base_model()
+                # the adapter stays on the model: its layers hold the weights as `base_layer` beside their own
+                named = {name.replace(".base_layer.", "."): value for name, value in model.state_dict().items()}
+                weights = {name: value for name, value in named.items() if ".lora_" not in name}
+            model.save_pretrained(aside, state_dict=weights)
             if tokenizer is not None:
                 load_tokenizer(tokenizer).save_pretrained(str(aside))
             sync_tree(aside)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    if (aside / ADAPTER).exists():
-        shutil.rmtree(folder / ADAPTER, ignore_errors=True)
+    if (folder / ADAPTER / "adapter_config.json").is_file():
+        shutil.rmtree(folder / ADAPTER)
     for path in sorted(aside.iterdir()):
         path.replace(folder / path.name)
     aside.rmdir()

@@ -18,7 +18,7 @@ from ...ops.features import outside_autocast
 from . import branches, fused
 from .checks import check_inputs
 from .layout import Layout, kept_layout
-from .salient import leaving_tokens, store_after, updated_store
+from .salient import leaving_tokens, repeated_for, store_after, updated_store
 from .selection import SELECTIONS, Selection
 from .settings import HybridSettings
 from .state import HybridState
@@ -288,6 +288,8 @@ def _linear_alone(
     gate: Tensor | None,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, HybridState]:
+    # the state is that of the query heads, whether or not the map tells those that share keys apart
+    k, v = (repeated_for(x, q.shape[2]) for x in (k, v))
     out, linear = recurrent_linear_attention(q, k, v, feature_map=feature_map, state=state.linear, key_mask=key_mask)
     counts = (q.shape[1],) * len(q) if key_mask is None else key_mask.sum(1).tolist()
     lengths = tuple(length + count for length, count in zip(state.lengths, counts, strict=True))
