@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from nalaformer.analysis import (
     Method,
@@ -26,8 +27,10 @@ from nalaformer.analysis.compare import channels_sharpen, time_of_call, weights_
 from nalaformer.analysis.entropy import falls_monotonically, ranks
 from nalaformer.analysis.pictures import line_styles, spread
 from nalaformer.analysis.tables import cells
+from nalaformer.cli import build_app
 from nalaformer.feature_maps import FEATURE_MAPS
 from nalaformer.ops import linear_attention
+from option_effects import Effects, options_of_command
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,6 +119,16 @@ def test_effective_rank_of_known_matrices():
 def test_the_drop_is_read_at_the_tenth_and_the_ninetieth_percentile():
     norms = torch.arange(1.0, 1001.0)
     assert entropy_drop(norms, -norms).item() == pytest.approx(800)
+
+
+def test_each_end_of_the_drop_is_a_mean_over_a_tenth_of_the_tokens():
+    # percentiles 10 and 90 of 100 tokens, five on either side of each
+    entropy = torch.randn(100, dtype=torch.float64)
+    expected = entropy[5:15].mean() - entropy[85:95].mean()
+    assert entropy_drop(torch.arange(100.0), entropy).item() == pytest.approx(expected.item())
+    wider = entropy[10:30].mean() - entropy[60:80].mean()
+    found = entropy_drop(torch.arange(100.0), entropy, low=0.2, high=0.7, width=0.2)
+    assert found.item() == pytest.approx(wider.item())
 
 
 def test_the_drop_does_not_depend_on_the_order_of_tokens():
@@ -312,3 +325,26 @@ def test_small_figures_read_as_zero_and_missing_ones_as_a_dash():
         entropy=(),
     )
     assert cells(row) == ("x", "0", "0.000", "-", "0", "2.0", "1.0")
+
+
+COMMAND = Effects(options_of_command("compare"))
+
+
+def test_every_option_of_the_command_is_seen_to():
+    assert COMMAND.missing() == []
+
+
+@COMMAND.of("out", "tokens", "seed")
+def test_the_command_compares_the_tokens_and_the_seed_that_are_asked_for(tmp_path, monkeypatch):
+    import nalaformer.analysis
+
+    softmax = [Method(map_name=None)]
+    monkeypatch.setattr(nalaformer.analysis, "methods", lambda: softmax)
+    monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: 1.0)
+    for tokens, seed in ((32, 3), (48, 3), (32, 4)):
+        out = tmp_path / f"{tokens}_{seed}"
+        arguments = ["compare", "--out", str(out), "--tokens", str(tokens), "--seed", str(seed)]
+        done = CliRunner().invoke(build_app(), arguments, catch_exceptions=False)
+        (row,) = compare_methods(softmax, num_tokens=tokens, seed=seed)
+        assert all(cell in done.output.split() for cell in cells(row)), done.output
+        assert (out / "entropy_vs_norm.png").is_file()

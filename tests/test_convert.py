@@ -230,6 +230,21 @@ def test_masks_of_keys_are_honoured_and_others_refused():
         layer(x, is_causal=True)
 
 
+def test_masks_that_are_added_to_scores_hide_where_they_are_negative():
+    layer = nalaformer.convert(transformers_vit()).vit.layers[0].attention
+    x, mask = torch.randn(2, 10, 32), torch.zeros(2, 1, 1, 10)
+    mask[..., 7:] = -torch.inf
+    assert (layer(x, mask)[0][:, :7] - layer(x[:, :7])[0]).abs().max() < 1e-5
+
+
+def test_our_layers_turn_their_features_as_the_method_does():
+    options = {"embed_dims": (16,) * 4, "depths": (1,) * 4, "num_heads": (1,) * 4, "projection": 32}
+    model = timm.create_model("nalaformer_t", **options)
+    assert model.stages[3].blocks[0].attention.config.rotary_over == "head"
+    nalaformer.convert(model, "polaformerpp")
+    assert model.stages[3].blocks[0].attention.config.rotary_over == "features"
+
+
 def test_our_softmax_stages_become_linear_and_keep_every_part():
     model = timm.create_model(
         "nalaformer_t", embed_dims=(16, 16, 32, 32), depths=(1,) * 4, num_heads=(1, 1, 2, 2), projection=32

@@ -42,6 +42,8 @@ FAMILIES = {
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
     "gemma": {"head_dim": 16},
     "olmo2": {},
+    # scores of a scale of its own
+    "granite": {"attention_multiplier": 0.3},
 }
 
 

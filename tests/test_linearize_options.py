@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 from nalaformer.attention.hybrid import HybridSettings
 from nalaformer.cli import build_app
 from nalaformer.data.text import train_tokenizer
-from nalaformer.linearize import LinearizeConfig, Linearized, TokenWindows, linearize, save
-from nalaformer.linearize.finetune import with_adapter
+from nalaformer.linearize import LinearizeConfig, Linearized, TokenWindows, Validation, linearize, save, validate
+from nalaformer.linearize.finetune import NextToken, with_adapter
+from nalaformer.linearize.report import rows_of
 from nalaformer.linearize.saving import claim_folder
 from nalaformer.linearize.sharding import is_sharded
-from nalaformer.linearize.transfer import TransferModel
-from nalaformer.models.hybrid.attention import attention_mode, converted_attentions
+from nalaformer.linearize.transfer import AttentionTransfer, TransferModel
+from nalaformer.models.hybrid.attention import attend, attention_mode, converted_attentions
 from nalaformer.models.hybrid.model import HybridForCausalLM
 from option_effects import Effects, options_of_command
 from test_linearize import make_model, short_run
@@ -153,6 +154,106 @@ def test_every_layer_learns_from_what_softmax_would_have_shown_it(tokens):
     with attention_mode(model, "transfer", range(1)) as attentions:
         model(tokens, use_cache=False)
         assert [attention.transferred is not None for attention in attentions] == [True, False]
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_validation_is_what_its_figures_say(tokens):
+    model = HybridForCausalLM.convert(make_model(), SMALL).eval()
+    targets = torch.randint(3, 50, tokens.shape)
+    # nothing is asked of the first half of a row, where student and teacher agree
+    targets[:, :15] = -100
+    student = model(tokens, use_cache=False).logits.double()
+    with attention_mode(model, "softmax"):
+        teacher = model(tokens, use_cache=False).logits.double()
+    # some right answers, of the student and of the teacher
+    targets[0, 16:20], targets[1, 20:23] = student[0, 16:20].argmax(-1), teacher[1, 20:23].argmax(-1)
+    found = validate(model, [{"input_ids": row, "targets": to} for row, to in zip(tokens, targets, strict=True)], batch_size=1)
+    asked = targets != -100
+    mine, other, right = student[asked].log_softmax(-1), teacher[asked].log_softmax(-1), targets[asked]
+    expected = {
+        "loss": -mine.gather(1, right[:, None]).mean().item(),
+        "teacher_loss": -other.gather(1, right[:, None]).mean().item(),
+        "divergence": (other.exp() * (other - mine)).sum(-1).mean().item(),
+        "agreement": (mine.argmax(-1) == other.argmax(-1)).double().mean().item(),
+        "accuracy": (mine.argmax(-1) == right).double().mean().item(),
+        "teacher_accuracy": (other.argmax(-1) == right).double().mean().item(),
+        "tokens": 30,
+    }
+    assert expected["agreement"] < 1
+    figures = found.figures()
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert figures["perplexity"] == pytest.approx(torch.tensor(expected["loss"]).exp().item(), rel=1e-4)
+
+
+@torch.no_grad()
+def test_the_teacher_of_an_adapted_model_is_the_model_without_its_adapter(tokens):
+    model = adapted()
+    bare = validate(HybridForCausalLM.convert(make_model(), SMALL), tokens)
+    found = validate(model, tokens)
+    assert found.teacher_loss == pytest.approx(bare.teacher_loss, rel=1e-5)
+    assert found.loss != pytest.approx(bare.loss, rel=1e-3)
+
+
+def test_the_report_has_the_teacher_and_every_stage_in_its_columns():
+    figures = {"loss": 1.0, "teacher_loss": 2.0, "divergence": 0.3, "agreement": 0.4, "accuracy": 0.5, "teacher_accuracy": 0.6}
+    stage = Validation(**figures, tokens=7)
+    result = replace(result_of(nn.Identity()), validations={"transfer": stage})
+    assert rows_of(result) == [
+        ("teacher (softmax)", ["2", "7.389", "0", "1", "0.6"]),
+        ("after transfer", ["1", "2.718", "0.3", "0.4", "0.5"]),
+    ]
+
+
+# --- what is learned from -----------------------------------------------------------------------------------------------
+
+
+def test_windows_are_those_of_the_row_from_its_first_token():
+    windows = TokenWindows(torch.arange(11), length=4)
+    assert [window.tolist() for window in windows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_the_loss_of_stage_two_is_that_of_the_predicted_tokens(tokens):
+    model = HybridForCausalLM.convert(make_model(), SMALL).eval()
+    targets = torch.randint(3, 50, tokens.shape)
+    targets[:, :20] = -100
+    loss = NextToken([], []).loss(model, {"input_ids": tokens, "targets": targets})
+    logits = model(tokens, use_cache=False).logits
+    assert loss.weight == 20
+    torch.testing.assert_close(loss.total, nn.functional.cross_entropy(logits[:, 20:].flatten(0, 1), targets[:, 20:].flatten()))
+    # without targets, every token but the first is predicted from those before it
+    whole = NextToken([], []).loss(model, tokens)
+    assert whole.weight == 2 * 29
+    torch.testing.assert_close(whole.total, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
+
+
+def test_the_loss_of_stage_one_is_a_thousand_squared_errors_and_the_scorers(tokens):
+    model = HybridForCausalLM.convert(make_model(), replace(SMALL, selection="learned")).eval()
+    transfer = TransferModel(model, range(2))
+    loss = AttentionTransfer([], [], range(2)).loss(transfer, tokens)
+    errors, _, scorers = transfer(tokens)
+    assert (scorers > 0).all()
+    torch.testing.assert_close(loss.total, 1000 * errors.mean() + scorers.mean())
+    loss.total.backward()
+    assert all(parameter.grad is not None for parameter in transfer.learned().values())
+
+
+def test_gates_and_scorers_end_in_the_type_of_the_model_and_maps_in_float32(windows, tmp_path):
+    attention = replace(SMALL, selection="learned")
+    config = LinearizeConfig(attention=attention, transfer=short_run(steps=1), finetune=None)
+    result = linearize(make_model(dtype=torch.bfloat16), windows, windows, folder=tmp_path, config=config)
+    hybrid = converted_attentions(result.model)[0].hybrid
+    for part, dtype in ((hybrid.gate, torch.bfloat16), (hybrid.scorer, torch.bfloat16), (hybrid.map, torch.float32)):
+        assert {parameter.dtype for parameter in part.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize(("name", "value"), [("softcap", 30.0), ("s_aux", torch.zeros(4)), ("sliding_window", 8)])
+def test_attention_of_another_kind_is_refused_where_it_is_called(name, value):
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=f"{name}=.*cannot be converted"):
+        attend(nn.Identity(), q, q, q, None, hybrid_call=object(), **{name: value})
 
 
 # --- what is saved ------------------------------------------------------------------------------------------------------

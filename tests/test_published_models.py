@@ -114,6 +114,20 @@ def test_settings_beside_the_weights_are_left_aside(tmp_path):
     assert nalaformer.published.read(path).keys() == {"weight"}
 
 
+def test_averaged_weights_are_preferred_to_those_of_the_last_step(tmp_path):
+    path = tmp_path / "both.pth"
+    plain, averaged = {"weight": torch.zeros(2)}, {"weight": torch.ones(2)}
+    for key in ("state_dict_ema", "model_ema"):
+        torch.save({"model": plain, "state_dict": plain, key: averaged}, path)
+        assert nalaformer.published.read(path)["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_what_training_puts_in_front_of_names_is_left_out(prefix, tmp_path):
+    torch.save({"model": {f"{prefix}head.weight": torch.zeros(2)}}, tmp_path / "wrapped.pth")
+    assert nalaformer.published.read(tmp_path / "wrapped.pth").keys() == {"head.weight"}
+
+
 class Hostile:
     """Its unpickling would touch a file."""
 
