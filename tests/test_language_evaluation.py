@@ -119,6 +119,12 @@ def test_one_window_over_everything_is_the_plain_perplexity(folder, tmp_path):
     assert score.word_perplexity == pytest.approx(math.exp(nats / sum(len(text.split()) for text in texts)), rel=1e-5)
 
 
+def test_bytes_are_those_of_utf_8_and_words_lie_between_white_space(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "für  Ada\nœuvre"}))
+    score = score_text(LanguageModel(model=ours(len(tokenizer)), tokenizer=tokenizer), [tmp_path / "a.jsonl"])
+    assert (score.bytes, score.words) == (len("für  Ada\nœuvre") + 2, 3)
+
+
 @pytest.mark.parametrize("stride", [0, 8, 9])
 def test_a_stride_that_skips_tokens_or_leaves_no_context_is_refused(stride):
     with pytest.raises(ValueError, match=r"stride must be at least 1 and below the window \(8\)"):
@@ -146,6 +152,13 @@ def test_a_text_in_which_nothing_can_be_read_is_refused(tokenizer, tmp_path):
 def test_what_is_no_model_is_refused_without_a_download(tmp_path):
     with pytest.raises(ValueError, match=r"got no config\.json in gpt2; `nalaformer export"):
         load_language_model("gpt2")
+
+
+def test_a_tokenizer_may_come_from_another_folder(tmp_path, tokenizer):
+    llama(300).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(str(tmp_path / "words"))
+    loaded = load_language_model(tmp_path / "model", tokenizer=tmp_path / "words", device="cpu")
+    assert loaded.tokenizer("Ada took")["input_ids"] == tokenizer("Ada took")["input_ids"]
 
 
 def test_a_tokenizer_with_more_entries_than_the_model_is_refused(tmp_path, tokenizer):
@@ -301,6 +314,17 @@ def test_the_command_shows_each_figure_and_honours_the_limit(folder, rows, run, 
     assert "the first 1 rows only" in result.output
     lines = [line for line in result.output.splitlines() if "│ piqa" in line]
     assert [line.split("│")[-2].strip() for line in lines] == ["1", "1"]
+
+
+def test_the_window_is_what_a_task_sees_at_once(folder, tmp_path):
+    page = " ".join(Tales(split="val", documents=1))
+    (tmp_path / "wikitext.jsonl").write_text(json.dumps({"page": page}) + "\n")
+    loaded = load_language_model(folder, device="cpu")
+    figures = []
+    for window in (8, None):
+        results = evaluate_tasks(loaded, ["wikitext"], tmp_path, window=window)
+        figures.append(next(result.value for result in results if result.metric == "word_perplexity"))
+    assert figures[0] != pytest.approx(figures[1], rel=1e-4)
 
 
 def test_solved_examples_come_from_the_same_file(folder, rows):

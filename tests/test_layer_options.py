@@ -10,12 +10,12 @@ from torch import Tensor
 
 from attention_formula import EXACT, Turning, distance, formula, grid_positions
 from nalaformer import FEATURE_MAPS, Rotary, feature_map, linear_attention
-from nalaformer.attention import Attention, AttentionConfig, build
+from nalaformer.attention import METHODS, Attention, AttentionConfig, build
 from nalaformer.attention.local_mix import resize_values
 from nalaformer.feature_maps import map_options_of
 from option_effects import Effects
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 
 PARTS = Effects(field.name for field in fields(AttentionConfig))
 MAPS = {name: Effects(map_options_of(name)) for name in FEATURE_MAPS.names() if map_options_of(name)}
@@ -216,6 +216,54 @@ def test_a_causal_token_reaches_later_ones_alone(method):
         x[:, 6] += 1
         reached = (layer(x) - before).abs().amax((0, 2)) > 1e-9
         assert torch.equal(reached, torch.arange(15) >= (6 if causal else 0))
+
+
+# --- whole methods ------------------------------------------------------------------------------------------------------
+
+
+def by_hand(layer: Attention, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Any layer without windows: project, add the table, attend, mix nearby, normalise, gate, project."""
+    config, size = layer.config, layer.config.key_reduction
+    if size == 1:
+        (q, k, v, *gate), key_grid = layer.qkvg(x).split(16, -1), grid
+    else:
+        q, *gate = layer.qg(x).split(16, -1)
+        image = F.pad(x.transpose(1, 2).unflatten(2, grid), (0, -grid[1] % size, 0, -grid[0] % size))
+        image = F.conv2d(image, layer.reduce.weight, layer.reduce.bias, stride=size)
+        key_grid = (image.shape[2], image.shape[3])
+        small = image.flatten(2).transpose(1, 2)
+        k, v = layer.kv(F.layer_norm(small, (16,), layer.reduce_norm.weight, layer.reduce_norm.bias)).chunk(2, -1)
+    k = k if layer.table is None else k + layer.table(key_grid)
+    q, k, v = map(heads, (q, k, v))
+    turns = None
+    if config.position == "rotary":
+        turns = turning(8 if config.rotary_over == "head" else 16, grid, key_grid)
+    if layer.map is None:
+        weights = (torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5).softmax(-1)
+        out = torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
+    else:
+        out = formula(layer.map, q, k, v, turning=turns).flatten(2)
+    if layer.local_mix is not None:
+        full = v if size == 1 else resize_values(v, key_grid, grid, config.value_upsampling)
+        conv = layer.local_mix.conv
+        share = 16 // len(conv.bias)
+        weight, bias = conv.weight.repeat(share, 1, 1, 1), conv.bias.repeat(share)
+        image = full.flatten(2).transpose(1, 2).unflatten(2, grid)
+        out = out + F.conv2d(image, weight, bias, padding=config.kernel_size // 2, groups=16).flatten(2).transpose(1, 2)
+    out = F.layer_norm(out, (16,), layer.norm.weight, layer.norm.bias) if config.norm else out
+    if gate:
+        out = out * (F.silu(gate[0]) if config.gate == "silu" else gate[0])
+    return layer.projection(out)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("grid", [(1, 1), (1, 7), (7, 1), (3, 5), (2, 13)], ids=str)
+@pytest.mark.parametrize("reduction", [{}, {"key_reduction": 2}, {"key_reduction": 5, "value_upsampling": "flat"}], ids=str)
+def test_every_method_is_its_formula_on_every_grid(method, grid, reduction):
+    # the angles that follow the variance of the input have tests of their own
+    still = {"variance": False} if method == "mirrorla" else {}
+    layer, x = make(method, **still, **reduction), tokens(grid)
+    assert distance(layer(x, grid), by_hand(layer, x, grid)) < EXACT
 
 
 # --- options of feature maps --------------------------------------------------------------------------------------------

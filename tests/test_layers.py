@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 LINEAR_METHODS = [name for name, config in METHODS.items() if config.feature_map is not None]
 # a learned table is stretched over the padded grid as well: its positions are those of the padded size, by design
 WITHOUT_TABLE = [(name, {"position": "none"} if config.position == "table" else {}) for name, config in METHODS.items()]
-GRIDS = [(1, 1), (1, 7), (7, 1), (3, 5), (8, 8), (2, 13)]
 
 
 @pytest.fixture(params=METHODS)
@@ -44,14 +43,6 @@ def causal_options(method: str) -> dict[str, object]:
 # --- grids --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_every_grid_works(method, grid):
-    x = torch.randn(2, grid[0] * grid[1], 16)
-    out = make(method)(x, grid)
-    assert out.shape == x.shape
-    assert out.isfinite().all()
-
-
 def test_no_grid_means_a_single_row(method):
     x = torch.randn(2, 11, 16)
     layer = make(method)
@@ -70,16 +61,6 @@ def test_tokens_of_a_plain_layer_are_a_set():
     order = torch.randperm(12)
     layer = make("linear", dtype=torch.float64)
     assert (layer(x.double())[:, order] - layer(x.double()[:, order])).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("reduction", [2, 3, 5])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("upsampling", ["grid", "flat"])
-def test_reduced_keys_work_on_grids_that_do_not_divide(method, reduction, grid, upsampling):
-    x = torch.randn(2, grid[0] * grid[1], 16)
-    out = make(method, key_reduction=reduction, value_upsampling=upsampling)(x, grid)
-    assert out.shape == x.shape
-    assert out.isfinite().all()
 
 
 def test_reduced_keys_lose_no_pixel(method):
@@ -348,13 +329,16 @@ def test_a_causal_softmax_row_with_no_visible_key_is_finite():
 # --- dtypes, training, saving -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+# three times the largest error of 60 seeds: rounded projections, sharpened by a power, near a kink of the map
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 6e-3), (torch.bfloat16, 0.17)], ids=str)
 @pytest.mark.parametrize("reduction", [1, 2])
-def test_a_layer_runs_in_every_dtype(method, dtype, reduction):
+def test_a_layer_of_low_precision_is_near_the_same_one_in_float64(method, dtype, most, reduction):
     layer = make(method, dtype=dtype, key_reduction=reduction)
-    out = layer(torch.randn(2, 15, 16, dtype=dtype), (3, 5))
+    x = torch.randn(2, 15, 16, dtype=dtype)
+    out = layer(x, (3, 5))
     assert out.dtype == dtype
-    assert out.isfinite().all()
+    expected = layer.double()(x.double(), (3, 5))
+    assert ((out - expected).norm() / expected.norm()).item() < most
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

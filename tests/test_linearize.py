@@ -180,6 +180,16 @@ def test_a_conversation_goes_on_with_its_cache(model, tokens):
 
 
 @torch.no_grad()
+def test_copies_of_a_sample_stand_side_by_side_in_a_repeated_cache(model, tokens):
+    cache = HybridCache(model.config)
+    model(tokens[:, :30], past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    logits = model(tokens[:, 30:].repeat_interleave(2, 0), past_key_values=cache).logits
+    whole = model(tokens, use_cache=False).logits[:, 30:]
+    torch.testing.assert_close(logits, whole.repeat_interleave(2, 0), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
 def test_the_cache_does_not_grow_once_it_is_full(model):
     sizes = []
     for length in (100, 400):
