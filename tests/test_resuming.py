@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nalaformer.training import Checkpoint, Checkpoints
+from nalaformer.training import Checkpoint, Checkpoints, TrainingStopped
 from nalaformer.training.log import read_log
 from training_example import Regression, make_trainer
 
@@ -107,3 +107,19 @@ def test_float16_goes_on_with_the_scale_of_its_loss(tmp_path):
     # three halvings of the first scale, 2^16
     assert whole.scaler.get_scale() == again.scaler.get_scale() == 2.0**13
     assert same_checkpoints(tmp_path / "whole", tmp_path / "halves", 9)
+
+
+class BrokenGradient(Regression):
+    """The loss is finite and its gradient is not, whatever the scale: the root of zero."""
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        root = (0 * model(batch[0]).float()).square().sum().sqrt()
+        return type(loss)(total=loss.total + root, weight=loss.weight)
+
+
+def test_float16_blames_the_scale_only_while_it_can_fall(tmp_path):
+    """It starts at 2^16: after 16 halvings there is nothing left to blame."""
+    settings = {"precision": "float16", "steps": 60, "save_every": 0, "eval_every": 0, "bad_steps": 3}
+    with pytest.raises(TrainingStopped, match="not finite in 3 steps in a row, up to step 19;"):
+        make_trainer(tmp_path, task=BrokenGradient(), **settings).fit()

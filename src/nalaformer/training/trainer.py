@@ -246,7 +246,9 @@ class Trainer:
         total_weight, stops = sums[-2].item(), sums[-1].item()
         means = (sums[:-2] / total_weight).tolist()
         norm = self._finish_gradients(total_weight)
-        is_finite = math.isfinite(means[0]) and (math.isfinite(norm) or self.scaler.is_enabled())
+        # a gradient may be too large for float16 until its scale has fallen to one; then it is bad by itself
+        may_overflow = self.scaler.is_enabled() and self.scaler.get_scale() > 1
+        is_finite = math.isfinite(means[0]) and (math.isfinite(norm) or may_overflow)
         figures = {"loss": means[0], **dict(zip(names, means[1:], strict=True)), "gradient_norm": norm}
         figures["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         if is_finite:
