@@ -14,6 +14,7 @@ from nalaformer.attention import layer as layer_module
 from nalaformer.attention.hybrid import HybridSettings, function, hybrid_attention
 from nalaformer.attention.hybrid.layout import Layout
 from nalaformer.feature_maps import norm_aware
+from nalaformer.ops import kept_tensors
 from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND
 from nalaformer.ops.kept_tensors import is_ordinary, kept
 
@@ -154,3 +155,36 @@ def test_tables_made_while_traced_are_not_kept():
         assert not is_ordinary(rotary.tables()[0])
     assert torch.equal(rotary.tables()[0], rotary.cos_sin(torch.float32)[0])
     assert rotary.tables()[0] is rotary.tables()[0]
+
+
+def test_a_captured_graph_uses_what_is_kept_and_keeps_nothing(monkeypatch):
+    """What a graph computes has no value before it runs; what was there before has."""
+    made = []
+
+    def make(size: int, *, device: torch.device) -> Tensor:
+        made.append(torch.ones(size, device=device))
+        return made[-1]
+
+    row, rotary, other = kept(make, maxsize=4), Rotary.grid(2, 3, 4), Rotary.grid(2, 3, 4)
+    before, table = row(3, device=CPU), rotary.tables()[0]
+    with monkeypatch.context() as capture:
+        capture.setattr(kept_tensors, "is_captured", lambda device: True)
+        capture.setattr("nalaformer.ops.rotary.is_captured", lambda device: True)
+        assert row(3, device=CPU) is before
+        assert rotary.tables()[0] is table
+        passing, passing_table = row(2, device=CPU), other.tables()[0]
+    assert row(2, device=CPU) is not passing
+    assert other.tables()[0] is not passing_table
+
+
+def test_only_the_last_results_are_kept():
+    made = []
+
+    def make(size: int, *, device: torch.device) -> int:
+        made.append(size)
+        return size
+
+    row = kept(make, maxsize=2)
+    for size in (1, 2, 2, 3, 1):
+        row(size, device=CPU)
+    assert made == [1, 2, 3, 1]

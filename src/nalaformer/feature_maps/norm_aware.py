@@ -176,8 +176,11 @@ def with_size(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def constant_row(values: tuple[float, ...], *, device: torch.device) -> Tensor:
-    """One row of numbers on the device."""
-    return torch.tensor([values], dtype=torch.float32, device=device)
+    """One row of numbers on the device; filled there, since a CUDA graph cannot hold a copy from the host."""
+    row = torch.empty(1, len(values), dtype=torch.float32, device=device)
+    for place, value in enumerate(values):
+        row[:, place] = value
+    return row
 
 
 # a copy to the GPU at each call would cost more than the op

@@ -1,7 +1,6 @@
 """Tensors that are made once and kept for later calls: only such as serve any later call."""
 
 from collections.abc import Callable, Hashable
-from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -15,16 +14,15 @@ def is_ordinary(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def may_keep(device: torch.device) -> bool:
-    """Whether what is made now serves later calls, and what was made before serves this one.
-
-    A tracer follows no cache, and its tensors (FakeTensorMode, torch.export, make_fx) do not mix with others; a tensor made
-    while a CUDA graph is captured has no value yet.
-    """
-    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return False
+def is_traced() -> bool:
+    """Whether a tracer watches: it follows no cache, and its tensors (of FakeTensorMode, make_fx) mix with no others."""
     # what mode it is does not matter: what it makes of a new tensor does
-    return is_ordinary(torch.empty(0, device="cpu"))
+    return torch.compiler.is_compiling() or not is_ordinary(torch.empty(0, device="cpu"))
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured: what is made now has no value before the graph runs."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def kept(make: Callable[..., T], *, maxsize: int) -> Callable[..., T]:
@@ -32,14 +30,19 @@ def kept(make: Callable[..., T], *, maxsize: int) -> Callable[..., T]:
 
     What is made in inference mode stays there: autograd cannot save it.
     """
-
-    @lru_cache(maxsize=maxsize)
-    def known(in_inference_mode: bool, *arguments: Hashable, device: torch.device, **options: Hashable) -> T:
-        return make(*arguments, device=device, **options)
+    known: dict[Hashable, T] = {}
 
     def get(*arguments: Hashable, device: torch.device, **options: Hashable) -> T:
-        if not may_keep(device):
+        if is_traced():
             return make(*arguments, device=device, **options)
-        return known(torch.is_inference_mode_enabled(), *arguments, device=device, **options)
+        key = (torch.is_inference_mode_enabled(), arguments, device, *options.items())
+        found = known.get(key)
+        if found is None:
+            found = make(*arguments, device=device, **options)
+            if not is_captured(device):
+                known[key] = found
+                if len(known) > maxsize:
+                    known.pop(next(iter(known)), None)
+        return found
 
     return get

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .exporting import is_exporting
-from .kept_tensors import may_keep
+from .kept_tensors import is_captured, is_traced
 
 
 def rotary_frequencies(
@@ -155,13 +155,15 @@ class Rotary:
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """float32 cosine and sine as the kernels read them; kept, so that the layers of a network compute them once."""
-        if not may_keep(self.positions.device):
+        if is_traced():
             return self._new_tables()
         known: tuple[Tensor, Tensor] | None = self.__dict__.get("_tables")
         if known is None:
             # even if this is inference: the same positions may be trained on later
             with torch.inference_mode(False):
-                known = self.__dict__["_tables"] = self._new_tables()
+                known = self._new_tables()
+            if not is_captured(self.positions.device):
+                self.__dict__["_tables"] = known
         return known
 
     def _new_tables(self) -> tuple[Tensor, Tensor]:
