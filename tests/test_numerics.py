@@ -13,10 +13,10 @@ from nalaformer import FeatureMap, Rotary, linear_attention, recurrent_linear_at
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 
-# Error against float64, normwise with a floor of 1e-6: float32 inside, so what is left is the rounding of the output.
-# float32: three times the worst of 40 seeds, 1.4e-6, which gradients of causal rows with few keys have: there v_j - out is a
-# difference of nearly equal numbers, in whatever order it is evaluated.
-BARS = {torch.float32: 5e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# error against float64, normwise with a floor of 1e-6: float32 inside, so what is left is the rounding of the output
+BARS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# features, products, sums and the quotient are rounded one after the other, each of which is as a rounding of the inputs
+ROUNDINGS = 4
 DTYPES = list(BARS)
 # float16 ends at 65504
 DTYPES_AND_SIZES = [
@@ -27,11 +27,28 @@ over_dtypes_and_sizes = pytest.mark.parametrize(
 )
 
 
-def assert_precise(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype, conditioning: float = 0.0) -> None:
-    """Every tensor is within the bar of its type, or within twice what one rounding of the inputs changes."""
+def assert_precise(
+    feature_map: FeatureMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    upstream: Tensor,
+    *,
+    dtype: torch.dtype,
+    part: slice = slice(4),
+    **arguments,
+) -> None:
+    """Output and gradients, or another part of what `run` gives, are within the bar of the type.
+
+    float32: beside what roundings of the inputs alone change: much, where nearly equal numbers are subtracted (v_j - out
+    in gradients of rows with few keys) and where a rounding of x becomes |w x| roundings of exp(w x).
+    """
+    actual = run(feature_map, q, k, v, upstream, **arguments)[part]
+    expected = in_float64(feature_map, q, k, v, upstream, **arguments)[part]
     error = largest_distance(actual, expected)
     if dtype == torch.float32:
-        assert error <= BARS[dtype] + 2 * conditioning
+        moved = in_float64(moved_by_a_rounding(feature_map), *map(moved_by_a_rounding, (q, k, v)), upstream, **arguments)[part]
+        assert error <= BARS[dtype] + ROUNDINGS * largest_distance(moved, expected)
     else:
         # room: rounding the result to 16 bits may cost all of the bar, which is half a unit, and float32 adds a hundredth to it
         assert error <= BARS[dtype]
@@ -150,9 +167,7 @@ def test_outputs_and_gradients_are_as_precise_as_their_dtype(map_name, causal, d
     q, k, v = make_qkv(1, tokens, 2, head_dim, dtype=dtype)
     feature_map = make_map(map_name, head_dim=head_dim)
     upstream = torch.randn(1, tokens, 2, head_dim, dtype=dtype)
-    actual = run(feature_map, q, k, v, upstream, causal=causal)
-    expected = in_float64(feature_map, q, k, v, upstream, causal=causal)
-    assert_precise(actual[:4], expected[:4], dtype)
+    assert_precise(feature_map, q, k, v, upstream, dtype=dtype, causal=causal)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -161,10 +176,8 @@ def test_parameter_gradients_are_as_precise_as_their_dtype(name, causal, dtype, 
     q, k, v = make_qkv(2, 49, 2, 20, dtype=dtype)
     feature_map = make_map(name, head_dim=20)
     upstream = torch.randn(2, 49, 2, 20, dtype=dtype)
-    actual = run(feature_map, q, k, v, upstream, causal=causal)
-    expected = in_float64(feature_map, q, k, v, upstream, causal=causal)
     # parameters are float32 whatever the inputs are, and so are their gradients
-    assert_precise(actual[4:], expected[4:], torch.float32)
+    assert_precise(feature_map, q, k, v, upstream, dtype=torch.float32, part=slice(4, None), causal=causal)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -174,9 +187,7 @@ def test_rotary_is_as_precise_as_its_dtype(map_name, dtype, normalised, make_map
     feature_map = make_map(map_name, head_dim=20)
     upstream = torch.randn(1, 63, 2, 20, dtype=dtype)
     rotary = Rotary.grid(9, 7, 20, normalised=normalised)
-    actual = run(feature_map, q, k, v, upstream, rotary=rotary)
-    expected = in_float64(feature_map, q, k, v, upstream, rotary=rotary)
-    assert_precise(actual[:4], expected[:4], dtype)
+    assert_precise(feature_map, q, k, v, upstream, dtype=dtype, rotary=rotary)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -185,9 +196,7 @@ def test_variance_aware_reflections_are_as_precise_as_their_dtype(dtype, tokens,
     q, k, v = make_qkv(1, tokens, 2, head_dim, dtype=dtype)
     feature_map = make_map(VARIANCE_AWARE, head_dim=head_dim)
     upstream = torch.randn(1, tokens, 2, head_dim, dtype=dtype)
-    actual = run(feature_map, q, k, v, upstream)
-    expected = in_float64(feature_map, q, k, v, upstream)
-    assert_precise(actual[:4], expected[:4], dtype)
+    assert_precise(feature_map, q, k, v, upstream, dtype=dtype)
 
 
 @pytest.mark.parametrize("scale", [3.0, 10.0])
@@ -196,11 +205,7 @@ def test_larger_inputs_are_as_precise(map_name, causal, scale, make_map, make_qk
     q, k, v = (scale * x for x in make_qkv(1, 49, 2, 20, dtype=torch.float32))
     feature_map = make_map(map_name, head_dim=20)
     upstream = torch.randn(1, 49, 2, 20)
-    actual = run(feature_map, q, k, v, upstream, causal=causal)
-    expected = in_float64(feature_map, q, k, v, upstream, causal=causal)
-    # exp(w x) turns a rounding of its argument into |w x| roundings
-    moved = in_float64(moved_by_a_rounding(feature_map), *map(moved_by_a_rounding, (q, k, v)), upstream, causal=causal)
-    assert_precise(actual[:4], expected[:4], torch.float32, conditioning=largest_distance(moved[:4], expected[:4]))
+    assert_precise(feature_map, q, k, v, upstream, dtype=torch.float32, causal=causal)
 
 
 def test_chunks_are_as_precise_as_the_plain_formula_in_the_same_dtype(map_name, causal, make_map, make_qkv):
@@ -377,7 +382,8 @@ def test_mixed_dtypes_are_computed_in_the_widest(map_name, causal, backend, dtyp
     actual = run(feature_map, q, k, v, causal=causal)
     assert [x.dtype for x in actual[:4]] == [q.dtype, q.dtype, k.dtype, v.dtype]
     expected = in_float64(feature_map, q, k, v, torch.ones(()).expand(2, 19, 2, 8), causal=causal)
-    assert_precise(actual[:1], expected[:1], q.dtype)
+    # room: rounding the result to 16 bits may cost all of the bar, which is half a unit
+    assert distance(actual[0], expected[0]) <= BARS[q.dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
