@@ -8,20 +8,23 @@ import torch
 from typer.testing import CliRunner
 
 from nalaformer import cli
+from nalaformer.bench import scoreboard
 from nalaformer.bench.resident import resident
-from nalaformer.bench.scoreboard import Loaded, Method, Run, make_model, prepared
+from nalaformer.bench.scoreboard import Method, Run, prepared
 from nalaformer.bench.sprint import Sprint
-from nalaformer.data import seed_everything
 from nalaformer.data.sequences import SEQUENCES
 from nalaformer.models.sequence import RecallModel
 from nalaformer.recipes import RECIPES, changed
-from nalaformer.tasks import Sequences
 from nalaformer.training import TrainingConfig
 from option_effects import Effects
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPRINT = Effects(field.name for field in fields(TrainingConfig))
 DATA = {"vocabulary": 32, "mixture": [[16, 2]]}
+SMALL = (
+    *("train_samples=32", "eval_samples=6", "test_samples=5", "batch_size=8", "warmup=0"),
+    *(f"data_options={json.dumps(DATA)}", 'model_options={"dim": 16}'),
+)
 
 
 def test_no_setting_is_without_a_test_of_its_effect():
@@ -121,8 +124,7 @@ def test_a_step_sees_a_batch_and_every_block_is_evaluated():
 
 
 def recipe_of(*settings):
-    small = ["train_samples=32", "eval_samples=6", "test_samples=5", "batch_size=8", f"data_options={json.dumps(DATA)}"]
-    return changed(RECIPES["mqar_small"](), [*small, 'model_options={"dim": 16}', *settings])
+    return changed(RECIPES["mqar_small"](), [*SMALL, *settings])
 
 
 def run_of(*settings, rate=1e-3, seed=0, steps=10):
@@ -143,19 +145,22 @@ def test_warmup_and_rates_keep_their_proportions():
 
 
 @SPRINT.of("seed")
-def test_weights_and_order_follow_the_seed_of_the_run(tmp_path):
-    loaded = Loaded(Sequences(recipe_of().task), "cpu", lambda line: None)
-    seen = {}
-    for seed in (0, 1):
-        run = run_of(seed=seed)
-        seed_everything(seed)
-        seen[seed] = make_model(run.recipe, run.method, loaded.facts)
-    assert not torch.equal(seen[0].embedding.weight, seen[1].embedding.weight)
-    plans = [
-        Sprint(seen[seed], run_of().training, train=loaded.train, dev=loaded.dev, groups=1, steps=4, seed=seed).plan.rows[0]
-        for seed in (0, 1)
-    ]
-    assert not torch.equal(*plans)
+def test_weights_and_order_follow_the_seed_of_the_run(tmp_path, monkeypatch):
+    started = []
+
+    class Noted(Sprint):
+        def __init__(self, model, *given, **named):
+            super().__init__(model, *given, **named)
+            started.append((model.embedding.weight.detach().clone(), self.plan.rows[0]))
+
+    monkeypatch.setattr(scoreboard, "Sprint", Noted)
+    for seeds in ([0, 1], [0]):
+        method = [Method(name="relu", options={})]
+        settings = {"methods": method, "seeds": seeds, "learning_rates": [1e-3], "steps": 1}
+        scoreboard.run_scoreboard("t", recipe_of(), out=tmp_path / f"{len(seeds)}.csv", **settings)
+    zero, one, again = started
+    assert all(torch.equal(a, b) for a, b in zip(zero, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(zero, one, strict=True))
 
 
 def test_data_that_is_kept_has_the_options_of_its_split(tmp_path):
@@ -172,8 +177,8 @@ NOT_FOLLOWED = {"optimizer": "sgd", "ema": "0.9", "accumulate": "2", "repeats": 
 @SPRINT.of(*(name for name in NOT_FOLLOWED if name not in ("precision", "seed")))
 @pytest.mark.parametrize(("name", "value"), [*NOT_FOLLOWED.items(), ("attention", "softmax"), ("initial_weights", "torch")])
 def test_settings_that_a_scoreboard_does_not_follow_are_refused(tmp_path, name, value):
-    arguments = ["scoreboard", "mqar_small", f"{name}={value}", "--device", "cpu", "--out", str(tmp_path / "a.csv")]
-    refused = CliRunner().invoke(cli.build_app(), arguments)
+    arguments = ["scoreboard", "mqar_small", *SMALL, f"{name}={value}", "--steps", "1", "--methods", "relu", "--seeds", "1"]
+    refused = CliRunner().invoke(cli.build_app(), [*arguments, "--device", "cpu", "--out", str(tmp_path / "a.csv")])
     assert isinstance(refused.exception, ValueError)
     assert f"{name}={value}" in str(refused.exception)
     assert not (tmp_path / "a.csv").exists()

@@ -85,6 +85,13 @@ def test_a_fraction_is_read_where_the_recipe_has_a_whole_number(name):
     assert (training.warmup, training.cooldown, training.weight_decay) == (0.5, 1.5, 0)
 
 
+def test_yes_and_no_are_read_in_their_words():
+    for word, value in (("true", True), ("Yes", True), ("1", True), ("false", False), ("No", False), ("0", False)):
+        before = changed(RECIPES["cue_grid"](), [f"compile={str(not value).lower()}"])
+        assert before.training.compile is not value
+        assert changed(before, [f"compile={word}"]).training.compile is value
+
+
 def test_the_last_of_two_values_counts():
     assert changed(RECIPES["cue_grid"](), ["batch_size=8", "training.batch_size=16"]).training.batch_size == 16
 
