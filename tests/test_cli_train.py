@@ -1,7 +1,9 @@
 """Training, evaluating, predicting and the demo, as a user meets them."""
 
+import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,6 +179,22 @@ def test_the_report_needs_nothing_beside_itself(demo_result, tmp_path):
     assert page.count("data:image/png;base64,iVBOR") == 3
     assert not any(link in page for link in ("http:", "https:", 'src="/', "<script"))
     assert all(finding.entry.label in page for finding in demo_result.found)
+
+
+def test_what_is_looked_at_is_the_best_seed(tmp_path, monkeypatch):
+    for seed, top1 in enumerate((0.3, 0.7, 0.5)):
+        run = study.run_folder(tmp_path, ENTRIES[0], seed)
+        run.mkdir(parents=True)
+        (run / "log.jsonl").write_text(json.dumps({"kind": "eval", "step": 6, "top1": top1}) + "\n")
+    looked_at = []
+    monkeypatch.setattr(study, "train_all", lambda *_: None)
+    monkeypatch.setattr(study, "cost_of", lambda entry: None)
+    monkeypatch.setattr(
+        study, "diagnose", lambda run: looked_at.append(run.name) or SimpleNamespace(parameters=1, classes="abcd", tokens=64)
+    )
+    found = run_demo(tmp_path, seeds=3, entries=ENTRIES[:1]).found
+    assert looked_at == ["softmax_seed1"]
+    assert found[0].accuracies == (0.3, 0.7, 0.5)
 
 
 def test_seeds_give_other_networks(demo_result):

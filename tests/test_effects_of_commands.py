@@ -1,6 +1,7 @@
 """Every option of the commands that make data, train, use what was trained, and look at attention."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,19 @@ def test_eval_looks_at_other_data(folders):
     )
     assert figure(own, "top1") == "1"
     assert figure(exchanged, "top1") == "0"
+    # other classes are another question
+    for split in ("train", "val"):
+        for name in ("red", "green"):
+            shutil.copytree(folders / "mine" / split / "red", folders / "other" / split / name)
+    run(
+        "eval",
+        folders / "run",
+        "--device",
+        "cpu",
+        "--data",
+        folders / "other",
+        fails="must have the classes of the run's own data",
+    )
 
 
 @COMMANDS.of("eval run.split")

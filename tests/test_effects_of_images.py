@@ -151,6 +151,12 @@ def test_files_come_in_the_order_of_their_names_whatever_the_disk_says(folder, u
     assert find_images([folder / "val"]) == [Path(path) for path, _ in expected]
 
 
+def test_hidden_folders_are_no_classes(folder):
+    (folder / "val" / ".thumbnails").mkdir()
+    (folder / "val" / ".thumbnails" / "1.png").write_bytes((folder / "val" / "dark" / "1.png").read_bytes())
+    assert ImageFolder(folder, "val", transform=eval_transform(32)).classes == ("dark", "light")
+
+
 # ---- classification
 
 

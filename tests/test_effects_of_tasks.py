@@ -1,7 +1,7 @@
 """Every field of a recipe, and of the tasks on text and sequences, does what its documentation says."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import reduce
 
 import pytest
@@ -94,6 +94,26 @@ def test_yes_and_no_are_read_in_their_words():
 
 def test_the_last_of_two_values_counts():
     assert changed(RECIPES["cue_grid"](), ["batch_size=8", "training.batch_size=16"]).training.batch_size == 16
+
+
+def test_defaults_are_those_that_figures_were_measured_with():
+    """Recipes leave these out: another default changes every run of theirs."""
+    training = {
+        **{"accumulate": 1, "optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.05, "beta2": 0.999, "epsilon": 1e-8},
+        **{"schedule": "cosine", "warmup": 0, "warmup_learning_rate": 1e-6, "min_learning_rate": 1e-5, "cooldown": 0},
+        **{"clip_norm": 0, "clip_value": 0, "ema": 0, "repeats": 1, "precision": "float32", "seed": 0, "batch_size": 64},
+        **{"keep": 2, "bad_steps": 10, "on_corrupt": "skip", "most_corrupt": 100, "eval_every": 0, "save_every": 0},
+    }
+    assert training.items() <= asdict(TrainingConfig(steps=1)).items()
+    augmentation = {"auto_augment": "", "color_jitter": 0.0, "random_erasing": 0.0, "smallest_crop": 0.08, "flip": 0.5}
+    images = {"image_size": 224, "eval_crop": 0.9, "mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0, "data_seed": 0}
+    images |= {"train_samples": 100_000, "eval_samples": 2_000, "data_options": {}, "augmentation": augmentation}
+    assert asdict(ClassificationConfig(data="d")) == images | {"data": "d"}
+    text = {"window": 2048, "packing": "stream", "tokenizer": "", "data_seed": 0, "vocab_size": 512}
+    assert asdict(LanguageConfig(data="d")) == text | {"data": "d", "train_documents": 10_000, "eval_documents": 200}
+    sequences = {"data_options": {}, "eval_options": {}, "data_seed": 0}
+    sequences |= {"train_samples": 100_000, "eval_samples": 2_000, "test_samples": 20_000}
+    assert asdict(SequencesConfig(data="d")) == sequences | {"data": "d"}
 
 
 # ---- recipes

@@ -354,7 +354,8 @@ def test_a_model_is_asked_to_compute_activations_again(tmp_path):
 @TRAINING.of("device")
 def test_the_device_is_looked_for_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [ranks.find_device(name, 3).type for name in ("auto", "cpu")] == ["cuda", "cpu"]
+    # each process of several takes the GPU of its number
+    assert [str(ranks.find_device(name, 3)) for name in ("auto", "cuda", "cpu")] == ["cuda:3", "cuda:3", "cpu"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert ranks.find_device("auto").type == "cpu"
     asked = []

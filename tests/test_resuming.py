@@ -1,10 +1,13 @@
 """What a run comes back to: a damaged checkpoint is neither an end nor a trap, and float16 goes on with its own scale."""
 
+from dataclasses import asdict, fields
+
 import pytest
 import torch
 
-from nalaformer.training import Checkpoint, Checkpoints, TrainingStopped
+from nalaformer.training import Checkpoint, Checkpoints, TrainingConfig, TrainingStopped
 from nalaformer.training.log import read_log
+from nalaformer.training.settings import refuse_other_settings
 from training_example import Regression, make_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,6 +42,22 @@ def same_checkpoints(a, b, step):
         assert tensors.keys() == theirs.tensors[part].keys()
         assert all(torch.equal(value, theirs.tensors[part][name]) for name, value in tensors.items())
     return True
+
+
+# where and how often, and never what is learned
+FREE = {"workers", "device", "compile", "keep", "save_every", "save_minutes", "eval_every", "tensorboard"}
+FREE |= {"most_corrupt", "on_corrupt"}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TrainingConfig)])
+def test_a_run_goes_on_with_another_setting_only_where_nothing_of_what_is_learned_changes(name, tmp_path):
+    settings = asdict(TrainingConfig(steps=5))
+    other = {"training": settings | {name: "another"}, "model": "m"}
+    if name in FREE:
+        refuse_other_settings({"training": settings, "model": "m"}, other, tmp_path)
+    else:
+        with pytest.raises(ValueError, match=rf"training\.{name} was .* and is now 'another'"):
+            refuse_other_settings({"training": settings, "model": "m"}, other, tmp_path)
 
 
 def test_a_step_that_is_saved_again_has_its_new_content(tmp_path):
