@@ -17,7 +17,7 @@ from nalaformer.bench import scoreboard
 from nalaformer.bench.scoreboard_report import read_rows
 from nalaformer.data.sequences import Stored
 from nalaformer.data.text import Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
-from nalaformer.recipes import RECIPES, load_run
+from nalaformer.recipes import RECIPES, evaluate_run, load_run
 from nalaformer.training import Checkpoints
 from nalaformer.training.log import read_log
 from option_effects import Effects
@@ -75,9 +75,9 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def image_run(tmp_path_factory):
-    """Four steps, all of them evaluated and kept."""
+    """Four steps, all of them evaluated and kept; in low precision, in which evaluation must run too to give the same."""
     folder = tmp_path_factory.mktemp("commands") / "run"
-    run("train", "cue_grid", *SHORT, "--out", folder)
+    run("train", "cue_grid", *SHORT, "precision=bfloat16", "--out", folder)
     return folder
 
 
@@ -124,6 +124,7 @@ def test_eval_gives_the_figures_of_its_step_or_of_the_best(image_run):
     assert len(set(losses.values())) == 4
     for step in (1, 3):
         assert figure(run("eval", image_run, "--step", step, "--device", "cpu"), "loss") == losses[step]
+        assert evaluate_run(image_run, step=step, device="cpu").metrics["loss"] == logged(image_run, step)["loss"]
     accuracies = [logged(image_run, step)["top1"] for step in (1, 2, 3, 4)]
     best = 1 + accuracies.index(max(accuracies))
     shown = run("eval", image_run, "--device", "cpu")

@@ -12,6 +12,7 @@ from PIL import Image
 
 from nalaformer.data import GENERATED, Augmentation, ImageFolder, eval_transform, find_images, training_transform
 from nalaformer.data.loading import random_state_of
+from nalaformer.data.text import find_text
 from nalaformer.tasks import Classification, ClassificationConfig
 from option_effects import Effects
 
@@ -149,6 +150,9 @@ def test_files_come_in_the_order_of_their_names_whatever_the_disk_says(folder, u
     assert data.classes == ("dark", "light")
     assert data.files == expected
     assert find_images([folder / "val"]) == [Path(path) for path, _ in expected]
+    for name in ("b.txt", "a.jsonl", "c.txt"):
+        (folder / name).write_text("x")
+    assert find_text([folder]) == [folder / name for name in ("a.jsonl", "b.txt", "c.txt")]
 
 
 def test_hidden_folders_are_no_classes(folder):

@@ -65,16 +65,17 @@ class Fixed(nn.Module):
 
 
 def test_accuracy_counts_the_first_and_the_first_five():
-    logits = torch.zeros(4, 7)
+    logits = torch.zeros(5, 7)
     logits[0, 3] = 9  # right
     logits[1] = torch.tensor([5.0, 4, 3, 2, 1, 0, 0])  # right is third
     logits[2] = torch.tensor([5.0, 4, 3, 2, 1, 0.5, 0])  # right is last
     logits[3, 0] = 9  # right
-    labels = torch.tensor([3, 2, 6, 0])
+    logits[4] = torch.tensor([5.0, 4, 3, 2, 1, 0, 0])  # right is fifth
+    labels = torch.tensor([3, 2, 6, 0, 4])
     metrics = TopAccuracy()
-    metrics.update(Fixed(logits), (torch.zeros(4, 3, 8, 8), labels))
+    metrics.update(Fixed(logits), (torch.zeros(5, 3, 8, 8), labels))
     result = metrics.result()
-    assert (result["top1"], result["top5"], result["images"]) == (0.5, 0.75, 4)
+    assert (result["top1"], result["top5"], result["images"]) == (0.4, 0.8, 5)
     assert result["loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
 
 
