@@ -231,6 +231,22 @@ def tokenized(folder, split):
     ]
 
 
+@COMMANDS.of("train.dry_run", "tokenize.dry_run", "data make.dry_run")
+def test_a_dry_run_says_what_would_be_done_and_writes_nothing(tmp_path):
+    texts = tmp_path / "a.txt"
+    texts.write_text("a text")
+    said = run("train", "cue_grid", "steps=6", "batch_size=8", "--out", tmp_path / "run", "--dry-run")
+    assert "cue_grid: 6 steps of 8" in said
+    said = run("tokenize", texts, "--train-vocab", "300", "--out", tmp_path / "tokens", "--dry-run")
+    assert "train: 1 files" in said
+    assert "tokenizer: trained, 300 entries" in said
+    counts = ("--samples", 20, "--val-samples", 0, "--test-samples", 0)
+    said = run("data", "make", "copying", "--out", tmp_path / "data", *counts, "--dry-run")
+    assert said.startswith("train: 20 sequences")
+    assert said.rstrip().endswith("; new")
+    assert list(tmp_path.iterdir()) == [texts]
+
+
 @COMMANDS.of("tokenize.files", "tokenize.out", "tokenize.train_vocab", "tokenize.val")
 def test_tokenize_writes_the_documents_of_its_files(texts):
     run("tokenize", texts / "a.jsonl", "--train-vocab", 270, "--val", texts / "b.txt", "--out", texts / "out")

@@ -184,6 +184,17 @@ def test_settings_that_a_scoreboard_does_not_follow_are_refused(tmp_path, name, 
     assert not (tmp_path / "a.csv").exists()
 
 
+@SPRINT.of("save_minutes")
+def test_a_run_is_saved_on_the_way_by_time(tmp_path):
+    aside = tmp_path / "run.safetensors"
+    assert sprint_of(save_minutes=1e-9).run(aside=aside)
+    again = sprint_of()
+    again.resume(aside)
+    assert again.course.step == 3
+    assert sprint_of(save_minutes=0).run(aside=tmp_path / "never.safetensors")
+    assert not (tmp_path / "never.safetensors").exists()
+
+
 # of the trainer's process, its files and its patience: a scoreboard has options of its own for them, or none of it
 SPRINT.of(
     *("device", "workers", "compile", "checkpoint_activations", "save_every", "keep", "tensorboard"),

@@ -395,6 +395,12 @@ def test_checkpoints_come_after_so_many_steps_at_the_best_and_at_the_end(tmp_pat
     assert saved(run(tmp_path / "often", save_every=3, **plain | {"task": GettingWorse()})) == [2, 3, 6, 8]
 
 
+@TRAINING.of("save_minutes")
+def test_checkpoints_also_come_by_time(tmp_path):
+    assert saved(run(tmp_path / "never", save_minutes=0, keep=9)) == [3]
+    assert saved(run(tmp_path / "always", save_minutes=1e-9, keep=9)) == [1, 2, 3]
+
+
 @TRAINING.of("keep")
 def test_the_newest_checkpoints_stay_and_the_best(tmp_path):
     for keep, kept in ((1, [2, 8]), (2, [2, 6, 8]), (3, [2, 4, 6, 8])):

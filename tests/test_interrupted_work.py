@@ -301,26 +301,6 @@ def test_the_plan_of_a_run_says_where_it_stands_and_writes_nothing(tmp_path):
         plan_lines(make_trainer(tmp_path / "run", steps=5, save_every=0, eval_every=0))
 
 
-def dry_run(*arguments):
-    done = CliRunner().invoke(cli.build_app(), [*map(str, arguments), "--dry-run"], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-def test_a_dry_run_of_every_command_says_what_it_would_do_and_writes_nothing(tmp_path):
-    texts = tmp_path / "a.txt"
-    texts.write_text("a text")
-    assert "cue_grid: 6 steps of 8" in dry_run("train", "cue_grid", "steps=6", "batch_size=8", "--out", tmp_path / "run")
-    said = dry_run("tokenize", texts, "--train-vocab", "300", "--out", tmp_path / "tokens")
-    assert "train: 1 files" in said
-    assert "tokenizer: trained, 300 entries" in said
-    counts = ("--samples", 20, "--val-samples", 0, "--test-samples", 0)
-    said = dry_run("data", "make", "copying", "--out", tmp_path / "data", *counts)
-    assert said.startswith("train: 20 sequences")
-    assert said.rstrip().endswith("; new")
-    assert list(tmp_path.iterdir()) == [texts]
-
-
 def test_a_split_that_is_refused_is_refused_before_another_is_made(tmp_path, monkeypatch):
     make(tmp_path)
     (tmp_path / "train").rename(tmp_path / "val")

@@ -715,14 +715,6 @@ def test_a_model_of_another_build_and_a_missing_package_are_refused_before_the_t
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_says_what_would_be_done_and_writes_nothing(pretrained_folder, tmp_path):
-    done = run_command(pretrained_folder, tmp_path / "out", more=["--dry-run", "--steps", "7"])
-    assert done.exit_code == 0
-    assert "transfer: 7 steps of 8" in done.output
-    assert "finetune: left out" in done.output
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_window_longer_than_the_text_is_refused_before_the_model_is_loaded(pretrained_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
     with pytest.raises(ValueError, match="an epoch must hold a whole batch"):

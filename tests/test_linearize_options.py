@@ -358,3 +358,14 @@ def test_the_command_does_what_its_options_say(pretrained, tmp_path, monkeypatch
         rows = [json.loads(line) for line in (out / "runs" / stage / "log.jsonl").read_text().splitlines()]
         assert max(row.get("step", 0) for row in rows) == steps
     assert lengths == [32, 32]
+
+
+@COMMAND.of("dry_run")
+def test_a_dry_run_says_what_would_be_done_and_writes_nothing(pretrained, tmp_path):
+    arguments = ["linearize", pretrained / "model", "--data", pretrained / "a.jsonl", "--out", tmp_path / "out"]
+    arguments += ["--steps", 7, "--finetune-steps", 0, "--device", "cpu", "--dry-run"]
+    done = CliRunner().invoke(build_app(), [str(argument) for argument in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "transfer: 7 steps of 8" in done.output
+    assert "finetune: left out" in done.output
+    assert not (tmp_path / "out").exists()

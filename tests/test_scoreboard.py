@@ -274,17 +274,6 @@ def test_ctrl_c_puts_the_run_in_progress_aside_and_the_same_call_goes_on(tmp_pat
     assert len(looks) == 6
 
 
-def test_a_run_is_saved_on_the_way_by_time(tmp_path):
-    aside = tmp_path / "run.safetensors"
-    sprint = make_sprint(steps=4, save_minutes=1e-9)
-    assert sprint.run(aside=aside)
-    again = make_sprint(steps=4)
-    again.resume(aside)
-    assert again.course.step == 4
-    assert make_sprint(steps=4, save_minutes=0).run(aside=tmp_path / "never.safetensors")
-    assert not (tmp_path / "never.safetensors").exists()
-
-
 def test_a_damaged_run_that_was_put_aside_is_made_anew(tmp_path):
     whole = board(tmp_path / "whole.csv", methods="relu")
     board(tmp_path / "parts.csv", methods="relu", seconds=0.0)

@@ -97,9 +97,9 @@ def recurrent_linear_attention(
     the state passed in is not changed. Rotary positions count on: Rotary.sequence(n, dim, start=tokens_before).
     """
     turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps)
-    recompute = _needs_grad(q, k, v, feature_map, state)
     k, v = _heads_for(feature_map, q, k, v)
     check_state(state, q, k, v, feature_map, turns[1])
+    recompute = _needs_grad(q, k, v, feature_map, state)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
         if choose(q, k, v, feature_map=mapped, causal=True, rotary=turns) == "triton":

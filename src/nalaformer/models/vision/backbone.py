@@ -165,7 +165,7 @@ class Stage(nn.Module):
             Block(
                 config.attention_of(index, block),
                 dim=dim,
-                num_heads=config.num_heads[index],
+                num_heads=config.of_stage("num_heads", index),
                 mlp_ratio=config.of_stage("mlp_ratios", index),
                 local_positions=config.local_positions,
                 feed_forward_mix=config.feed_forward_mix,

@@ -21,8 +21,8 @@ class BackboneConfig:
     """Channels of each stage."""
     depths: tuple[int, ...]
     """Blocks of each stage."""
-    num_heads: tuple[int, ...]
-    """Attention heads of each stage."""
+    num_heads: tuple[int, ...] | int
+    """Attention heads, per stage or for all."""
     mlp_ratios: tuple[float, ...] | float = 4.0
     """Hidden channels of the feed-forward network over the channels, per stage or for all."""
     attention: str = "nalaformer"
