@@ -238,6 +238,33 @@ def test_machine_code_without_such_sums_is_not_disassembled(opcode, register, of
     assert may_have_descriptors(bytes(64 + offset) + instruction + bytes(32)) is expected
 
 
+def test_code_that_cannot_be_looked_at_counts_as_broken(monkeypatch, tmp_path):
+    from nalaformer.ops.kernels import machine_code
+
+    def missing(cubin):
+        raise FileNotFoundError("no cuobjdump")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(machine_code, "may_have_descriptors", lambda cubin: cubin == b"descriptors")
+    monkeypatch.setattr(machine_code, "disassembled", missing)
+    with pytest.warns(UserWarning, match="no cuobjdump"):
+        assert machine_code.is_miscompiled(b"descriptors")
+    assert not machine_code.is_miscompiled(b"none")
+
+
+@pytest.mark.parametrize("faults", [[], ["IADD3.X"]], ids=["right", "broken"])
+def test_machine_code_is_disassembled_once(faults, monkeypatch, tmp_path):
+    from nalaformer.ops.kernels import machine_code
+
+    looked = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(machine_code, "may_have_descriptors", lambda cubin: True)
+    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: looked.append(cubin))
+    monkeypatch.setattr(machine_code, "undefined_descriptors", lambda code: faults)
+    assert [machine_code.is_miscompiled(b"some code") for _ in range(3)] == [bool(faults)] * 3
+    assert len(looked) == 1
+
+
 class Compiled:
     def __init__(self, form):
         self.asm = {"cubin": repr(sorted(form.items())).encode()}
