@@ -172,6 +172,15 @@ def test_eval_looks_at_other_data(folders):
     )
 
 
+def test_eval_names_the_files_that_it_leaves_out(folders):
+    shutil.copytree(folders / "mine", folders / "harmed")
+    broken = folders / "harmed" / "val" / "red" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:100])
+    shown = run("eval", folders / "run", "--data", folders / "harmed", "--device", "cpu")
+    assert f"left out: {broken}" in shown
+    assert figure(shown, "images") == "7"
+
+
 @COMMANDS.of("eval run.split")
 def test_eval_looks_at_the_split_that_is_asked_for(tmp_path):
     settings = ["steps=1", "warmup=0", "batch_size=4", "eval_every=0", "save_every=0", "device=cpu"]

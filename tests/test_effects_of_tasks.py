@@ -118,6 +118,21 @@ def test_defaults_are_those_that_figures_were_measured_with():
 
 # ---- recipes
 
+DATA_OF_RECIPES = {
+    **{name: name for name in ("cue_grid", "count_grid", "marked_pair")},
+    **{f"lra_{name}": name for name in ("listops", "listops_sky", "pathfinder", "pathx", "text", "retrieval", "image")},
+    **{"listops_small": "listops", "pathfinder_small": "pathfinder", "mqar": "mqar", "mqar_small": "mqar"},
+    **{name: name for name in ("copying", "induction", "needles", "variables", "pointing", "pointing_control")},
+    **{"lm_tiny": "tales", "lm_text": "tokens"},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES.names())
+def test_a_recipe_learns_from_the_data_of_its_name(name):
+    expected = "imagenet" if name.startswith("imagenet") else "slimpajama" if name.startswith("nala_lm") else None
+    assert RECIPES[name]().task.data == (expected or DATA_OF_RECIPES[name])
+
+
 TINY = {
     **{"embed_dims": [16], "depths": [1], "num_heads": [2], "mlp_ratios": 1, "attention_stages": "l", "layer_scale": [None]},
     **{"key_reduction": 1, "softmax_key_reduction": 1, "patch_size": 8, "img_size": 48, "global_pool": "max"},
@@ -354,3 +369,13 @@ def test_the_loss_of_sequences_is_the_mean_over_what_is_asked():
     expected = -logits.log_softmax(-1)[asked].gather(1, batch["targets"][asked][:, None]).mean()
     assert loss.weight == asked.sum().item() == 5 * 6
     assert loss.total.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_language_is_judged_at_its_answers_alone():
+    options = {"length": 64, "needles": 3, "names": 8, "values": 8, "words": 8}
+    task = sequences(data="needles", data_options=options)
+    batch = {name: torch.stack([task.eval_data[i][name] for i in range(6)]) for name in task.eval_data[0]}
+    metrics = task.metrics()
+    metrics.update(task.create_model("recall", {"dim": 16, "attention": "linear"}, task.facts()), batch)
+    assert (batch["targets"] != IGNORE).all()
+    assert metrics.result()["answers"] == batch["answers"].sum().item() < batch["targets"].numel() / 2

@@ -97,6 +97,13 @@ def test_epochs_are_passes_over_the_data(tmp_path):
     assert sum(len(x) for x in task.inputs) == 2 * 60
 
 
+def test_parts_of_an_epoch_are_rounded_to_whole_steps():
+    # five steps an epoch
+    totals = [TrainingConfig(epochs=epochs, cooldown=0.3).total_steps(5) for epochs in (1.1, 1.3, 1.5, 1.6)]
+    # a half goes to the even number, as everywhere in Python
+    assert totals == [8, 8, 10, 10]
+
+
 @TRAINING.of("steps")
 def test_steps_are_steps_of_the_optimiser(tmp_path):
     assert len(rows(run(tmp_path, steps=7))) == 7
@@ -318,7 +325,10 @@ def test_the_average_moves_by_one_minus_its_decay_and_is_evaluated(tmp_path):
 
 @TRAINING.of("precision")
 def test_forward_and_loss_run_in_the_precision_and_so_does_evaluation(tmp_path):
-    for name, dtype in PRECISIONS.items():
+    low = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+    known = low | {"fp32": torch.float32, "float32": torch.float32}
+    assert known.keys() == PRECISIONS.keys()
+    for name, dtype in known.items():
         task = Watched()
         trainer = run(tmp_path / name, task=task, precision=name, steps=1)
         assert task.precisions == {dtype}

@@ -171,6 +171,8 @@ def test_a_run_gives_back_the_model_that_was_trained(tmp_path):
     outcome = trainer.fit()
     run = load_run(tmp_path, step=4)
     assert run.recipe == recipe
+    # ready for use: dropout is off
+    assert not run.model.training
     assert run.facts["classes"] == list(trainer.task.classes)
     for ours, theirs in zip(run.model.parameters(), trainer.evaluated_model.parameters(), strict=True):
         assert torch.equal(ours, theirs)

@@ -31,6 +31,7 @@ from nalaformer.data.text import (
     tokenize_corpus,
     train_tokenizer,
 )
+from nalaformer.data.text.documents import Document
 from nalaformer.whole_files import whole_folder
 
 
@@ -420,6 +421,15 @@ def test_only_responses_are_learned(tokenizer, tmp_path):
     targets = torch.cat([data[index]["targets"] for index in range(len(data))])
     assert tokenizer.decode(targets[targets != IGNORED].tolist()) == "".join(f"{r['response']}<|endoftext|>" for r in rows)
     assert data.predicted is None
+
+
+def test_the_end_is_learned_where_the_last_piece_is(tokenizer):
+    for last in (True, False):
+        document = Document(pieces=(("question ", True), ("answer", last)), source="")
+        ((_, tokens, learned),) = Encoder(tokenizer).encode([document])
+        assert len(tokens) == len(learned)
+        assert tokens[-1] == tokenizer.eos_token_id
+        assert learned[-2:] == [last, last]
 
 
 def test_windows_do_not_cross_shards(tmp_path):
