@@ -15,6 +15,7 @@ from nalaformer.bench.sprint import Sprint
 from nalaformer.data.sequences import SEQUENCES
 from nalaformer.models.sequence import RecallModel
 from nalaformer.recipes import RECIPES, changed
+from nalaformer.tasks import Sequences
 from nalaformer.training import TrainingConfig
 from option_effects import Effects
 
@@ -161,6 +162,27 @@ def test_weights_and_order_follow_the_seed_of_the_run(tmp_path, monkeypatch):
     zero, one, again = started
     assert all(torch.equal(a, b) for a, b in zip(zero, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(zero, one, strict=True))
+
+
+def test_a_run_learns_from_train_is_chosen_on_dev_and_tested_on_test(tmp_path, monkeypatch):
+    used = {}
+
+    class Noted(Sprint):
+        def __init__(self, model, config, *, train, dev, **named):
+            super().__init__(model, config, train=train, dev=dev, **named)
+            used.update(train=train, dev=dev)
+
+        def test(self, buckets):
+            used["test"] = buckets
+            return super().test(buckets)
+
+    monkeypatch.setattr(scoreboard, "Sprint", Noted)
+    settings = {"methods": [Method(name="relu", options={})], "seeds": [0], "learning_rates": [1e-3], "steps": 1}
+    scoreboard.run_scoreboard("t", recipe_of(), out=tmp_path / "a.csv", **settings)
+    task = Sequences(recipe_of().task)
+    for name, data in (("train", task.train_data), ("dev", task.eval_data), ("test", task.test_data)):
+        (bucket,) = used[name]
+        assert torch.equal(bucket.inputs.long(), torch.from_numpy(data.batch(range(len(data)))["inputs"]).long())
 
 
 def test_data_that_is_kept_has_the_options_of_its_split(tmp_path):
