@@ -461,6 +461,16 @@ def test_workers_end_with_the_process_that_they_work_for(tmp_path, number):
     assert not [pid for pid, started in workers if is_running(pid, started)]
 
 
+@pytest.mark.parametrize("name", ["short", "a_folder_with_a_long_name_" * 6])
+def test_workers_start_whatever_the_temporary_folder_is_called(tmp_path, monkeypatch, name):
+    (tmp_path / name).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / name))
+    (tmp_path / "program.py").write_text(POOL)
+    with light_process(tmp_path / "program.py") as process:
+        assert len(process.stdout.readline().split()) == 2
+        process.terminate()
+
+
 def light_process(program, *arguments):
     """A Python process that finds the modules of the package without its __init__, which would import torch."""
     command = [sys.executable, str(program), str(Path(folder_lock.__file__).parent), *map(str, arguments)]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..child_processes import end_with_parent
+from ..child_processes import end_with_parent, shorten_socket_paths
 from .images import CorruptImage
 
 
@@ -208,6 +208,8 @@ def put_together(samples: list[tuple[Any, tuple[str, ...]]]) -> Batch:
 
 
 def _loader(data: SeededSamples, plan: Any, workers: int, pin_memory: bool) -> Batches:
+    if workers:
+        shorten_socket_paths()
     # the collated batches are what the loader gives
     return DataLoader(
         cast(Dataset[Batch], data),
