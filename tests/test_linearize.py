@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -670,11 +671,12 @@ def test_a_single_text_is_refused_with_a_remedy_that_works(pretrained_folder, tm
 
     from nalaformer.cli import build_app
 
+    tmp_path = tmp_path / "a folder"
     shutil.copytree(pretrained_folder / "model", tmp_path / "model")
     (tmp_path / "book.txt").write_text("".join(f"line {number} of the only book.\n" for number in range(200)))
     with pytest.raises(ValueError, match=r"several documents.*--data DIR") as refused:
         run_command(tmp_path, tmp_path / "out", data="book.txt")
-    _, *remedy = str(refused.value).split("`")[1].replace("DIR", str(tmp_path / "tokens")).split()
+    _, *remedy = shlex.split(str(refused.value).split("`")[1].replace("DIR", f"'{tmp_path / 'tokens'}'"))
     assert CliRunner().invoke(build_app(), remedy).exit_code == 0
     # what failed before it had tokens does not keep the folder from other text
     assert run_command(tmp_path, tmp_path / "out", data="tokens").exit_code == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from hashlib import sha256
@@ -101,10 +102,11 @@ def token_windows(
             try:
                 tokenize_corpus(data, folder, tokenizer=tokenizer, val_part=0.1)
             except NothingToEvaluate as error:
-                files = " ".join(map(str, data))
+                # as a shell takes them: folders may have spaces in their names
+                files, model = shlex.join(map(str, data)), shlex.quote(str(tokenizer))
                 raise ValueError(
                     "the text must be several documents, of which every tenth or so is for validation, got too few (a .txt "
-                    f"file is one); `nalaformer tokenize {files} --txt line --val-part 0.1 --tokenizer {tokenizer} --out DIR` "
+                    f"file is one); `nalaformer tokenize {files} --txt line --val-part 0.1 --tokenizer {model} --out DIR` "
                     "takes its lines for documents; then --data DIR"
                 ) from error
     return {split: PackedTokens(TokenShards.open(folder / split), length=length) for split in ("train", "val")}
