@@ -40,9 +40,6 @@ def forward(
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
     count, stretch = call.splits("causal", call.num_queries, call.heads)
     has_total = count > 1 or want_total
-    tokens = call.tile("causal").tokens
-    # without reading ahead ptxas 12.8 breaks the larger tile (machine_code.py)
-    tokens = tokens if is_aligned(q, k, v) else min(tokens, 32)
     if not has_total:
         # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
         assert initial is None
@@ -64,10 +61,16 @@ def forward(
                 *parameters_of_both(call, parameters, angles_q, angles_k),
                 *(call.norm_scale, call.alpha, call.eps),
             ),
-            {"KEEP": keep, "HAS_TOTAL": has_total, "BN": tokens},
+            {"KEEP": keep, "HAS_TOTAL": has_total, "BN": tokens_at_once(call, q, k, v)},
         ),
     )
     return total, sums, inverse
+
+
+def tokens_at_once(call: Call, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Of the tile; without reading ahead ptxas 12.8 breaks the larger one (machine_code.py)."""
+    tokens = call.tile("causal").tokens
+    return tokens if is_aligned(q, k, v) else min(tokens, 32)
 
 
 def backward(
