@@ -25,6 +25,7 @@ from ...whole_files import (
     whole_folder,
     write_atomically,
 )
+from ..mapped_files import mapped
 from .base import SEQUENCES, SPLITS, Arrays, SequenceData, SequenceFacts, known_options, make_sequences
 
 ABOUT = "about.json"
@@ -244,14 +245,6 @@ def read_about(place: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{place / ABOUT} cannot be read: {error}; make the data again") from error
     return about
-
-
-def mapped(path: Path) -> NDArray[Any]:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} must be a whole .npy file: {error}") from error
-    return array
 
 
 def stored_name(folder: str | Path) -> str | None:

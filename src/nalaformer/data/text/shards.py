@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...json_text import parse_json
+from ..mapped_files import mapped
 
 FORMAT = "nalaformer tokens 1"
 INDEX = "index.json"
@@ -71,14 +72,6 @@ class FileShard(Shard):
     # a loader's worker maps the files itself: a mapped array would be sent as a whole
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "name": self.name}
-
-
-def mapped(path: Path) -> NDArray[Any]:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} must be a whole .npy file: {error}") from error
-    return array
 
 
 class TokenShards:
