@@ -8,7 +8,7 @@ import torch
 from nalaformer.training import Checkpoint, Checkpoints, TrainingConfig, TrainingStopped
 from nalaformer.training.log import read_log
 from nalaformer.training.settings import refuse_other_settings
-from training_example import Regression, make_trainer
+from training_example import Regression, make_trainer, stop_at
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -19,19 +19,6 @@ def spoil(checkpoints, step):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-
-
-def stop_at(trainer, step):
-    """Ask the trainer to stop in the course of that step, as a signal would."""
-    loss = trainer.task.loss
-
-    def counted(model, batch):
-        if trainer.progress.step == step - 1:
-            trainer.is_asked_to_stop = True
-        return loss(model, batch)
-
-    trainer.task.loss = counted
-    return trainer
 
 
 def same_checkpoints(a, b, step):

@@ -20,7 +20,7 @@ from nalaformer.training import Checkpoint, Checkpoints, DamagedCheckpoint, Trai
 from nalaformer.training.log import read_log
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training_example import Regression, make_model, make_trainer
+from training_example import Regression, make_model, make_trainer, stop_at
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLE = Path(__file__).with_name("training_example.py")
@@ -103,18 +103,6 @@ def test_every_kind_of_optimiser_resumes_to_the_same_bits(tmp_path, optimizer):
     torch.rand(7)
     make_trainer(tmp_path / "halves", model=halves, optimizer=optimizer).fit()
     assert same_bits(whole.state_dict(), halves.state_dict())
-
-
-def stop_at(trainer, step):
-    """Ask the trainer to stop in the course of that step, as a signal would."""
-    loss = trainer.task.loss
-
-    def counted(model, batch):
-        if trainer.progress.step == step - 1:
-            trainer.is_asked_to_stop = True
-        return loss(model, batch)
-
-    trainer.task.loss = counted
 
 
 @pytest.mark.parametrize("changed", [{"learning_rate": 1e-3}, {"steps": 25}, {"seed": 1}])
