@@ -80,7 +80,7 @@ def test_predict_says_the_same_of_an_image_as_of_the_sample_it_was_made_of(train
     (prediction,) = predict([path], trained, device="cpu")
     loaded = load_run(trained)
     expected = loaded.model(data[0][0][None]).softmax(1)[0].max().item()
-    assert prediction.likeliest[0][1] == pytest.approx(expected, abs=0.01)
+    assert prediction.answer.values[0][1] == pytest.approx(expected, abs=0.01)
 
 
 def test_predict_says_the_same_of_an_image_of_16_bits_as_of_8(trained, tmp_path):
@@ -90,7 +90,7 @@ def test_predict_says_the_same_of_an_image_of_16_bits_as_of_8(trained, tmp_path)
     Image.fromarray(pixels).save(tmp_path / "8.png")
     Image.fromarray(pixels.astype(np.uint16) * 257).save(tmp_path / "16.png")
     short, long = predict([tmp_path / "8.png", tmp_path / "16.png"], trained, device="cpu")
-    assert short.likeliest == long.likeliest
+    assert short.answer.values == long.answer.values
 
 
 def test_predict_of_a_broken_image_says_so_and_goes_on(trained, run, tmp_path):

@@ -392,6 +392,22 @@ def read(step, last_step, data=None, **options):
     return [(batch.content[0].tolist(), batch.content[1].tolist()) for batch in batches]
 
 
+class Words(Numbers):
+    """Samples that cannot be stacked."""
+
+    def __getitem__(self, index):
+        return "x" * index
+
+    @staticmethod
+    def collate(samples):
+        return "|".join(samples)
+
+
+def test_data_with_a_collate_of_its_own_is_put_together_by_it():
+    (batch,) = batches_in_order(Words(3), batch_size=3)
+    assert batch.content == "|x|xx"
+
+
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_batches_from_a_later_step_are_those_of_the_whole_run(step):
     whole = read(0, 8)
@@ -484,7 +500,7 @@ def test_evaluation_sees_every_sample_once_over_all_ranks(ranks):
 
 
 def test_data_in_which_nothing_can_be_read_ends_with_an_error():
-    with pytest.raises(ValueError, match="in a row cannot be read"):
+    with pytest.raises(ValueError, match="in a row cannot be used"):
         list(batches_from(0, Numbers(6, corrupt=range(6)), seed=0, batch_size=2, last_step=1))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ from nalaformer import cli
 from nalaformer.analysis import methods
 from nalaformer.bench import scoreboard
 from nalaformer.bench.scoreboard_report import read_rows
+from nalaformer.data import CueGrid
 from nalaformer.data.sequences import Stored
 from nalaformer.data.text import Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
 from nalaformer.recipes import RECIPES, evaluate_run, load_run
+from nalaformer.tasks import Answer, Classification
 from nalaformer.training import Checkpoints
 from nalaformer.training.log import read_log
 from option_effects import Effects
@@ -206,6 +209,33 @@ def test_a_device_that_is_not_there_is_refused(image_run, no_gpu, tmp_path):
 
 
 # ---- predict
+
+
+@dataclass(frozen=True)
+class Colour:
+    colour: str = "red"
+
+
+@pytest.fixture
+def painting(monkeypatch):
+    """Classification that answers with a picture, of a colour that may be chosen."""
+
+    def answer(self, model, image, facts, options):
+        return Answer(cells=("painted",), values=None, picture=Image.new("RGB", (3, 3), options.colour))
+
+    monkeypatch.setattr(Classification, "answer", answer)
+    monkeypatch.setattr(Classification, "AnswerOptions", Colour)
+
+
+@COMMANDS.of("predict.out", "predict.choose")
+def test_predict_writes_pictures_as_chosen_where_it_is_told(painting, image_run, tmp_path):
+    CueGrid(split="val", samples=1, cells=8).write(tmp_path / "images")
+    pixels = []
+    for number, options in enumerate(([], ["--set", "colour=blue"])):
+        target = tmp_path / f"{number}.png"
+        run("predict", tmp_path / "images", "--run", image_run, "--out", target, *options)
+        pixels.append(Image.open(target).getpixel((0, 0)))
+    assert pixels == [(255, 0, 0), (0, 0, 255)]
 
 
 @COMMANDS.of("predict.images", "predict.run")

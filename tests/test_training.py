@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from nalaformer.data import batches_from
+from nalaformer.tasks import SummedMetrics
 from nalaformer.training import Checkpoint, Checkpoints, DamagedCheckpoint, TrainingConfig, TrainingStopped, checkpoint
 from nalaformer.training.log import read_log
 
@@ -439,7 +440,7 @@ def test_activation_checkpointing_learns_the_same(tmp_path):
             metrics = MeanOfNothing()
             return metrics
 
-    class MeanOfNothing:
+    class MeanOfNothing(SummedMetrics):
         sums = torch.zeros(1)
 
         def update(self, model, batch):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nalaformer.tasks import Loss
+from nalaformer.tasks import Loss, SummedMetrics
 from nalaformer.training import Trainer, TrainingConfig
 
 
@@ -47,7 +47,7 @@ class Regression:
         return MeanError()
 
 
-class MeanError:
+class MeanError(SummedMetrics):
     def __init__(self):
         self.sums = torch.zeros(2, dtype=torch.float64)
 

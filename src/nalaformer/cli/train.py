@@ -1,6 +1,8 @@
 """Commands that train and use what was trained."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,10 +38,16 @@ def add_to(app: "typer.Typer") -> None:
     def predict(
         images: Annotated[list[Path], typer.Argument(help="Images, or folders of them.")],
         run: Annotated[Path, typer.Option(help="Folder of the run whose model is asked.")],
+        out: Annotated[
+            Path | None, typer.Option(help="File (of one image) or folder for pictures.", show_default="RUN/predictions")
+        ] = None,
+        choose: Annotated[
+            list[str] | None, typer.Option("--set", help="key=value that the task offers; a wrong key lists them.")
+        ] = None,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
-        """Name what images show: the five likeliest classes of each."""
-        run_predict(images, run, device)
+        """Ask a run about images: a table of answers and, where the task has pictures, a picture of each."""
+        run_predict(images, run, out, choose or [], device)
 
     @app.command()
     def recipes(
@@ -72,25 +80,50 @@ def run_train(name: str, settings: list[str], out: Path, dry_run: bool) -> None:
         console.print(f"finished: {figures}; run: {out}", soft_wrap=True)
 
 
-def run_predict(images: list[Path], run: Path, device: str) -> None:
+def run_predict(images: list[Path], run: Path, out: Path | None, options: list[str], device: str) -> None:
     from rich.table import Table
 
-    from ..recipes import predict
+    from ..recipes import answers_of, load_answering_run
+    from .pictures import PictureWriter
 
+    # the images first: a model takes seconds to load
+    writer = PictureWriter(out or run / "predictions", inputs=images)
+    loaded = load_answering_run(run)
     table = Table()
-    for heading in ("image", "first", "second", "third", "fourth", "fifth"):
+    for heading in ("image", *loaded.task.headings):
         table.add_column(heading, overflow="fold")
     errors = []
-    for prediction in predict(images, run, device=device):
-        if prediction.error:
-            errors.append(prediction.error)
-        cells = [f"{name} {100 * part:.1f}%" for name, part in prediction.likeliest]
-        table.add_row(str(prediction.path), *(cells or ["-"]))
+    with image_bar(images) as advance:
+        for prediction in answers_of(loaded, images, options=options, device=device):
+            advance()
+            if prediction.answer is None:
+                errors.append(prediction.error)
+                table.add_row(str(prediction.path), "-")
+                continue
+            if prediction.answer.picture is not None:
+                writer.write(prediction.path, prediction.answer.picture)
+            table.add_row(str(prediction.path), *prediction.answer.cells)
     print_table(f"by {run}", table)
+    console = make_console()
+    if writer.written:
+        console.print(f"pictures: {writer.target}", soft_wrap=True, markup=False)
     for error in errors:
-        make_console().print(f"left out: {error}", soft_wrap=True)
+        console.print(f"left out: {error}", soft_wrap=True, markup=False)
     if errors:
         sys.exit(1)
+
+
+@contextmanager
+def image_bar(paths: list[Path]) -> Iterator[Callable[[], None]]:
+    """A progress bar over the images, on a terminal; within, call to say that one is done."""
+    from rich.progress import Progress
+
+    from ..data import find_images
+
+    console = make_console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("images", total=len(find_images(paths)))
+        yield lambda: progress.advance(bar)
 
 
 def run_recipes(name: str | None) -> None:

@@ -1,16 +1,19 @@
 """Images to learn from: folders in the ImageNet layout, and generated tasks that need attention."""
 
 from .augment import Augmentation, eval_transform, training_transform
+from .bad_sample import BadSample
 from .cells import CountGrid, CueGrid
 from .folder import ImageFolder
 from .generated import GENERATED, Generated
-from .images import CorruptImage, find_images, read_image
+from .images import SUFFIXES, CorruptImage, find_images, read_image
 from .loading import Batch, Batches, Samples, batches_from, batches_in_order, map_tensors, seed_everything, steps_per_epoch
 from .relation import MarkedPair
 
 __all__ = [
     "GENERATED",
+    "SUFFIXES",
     "Augmentation",
+    "BadSample",
     "Batch",
     "Batches",
     "CorruptImage",

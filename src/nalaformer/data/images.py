@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .bad_sample import BadSample
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -13,17 +15,10 @@ MOST_PIXELS = 64 * 2**20
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
-class CorruptImage(ValueError):
+class CorruptImage(BadSample):
     """A file that cannot be decoded to the end, or that would decode to too much."""
 
-    def __init__(self, path: str | Path, reason: str) -> None:
-        super().__init__(f"{path} is no image that can be used: {' '.join(reason.split())}")
-        self.path = str(path)
-        self.reason = reason
-
-    # a loader's worker hands the error to the main process
-    def __reduce__(self) -> tuple[type["CorruptImage"], tuple[str, str]]:
-        return type(self), (self.path, self.reason)
+    rule = "is no image that can be used"
 
 
 def read_image(path: str | Path) -> "Image":

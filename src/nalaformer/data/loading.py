@@ -7,6 +7,7 @@ augmented follows from (seed, epoch, place in the epoch), whichever worker makes
 import random
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -16,11 +17,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..child_processes import end_with_parent, shorten_socket_paths
-from .images import CorruptImage
+from .bad_sample import BadSample
 
 
 class Samples(Sized, Protocol):
-    """What a loader reads: a length, and a sample for each index."""
+    """What a loader reads: a length, and a sample for each index.
+
+    It may have a function `collate`, from a list of samples to a batch, where they cannot simply be stacked; and
+    `__getitems__`, for many samples at once. A sample that cannot be used raises BadSample.
+    """
 
     def __getitem__(self, index: int) -> Any: ...
 
@@ -30,7 +35,7 @@ class Batch:
     """Samples put together, and the files that could not be read on the way."""
 
     content: Any
-    """What the dataset gives, stacked; None where no sample could be read."""
+    """What the dataset gives, put together; None where no sample could be read."""
     rejected: tuple[str, ...]
     """Why and which, for each file rejected."""
 
@@ -145,11 +150,11 @@ class SeededSamples(Dataset[tuple[Any, tuple[str, ...]]]):
             for tried in range(min(len(self.data), 100)):
                 try:
                     return self.data[(index + tried) % len(self.data)], tuple(rejected)
-                except CorruptImage as error:
+                except BadSample as error:
                     rejected.append(str(error))
                     if not self.replace:
                         return None, tuple(rejected)
-        raise ValueError(f"100 images in a row cannot be read; the last: {rejected[-1]}")
+        raise ValueError(f"100 samples in a row cannot be used; the last: {rejected[-1]}")
 
     def __getitems__(self, keys: list[Key]) -> list[tuple[Any, tuple[str, ...]]]:
         """A batch; data that makes many samples at once, without augmentation, is asked for all of them."""
@@ -201,10 +206,10 @@ def map_tensors(content: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return content
 
 
-def put_together(samples: list[tuple[Any, tuple[str, ...]]]) -> Batch:
+def put_together(samples: list[tuple[Any, tuple[str, ...]]], collate: Callable[[list[Any]], Any]) -> Batch:
     readable = [content for content, _ in samples if content is not None]
     rejected = tuple(line for _, lines in samples for line in lines)
-    return Batch(content=default_collate(readable) if readable else None, rejected=rejected)
+    return Batch(content=collate(readable) if readable else None, rejected=rejected)
 
 
 def _loader(data: SeededSamples, plan: Any, workers: int, pin_memory: bool) -> Batches:
@@ -217,7 +222,7 @@ def _loader(data: SeededSamples, plan: Any, workers: int, pin_memory: bool) -> B
         num_workers=workers,
         # torch watches the worker's parent, which is the fork server and stays
         worker_init_fn=end_with_parent if workers else None,
-        collate_fn=put_together,
+        collate_fn=partial(put_together, collate=getattr(data.data, "collate", default_collate)),
         pin_memory=pin_memory,
         # workers that are forked from a process with threads may hang
         multiprocessing_context="forkserver" if workers else None,

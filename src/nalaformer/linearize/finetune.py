@@ -7,7 +7,7 @@ from torch import nn
 
 from ..data import Samples
 from ..models.hybrid.model import HybridForCausalLM
-from ..tasks.base import Loss
+from ..tasks.base import Loss, SummedMetrics
 from .batches import count_predicted, inputs_and_targets, next_token_losses
 from .config import LinearizeConfig
 
@@ -44,7 +44,7 @@ class NextToken:
         return NextTokenAccuracy()
 
 
-class NextTokenAccuracy:
+class NextTokenAccuracy(SummedMetrics):
     """How often the likeliest token is the right one, and the mean loss."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..data import Samples
 from ..models.hybrid.attention import attention_mode, converted_attentions
-from ..tasks.base import Loss
+from ..tasks.base import Loss, SummedMetrics
 from .batches import inputs_and_targets
 from .trainable import Trainable, freeze
 
@@ -68,7 +68,7 @@ class AttentionTransfer:
         return TransferErrors(self.layers)
 
 
-class TransferErrors:
+class TransferErrors(SummedMetrics):
     """The squared error of each layer's outputs, as a part of their square."""
 
     def __init__(self, layers: range) -> None:

@@ -5,7 +5,7 @@ from .export import export_run
 from .overrides import Setting, changed, settings_of
 from .recipe import RECIPES, Recipe, describe, recipe_with
 from .run import LoadedRun, build_model, load_run, make_trainer
-from .use import Evaluation, Prediction, evaluate_run, predict
+from .use import Evaluation, Prediction, answers_of, evaluate_run, load_answering_run, predict
 
 __all__ = [
     "RECIPES",
@@ -14,11 +14,13 @@ __all__ = [
     "Prediction",
     "Recipe",
     "Setting",
+    "answers_of",
     "build_model",
     "changed",
     "describe",
     "evaluate_run",
     "export_run",
+    "load_answering_run",
     "load_run",
     "make_trainer",
     "predict",

@@ -1,20 +1,16 @@
-"""What a trained run is good for: figures on data, names for images."""
+"""What a trained run is good for: figures on data, answers for images."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
 from ..data import CorruptImage, find_images, read_image
-from ..tasks import Classification
+from ..tasks import Answer
 from ..training import evaluate
 from ..training.config import PRECISIONS
 from ..training.ranks import started
-from .run import load_run
-
-MOST_CLASSES = 5
+from .overrides import changed
+from .run import LoadedRun, load_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +29,7 @@ class Prediction:
     """What a model says of one image."""
 
     path: Path
-    likeliest: tuple[tuple[str, float], ...]
-    """Up to five classes with their probabilities, the likeliest first."""
+    answer: Answer | None
     error: str = ""
     """Why there is none."""
 
@@ -69,27 +64,34 @@ def evaluate_run(
     return Evaluation(model=run.recipe.model, step=run.step, metrics=metrics, rejected=tuple(rejected))
 
 
-def predict(paths: list[Path], folder: Path, *, device: str = "auto") -> Iterator[Prediction]:
-    """The likeliest classes of each image, one after the other; an image that cannot be read says why."""
-    found = find_images(paths)
+def predict(paths: list[Path], folder: Path, *, options: list[str] | None = None, device: str = "auto") -> Iterator[Prediction]:
+    """The run's answer for each image, one after the other; an image that cannot be read says why.
+
+    options: key=value of what the task lets one choose, its `AnswerOptions`.
+    """
+    return answers_of(load_answering_run(folder), paths, options=options, device=device)
+
+
+def load_answering_run(folder: Path) -> LoadedRun:
+    """A run whose task answers for images."""
     run = load_run(folder)
-    if not isinstance(run.task, Classification):
-        raise ValueError(f"images are named by a run that has learned classification, got {folder}")
-    classes = tuple(run.facts["classes"])
+    if not hasattr(run.task, "answer"):
+        raise ValueError(f"images are answered by a run that has learned from images, got {folder}")
+    return run
+
+
+def answers_of(
+    run: LoadedRun, paths: list[Path], *, options: list[str] | None = None, device: str = "auto"
+) -> Iterator[Prediction]:
+    """As `predict`, of a run that is loaded."""
+    found = find_images(paths)
+    chosen = changed(run.task.AnswerOptions(), options or [])
     with started(device) as ranks:
         model = run.model.to(ranks.device)
         for path in found:
             try:
-                image = run.task.prepare(read_image(path))
+                image = read_image(path)
             except CorruptImage as error:
-                yield Prediction(path=path, likeliest=(), error=str(error))
+                yield Prediction(path=path, answer=None, error=str(error))
                 continue
-            yield Prediction(path=path, likeliest=likeliest(model, image.to(ranks.device), classes))
-
-
-@torch.no_grad()
-def likeliest(model: nn.Module, image: Tensor, classes: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
-    """Names and probabilities for one image [3, H, W]."""
-    probabilities = model(image[None]).float().softmax(dim=1)[0]
-    top = probabilities.topk(min(MOST_CLASSES, len(classes)))
-    return tuple((classes[label], value) for value, label in zip(top.values.tolist(), top.indices.tolist(), strict=True))
+            yield Prediction(path=path, answer=run.task.answer(model, image, run.facts, chosen))

@@ -1,15 +1,18 @@
 """Tasks: data, loss and metrics, for any model that is passed in."""
 
-from .base import TASKS, Loss, Metrics, RecipeTask, Task, task_name
+from .base import TASKS, Answer, Gather, ImageTask, Loss, Metrics, RecipeTask, SummedMetrics, Task, task_name
 from .classification import Classification, ClassificationConfig, TopAccuracy
 from .language import LanguageConfig, LanguageModelling
 from .sequences import AnswerAccuracy, Sequences, SequencesConfig, answer_sums, answered
 
 __all__ = [
     "TASKS",
+    "Answer",
     "AnswerAccuracy",
     "Classification",
     "ClassificationConfig",
+    "Gather",
+    "ImageTask",
     "LanguageConfig",
     "LanguageModelling",
     "Loss",
@@ -17,6 +20,7 @@ __all__ = [
     "RecipeTask",
     "Sequences",
     "SequencesConfig",
+    "SummedMetrics",
     "Task",
     "TopAccuracy",
     "answer_sums",

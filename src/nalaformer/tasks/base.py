@@ -1,13 +1,17 @@
 """What the trainer asks of a task."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..data import Samples
 from ..registry import Registry
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +29,31 @@ class Loss:
     """Scalars for the log, means over the same units; no gradient is taken of them."""
 
 
-class Metrics(Protocol):
-    """Sums that grow with every batch and may be added over ranks."""
+# what one process gives, of all processes, in the order of their ranks
+Gather = Callable[[Any], list[Any]]
 
-    sums: Tensor
-    """float64, on the CPU."""
+
+class Metrics(Protocol):
+    """Figures that grow with every batch, over all ranks."""
 
     def update(self, model: nn.Module, batch: Any) -> None:
         """Add what the model makes of a batch."""
 
+    def join(self, gather: Gather) -> None:
+        """Take in what the other ranks have; afterwards all have the same."""
+
     def result(self) -> dict[str, float]:
         """The figures, the one by which checkpoints are compared first (higher is better)."""
+
+
+class SummedMetrics:
+    """Metrics whose every figure follows from sums over samples."""
+
+    sums: Tensor
+    """float64, on the CPU."""
+
+    def join(self, gather: Gather) -> None:
+        self.sums = torch.stack(gather(self.sums)).sum(0)
 
 
 class Task(Protocol):
@@ -68,6 +86,30 @@ class RecipeTask(Task, Protocol):
     @staticmethod
     def create_model(name: str, options: dict[str, Any], facts: dict[str, Any]) -> nn.Module:
         """The model of that name for data with these facts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a model says of one image."""
+
+    cells: tuple[str, ...]
+    """For people: a row of the table whose headings the task names."""
+    values: Any
+    """For programs; each task says what it is."""
+    picture: "Image | None" = None
+    """The answer drawn into the image, or the image that is the answer."""
+
+
+class ImageTask(RecipeTask, Protocol):
+    """A task whose models answer for single images, of which the task may know nothing else: its data may be gone."""
+
+    headings: tuple[str, ...]
+    """Of the answers' cells."""
+    AnswerOptions: type[Any]
+    """The frozen dataclass of what may be chosen when a model is asked."""
+
+    def answer(self, model: nn.Module, image: "Image", facts: dict[str, Any], options: Any) -> Answer:
+        """What the model, in evaluation mode on its device, makes of an RGB image of any size."""
 
 
 TASKS: Registry[type[RecipeTask]] = Registry("task")

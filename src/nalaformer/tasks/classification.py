@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..data import GENERATED, Augmentation, Generated, ImageFolder, eval_transform, training_transform
 from ..field_types import check_field_types
 from ..registry import unknown_name
-from .base import TASKS, Loss
+from .base import TASKS, Answer, Loss, SummedMetrics
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -64,11 +64,21 @@ class ClassificationConfig:
             raise ValueError(f"eval_crop must be above 0 and at most 1, got {self.eval_crop}")
 
 
+MOST_CLASSES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationAnswers:
+    """What may be chosen when a model names images: nothing."""
+
+
 @TASKS.register("classification")
 class Classification:
     """Cross-entropy and top-1, top-5 accuracy on a folder of images or generated ones."""
 
     Config = ClassificationConfig
+    AnswerOptions = ClassificationAnswers
+    headings = ("first", "second", "third", "fourth", "fifth")
 
     def __init__(self, config: ClassificationConfig) -> None:
         self.config = config
@@ -132,6 +142,15 @@ class Classification:
             return torch.from_numpy(np.array(resized)).permute(2, 0, 1) / 255 - 0.5
         return eval_transform(self.config.image_size, crop=self.config.eval_crop)(image)
 
+    @torch.no_grad()
+    def answer(self, model: nn.Module, image: "Image", facts: dict[str, Any], options: ClassificationAnswers) -> Answer:
+        """Values: up to five (class, probability), the likeliest first."""
+        batch = self.prepare(image)[None].to(next(model.parameters()).device)
+        top = model(batch).float().softmax(dim=1)[0].topk(min(MOST_CLASSES, len(facts["classes"])))
+        found = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        values = tuple((facts["classes"][label], probability) for probability, label in found)
+        return Answer(cells=tuple(f"{name} {100 * probability:.1f}%" for name, probability in values), values=values)
+
     @cached_property
     def _mix(self) -> Any:
         """timm's mixup, or None. It draws from numpy's random state, which the trainer sets for every step."""
@@ -156,7 +175,7 @@ class Classification:
         return TopAccuracy()
 
 
-class TopAccuracy:
+class TopAccuracy(SummedMetrics):
     """How often the right class is the first, and among the first five."""
 
     def __init__(self) -> None:

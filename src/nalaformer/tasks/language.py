@@ -17,7 +17,7 @@ from ..data.text.corpus import TOKENIZER
 from ..data.text.packing import PACKINGS
 from ..field_types import check_field_types
 from ..json_text import parse_json
-from .base import TASKS, Loss
+from .base import TASKS, Loss, SummedMetrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -226,7 +226,7 @@ def next_token_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tenso
     return losses, (targets != IGNORED).sum()
 
 
-class Perplexity:
+class Perplexity(SummedMetrics):
     """exp of the mean loss, over all predicted tokens together."""
 
     def __init__(self, *, tokens_per_byte: float | None = None) -> None:

@@ -13,7 +13,7 @@ from ..data.sequences import IGNORE, SEQUENCES, SequenceData, Stored, make_seque
 from ..field_types import check_field_types
 from ..models.sequence import SEQUENCE_MODELS
 from ..registry import unknown_name
-from .base import TASKS, Loss
+from .base import TASKS, Loss, SummedMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def answered(
     return model(inputs, at=at).flatten(0, 1), targets.gather(1, at).flatten()
 
 
-class AnswerAccuracy:
+class AnswerAccuracy(SummedMetrics):
     """How often the answer is right, in each group and in the mean over groups, each counting the same.
 
     `known` figures, such as chance, are reported beside it.

@@ -43,5 +43,5 @@ def evaluate(
                 advance()
     finally:
         model.train(was_training)
-    metrics.sums = ranks.sum(metrics.sums).cpu()
+    metrics.join(ranks.gather)
     return metrics.result()

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,14 @@ class Ranks:
             return values
         values = values.to(self.device, copy=True)
         dist.all_reduce(values)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in order, the same everywhere; anything that can be pickled, in no great size."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value)
         return values
 
     def wait(self) -> None:
