@@ -43,8 +43,7 @@ test-slow: $(READY)
 
 # on a machine with a CUDA device: the kernels compiled instead of interpreted, and what only a GPU can show
 test-gpu: $(READY)
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/test_kernels.py tests/test_causal_kernels.py tests/test_kernel_launches.py \
-		tests/test_surroundings.py tests/test_hybrid_kernels.py tests/test_gpu.py tests/test_language_gpu.py tests/test_stepping_gpu.py
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "gpu or kernels"
 
 # SEED, MINUTES and WORKERS may be given; a failing case is printed with the command that runs it alone
 SEED ?= 0

@@ -1,4 +1,4 @@
-"""What the tests of the core share: seeds, poisoned memory, and every feature map with parameters away from their start."""
+"""What the tests of the core share: seeds, poisoned memory, and feature maps with parameters away from their start."""
 
 import os
 
@@ -7,37 +7,23 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 # before the test files that import from it and name it in pytest_plugins, which would be too late to rewrite it
-pytest.register_assert_rewrite("steps_of_generate", "kernel_checks", "attention_formula")
+pytest.register_assert_rewrite("helpers")
 
 import nalaformer
-from many_seeds import Room, shift_seeds
-from nalaformer import FEATURE_MAPS, FeatureMap
+from helpers.many_seeds import Room, shift_seeds
+from helpers.maps import MAP_NAMES, VARIANCE_AWARE, VARIANTS
+from helpers.quick_interpreter import quicken
+from nalaformer import FeatureMap
 from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND
-from quick_interpreter import quicken
 
 if INTERPRETING and TRITON_FOUND:
     quicken()
-
-# options that change what a map computes; the registry alone would test the defaults only
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "norm_aware+cosine": ("norm_aware", {"direction": "cosine"}),
-    "norm_aware+learnable": ("norm_aware", {"learnable": True}),
-    "norm_aware+mild": ("norm_aware", {"powers": "mild", "norm_scale": "head"}),
-    "focused+head": ("focused", {"norm_over": "head"}),
-    "reflection+per_head": ("reflection", {"cross_head": False}),
-}
-
-MAP_NAMES = [*FEATURE_MAPS.names(), *VARIANTS]
-
-# looks at all tokens at once, so it has no causal form and stands in none of the lists above
-VARIANCE_AWARE = "reflection+variance"
 
 MapMaker = Callable[..., FeatureMap]
 

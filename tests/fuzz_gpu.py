@@ -25,8 +25,8 @@ import torch
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 import nalaformer
-from attention_formula import Turning, formula, formula_weights
-from kernel_checks import CAUSAL_MAPS, DEVICE, MAPS
+from helpers.attention_formula import Turning, formula, formula_weights
+from helpers.kernel_checks import CAUSAL_MAPS, DEVICE, MAPS
 from nalaformer import Rotary
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

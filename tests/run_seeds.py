@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="test files, or file.py::test; without any: all that have bars")
     given = parser.parse_args()
     if given.table is None:
-        files = given.files or [str(path) for path in sorted(TESTS.glob("test_*.py")) if path.stem not in WITHOUT_BARS]
+        files = given.files or [str(path) for path in sorted(TESTS.rglob("test_*.py")) if path.stem not in WITHOUT_BARS]
         shutil.rmtree(given.out, ignore_errors=True)
         given.out.mkdir(parents=True)
         jobs = [(seed, file) for seed in given.seeds for file in files]

@@ -1,0 +1,127 @@
+"""Every option of `nalaformer bench`: what is measured, for how long, and where it is written. Nothing is timed here."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from helpers.option_effects import Effects, options_of_command
+from nalaformer import cli
+from nalaformer.bench import Case, LanguageResult, ModelResult, cases, linearization, models, ops
+from nalaformer.bench import language as bench_language
+from nalaformer.bench.models import MEASURED
+from nalaformer.models.language import NaLaConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BENCH = Effects(
+    f"{name}.{option}" for name in ("ops", "models", "language", "linearize") for option in options_of_command("bench", name)
+)
+
+
+def test_no_option_is_without_a_test_of_its_effect():
+    assert BENCH.missing() == []
+
+
+def run(*arguments):
+    done = CliRunner().invoke(cli.build_app(), ["bench", *map(str, arguments)])
+    assert done.exit_code == 0, f"{done.output} {done.exception!r}"
+
+
+def rows_of(path):
+    with Path(path).open() as file:
+        return list(csv.DictReader(file))
+
+
+@BENCH.of("ops.quick", "ops.out")
+def test_bench_ops_measures_its_cases_into_its_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cases, "QUICK", (Case(batch=1, heads=1, tokens=20, head_dim=8),))
+    monkeypatch.setitem(cases.CASES, "cpu", (Case(batch=1, heads=1, tokens=24, head_dim=8),))
+    asked = []
+
+    def measure(measurement, *, seconds):
+        asked.append(seconds)
+        return ops.measure(measurement, seconds=0, memory=False)
+
+    monkeypatch.setattr("nalaformer.bench.measure", measure)
+    run("ops", "--quick", "--out", tmp_path / "quick.csv")
+    assert {row["shape"] for row in rows_of(tmp_path / "quick.csv")} == {"B1 H1 N20 D8"}
+    assert set(asked) == {0.3}
+    run("ops")
+    assert {row["shape"] for row in rows_of("benchmarks/results/ops_cpu.csv")} == {"B1 H1 N24 D8"}
+    assert asked[-1] == 2.0
+
+
+@BENCH.of("models.size", "models.seconds", "models.out")
+def test_bench_models_measures_its_sizes_for_so_long_into_its_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def measure(measurement, *, seconds):
+        asked.append(seconds)
+        return ModelResult(measurement=measurement, outcome=MEASURED, median_ms=5.0)
+
+    monkeypatch.setattr(models, "measure_model", measure)
+    run("models", "--size", 64, "--size", 32, "--seconds", 0.5, "--out", "mine.csv")
+    assert {row["image_size"] for row in rows_of("mine.csv")} == {"32", "64"}
+    assert set(asked) == {0.5}
+    run("models")
+    assert {row["image_size"] for row in rows_of("benchmarks/results/models_cpu.csv")} == {"224"}
+
+
+@BENCH.of(
+    *("language.size", "language.context", "language.batch", "language.prefill"),
+    *("language.seconds", "language.out"),
+)
+def test_bench_language_measures_its_plan_for_so_long_into_its_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def measure(measurement, model, *, error, seconds):
+        asked.append((seconds, model.config.hidden_size))
+        return LanguageResult(measurement=measurement, outcome=MEASURED, median_ms=5.0, cache_mib=1.0)
+
+    monkeypatch.setattr(bench_language, "measure_language", measure)
+    monkeypatch.setattr(bench_language, "checked_error", lambda measurement: 0.0)
+    monkeypatch.setattr("nalaformer.bench.language_report.draw_language", lambda *_: None)
+    plan = ("--context", 16, "--context", 32, "--batch", 2, "--batch", 3, "--prefill", 77)
+    run("language", "--size", "nano", *plan, "--seconds", 0.25, "--out", "mine.csv")
+    rows = rows_of("mine.csv")
+    decoded = {(row["batch"], row["context"]) for row in rows if row["what"] == bench_language.DECODE}
+    assert decoded == {("2", "16"), ("2", "32"), ("3", "16"), ("3", "32")}
+    assert {row["context"] for row in rows if row["what"] == bench_language.PREFILL} == {"77"}
+    assert set(asked) == {(0.25, NaLaConfig.from_size("nano").hidden_size)}
+    run("language", *plan)
+    assert Path("benchmarks/results/language_cpu.csv").is_file()
+    assert asked[-1] == (0.5, NaLaConfig.from_size("tiny").hidden_size)
+
+
+@BENCH.of("ops.device", "models.device", "language.device")
+def test_a_benchmark_without_its_device_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("ops", "models", "language"):
+        refused = CliRunner().invoke(cli.build_app(), ["bench", name, "--device", "cuda", "--out", str(tmp_path / "a.csv")])
+        assert "no CUDA device was found" in str(refused.exception)
+
+
+@BENCH.of(*(f"linearize.{name}" for name in options_of_command("bench", "linearize")))
+def test_bench_linearize_runs_the_study_that_is_asked_for(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(linearization, "run_linearization", lambda study, **rest: asked.append((study, rest)))
+    run("linearize")
+    run(
+        *("linearize", "--size", "toy", "--device", "cpu", "--out", tmp_path / "a.csv", "--part", "recall"),
+        *("--part", "decode", "--minutes", 2, "--teacher", tmp_path / "t", "--teacher-minutes", 3, "--method", "linear"),
+    )
+    (full, usual), (toy, chosen) = asked
+    assert full == linearization.LinearizationStudy()
+    assert usual == {"device": "cuda", "out": None, "parts": linearization.PARTS, "teacher_folder": None}
+    assert chosen == {
+        **{"device": "cpu", "out": tmp_path / "a.csv"},
+        **{"parts": ("recall", "decode"), "teacher_folder": tmp_path / "t"},
+    }
+    assert (toy.minutes, toy.recall.teacher.minutes, toy.recall.methods) == (2, 3, ("linear",))
+    small = linearization.toy_study()
+    assert (toy.prompt, toy.decode, toy.recall.facts) == (small.prompt, small.decode, small.recall.facts)

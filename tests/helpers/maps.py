@@ -1,0 +1,19 @@
+"""Every feature map by name, with its main options."""
+
+from typing import Any
+
+from nalaformer import FEATURE_MAPS
+
+# options that change what a map computes; the registry alone would test the defaults only
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "norm_aware+cosine": ("norm_aware", {"direction": "cosine"}),
+    "norm_aware+learnable": ("norm_aware", {"learnable": True}),
+    "norm_aware+mild": ("norm_aware", {"powers": "mild", "norm_scale": "head"}),
+    "focused+head": ("focused", {"norm_over": "head"}),
+    "reflection+per_head": ("reflection", {"cross_head": False}),
+}
+
+MAP_NAMES = [*FEATURE_MAPS.names(), *VARIANTS]
+
+# looks at all tokens at once, so it has no causal form and stands in none of the lists above
+VARIANCE_AWARE = "reflection+variance"

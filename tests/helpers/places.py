@@ -1,0 +1,8 @@
+"""Where the tests and what they read lie."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+PROJECT = TESTS.parent
+GOLDEN = TESTS / "golden"
+"""Data computed with the authors' published code."""

@@ -1,0 +1,129 @@
+"""Converted models that decode in place: logits and tokens are those of the model with its ordinary cache."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from helpers.converted_models import SMALL, converted
+from nalaformer.attention.hybrid import hybrid_settings
+from nalaformer.models.hybrid.cache import HybridCache, SteppingCache
+from nalaformer.models.hybrid.decoder import SteppingDecoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(3, 50, (2, 60))
+
+
+@torch.no_grad()
+def both_logits(model, tokens, start, **options):
+    """Logits of the tokens after the first `start`, in place and with the ordinary cache; the decoder."""
+    prompt = model(tokens[:, :start], use_cache=True)
+    decoder = SteppingDecoder(model, prompt.past_key_values, **options)
+    expected = [model(token, past_key_values=prompt.past_key_values).logits[:, 0] for token in tokens[:, start:].split(1, 1)]
+    ours = [decoder.step(token).clone() for token in tokens[:, start:].unbind(1)]
+    return torch.stack(ours), torch.stack(expected), decoder
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", SMALL),
+        ("qwen3", replace(SMALL, selection="self_saliency")),
+        ("smollm3", replace(SMALL, selection="learned", select_per="query_head")),
+        ("gemma", replace(SMALL, gate="head", merge="released")),
+        ("llama", hybrid_settings("window", chunk_size=8)),
+    ],
+)
+def test_logits_in_place_are_those_of_the_cache(family, settings, tokens):
+    ours, expected, _ = both_logits(converted(family, settings), tokens, 13)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+def test_logits_without_a_cap_are_those_of_the_cache(tokens):
+    ours, expected, decoder = both_logits(converted(settings=replace(SMALL, max_salient=0)), tokens, 20, capacity=12)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    for _ in range(3):
+        decoder.step(tokens[:, 0])
+    with pytest.raises(ValueError, match="larger capacity"):
+        decoder.step(tokens[:, 0])
+
+
+def test_greedy_tokens_after_padded_prompts_are_those_of_generate(tokens):
+    model = converted()
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[1, :7] = 0
+    prompt = torch.where(mask.bool(), tokens[:, :20], 0)
+    expected = model.generate(prompt, attention_mask=mask, max_new_tokens=30, do_sample=False)[:, 20:]
+    with torch.no_grad():
+        out = model(prompt, attention_mask=mask, use_cache=True)
+    decoder, found = SteppingDecoder(model, out.past_key_values), [out.logits[:, -1].argmax(-1)]
+    for _ in range(29):
+        found.append(decoder.step(found[-1]).argmax(-1))
+    assert torch.equal(torch.stack(found, 1), expected)
+
+
+@torch.no_grad()
+def test_a_conversation_goes_on_after_steps_in_place(tokens):
+    model = converted()
+    _, _, decoder = both_logits(model, tokens[:, :50], 20)
+    cache = decoder.cache.to_cache(model.config)
+    assert cache.get_seq_length() == 50
+    out = model(tokens[:, 50:], past_key_values=cache).logits
+    torch.testing.assert_close(out, model(tokens, use_cache=False).logits[:, 50:], rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_memory_in_place_has_one_size_and_leaves_the_prompts_cache_alone(tokens):
+    model = converted()
+    cache = model(tokens[:, :20], use_cache=True).past_key_values
+    before = {name: tensor.clone() for name, tensor in cache.layers[0].state.tensors().items()}
+    decoder = SteppingDecoder(model, cache)
+    sizes = set()
+    for token in tokens[:, 20:].unbind(1):
+        decoder.step(token)
+        sizes.add(decoder.cache.nbytes)
+    assert len(sizes) == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in cache.layers[0].state.tensors().items())
+
+
+@torch.no_grad()
+def test_what_memory_of_fixed_size_cannot_do_is_refused(tokens):
+    model = converted()
+    with pytest.raises(ValueError, match="got an empty cache"):
+        SteppingDecoder(model, HybridCache(model.config))
+    decoder = SteppingDecoder(model, model(tokens[:, :20], use_cache=True).past_key_values)
+    with pytest.raises(ValueError, match=r"token of each of the 2 samples, got shape \(1,\)"):
+        decoder.step(tokens[0, :1])
+    cache = decoder.cache
+    assert isinstance(cache, SteppingCache)
+    with pytest.raises(ValueError, match="one token of each of 2 samples"):
+        model(tokens, past_key_values=cache)
+    mask = torch.ones(2, 21, dtype=torch.int64)
+    mask[0, -1] = 0
+    with pytest.raises(ValueError, match="got padding"):
+        model(tokens[:, :1], attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"use SteppingDecoder\.step"):
+        model(tokens[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match="to_cache"):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match=r"has 2 samples, got 1; use to_state\(\)\.select"):
+        cache.states[0].select_(torch.tensor([1]))
+    with pytest.raises(ValueError, match=r"states of its own sizes, \(2, .* got \(1, "):
+        cache.load_(model(tokens[:1, :20], use_cache=True).past_key_values)
+
+
+@torch.no_grad()
+def test_a_decoder_goes_on_from_another_text(tokens):
+    model = converted()
+    _, _, decoder = both_logits(model, tokens[:, :50], 20)
+    other = tokens.flip(1)
+    prompt = model(other[:, :27], use_cache=True)
+    decoder.cache.load_(prompt.past_key_values)
+    ours = torch.stack([decoder.step(token).clone() for token in other[:, 27:].unbind(1)], 1)
+    torch.testing.assert_close(ours, model(other, use_cache=False).logits[:, 27:], rtol=0, atol=1e-4)
+    assert decoder.cache.to_cache(model.config).get_seq_length() == 60

@@ -1,0 +1,98 @@
+"""Language models on a GPU: kernels of half precision, steps in a graph, whole models. Run with TRITON_INTERPRET=0."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import nalaformer
+from helpers.delta_inputs import GATES, inputs
+from helpers.language_models import GREEDY, each_layout, make, padded_prompts, text
+from nalaformer import delta_rule, delta_step_
+from nalaformer.models.language import NaLaCache
+
+pytestmark = pytest.mark.gpu
+
+
+@GATES
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_kernels_of_flash_linear_attention_are_the_recurrence(gated, packed):
+    pytest.importorskip("fla")
+    tensors, decay = inputs(300, gated=gated, batch=1, heads=4, features=128, values=64, dtype=torch.bfloat16)
+    tensors, fade = [x.cuda() for x in tensors], None if decay is None else decay.float().cuda()
+    bounds = torch.tensor([0, 70, 71, 300]) if packed else None
+    start = torch.randn(3 if packed else 1, 4, 128, 64, device="cuda")
+    upstream = torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
+
+    def outcome(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (*tensors, *(() if fade is None else (fade,)))]
+        first = [x[0] for x in leaves] if packed else leaves
+        state = start.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        with nalaformer.use_backend(backend):
+            out, after = delta_rule(*first[:4], log_decay=first[4] if gated else None, state=state, cu_seqlens=bounds)
+        out = out[None] if packed else out
+        return [out, after, *torch.autograd.grad((out * upstream.to(dtype)).sum(), leaves)]
+
+    # bf16 carries 8 bits and chunks multiply them a few times: the kernels' own tests allow 5e-3 to 2e-2
+    for ours, exact in zip(outcome(torch.bfloat16, "auto"), outcome(torch.float64, "chunked"), strict=True):
+        assert (ours.double() - exact).norm() / exact.norm() < 2e-2
+
+
+@GATES
+def test_steps_on_a_gpu_go_on_in_a_graph(gated):
+    tensors, decay = inputs(5, gated=gated, heads=4, features=128, values=64, dtype=torch.bfloat16)
+    tensors, fade = [x.cuda() for x in tensors], None if decay is None else decay.float().cuda()
+    exact = [x.double() for x in tensors]
+    whole, last = delta_rule(*exact, log_decay=None if fade is None else fade.double())
+    state = torch.zeros(2, 4, 128, 64, device="cuda")
+    buffers = [x[:, :1].clone() for x in tensors]
+    fading = None if fade is None else fade[:, :1].clone()
+    delta_step_(state.clone(), *buffers, log_decay=fading)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = delta_step_(state, *buffers, log_decay=fading)
+    for t in range(5):
+        for buffer, x in zip(buffers, tensors, strict=True):
+            buffer.copy_(x[:, t : t + 1])
+        if fading is not None:
+            fading.copy_(fade[:, t : t + 1])
+        graph.replay()
+        assert (out.double() - whole[:, t : t + 1]).norm() / whole[:, t : t + 1].norm() < 1e-2
+    assert (state.double() - last).norm() / last.norm() < 1e-2
+
+
+@each_layout
+def test_half_precision_on_a_gpu_generates_near_float64(layout):
+    """Logits, token by token after a cached prompt, on the kernels; tokens themselves may tie in half precision."""
+    exact, tokens = make(layout, hidden_size=128, num_key_value_heads=None), text(2, 140)
+    model = copy.deepcopy(exact).to("cuda", torch.bfloat16)
+    with torch.no_grad():
+        expected = exact(tokens).logits
+        cache = NaLaCache(model.config)
+        parts = [model(tokens[:, :130].cuda(), past_key_values=cache).logits]
+        parts += [model(token.cuda(), past_key_values=cache).logits for token in tokens[:, 130:].split(1, dim=1)]
+    found = torch.cat(parts, dim=1).cpu().double()
+    # as on a CPU: weights of 8 bits through two blocks
+    assert (found - expected).norm() / expected.norm() < 0.05
+    assert (found[:, 130:] - expected[:, 130:]).norm() / expected[:, 130:].norm() < 0.05
+
+
+@each_layout
+def test_padding_and_cuts_on_a_gpu_change_no_token(layout):
+    model = make(layout, dtype=torch.float32).cuda()
+    prompts = {name: x.cuda() for name, x in padded_prompts().items()}
+    expected = model.generate(**prompts, **GREEDY, use_cache=False)
+    assert torch.equal(model.generate(**prompts, **GREEDY), expected)
+
+
+def test_lessons_of_the_recall_teacher_are_captured_and_learned():
+    from nalaformer.bench.recall_teacher import Lesson, TeacherConfig, train_teacher
+
+    lesson = Lesson(lengths=(64, 96), facts=8, steps=200, tokens=6144)
+    config = TeacherConfig(width=128, heads=4, words=16, names=32, values=16, families=("multi_key",), lessons=(lesson,))
+    lines: list[str] = []
+    train_teacher(config, device="cuda", say=lines.append)
+    # eager steps would be right too, and wait for the host in each of them
+    assert "(CUDA graph)" in lines[-1]
+    assert float(lines[-1].split()[-1]) > 0.9

@@ -1,0 +1,381 @@
+"""Every field of a recipe, and of the tasks on text and sequences, does what its documentation says."""
+
+import json
+from dataclasses import asdict, fields, replace
+from functools import reduce
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.option_effects import Effects
+from nalaformer.data.sequences import IGNORE, write
+from nalaformer.data.text import ShardWriter, Tales, fingerprint, train_tokenizer
+from nalaformer.recipes import RECIPES, Recipe, build_model, changed, make_trainer
+from nalaformer.recipes.overrides import keys
+from nalaformer.tasks import (
+    Classification,
+    ClassificationConfig,
+    LanguageConfig,
+    LanguageModelling,
+    Sequences,
+    SequencesConfig,
+    task_name,
+)
+from nalaformer.training import TrainingConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RECIPE, LANGUAGE, SEQUENCES = (
+    Effects(field.name for field in fields(kind)) for kind in (Recipe, LanguageConfig, SequencesConfig)
+)
+
+
+def test_no_setting_is_without_a_test_of_its_effect():
+    assert [*RECIPE.missing(), *LANGUAGE.missing(), *SEQUENCES.missing()] == []
+
+
+# ---- settings of the command line
+
+ONE_OF_EACH_TASK = {task_name(RECIPES[name]().task): name for name in RECIPES.names()}
+# of those that there are
+OTHER_NAMES = {"precision": "bf16", "on_corrupt": "stop", "schedule": "linear", "initial_weights": "torch", "packing": "whole"}
+
+
+def another(name, value):
+    """Another value of that setting."""
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, dict):
+        return {"cells": 7}
+    if isinstance(value, str):
+        return "another"
+    return value + 1 if isinstance(value, int) else value / 2 + 0.125
+
+
+@pytest.mark.parametrize("task", ONE_OF_EACH_TASK)
+def test_a_key_of_the_command_line_changes_its_setting_and_no_other(task):
+    recipe = RECIPES[ONE_OF_EACH_TASK[task]]()
+    recipe = replace(recipe, training=replace(recipe.training, schedule="cosine", precision="float32"), initial_weights="model")
+    # a run has one of them, and the other is refused
+    paths = [path for path in keys(recipe) if path[-1] not in ("steps", "epochs")]
+    assert len(paths) > 35
+
+    def values(config):
+        return {path: reduce(getattr, path, config) for path in paths}
+
+    before = values(recipe)
+    for path in paths:
+        value = another(path[-1], before[path])
+        text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
+        for key in (path[-1], ".".join(path)):
+            assert values(changed(recipe, [f"{key}={text}"])) == before | {path: value}
+
+
+@pytest.mark.parametrize("settings", [["steps=0", "epochs=2.5"], ["epochs=2.5", "steps=0"]])
+def test_settings_that_are_valid_together_alone_may_come_in_any_order(settings):
+    training = changed(RECIPES["cue_grid"](), settings).training
+    assert (training.epochs, training.steps) == (2.5, 0)
+
+
+@pytest.mark.parametrize("name", ["cue_grid", "imagenet_nalaformer_t", "mqar_small"])
+def test_a_fraction_is_read_where_the_recipe_has_a_whole_number(name):
+    training = changed(RECIPES[name](), ["warmup=0.5", "cooldown=1.5", "weight_decay=0"]).training
+    assert (training.warmup, training.cooldown, training.weight_decay) == (0.5, 1.5, 0)
+
+
+def test_yes_and_no_are_read_in_their_words():
+    for word, value in (("true", True), ("Yes", True), ("1", True), ("false", False), ("No", False), ("0", False)):
+        before = changed(RECIPES["cue_grid"](), [f"compile={str(not value).lower()}"])
+        assert before.training.compile is not value
+        assert changed(before, [f"compile={word}"]).training.compile is value
+
+
+def test_the_last_of_two_values_counts():
+    assert changed(RECIPES["cue_grid"](), ["batch_size=8", "training.batch_size=16"]).training.batch_size == 16
+
+
+def test_defaults_are_those_that_figures_were_measured_with():
+    """Recipes leave these out: another default changes every run of theirs."""
+    training = {
+        **{"accumulate": 1, "optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.05, "beta2": 0.999, "epsilon": 1e-8},
+        **{"schedule": "cosine", "warmup": 0, "warmup_learning_rate": 1e-6, "min_learning_rate": 1e-5, "cooldown": 0},
+        **{"clip_norm": 0, "clip_value": 0, "ema": 0, "repeats": 1, "precision": "float32", "seed": 0, "batch_size": 64},
+        **{"keep": 2, "bad_steps": 10, "on_corrupt": "skip", "most_corrupt": 100, "eval_every": 0, "save_every": 0},
+    }
+    assert training.items() <= asdict(TrainingConfig(steps=1)).items()
+    augmentation = {"auto_augment": "", "color_jitter": 0.0, "random_erasing": 0.0, "smallest_crop": 0.08, "flip": 0.5}
+    images = {"image_size": 224, "eval_crop": 0.9, "mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0, "data_seed": 0}
+    images |= {"train_samples": 100_000, "eval_samples": 2_000, "data_options": {}, "augmentation": augmentation}
+    assert asdict(ClassificationConfig(data="d")) == images | {"data": "d"}
+    text = {"window": 2048, "packing": "stream", "tokenizer": "", "data_seed": 0, "vocab_size": 512}
+    assert asdict(LanguageConfig(data="d")) == text | {"data": "d", "train_documents": 10_000, "eval_documents": 200}
+    sequences = {"data_options": {}, "eval_options": {}, "data_seed": 0}
+    sequences |= {"train_samples": 100_000, "eval_samples": 2_000, "test_samples": 20_000}
+    assert asdict(SequencesConfig(data="d")) == sequences | {"data": "d"}
+
+
+# ---- recipes
+
+DATA_OF_RECIPES = {
+    **{name: name for name in ("cue_grid", "count_grid", "marked_pair")},
+    **{f"lra_{name}": name for name in ("listops", "listops_sky", "pathfinder", "pathx", "text", "retrieval", "image")},
+    **{"listops_small": "listops", "pathfinder_small": "pathfinder", "mqar": "mqar", "mqar_small": "mqar"},
+    **{name: name for name in ("copying", "induction", "needles", "variables", "pointing", "pointing_control")},
+    **{"lm_tiny": "tales", "lm_text": "tokens"},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES.names())
+def test_a_recipe_learns_from_the_data_of_its_name(name):
+    expected = "imagenet" if name.startswith("imagenet") else "slimpajama" if name.startswith("nala_lm") else None
+    assert RECIPES[name]().task.data == (expected or DATA_OF_RECIPES[name])
+
+
+TINY = {
+    **{"embed_dims": [16], "depths": [1], "num_heads": [2], "mlp_ratios": 1, "attention_stages": "l", "layer_scale": [None]},
+    **{"key_reduction": 1, "softmax_key_reduction": 1, "patch_size": 8, "img_size": 48, "global_pool": "max"},
+}
+FACTS = {"classes": ["a", "b", "c"]}
+
+
+def recipe_of(**changes):
+    usual = {
+        "model": "vit_nala_tiny_patch16",
+        "attention": "linear",
+        "model_options": TINY,
+        "task": ClassificationConfig(data="cue_grid", train_samples=8, eval_samples=8),
+        "training": TrainingConfig(steps=2, batch_size=4, device="cpu"),
+    }
+    return Recipe(**(usual | changes))
+
+
+def layers_of(model):
+    return sorted({type(module).__name__ for module in model.modules()})
+
+
+@RECIPE.of("model")
+def test_the_model_is_the_one_that_is_named():
+    model = build_model(recipe_of(model="resnet10t", attention="", model_options={}), FACTS)
+    assert type(model).__name__ == "ResNet"
+    assert model.num_classes == 3
+
+
+@RECIPE.of("attention")
+def test_the_model_has_the_attention_that_is_named():
+    softmax, linear = (build_model(recipe_of(attention=name), FACTS) for name in ("softmax", "linear"))
+    assert layers_of(softmax) != layers_of(linear)
+    text = Recipe(model="nano", attention="softmax", task=LanguageConfig(data="tales"), training=TrainingConfig(steps=1))
+    facts = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "window": 8}
+    assert build_model(text, facts).config.mixers == "softmax"
+
+
+@RECIPE.of("model_options")
+def test_options_reach_the_model():
+    sizes = [
+        sum(p.numel() for p in build_model(recipe_of(model_options=TINY | {"depths": [depth]}), FACTS).parameters())
+        for depth in (1, 2, 3)
+    ]
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 1000
+
+
+@RECIPE.of("initial_weights")
+def test_linear_layers_start_as_torch_starts_them():
+    def largest(initial_weights):
+        model = build_model(recipe_of(initial_weights=initial_weights), FACTS)
+        return max(
+            module.weight.abs().max().item() * module.in_features**0.5
+            for module in model.modules()
+            if isinstance(module, nn.Linear)
+        )
+
+    # uniform up to 1 / sqrt(inputs), against a normal distribution of standard deviation 0.02
+    assert 0.9 < largest("torch") <= 1
+    assert largest("model") < 0.6
+
+
+@RECIPE.of("task")
+def test_the_task_is_the_one_that_is_described(tmp_path):
+    task = ClassificationConfig(data="count_grid", train_samples=8, eval_samples=5)
+    trainer = make_trainer(recipe_of(task=task), tmp_path)
+    assert isinstance(trainer.task, Classification)
+    assert len(trainer.task.classes) == trainer.model.num_classes == 8
+    assert trainer.fit().metrics["images"] == 5
+
+
+@RECIPE.of("training")
+def test_the_training_is_the_one_that_is_described(tmp_path):
+    trainer = make_trainer(recipe_of(training=TrainingConfig(steps=3, batch_size=2, seed=5, device="cpu")), tmp_path)
+    assert trainer.config.batch_size == 2
+    assert trainer.fit().step == 3
+    # the weights follow from its seed
+    weights = [
+        torch.cat([p.detach().flatten() for p in build_model(recipe_of(training=training), FACTS).parameters()])
+        for training in (trainer.config, replace(trainer.config, seed=6), trainer.config)
+    ]
+    assert torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[1])
+
+
+# ---- text
+
+
+def language(**settings):
+    config = LanguageConfig(data="tales", window=40, train_documents=30, eval_documents=5, vocab_size=300)
+    return LanguageModelling(replace(config, **settings))
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """Tokens of two documents in each split, and their tokenizer, which lies elsewhere."""
+    folder = tmp_path_factory.mktemp("tokens")
+    words = train_tokenizer(Tales(split="train", documents=20), vocab_size=280)
+    words.save_pretrained(str(folder / "elsewhere"))
+    for split, first in (("train", 1), ("val", 100)):
+        writer = ShardWriter(folder / "data" / split, vocab_size=280, tokenizer=fingerprint(words))
+        for size in (5, 6):
+            writer.add(range(first, first + size))
+        writer.close()
+    return folder
+
+
+@LANGUAGE.of("data")
+def test_text_is_generated_or_the_tokens_of_a_folder(tokens):
+    task = language()
+    assert (
+        task.tokenizer.decode(task.train_data[0]["input_ids"].tolist()).removeprefix("<|endoftext|>") in task.tales("train")[0]
+    )
+    task = language(data=str(tokens / "data"), tokenizer=str(tokens / "elsewhere"), window=5)
+    assert task.train_data[0]["input_ids"].tolist() == [1, 2, 3, 4, 5]
+    assert task.eval_data[0]["input_ids"].tolist() == [100, 101, 102, 103, 104]
+
+
+@LANGUAGE.of("window")
+def test_samples_have_so_many_tokens():
+    for window in (16, 40):
+        task = language(window=window)
+        assert task.train_data[0]["input_ids"].shape == task.eval_data[0]["input_ids"].shape == (window,)
+        assert task.facts()["window"] == window
+        assert task.create_model("nano", {}, task.facts()).config.max_position_embeddings == window
+
+
+@LANGUAGE.of("packing")
+def test_documents_are_cut_or_whole(tokens):
+    settings = {"data": str(tokens / "data"), "tokenizer": str(tokens / "elsewhere"), "window": 8}
+    stream, whole = (language(packing=packing, **settings) for packing in ("stream", "whole"))
+    assert stream.train_data[0]["input_ids"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3]
+    assert whole.train_data[0]["input_ids"].tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
+    assert whole.eval_data[1]["input_ids"].tolist() == [100, 101, 102, 103, 104, 105, 0, 0]
+
+
+@LANGUAGE.of("tokenizer")
+def test_the_tokenizer_of_the_folder_is_used(tokens):
+    assert len(language(tokenizer=str(tokens / "elsewhere")).tokenizer) == 280
+    assert len(language(data=str(tokens / "data"), tokenizer=str(tokens / "elsewhere")).tokenizer) == 280
+    with pytest.raises(ValueError, match="data/tokenizer"):
+        language(data=str(tokens / "data")).tokenizer  # noqa: B018
+
+
+@LANGUAGE.of("data_seed")
+def test_a_seed_gives_other_tales_in_both_splits():
+    zero, one = language(), language(data_seed=1)
+    for split in ("train", "val"):
+        assert not set(zero.tales(split)) & set(one.tales(split))
+
+
+@LANGUAGE.of("train_documents", "eval_documents")
+def test_so_many_tales_are_generated():
+    task = language(train_documents=21, eval_documents=4)
+    assert (task.train_data.data.documents, task.eval_data.data.documents) == (21, 4)
+
+
+@LANGUAGE.of("vocab_size")
+def test_the_trained_tokenizer_has_so_many_entries():
+    for size in (270, 330):
+        task = language(vocab_size=size)
+        assert len(task.tokenizer) == task.facts()["vocab_size"] == size
+        assert task.create_model("nano", {}, task.facts()).config.vocab_size == size
+
+
+# ---- sequences
+
+
+def sequences(**settings):
+    config = SequencesConfig(
+        data="copying", data_options={"length": 12}, train_samples=9, eval_samples=6, test_samples=4, data_seed=0
+    )
+    return Sequences(replace(config, **settings))
+
+
+def splits(task):
+    return task.train_data, task.eval_data, task.test_data
+
+
+@SEQUENCES.of("data")
+def test_sequences_are_generated_or_of_a_folder(tmp_path):
+    assert {data.stream_name for data in splits(sequences(data="induction"))} == {"induction"}
+    assert [data.split for data in splits(sequences())] == ["train", "val", "test"]
+    for split, samples in (("train", 5), ("val", 3), ("test", 2)):
+        write("copying", tmp_path, split=split, samples=samples, seed=7, options={"length": 12})
+    stored = splits(sequences(data=str(tmp_path)))
+    assert [len(data) for data in stored] == [5, 3, 2]
+    for data, made in zip(stored, splits(sequences(data_seed=7)), strict=True):
+        assert torch.equal(data[1]["inputs"], made[1]["inputs"])
+
+
+@SEQUENCES.of("data_options")
+def test_options_reach_every_split():
+    assert [data.facts.length for data in splits(sequences(data_options={"length": 20}))] == [20, 20, 20]
+
+
+@SEQUENCES.of("eval_options")
+def test_other_options_of_evaluation_reach_val_and_test_alone(tmp_path):
+    task = sequences(eval_options={"length": 30})
+    assert [data.facts.length for data in splits(task)] == [12, 30, 30]
+    assert task.facts()["length"] == 30
+    # of a folder they are looked at in the same splits
+    for split, length in (("train", 12), ("val", 30), ("test", 12)):
+        write("copying", tmp_path, split=split, samples=9, options={"length": length})
+    stored = sequences(data=str(tmp_path), eval_options={"length": 30})
+    assert (stored.train_data.facts.length, stored.eval_data.facts.length) == (12, 30)
+    with pytest.raises(ValueError, match="length is 12 there"):
+        stored.test_data  # noqa: B018
+    # figures are those of the groups that evaluation has
+    recall = sequences(data="mqar", data_options={"mixture": [[16, 2]]}, eval_options={"mixture": [[24, 3]]})
+    assert recall.metrics().groups == ("24 tokens, 3 pairs",)
+
+
+@SEQUENCES.of("data_seed")
+def test_a_seed_gives_other_sequences_in_every_split():
+    for zero, one in zip(splits(sequences()), splits(sequences(data_seed=1)), strict=True):
+        assert not torch.equal(zero[0]["inputs"], one[0]["inputs"])
+
+
+@SEQUENCES.of("train_samples", "eval_samples", "test_samples")
+def test_every_split_has_its_number_of_samples(tmp_path):
+    assert [len(data) for data in splits(sequences())] == [9, 6, 4]
+    for split in ("train", "val", "test"):
+        write("copying", tmp_path, split=split, samples=9, options={"length": 12})
+    assert [len(data) for data in splits(sequences(data=str(tmp_path)))] == [9, 6, 4]
+
+
+def test_the_loss_of_sequences_is_the_mean_over_what_is_asked():
+    task = sequences()
+    batch = {name: torch.stack([task.train_data[i][name] for i in range(5)]) for name in task.train_data[0]}
+    model = task.create_model("recall", {"dim": 16, "attention": "linear"}, task.facts())
+    loss = task.loss(model, batch)
+    logits, asked = model(batch["inputs"]), batch["targets"] != IGNORE
+    expected = -logits.log_softmax(-1)[asked].gather(1, batch["targets"][asked][:, None]).mean()
+    assert loss.weight == asked.sum().item() == 5 * 6
+    assert loss.total.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_language_is_judged_at_its_answers_alone():
+    options = {"length": 64, "needles": 3, "names": 8, "values": 8, "words": 8}
+    task = sequences(data="needles", data_options=options)
+    batch = {name: torch.stack([task.eval_data[i][name] for i in range(6)]) for name in task.eval_data[0]}
+    metrics = task.metrics()
+    metrics.update(task.create_model("recall", {"dim": 16, "attention": "linear"}, task.facts()), batch)
+    assert (batch["targets"] != IGNORE).all()
+    assert metrics.result()["answers"] == batch["answers"].sum().item() < batch["targets"].numel() / 2
