@@ -43,7 +43,7 @@ def test_attention_weights_are_never_negative(name, scale, make_map, make_qkv):
     q, k, _ = make_qkv(2, 49)
     feature_map = make_map(name, dtype=torch.float64)
     for stream in range(feature_map.streams):
-        weights = attention_weights(q * scale, k * scale, feature_map, stream=stream)
+        weights = attention_weights(q * scale, k * scale, feature_map=feature_map, stream=stream)
         assert weights.min() >= 0
 
 
@@ -57,14 +57,14 @@ def test_no_feature_is_negative_in_float32(map_name, scale, make_map, make_qkv):
 
 def test_attention_weights_of_a_zero_query_are_never_negative(map_name, make_map, make_qkv):
     q, k, _ = make_qkv()
-    weights = attention_weights(torch.zeros_like(q), k, make_map(map_name, dtype=torch.float64))
+    weights = attention_weights(torch.zeros_like(q), k, feature_map=make_map(map_name, dtype=torch.float64))
     assert weights.min() >= 0
 
 
 def test_attention_weights_sum_to_one_but_for_eps(map_name, make_map, make_qkv):
     q, k, _ = make_qkv(2, 49, head_dim=20)
     feature_map = make_map(map_name, head_dim=20, dtype=torch.float64)
-    without, with_eps = (attention_weights(q, k, feature_map, eps=eps).sum(-1) for eps in (0.0, 1e-2))
+    without, with_eps = (attention_weights(q, k, feature_map=feature_map, eps=eps).sum(-1) for eps in (0.0, 1e-2))
     assert (without - 1).abs().max() < 1e-12
     assert (with_eps < 1).all()
 
@@ -131,7 +131,9 @@ def test_a_larger_query_attends_more_sharply_on_random_keys(make_qkv):
     # over tokens this is no theorem, but a strong tendency
     q, k, _ = make_qkv(4, 49)
     feature_map = norm_aware()
-    flat, sharp = (entropy(attention_weights(size * q / q.norm(dim=-1, keepdim=True), k, feature_map)) for size in (0.1, 3.0))
+    flat, sharp = (
+        entropy(attention_weights(size * q / q.norm(dim=-1, keepdim=True), k, feature_map=feature_map)) for size in (0.1, 3.0)
+    )
     assert (sharp < flat).double().mean() > 0.9
 
 
@@ -140,7 +142,7 @@ def test_token_entropy_can_rise_with_the_query_norm():
     k = torch.tensor([[1.0, 0.0], [1.0, 10.0]], dtype=torch.float64)[None, :, None]
     direction = torch.tensor([0.8, 0.6], dtype=torch.float64)[None, None, None]
     feature_map = norm_aware(head_dim=2, num_heads=1)
-    flat, sharp = (entropy(attention_weights(size * direction, k, feature_map)) for size in (0.1, 3.0))
+    flat, sharp = (entropy(attention_weights(size * direction, k, feature_map=feature_map)) for size in (0.1, 3.0))
     assert (sharp > flat).all()
 
 
@@ -172,16 +174,18 @@ def test_cosine_weights_of_opposite_directions_keep_their_digits():
     # cos a cos b + sin a sin b is then about zero: a difference of rounded numbers would have no digit right
     k = torch.tensor([[1.0, 2.0], [2.0, 1.0]])[None, :, None]
     q = torch.tensor([-1.0, -1.5])[None, None, None]
-    weights = attention_weights(q, k, norm_aware(head_dim=2, num_heads=1, direction="cosine").float(), eps=0.0)
-    exact = attention_weights(q.double(), k.double(), norm_aware(head_dim=2, num_heads=1, direction="cosine"), eps=0.0)
+    weights = attention_weights(q, k, feature_map=norm_aware(head_dim=2, num_heads=1, direction="cosine").float(), eps=0.0)
+    exact = attention_weights(
+        q.double(), k.double(), feature_map=norm_aware(head_dim=2, num_heads=1, direction="cosine"), eps=0.0
+    )
     assert (weights - exact).abs().max() < 1e-5
 
 
 def test_cosine_weights_approach_split_weights_as_alpha_grows(make_qkv):
     q, k, _ = make_qkv(2, 20)
-    split = attention_weights(q, k, norm_aware(), eps=0.0)
+    split = attention_weights(q, k, feature_map=norm_aware(), eps=0.0)
     gaps = [
-        float((attention_weights(q, k, norm_aware(direction="cosine", alpha=alpha), eps=0.0) - split).abs().max())
+        float((attention_weights(q, k, feature_map=norm_aware(direction="cosine", alpha=alpha), eps=0.0) - split).abs().max())
         for alpha in (1.0, 10.0, 100.0, 1e9)
     ]
     assert gaps == sorted(gaps, reverse=True)

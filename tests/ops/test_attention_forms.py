@@ -120,7 +120,7 @@ def test_gradients_do_not_depend_on_the_piece_size_or_on_recomputing(map_name, c
 
 
 @pytest.mark.parametrize("cuts", [[1] * 23, [1, 9, 13], [22, 1], [23]], ids=["tokens", "uneven", "last", "once"])
-def test_recurrent_pieces_equal_one_causal_call(map_name, cuts, make_map, make_qkv):
+def test_recurrent_pieces_equal_one_causal_call(map_name, cuts, make_map, make_qkv, backend):
     q, k, v = make_qkv(2, 23)
     feature_map = make_map(map_name, dtype=torch.float64)
     key_mask = torch.rand(2, 23) < 0.8
@@ -150,8 +150,19 @@ def test_recurrent_pieces_equal_one_causal_call_across_pieces_of_the_walk(map_na
     assert distance(torch.cat(outputs, 1), whole) < ROUNDING
 
 
+def test_the_reference_backend_runs_nothing_else_in_the_recurrent_functions(monkeypatch, make_map, make_qkv):
+    q, k, v = make_qkv(1, 3, dtype=torch.float32)
+    monkeypatch.setattr(chunked, "causal_linear_attention", None)
+    feature_map = make_map("norm_aware")
+    with nalaformer.use_backend("reference"):
+        _, state = recurrent_linear_attention(*(x[:, :2] for x in (q, k, v)), feature_map=feature_map)
+        out = nalaformer.recurrent_step_(state, *(x[:, 2:] for x in (q, k, v)), feature_map=feature_map)
+    assert distance(out, formula(feature_map, q, k, v, causal=True)[:, 2:]) < ROUNDING
+    assert state.count.tolist() == [3]
+
+
 @pytest.mark.parametrize("made_for", [2, 4])
-def test_recurrent_steps_take_grouped_heads(made_for, make_map, make_qkv):
+def test_recurrent_steps_take_grouped_heads(made_for, make_map, make_qkv, backend):
     q, k, v = make_qkv(2, 9, 4, key_heads=2)
     for name in ("norm_aware", "polarity", "hedgehog"):
         feature_map = make_map(name, num_heads=made_for, dtype=torch.float64)
@@ -171,7 +182,7 @@ def test_a_recurrent_step_leaves_its_state_argument_alone(map_name, make_map, ma
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors().items())
 
 
-def test_gradients_flow_through_the_recurrent_state(map_name, make_map, make_qkv):
+def test_gradients_flow_through_the_recurrent_state(map_name, make_map, make_qkv, backend):
     inputs = [x.requires_grad_() for x in make_qkv(1, 9)]
     feature_map = make_map(map_name, dtype=torch.float64)
     upstream = torch.randn(1, 9, 2, 8, dtype=torch.float64)
@@ -191,7 +202,7 @@ def test_attention_weights_times_values_is_the_output(map_name, causal, make_map
     out = linear_attention(q, k, v, feature_map=feature_map, **arguments)
     values = v.repeat_interleave(2, 2).chunk(feature_map.streams, -1)
     parts = [
-        torch.einsum("bhij,bjhv->bihv", attention_weights(q, k, feature_map, stream=stream, **arguments), part)
+        torch.einsum("bhij,bjhv->bihv", attention_weights(q, k, feature_map=feature_map, stream=stream, **arguments), part)
         for stream, part in enumerate(values)
     ]
     assert distance(torch.cat(parts, -1), out) < EXACT
@@ -201,8 +212,8 @@ def test_attention_weights_of_some_rows_are_those_rows(map_name, causal, make_ma
     q, k, _ = make_qkv(2, 9)
     feature_map = make_map(map_name, dtype=torch.float64)
     arguments = {"causal": causal, "rotary": Rotary.sequence(9, 8)}
-    every = attention_weights(q, k, feature_map, **arguments)
-    some = attention_weights(q, k, feature_map, rows=[7, 0, 3], **arguments)
+    every = attention_weights(q, k, feature_map=feature_map, **arguments)
+    some = attention_weights(q, k, feature_map=feature_map, rows=[7, 0, 3], **arguments)
     assert distance(some, every[:, :, [7, 0, 3]]) < EXACT
 
 

@@ -250,14 +250,14 @@ def test_a_state_on_another_device_is_refused():
 def test_a_stream_that_the_map_lacks_is_refused(stream):
     call = arguments()
     with pytest.raises(ValueError, match=rf"stream must be below the map's number of streams \(1\), got {stream}"):
-        attention_weights(call["q"], call["k"], call["feature_map"], stream=stream)
+        attention_weights(call["q"], call["k"], feature_map=call["feature_map"], stream=stream)
 
 
 @pytest.mark.parametrize("rows", [[7], [0, -1], torch.tensor([99])], ids=str)
 def test_rows_beyond_the_queries_are_refused(rows):
     call = arguments()
     with pytest.raises(ValueError, match="rows must"):
-        attention_weights(call["q"], call["k"], call["feature_map"], rows=rows)
+        attention_weights(call["q"], call["k"], feature_map=call["feature_map"], rows=rows)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -223,7 +223,7 @@ def test_normalised_rotary_weights_are_a_distribution(name, grid, make_map, make
     feature_map = make_map(name, head_dim=20, dtype=torch.float64)
     rotary = Rotary.grid(3, 7, 20, normalised=True) if grid else Rotary.sequence(21, 20, normalised=True)
     for stream in range(feature_map.streams):
-        weights = attention_weights(q, k, feature_map, stream=stream, rotary=rotary, eps=0.0)
+        weights = attention_weights(q, k, feature_map=feature_map, stream=stream, rotary=rotary, eps=0.0)
         # two opposite pairs cancel to a rounding error of the sum's terms
         assert weights.min() >= -1e-15
         assert (weights.sum(-1) - 1).abs().max() < EXACT
@@ -232,7 +232,7 @@ def test_normalised_rotary_weights_are_a_distribution(name, grid, make_map, make
 def test_numerator_only_rotary_weights_are_not_a_distribution(make_map, make_qkv):
     # the published form: a test that it is never called convex by mistake
     q, k, _ = make_qkv(2, 21)
-    weights = attention_weights(q, k, make_map("norm_aware", dtype=torch.float64), rotary=Rotary.sequence(21, 8))
+    weights = attention_weights(q, k, feature_map=make_map("norm_aware", dtype=torch.float64), rotary=Rotary.sequence(21, 8))
     assert weights.min() < 0
     assert (weights.sum(-1) - 1).abs().max() > 0.01
 

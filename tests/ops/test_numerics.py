@@ -417,9 +417,9 @@ def test_autocast_changes_nothing_in_recurrent_steps(map_name, make_map, make_qk
 def test_autocast_changes_nothing_in_attention_weights(map_name, causal, make_map, make_qkv):
     q, k, _ = make_qkv(2, 9, dtype=torch.float32)
     feature_map = make_map(map_name)
-    without = nalaformer.attention_weights(q, k, feature_map, causal=causal)
+    without = nalaformer.attention_weights(q, k, feature_map=feature_map, causal=causal)
     with torch.autocast("cpu", torch.bfloat16):
-        within = nalaformer.attention_weights(q, k, feature_map, causal=causal)
+        within = nalaformer.attention_weights(q, k, feature_map=feature_map, causal=causal)
     assert torch.equal(within, without)
 
 

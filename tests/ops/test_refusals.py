@@ -92,11 +92,15 @@ CASES = {
         "one Rotary or a pair",
     ),
     "rows=0.5": (
-        lambda: nalaformer.attention_weights(torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2, 4), map_of_2(), rows=[0.5]),
+        lambda: nalaformer.attention_weights(
+            torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2, 4), feature_map=map_of_2(), rows=[0.5]
+        ),
         r"rows must be a list of query numbers from 0 to 2, got \[0.5\]",
     ),
     "stream=text": (
-        lambda: nalaformer.attention_weights(torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2, 4), map_of_2(), stream="a"),
+        lambda: nalaformer.attention_weights(
+            torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2, 4), feature_map=map_of_2(), stream="a"
+        ),
         "stream must be below .*, got 'a'",
     ),
     "backend=list": (lambda: nalaformer.set_backend([]), r"unknown backend \[\]; known: auto"),

@@ -133,7 +133,7 @@ def weights_of(phi: FeatureMap | None, q: Tensor, k: Tensor) -> Tensor:
     """[B, H, N, M]; of two streams the first."""
     if phi is None:
         return torch.einsum("bihd,bjhd->bhij", q * q.shape[-1] ** -0.5, k).softmax(dim=-1)
-    return attention_weights(q, k, phi)
+    return attention_weights(q, k, feature_map=phi)
 
 
 def channels_sharpen(phi: FeatureMap, *, directions: int = 64, steps: int = 64, seed: int = 0) -> bool:

@@ -102,7 +102,12 @@ def recurrent_linear_attention(
     recompute = _needs_grad(q, k, v, feature_map, state)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
-        if choose(q, k, v, feature_map=mapped, causal=True, rotary=turns) == "triton":
+        backend = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns)
+        if backend == "reference":
+            return reference.recurrent_linear_attention(
+                q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=key_mask, eps=eps
+            )
+        if backend == "triton":
             from . import kernels
 
             out, after = kernels.causal_linear_attention(
@@ -160,13 +165,19 @@ def recurrent_step_(
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=None, causal=True)
         fits = all(tensor.is_contiguous() for tensor in state.tensors().values()) and state.state.dtype == torch.float32
-        if fits and choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_step=True) == "triton":
+        backend = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_step=True)
+        if fits and backend == "triton":
             from . import kernels
 
             return kernels.step_(state, q, k, v, feature_map=mapped, rotary=turns, eps=eps)
-        out, after = chunked.causal_linear_attention(
-            q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=None, eps=eps, recompute=False
-        )
+        if backend == "reference":
+            out, after = reference.recurrent_linear_attention(
+                q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=None, eps=eps
+            )
+        else:
+            out, after = chunked.causal_linear_attention(
+                q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=None, eps=eps, recompute=False
+            )
     for name, tensor in state.tensors().items():
         tensor.copy_(after.tensors()[name])
     return out
@@ -175,8 +186,8 @@ def recurrent_step_(
 def attention_weights(
     q: Tensor,
     k: Tensor,
-    feature_map: FeatureMapLike,
     *,
+    feature_map: FeatureMapLike,
     rows: Tensor | Sequence[int] | None = None,
     stream: int = 0,
     causal: bool = False,

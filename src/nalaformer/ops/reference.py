@@ -21,6 +21,7 @@ from .features import (
     without_infinity,
 )
 from .rotary import Rotary
+from .state import LinearState
 
 
 def linear_attention(
@@ -77,6 +78,76 @@ def linear_attention(
                 is_turned=queries.rotated is not queries.plain,
             )
         )
+    return torch.cat(outputs, dim=-1)
+
+
+def recurrent_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    state: LinearState | None,
+    rotary: tuple[Rotary | None, Rotary | None],
+    key_mask: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, LinearState]:
+    """The causal form as a recurrence, token by token: S += rot(phi_k(k)) v^T, z += phi_k(k), then the formula above.
+
+    Returns [B, N, H, V] in the type of q, and the state after the last token.
+    """
+    outputs = []
+    for token in range(q.shape[1]):
+        now = slice(token, token + 1)
+        turns = tuple(None if turn is None else turn.tokens(token, token + 1) for turn in rotary)
+        mask = None if key_mask is None else key_mask[:, now]
+        state = seen(state, k[:, now], v[:, now], feature_map, turns[1], mask)
+        outputs.append(answered(state, q[:, now], feature_map, turns[0], eps).to(q.dtype))
+    assert state is not None
+    return torch.cat(outputs, dim=1), state
+
+
+def seen(
+    state: LinearState | None,
+    k: Tensor,
+    v: Tensor,
+    feature_map: FeatureMapLike,
+    rotary: Rotary | None,
+    key_mask: Tensor | None,
+) -> LinearState:
+    """The state after one more token."""
+    dtype = compute_dtype(k, v)
+    scales = key_log_scale(feature_map, k, key_mask, dtype)  # [B, 1, K, 1]
+    old = torch.zeros_like(k[:, 0, :, 0], dtype=dtype) if state is None else state.log_scale
+    new = old if scales is None else torch.maximum(old, scales[:, 0, :, 0])
+    keys = key_features(feature_map, k, v, key_mask=key_mask, rotary=rotary, log_scale=new[:, None, :, None], dtype=dtype)
+    features, plain, values = keys.rotated[:, 0], keys.plain[:, 0], keys.values[:, 0]  # [B, K, F] and [B, K, V]
+    token = LinearState(without_infinity(features[..., None] * values[..., None, :]), plain, keys.visible, new)
+    if state is None:
+        return token
+    shrink = (old - new).exp()[..., None]
+    return LinearState(
+        state.state * shrink[..., None] + token.state, state.key_sum * shrink + plain, state.count + keys.visible, new
+    )
+
+
+def answered(state: LinearState, q: Tensor, feature_map: FeatureMapLike, rotary: Rotary | None, eps: float) -> Tensor:
+    """What one query [B, 1, H, D] reads from the state: [B, 1, H, V]."""
+    group = q.shape[2] // state.state.shape[1]
+    sums, key_sum, scale = (x.repeat_interleave(group, dim=1) for x in (state.state, state.key_sum, state.log_scale))
+    outputs = []
+    streams = query_features(feature_map, q, rotary, compute_dtype(q, state.state))
+    for queries, values in zip(streams, sums.chunk(feature_map.streams, dim=-1), strict=True):
+        out = normalise(
+            torch.einsum("bhf,bhfv->bhv", queries.rotated[:, 0], values),
+            torch.einsum("bhf,bhf->bh", queries.plain[:, 0], key_sum),
+            eps=eps,
+            count=state.count[:, None],
+            query_scale=None if queries.log_scale is None else queries.log_scale[:, 0, :, 0],
+            key_scale=scale,
+            is_turned=queries.rotated is not queries.plain,
+        )
+        outputs.append(out[:, None])
     return torch.cat(outputs, dim=-1)
 
 
