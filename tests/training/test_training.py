@@ -572,6 +572,7 @@ def first_move(folder, **settings):
 def test_gradients_are_clipped_by_value(tmp_path):
     # Nesterov's momentum of 0.9 makes the first step 1.9 times the gradient
     assert first_move(tmp_path / "free", optimizer="sgd") > 0.1
+    # room: the clip is met exactly; the rest is for the last digit
     assert 0 < first_move(tmp_path / "clipped", optimizer="sgd", clip_value=1e-4) <= 1.9e-4 * (1 + 1e-3)
 
 

@@ -127,6 +127,7 @@ def test_result_does_not_depend_on_tiles(monkeypatch):
     found = outcome("triton", torch.float32, tensors, settings)
     hybrid_launch.LAUNCHES.clear()
     for x, y in zip(found, expected, strict=True):
+        # room: both are float32, and 1e-6 is eight of its units
         assert relative_error(x, y.double()) < 1e-6
 
 
@@ -174,8 +175,10 @@ def test_half_precision_is_as_close_as_its_operands_allow(dtype, factor, more):
     exact = outcome("reference", torch.float64, tensors, SMALL)
     plain, ours = (outcome(backend, dtype, tensors, SMALL) for backend in ("reference", "triton"))
     assert ours[0].dtype == dtype
-    assert relative_error(ours[0], exact[0]) < {torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    # room: weights and output are rounded, each by half a unit at the most, which none reaches everywhere
+    assert relative_error(ours[0], exact[0]) < 2 * {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     for x, y, z in zip(ours, exact, plain, strict=True):
+        # room: the first part is what the roundings of operands can cost, the second what the type costs anyhow
         assert relative_error(x, y) < more + factor * relative_error(z, y)
 
 

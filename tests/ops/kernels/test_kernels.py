@@ -156,6 +156,7 @@ def test_float16_stays_near_float64(name, causal):
     assert ours[0].dtype == torch.float16
     # gradients pass through one rounding more where features are written out
     for x, y, bar in zip(ours[:4], exact[:4], (5e-4, 1e-3, 1e-3, 5e-4), strict=True):
+        # room: the last rounding alone may cost 2^-11 = 4.9e-4, and is most of the error
         assert relative_error(x, y) < bar
 
 
