@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from helpers.option_effects import Effects, options_of_command
 from nalaformer import cli
-from nalaformer.bench import Case, LanguageResult, ModelResult, cases, linearization, models, ops
+from nalaformer.bench import Case, LanguageResult, ModelResult, cases, models, ops
 from nalaformer.bench import language as bench_language
 from nalaformer.bench.models import MEASURED
 from nalaformer.models.language import NaLaConfig
+from nalaformer.studies import linearization
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BENCH = Effects(

@@ -138,9 +138,9 @@ def test_demo_names_its_report(run, folder, monkeypatch):
         def findings(self):
             return ["softmax [/] wins"]
 
-    monkeypatch.setattr("nalaformer.demo.run_demo", lambda out, **options: Result())
-    monkeypatch.setattr("nalaformer.demo.write_report", lambda result, path: path)
-    monkeypatch.setattr("nalaformer.demo.demo_table", lambda result: Table())
+    monkeypatch.setattr("nalaformer.studies.demo.run_demo", lambda out, **options: Result())
+    monkeypatch.setattr("nalaformer.studies.demo.write_report", lambda result, path: path)
+    monkeypatch.setattr("nalaformer.studies.demo.demo_table", lambda result: Table())
     output = run("demo", "--out", folder)
     assert f"report: {folder / 'report.html'}" in output
     assert "softmax [/] wins" in output
@@ -221,7 +221,7 @@ def test_an_error_names_what_came(monkeypatch, capsys, tmp_path, arguments):
 
 
 def test_the_table_of_a_scoreboard_shows_options_as_they_are(tmp_path):
-    from nalaformer.bench.scoreboard_report import scoreboard_table
+    from nalaformer.studies.scoreboard.report import scoreboard_table
 
     row = {"method": 'relu {"a": [1, "[/b]"]}', "learning_rate": "0.1", "seed": "0", "steps": "1", "dev": "0.5", "test": "0.5"}
     row |= {"parameters": "1", "state_size": "0", "chance": "0.1", "shortcuts": "", "settings": json.dumps({"a": {"b": 1}})}

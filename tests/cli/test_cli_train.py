@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from nalaformer import cli
 from nalaformer.data import CueGrid
-from nalaformer.demo import ENTRIES, cost, demo_table, run_demo, study, write_report
-from nalaformer.demo.cost import Cost, large_image, training_step
-from nalaformer.demo.entries import demo_recipe
 from nalaformer.recipes import RECIPES, build_model
+from nalaformer.studies.demo import ENTRIES, cost, demo_table, run_demo, study, write_report
+from nalaformer.studies.demo.cost import Cost, large_image, training_step
+from nalaformer.studies.demo.entries import demo_recipe
 from nalaformer.training import Checkpoints
 from nalaformer.training.log import read_log
 

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from helpers.option_effects import Effects
 from nalaformer import cli
 from nalaformer.analysis import methods
-from nalaformer.bench import scoreboard
-from nalaformer.bench.scoreboard_report import read_rows
 from nalaformer.data import CueGrid
 from nalaformer.data.sequences import Stored
 from nalaformer.data.text import Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
 from nalaformer.recipes import RECIPES, evaluate_run, load_run
+from nalaformer.studies.scoreboard import runs as scoreboard
+from nalaformer.studies.scoreboard.report import read_rows
 from nalaformer.tasks import Answer, Classification
 from nalaformer.training import Checkpoints
 from nalaformer.training.log import read_log
@@ -474,9 +474,9 @@ def test_compare_looks_at_so_many_tokens_of_its_seed(tmp_path, monkeypatch):
 
 @COMMANDS.of("demo.out", "demo.seeds", "demo.steps")
 def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
-    from nalaformer import demo
-    from nalaformer.demo import study
-    from nalaformer.demo.cost import Cost
+    from nalaformer.studies import demo
+    from nalaformer.studies.demo import study
+    from nalaformer.studies.demo.cost import Cost
 
     cost = Cost(training_images_per_second=1000.0, large_images_per_second=2.0, large_mib=None)
     monkeypatch.setattr(study, "cost_of", lambda entry: cost)

@@ -153,11 +153,11 @@ def test_a_quarter_million_tokens_repeat_to_the_bit():
 @pytest.mark.parametrize("attention", ["softmax", "relu", "nalaformer", "polaformer"])
 @pytest.mark.parametrize("name", ["listops", "mqar"])
 def test_a_captured_training_run_is_the_eager_one(name, attention, monkeypatch):
-    from nalaformer.bench.resident import resident
-    from nalaformer.bench.sprint import Sprint
     from nalaformer.data.sequences import SEQUENCES
     from nalaformer.models.sequence import RecallModel, SequenceClassifier
     from nalaformer.training import TrainingConfig
+    from nalaformer.training.resident import resident
+    from nalaformer.training.sprint import Sprint
 
     options = {
         "listops": {"shortest": 12, "longest": 64, "max_depth": 4},

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save
 
 from nalaformer import cli
-from nalaformer.bench.scoreboard import parse_methods
 from nalaformer.data.sequences import Stored, stored_name, write
 from nalaformer.data.text import TokenShards
 from nalaformer.json_text import parse_json
 from nalaformer.linearize.saving import MADE_FROM, claim_folder
 from nalaformer.models.language import NaLaCache, NaLaConfig
 from nalaformer.recipes.overrides import parsed
+from nalaformer.studies.scoreboard.runs import parse_methods
 from nalaformer.training import Checkpoint, Checkpoints
 from nalaformer.training.checkpoint import MANIFEST, STATE, DamagedCheckpoint
 

@@ -14,9 +14,9 @@ from nalaformer.data.sequences.needles import MARK
 
 pytest.importorskip("peft")
 
-from nalaformer.bench.linearization import Rows, run_linearization, toy_study
-from nalaformer.bench.recall_study import RecallStudy, Texts, accuracies, small_recall, toy_recall
-from nalaformer.bench.recall_teacher import (
+from nalaformer.studies.linearization import Rows, run_linearization, toy_study
+from nalaformer.studies.recall.study import RecallStudy, Texts, accuracies, small_recall, toy_recall
+from nalaformer.studies.recall.teacher import (
     Answering,
     Lesson,
     TeacherConfig,
@@ -25,7 +25,7 @@ from nalaformer.bench.recall_teacher import (
     train_teacher,
     unmasked,
 )
-from nalaformer.bench.resident import resident
+from nalaformer.training.resident import resident
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -207,7 +207,7 @@ def test_rows_of_an_earlier_run_stay_until_they_are_measured_anew(tmp_path):
 
 
 def test_a_method_that_fails_leaves_its_reason_and_the_others_run(tmp_path, monkeypatch):
-    import nalaformer.bench.recall_study as recall_study
+    import nalaformer.studies.recall.study as recall_study
 
     asked = recall_study.converted
 

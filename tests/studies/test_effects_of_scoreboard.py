@@ -9,15 +9,15 @@ from typer.testing import CliRunner
 
 from helpers.option_effects import Effects
 from nalaformer import cli
-from nalaformer.bench import scoreboard
-from nalaformer.bench.resident import resident
-from nalaformer.bench.scoreboard import Method, Run, prepared
-from nalaformer.bench.sprint import Sprint
 from nalaformer.data.sequences import SEQUENCES
 from nalaformer.models.sequence import RecallModel
 from nalaformer.recipes import RECIPES, changed
+from nalaformer.studies.scoreboard import runs as scoreboard
+from nalaformer.studies.scoreboard.runs import Method, Run, prepared
 from nalaformer.tasks import Sequences
 from nalaformer.training import TrainingConfig
+from nalaformer.training.resident import resident
+from nalaformer.training.sprint import Sprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPRINT = Effects(field.name for field in fields(TrainingConfig))

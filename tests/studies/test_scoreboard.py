@@ -11,16 +11,16 @@ import torch
 from typer.testing import CliRunner
 
 from nalaformer import cli
-from nalaformer.bench import scoreboard
-from nalaformer.bench.resident import make_plan, resident
-from nalaformer.bench.scoreboard import Method, parse_methods, run_scoreboard
-from nalaformer.bench.scoreboard_report import COLUMNS, read_rows, scoreboard_table, standings
-from nalaformer.bench.sprint import Sprint
 from nalaformer.data.sequences import IGNORE, SEQUENCES
 from nalaformer.folder_lock import InUse, only_writer
 from nalaformer.models.sequence import RecallModel
 from nalaformer.recipes import RECIPES, changed
+from nalaformer.studies.scoreboard import runs as scoreboard
+from nalaformer.studies.scoreboard.report import COLUMNS, read_rows, scoreboard_table, standings
+from nalaformer.studies.scoreboard.runs import Method, parse_methods, run_scoreboard
 from nalaformer.training import TrainingConfig
+from nalaformer.training.resident import make_plan, resident
+from nalaformer.training.sprint import Sprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MQAR = {"vocabulary": 32, "mixture": [[16, 2], [24, 3]]}

@@ -98,8 +98,8 @@ def run_bench_linearize(
 ) -> None:
     from dataclasses import replace
 
-    from ..bench.linearization import PARTS, SIZES, run_linearization
     from ..registry import unknown_name
+    from ..studies.linearization import PARTS, SIZES, run_linearization
 
     if size not in SIZES:
         raise unknown_name("size", size, SIZES)

@@ -117,9 +117,8 @@ def run_scoreboard_command(
     data_folder: Path | None,
     workers: int,
 ) -> None:
-    from ..bench.scoreboard import parse_methods, run_scoreboard
-    from ..bench.scoreboard_report import scoreboard_table
     from ..recipes import RECIPES, recipe_with
+    from ..studies.scoreboard import parse_methods, run_scoreboard, scoreboard_table
     from ..tasks import SequencesConfig
     from ..training.ranks import find_device
 

@@ -65,7 +65,7 @@ def run_compare(out: Path, tokens: int, seed: int) -> None:
 
 
 def run_demo(out: Path, seeds: int, steps: int | None) -> None:
-    from ..demo import HOW_TO_READ, demo_table, run_demo, write_report
+    from ..studies.demo import HOW_TO_READ, demo_table, run_demo, write_report
 
     need("matplotlib")
     console = make_console()

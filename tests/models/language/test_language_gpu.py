@@ -87,7 +87,7 @@ def test_padding_and_cuts_on_a_gpu_change_no_token(layout):
 
 
 def test_lessons_of_the_recall_teacher_are_captured_and_learned():
-    from nalaformer.bench.recall_teacher import Lesson, TeacherConfig, train_teacher
+    from nalaformer.studies.recall.teacher import Lesson, TeacherConfig, train_teacher
 
     lesson = Lesson(lengths=(64, 96), facts=8, steps=200, tokens=6144)
     config = TeacherConfig(width=128, heads=4, words=16, names=32, values=16, families=("multi_key",), lessons=(lesson,))

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..analysis import attention_entropy, entropy_drop, spearman
-from ..analysis.compare import LEAST_DROP, weights_of
-from ..attention import Attention
-from ..data import CueGrid
-from ..recipes import load_run
+from ...analysis import attention_entropy, entropy_drop, spearman
+from ...analysis.compare import LEAST_DROP, weights_of
+from ...attention import Attention
+from ...data import CueGrid
+from ...recipes import load_run
 
 IMAGES = 64
 SHOWN = 3

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ..data import seed_everything
 from ..data.sequences import IGNORE
-from ..training.config import PRECISIONS, TrainingConfig
-from ..training.schedule import make_schedule
 from ..whole_files import clear_disk_errors, write_atomically
+from .config import PRECISIONS, TrainingConfig
 from .resident import Bucket, Plan, make_plan
+from .schedule import make_schedule
 
 WARMUPS = 3
 MOST_ANSWERS = 2**17

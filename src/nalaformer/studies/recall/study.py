@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention.hybrid import HybridSettings, hybrid_settings
-from ..data.sequences import RecallLanguage, as_tensor
-from ..folder_lock import only_writer
-from ..linearize import LinearizeConfig, linearize
-from ..training import TrainingConfig
-from .models import failure_of, give_back_memory
-from .recall_teacher import Lesson, TeacherConfig, train_teacher
+from ...attention.hybrid import HybridSettings, hybrid_settings
+from ...bench.models import failure_of, give_back_memory
+from ...data.sequences import RecallLanguage, as_tensor
+from ...folder_lock import only_writer
+from ...linearize import LinearizeConfig, linearize
+from ...training import TrainingConfig
+from .teacher import Lesson, TeacherConfig, train_teacher
 
 Say = Callable[[str], object]
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..child_processes import worker_pool
-from ..data import seed_everything
-from ..data.sequences import RecallLanguage
-from ..training import TrainingConfig
-from ..whole_files import whole_folder, write_atomically
-from .recall_start import start_for_recall_
-from .resident import resident
-from .sprint import Sprint
+from ...child_processes import worker_pool
+from ...data import seed_everything
+from ...data.sequences import RecallLanguage
+from ...training import TrainingConfig
+from ...training.resident import resident
+from ...training.sprint import Sprint
+from ...whole_files import whole_folder, write_atomically
+from .start import start_for_recall_
 
 # a needle, key-value pairs, chains of variables, repeated phrases
 FAMILIES = ("single", "multi_key", "variables", "induction")

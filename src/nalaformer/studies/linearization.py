@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..bench.decoding import DecodeStudy, run_decoding
+from ..bench.machine import describe_machine
+from ..bench.prompts import PromptStudy, Shape, run_prompts
 from ..folder_lock import only_writer
 from ..registry import unknown_name
 from ..whole_files import write_atomically
-from .decoding import DecodeStudy, run_decoding
-from .machine import describe_machine
-from .prompts import PromptStudy, Shape, run_prompts
-from .recall_study import RecallStudy, run_recall, small_recall, toy_recall
+from .recall import RecallStudy, run_recall, small_recall, toy_recall
 
 PARTS = ("recall", "prompt", "decode")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..analysis.pictures import BLACK, BLUE, GREY, OTHER_COLOURS, VERMILION
+from ...analysis.pictures import BLACK, BLUE, GREY, OTHER_COLOURS, VERMILION
 from .study import DemoResult, Finding
 
 if TYPE_CHECKING:

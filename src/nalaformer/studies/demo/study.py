@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..child_processes import worker_pool
-from ..ops import use_backend
-from ..recipes import make_trainer
-from ..training.log import read_log
+from ...child_processes import worker_pool
+from ...ops import use_backend
+from ...recipes import make_trainer
+from ...training.log import read_log
 from .cost import Cost, cost_of
 from .diagnose import Diagnosis, diagnose
 from .entries import ENTRIES, Entry, demo_recipe

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .report import replace_csv
+from ...bench.report import replace_csv
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from ..bench.fresh_process import in_fresh_process
-from ..bench.memory import can_measure
-from ..bench.timing import median_ms
-from ..ops import use_backend
-from ..recipes import build_model
-from ..tasks import Classification
+from ...bench.fresh_process import in_fresh_process
+from ...bench.memory import can_measure
+from ...bench.timing import median_ms
+from ...ops import use_backend
+from ...recipes import build_model
+from ...tasks import Classification
 from .entries import ENTRIES, Entry, demo_recipe
 
 FACTS = {"classes": ["a", "b", "c", "d"]}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..bench import describe_machine
+from ...bench import describe_machine
 from .study import DemoResult, Finding
 
 if TYPE_CHECKING:

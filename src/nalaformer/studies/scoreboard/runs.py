@@ -9,24 +9,24 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..data import seed_everything
-from ..data.sequences import SEQUENCES, write
-from ..data.sequences.stored import read_about
-from ..folder_lock import only_writer
-from ..models.sequence import state_size
-from ..stopping import stop_requests
-from ..tasks import Sequences, SequencesConfig
-from ..training import TrainingConfig
-from ..training.config import PRECISIONS
-from .machine import Machine, describe_machine
-from .resident import resident
-from .scoreboard_report import Row, read_rows, save_rows
-from .sprint import Sprint
+from ...bench.machine import Machine, describe_machine
+from ...data.sequences import SEQUENCES, write
+from ...data.sequences.stored import read_about
+from ...folder_lock import only_writer
+from ...models.sequence import state_size
+from ...recipes import Recipe, build_model
+from ...stopping import stop_requests
+from ...tasks import Sequences, SequencesConfig
+from ...training import TrainingConfig
+from ...training.config import PRECISIONS
+from ...training.resident import resident
+from ...training.sprint import Sprint
+from .report import Row, read_rows, save_rows
 
 Say = Callable[[str], None]
 
@@ -37,22 +37,6 @@ NO_SETTINGS = {
 }
 # what a sprint does whatever a recipe says: a row must not claim otherwise
 FIXED_SETTINGS = {"optimizer": "adamw", "ema": 0.0, "accumulate": 1, "repeats": 1, "seed": 0}
-
-
-class Described(Protocol):
-    """What a scoreboard needs of a recipe."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def model_options(self) -> dict[str, Any]: ...
-
-    @property
-    def task(self) -> Any: ...
-
-    @property
-    def training(self) -> TrainingConfig: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +79,7 @@ class Run:
     """One training: what is trained, with which attention, rate and seed."""
 
     task: str
-    recipe: Described
+    recipe: Recipe
     method: Method
     rate: float
     seed: int
@@ -156,7 +140,7 @@ class Run:
 
 def run_scoreboard(
     title: str,
-    recipe: Described,
+    recipe: Recipe,
     *,
     methods: Sequence[Method],
     seeds: Sequence[int],
@@ -254,15 +238,14 @@ class Loaded:
         say(f"data: {counts[0]} train, {counts[1]} dev, {counts[2]} test sequences in {time.monotonic() - started:.0f} s")
 
 
-def make_model(recipe: Described, method: Method, facts: dict[str, Any]) -> nn.Module:
-    """The recipe's model with the attention of the method."""
-    options = dict(recipe.model_options) | {"attention": method.name}
+def make_model(recipe: Recipe, method: Method, facts: dict[str, Any], *, seed: int = 0) -> nn.Module:
+    """The recipe's model with the attention of the method, as it starts from that seed."""
+    options = dict(recipe.model_options)
     if method.options:
-        options["attention_options"] = recipe.model_options.get("attention_options", {}) | method.options
-    try:
-        return Sequences.create_model(recipe.model, options, facts)
-    except TypeError as error:
-        raise ValueError(f"the model {recipe.model} does not take its options {options}: {error}") from error
+        options["attention_options"] = options.get("attention_options", {}) | method.options
+    training = replace(recipe.training, seed=seed)
+    chosen = {"attention": method.name, "model_options": options, "initial_weights": "model", "training": training}
+    return build_model(replace(recipe, **chosen), facts)
 
 
 def one_run(
@@ -308,8 +291,7 @@ def one_run(
 
 
 def make_sprint(run: Run, loaded: Loaded) -> Sprint:
-    seed_everything(run.seed)
-    model = make_model(run.recipe, run.method, loaded.facts)
+    model = make_model(run.recipe, run.method, loaded.facts, seed=run.seed)
     parts: Any = {"train": loaded.train, "dev": loaded.dev, "groups": len(loaded.task.eval_data.groups)}
     return Sprint(model, run.training, steps=run.steps, seed=run.seed, **parts)
 

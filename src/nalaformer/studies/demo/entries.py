@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..recipes import RECIPES, Recipe
+from ...recipes import RECIPES, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
