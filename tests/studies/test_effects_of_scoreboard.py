@@ -212,7 +212,7 @@ def test_a_run_is_saved_on_the_way_by_time(tmp_path):
     assert sprint_of(save_minutes=1e-9).run(aside=aside)
     again = sprint_of()
     again.resume(aside)
-    assert again.course.step == 3
+    assert again.progress.step == 3
     assert sprint_of(save_minutes=0).run(aside=tmp_path / "never.safetensors")
     assert not (tmp_path / "never.safetensors").exists()
 

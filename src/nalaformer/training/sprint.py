@@ -5,6 +5,7 @@ in every step, which a small model feels. Here the host waits for the device at 
 """
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +17,17 @@ from torch import Tensor, nn
 
 from ..data import seed_everything
 from ..data.sequences import IGNORE
+from ..ops.graphs import NotCapturable, captured
 from ..whole_files import clear_disk_errors, write_atomically
 from .config import PRECISIONS, TrainingConfig
 from .resident import Bucket, Plan, make_plan
 from .schedule import make_schedule
 
-WARMUPS = 3
 MOST_ANSWERS = 2**17
 
 
 @dataclass
-class Course:
+class Progress:
     """How far a run is."""
 
     step: int = 0
@@ -58,7 +59,7 @@ class Sprint:
         self.train, self.dev, self.groups = train, dev, groups
         self.eval_batch = eval_batch or 4 * config.batch_size
         self.plan: Plan = make_plan(train, steps=steps, batch_size=config.batch_size, seed=seed)
-        self.course = Course()
+        self.progress = Progress()
         self.dev_shares: list[float | None] = [None] * groups
         """Accuracy of each group of the dev data when it was last looked at."""
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -115,33 +116,33 @@ class Sprint:
         One block of steps, up to an evaluation, is always done: however short the time, repeated calls come to an end. aside:
         where the run is saved on the way, after the blocks that end when save_minutes have passed.
         """
-        config, course = self.config, self.course
+        config, progress = self.config, self.progress
         if not self.graphs:
             self._prepare()
         block = config.eval_every or self.steps
-        first = course.step
+        first = progress.step
         last_saved = time.monotonic()
-        while course.step < self.steps and not course.is_diverged:
-            if is_asked_to_stop() or (course.step > first and time.monotonic() > until):
+        while progress.step < self.steps and not progress.is_diverged:
+            if is_asked_to_stop() or (progress.step > first and time.monotonic() > until):
                 return False
             started = time.monotonic()
             # dropout follows from the seed and the step, so a run that goes on later is the same run
-            seed_everything(self.seed, course.step)
-            last = min(course.step + block, self.steps)
+            seed_everything(self.seed, progress.step)
+            last = min(progress.step + block, self.steps)
             self.model.train()
             self.loss_sum.zero_()
-            for step in range(course.step, last):
+            for step in range(progress.step, last):
                 self.graphs[int(self.plan.bucket_of[step])]()
-            loss = self.loss_sum.item() / (last - course.step)
-            course.step = last
+            loss = self.loss_sum.item() / (last - progress.step)
+            progress.step = last
             found = self.evaluate(self.dev)
             dev, self.dev_shares = found["accuracy"], found["groups"]
-            course.is_diverged = loss != loss
-            if dev > course.best_dev and not course.is_diverged:
-                course.best_dev, course.best_step = dev, last
+            progress.is_diverged = loss != loss
+            if dev > progress.best_dev and not progress.is_diverged:
+                progress.best_dev, progress.best_step = dev, last
                 self._copy(self.parameters, self.best)
             spent = time.monotonic() - started
-            course.seconds += spent
+            progress.seconds += spent
             say(f"step {last}/{self.steps}  loss {loss:.4f}  dev {dev:.4f}  {block / max(spent, 1e-9):.0f} steps/s")
             if aside is not None and 0 < 60 * config.save_minutes <= time.monotonic() - last_saved:
                 self.save(aside)
@@ -150,19 +151,17 @@ class Sprint:
 
     def _prepare(self) -> None:
         """A callable for each bucket that takes one step."""
-        for number, cursor in enumerate(self.plan.before(self.course.step)):
+        for number, cursor in enumerate(self.plan.before(self.progress.step)):
             self.cursors[number].fill_(cursor)
-        self.done.fill_(self.course.step)
+        self.done.fill_(self.progress.step)
         self.graphs = [self._stepper(number) for number in range(len(self.train))]
         if self.on_gpu:
-            eager = self.graphs
             try:
-                self.graphs = self._captured(eager)
+                self.graphs = self._captured(self.graphs)
                 self.how = "CUDA graph"
-            except RuntimeError:
-                # something in the model waits for the host: slower, and the same numbers
-                torch.cuda.synchronize()
-                self.graphs = eager
+            except (NotCapturable, torch.OutOfMemoryError) as failure:
+                # slower, and the same numbers; any other failure is one of the step itself
+                warnings.warn(f"training steps are no CUDA graphs and wait for Python instead: {failure}", stacklevel=3)
 
     def _stepper(self, number: int) -> Callable[[], object]:
         return lambda: self._step(number)
@@ -202,48 +201,20 @@ class Sprint:
         return F.cross_entropy(self._logits(inputs, at), targets.flatten(), ignore_index=IGNORE)
 
     def _captured(self, steppers: list[Callable[[], object]]) -> list[Callable[[], object]]:
-        """The steps as CUDA graphs; the warm-up that capture needs leaves no trace in weights, moments and counters."""
-        counters = [*self.parameters, self.done, *self.cursors]
-        before = [tensor.detach().clone() for tensor in counters]
-        moments_before = self._moments_copy()
+        """The steps as CUDA graphs; weights, moments and counters stay as they are."""
+        for parameter in self.parameters:
+            # as the optimizer's first step makes them: what is there can be restored
+            if not self.optimizer.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.zeros((), device=self.device), **moments}
+        moments_of_all = [value for state in self.optimizer.state.values() for value in state.values()]
+        changed = [*(p.detach() for p in self.parameters), *moments_of_all, self.done, *self.cursors, self.loss_sum]
         self.model.train()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for stepper in steppers:
-                for _ in range(WARMUPS):
-                    stepper()
-                    # a short run has no later steps to run ahead into
-                    for tensor, old in zip(counters[len(self.parameters) :], before[len(self.parameters) :], strict=True):
-                        tensor.copy_(old)
-        torch.cuda.current_stream().wait_stream(side)
-
-        def restore() -> None:
-            with torch.no_grad():
-                for tensor, old in zip(counters, before, strict=True):
-                    tensor.copy_(old)
-                for parameter, state in self.optimizer.state.items():
-                    for name, value in state.items():
-                        moment = moments_before.get(parameter, {}).get(name)
-                        value.zero_() if moment is None else value.copy_(moment)
-
-        restore()
-        graphs: list[Callable[[], object]] = []
         try:
-            for stepper in steppers:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    stepper()
-                graphs.append(graph.replay)
+            return [captured(stepper, restore=changed, device=self.device) for stepper in steppers]
         finally:
-            # counters were moved by nothing but warm-ups; a capture that failed half-way may have moved them
-            torch.cuda.synchronize()
-            restore()
+            # those of a captured step lie in the memory of its graph
             self.optimizer.zero_grad(set_to_none=True)
-        return graphs
-
-    def _moments_copy(self) -> dict[Any, dict[str, Tensor]]:
-        return {p: {name: value.clone() for name, value in state.items()} for p, state in self.optimizer.state.items()}
 
     @torch.no_grad()
     def evaluate(self, buckets: list[Bucket]) -> dict[str, Any]:
@@ -292,7 +263,7 @@ class Sprint:
             tensors |= {f"{number}.weight": parameter.detach(), f"{number}.best": best}
             tensors |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        facts = {name: str(value) for name, value in vars(self.course).items()}
+        facts = {name: str(value) for name, value in vars(self.progress).items()}
         with clear_disk_errors(path):
             # a copy: parameters may share memory, which the format does not write
             write_atomically(path, save({name: tensor.cpu().clone() for name, tensor in tensors.items()}, metadata=facts))
@@ -310,7 +281,7 @@ class Sprint:
                     best.copy_(file.get_tensor(f"{number}.best"))
                     kept = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{number}.{name}" in names]
                     self.optimizer.state[parameter] = {name: file.get_tensor(f"{number}.{name}") for name in kept}
-        self.course = Course(
+        self.progress = Progress(
             step=int(facts["step"]),
             best_step=int(facts["best_step"]),
             best_dev=float(facts["best_dev"]),

@@ -214,12 +214,12 @@ def take_lesson(
             is_over = sprint.run(until=0.0) or time.monotonic() >= until
             shares = [0.0 if share is None else share for share in sprint.dev_shares]
             figures = ", ".join(f"{group} {share:.3f}" for group, share in zip(groups, shares, strict=True))
-            say(f"{where}: step {sprint.course.step}, {time.monotonic() - start:.0f} s ({sprint.how}): {figures}")
-            if sprint.course.is_diverged:
+            say(f"{where}: step {sprint.progress.step}, {time.monotonic() - start:.0f} s ({sprint.how}): {figures}")
+            if sprint.progress.is_diverged:
                 raise ValueError(f"the teacher diverged at a learning rate of {config.learning_rate}; choose a lower one")
             is_over = is_over or (min(shares) >= config.mastered and not is_last)
     sprint.close()
-    taken = [sprint.plan.before(sprint.course.step), [bucket.inputs.shape[1] for bucket in sprint.train]]
+    taken = [sprint.plan.before(sprint.progress.step), [bucket.inputs.shape[1] for bucket in sprint.train]]
     return sum(steps * rows * length for steps, length in zip(*taken, strict=True))
 
 

@@ -268,22 +268,22 @@ def one_run(
         sprint.save(aside)
         sprint.close()
         return None
-    course = sprint.course
+    progress = sprint.progress
     tested = sprint.test(loaded.test)
     sprint.close()
     by_group = {name: round(value, 5) for name, value in zip(data.groups, tested["groups"], strict=True) if value is not None}
     aside.unlink(missing_ok=True)
-    say(f"dev {course.best_dev:.4f} at step {course.best_step}, test {tested['accuracy']:.4f}, {course.seconds:.0f} s")
+    say(f"dev {progress.best_dev:.4f} at step {progress.best_step}, test {tested['accuracy']:.4f}, {progress.seconds:.0f} s")
     return {
-        "dev": f"{course.best_dev:.5f}",
+        "dev": f"{progress.best_dev:.5f}",
         "test": f"{tested['accuracy']:.5f}",
         "groups": json.dumps(by_group) if len(by_group) > 1 else "",
-        "best_step": str(course.best_step),
-        "outcome": "diverged" if course.is_diverged else "finished",
+        "best_step": str(progress.best_step),
+        "outcome": "diverged" if progress.is_diverged else "finished",
         "parameters": str(sum(p.numel() for p in model.parameters())),
         "state_size": str(state_size(model)),
-        "seconds": f"{course.seconds:.1f}",
-        "steps_per_second": f"{course.step / max(course.seconds, 1e-9):.1f}",
+        "seconds": f"{progress.seconds:.1f}",
+        "steps_per_second": f"{progress.step / max(progress.seconds, 1e-9):.1f}",
         "loop": sprint.how,
         "chance": f"{data.chance:.4g}",
         "shortcuts": json.dumps(data.shortcuts) if data.shortcuts else "",

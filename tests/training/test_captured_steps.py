@@ -1,0 +1,49 @@
+"""Training steps as CUDA graphs: what a run does where they cannot be captured."""
+
+import pytest
+import torch
+
+from nalaformer.data.sequences import SEQUENCES
+from nalaformer.models.sequence import RecallModel
+from nalaformer.ops.graphs import NotCapturable
+from nalaformer.training import TrainingConfig
+from nalaformer.training.resident import resident
+from nalaformer.training.sprint import Sprint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def failing_sprint(monkeypatch):
+    """A run that takes itself to be on a GPU, where capturing its steps fails."""
+
+    def make(failure):
+        data = SEQUENCES["mqar"](split="train", samples=8, vocabulary=32, mixture=[[16, 2]])
+        model = RecallModel(attention="relu", dim=8, **vars(data.facts))
+        buckets = resident(data, "cpu")
+        config = TrainingConfig(steps=1, batch_size=8, learning_rate=1e-3)
+        sprint = Sprint(model, config, train=buckets, dev=buckets, groups=1, steps=1, seed=0)
+        sprint.on_gpu = True
+
+        def fail(*_, **__):
+            raise failure
+
+        monkeypatch.setattr("nalaformer.training.sprint.captured", fail)
+        return sprint
+
+    return make
+
+
+@pytest.mark.parametrize("failure", [NotCapturable("waits for the host"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_steps_that_cannot_be_captured_are_told_and_taken_one_by_one(failing_sprint, failure):
+    sprint = failing_sprint(failure)
+    with pytest.warns(UserWarning, match=f"wait for Python instead: {failure}"):
+        sprint._prepare()
+    assert sprint.how == "eager"
+    assert len(sprint.graphs) == 1
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("CUDA error: an illegal memory access"), ValueError("no such option")])
+def test_a_step_that_fails_by_itself_stops_the_run(failing_sprint, failure):
+    with pytest.raises(type(failure), match=str(failure)):
+        failing_sprint(failure)._prepare()
