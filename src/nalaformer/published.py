@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .published_names import FAMILIES, is_published_model, translate
 from .registry import unknown_name
+from .whole_files import whole_file
 
 if TYPE_CHECKING:
     from .models.vision import Backbone
@@ -73,13 +74,8 @@ def convert_file(source: str | Path, out: str | Path, family: str, *, model: str
         if wrong:
             raise ValueError(f"{source} does not fit {model}: {len(wrong)} tensors differ, the first is {wrong[0]}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    # whatever stops the writing, nothing half-written has the final name
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        save_file(weights, partial, metadata={"format": "pt", "family": family})
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(out) as aside:
+        save_file(weights, aside, metadata={"format": "pt", "family": family})
     return list(weights)
 
 

@@ -14,32 +14,57 @@ UNFINISHED = ".writing_"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def write_and_sync(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file has its old content or the new one, whatever happens."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file to write, which gets its name `path` at the end; after an error the old one stays and nothing is beside it."""
     aside = path.with_name(f".{path.name}_{os.getpid()}")
     try:
-        write_and_sync(aside, content)
+        yield aside
+        sync(aside)
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """A rename lives in the folder, and the folder must reach the disk too."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def write_atomically(path: Path, content: bytes) -> None:
+    """The file has its old content or the new one, whatever happens."""
+    with whole_file(path) as aside:
+        aside.write_bytes(content)
+
+
+def sync(path: Path) -> None:
+    """A file reaches the disk; so does a folder, in which the names of its files live."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Everything below the folder reaches the disk."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(place, name))
+        sync(Path(place))
+
+
+def put_in_place(aside: Path, path: Path) -> None:
+    """Rename a folder that was written aside, once all of it has reached the disk; an older one of that name goes."""
+    sync_tree(aside)
+    if path.is_dir() and any(path.iterdir()):
+        remove_folder(path)
+    aside.replace(path)
+    sync(path.absolute().parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Rename first: a half-deleted folder must not look like a whole one."""
+    gone = path.with_name(f".removing_{path.name}_{os.getpid()}")
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 @contextmanager
@@ -61,9 +86,7 @@ def whole_folder(path: str | Path, *, keep_unfinished: bool = False) -> Iterator
         try:
             aside.mkdir(exist_ok=True)
             yield aside
-            sync_tree(aside)
-            aside.replace(path)
-            sync_folder(path.absolute().parent)
+            put_in_place(aside, path)
         except BaseException:
             if not keep_unfinished:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -85,15 +108,6 @@ def is_leftover(path: Path) -> bool:
     """Whether it is a lock, or what a killed process has left unfinished."""
     name = path.name
     return name.startswith(".") and (name.endswith(LOCK) or name.startswith(UNFINISHED) or name.rpartition("_")[2].isdigit())
-
-
-def sync_tree(folder: Path) -> None:
-    """Everything below the folder reaches the disk."""
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with open(os.path.join(place, name), "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(Path(place))
 
 
 @contextmanager

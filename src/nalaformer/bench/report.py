@@ -1,12 +1,12 @@
 """The results as a CSV file and as text for the terminal."""
 
 import csv
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..whole_files import whole_file
 from .implementations import IMPLEMENTATIONS
 from .machine import Machine
 from .ops import DIRECTIONS, Result
@@ -52,19 +52,14 @@ def write_csv(results: Sequence[Result], path: str | Path, machine: Machine) -> 
     return replace_csv(path, COLUMNS, (csv_row(result, machine, date) for result in results))
 
 
-def replace_csv(path: str | Path, columns: Sequence[str], rows: Iterable[dict[str, object]]) -> Path:
-    """Write the rows beside the file, then put them in its place: whatever happens, one whole file is there."""
+def replace_csv(path: str | Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
+    """The columns of the rows, as a whole file in the place of an old one; what a row does not have is empty."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as aside, aside.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
     return path
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, load_tokenizer, tokenize_corpus
 from ..json_text import parse_json
-from ..whole_files import clear_disk_errors, is_leftover, sync_tree, unfinished_folder, write_atomically
+from ..whole_files import clear_disk_errors, is_leftover, sync, sync_tree, unfinished_folder, write_atomically
 from .run import Linearized
 
 MADE_FROM = "made_from.json"
@@ -149,4 +149,5 @@ def save(result: Linearized, folder: str | Path, *, tokenizer: str | Path | None
     for path in sorted(aside.iterdir()):
         path.replace(folder / path.name)
     aside.rmdir()
+    sync(folder)
     return folder

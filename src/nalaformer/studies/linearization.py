@@ -1,7 +1,6 @@
 """What is left of a softmax model after its conversion, by method; and what prompts and decoding cost before and after."""
 
 import csv
-import io
 import sys
 import time
 from collections.abc import Callable
@@ -12,9 +11,9 @@ from typing import Any
 from ..bench.decoding import DecodeStudy, run_decoding
 from ..bench.machine import describe_machine
 from ..bench.prompts import PromptStudy, Shape, run_prompts
+from ..bench.report import replace_csv
 from ..folder_lock import only_writer
 from ..registry import unknown_name
-from ..whole_files import write_atomically
 from .recall import RecallStudy, run_recall, small_recall, toy_recall
 
 PARTS = ("recall", "prompt", "decode")
@@ -87,7 +86,6 @@ class Rows:
             "nalaformer": machine.nalaformer,
             "commit": machine.commit,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.rows: list[dict[str, str]] = []
         if path.exists():
             with path.open(newline="") as file:
@@ -100,11 +98,7 @@ class Rows:
         self._write()
 
     def _write(self) -> None:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, (*self.COLUMNS, *self.facts), restval="", extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_atomically(self.path, text.getvalue().encode())
+        replace_csv(self.path, (*self.COLUMNS, *self.facts), self.rows)
 
 
 def _plain(value: Any) -> str:

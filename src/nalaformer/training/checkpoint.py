@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from ..json_text import parse_json
-from ..whole_files import sync_folder, write_and_sync
+from ..whole_files import put_in_place, remove_folder
 
 NAME = re.compile(r"step_(\d{8,})")
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -77,15 +77,11 @@ class Checkpoints:
                 for name, group in checkpoint.tensors.items()
             }
             contents[STATE] = json.dumps(checkpoint.state, indent=1, allow_nan=True).encode()
-            for name, content in contents.items():
-                write_and_sync(aside / name, content)
             digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-            write_and_sync(aside / MANIFEST, json.dumps({"sha256": digests}, indent=1).encode())
-            sync_folder(aside)
-            if self.path(step).exists():
-                self.remove(step)
-            aside.rename(self.path(step))
-            sync_folder(self.folder)
+            contents[MANIFEST] = json.dumps({"sha256": digests}, indent=1).encode()
+            for name, content in contents.items():
+                (aside / name).write_bytes(content)
+            put_in_place(aside, self.path(step))
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise OSError(
@@ -95,10 +91,7 @@ class Checkpoints:
         return self.path(step)
 
     def remove(self, step: int) -> None:
-        """Rename first: a half-deleted folder must not look like a checkpoint."""
-        gone = self.folder / f".removing_{self.path(step).name}_{os.getpid()}"
-        self.path(step).rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        remove_folder(self.path(step))
 
     def put_aside(self, *, after: int) -> None:
         """Rename the checkpoints beyond that step, none of which is whole: they count no more, and their bytes stay."""

@@ -54,7 +54,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def save_rows(path: Path, rows: Sequence[Row]) -> None:
-    replace_csv(path, COLUMNS, (dict(row) for row in rows))
+    replace_csv(path, COLUMNS, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
