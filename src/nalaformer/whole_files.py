@@ -1,10 +1,11 @@
 """Files and folders that are whole or not there, whatever happens to the process that writes them."""
 
+import csv
 import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +33,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     """The file has its old content or the new one, whatever happens."""
     with whole_file(path) as aside:
         aside.write_bytes(content)
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """These columns of the rows, as a whole file in the place of an old one; what a row does not have is empty."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as aside, aside.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def sync(path: Path) -> None:

@@ -13,36 +13,31 @@ import torch
 
 import nalaformer as nf
 from nalaformer.bench import (
-    COLUMNS,
     IMPLEMENTATIONS,
     Case,
-    Measurement,
+    OpMeasurement,
     Result,
-    bars,
     cases_for,
     describe_machine,
     extras,
-    growth,
-    in_fresh_process,
     left_out,
     measure,
     median_ms,
-    peak_extra_mib,
-    plan,
-    results_table,
-    summary_lines,
     timing,
-    write_csv,
 )
 from nalaformer.bench import ops as bench_ops
 from nalaformer.bench.cases import GROWTH
+from nalaformer.bench.fresh_process import in_fresh_process
 from nalaformer.bench.implementations import OURS, PUBLISHED, Implementation, published_formula
 from nalaformer.bench.machine import commit_of
-from nalaformer.bench.memory import can_measure
-from nalaformer.bench.ops import BOTH, DIRECTIONS, FORWARD
+from nalaformer.bench.measurement import FAILED, MEASURED, WRONG
+from nalaformer.bench.memory import can_measure, peak_extra_mib
+from nalaformer.bench.ops import BOTH, DIRECTIONS, FORWARD, plan
+from nalaformer.bench.ops_report import COLUMNS, bars, crossover, growth, results_table, slope, summary_lines
 from nalaformer.bench.peers import features_oracle
+from nalaformer.bench.runner import are_ours_right, row_of
 from nalaformer.bench.timing import OtherProcesses, times_ms
-from nalaformer.bench.verdict import crossover, slope
+from nalaformer.whole_files import write_csv
 
 TINY = Case(batch=2, heads=2, tokens=37, head_dim=16)
 ON_CPU = [name for name in IMPLEMENTATIONS.names() if "cpu" in IMPLEMENTATIONS[name].devices]
@@ -59,8 +54,10 @@ def one_thread():
 
 
 def result(case=TINY, implementation=OURS, direction=FORWARD, *, ms=1.0, mib=1.0, error=0.0, others=None):
-    measurement = Measurement(case=case, implementation=implementation, direction=direction, device="cpu")
-    return Result(measurement=measurement, error=error, median_ms=ms, others_cpu=others, peak_extra_mib=mib)
+    measurement = OpMeasurement(case=case, implementation=implementation, direction=direction, device="cpu")
+    outcome = MEASURED if error <= measurement.largest_error else WRONG
+    figures = {"median_ms": ms, "others_cpu": others, "peak_extra_mib": mib}
+    return Result(measurement=measurement, outcome=outcome, error=error, **figures)
 
 
 def plant(mebibytes, keep):
@@ -153,7 +150,7 @@ def test_the_published_formula_is_the_reference(shape):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", ON_CPU)
 def test_every_implementation_is_right_and_gets_timed(name, direction):
-    found = measure(Measurement(case=TINY, implementation=name, direction=direction, device="cpu"), seconds=0, memory=False)
+    found = measure(OpMeasurement(case=TINY, implementation=name, direction=direction, device="cpu"), seconds=0, memory=False)
     assert found.is_right
     assert found.median_ms > 0
     assert found.peak_extra_mib is None
@@ -162,7 +159,7 @@ def test_every_implementation_is_right_and_gets_timed(name, direction):
 @pytest.mark.parametrize("name", ON_CPU)
 def test_rows_between_the_compared_ones_do_not_matter_to_the_check(name, monkeypatch):
     monkeypatch.setattr(bench_ops, "COMPARED_ROWS", 5)
-    assert bench_ops.relative_error(Measurement(case=TINY, implementation=name, direction=BOTH, device="cpu")) < 2e-6
+    assert bench_ops.relative_error(OpMeasurement(case=TINY, implementation=name, direction=BOTH, device="cpu")) < 2e-6
 
 
 def with_wrong(monkeypatch, change):
@@ -198,7 +195,7 @@ class WrongGradient(torch.autograd.Function):
 )
 def test_a_wrong_implementation_is_not_timed(monkeypatch, change, direction):
     with_wrong(monkeypatch, change)
-    found = measure(Measurement(case=TINY, implementation="wrong", direction=direction, device="cpu"), seconds=0)
+    found = measure(OpMeasurement(case=TINY, implementation="wrong", direction=direction, device="cpu"), seconds=0)
     assert not found.is_right
     assert found.median_ms is None
     assert found.peak_extra_mib is None
@@ -209,7 +206,7 @@ def test_a_wrong_implementation_is_not_timed(monkeypatch, change, direction):
 def test_the_output_counts_as_extra_memory_and_the_inputs_do_not():
     # q, k, v and the output are 16 MiB each
     case = Case(batch=1, heads=1, tokens=65536)
-    found = measure(Measurement(case=case, implementation=OURS, direction=FORWARD, device="cpu"), seconds=0)
+    found = measure(OpMeasurement(case=case, implementation=OURS, direction=FORWARD, device="cpu"), seconds=0)
     assert 16 <= found.peak_extra_mib < 16 * 12
 
 
@@ -309,9 +306,9 @@ def test_too_short_a_moment_says_nothing_about_others():
 
 def test_the_csv_has_the_promised_columns_and_a_row_per_result(tmp_path):
     machine = describe_machine()
-    path = write_csv(
-        [result(ms=12.345), result(implementation=PUBLISHED, ms=None, mib=None)], tmp_path / "new" / "a.csv", machine
-    )
+    path = tmp_path / "new" / "a.csv"
+    results = [result(ms=12.345), result(implementation=PUBLISHED, ms=None, mib=None)]
+    write_csv(path, COLUMNS, [row_of(each, machine) for each in results])
     with path.open() as file:
         written = list(csv.DictReader(file))
     assert list(written[0]) == list(COLUMNS)
@@ -331,7 +328,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_rubbish(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("old")
     with pytest.raises(AttributeError):
-        write_csv([None], path, describe_machine())
+        write_csv(path, COLUMNS, (row_of(each, describe_machine()) for each in [None]))
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -409,7 +406,7 @@ def test_a_missing_extra_says_how_to_get_it(monkeypatch):
 def test_causal_case_is_measured_against_the_causal_truth():
     case = Case(batch=1, heads=2, tokens=40, head_dim=8, causal=True)
     for name in (OURS, "torch SDPA"):
-        found = measure(Measurement(case=case, implementation=name, direction=BOTH, device="cpu"), seconds=0, memory=False)
+        found = measure(OpMeasurement(case=case, implementation=name, direction=BOTH, device="cpu"), seconds=0, memory=False)
         assert found.is_right
     assert not IMPLEMENTATIONS["published formula"].runs(case, "cpu")
     inputs = case.inputs(device="cpu", dtype=torch.float32)[:3]
@@ -478,15 +475,15 @@ def test_a_peer_that_breaks_does_not_stop_the_run(monkeypatch):
         raise RuntimeError("no such\nkernel image")
 
     with_peer(monkeypatch, attend)
-    found = measure(Measurement(case=CAUSAL, implementation="peer", direction=FORWARD, device="cpu"), seconds=0)
-    assert found.failure == "RuntimeError: no such kernel image"
+    found = measure(OpMeasurement(case=CAUSAL, implementation="peer", direction=FORWARD, device="cpu"), seconds=0)
+    assert (found.outcome, found.reason) == (FAILED, "no such kernel image")
     assert not found.is_right
-    assert not found.is_ours_to_mend
+    assert are_ours_right([found])
     assert any("FAILED and not timed: peer" in line for line in summary_lines([found]))
 
 
 def test_a_wrong_peer_is_not_timed_and_a_rough_one_is(monkeypatch):
-    measurement = Measurement(case=CAUSAL, implementation="peer", direction=FORWARD, device="cpu")
+    measurement = OpMeasurement(case=CAUSAL, implementation="peer", direction=FORWARD, device="cpu")
     with_peer(monkeypatch, lambda q, k, v: attend_to_features(q, k, v) * (1 + 1e-5), slack=10.0)
     rough = measure(measurement, seconds=0, memory=False)
     assert 2e-6 < rough.error < 2e-5
@@ -519,7 +516,9 @@ def test_a_step_that_forgets_a_token_is_wrong(monkeypatch):
     forgetful = replace(ours, make_step=lambda q, k, v: ours.make_step(q, k[:, 1:], v[:, 1:]))
     monkeypatch.setitem(IMPLEMENTATIONS._entries, "forgetful", forgetful)
     case = Case(batch=1, heads=1, tokens=19, head_dim=8, step=True)
-    assert not measure(Measurement(case=case, implementation="forgetful", direction=FORWARD, device="cpu"), seconds=0).is_right
+    assert not measure(
+        OpMeasurement(case=case, implementation="forgetful", direction=FORWARD, device="cpu"), seconds=0
+    ).is_right
 
 
 @pytest.mark.parametrize(

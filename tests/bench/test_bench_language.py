@@ -6,9 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nalaformer.bench import LANGUAGE_COLUMNS, LanguageResult, language_bars, language_lines, plan_language, run_language
+from nalaformer.bench import Result, run_language
 from nalaformer.bench import language as bench_language
-from nalaformer.bench.language import DECODE, MEASURED, PREFILL, RANDOM, REAL, WRONG, build_model, make_cache, make_step
+from nalaformer.bench.language import (
+    DECODE,
+    LANGUAGE_COLUMNS,
+    PREFILL,
+    RANDOM,
+    REAL,
+    build_model,
+    language_bars,
+    language_lines,
+    make_cache,
+    make_step,
+    plan_language,
+)
+from nalaformer.bench.measurement import MEASURED, WRONG
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"size": "nano", "changes": {"vocab_size": 50}, "contexts": (16, 2000), "prefill": 100}
@@ -60,11 +73,11 @@ def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch):
     assert not (tmp_path / "language.png").exists()
 
 
-def results_with(times: dict[str, tuple[float, float]], prefills: dict[str, float]) -> list[LanguageResult]:
+def results_with(times: dict[str, tuple[float, float]], prefills: dict[str, float]) -> list[Result]:
     found = []
     for m in plan_language("cpu", **SMALL):
         milliseconds = prefills[m.mixer] if m.what == PREFILL else times[m.mixer][m.context > 16]
-        found.append(LanguageResult(measurement=m, outcome=MEASURED, median_ms=milliseconds, cache_mib=1.0))
+        found.append(Result(measurement=m, outcome=MEASURED, median_ms=milliseconds, cache_mib=1.0))
     return found
 
 

@@ -7,24 +7,24 @@ import torch
 from typer.testing import CliRunner
 
 from nalaformer import cli, get_backend
-from nalaformer.bench import (
+from nalaformer.bench import MODEL_VARIANTS, ModelMeasurement, describe_machine, measure, run_models, runner, timing
+from nalaformer.bench import measurement as bench_measurement
+from nalaformer.bench import models as bench_models
+from nalaformer.bench.measurement import MEASURED, OUT_OF_MEMORY, WRONG, Result
+from nalaformer.bench.memory import can_measure
+from nalaformer.bench.models import (
+    FORWARD,
+    LINEAR,
     MODEL_COLUMNS,
-    MODEL_VARIANTS,
-    ModelMeasurement,
-    ModelResult,
-    describe_machine,
-    measure_model,
+    REFERENCE,
+    RELEASED,
+    SOFTMAX,
+    TRAINING,
     model_bar_lines,
     model_bars,
     models_table,
     plan_models,
-    run_models,
-    timing,
-    write_models_csv,
 )
-from nalaformer.bench import models as bench_models
-from nalaformer.bench.memory import can_measure
-from nalaformer.bench.models import FORWARD, LINEAR, MEASURED, OUT_OF_MEMORY, REFERENCE, RELEASED, SOFTMAX, TRAINING, WRONG
 
 TINY = {"embed_dims": (16, 32, 32, 32), "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2), "projection": 32}
 
@@ -40,7 +40,7 @@ def one_thread():
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(bench_models, "can_measure", lambda device: False)
+    monkeypatch.setattr(bench_measurement, "can_measure", lambda device: False)
 
 
 def measurement_of(variant=LINEAR, direction=TRAINING, size=32, device="cpu"):
@@ -48,7 +48,7 @@ def measurement_of(variant=LINEAR, direction=TRAINING, size=32, device="cpu"):
 
 
 def planted(variant, ms, *, size, direction=TRAINING, outcome=MEASURED):
-    return ModelResult(measurement=measurement_of(variant, direction, size), outcome=outcome, median_ms=ms)
+    return Result(measurement=measurement_of(variant, direction, size), outcome=outcome, median_ms=ms)
 
 
 def read(path):
@@ -76,12 +76,13 @@ def test_a_run_writes_a_row_and_says_a_line_per_measurement(tmp_path, in_this_pr
 
 
 def test_a_run_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
-    def measure_two(measurement, *, seconds):
+    def measure_two(measurement, *, seconds, prepared):
         if measurement.variant == SOFTMAX:
             raise KeyboardInterrupt
-        return ModelResult(measurement=measurement, outcome=MEASURED, median_ms=5.0)
+        return Result(measurement=measurement, outcome=MEASURED, median_ms=5.0)
 
-    monkeypatch.setattr(bench_models, "measure_model", measure_two)
+    monkeypatch.setattr(runner, "measure", measure_two)
+    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
     with pytest.raises(KeyboardInterrupt):
         run_models("cpu", tmp_path / "a.csv", (32,), say=lambda line: None)
     assert [row["variant"] for row in read(tmp_path / "a.csv")] == [LINEAR, REFERENCE]
@@ -90,7 +91,7 @@ def test_a_run_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
 @pytest.mark.skipif(not can_measure("cpu"), reason="this system does not count peak memory")
 def test_memory_is_that_of_a_fresh_process():
     # the first stage alone keeps several maps of 64 x 64 tokens with 64 hidden channels: 2 images, 4 bytes
-    found = measure_model(measurement_of(size=256), seconds=0)
+    found = measure(measurement_of(size=256), seconds=0)
     assert found.outcome == MEASURED, found.reason
     assert 10 < found.peak_extra_mib < 500
 
@@ -170,10 +171,10 @@ def test_wrong_logits_are_not_timed(factor, monkeypatch, in_this_process):
 
     original = bench_models.build_variant
     monkeypatch.setattr(bench_models, "build_variant", wrong)
-    found = measure_model(measurement_of(), seconds=0)
-    assert (found.outcome, found.median_ms, found.images_per_second) == (WRONG, None, None)
+    found = measure(measurement_of(), seconds=0)
+    assert (found.outcome, found.median_ms, found.per_second) == (WRONG, None, None)
     assert any(line.startswith("WRONG and not timed: 32 px x 2, linear, training") for line in model_bar_lines([found]))
-    assert measure_model(measurement_of(REFERENCE), seconds=0).outcome == MEASURED
+    assert measure(measurement_of(REFERENCE), seconds=0).outcome == MEASURED
 
 
 def test_too_little_memory_is_an_outcome(tmp_path, monkeypatch, in_this_process):
@@ -184,9 +185,9 @@ def test_too_little_memory_is_an_outcome(tmp_path, monkeypatch, in_this_process)
         return call
 
     monkeypatch.setattr(bench_models, "make_model_call", full)
-    found = measure_model(measurement_of(SOFTMAX), seconds=0)
+    found = measure(measurement_of(SOFTMAX), seconds=0)
     assert found.outcome == OUT_OF_MEMORY
-    row = read(write_models_csv([found], tmp_path / "a.csv", describe_machine()))[0]
+    row = runner.row_of(found, describe_machine())
     assert (row["outcome"], row["images_per_second"], row["median_ms"]) == (OUT_OF_MEMORY, "", "")
     assert OUT_OF_MEMORY in models_table([found])[3]
 
@@ -203,9 +204,9 @@ def test_a_reference_path_without_memory_leaves_the_others_to_be_timed(monkeypat
 
     original = bench_models.build_variant
     monkeypatch.setattr(bench_models, "build_variant", limited)
-    found = measure_model(measurement_of(), seconds=0)
+    found = measure(measurement_of(), seconds=0)
     assert (found.outcome, found.error) == (MEASURED, None)
-    assert measure_model(measurement_of(REFERENCE), seconds=0).outcome == OUT_OF_MEMORY
+    assert measure(measurement_of(REFERENCE), seconds=0).outcome == OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Exception])
@@ -214,7 +215,7 @@ def test_another_error_is_told_with_its_reason(kind, monkeypatch, in_this_proces
         raise kind("no kernel for\nthis")
 
     monkeypatch.setattr(bench_models, "make_model_call", broken)
-    found = measure_model(measurement_of(SOFTMAX), seconds=0)
+    found = measure(measurement_of(SOFTMAX), seconds=0)
     assert model_bar_lines([found])[-1].endswith("softmax, training: failed: no kernel for this")
 
 
@@ -254,11 +255,12 @@ def test_eager_calls_are_timed_without_a_graph(monkeypatch):
 
 
 def test_the_command_measures_the_sizes_it_is_given(monkeypatch, tmp_path):
-    def planted_result(measurement, *, seconds):
+    def planted_result(measurement, *, seconds, prepared):
         assert seconds == 0.5
-        return ModelResult(measurement=measurement, outcome=outcome, median_ms=5.0, error=0.5)
+        return Result(measurement=measurement, outcome=outcome, median_ms=5.0, error=0.5)
 
-    monkeypatch.setattr(bench_models, "measure_model", planted_result)
+    monkeypatch.setattr(runner, "measure", planted_result)
+    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
     arguments = ["bench", "models", "--size", "64", "--size", "32", "--seconds", "0.5", "--out", str(tmp_path / "a.csv")]
     outcome = MEASURED
     done = CliRunner().invoke(cli.build_app(), arguments)

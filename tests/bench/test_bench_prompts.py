@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nalaformer.bench import prompts
-from nalaformer.bench.prompts import SOFTMAX, TORCH, PromptStudy, Shape, checked_error, run_prompts
+from nalaformer.bench import prompts, runner
+from nalaformer.bench.measurement import Result
+from nalaformer.bench.prompts import SOFTMAX, TORCH, PromptStudy, Shape, checked_error, plan_prompts
 
 SMALL = Shape(heads=2, key_heads=1, head_dim=8)
 TOY = PromptStudy(shapes=(SMALL,), lengths=(40, 56), chunk_size=8, max_salient=8, checked=45, longest_torch=40, seconds=0.0)
@@ -14,7 +15,8 @@ TOY = PromptStudy(shapes=(SMALL,), lengths=(40, 56), chunk_size=8, max_salient=8
 
 def rows_of(study, deadline=1e18):
     rows = []
-    run_prompts(study, device="cpu", add=lambda **row: rows.append(row), say=lambda line: None, deadline=deadline)
+    plan, quiet = plan_prompts(study, "cpu"), lambda line: None
+    runner.run_part(plan, seconds=study.seconds, add=lambda **row: rows.append(row), say=quiet, deadline=deadline)
     return rows
 
 
@@ -36,8 +38,8 @@ def test_a_wrong_method_is_not_timed(monkeypatch):
         return out if q.dtype == torch.float64 else 1.01 * out
 
     monkeypatch.setattr(prompts, "hybrid_attention", slightly_off)
-    assert {row["method"]: row.get("note") for row in rows_of(TOY)} == {
-        name: None if name == SOFTMAX else "wrong" for name in TOY.methods
+    assert {row["method"]: row["note"] for row in rows_of(TOY)} == {
+        name: "" if name == SOFTMAX else "wrong" for name in TOY.methods
     }
 
 
@@ -84,12 +86,12 @@ def test_the_cap_on_salient_tokens_belongs_to_what_is_compared(monkeypatch):
 def test_no_length_is_begun_after_the_deadline(monkeypatch):
     clock = [0.0]
 
-    def measure(*args, **kwargs):
+    def measure(measurement, **_):
         clock[0] += 1.0
-        return {"ms": 1.0}
+        return Result(measurement=measurement, median_ms=1.0)
 
-    monkeypatch.setattr(prompts.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(prompts, "measure", measure)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(runner, "measure", measure)
     rows = rows_of(replace(TOY, lengths=(40, 48, 56)), deadline=2.5)
     # the third measurement begins in time, nothing after it does
     found = [(row["method"], row["length"], row["timed"]) for row in rows]

@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 
 from helpers.option_effects import Effects, options_of_command
 from nalaformer import cli
-from nalaformer.bench import Case, LanguageResult, ModelResult, cases, models, ops
+from nalaformer.bench import Case, Result, cases, runner
 from nalaformer.bench import language as bench_language
-from nalaformer.bench.models import MEASURED
 from nalaformer.models.language import NaLaConfig
 from nalaformer.studies import linearization
 
@@ -42,11 +41,12 @@ def test_bench_ops_measures_its_cases_into_its_file(tmp_path, monkeypatch):
     monkeypatch.setitem(cases.CASES, "cpu", (Case(batch=1, heads=1, tokens=24, head_dim=8),))
     asked = []
 
-    def measure(measurement, *, seconds):
+    def measure(measurement, *, seconds, prepared):
         asked.append(seconds)
-        return ops.measure(measurement, seconds=0, memory=False)
+        return right(measurement, seconds=0, memory=False, prepared=prepared)
 
-    monkeypatch.setattr("nalaformer.bench.measure", measure)
+    right = runner.measure
+    monkeypatch.setattr(runner, "measure", measure)
     run("ops", "--quick", "--out", tmp_path / "quick.csv")
     assert {row["shape"] for row in rows_of(tmp_path / "quick.csv")} == {"B1 H1 N20 D8"}
     assert set(asked) == {0.3}
@@ -60,11 +60,12 @@ def test_bench_models_measures_its_sizes_for_so_long_into_its_file(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     asked = []
 
-    def measure(measurement, *, seconds):
+    def measure(measurement, *, seconds, prepared):
         asked.append(seconds)
-        return ModelResult(measurement=measurement, outcome=MEASURED, median_ms=5.0)
+        return Result(measurement=measurement, median_ms=5.0)
 
-    monkeypatch.setattr(models, "measure_model", measure)
+    monkeypatch.setattr(runner, "measure", measure)
+    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
     run("models", "--size", 64, "--size", 32, "--seconds", 0.5, "--out", "mine.csv")
     assert {row["image_size"] for row in rows_of("mine.csv")} == {"32", "64"}
     assert set(asked) == {0.5}
@@ -80,13 +81,13 @@ def test_bench_language_measures_its_plan_for_so_long_into_its_file(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     asked = []
 
-    def measure(measurement, model, *, error, seconds):
-        asked.append((seconds, model.config.hidden_size))
-        return LanguageResult(measurement=measurement, outcome=MEASURED, median_ms=5.0, cache_mib=1.0)
+    def measure(measurement, *, seconds, prepared):
+        asked.append((seconds, prepared.built.config.hidden_size))
+        return Result(measurement=measurement, median_ms=5.0, cache_mib=1.0)
 
-    monkeypatch.setattr(bench_language, "measure_language", measure)
+    monkeypatch.setattr(runner, "measure", measure)
     monkeypatch.setattr(bench_language, "checked_error", lambda measurement: 0.0)
-    monkeypatch.setattr("nalaformer.bench.language_report.draw_language", lambda *_: None)
+    monkeypatch.setattr("nalaformer.bench.language.draw_language", lambda *_: None)
     plan = ("--context", 16, "--context", 32, "--batch", 2, "--batch", 3, "--prefill", 77)
     run("language", "--size", "nano", *plan, "--seconds", 0.25, "--out", "mine.csv")
     rows = rows_of("mine.csv")

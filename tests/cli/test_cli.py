@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 import nalaformer as nf
 from nalaformer import cli
-from nalaformer.bench import COLUMNS, Case, cases, ops
+from nalaformer.bench import Case, cases, measurement, ops, runner
+from nalaformer.bench.ops_report import COLUMNS
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def test_compare_prints_every_method_and_writes_the_picture(run, tmp_path, monke
 def test_bench_ops_prints_and_writes_its_results(run, tmp_path, monkeypatch):
     tiny = (Case(batch=1, heads=1, tokens=40, head_dim=8), Case(batch=1, heads=2, tokens=33, head_dim=8))
     monkeypatch.setattr(cases, "QUICK", tiny)
-    monkeypatch.setattr(ops, "can_measure", lambda device: False)
+    monkeypatch.setattr(measurement, "can_measure", lambda device: False)
     path = tmp_path / "new" / "ops.csv"
     result = run("bench", "ops", "--quick", "--out", str(path))
     assert result.exit_code == 0, result.output
@@ -76,13 +77,14 @@ def test_a_run_that_is_stopped_keeps_what_it_measured(run, tmp_path, monkeypatch
     monkeypatch.setattr(cases, "QUICK", (Case(batch=1, heads=1, tokens=40, head_dim=8),))
     measured = []
 
-    def measure_two(measurement, *, seconds):
+    def measure_two(measurement, *, seconds, prepared):
         measured.append(measurement)
         if len(measured) == 3:
             raise KeyboardInterrupt
-        return ops.measure(measurement, seconds=0, memory=False)
+        return right(measurement, seconds=0, memory=False, prepared=prepared)
 
-    monkeypatch.setattr("nalaformer.bench.measure", measure_two)
+    right = runner.measure
+    monkeypatch.setattr(runner, "measure", measure_two)
     assert run("bench", "ops", "--quick", "--out", str(tmp_path / "ops.csv")).exit_code != 0
     assert len((tmp_path / "ops.csv").read_text().splitlines()) == 1 + 2
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from nalaformer import cli
 from nalaformer.analysis import methods
-from nalaformer.bench import Case, cases, ops
+from nalaformer.bench import Case, cases, measurement
 from nalaformer.data.text import Tales
 from nalaformer.training.display import Display
 
@@ -119,7 +119,7 @@ def test_data_make_names_its_folder(run, folder):
 
 def test_bench_names_its_file(run, folder, monkeypatch):
     monkeypatch.setattr(cases, "QUICK", (Case(batch=1, heads=1, tokens=40, head_dim=8),))
-    monkeypatch.setattr(ops, "can_measure", lambda device: False)
+    monkeypatch.setattr(measurement, "can_measure", lambda device: False)
     assert f"results: {folder / 'ops.csv'}" in run("bench", "ops", "--quick", "--out", folder / "ops.csv")
 
 

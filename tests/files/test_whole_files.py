@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from nalaformer import published, whole_files
-from nalaformer.bench.report import replace_csv
 from nalaformer.training import Checkpoint, Checkpoints
-from nalaformer.whole_files import put_in_place, whole_file, whole_folder, write_atomically
+from nalaformer.whole_files import put_in_place, whole_file, whole_folder, write_atomically, write_csv
 
 
 def write_folder(path):
@@ -29,7 +28,7 @@ def write_published(path):
 
 WRITERS = {
     "file": (write_atomically, "a.json", (b"new",)),
-    "table": (replace_csv, "a.csv", (("name",), [{"name": "new"}])),
+    "table": (write_csv, "a.csv", (("name",), [{"name": "new"}])),
     "folder": (write_folder, "a", ()),
     "checkpoint": (write_checkpoint, "step_00000007", ()),
     "published weights": (write_published, "a.safetensors", ()),

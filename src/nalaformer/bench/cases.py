@@ -75,10 +75,14 @@ QUICK = (*GROWTH[:2], Case(batch=1, heads=1, tokens=3136))
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
-def cases_for(device: str, *, quick: bool = False) -> tuple[Case, ...]:
-    """The cases of a device; `quick` is a look in under a minute or two."""
-    if device not in CASES:
-        raise ValueError(f"device must be one of {', '.join(CASES)}, got {device!r}")
+def refuse_missing_device(device: str) -> None:
+    if device not in DTYPES:
+        raise ValueError(f"device must be one of {', '.join(DTYPES)}, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device was found, got device 'cuda'; use --device cpu")
+
+
+def cases_for(device: str, *, quick: bool = False) -> tuple[Case, ...]:
+    """The cases of a device; `quick` is a look in under a minute or two."""
+    refuse_missing_device(device)
     return QUICK if quick else CASES[device]

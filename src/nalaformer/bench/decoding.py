@@ -7,198 +7,112 @@ eager model before, over some tokens after a prompt.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..attention.hybrid import HybridSettings, hybrid_settings, salient_tokens
+from ..attention.hybrid import salient_tokens
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.cache import HybridCache
 from ..models.hybrid.decoder import SteppingDecoder
 from ..models.hybrid.model import HybridForCausalLM
 from ..models.hybrid.stepping import Stepping
+from .decode_study import SOFTMAX, DecodeStudy, build_decoder
 from .language import LARGEST_ERROR
+from .measurement import Measurement, Result, give_back_memory
 from .memory import MIB, peak_extra_mib
-from .models import WRONG, failure_of, give_back_memory
 from .random_caches import ordinary_cache, random_cache
 
 CAPTURED, EAGER, PLAIN = "replays of a CUDA graph", "eager", "eager, in place"
 GENERATE = "generate"
-SOFTMAX = "softmax"
 # before the clock starts
 WARM_UPS = 4
 CHECKED_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeStudy:
-    """A decoder of the Llama family, its conversions, and what is measured of them."""
+class DecodeMeasurement(Measurement):
+    """What a step of one method costs at one context."""
 
-    layers: int = 16
-    width: int = 2048
-    heads: int = 32
-    key_heads: int = 8
-    chunk_size: int = 64
-    salient_per_chunk: int = 4
-    max_salient: int = 1024
-    contexts: tuple[int, ...] = (8192, 32_768, 131_072)
-    batches: tuple[int, ...] = (1, 8)
-    """Samples that are decoded together; what does not fit is said so."""
-    steps: int = 128
-    """A chunk leaves the window once in as many steps as it has tokens: two of them belong to every measurement."""
-    eager_steps: int = 12
-    """Of the rows that are bound by the host, of the smallest batch; 0: no such rows."""
-    generated: int = 128
-    """Tokens of the rows of `generate`, of the smallest batch; 0: no such rows."""
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
-
-    @property
-    def methods(self) -> dict[str, HybridSettings | None]:
-        """By name; None: softmax with a cache of all keys and values."""
-        store = {"chunk_size": self.chunk_size, "salient_per_chunk": self.salient_per_chunk}
-        capped = hybrid_settings("still", max_salient=self.max_salient, **store)
-        return {
-            SOFTMAX: None,
-            f"still, at most {self.max_salient} salient": capped,
-            "still, no cap": replace(capped, max_salient=0),
-            "window": hybrid_settings("window", chunk_size=self.chunk_size),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """What one method costs at one context."""
-
+    study: DecodeStudy
+    method: str
+    context: int
+    batch: int
     timed: str
     """What a time is of: CAPTURED, EAGER, GENERATE, or PLAIN (a device without graphs)."""
-    cache_mib: float
-    """Of all that is remembered of the tokens, room for what comes included."""
-    ms_per_step: float
-    tokens_per_second: float
-    peak_mib: float | None = None
-    """Most memory at any moment of a step, weights included; None on a CPU, for eager steps and for generate."""
-    note: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"decode: {self.method}, {self.context} tokens, batch {self.batch}, {self.timed}"
+
+    @property
+    def units(self) -> int:
+        return self.batch
+
+    @property
+    def subject(self) -> object:
+        return self.study, self.method, self.device
+
+    def build(self) -> Any:
+        return build_decoder(self.study, self.study.methods[self.method], device=self.device, dtype=self.dtype)
+
+    @property
+    def largest_error(self) -> float:
+        return LARGEST_ERROR[self.dtype]
+
+    def check(self, built: Any) -> float:
+        return checked_error(built, self.study)
+
+    def figures(self, built: Any, *, seconds: float, memory: bool) -> dict[str, Any]:
+        """The number of steps is the study's, whatever the seconds."""
+        of_this = {EAGER: measure_eager, GENERATE: measure_generate}.get(self.timed, measure_in_place)
+        return of_this(built, self.study, self.context, self.batch)
+
+    def row(self, result: Result[Any]) -> dict[str, object]:
+        return {
+            **{"part": "decode", "method": self.method, "task": f"{self.study.layers} x {self.study.width}"},
+            **{"length": self.context, "batch": self.batch, "timed": self.timed, "cache_mib": result.cache_mib},
+            **{"ms_per_step": result.median_ms, "tokens_per_second": result.per_second, "peak_mib": result.peak_mib},
+        }
+
+    def said(self, result: Result[Any]) -> str:
+        return f"{result.cache_mib:,.1f} MiB, {result.median_ms:.3f} ms a step"
 
 
-def run_decoding(
-    study: DecodeStudy, *, device: str, add: Callable[..., None], say: Callable[[str], object], deadline: float
-) -> None:
-    """All methods at all contexts; `add` takes the columns of a row, and nothing is begun after the deadline."""
-    results: dict[tuple[str, int, int], Decoding] = {}
-    dtype, in_place = (torch.bfloat16, CAPTURED) if device == "cuda" else (torch.float32, PLAIN)
-    for name, settings in study.methods.items():
-        if time.monotonic() > deadline:
-            say(f"decode: {name}: not begun, the time is over")
-            continue
-        row: dict[str, Any] = {"part": "decode", "method": name, "task": f"{study.layers} x {study.width}"}
-        model = build_decoder(study, settings, device=device, dtype=dtype)
-        try:
-            row["error"] = checked_error(model, study)
-            # written so that NaN is wrong too
-            reason = "" if row["error"] <= LARGEST_ERROR[dtype] else WRONG
-        except RuntimeError as failure:
-            reason = failure_of(failure)
-        if reason:
-            add(**row, note=reason)
-            say(f"decode: {name}: {reason}, error {row.get('error')}")
-        for context, batch, timed in () if reason else _cases(study, in_place):
-            if time.monotonic() > deadline:
-                break
-            row |= {"length": context, "batch": batch}
-            try:
-                found = {EAGER: measure_eager, GENERATE: measure_generate}.get(timed, measure)(model, study, context, batch)
-            except RuntimeError as failure:  # what follows can still be measured
-                add(**row, timed=timed, note=failure_of(failure))
-                say(f"decode: {name}, {context} tokens, batch {batch}, {timed}: {failure_of(failure)}")
-            else:
-                if timed == in_place:
-                    results[name, context, batch] = found
-                add(**row, **asdict(found))
-                say(
-                    f"decode: {name}, {context} tokens, batch {batch}, {found.timed}: {found.cache_mib:,.1f} MiB, "
-                    f"{found.ms_per_step:.3f} ms a step"
-                )
-            _give_back(device)
-        del model
-        _give_back(device)
-    for line in comparison(results):
-        say(line)
-
-
-def comparison(results: dict[tuple[str, int, int], Decoding]) -> list[str]:
-    """Each method beside softmax at the same context and batch; results by method, context and batch."""
-    lines = []
-    for (name, context, batch), found in results.items():
-        softmax = results.get((SOFTMAX, context, batch))
-        if name != SOFTMAX and softmax is not None:
-            less = 100 * (1 - found.cache_mib / softmax.cache_mib)
-            faster = 100 * (softmax.ms_per_step / found.ms_per_step - 1)
-            lines.append(
-                f"{name}, {context} tokens, batch {batch}: {less:.0f}% less cache than softmax, {faster:+.0f}% tokens a second"
-            )
-    return lines
-
-
-def _give_back(device: str) -> None:
-    # looking for what nobody holds any more takes long, and pays where it frees much
-    if device == "cuda":
-        give_back_memory()
-
-
-def _cases(study: DecodeStudy, in_place: str) -> list[tuple[int, int, str]]:
-    """Contexts, batches, and what is timed; what waits for the host comes last."""
-    found = [(context, batch, in_place) for batch in study.batches for context in study.contexts]
+def plan_decoding(study: DecodeStudy, device: str) -> list[DecodeMeasurement]:
+    """All methods at all contexts; what waits for the host comes last."""
+    in_place = CAPTURED if device == "cuda" else PLAIN
+    cases = [(context, batch, in_place) for batch in study.batches for context in study.contexts]
     for timed, number in ((EAGER, study.eager_steps), (GENERATE, study.generated)):
-        found += [(context, min(study.batches), timed) for context in study.contexts if number]
-    return found
+        cases += [(context, min(study.batches), timed) for context in study.contexts if number]
+    return [
+        DecodeMeasurement(study=study, method=method, context=context, batch=batch, timed=timed, device=device)
+        for method in study.methods
+        for context, batch, timed in cases
+    ]
 
 
-def build_decoder(study: DecodeStudy, settings: HybridSettings | None, *, device: str, dtype: torch.dtype) -> Any:
-    """The softmax model, or the same one converted, with gates in its own type."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=study.width,
-        intermediate_size=4 * study.width,
-        num_hidden_layers=study.layers,
-        num_attention_heads=study.heads,
-        num_key_value_heads=study.key_heads,
-        max_position_embeddings=2**18,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: Any = LlamaForCausalLM(config)
-    model = with_fused_norms(model.to(dtype))
-    if settings is not None:
-        model = HybridForCausalLM.convert(model, settings)
-        # steps are what each measurement says
-        model.stepping = None
-        for attention in converted_attentions(model):
-            if attention.hybrid.gate is not None:
-                attention.hybrid.gate.to(dtype=dtype)
-    return model.eval()
-
-
-def with_fused_norms(model: Any) -> Any:
-    """The same model with torch's RMSNorm: one kernel where transformers' takes six, in what both sides share."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__ == "LlamaRMSNorm":
-                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
-                norm.weight = child.weight
-                setattr(module, name, norm)
-    return model
+def comparison(results: Sequence[Result[DecodeMeasurement]]) -> list[str]:
+    """Each method's steps in place beside those of softmax at the same context and batch."""
+    found = {
+        (r.measurement.method, r.measurement.context, r.measurement.batch): r
+        for r in results
+        if r.measurement.timed in (CAPTURED, PLAIN) and r.cache_mib and r.median_ms
+    }
+    lines = []
+    for (method, context, batch), ours in found.items():
+        softmax = found.get((SOFTMAX, context, batch))
+        if method != SOFTMAX and softmax is not None:
+            less = 100 * (1 - (ours.cache_mib or 0) / (softmax.cache_mib or 1))
+            faster = 100 * ((softmax.median_ms or 0) / (ours.median_ms or 1) - 1)
+            gained = f"{less:.0f}% less cache than softmax, {faster:+.0f}% tokens a second"
+            lines.append(f"{method}, {context} tokens, batch {batch}: {gained}")
+    return lines
 
 
 @contextmanager
@@ -253,7 +167,7 @@ def _error(model: Any, tokens: Tensor, prompt: int) -> float:
     return error.max().item()
 
 
-def measure(model: Any, study: DecodeStudy, context: int, batch: int) -> Decoding:
+def measure_in_place(model: Any, study: DecodeStudy, context: int, batch: int) -> dict[str, Any]:
     """Greedy steps after `context` tokens, in memory of fixed size."""
     is_gpu, note = model.device.type == "cuda", ""
     if isinstance(model, HybridForCausalLM):
@@ -269,23 +183,17 @@ def measure(model: Any, study: DecodeStudy, context: int, batch: int) -> Decodin
         decoder = make_fixed(model, tensors[::2], tensors[1::2])
         size = decoder.nbytes
         del tensors
-    _give_back(model.device.type)
+    if is_gpu:
+        give_back_memory()
     token = torch.zeros(batch, dtype=torch.int64, device=model.device)
     seconds = seconds_per_step(lambda token: decoder.step(token).argmax(-1), token, study.steps)
     # replays allocate nothing that is counted, the same step without a graph does
     peak = torch.cuda.memory_allocated() / MIB + peak_extra_mib(decoder.run_step, device="cuda") if is_gpu else None
-    return Decoding(
-        timed=CAPTURED if is_gpu else PLAIN,
-        cache_mib=size / MIB,
-        ms_per_step=1e3 * seconds,
-        tokens_per_second=batch / seconds,
-        peak_mib=peak,
-        note=note,
-    )
+    return {"cache_mib": size / MIB, "median_ms": 1e3 * seconds, "peak_mib": peak, "note": note}
 
 
 @torch.no_grad()
-def measure_eager(model: Any, study: DecodeStudy, context: int, batch: int) -> Decoding:
+def measure_eager(model: Any, study: DecodeStudy, context: int, batch: int) -> dict[str, Any]:
     """A few eager steps with the cache that `generate` uses; on a GPU they are bound by the host."""
     cache, size = ordinary_cache(model, study, context, batch)
 
@@ -298,11 +206,11 @@ def measure_eager(model: Any, study: DecodeStudy, context: int, batch: int) -> D
     if isinstance(model, HybridForCausalLM):
         first = context + WARM_UPS
         note += f", in which {(first + study.eager_steps) // study.chunk_size - first // study.chunk_size} chunks left"
-    return Decoding(timed=EAGER, cache_mib=size / MIB, ms_per_step=1e3 * seconds, tokens_per_second=batch / seconds, note=note)
+    return {"cache_mib": size / MIB, "median_ms": 1e3 * seconds, "note": note}
 
 
 @torch.no_grad()
-def measure_generate(model: Any, study: DecodeStudy, context: int, batch: int) -> Decoding:
+def measure_generate(model: Any, study: DecodeStudy, context: int, batch: int) -> dict[str, Any]:
     """`generate` as users call it, after as many tokens as are in the cache: its second call, when graphs are there."""
     tokens, size, seconds = torch.zeros(batch, context + 1, dtype=torch.int64, device=model.device), 0, 0.0
     with steps_taken_over(model):
@@ -314,10 +222,7 @@ def measure_generate(model: Any, study: DecodeStudy, context: int, batch: int) -
             model.generate(tokens, **given, max_new_tokens=number, do_sample=False)
             _finish(model)
             seconds = (time.perf_counter() - start) / number
-    note = f"{study.generated} tokens"
-    return Decoding(
-        timed=GENERATE, cache_mib=size / MIB, ms_per_step=1e3 * seconds, tokens_per_second=batch / seconds, note=note
-    )
+    return {"cache_mib": size / MIB, "median_ms": 1e3 * seconds, "note": f"{study.generated} tokens"}
 
 
 @contextmanager

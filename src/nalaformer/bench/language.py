@@ -1,6 +1,5 @@
-"""Measure language models: tokens per second and memory against the context, and one layer's pass over a long prompt."""
+"""Language models: tokens per second and memory against the context, and one layer's pass over a long prompt."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,15 +9,23 @@ import torch
 from torch import Tensor
 
 from ..ops import use_backend
-from .cases import DTYPES
+from ..ops.graphs import NotCapturable
+from .cases import refuse_missing_device
+from .language_picture import draw_language
 from .machine import describe_machine
+from .measurement import Measurement, Result
 from .memory import MIB, peak_extra_mib
-from .models import FAILED, MEASURED, OUT_OF_MEMORY, WRONG, give_back_memory, is_out_of_memory
+from .runner import Bar, Say, busy_lines, rounded, run_plan, say_on_stdout
 from .timing import OtherProcesses, median_ms
 
 if TYPE_CHECKING:
     from ..models.language import NaLaCache, NaLaConfig, NaLaForCausalLM
 
+LANGUAGE_COLUMNS = (
+    "what", "mixer", "size", "device", "threads", "dtype", "batch", "context", "cache_filled_with", "outcome",
+    "tokens_per_second", "median_ms", "timed", "cache_mib", "peak_extra_mib", "relative_error", "others_cpu", "torch",
+    "triton", "transformers", "flash_linear_attention", "nalaformer", "commit", "date",
+)  # fmt: skip
 DECODE, PREFILL = "decode", "prefill of one layer"
 MIXERS = ("linear", "gated_delta", "softmax")
 CONTEXTS = {"cpu": (1024, 4096, 16384), "cuda": (1024, 4096, 16384, 65536, 131072)}
@@ -33,18 +40,22 @@ LONGEST_REAL_PROMPT = 1024
 REAL, RANDOM = "prompt", "random numbers"
 # of a recurrent layer; counts and scales keep what a short prompt has left
 RANDOM_TENSORS = {"state", "key_sum", "tail"}
+GRAPH, EAGER = "replays of a CUDA graph", "eager calls"
+RECURRENT = tuple(mixer for mixer in MIXERS if mixer != "softmax")
+# a token after the longest context may take that many times the one after the shortest
+FLAT = 1.1
+LEAST_PREFILL_SPEEDUP = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageMeasurement:
-    """One thing to measure."""
+class LanguageMeasurement(Measurement):
+    """A token after a context, or a layer over a prompt."""
 
     what: str
     """DECODE: one token of the whole model after `context` tokens; PREFILL: one mixer over `context` tokens."""
     mixer: str
     batch: int
     context: int
-    device: str
     size: str
     """A name of nalaformer.models.language.SIZES."""
     filled: str = ""
@@ -53,33 +64,64 @@ class LanguageMeasurement:
     """Of the configuration, for smaller networks."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.device]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LanguageResult:
-    """What was measured; figures only where the outcome is MEASURED."""
-
-    measurement: LanguageMeasurement
-    outcome: str
-    reason: str = ""
-    error: float | None = None
-    """Of the logits of a small network with this mixer on this device, against the definition."""
-    median_ms: float | None = None
-    timed: str = ""
-    """What a time is: of replays of a CUDA graph, or of eager calls."""
-    cache_mib: float | None = None
-    peak_extra_mib: float | None = None
-    """Beyond weights and cache; None on a CPU."""
-    others_cpu: float | None = None
+    def label(self) -> str:
+        filled = f", cache of {self.filled}" if self.filled else ""
+        return f"{self.what}, {self.mixer}, {self.context:,} tokens x {self.batch}{filled}"
 
     @property
-    def tokens_per_second(self) -> float | None:
-        if not self.median_ms:
-            return None
-        tokens = 1 if self.measurement.what == DECODE else self.measurement.context
-        return 1e3 * tokens * self.measurement.batch / self.median_ms
+    def units(self) -> int:
+        return self.batch * (1 if self.what == DECODE else self.context)
+
+    @property
+    def subject(self) -> object:
+        """The weights are made once for a mixer, and so it is checked."""
+        return self.mixer, self.size, self.changes, self.device
+
+    def build(self) -> "NaLaForCausalLM":
+        return build_model(self)
+
+    @property
+    def largest_error(self) -> float:
+        return LARGEST_ERROR[self.dtype]
+
+    def check(self, built: "NaLaForCausalLM") -> float:
+        return checked_error(self)
+
+    def figures(self, built: "NaLaForCausalLM", *, seconds: float, memory: bool) -> dict[str, Any]:
+        clocks, on_gpu = OtherProcesses(), self.device == "cuda"
+        cache = make_cache(self, built) if self.what == DECODE else None
+        call = make_prefill(self, built) if cache is None else make_step(self, built, cache)
+        capture = on_gpu and cache is not None
+        try:
+            milliseconds = median_ms(call, device=self.device, seconds=seconds, capture=capture)
+        except NotCapturable:
+            capture = False
+            milliseconds = median_ms(call, device=self.device, seconds=seconds, capture=False)
+        return {
+            "median_ms": milliseconds,
+            "timed": GRAPH if capture else EAGER,
+            "cache_mib": None if cache is None else cache.nbytes / MIB,
+            "peak_extra_mib": peak_extra_mib(call, device=self.device) if memory and on_gpu else None,
+            "others_cpu": clocks.share(),
+        }
+
+    def row(self, result: Result[Any]) -> dict[str, object]:
+        return {
+            "what": self.what,
+            "mixer": self.mixer,
+            "size": self.size,
+            "batch": self.batch,
+            "context": self.context,
+            "cache_filled_with": self.filled,
+            "tokens_per_second": rounded(result.per_second),
+        }
+
+    def said(self, result: Result[Any]) -> str:
+        memory = "" if result.cache_mib is None else f", cache {result.cache_mib:,.4g} MiB"
+        return f"{result.median_ms:.4g} ms, {result.per_second:,.4g} tokens/s{memory}"
+
+
+LanguageResult = Result[LanguageMeasurement]
 
 
 def plan_language(
@@ -92,10 +134,7 @@ def plan_language(
     changes: Mapping[str, Any] | None = None,
 ) -> list[LanguageMeasurement]:
     """What will be measured of each mixer: the prefill of one layer, then decoding by batch and context."""
-    if device not in CONTEXTS:
-        raise ValueError(f"device must be one of {', '.join(CONTEXTS)}, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device was found, got device 'cuda'; use --device cpu")
+    refuse_missing_device(device)
     contexts, batches = sorted(set(contexts or CONTEXTS[device])), sorted(set(batches or BATCHES[device]))
     if contexts[0] < 2 or batches[0] < 1:
         raise ValueError(f"contexts must be at least 2 tokens and batches at least 1, got {contexts} and {batches}")
@@ -113,101 +152,21 @@ def plan_language(
 
 
 def run_language(
-    device: str, out: str | Path | None = None, *, seconds: float = 0.5, say: Callable[[str], object] | None = None, **plan: Any
+    device: str, out: str | Path | None = None, *, seconds: float = 0.5, say: Say = say_on_stdout, **plan: Any
 ) -> list[LanguageResult]:
     """Measure the plan, say each figure as it comes; CSV file, picture beside it, and what the figures say.
 
     out: default benchmarks/results/language_<device>.csv. plan: the options of `plan_language`.
     """
-    from .language_report import draw_language, language_lines, progress_line, write_language_csv
-
-    say = say or _say_on_stdout
-    machine, measurements = describe_machine(), plan_language(device, **plan)
-    path = Path(out or f"benchmarks/results/language_{device}.csv")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    dtype = str(DTYPES[device]).removeprefix("torch.")
-    say(f"{machine.device_name(device)}, {dtype}, torch {machine.torch}, commit {machine.commit}")
-    results: list[LanguageResult] = []
-    errors: dict[str, float] = {}
-    model: NaLaForCausalLM | None = None
-    for number, measurement in enumerate(measurements, 1):
-        if measurement.mixer not in errors:
-            errors[measurement.mixer] = _attempt_error(measurement)
-        if model is not None and list(set(model.config.mixer_of_layers)) != [measurement.mixer]:
-            model = None
-            give_back_memory()
-        if model is None:
-            model = build_model(measurement)
-        results.append(measure_language(measurement, model, error=errors[measurement.mixer], seconds=seconds))
-        # whatever stops a long run, what it has measured stays
-        write_language_csv(results, path, machine)
-        say(f"[{number}/{len(measurements)}] {progress_line(results[-1])}")
-    picture = draw_language(results, path.with_suffix(".png"), machine)
+    path, machine = Path(out or f"benchmarks/results/language_{device}.csv"), describe_machine()
+    results = run_plan(plan_language(device, **plan), path, LANGUAGE_COLUMNS, machine, seconds=seconds, say=say)
+    shown = [r for r in results if r.measurement.what == DECODE and r.measurement.filled == RANDOM and r.median_ms]
+    if shown:
+        draw_language(shown, path.with_suffix(".png"), machine)
     for line in language_lines(results):
         say(line)
-    say(f"results: {path}" + (f", picture: {picture}" if picture else ""))
+    say(f"results: {path}" + (f", picture: {path.with_suffix('.png')}" if shown else ""))
     return results
-
-
-def _say_on_stdout(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def _attempt_error(measurement: LanguageMeasurement) -> float:
-    try:
-        return checked_error(measurement)
-    except ModuleNotFoundError:
-        raise
-    except Exception:  # the compilers of kernels have no common class of errors; what does not run is not right
-        return float("nan")
-
-
-def measure_language(
-    measurement: LanguageMeasurement, model: "NaLaForCausalLM", *, error: float, seconds: float = 0.5
-) -> LanguageResult:
-    """Time and memory, where the mixer was found right; too little memory and a failure are outcomes."""
-    # written so that NaN is wrong too
-    if not error <= LARGEST_ERROR[measurement.dtype]:
-        return LanguageResult(measurement=measurement, outcome=WRONG, error=error)
-    try:
-        result = _measure(measurement, model, error=error, seconds=seconds)
-    except ModuleNotFoundError:
-        raise
-    except Exception as failure:  # as above: what follows can still be measured
-        outcome = OUT_OF_MEMORY if is_out_of_memory(failure) else FAILED
-        reason = " ".join(str(failure).split())[:300]
-        result = LanguageResult(measurement=measurement, outcome=outcome, reason=reason, error=error)
-    give_back_memory()
-    return result
-
-
-def _measure(measurement: LanguageMeasurement, model: "NaLaForCausalLM", *, error: float, seconds: float) -> LanguageResult:
-    clocks, cache = OtherProcesses(), None
-    if measurement.what == DECODE:
-        cache = make_cache(measurement, model)
-        call = make_step(measurement, model, cache)
-    else:
-        call = make_prefill(measurement, model)
-    device, timed = measurement.device, "eager calls"
-    try:
-        capture = device == "cuda" and measurement.what == DECODE
-        milliseconds = median_ms(call, device=device, seconds=seconds, capture=capture)
-        timed = "replays of a CUDA graph" if capture else timed
-    except RuntimeError as failure:
-        if device != "cuda" or is_out_of_memory(failure):
-            raise
-        milliseconds = median_ms(call, device=device, seconds=seconds, capture=False)
-    return LanguageResult(
-        measurement=measurement,
-        outcome=MEASURED,
-        error=error,
-        median_ms=milliseconds,
-        timed=timed,
-        cache_mib=None if cache is None else cache.nbytes / MIB,
-        peak_extra_mib=peak_extra_mib(call, device=device) if device == "cuda" else None,
-        others_cpu=clocks.share(),
-    )
 
 
 def configuration(measurement: LanguageMeasurement, **changes: Any) -> "NaLaConfig":
@@ -297,3 +256,51 @@ def checked_error(measurement: LanguageMeasurement) -> float:
     with use_backend("reference"):
         expected = model.float()(tokens, use_cache=False).logits[:, -2:].double()
     return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+def language_bars(results: Sequence[LanguageResult]) -> list[Bar]:
+    """The promises: flat decoding, constant memory, a fast prefill; one that was not measured is left out."""
+    found = []
+    decodes = [r for r in results if r.measurement.what == DECODE and r.measurement.filled == RANDOM and r.median_ms]
+    for batch in sorted({r.measurement.batch for r in decodes}):
+        for mixer in RECURRENT:
+            own = [r for r in decodes if (r.measurement.mixer, r.measurement.batch) == (mixer, batch)]
+            own.sort(key=lambda r: r.measurement.context)
+            if len(own) < 2:
+                continue
+            first, last = own[0], own[-1]
+            ratio = (last.median_ms or 0) / (first.median_ms or 1)
+            span = f"{first.measurement.context:,} to {last.measurement.context:,} tokens, batch {batch}"
+            promise = f"{mixer}: time per token flat from {span} (at most {FLAT:g}x)"
+            found.append(Bar(promise=promise, measured=f"{ratio:.3f}x", is_met=ratio <= FLAT))
+            sizes = sorted({r.cache_mib for r in own if r.cache_mib is not None})
+            measured = " to ".join(f"{size:.4g}" for size in (sizes[0], sizes[-1])) + " MiB" if sizes else "nothing"
+            promise = f"{mixer}: cache of one size from {span}"
+            found.append(Bar(promise=promise, measured=measured, is_met=len(sizes) == 1))
+    prefills = {r.measurement.mixer: r for r in results if r.measurement.what == PREFILL and r.median_ms}
+    exact = prefills.get("softmax")
+    for mixer in RECURRENT:
+        ours = prefills.get(mixer)
+        if ours is not None and exact is not None and ours.median_ms and exact.median_ms:
+            ratio = exact.median_ms / ours.median_ms
+            tokens = ours.measurement.context
+            promise = f"{mixer}: a layer over {tokens:,} tokens at least {LEAST_PREFILL_SPEEDUP:g}x as fast as softmax"
+            found.append(Bar(promise=promise, measured=f"{ratio:.2f}x", is_met=ratio >= LEAST_PREFILL_SPEEDUP))
+    return found
+
+
+def language_lines(results: Sequence[LanguageResult]) -> list[str]:
+    """The promises, whether random caches cost what real ones do, and whatever went wrong, as sentences."""
+    lines = [bar.line for bar in language_bars(results)]
+    pairs: dict[tuple[str, int, int], dict[str, float]] = {}
+    for result in results:
+        m = result.measurement
+        if m.what == DECODE and result.median_ms:
+            pairs.setdefault((m.mixer, m.batch, m.context), {})[m.filled] = result.median_ms
+    for (mixer, batch, context), times in pairs.items():
+        if REAL in times and RANDOM in times:
+            ratio = times[RANDOM] / times[REAL]
+            lines.append(f"{mixer}, {context:,} tokens x {batch}: a random cache takes {ratio:.3f}x the time of a real one")
+    lines += busy_lines(results)
+    lines.extend(result.line for result in results if not result.is_right)
+    return lines

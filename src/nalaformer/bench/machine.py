@@ -32,6 +32,11 @@ class Machine:
     def device_name(self, device: str) -> str:
         return self.gpus[torch.cuda.current_device()] if device == "cuda" else self.cpu
 
+    def columns(self, device: str) -> dict[str, str]:
+        """What every row of results says of the machine."""
+        versions = {"torch": self.torch, "triton": self.triton, "nalaformer": self.nalaformer, "commit": self.commit}
+        return {"device": self.device_name(device), **versions}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:

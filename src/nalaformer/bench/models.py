@@ -1,23 +1,25 @@
-"""Measure whole backbones: first whether the fast path gives the reference's logits, then images per second and memory."""
+"""Whole backbones: the fast path must give the reference's logits; then images per second, memory, a table and two bars."""
 
-import gc
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import use_backend
-from .cases import DTYPES
-from .fresh_process import in_fresh_process
+from .cases import refuse_missing_device
 from .machine import describe_machine
-from .memory import can_measure, peak_extra_mib
-from .timing import OtherProcesses, median_ms
+from .measurement import FAILED, OUT_OF_MEMORY, WRONG, CallMeasurement, Result, is_out_of_memory
+from .runner import Bar, Say, busy_lines, rounded, run_plan, say_on_stdout, short
 
+MODEL_COLUMNS = (
+    "model", "variant", "device", "threads", "dtype", "batch", "image_size", "direction", "outcome", "images_per_second",
+    "median_ms", "peak_extra_mib", "peak_extra_means", "relative_error", "others_cpu", "torch", "triton", "timm",
+    "nalaformer", "commit", "date",
+)  # fmt: skip
 FORWARD, TRAINING = "forward", "training"
 DIRECTIONS = (FORWARD, TRAINING)
 # |ours - reference| / |reference| over all logits; roundings of a dozen blocks add up
@@ -30,7 +32,6 @@ DEFAULT_SIZES = {"cpu": (224,), "cuda": (224, 512, 1024, 2048)}
 FIRST_SIZES = (224, 1024)
 # ten calls or more of anything that takes up to 0.3 s, three of what is slower; the whole plan of a GPU in minutes
 SECONDS = 3.0
-MEASURED, WRONG, OUT_OF_MEMORY, FAILED = "measured", "wrong", "out of memory", "failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,56 +56,74 @@ MODEL_VARIANTS = {
     SOFTMAX: ModelVariant(model="nalaformer_t", changes={"attention_stages": "vvvv"}, has_linear_stages=False),
     RELEASED: ModelVariant(model="nalaformer_t"),
 }
+# image size, against what, how many times as fast in training
+BARS = ((224, REFERENCE, 3.0), (1024, SOFTMAX, 2.0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelMeasurement:
-    """One thing to measure."""
+class ModelMeasurement(CallMeasurement):
+    """A variant at an image size, forward or in training."""
 
     variant: str
     """A name of MODEL_VARIANTS."""
     image_size: int
     batch: int
     direction: str
-    device: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backbone, on top of the variant's: smaller networks for a look."""
+    what_counts = "parameters and images are held before and do not count; activations and gradients count"
 
     @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.device]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelResult:
-    """What was measured; figures only where the outcome is MEASURED."""
-
-    measurement: ModelMeasurement
-    outcome: str
-    """MEASURED, WRONG, OUT_OF_MEMORY or FAILED."""
-    reason: str = ""
-    """Of a failure."""
-    error: float | None = None
-    """Of the logits against the reference path; None: there is none, or it ran out of memory."""
-    median_ms: float | None = None
-    peak_extra_mib: float | None = None
-    """Beyond parameters and images; activations and gradients count. None also where the system cannot tell."""
-    others_cpu: float | None = None
-    """Share of the machine's CPU time that other processes took meanwhile; None where the system cannot tell."""
+    def label(self) -> str:
+        return f"{self.image_size} px x {self.batch}, {self.variant}, {self.direction}"
 
     @property
-    def images_per_second(self) -> float | None:
-        return 1e3 * self.measurement.batch / self.median_ms if self.median_ms else None
+    def units(self) -> int:
+        return self.batch
+
+    @property
+    def largest_error(self) -> float:
+        return LARGEST_ERROR[self.dtype]
+
+    def check(self, built: None) -> float | None:
+        return relative_error(self) if MODEL_VARIANTS[self.variant].is_compared else None
+
+    def make_call(self, built: None) -> Callable[[], object]:
+        # not captured: a training step as users run it, and what Python costs is part of it
+        return make_model_call(self)
+
+    def small(self) -> Self:
+        return replace(self, image_size=64, batch=2)
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> Self:
+        # what was a tuple came as a list
+        changes = {name: tuple(value) if isinstance(value, list) else value for name, value in values["changes"].items()}
+        return cls(**(values | {"changes": changes}))
+
+    def row(self, result: Result[Any]) -> dict[str, object]:
+        return {
+            "model": MODEL_VARIANTS[self.variant].model,
+            "variant": self.variant,
+            "batch": self.batch,
+            "image_size": self.image_size,
+            "direction": self.direction,
+            "images_per_second": rounded(result.per_second),
+        }
+
+    def said(self, result: Result[Any]) -> str:
+        memory = "" if result.peak_extra_mib is None else f", {result.peak_extra_mib:,.0f} MiB"
+        return f"{result.per_second:.4g} images/s, {result.median_ms:.4g} ms{memory}"
+
+
+ModelResult = Result[ModelMeasurement]
 
 
 def plan_models(
     device: str, sizes: Sequence[int] | None = None, *, changes: Mapping[str, Any] | None = None
 ) -> list[ModelMeasurement]:
     """What will be measured, in order: first what the bars need."""
-    if device not in BATCHES:
-        raise ValueError(f"device must be one of {', '.join(BATCHES)}, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device was found, got device 'cuda'; use --device cpu")
+    refuse_missing_device(device)
     sizes = DEFAULT_SIZES[device] if sizes is None else sizes
     if not sizes or min(sizes) < 32:
         raise ValueError(f"image sizes must be at least 32, the stride of the last stage, got {list(sizes)}")
@@ -136,81 +155,18 @@ def run_models(
     *,
     seconds: float = SECONDS,
     changes: Mapping[str, Any] | None = None,
-    say: Callable[[str], object] | None = None,
+    say: Say = say_on_stdout,
 ) -> list[ModelResult]:
     """Measure the plan, say each figure as it comes, write the CSV file after every one; then table and bars, as plain text.
 
     out: default benchmarks/results/models_<device>.csv. seconds: of timing per measurement. say: default a line on stdout.
     """
-    from .models_report import model_bar_lines, models_table, progress_line, write_models_csv
-
-    say = say or _say_on_stdout
-    machine = describe_machine()
-    measurements = plan_models(device, sizes, changes=changes)
     path = Path(out or f"benchmarks/results/models_{device}.csv")
-    # a path that cannot be written should say so now and not after minutes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    threads = f", {machine.threads} threads" if device == "cpu" else ""
-    dtype = str(DTYPES[device]).removeprefix("torch.")
-    say(f"{machine.device_name(device)}{threads}, {dtype}, torch {machine.torch}, commit {machine.commit}")
-    results = []
-    for number, measurement in enumerate(measurements, 1):
-        results.append(measure_model(measurement, seconds=seconds))
-        # whatever stops a long run, what it has measured stays
-        write_models_csv(results, path, machine)
-        say(f"[{number}/{len(measurements)}] {progress_line(results[-1])}")
-    for line in (*models_table(results), *model_bar_lines(results)):
+    plan = plan_models(device, sizes, changes=changes)
+    results = run_plan(plan, path, MODEL_COLUMNS, describe_machine(), seconds=seconds, say=say)
+    for line in (*models_table(results), *model_bar_lines(results), f"results: {path}"):
         say(line)
-    say(f"results: {path}")
     return results
-
-
-def _say_on_stdout(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def measure_model(measurement: ModelMeasurement, *, seconds: float = SECONDS, memory: bool = True) -> ModelResult:
-    """Correctness, then time and memory; too little memory and a failure are outcomes."""
-    try:
-        result = _measure(measurement, seconds=seconds, memory=memory)
-    except ModuleNotFoundError:
-        raise
-    except Exception as error:  # a compiler's errors have no common class, and what follows can still be measured
-        # the error itself must not live on: its frames hold the activations that did not fit
-        outcome = OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
-        result = ModelResult(measurement=measurement, outcome=outcome, reason=" ".join(str(error).split())[:300])
-    give_back_memory()
-    return result
-
-
-def _measure(measurement: ModelMeasurement, *, seconds: float, memory: bool) -> ModelResult:
-    error = None
-    if MODEL_VARIANTS[measurement.variant].is_compared:
-        error = relative_error(measurement)
-        give_back_memory()
-    # written so that NaN is wrong too
-    if error is not None and not error <= LARGEST_ERROR[measurement.dtype]:
-        return ModelResult(measurement=measurement, outcome=WRONG, error=error)
-    clocks = OtherProcesses()
-    mebibytes = None
-    if memory and measurement.device == "cpu" and can_measure("cpu"):
-        target = f"{__name__}:call_in_fresh_process"
-        mebibytes, milliseconds = in_fresh_process(target, to_plain(measurement), seconds=seconds)
-    else:
-        call = make_model_call(measurement)
-        # not captured: a training step as users run it, and what Python costs is part of it
-        milliseconds = median_ms(call, device=measurement.device, seconds=seconds, capture=False)
-        if memory and can_measure(measurement.device):
-            mebibytes = peak_extra_mib(call, device=measurement.device)
-    return ModelResult(
-        measurement=measurement,
-        outcome=MEASURED,
-        error=error,
-        median_ms=milliseconds,
-        peak_extra_mib=mebibytes,
-        others_cpu=clocks.share(),
-    )
 
 
 def make_model_call(measurement: ModelMeasurement) -> Callable[[], object]:
@@ -269,33 +225,57 @@ def relative_error(measurement: ModelMeasurement) -> float | None:
     return ((found - expected).norm() / expected.norm().clamp(min=1e-6)).item()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """On a GPU torch has a class for it, on a CPU only words, which also come back from a fresh process."""
-    words = ("out of memory", "can't allocate memory", "not enough memory", "MemoryError")
-    is_named_so = any(word in str(error) for word in words)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and is_named_so)
+def models_table(results: Sequence[ModelResult]) -> list[str]:
+    """A line per image size and variant; "-" where nothing was measured."""
+    found = {(r.measurement.image_size, r.measurement.variant, r.measurement.direction): r for r in results}
+    lines: list[tuple[str, ...]] = [("px", "batch", "variant", "forward im/s", "training im/s", "forward MiB", "training MiB")]
+    for size in sorted({r.measurement.image_size for r in results}):
+        for name in MODEL_VARIANTS:
+            cells = [found.get((size, name, direction)) for direction in DIRECTIONS]
+            batch = next((str(cell.measurement.batch) for cell in cells if cell is not None), "-")
+            speeds = (model_figure(cell, "per_second") for cell in cells)
+            memory = (model_figure(cell, "peak_extra_mib") for cell in cells)
+            lines.append((str(size), batch, name, *speeds, *memory))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
 
 
-def failure_of(error: BaseException) -> str:
-    """What a row says of a measurement that broke off."""
-    return OUT_OF_MEMORY if is_out_of_memory(error) else f"{FAILED}: {' '.join(str(error).split())[:300]}"
+def model_figure(result: ModelResult | None, field: str) -> str:
+    if result is None:
+        return "-"
+    return short(getattr(result, field)) if result.is_right else result.outcome
 
 
-def give_back_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def model_bars(results: Sequence[ModelResult]) -> list[Bar]:
+    """The promises for training; one that this run did not measure is left out, one without both figures is not met."""
+    training = {(r.measurement.image_size, r.measurement.variant): r for r in results if r.measurement.direction == TRAINING}
+    found = []
+    for size, peer_name, least in BARS:
+        ours, peer = training.get((size, LINEAR)), training.get((size, peer_name))
+        if ours is None or peer is None:
+            continue
+        promise = f"{size} px, training of {LINEAR} at least {least:g}x as fast as {peer_name}"
+        if ours.per_second and peer.per_second:
+            ratio = ours.per_second / peer.per_second
+            found.append(Bar(promise=promise, measured=f"{ratio:.2f}x", is_met=ratio >= least))
+        else:
+            # even where only the peer has too little memory: no figure, no claim
+            measured = f"{LINEAR}: {ours.outcome}, {peer_name}: {peer.outcome}"
+            found.append(Bar(promise=promise, measured=measured, is_met=False))
+    return found
 
 
-def to_plain(measurement: ModelMeasurement) -> dict[str, object]:
-    """The measurement as plain values, for another process."""
-    return {**vars(measurement), "changes": dict(measurement.changes)}
-
-
-def call_in_fresh_process(*, changes: dict[str, Any], **measurement: Any) -> Callable[[], object]:
-    """The call of `to_plain`'s measurement, after a small one that starts threads and libraries."""
-    # what was a tuple came as a list
-    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
-    small = measurement | {"image_size": 64, "batch": 2}
-    make_model_call(ModelMeasurement(**small, changes=changes))()
-    return make_model_call(ModelMeasurement(**measurement, changes=changes))
+def model_bar_lines(results: Sequence[ModelResult]) -> list[str]:
+    """The bars, and whatever went wrong, as sentences."""
+    lines = busy_lines(results)
+    verdicts = {bar.promise: bar for bar in model_bars(results)}
+    lines.extend(bar.line for bar in verdicts.values())
+    for size, peer, least in BARS:
+        if not any(promise.startswith(f"{size} px") for promise in verdicts):
+            lines.append(f"{size} px, the bar of {least:g}x over {peer}: not measured in this run")
+    for result in results:
+        if result.outcome == WRONG:
+            lines.append(f"WRONG and not timed: {result.line} of the logits")
+        if result.outcome in (FAILED, OUT_OF_MEMORY):
+            lines.append(result.line)
+    return lines

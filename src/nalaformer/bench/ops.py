@@ -1,18 +1,17 @@
-"""Measure attention: first whether it is right, then how long it takes and what it holds."""
+"""Attention in several implementations: what is measured, and how each is checked against float64."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from .cases import DTYPES, Case
-from .fresh_process import in_fresh_process
+from .cases import Case
 from .implementations import IMPLEMENTATIONS, Attend, Implementation
-from .memory import can_measure, peak_extra_mib
-from .timing import OtherProcesses, copy_bandwidth, median_ms
+from .measurement import CallMeasurement, Result
+from .timing import copy_bandwidth
 
 FORWARD, BOTH = "forward", "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)
@@ -23,56 +22,64 @@ COMPARED_ROWS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One thing to measure."""
+class OpMeasurement(CallMeasurement):
+    """Attention of one case by one implementation."""
 
     case: Case
     implementation: str
+    """A name of IMPLEMENTATIONS."""
     direction: str
-    device: str
+    is_captured = True
+    what_counts = "q k v and the output's gradient are held before and do not count; output and gradients of q k v count"
 
     @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.device]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What was measured; no time and no memory where the outputs were wrong."""
-
-    measurement: Measurement
-    error: float
-    """Relative to float64: the largest of the output's and, with backward, half of each gradient's."""
-    median_ms: float | None
-    others_cpu: float | None
-    """Share of the machine's CPU time that other processes took meanwhile; None where the system cannot tell."""
-    peak_extra_mib: float | None
-    """Beyond q, k, v (and the output's gradient); output and gradients count. None also where the system cannot tell."""
-
-    floor_ms: float | None = None
-    """On a GPU: reading each input once and writing each output once, at the speed of a plain copy measured here."""
-    failure: str | None = None
-    """What a peer said when it stopped; whatever of ours stops, stops the run."""
+    def label(self) -> str:
+        return f"{self.case.shape}  {self.implementation}, {self.direction}"
 
     @property
-    def is_right(self) -> bool:
-        return self.error <= largest_error(self.measurement)
+    def is_ours(self) -> bool:
+        return IMPLEMENTATIONS[self.implementation].package is None
+
+    def stops_the_run(self, error: Exception) -> bool:
+        """Whatever of ours stops, stops the run; a peer that fails is a result without figures."""
+        return self.is_ours
 
     @property
-    def is_ours_to_mend(self) -> bool:
-        return not self.is_right and IMPLEMENTATIONS[self.measurement.implementation].package is None
+    def largest_error(self) -> float:
+        return LARGEST_ERROR[self.dtype] * IMPLEMENTATIONS[self.implementation].slack
+
+    def check(self, built: None) -> float:
+        return relative_error(self)
+
+    def make_call(self, built: None) -> Callable[[], object]:
+        return make_call(self)
+
+    def small(self) -> Self:
+        return replace(self, case=replace(self.case, tokens=min(64, self.case.tokens)))
+
+    def figures(self, built: None, *, seconds: float, memory: bool) -> dict[str, Any]:
+        # a step prepares a state from inputs that its call no longer holds: beside those its memory says nothing
+        found = super().figures(built, seconds=seconds, memory=memory and not self.case.step)
+        return found | {"floor_ms": floor_ms(self) if self.device == "cuda" and not self.case.step else None}
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> Self:
+        return cls(**(values | {"case": Case(**values["case"])}))
+
+    def row(self, result: Result[Any]) -> dict[str, object]:
+        case = self.case
+        return {"op": case.op, "implementation": self.implementation, "shape": case.shape, "direction": self.direction}
+
+    def said(self, result: Result[Any]) -> str:
+        return f"{result.median_ms:.4g} ms"
 
 
-def largest_error(measurement: Measurement) -> float:
-    return LARGEST_ERROR[measurement.dtype] * IMPLEMENTATIONS[measurement.implementation].slack
-
-
-def plan(cases: Sequence[Case], device: str) -> list[Measurement]:
+def plan(cases: Sequence[Case], device: str) -> list[OpMeasurement]:
     """What will be measured, in order; peers that cannot be imported are left out (see `left_out`)."""
     # only what could run here is asked for: importing a peer may take seconds
     here = [name for name in IMPLEMENTATIONS.names() if IMPLEMENTATIONS[name].why_not_on(device) is None]
     return [
-        Measurement(case=case, implementation=name, direction=direction, device=device)
+        OpMeasurement(case=case, implementation=name, direction=direction, device=device)
         for case in cases
         for name in here
         for direction in ((FORWARD,) if case.step else DIRECTIONS)
@@ -80,50 +87,12 @@ def plan(cases: Sequence[Case], device: str) -> list[Measurement]:
     ]
 
 
-def measure(measurement: Measurement, *, seconds: float = 2.0, memory: bool = True) -> Result:
-    """Correctness, then time and memory (on a CPU in a fresh process each). A peer that fails is a result without figures."""
-    try:
-        return measure_or_fail(measurement, seconds=seconds, memory=memory)
-    except Exception as error:
-        if IMPLEMENTATIONS[measurement.implementation].package is None:
-            raise
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        nothing = {"median_ms": None, "others_cpu": None, "peak_extra_mib": None}
-        return Result(measurement=measurement, error=float("inf"), failure=said, **nothing)
-
-
-def measure_or_fail(measurement: Measurement, *, seconds: float, memory: bool) -> Result:
-    error = relative_error(measurement)
-    milliseconds = mebibytes = others_cpu = None
-    if error <= largest_error(measurement):
-        clocks = OtherProcesses()
-        # a step prepares a state from inputs that its call no longer holds: beside those its memory says nothing
-        memory = memory and not measurement.case.step
-        if memory and measurement.device == "cpu" and can_measure("cpu"):
-            target = "nalaformer.bench.ops:call_in_fresh_process"
-            mebibytes, milliseconds = in_fresh_process(target, to_plain(measurement), seconds=seconds)
-        else:
-            call = make_call(measurement)
-            milliseconds = median_ms(call, device=measurement.device, seconds=seconds)
-            if memory and can_measure(measurement.device):
-                mebibytes = peak_extra_mib(call, device=measurement.device)
-        others_cpu = clocks.share()
-    return Result(
-        measurement=measurement,
-        error=error,
-        median_ms=milliseconds,
-        others_cpu=others_cpu,
-        peak_extra_mib=mebibytes,
-        floor_ms=floor_ms(measurement) if measurement.device == "cuda" and not measurement.case.step else None,
-    )
-
-
-def floor_ms(measurement: Measurement) -> float:
+def floor_ms(measurement: OpMeasurement) -> float:
     needed = measurement.case.least_bytes(measurement.dtype, backward=measurement.direction == BOTH)
     return 1e3 * needed / copy_bandwidth()
 
 
-def make_call(measurement: Measurement) -> Callable[[], object]:
+def make_call(measurement: OpMeasurement) -> Callable[[], object]:
     """The call that is measured, with its inputs ready."""
     implementation = IMPLEMENTATIONS[measurement.implementation]
     if measurement.case.step:
@@ -142,21 +111,21 @@ def make_call(measurement: Measurement) -> Callable[[], object]:
     return forward_and_backward
 
 
-def make_step_call(measurement: Measurement) -> Callable[[], Tensor]:
+def make_step_call(measurement: OpMeasurement) -> Callable[[], Tensor]:
     make_step = IMPLEMENTATIONS[measurement.implementation].make_step
     assert make_step is not None
     q, k, v, _ = measurement.case.inputs(device=measurement.device, dtype=measurement.dtype)
     return make_step(q, k, v)
 
 
-def laid_out(implementation: Implementation, measurement: Measurement) -> list[Tensor]:
+def laid_out(implementation: Implementation, measurement: OpMeasurement) -> list[Tensor]:
     """q, k, v and the output's gradient in the implementation's own order, contiguous."""
     q, k, v, out_gradient = measurement.case.inputs(device=measurement.device, dtype=measurement.dtype)
     inputs = (*implementation.given(q, k), v, out_gradient)
     return [x.transpose(1, 2).contiguous() if implementation.heads_first else x for x in inputs]
 
 
-def relative_error(measurement: Measurement) -> float:
+def relative_error(measurement: OpMeasurement) -> float:
     """The largest relative error of the output (and of each gradient, halved) against the oracle in float64."""
     implementation = IMPLEMENTATIONS[measurement.implementation]
     case = measurement.case
@@ -209,21 +178,3 @@ def attend_and_differentiate(
     if gradients:
         results.extend(torch.autograd.grad(out, leaves, out_gradient.transpose(1, 2) if heads_first else out_gradient))
     return [x.transpose(1, 2) if heads_first else x for x in results]
-
-
-def to_plain(measurement: Measurement) -> dict[str, object]:
-    """The measurement as plain values, for another process."""
-    case = measurement.case
-    return {
-        "case": asdict(case),
-        "implementation": measurement.implementation,
-        "direction": measurement.direction,
-        "device": measurement.device,
-    }
-
-
-def call_in_fresh_process(*, case: dict[str, Any], implementation: str, direction: str, device: str) -> Callable[[], object]:
-    """The call of `to_plain`'s measurement, after a small one that starts threads and libraries."""
-    small = Case(**(case | {"tokens": min(64, case["tokens"])}))
-    make_call(Measurement(case=small, implementation=implementation, direction=direction, device=device))()
-    return make_call(Measurement(case=Case(**case), implementation=implementation, direction=direction, device=device))

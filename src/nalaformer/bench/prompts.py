@@ -4,7 +4,6 @@ Calls are eager, so the time is what a caller waits: below some thousand tokens 
 float64 before it is timed, output and gradients.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +15,8 @@ from torch import Tensor
 from ..attention.hybrid import HybridSettings, hybrid_attention, hybrid_settings
 from ..feature_maps import feature_map
 from ..ops import use_backend
-from .memory import can_measure, peak_extra_mib
-from .models import WRONG, failure_of, give_back_memory
+from .measurement import CallMeasurement, Result
 from .ops import BOTH, FORWARD
-from .timing import median_ms
 
 SOFTMAX, TORCH = "softmax", "still, plain torch"
 LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float32: 2e-5}
@@ -63,62 +60,57 @@ class PromptStudy:
         }
 
 
-def run_prompts(
-    study: PromptStudy, *, device: str, add: Callable[..., None], say: Callable[[str], object], deadline: float
-) -> None:
-    """All methods at all lengths, forward and with gradients; nothing is begun after the deadline."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    for shape in study.shapes:
-        for name, settings in study.methods.items():
-            row: dict[str, Any] = {"part": "prompt", "method": name, "task": str(shape), "batch": 1}
-            if time.monotonic() > deadline:
-                say(f"prompt: {name}, {shape}: not begun, the time is over")
-                continue
-            try:
-                row["error"] = checked_error(name, settings, shape, study.checked, device=device, dtype=dtype)
-            except RuntimeError as failure:
-                add(**row, note=failure_of(failure))
-                say(f"prompt: {name}, {shape}: {failure_of(failure)}")
-                continue
-            # written so that NaN is wrong too
-            if not row["error"] <= LARGEST_ERROR[dtype]:
-                add(**row, note=WRONG)
-                say(f"prompt: {name}, {shape}: {WRONG}, error {row['error']:.2g}")
-                continue
-            for length in study.lengths:
-                if name == TORCH and length > study.longest_torch:
-                    continue
-                for direction in (FORWARD, BOTH):
-                    if time.monotonic() > deadline:
-                        break
-                    row |= {"length": length, "timed": direction}
-                    try:
-                        found = measure(name, settings, shape, length, direction, study.seconds, device=device, dtype=dtype)
-                    except RuntimeError as failure:  # what follows can still be measured
-                        found = {"note": failure_of(failure)}
-                    add(**row, **found)
-                    say(f"prompt: {name}, {shape}, {length} tokens, {direction}: {found.get('ms', found.get('note'))}")
-                    give_back_memory()
+@dataclass(frozen=True, kw_only=True)
+class PromptMeasurement(CallMeasurement):
+    """One method over one prompt, forward or with gradients."""
+
+    study: PromptStudy
+    shape: Shape
+    method: str
+    length: int
+    direction: str
+
+    @property
+    def label(self) -> str:
+        return f"prompt: {self.method}, {self.shape}, {self.length} tokens, {self.direction}"
+
+    @property
+    def subject(self) -> object:
+        return self.study, self.shape, self.method, self.device
+
+    @property
+    def largest_error(self) -> float:
+        return LARGEST_ERROR[self.dtype]
+
+    def check(self, built: None) -> float:
+        settings = self.study.methods[self.method]
+        return checked_error(self.method, settings, self.shape, self.study.checked, device=self.device, dtype=self.dtype)
+
+    def make_call(self, built: None) -> Callable[[], object]:
+        tensors, upstream = random_inputs(self.shape, self.length, device=self.device, dtype=self.dtype)
+        attend = make_attention(self.method, self.study.methods[self.method], self.shape, device=self.device)
+        return make_call(attend, tensors, upstream if self.direction == BOTH else None)
+
+    def row(self, result: Result[Any]) -> dict[str, object]:
+        return {
+            **{"part": "prompt", "method": self.method, "task": str(self.shape), "batch": 1},
+            **{"length": self.length, "timed": self.direction, "ms": result.median_ms, "peak_mib": result.peak_extra_mib},
+        }
+
+    def said(self, result: Result[Any]) -> str:
+        return f"{result.median_ms:.4g} ms"
 
 
-def measure(
-    name: str,
-    settings: HybridSettings | None,
-    shape: Shape,
-    length: int,
-    direction: str,
-    seconds: float,
-    *,
-    device: str,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    tensors, upstream = random_inputs(shape, length, device=device, dtype=dtype)
-    attend = make_attention(name, settings, shape, device=device)
-    call = make_call(attend, tensors, upstream if direction == BOTH else None)
-    return {
-        "ms": median_ms(call, device=device, seconds=seconds, capture=False),
-        "peak_mib": peak_extra_mib(call, device=device) if can_measure(device) else None,
-    }
+def plan_prompts(study: PromptStudy, device: str) -> list[PromptMeasurement]:
+    """All methods at all lengths, forward and with gradients."""
+    return [
+        PromptMeasurement(study=study, shape=shape, method=method, length=length, direction=direction, device=device)
+        for shape in study.shapes
+        for method in study.methods
+        for length in study.lengths
+        if method != TORCH or length <= study.longest_torch
+        for direction in (FORWARD, BOTH)
+    ]
 
 
 def checked_error(

@@ -1,7 +1,7 @@
 """What prompts of any length would leave in the caches of decoders, of random numbers: what a step costs does not ask."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,12 +10,10 @@ from ..attention.hybrid import HybridAttention, HybridState, empty_state, salien
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.cache import HybridCache
 from ..models.hybrid.model import HybridForCausalLM
-
-if TYPE_CHECKING:
-    from .decoding import DecodeStudy
+from .decode_study import DecodeStudy
 
 
-def ordinary_cache(model: Any, study: "DecodeStudy", context: int, batch: int) -> tuple[Any, int]:
+def ordinary_cache(model: Any, study: DecodeStudy, context: int, batch: int) -> tuple[Any, int]:
     """What `generate` goes on from after `context` tokens, of random numbers, and its bytes."""
     if isinstance(model, HybridForCausalLM):
         cache: Any = random_cache(model, study, context, batch)
@@ -30,7 +28,7 @@ def ordinary_cache(model: Any, study: "DecodeStudy", context: int, batch: int) -
 
 
 @torch.no_grad()
-def random_cache(model: HybridForCausalLM, study: "DecodeStudy", context: int, batch: int) -> HybridCache:
+def random_cache(model: HybridForCausalLM, study: DecodeStudy, context: int, batch: int) -> HybridCache:
     """What a prompt of `context` tokens would leave, of random numbers."""
     cache = HybridCache(model.config)
     for layer, attention in zip(cache.layers, converted_attentions(model), strict=True):
@@ -38,7 +36,7 @@ def random_cache(model: HybridForCausalLM, study: "DecodeStudy", context: int, b
     return cache
 
 
-def random_state(hybrid: HybridAttention, study: "DecodeStudy", context: int, batch: int, *, like: Tensor) -> HybridState:
+def random_state(hybrid: HybridAttention, study: DecodeStudy, context: int, batch: int, *, like: Tensor) -> HybridState:
     """A state after `context` tokens in the type and on the device of `like`."""
     settings = hybrid.settings
     q, k = (like.new_zeros(batch, 1, heads, study.head_dim) for heads in (study.heads, study.key_heads))

@@ -1,6 +1,7 @@
 """`nalaformer bench ...`: speed and memory."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,48 +118,45 @@ def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict
     # the picture comes last
     need("matplotlib")
     from ..bench import run_language
-    from ..bench.models import MEASURED, OUT_OF_MEMORY
 
-    results = run_language(device, out, seconds=seconds, **plan)
-    if not all(result.outcome in (MEASURED, OUT_OF_MEMORY) for result in results):
-        sys.exit(1)
+    exit_by(run_language(device, out, seconds=seconds, **plan))
 
 
 def run_bench_ops(device: str, out: Path, quick: bool) -> None:
     from rich.progress import Progress
 
-    from ..bench import cases_for, describe_machine, left_out, measure, plan, results_table, summary_lines, write_csv
+    from ..bench import cases_for, describe_machine, left_out
+    from ..bench.ops import plan
+    from ..bench.ops_report import COLUMNS, results_table, summary_lines
+    from ..bench.runner import headline, recorded
 
     console = make_console()
-    machine = describe_machine()
-    measurements = plan(cases_for(device, quick=quick), device)
-    # a path that cannot be written should say so now and not after minutes
-    out.parent.mkdir(parents=True, exist_ok=True)
-    dtype = str(measurements[0].dtype).removeprefix("torch.")
-    threads = f", {machine.threads} threads" if device == "cpu" else ""
-    console.print(f"{machine.device_name(device)}{threads}, {dtype}, torch {machine.torch}, commit {machine.commit}")
+    machine, measurements = describe_machine(), plan(cases_for(device, quick=quick), device)
+    console.print(headline(machine, measurements[0]))
     results = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(measurements))
-        for measurement in measurements:
-            what = f"{measurement.case.shape}  {measurement.implementation}, {measurement.direction}"
-            progress.update(task, description=what)
-            results.append(measure(measurement, seconds=0.3 if quick else 2.0))
-            # whatever stops a long run, what it has measured stays
-            write_csv(results, out, machine)
-            progress.advance(task)
+        task = progress.add_task(measurements[0].label, total=len(measurements))
+        for result in recorded(measurements, out, COLUMNS, machine, seconds=0.3 if quick else 2.0):
+            results.append(result)
+            # what is measured now is the next one
+            coming = measurements[min(len(results), len(measurements) - 1)].label
+            progress.update(task, description=coming, completed=len(results))
     console.print(results_table(results))
     for line in summary_lines(results, left_out(device)):
         console.print(line)
     console.print(f"results: {out}", soft_wrap=True)
-    if any(result.is_ours_to_mend for result in results):
-        sys.exit(1)
+    exit_by(results)
 
 
 def run_bench_models(device: str, out: Path | None, sizes: list[int] | None, seconds: float) -> None:
     from ..bench import run_models
-    from ..bench.models import MEASURED, OUT_OF_MEMORY
 
-    results = run_models(device, out, sizes or None, seconds=seconds)
-    if not all(result.outcome in (MEASURED, OUT_OF_MEMORY) for result in results):
+    exit_by(run_models(device, out, sizes or None, seconds=seconds))
+
+
+def exit_by(results: Sequence[Any]) -> None:
+    """Exit with 1 if something of ours was wrong or failed."""
+    from ..bench.runner import are_ours_right
+
+    if not are_ours_right(results):
         sys.exit(1)

@@ -1,19 +1,19 @@
 """What is left of a softmax model after its conversion, by method; and what prompts and decoding cost before and after."""
 
 import csv
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bench.decoding import DecodeStudy, run_decoding
+from ..bench.decode_study import DecodeStudy
+from ..bench.decoding import comparison, plan_decoding
 from ..bench.machine import describe_machine
-from ..bench.prompts import PromptStudy, Shape, run_prompts
-from ..bench.report import replace_csv
+from ..bench.prompts import PromptStudy, Shape, plan_prompts
+from ..bench.runner import Say, run_part, say_on_stdout
 from ..folder_lock import only_writer
 from ..registry import unknown_name
+from ..whole_files import write_csv
 from .recall import RecallStudy, run_recall, small_recall, toy_recall
 
 PARTS = ("recall", "prompt", "decode")
@@ -78,14 +78,7 @@ class Rows:
 
     def __init__(self, path: Path, device: str) -> None:
         self.path = path
-        machine = describe_machine()
-        self.facts = {
-            "device": machine.device_name(device),
-            "torch": machine.torch,
-            "triton": machine.triton,
-            "nalaformer": machine.nalaformer,
-            "commit": machine.commit,
-        }
+        self.facts = describe_machine().columns(device)
         self.rows: list[dict[str, str]] = []
         if path.exists():
             with path.open(newline="") as file:
@@ -98,7 +91,7 @@ class Rows:
         self._write()
 
     def _write(self) -> None:
-        replace_csv(self.path, (*self.COLUMNS, *self.facts), self.rows)
+        write_csv(self.path, (*self.COLUMNS, *self.facts), self.rows)
 
 
 def _plain(value: Any) -> str:
@@ -114,13 +107,12 @@ def run_linearization(
     out: str | Path | None = None,
     parts: tuple[str, ...] = PARTS,
     teacher_folder: str | Path | None = None,
-    say: Callable[[str], object] | None = None,
+    say: Say = say_on_stdout,
 ) -> Path:
     """Run the study; the CSV file is written after each result and is what a stopped run leaves."""
     for part in parts:
         if part not in PARTS:
             raise unknown_name("part", part, PARTS)
-    say = say or _say_on_stdout
     path = Path(out or f"benchmarks/results/linearization_{device}.csv")
     # rows of earlier runs stay in the file, so two runs at once would lose each other's
     with only_writer(path, beside=True):
@@ -128,15 +120,13 @@ def run_linearization(
         deadline = time.monotonic() + 60 * study.minutes
         say(f"{rows.facts['device']}, torch {rows.facts['torch']}, commit {rows.facts['commit']}")
         if "prompt" in parts:
-            run_prompts(study.prompt, device=device, add=rows.add, say=say, deadline=deadline)
+            seconds = study.prompt.seconds
+            run_part(plan_prompts(study.prompt, device), seconds=seconds, add=rows.add, say=say, deadline=deadline)
         if "decode" in parts:
-            run_decoding(study.decode, device=device, add=rows.add, say=say, deadline=deadline)
+            found = run_part(plan_decoding(study.decode, device), seconds=0.0, add=rows.add, say=say, deadline=deadline)
+            for line in comparison(found):
+                say(line)
         if "recall" in parts:
             run_recall(study.recall, device=device, add=rows.add, say=say, deadline=deadline, teacher_folder=teacher_folder)
     say(f"results: {path}")
     return path
-
-
-def _say_on_stdout(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...attention.hybrid import HybridSettings, hybrid_settings
-from ...bench.models import failure_of, give_back_memory
+from ...bench.measurement import failure_of, give_back_memory
 from ...data.sequences import RecallLanguage, as_tensor
 from ...folder_lock import only_writer
 from ...linearize import LinearizeConfig, linearize

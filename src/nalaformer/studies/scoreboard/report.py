@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...bench.report import replace_csv
+from ...whole_files import write_csv
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,31 +16,10 @@ if TYPE_CHECKING:
 Row = dict[str, str]
 
 COLUMNS = (
-    "task",
-    "method",
-    "learning_rate",
-    "seed",
-    "steps",
-    "settings",
-    "dev",
-    "test",
-    "groups",
-    "best_step",
-    "outcome",
-    "parameters",
-    "state_size",
-    "seconds",
-    "steps_per_second",
-    "loop",
-    "chance",
-    "shortcuts",
-    "device",
-    "torch",
-    "triton",
-    "nalaformer",
-    "commit",
-    "date",
-)
+    "task", "method", "learning_rate", "seed", "steps", "settings", "dev", "test", "groups", "best_step", "outcome",
+    "parameters", "state_size", "seconds", "steps_per_second", "loop", "chance", "shortcuts", "device", "torch", "triton",
+    "nalaformer", "commit", "date",
+)  # fmt: skip
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -54,7 +33,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def save_rows(path: Path, rows: Sequence[Row]) -> None:
-    replace_csv(path, COLUMNS, rows)
+    write_csv(path, COLUMNS, rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...bench.machine import Machine, describe_machine
+from ...bench.machine import describe_machine
+from ...bench.runner import today
 from ...data.sequences import SEQUENCES, write
 from ...data.sequences.stored import read_about
 from ...folder_lock import only_writer
@@ -189,7 +189,7 @@ def run_scoreboard(
             with prepared(recipe.task, data_folder, workers, say) as task:
                 loaded = Loaded(task, device, say)
                 for row in finished_runs(todo, loaded, out, until, say):
-                    rows.append(row | origin(machine, device))
+                    rows.append({**row, **machine.columns(device), "date": today()})
                     save_rows(out, rows)
     return [row for row in rows if row["task"] == title]
 
@@ -243,9 +243,8 @@ def make_model(recipe: Recipe, method: Method, facts: dict[str, Any], *, seed: i
     options = dict(recipe.model_options)
     if method.options:
         options["attention_options"] = options.get("attention_options", {}) | method.options
-    training = replace(recipe.training, seed=seed)
-    chosen = {"attention": method.name, "model_options": options, "initial_weights": "model", "training": training}
-    return build_model(replace(recipe, **chosen), facts)
+    recipe = replace(recipe, attention=method.name, model_options=options, initial_weights="model")
+    return build_model(replace(recipe, training=replace(recipe.training, seed=seed)), facts)
 
 
 def one_run(
@@ -319,14 +318,3 @@ def prepared(config: SequencesConfig, folder: str | Path | None, workers: int, s
             say(f"made {samples} {split} sequences of {config.data} in {time.monotonic() - started:.0f} s")
         # what was written is what the names mean
         yield Sequences(replace(config, data=str(place)))
-
-
-def origin(machine: Machine, device: str) -> Row:
-    return {
-        "device": machine.device_name(device),
-        "torch": machine.torch,
-        "triton": machine.triton,
-        "nalaformer": machine.nalaformer,
-        "commit": machine.commit,
-        "date": datetime.now(UTC).date().isoformat(),
-    }
