@@ -23,6 +23,7 @@ from ..models.hybrid.decoder import SteppingDecoder
 from ..models.hybrid.model import HybridForCausalLM
 from ..models.hybrid.stepping import Stepping
 from .decode_study import SOFTMAX, DecodeStudy, build_decoder
+from .fixed_layer import WAYS, FixedDecoder, FixedLayer, fastest_way
 from .language import LARGEST_ERROR
 from .measurement import Measurement, Result, give_back_memory
 from .memory import MIB, peak_extra_mib
@@ -45,6 +46,7 @@ class DecodeMeasurement(Measurement):
     batch: int
     timed: str
     """What a time is of: CAPTURED, EAGER, GENERATE, or PLAIN (a device without graphs)."""
+    largest_errors = LARGEST_ERROR
 
     @property
     def label(self) -> str:
@@ -60,10 +62,6 @@ class DecodeMeasurement(Measurement):
 
     def build(self) -> Any:
         return build_decoder(self.study, self.study.methods[self.method], device=self.device, dtype=self.dtype)
-
-    @property
-    def largest_error(self) -> float:
-        return LARGEST_ERROR[self.dtype]
 
     def check(self, built: Any) -> float:
         return checked_error(built, self.study)
@@ -152,8 +150,6 @@ def _error(model: Any, tokens: Tensor, prompt: int) -> float:
         with steps_taken_over(model):
             found += [model(token, past_key_values=lent, use_cache=True).logits[:, 0] for token in after.split(1, 1)]
     else:
-        from .fixed_layer import WAYS
-
         room = [torch.cat((x, x[:, :, :1]), dim=2) for layer in cache.layers for x in (layer.keys, layer.values)]
         after = after[:, :1]
         for name in WAYS:
@@ -263,17 +259,12 @@ def make_stepping(model: HybridForCausalLM, cache: HybridCache, longest: int) ->
 
 
 def make_fixed(model: Any, keys: list[Tensor], values: list[Tensor]) -> Any:
-    # transformers is imported where a model is there
-    from .fixed_layer import FixedDecoder, FixedLayer
-
     layers = [FixedLayer(*pair) for pair in zip(keys, values, strict=True)]
     return FixedDecoder(model, layers, capture=model.device.type == "cuda")
 
 
 def choose_way(model: Any, keys: Tensor, values: Tensor) -> str:
     """Let the softmax model attend in the faster way at this context; what was found."""
-    from .fixed_layer import fastest_way
-
     heads = model.config.num_attention_heads
     query = torch.randn(len(keys), heads, 1, keys.shape[-1], device=keys.device, dtype=keys.dtype)
     name, note = fastest_way(query, keys, values)

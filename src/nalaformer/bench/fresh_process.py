@@ -19,9 +19,7 @@ def in_fresh_process(target: str, arguments: dict[str, Any], *, seconds: float) 
     Time too: what earlier calls have left in the C library's heap spares later ones many page faults, or not, by their order.
     target: "package.module:function"; the function gets the arguments (plain values) and returns the call.
     """
-    request = json.dumps(
-        {"target": target, "arguments": arguments, "threads": torch.get_num_threads(), "seconds": seconds},
-    )
+    request = json.dumps({"target": target, "arguments": arguments, "threads": torch.get_num_threads(), "seconds": seconds})
     command = [sys.executable, "-c", f"from {__name__} import answer_request; answer_request()"]
     # it finds modules where this process finds them
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -156,19 +156,10 @@ def make_compiled(case: Case) -> Attend:
 
 IMPLEMENTATIONS.register(OURS)(Implementation(make=make_ours, oracle=norm_aware_oracle, causal=True, make_step=make_our_step))
 IMPLEMENTATIONS.register(PUBLISHED)(
-    Implementation(
-        make=lambda case: published_formula,
-        oracle=norm_aware_oracle,
-        heads_first=True,
-    )
+    Implementation(make=lambda case: published_formula, oracle=norm_aware_oracle, heads_first=True)
 )
 IMPLEMENTATIONS.register("published formula, compiled")(
-    Implementation(
-        make=make_compiled,
-        oracle=norm_aware_oracle,
-        heads_first=True,
-        devices=("cuda",),
-    )
+    Implementation(make=make_compiled, oracle=norm_aware_oracle, heads_first=True, devices=("cuda",))
 )
 IMPLEMENTATIONS.register(SOFTMAX)(
     Implementation(

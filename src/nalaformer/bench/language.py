@@ -15,7 +15,7 @@ from .language_picture import draw_language
 from .machine import describe_machine
 from .measurement import Measurement, Result
 from .memory import MIB, peak_extra_mib
-from .runner import Bar, Say, busy_lines, rounded, run_plan, say_on_stdout
+from .runner import Bar, Say, busy_lines, mistake_lines, rounded, run_plan, say_on_stdout
 from .timing import OtherProcesses, median_ms
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class LanguageMeasurement(Measurement):
     """What the cache of a DECODE holds: REAL or RANDOM."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Of the configuration, for smaller networks."""
+    largest_errors = LARGEST_ERROR
 
     @property
     def label(self) -> str:
@@ -79,10 +80,6 @@ class LanguageMeasurement(Measurement):
 
     def build(self) -> "NaLaForCausalLM":
         return build_model(self)
-
-    @property
-    def largest_error(self) -> float:
-        return LARGEST_ERROR[self.dtype]
 
     def check(self, built: "NaLaForCausalLM") -> float:
         return checked_error(self)
@@ -301,6 +298,4 @@ def language_lines(results: Sequence[LanguageResult]) -> list[str]:
         if REAL in times and RANDOM in times:
             ratio = times[RANDOM] / times[REAL]
             lines.append(f"{mixer}, {context:,} tokens x {batch}: a random cache takes {ratio:.3f}x the time of a real one")
-    lines += busy_lines(results)
-    lines.extend(result.line for result in results if not result.is_right)
-    return lines
+    return lines + busy_lines(results) + mistake_lines(results)

@@ -2,10 +2,10 @@
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
@@ -57,9 +57,12 @@ class Measurement(ABC):
         """What measurements of one subject share, as the model."""
         return None
 
+    largest_errors: ClassVar[Mapping[torch.dtype, float]] = {}
+
     @property
-    @abstractmethod
-    def largest_error(self) -> float: ...
+    def largest_error(self) -> float:
+        """Beyond it, the measurement is wrong and not timed."""
+        return self.largest_errors[self.dtype]
 
     @abstractmethod
     def check(self, built: Any) -> float | None:

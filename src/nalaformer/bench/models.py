@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..ops import use_backend
 from .cases import refuse_missing_device
 from .machine import describe_machine
-from .measurement import FAILED, OUT_OF_MEMORY, WRONG, CallMeasurement, Result, is_out_of_memory
-from .runner import Bar, Say, busy_lines, rounded, run_plan, say_on_stdout, short
+from .measurement import CallMeasurement, Result, is_out_of_memory
+from .runner import Bar, Say, busy_lines, cell, mistake_lines, rounded, run_plan, say_on_stdout
 
 MODEL_COLUMNS = (
     "model", "variant", "device", "threads", "dtype", "batch", "image_size", "direction", "outcome", "images_per_second",
@@ -71,6 +71,7 @@ class ModelMeasurement(CallMeasurement):
     direction: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backbone, on top of the variant's: smaller networks for a look."""
+    largest_errors = LARGEST_ERROR
     what_counts = "parameters and images are held before and do not count; activations and gradients count"
 
     @property
@@ -80,10 +81,6 @@ class ModelMeasurement(CallMeasurement):
     @property
     def units(self) -> int:
         return self.batch
-
-    @property
-    def largest_error(self) -> float:
-        return LARGEST_ERROR[self.dtype]
 
     def check(self, built: None) -> float | None:
         return relative_error(self) if MODEL_VARIANTS[self.variant].is_compared else None
@@ -231,19 +228,12 @@ def models_table(results: Sequence[ModelResult]) -> list[str]:
     lines: list[tuple[str, ...]] = [("px", "batch", "variant", "forward im/s", "training im/s", "forward MiB", "training MiB")]
     for size in sorted({r.measurement.image_size for r in results}):
         for name in MODEL_VARIANTS:
-            cells = [found.get((size, name, direction)) for direction in DIRECTIONS]
-            batch = next((str(cell.measurement.batch) for cell in cells if cell is not None), "-")
-            speeds = (model_figure(cell, "per_second") for cell in cells)
-            memory = (model_figure(cell, "peak_extra_mib") for cell in cells)
-            lines.append((str(size), batch, name, *speeds, *memory))
+            own = [found.get((size, name, direction)) for direction in DIRECTIONS]
+            batch = next((str(result.measurement.batch) for result in own if result is not None), "-")
+            figures = (cell(result, field) for field in ("per_second", "peak_extra_mib") for result in own)
+            lines.append((str(size), batch, name, *figures))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
-
-
-def model_figure(result: ModelResult | None, field: str) -> str:
-    if result is None:
-        return "-"
-    return short(getattr(result, field)) if result.is_right else result.outcome
 
 
 def model_bars(results: Sequence[ModelResult]) -> list[Bar]:
@@ -273,9 +263,4 @@ def model_bar_lines(results: Sequence[ModelResult]) -> list[str]:
     for size, peer, least in BARS:
         if not any(promise.startswith(f"{size} px") for promise in verdicts):
             lines.append(f"{size} px, the bar of {least:g}x over {peer}: not measured in this run")
-    for result in results:
-        if result.outcome == WRONG:
-            lines.append(f"WRONG and not timed: {result.line} of the logits")
-        if result.outcome in (FAILED, OUT_OF_MEMORY):
-            lines.append(result.line)
-    return lines
+    return lines + mistake_lines(results)

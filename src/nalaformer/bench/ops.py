@@ -30,11 +30,12 @@ class OpMeasurement(CallMeasurement):
     """A name of IMPLEMENTATIONS."""
     direction: str
     is_captured = True
+    largest_errors = LARGEST_ERROR
     what_counts = "q k v and the output's gradient are held before and do not count; output and gradients of q k v count"
 
     @property
     def label(self) -> str:
-        return f"{self.case.shape}  {self.implementation}, {self.direction}"
+        return f"{self.implementation}, {self.case.shape}, {self.direction}"
 
     @property
     def is_ours(self) -> bool:
@@ -46,7 +47,7 @@ class OpMeasurement(CallMeasurement):
 
     @property
     def largest_error(self) -> float:
-        return LARGEST_ERROR[self.dtype] * IMPLEMENTATIONS[self.implementation].slack
+        return super().largest_error * IMPLEMENTATIONS[self.implementation].slack
 
     def check(self, built: None) -> float:
         return relative_error(self)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from .cases import GROWTH, SHORT, Case
 from .implementations import IMPLEMENTATIONS, OURS, PUBLISHED, SOFTMAX
-from .measurement import WRONG, Result
+from .measurement import Result
 from .ops import DIRECTIONS, FORWARD, OpMeasurement
-from .runner import Bar, busy_lines, short
+from .runner import Bar, busy_lines, cell, mistake_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -132,25 +132,15 @@ def results_table(results: Sequence[OpResult]) -> "Table":
     ]
     for case in dict.fromkeys(r.measurement.case for r in results):
         for number, name in enumerate(names):
-            cells = [found.get((case, name, direction)) for direction in DIRECTIONS]
-            table.add_row(
-                case.shape if number == 0 else "",
-                name,
-                *(figure(result, "median_ms") for result in cells),
-                *(figure(result, "peak_extra_mib") for result in cells),
-                end_section=number == len(names) - 1,
-            )
+            own = [found.get((case, name, direction)) for direction in DIRECTIONS]
+            figures = (*map(time_cell, own), *(cell(result, "peak_extra_mib") for result in own))
+            table.add_row(case.shape if number == 0 else "", name, *figures, end_section=number == len(names) - 1)
     return table
 
 
-def figure(result: OpResult | None, field: str) -> str:
-    if result is None:
-        return "-"
-    if not result.is_right:
-        return result.outcome
-    value = getattr(result, field)
-    is_time = field == "median_ms" and value and result.floor_ms
-    return f"{short(value)} ({value / result.floor_ms:.1f}x)" if is_time else short(value)
+def time_cell(result: OpResult | None) -> str:
+    text = cell(result, "median_ms")
+    return f"{text} ({result.median_ms / result.floor_ms:.1f}x)" if result and result.median_ms and result.floor_ms else text
 
 
 def summary_lines(results: Sequence[OpResult], left_out: Mapping[str, str] | None = None) -> list[str]:
@@ -178,10 +168,4 @@ def summary_lines(results: Sequence[OpResult], left_out: Mapping[str, str] | Non
             lines.append(f"{who} ({where}): {1e3 * result.median_ms:,.3g} microseconds")
     for name, reason in (left_out or {}).items():
         lines.append(f"left out: {name}, which cannot be imported here ({reason})")
-    for result in results:
-        what = f"{result.measurement.implementation}, {result.measurement.case.shape}, {result.measurement.direction}"
-        if result.outcome == WRONG:
-            lines.append(f"WRONG and not timed: {what}: relative error {result.error:.2g} against float64")
-        elif not result.is_right:
-            lines.append(f"FAILED and not timed: {what}: {result.reason}")
-    return lines
+    return lines + mistake_lines(results)

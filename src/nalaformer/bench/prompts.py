@@ -69,6 +69,7 @@ class PromptMeasurement(CallMeasurement):
     method: str
     length: int
     direction: str
+    largest_errors = LARGEST_ERROR
 
     @property
     def label(self) -> str:
@@ -77,10 +78,6 @@ class PromptMeasurement(CallMeasurement):
     @property
     def subject(self) -> object:
         return self.study, self.shape, self.method, self.device
-
-    @property
-    def largest_error(self) -> float:
-        return LARGEST_ERROR[self.dtype]
 
     def check(self, built: None) -> float:
         settings = self.study.methods[self.method]

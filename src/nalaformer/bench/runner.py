@@ -202,8 +202,16 @@ def busy_lines(results: Sequence[Result[Any]]) -> list[str]:
     ]
 
 
-def short(value: float | None) -> str:
-    """A figure in a table."""
+def mistake_lines(results: Sequence[Result[Any]]) -> list[str]:
+    """Whatever was not measured, and why."""
+    return [f"{result.outcome.upper()} and not timed: {result.line}" for result in results if not result.is_right]
+
+
+def cell(result: Result[Any] | None, field: str) -> str:
+    """A figure in a table; "-" where there is none."""
+    if result is not None and not result.is_right:
+        return result.outcome
+    value = None if result is None else getattr(result, field)
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

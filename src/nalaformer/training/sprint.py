@@ -4,10 +4,12 @@ The general trainer looks at every loss, may stop after any step and reads data 
 in every step, which a small model feels. Here the host waits for the device at evaluations alone.
 """
 
+import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +68,8 @@ class Sprint:
         self.best = [p.detach().clone() for p in self.parameters]
         self.on_gpu = self.device.type == "cuda"
         self.optimizer = self._make_optimizer()
-        rates = self._rates()
-        self.rates = torch.tensor(rates, dtype=torch.float32, device=self.device)
-        self.host_rates = rates
+        self.host_rates = self._rates()
+        self.rates = torch.tensor(self.host_rates, dtype=torch.float32, device=self.device)
         # counters on the device: a captured step finds its batch and its rate by itself
         self.done = torch.zeros(1, dtype=torch.long, device=self.device)
         self.cursors = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in train]
@@ -85,11 +86,7 @@ class Sprint:
         rate: Any = torch.tensor(config.learning_rate, device=self.device) if self.on_gpu else config.learning_rate
         options: dict[str, Any] = {"capturable": True, "fused": True} if self.on_gpu else {}
         return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=rate,
-            betas=(0.9, config.beta2),
-            eps=config.epsilon,
-            **options,
+            [group for group in groups if group["params"]], lr=rate, betas=(0.9, config.beta2), eps=config.epsilon, **options
         )
 
     def _rates(self) -> list[float]:
@@ -154,7 +151,7 @@ class Sprint:
         for number, cursor in enumerate(self.plan.before(self.progress.step)):
             self.cursors[number].fill_(cursor)
         self.done.fill_(self.progress.step)
-        self.graphs = [self._stepper(number) for number in range(len(self.train))]
+        self.graphs = [partial(self._step, number) for number in range(len(self.train))]
         if self.on_gpu:
             try:
                 self.graphs = self._captured(self.graphs)
@@ -162,9 +159,6 @@ class Sprint:
             except (NotCapturable, torch.OutOfMemoryError) as failure:
                 # slower, and the same numbers; any other failure is one of the step itself
                 warnings.warn(f"training steps are no CUDA graphs and wait for Python instead: {failure}", stacklevel=3)
-
-    def _stepper(self, number: int) -> Callable[[], object]:
-        return lambda: self._step(number)
 
     def _step(self, number: int) -> None:
         config = self.config
@@ -263,7 +257,7 @@ class Sprint:
             tensors |= {f"{number}.weight": parameter.detach(), f"{number}.best": best}
             tensors |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        facts = {name: str(value) for name, value in vars(self.progress).items()}
+        facts = {"progress": json.dumps(asdict(self.progress))}
         with clear_disk_errors(path):
             # a copy: parameters may share memory, which the format does not write
             write_atomically(path, save({name: tensor.cpu().clone() for name, tensor in tensors.items()}, metadata=facts))
@@ -281,10 +275,4 @@ class Sprint:
                     best.copy_(file.get_tensor(f"{number}.best"))
                     kept = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{number}.{name}" in names]
                     self.optimizer.state[parameter] = {name: file.get_tensor(f"{number}.{name}") for name in kept}
-        self.progress = Progress(
-            step=int(facts["step"]),
-            best_step=int(facts["best_step"]),
-            best_dev=float(facts["best_dev"]),
-            seconds=float(facts["seconds"]),
-            is_diverged=facts["is_diverged"] == "True",
-        )
+        self.progress = Progress(**json.loads(facts["progress"]))

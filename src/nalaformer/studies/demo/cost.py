@@ -41,9 +41,7 @@ def cost_of(entry: Entry, *, seconds: float = 0.2) -> Cost:
     large_mib, large_ms = in_fresh_process(f"{__name__}:large_image", {"number": number}, seconds=seconds)
     batch = demo_recipe(entry, seed=0).training.batch_size
     return Cost(
-        training_images_per_second=1e3 * batch / training_ms,
-        large_images_per_second=1e3 / large_ms,
-        large_mib=large_mib,
+        training_images_per_second=1e3 * batch / training_ms, large_images_per_second=1e3 / large_ms, large_mib=large_mib
     )
 
 
