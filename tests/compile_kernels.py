@@ -15,9 +15,9 @@ import nalaformer
 import nalaformer.ops.kernels
 from nalaformer import Rotary
 from nalaformer.ops import backend
-from nalaformer.ops.kernels import launch
-from nalaformer.ops.kernels import start as launching
-from nalaformer.ops.kernels.machine_code import is_miscompiled
+from nalaformer.ops.kernels.common import launch
+from nalaformer.ops.kernels.common.machine_code import is_miscompiled
+from nalaformer.ops.kernels.linear import call
 
 H200 = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -46,7 +46,7 @@ def compile_instead(launches, key, kernel, tensors, describe):
     hints |= {(place,): [["tt.divisibility", 16]] for place, x in enumerate(tensors) if x.data_ptr() % 16 == 0}
     values |= {(place,): constants[name] for place, name in enumerate(names) if place >= len(types)}
     signature = dict(zip(names, types, strict=False)) | dict.fromkeys(names[len(types) :], "constexpr")
-    options = {name: constants[name] for name in launching.OPTIONS if name in constants}
+    options = {name: constants[name] for name in launch.OPTIONS if name in constants}
     made = triton.compile(ASTSource(kernel, signature, constexprs=values, attrs=hints), target=H200, options=options)
     compiled.add(kernel.__name__)
     # a launch that asks for more shared memory than a program gets fails
@@ -67,7 +67,7 @@ def attend(name, dtype, heads=2, kv_heads=2, tokens=80, size=20, options=None, b
 def bidirectional():
     bounds = torch.tensor([0, 15, 80])
     attend("norm_aware", torch.bfloat16)
-    launch.WHOLE_TOKENS = 16
+    call.WHOLE_TOKENS = 16
     attend("norm_aware", torch.bfloat16, heads=4, key_mask=torch.ones(1, 80, dtype=torch.bool))
     packed = {"cu_seqlens": bounds, "rotary": Rotary.packed(bounds, 20)}
     attend("norm_aware", torch.bfloat16, options={"direction": "cosine", "learnable": True}, **packed)
@@ -81,7 +81,7 @@ def causal():
     visible = torch.ones(1, 80, dtype=torch.bool)
     # one stretch, then as many as tiles
     attend("norm_aware", torch.bfloat16, size=64, causal=True)
-    launch.SPREAD = dict.fromkeys(launch.SPREAD, (64, 1))
+    call.SPREAD = dict.fromkeys(call.SPREAD, (64, 1))
     attend("norm_aware", torch.bfloat16, size=64, causal=True)
     attend("norm_aware", torch.bfloat16, size=64, heads=4, causal=True, key_mask=visible)
     # rows at no multiple of sixteen numbers are not read ahead, which makes other code of the same tiles
@@ -94,7 +94,7 @@ def causal():
 
 backend.why_no_triton_here = lambda: None
 backend.why_not_on = lambda x: None
-original = launching.start
+original = launch.start
 for module in [module for name, module in sys.modules.items() if name.startswith("nalaformer.ops.kernels.")]:
     if getattr(module, "start", None) is original:
         module.start = compile_instead

@@ -139,19 +139,19 @@ def test_not_a_number_stays_in_its_sample(backend):
 
 
 def test_the_kernels_are_operators_that_torch_library_accepts():
-    from nalaformer.ops.kernels import depthwise_library, layer_norm_library, residual_library
+    from nalaformer.ops.kernels.tokenwise import depthwise_op, layer_norm_op, residual_op
 
     # aot_dispatch compiles, minutes long in the interpreter
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     x, taps, bias = (y.requires_grad_() for y in make((2, 12, 6), (9, 6), (6,)))
-    torch.library.opcheck(depthwise_library.forward, (x, x, taps, bias, 3, 4, False), test_utils=checks)
-    torch.library.opcheck(depthwise_library.taps_gradient, (x, x, taps, 3, 4), test_utils=checks)
+    torch.library.opcheck(depthwise_op.forward, (x, x, taps, bias, 3, 4, False), test_utils=checks)
+    torch.library.opcheck(depthwise_op.taps_gradient, (x, x, taps, 3, 4), test_utils=checks)
     rows, scale, shift = (y.requires_grad_() for y in make((9, 6), (6,), (6,)))
-    torch.library.opcheck(layer_norm_library.forward, (rows, rows, scale, shift, 1e-5), test_utils=checks)
+    torch.library.opcheck(layer_norm_op.forward, (rows, rows, scale, shift, 1e-5), test_utils=checks)
     arguments = (rows, rows, rows, scale, shift, torch.ones(2, 9, device=DEVICE))
-    torch.library.opcheck(layer_norm_library.backward, arguments, test_utils=checks)
-    torch.library.opcheck(residual_library.forward, (x, x, bias, bias[:2].detach()), test_utils=checks)
-    torch.library.opcheck(residual_library.backward, (x, x, bias, bias[:2].detach()), test_utils=checks)
+    torch.library.opcheck(layer_norm_op.backward, arguments, test_utils=checks)
+    torch.library.opcheck(residual_op.forward, (x, x, bias, bias[:2].detach()), test_utils=checks)
+    torch.library.opcheck(residual_op.backward, (x, x, bias, bias[:2].detach()), test_utils=checks)
 
 
 def test_wrong_shapes_say_what_is_wrong():

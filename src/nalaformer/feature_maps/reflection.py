@@ -12,7 +12,7 @@ from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures
 from .base import FeatureMap, check_flag, within_reach
 from .registry import FEATURE_MAPS
 
-# how ops.kernels.maps calls the reflections, by cross_head and blockwise
+# how ops.kernels.common.compiled.maps calls the reflections, by cross_head and blockwise
 KERNEL_NAMES = {
     (True, True): "reflection",
     (True, False): "reflection_across",

@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class KernelSpec(NamedTuple):
-    """A map that the kernels know by name (ops.kernels.maps), with its parameters as one row per head."""
+    """A map that the kernels know by name (kernels/common/compiled/maps.py), with its parameters as one row per head."""
 
     name: str
     parts: int
     """1, or 2 for maps that keep both signs: the halves of the features."""
     parameters: Tensor | None = None
-    """float32 [heads of the map, P], laid out as ops.kernels.maps says; carries the gradient to the map's own parameters."""
+    """float32 [heads of the map, P], laid out as kernels/common/compiled/maps.py says; the gradient reaches the map's own."""
     norm_scale: float = 1.0
     alpha: float = 0.0
     log2_key_shift: float = 0.0

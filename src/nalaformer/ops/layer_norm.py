@@ -15,10 +15,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, gate: Ten
     x, gate: [..., C] -> [..., C] in the type of x.
     """
     if runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0:
-        from .kernels import layer_norm_library
+        from .kernels.tokenwise import layer_norm_op
 
         gates = None if gate is None else _rows(gate)
-        return layer_norm_library.normalise(_rows(x), gates, weight, bias, eps).view(x.shape)
+        return layer_norm_op.normalise(_rows(x), gates, weight, bias, eps).view(x.shape)
     out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return out if gate is None else out * F.silu(gate)
 

@@ -21,12 +21,12 @@ def poisoned(poisoned_memory):
 @pytest.fixture(params=[False, True], ids=["one stretch", "two stretches"])
 def stretches(request, monkeypatch):
     """All tokens in one stretch of tokens, or over two programs: 75 tokens, or 37 in the smaller tiles of rotary."""
-    from nalaformer.ops.kernels import launch, library
+    from nalaformer.ops.kernels.linear import call
 
     spread = (64, 1) if request.param else (1, 100)
-    monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, spread))
+    monkeypatch.setattr(call, "SPREAD", dict.fromkeys(call.SPREAD, spread))
     # compiled launches remember how the tokens were spread
-    monkeypatch.setattr(library, "_calls", {})
+    monkeypatch.setattr(call, "_calls", {})
 
 
 @pytest.mark.parametrize("name", CAUSAL_MAPS)
@@ -36,13 +36,13 @@ def test_causal_attention(name, stretches):
 
 @pytest.mark.parametrize("kernel", ["causal", "causal_dq", "causal_dsums", "causal_dk", "causal_dv"])
 def test_tiles_of_one_kernel_may_be_longer_than_stretches(kernel, monkeypatch):
-    from nalaformer.ops.kernels import launch, library
+    from nalaformer.ops.kernels.linear import call
 
     # of 16 tokens, by the forward kernel's tile
-    monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (64, 1)))
-    monkeypatch.setattr(library, "_calls", {})
-    sizes = dict.fromkeys(launch.TILES, 32) | {kernel: 64}
-    monkeypatch.setattr(launch, "TILES", {name: {64: launch.Tile(size, 4, 1)} for name, size in sizes.items()})
+    monkeypatch.setattr(call, "SPREAD", dict.fromkeys(call.SPREAD, (64, 1)))
+    monkeypatch.setattr(call, "_calls", {})
+    sizes = dict.fromkeys(call.TILES, 32) | {kernel: 64}
+    monkeypatch.setattr(call, "TILES", {name: {64: call.Tile(size, 4, 1)} for name, size in sizes.items()})
     check("norm_aware", make(*[(1, 80, 1, 8)] * 3), heads=1, head_dim=8, causal=True)
 
 
@@ -165,11 +165,11 @@ if INTERPRETING:
     @pytest.mark.parametrize("name", ["relu", "norm_aware", "norm_aware cosine", "focused head", "hedgehog"])
     def test_causal_bfloat16_stays_near_float64(name, case, monkeypatch):
         from helpers.bfloat16_in_the_interpreter import teach_bfloat16
-        from nalaformer.ops.kernels import launch
+        from nalaformer.ops.kernels.linear import call
 
         teach_bfloat16(monkeypatch)
         # three stretches
-        monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (64, 1)))
+        monkeypatch.setattr(call, "SPREAD", dict.fromkeys(call.SPREAD, (64, 1)))
         tensors = [x.bfloat16() for x in make((1, 150, 2, 28), (1, 150, 1, 28), (1, 150, 1, 20))]
         arguments = {"heads": 2, "head_dim": 28, "causal": True, "key_mask": torch.rand(1, 150) > 0.3}
         if case == "rotary":

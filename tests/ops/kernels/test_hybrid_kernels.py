@@ -102,30 +102,30 @@ def test_a_chunk_larger_than_a_tile():
 
 
 def test_a_stretch_of_chunks_after_another():
-    from nalaformer.ops.kernels.hybrid_linear_library import stretches
+    from nalaformer.ops.kernels.hybrid.linear_op import stretches
 
     assert stretches(1, 1, 9, torch.device("cpu")) == (2, 5) or not INTERPRETING
     check(make(35, heads=1), HybridSettings(chunk_size=4, salient_per_chunk=1))
 
 
 def test_gradients_of_the_store_in_one_part(monkeypatch):
-    from nalaformer.ops.kernels import hybrid_exact_library
+    from nalaformer.ops.kernels.hybrid import exact_op
 
-    monkeypatch.setattr(hybrid_exact_library, "STORE_PROGRAMS", 0)
+    monkeypatch.setattr(exact_op, "STORE_PROGRAMS", 0)
     check(make(29, heads=1), SMALL)
 
 
 def test_result_does_not_depend_on_tiles(monkeypatch):
-    from nalaformer.ops.kernels import hybrid_launch
+    from nalaformer.ops.kernels.hybrid import launch
 
     tensors = make(70, heads=1)
     settings = HybridSettings(chunk_size=40, salient_per_chunk=3)
     expected = outcome("triton", torch.float32, tensors, settings)
-    monkeypatch.setattr(hybrid_launch, "WIDE", hybrid_launch.Tile(64, 128, 4, 1))
+    monkeypatch.setattr(launch, "WIDE", launch.Tile(64, 128, 4, 1))
     # a launch that is known would keep its tiles
-    hybrid_launch.LAUNCHES.clear()
+    launch.LAUNCHES.clear()
     found = outcome("triton", torch.float32, tensors, settings)
-    hybrid_launch.LAUNCHES.clear()
+    launch.LAUNCHES.clear()
     for x, y in zip(found, expected, strict=True):
         # room: both are float32, and 1e-6 is eight of its units
         assert relative_error(x, y.double()) < 1e-6
@@ -237,7 +237,7 @@ def test_a_backend_that_is_asked_for_is_the_one_that_runs(monkeypatch):
 
 
 def test_operators_keep_the_contract_of_torch_library():
-    from nalaformer.ops.kernels import hybrid_exact_library, hybrid_linear_library, hybrid_merge_library
+    from nalaformer.ops.kernels.hybrid import exact_op, linear_op, merge_op
 
     def numbers(*shape):
         return torch.rand(*shape, device=DEVICE, requires_grad=True)
@@ -247,12 +247,12 @@ def test_operators_keep_the_contract_of_torch_library():
     until = torch.full((1, 1, 2), 9, dtype=torch.int32, device=DEVICE)
     first = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     exact = (q, k, v, *store, until, first, 4, 1, 1, False, True, 0.3)
-    torch.library.opcheck(hybrid_exact_library.forward, exact, test_utils=CHECKS)
+    torch.library.opcheck(exact_op.forward, exact, test_utils=CHECKS)
     counts = torch.ones(1, 4, 1, dtype=torch.bool, device=DEVICE)
     linear = (numbers(1, 8, 2, 16), numbers(1, 4, 2, 16), numbers(1, 4, 1, 8), counts, numbers(2, 16, 9), 2, 4, "identity")
-    torch.library.opcheck(hybrid_linear_library.forward, linear, test_utils=CHECKS)
+    torch.library.opcheck(linear_op.forward, linear, test_utils=CHECKS)
     linear = (numbers(1, 8, 2, 8), numbers(1, 4, 2, 8), *linear[2:-1], "softmax")
-    torch.library.opcheck(hybrid_linear_library.forward, linear, test_utils=CHECKS)
+    torch.library.opcheck(linear_op.forward, linear, test_utils=CHECKS)
     sums = (numbers(1, 8, 2), numbers(1, 8, 2), numbers(1, 8, 2, 8))
     merge = (*sums, numbers(1, 8, 2), numbers(1, 8, 2, 8), numbers(1, 8, 2, 1), False, 1e-6, torch.float32)
-    torch.library.opcheck(hybrid_merge_library.forward, merge, test_utils=CHECKS)
+    torch.library.opcheck(merge_op.forward, merge, test_utils=CHECKS)

@@ -26,7 +26,7 @@ def poisoned(poisoned_memory):
 
 
 def test_products_in_float32_do_not_slow_the_kernels_down():
-    from nalaformer.ops.kernels.library import types_of
+    from nalaformer.ops.kernels.linear.call import types_of
 
     product, value = torch.empty(1), torch.empty(1, dtype=torch.bfloat16)
     assert types_of("softmax", product, product, value) == (torch.bfloat16, torch.bfloat16)
@@ -35,15 +35,15 @@ def test_products_in_float32_do_not_slow_the_kernels_down():
 
 @pytest.mark.parametrize("longest_whole", [2048, 10])
 def test_result_does_not_depend_on_tiles(longest_whole, monkeypatch):
-    from nalaformer.ops.kernels import launch, library
+    from nalaformer.ops.kernels.linear import call as calls
 
     tokens = 150
-    monkeypatch.setattr(launch, "WHOLE_TOKENS", longest_whole)
+    monkeypatch.setattr(calls, "WHOLE_TOKENS", longest_whole)
     tensors = make(*[(1, tokens, 1, 8)] * 3)
     arguments = {"heads": 1, "head_dim": 8}
     first = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
-    monkeypatch.setattr(launch, "TILES", {kernel: {256: launch.Tile(128, 4, 1)} for kernel in launch.TILES})
-    monkeypatch.setattr(library, "_calls", {})
+    monkeypatch.setattr(calls, "TILES", {kernel: {256: calls.Tile(128, 4, 1)} for kernel in calls.TILES})
+    monkeypatch.setattr(calls, "_calls", {})
     second = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
     for x, y in zip(first, second, strict=True):
         assert relative_error(x, y.double()) < 1e-6
@@ -51,7 +51,7 @@ def test_result_does_not_depend_on_tiles(longest_whole, monkeypatch):
 
 @pytest.mark.parametrize("name", ["norm_aware", "polarity"])
 def test_operator_keeps_the_contract_of_torch_library(name):
-    from nalaformer.ops.kernels import library
+    from nalaformer.ops.kernels.linear import bidirectional_op
 
     spec = nalaformer.feature_map(name, num_heads=2, head_dim=8).to(DEVICE).kernel_spec(torch.device(DEVICE))
     q, k, v = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 3))
@@ -60,13 +60,13 @@ def test_operator_keeps_the_contract_of_torch_library(name):
     arguments = (q, k, v, spec.parameters.detach(), None, None, None, None, None, None, *settings, *flags)
     # aot_dispatch repeats what tests/test_export.py asks of torch.compile, minutes long in the interpreter
     torch.library.opcheck(
-        library.bidirectional, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        bidirectional_op.bidirectional, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
     )
 
 
 @pytest.mark.parametrize("name", ["focused", "reflection"])
 def test_map_over_heads_keeps_the_contract_of_torch_library(name):
-    from nalaformer.ops.kernels.over_heads import map_over_heads
+    from nalaformer.ops.kernels.linear.cross_head_op import map_over_heads
 
     (x,) = make((1, 9, 2, 8))
     rows = torch.rand(1, 16 if name == "focused" else 32, device=DEVICE, requires_grad=True)
@@ -78,15 +78,15 @@ def test_map_over_heads_keeps_the_contract_of_torch_library(name):
 
 
 def test_causal_operator_keeps_the_contract_of_torch_library():
-    from nalaformer.ops.kernels import causal_library
-    from nalaformer.ops.kernels.step import step
+    from nalaformer.ops.kernels.linear import causal_op
+    from nalaformer.ops.kernels.linear.step_op import step
 
     parameters = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=8).kernel_spec(torch.device(DEVICE)).parameters
     q, k, v = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 3))
     settings = (0, "norm_aware_split", 2, 1.0, 0.0, 1e-6, True, True, True)
     arguments = (q, k, v, parameters, *[None] * 7, *settings)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(causal_library.causal, arguments, test_utils=checks)
+    torch.library.opcheck(causal_op.causal, arguments, test_utils=checks)
     state = nalaformer.LinearState.empty(1, 2, 16, 8, device=DEVICE)
     token = [x[:, :1].detach() for x in (q, k, v)]
     settings = ("norm_aware_split", 2, 1, 1.0, 0.0, 1e-6, 30.0, False, True)
@@ -147,33 +147,33 @@ def test_a_compiled_layer_keeps_the_kernels(causal):
 @pytest.fixture
 def call(monkeypatch):
     """What the launches for some input share."""
-    from nalaformer.ops.kernels import library
+    from nalaformer.ops.kernels.linear import call as calls
 
-    monkeypatch.setattr(library, "_calls", {})
+    monkeypatch.setattr(calls, "_calls", {})
     with nalaformer.use_backend("triton"):
         relu = nalaformer.feature_map("relu", num_heads=1, head_dim=8)
         nalaformer.linear_attention(*make(*[(1, 5, 1, 8)] * 3), feature_map=relu)
-    (made,) = library._calls.values()
+    (made,) = calls._calls.values()
     return made
 
 
 @pytest.mark.parametrize("reads_ahead", [False, True])
 def test_tiles_follow_the_wider_of_head_and_values_and_what_the_chip_holds(call, reads_ahead, monkeypatch):
-    from nalaformer.ops.kernels import launch
+    from nalaformer.ops.kernels.linear import call as calls
 
-    monkeypatch.setattr(launch, "reads_ahead", lambda device: reads_ahead)
+    monkeypatch.setattr(calls, "reads_ahead", lambda device: reads_ahead)
     for value_dim, size in ((8, 64), (100, 128)):
-        for pairs, tiles in ((0, launch.TILES), (4, launch.TURNED_TILES)):
+        for pairs, tiles in ((0, calls.TILES), (4, calls.TURNED_TILES)):
             entry = tiles["dk"][size]
             chosen = replace(call, operand=torch.bfloat16, value_dim=value_dim, pairs=pairs).tile("dk")
             assert chosen == (entry if reads_ahead else replace(entry, stages=1))
 
 
 def test_programs_come_in_full_rounds(call, monkeypatch):
-    from nalaformer.ops.kernels import launch
+    from nalaformer.ops.kernels.linear import call as calls
 
-    monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (2, 2)))
-    monkeypatch.setattr(launch, "processors", lambda device: 2)
+    monkeypatch.setattr(calls, "SPREAD", dict.fromkeys(calls.SPREAD, (2, 2)))
+    monkeypatch.setattr(calls, "processors", lambda device: 2)
     tile = call.tile("output").tokens
     # four programs at once and six rows: halves of them in three full rounds, not whole ones in two of which one is half empty
     six = replace(call, samples=6, launches={})
@@ -182,7 +182,7 @@ def test_programs_come_in_full_rounds(call, monkeypatch):
     assert replace(call, samples=4, launches={}).splits("output", 49 * tile, 1) == (1, 49 * tile)
     assert replace(call, launches={}).splits("output", 3 * tile, 1) == (1, 3 * tile)
     # values of 128 channels: sums as large as 32 tokens, twice that for the two steps, whatever the tile
-    monkeypatch.setattr(launch, "TILES", {"output": {128: launch.Tile(32, 8, 1)}})
+    monkeypatch.setattr(calls, "TILES", {"output": {128: calls.Tile(32, 8, 1)}})
     large = replace(call, value_dim=128, launches={})
     assert large.tile("output").tokens == 16
     assert large.splits("output", 128, 1) == (2, 64)
@@ -210,7 +210,7 @@ def test_reflections_across_heads_refuse_other_heads():
 )
 @pytest.mark.parametrize("shared", ["", "U"], ids=["of threads", "of warps"])
 def test_a_descriptor_from_a_register_that_was_not_cleared_is_found(before, faults, shared):
-    from nalaformer.ops.kernels.machine_code import undefined_descriptors
+    from nalaformer.ops.kernels.common.machine_code import undefined_descriptors
 
     if shared:
         before = re.sub(r"\b(IMAD\.MOV\.U32|CS2R) R", "UMOV UR", before).replace("RZ, RZ, RZ", "URZ").replace("SRZ", "URZ")
@@ -234,14 +234,14 @@ def test_a_descriptor_from_a_register_that_was_not_cleared_is_found(before, faul
     ],
 )
 def test_machine_code_without_such_sums_is_not_disassembled(opcode, register, offset, expected):
-    from nalaformer.ops.kernels.machine_code import may_have_descriptors
+    from nalaformer.ops.kernels.common.machine_code import may_have_descriptors
 
     instruction = (opcode | 6 << 16 | register << 24 | 0xC0000010 << 32).to_bytes(8, "little") + bytes(8)
     assert may_have_descriptors(bytes(64 + offset) + instruction + bytes(32)) is expected
 
 
 def test_code_that_cannot_be_looked_at_counts_as_broken(monkeypatch, tmp_path):
-    from nalaformer.ops.kernels import machine_code
+    from nalaformer.ops.kernels.common import machine_code
 
     def missing(cubin):
         raise FileNotFoundError("no cuobjdump")
@@ -256,7 +256,7 @@ def test_code_that_cannot_be_looked_at_counts_as_broken(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("faults", [[], ["IADD3.X"]], ids=["right", "broken"])
 def test_machine_code_is_disassembled_once(faults, monkeypatch, tmp_path):
-    from nalaformer.ops.kernels import machine_code
+    from nalaformer.ops.kernels.common import machine_code
 
     looked = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -283,15 +283,15 @@ class Assembled:
 
 @pytest.mark.parametrize(("right", "chosen"), [("4), ('num_stages', 3", None), ("8", 8), ("2", 2)])
 def test_a_kernel_that_the_assembler_breaks_takes_another_form(right, chosen, monkeypatch):
-    from nalaformer.ops.kernels import machine_code, start
+    from nalaformer.ops.kernels.common import launch, machine_code
 
     monkeypatch.setattr(machine_code, "is_miscompiled", lambda cubin: f"('num_warps', {right})" not in cubin.decode())
     table = {"num_stages": 3, "num_warps": 4}
     if chosen is None:
         with pytest.raises(RuntimeError, match="breaks assembled in every form"):
-            start.sound_form(Assembled(), (), (1,), table)
+            launch.sound_form(Assembled(), (), (1,), table)
     else:
-        assert start.sound_form(Assembled(), (), (1,), table)["num_warps"] == chosen
+        assert launch.sound_form(Assembled(), (), (1,), table)["num_warps"] == chosen
 
 
 if INTERPRETING:

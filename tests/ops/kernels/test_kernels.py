@@ -30,12 +30,12 @@ def test_short_inputs_in_one_launch(name):
 
 
 def test_long_inputs_are_split_over_programs(name, monkeypatch):
-    from nalaformer.ops.kernels import launch, library
+    from nalaformer.ops.kernels.linear import call
 
     # what counts as long is a setting, and the interpreter is slow
-    monkeypatch.setattr(launch, "WHOLE_TOKENS", 100)
-    monkeypatch.setattr(launch, "SPREAD", dict.fromkeys(launch.SPREAD, (2, 1)))
-    monkeypatch.setattr(library, "_calls", {})
+    monkeypatch.setattr(call, "WHOLE_TOKENS", 100)
+    monkeypatch.setattr(call, "SPREAD", dict.fromkeys(call.SPREAD, (2, 1)))
+    monkeypatch.setattr(call, "_calls", {})
     # three programs: two tiles, two tiles, and a part of one
     check(name, make(*[(1, 150, 1, 8)] * 3), heads=1, head_dim=8)
 
@@ -162,19 +162,19 @@ def test_float16_stays_near_float64(name, causal):
 
 @pytest.mark.parametrize("name", ["focused", "reflection"])
 def test_rows_of_one_head_stay_in_registers(name, monkeypatch):
-    from nalaformer.ops.kernels import over_heads
+    from nalaformer.ops.kernels.linear import cross_head_op
 
-    monkeypatch.setattr(over_heads, "features", None)
+    monkeypatch.setattr(cross_head_op, "features", None)
     check(name, make(*[(2, 21, 1, 8)] * 3), heads=1, head_dim=8)
 
 
 @pytest.mark.parametrize("tokens", [3, 30])
 def test_rows_of_many_heads_are_mapped_in_several_programs(tokens, monkeypatch):
-    from nalaformer.ops.kernels import over_heads
+    from nalaformer.ops.kernels.linear import cross_head_op
 
     # two programs for all tokens: each walks over several tiles, the last of them not full
-    monkeypatch.setattr(over_heads, "TILE_CHANNELS", 256)
-    monkeypatch.setattr(over_heads, "PROGRAMS_PER_PROCESSOR", 1)
+    monkeypatch.setattr(cross_head_op, "TILE_CHANNELS", 256)
+    monkeypatch.setattr(cross_head_op, "PROGRAMS_PER_PROCESSOR", 1)
     for name in ("focused", "reflection"):
         check(name, make(*[(2, tokens, 5, 12)] * 3), heads=5, head_dim=12)
 
@@ -186,7 +186,7 @@ def test_positions_may_be_a_transposed_view():
 
 
 def test_sums_of_stretches_are_merged_by_group_and_by_scale():
-    from nalaformer.ops.kernels.split_sums import merge, merge_scaled
+    from nalaformer.ops.kernels.common.split_sums_launch import merge, merge_scaled
 
     # more stretches than a program reads at once, and more numbers than one holds
     (sums,) = make((21, 6, 2, 9, 10))
@@ -223,12 +223,13 @@ if INTERPRETING:
     @pytest.mark.parametrize("with_rotary", [False, True])
     def test_products_in_place_of_conversions(name, with_rotary, monkeypatch):
         """What bfloat16 takes, in a type that shows more of its digits."""
-        from nalaformer.ops.kernels import bidirectional, bidirectional_gradient, launch
+        from nalaformer.ops.kernels.linear import call
+        from nalaformer.ops.kernels.linear.compiled import bidirectional, bidirectional_gradient
 
         asked = []
         for module in (bidirectional, bidirectional_gradient):
             monkeypatch.setattr(module, "is_lean", lambda DOT, BD, BV: asked.append(BD) or True)
-        monkeypatch.setattr(launch, "WHOLE_TOKENS", 16)
+        monkeypatch.setattr(call, "WHOLE_TOKENS", 16)
         tensors = make((2, 50, 2, 12), (2, 23, 2, 12), (2, 23, 2, 20))
         arguments = {"key_mask": torch.rand(2, 23) > 0.3}
         if with_rotary:
@@ -244,10 +245,10 @@ if INTERPRETING:
     def test_bfloat16_stays_near_float64(name, case, monkeypatch):
         """Compiled, tests/test_gpu.py sees the same."""
         from helpers.bfloat16_in_the_interpreter import teach_bfloat16
-        from nalaformer.ops.kernels import launch
+        from nalaformer.ops.kernels.linear import call
 
         teach_bfloat16(monkeypatch)
-        monkeypatch.setattr(launch, "WHOLE_TOKENS", 100 if case == "one launch" else 16)
+        monkeypatch.setattr(call, "WHOLE_TOKENS", 100 if case == "one launch" else 16)
         tensors = [x.bfloat16() for x in make((2, 50, 2, 28), (2, 43, 2, 28), (2, 43, 2, 20))]
         if case == "values with a mean":
             # the output has few digits beside it, and gradients of queries do not contain it

@@ -11,7 +11,7 @@ from helpers.hybrid_steps import assert_same_state, at, walk
 from nalaformer.attention.hybrid import HybridSettings, SteppingState, empty_state, hybrid_settings, hybrid_step_
 
 pytest.importorskip("triton", reason="the kernels need Triton, which this platform has no build of")
-from nalaformer.ops.kernels import hybrid_step as kernels
+from nalaformer.ops.kernels.hybrid import step_op as kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread", "poisoned_memory")
 

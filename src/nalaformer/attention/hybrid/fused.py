@@ -43,7 +43,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What branches.attend computes, with outputs in the type of the queries."""
     # imported where used: Triton may be missing
-    from ...ops.kernels import hybrid_exact_library, hybrid_merge_library
+    from ...ops.kernels.hybrid import exact_op, merge_op
 
     queries = rows.flatten(1, 2)
     is_released = settings.merge == "released" and settings.linear
@@ -51,7 +51,7 @@ def attend(
     # bfloat16 does not feel
     keep_best = torch.is_grad_enabled() and any(x.requires_grad for x in (rows, keys, store.keys))
     keep_best = keep_best and (is_released or rows.dtype != torch.bfloat16)
-    row_max, total, weighted = hybrid_exact_library.attend(
+    row_max, total, weighted = exact_op.attend(
         *(queries, keys, values, store.keys, store.values, store.seen_until().to(torch.int32), layout.first_slots),
         *(layout.chunk_size, store.old, store.per_chunk, store.until is not None, keep_best, scale),
     )
@@ -60,9 +60,7 @@ def attend(
     if settings.linear:
         linear_weighted, linear_total, state, key_sum = _linear(queries, leaving, before, feature_map, layout.groups)
         gates = None if gate is None else gate.flatten(1, 2)
-    out = hybrid_merge_library.merge(
-        *(row_max, total, weighted, linear_total, linear_weighted, gates, is_released, EPS, rows.dtype)
-    )
+    out = merge_op.merge(*(row_max, total, weighted, linear_total, linear_weighted, gates, is_released, EPS, rows.dtype))
     return out.unflatten(1, rows.shape[1:3]), state, key_sum
 
 
@@ -70,7 +68,7 @@ def _linear(
     queries: Tensor, leaving: Sequence[Leaving], before: LinearState, feature_map: FeatureMap, groups: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """phi(q) . S, phi(q) . z, and the sums after the call: the state and the key sum."""
-    from ...ops.kernels import hybrid_linear_library
+    from ...ops.kernels.hybrid import linear_op
 
     spec = feature_map.kernel_spec(queries.device)
     maps: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
@@ -85,7 +83,7 @@ def _linear(
     for tokens in leaving:
         keys = of_keys(repeated_for(tokens.keys.float(), mapped.shape[2]))
         arguments = (mapped, keys, tokens.values, tokens.counts, initial, groups, tokens.per_chunk, name)
-        found.append(hybrid_linear_library.attend(*arguments))
+        found.append(linear_op.attend(*arguments))
         # the first of them has what was there before
         initial = None
     weighted, total, sums = (

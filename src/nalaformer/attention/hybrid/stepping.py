@@ -64,7 +64,7 @@ def _fits_kernel(state: SteppingState) -> bool:
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, state: SteppingState, gate: Tensor | None, scale: float) -> Tensor:
     # imported where used: Triton may be missing
-    from ...ops.kernels.hybrid_step import hybrid_step
+    from ...ops.kernels.hybrid.step_op import hybrid_step
 
     settings, features = state.settings, None
     if settings.linear and state.query_matrix is None:

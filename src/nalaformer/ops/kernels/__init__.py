@@ -9,8 +9,8 @@ from ..features import FeatureMapLike, compute_dtype, hide
 from ..kernel_spec import KernelSpec
 from ..rotary import Rotary
 from ..state import LinearState
-from . import causal_library, library, over_heads
-from .step import step
+from .linear import bidirectional_op, causal_op, cross_head_op
+from .linear.step_op import step
 
 RotaryPair = tuple[Rotary | None, Rotary | None]
 
@@ -48,7 +48,7 @@ def prepare(
         q, k = (transform(x) for transform, x in zip(spec.before, (q, k), strict=True))
         q, k = (q, k) if has_batch else (q[0], k[0])
     elif spec.is_written_out or (spec.spans_heads and max(q.shape[-2], k.shape[-2]) > 1):
-        q, k = (over_heads.features(x, spec) for x in (q, hide(k, key_mask)))
+        q, k = (cross_head_op.features(x, spec) for x in (q, hide(k, key_mask)))
         spec = KernelSpec("identity", parts=1)
     angles: list[Tensor | None] = [None] * 4
     if rotary[0] is not None and rotary[1] is not None:
@@ -76,7 +76,7 @@ def linear_attention(
     """Bidirectional attention; [B, N, H, D] inputs, or [T, H, D] with cu_seqlens. `keep`: a backward pass may follow."""
     ready = prepare(q, k, v, feature_map=feature_map, rotary=rotary, key_mask=key_mask)
     spec = ready.spec
-    out = library.attend(
+    out = bidirectional_op.attend(
         *ready.tensors,
         cu_seqlens,
         longest,
@@ -112,7 +112,7 @@ def causal_linear_attention(
     ready = prepare(q, k, v, feature_map=feature_map, rotary=rotary, key_mask=key_mask)
     spec = ready.spec
     unit = 2.0**spec.log2_key_shift
-    out, total = causal_library.attend(
+    out, total = causal_op.attend(
         *ready.tensors,
         cu_seqlens,
         None if state is None else sums_of(state, spec.parts, unit),

@@ -1,0 +1,295 @@
+"""The feature maps in registers: value and gradient of a tile of tokens, computed where it is needed and never stored.
+
+A tile is [BN, BD] float32, BD = head size padded to a power of two; channels beyond the head and rows beyond the tokens hold
+zeros. Maps that make something else of zeros (elu, focused, softmax) hide what they make of those. Maps with both signs give
+two tiles `a` and `b`, the two halves of the features; the others give `a` only, and `b` is `a`, unused. Parameters lie in one
+float32 row per head:
+
+    norm_aware:   base, slope, key power          query power = base + slope * tanh(norm_scale * |q|)
+    polarity:     power [D], 1 / softplus(scale) [D]
+    polarity_exp: temperature of the same-sign stream [2 D], of the opposite-sign stream [2 D]
+    focused:      1 / softplus(scale) [D]; alpha is the power
+    reflection:   unit normal across heads [D], cos and sin of twice each block's angle [D]
+
+Powers are exp2(p * log2 x): the hardware has exactly these two instructions, and the interpreter has no pow. What limits these
+kernels is the number of instructions per channel, so divisions are taken out of the tiles and guards are left to log2.
+"""
+
+import triton
+import triton.language as tl
+
+from .fastmath import constant, cos, exp2, halves, log2, reciprocal, rsqrt, sin, unbounded_log2, with_sign
+from .row_maps import focused, reflected, softmax
+
+TINY = constant(1e-30)
+# see feature_maps.norm_aware: below this norm a query fades into one that favours no channel
+SMALLEST_SIZE = constant(1e-10)
+LARGEST_INVERSE_SIZE = constant(1e10)
+LARGEST_SIZE = constant(3e38)
+# norm-aware key features are multiplied by 2^-30: keys of 1e9 stay finite, and what that rounds to zero is far below eps
+KEY_SHIFT = constant(30.0)
+KEY_UNIT = constant(2.0**-10)
+# log2 of LARGEST_FEATURE in feature_maps.base, above which features of the maps without a bound are scaled down
+LOG2_LARGEST = constant(13.287712379549449)
+LOG2_E = constant(1.4426950408889634)
+LN_2 = constant(0.6931471805599453)
+HALF_PI = constant(1.5707963267948966)
+HALF_ROOT = constant(0.7071067811865476)
+
+
+@triton.jit
+def tanh(x):
+    # 1 - 2 / (exp(2x) + 1): exact at both ends
+    return 1.0 - 2.0 * reciprocal(exp2(2.0 * LOG2_E * x) + 1.0)
+
+
+@triton.jit
+def sides(y):
+    """The cosine map's halves, sin and cos of pi/2 s with s = 1 / (1 + exp(-2 y)), and how fast that angle turns: pi s (1 - s).
+
+    From the smaller of s and 1 - s, which has all its digits and an angle below pi/4.
+    """
+    small = reciprocal(exp2(2.0 * LOG2_E * tl.abs(y)) + 1.0)
+    own = cos(HALF_PI * small)
+    other = sin(HALF_PI * small)
+    turning = 2.0 * HALF_PI * small * (1.0 - small)
+    return tl.where(y > 0, own, other), tl.where(y > 0, other, own), turning
+
+
+@triton.jit
+def expm1_base2(y, log_scale):
+    """(2^y - 1) * 2^-log_scale for y >= 0, with all digits where y is small and nothing is scaled."""
+    z = y * LN_2
+    # five terms: below z = 0.25 they are exact to float32, above it the difference has lost two bits at most
+    series = z * (1.0 + z * (0.5 + z * (0.16666666666666666 + z * (0.041666666666666664 + z * 0.008333333333333333))))
+    scaled = exp2(y - log_scale) - exp2(-log_scale)
+    return tl.where(log_scale > 0, scaled, tl.where(z < 0.25, series, scaled))
+
+
+@triton.jit
+def inside(tile, channels, D: tl.constexpr):
+    """Zero the channels beyond the head."""
+    if tile.shape[1] != D:
+        tile = tl.where(channels[None, :] < D, tile, 0.0)
+    return tile
+
+
+@triton.jit
+def elu_plus_one(x):
+    return tl.where(x > 0, x + 1.0, exp2(LOG2_E * tl.minimum(x, 0.0)))
+
+
+@triton.jit
+def size_of(x):
+    """Squared norm, [BN, 1]; kept below infinity, which has no norm."""
+    return tl.minimum(tl.sum(x * x, axis=1)[:, None], LARGEST_SIZE)
+
+
+@triton.jit
+def unit_and_norm(x):
+    """(x / |x|, squared norm, norm, 1 / norm), the norm kept away from zero; all but the first [BN, 1]."""
+    size = size_of(x)
+    kept = tl.maximum(size, SMALLEST_SIZE)
+    inverse = rsqrt(kept)
+    # one step of Newton, to float32: what is made of the direction passes through sines and cosines
+    inverse = inverse * (1.5 - 0.5 * kept * inverse * inverse)
+    return x * inverse, size, kept * inverse, inverse
+
+
+@triton.jit
+def norm_of(x):
+    """Squared norm, norm and 1 / norm, [BN, 1] each, the norm kept away from zero."""
+    size = size_of(x)
+    inverse = rsqrt(tl.maximum(size, SMALLEST_SIZE))
+    return size, tl.maximum(size, SMALLEST_SIZE) * inverse, inverse
+
+
+@triton.jit
+def fading_of(size, D: tl.constexpr):
+    """1 * D^-0.75 for a zero query, 0 from the smallest norm on."""
+    full: tl.constexpr = D**-0.75
+    return tl.maximum(1.0 - size * LARGEST_INVERSE_SIZE, 0.0) * full
+
+
+@triton.jit
+def row_of(param_ptr, offset, channels, D: tl.constexpr):
+    """One parameter per channel, [1, BD]; 0 beyond the head."""
+    return tl.load(param_ptr + offset + channels, mask=channels < D, other=0.0)[None, :]
+
+
+@triton.jit
+def as_type(x, TYPE: tl.constexpr):
+    return x if TYPE is None else x.to(TYPE)
+
+
+@triton.jit
+def phi_query(
+    x,
+    param_ptr,
+    channels,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    MAP: tl.constexpr,
+    STREAM: tl.constexpr,
+    TYPE: tl.constexpr = None,
+    factor=None,
+):
+    """Features of a tile of queries for one stream, and the log2 of the factor that was divided out of each row.
+
+    factor [BN, 1], positive: what to multiply each row by. TYPE: of an operand, float32 if None; an operand means nothing
+    beyond the head, since the other one is zero there.
+    """
+    log_scale = tl.zeros([x.shape[0], 1], tl.float32)
+    if MAP == "identity":
+        a = x
+        b = x
+    elif MAP == "relu":
+        a = tl.maximum(x, 0.0)
+        b = a
+    elif MAP == "elu":
+        a = inside(elu_plus_one(x), channels, D)
+        b = a
+    elif MAP == "split":
+        a = tl.maximum(x, 0.0)
+        b = tl.maximum(-x, 0.0)
+    elif MAP == "softmax":
+        a = softmax(x, channels[None, :] < D)
+        b = softmax(-x, channels[None, :] < D)
+    elif MAP == "focused":
+        a = focused(x, row_of(param_ptr, 0, channels, D), alpha)
+        b = a
+    elif MAP == "reflection" or MAP == "reflection_across" or MAP == "reflection_in_pairs":
+        a = tl.maximum(reflected(x, row_of(param_ptr, 0, channels, D), row_of(param_ptr, D, channels, D), MAP), 0.0)
+        b = a
+    elif MAP == "norm_aware_split":
+        size, norm, inverse = norm_of(x)
+        p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
+        # |u|^p as 2^(p log2|x| + p log2(1/norm)): the norm costs nothing per channel
+        fading = fading_of(size, D)
+        if TYPE is None:
+            magnitude = exp2(p * log2(x) + p * log2(inverse)) + fading
+            a = inside(tl.where(x > 0, magnitude, fading), channels, D)
+            b = inside(tl.where(x > 0, fading, magnitude), channels, D)
+        else:
+            rest = p * log2(inverse)
+            if factor is not None:
+                rest += log2(factor)
+                fading *= factor
+            a, b = halves(with_sign(exp2(p * unbounded_log2(x) + rest), x), TYPE)
+            a += fading.to(TYPE)
+            b += fading.to(TYPE)
+    elif MAP == "norm_aware_cosine":
+        unit, size, norm, inverse = unit_and_norm(x)
+        p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
+        magnitude = exp2(p * log2(unit))
+        # [1 ; 0] turned as the features are
+        fading = fading_of(size, D) * HALF_ROOT
+        a, b, turning = sides(alpha * unit)
+        a = inside(magnitude * a + fading, channels, D)
+        b = inside(magnitude * b + fading, channels, D)
+    elif MAP == "polarity":
+        p = row_of(param_ptr, 0, channels, D)
+        log_size = p * log2(x * row_of(param_ptr, D, channels, D))
+        log_scale = tl.maximum(tl.max(log_size, axis=1)[:, None] - LOG2_LARGEST, 0.0)
+        magnitude = inside(exp2(log_size - log_scale), channels, D)
+        a = tl.where((x > 0) == (STREAM == 0), magnitude, 0.0)
+        b = tl.where((x > 0) == (STREAM == 0), 0.0, magnitude)
+    elif MAP == "polarity_exp":
+        up = LOG2_E * row_of(param_ptr, 2 * D * STREAM, channels, D)
+        down = LOG2_E * row_of(param_ptr, 2 * D * STREAM + D, channels, D)
+        signed = x if STREAM == 0 else -x
+        up = up * tl.maximum(signed, 0.0)
+        down = down * tl.maximum(-signed, 0.0)
+        log_scale = tl.maximum(tl.max(tl.maximum(up, down), axis=1)[:, None] - LOG2_LARGEST, 0.0)
+        a = expm1_base2(up, log_scale)
+        b = expm1_base2(down, log_scale)
+    if factor is not None and (TYPE is None or MAP != "norm_aware_split"):
+        a = a * factor
+        b = b * factor
+    return as_type(a, TYPE), as_type(b, TYPE), log_scale
+
+
+@triton.constexpr_function
+def is_elementwise(MAP):
+    """Whether a feature of a key depends on its own channel alone."""
+    return MAP in ("identity", "relu", "elu", "split", "norm_aware_split", "polarity", "polarity_exp")
+
+
+@triton.constexpr_function
+def is_unbounded(MAP):
+    """Whether features are divided by a scale: those that KernelSpec.is_guarded."""
+    return MAP in ("polarity", "polarity_exp")
+
+
+@triton.jit
+def key_excess(x, param_ptr, channels, D: tl.constexpr, MAP: tl.constexpr):
+    """log2 of how far the largest feature of a tile of keys lies above what float32 sums should hold; 0 for bounded maps."""
+    if MAP == "polarity":
+        log_size = row_of(param_ptr, 0, channels, D) * log2(x * row_of(param_ptr, D, channels, D))
+        excess = tl.maximum(tl.max(log_size) - LOG2_LARGEST, 0.0)
+    elif MAP == "polarity_exp":
+        excess = tl.maximum(tl.max(LOG2_E * tl.abs(x)) - LOG2_LARGEST, 0.0)
+    else:
+        excess = 0.0
+    return excess
+
+
+@triton.jit
+def phi_key(
+    x,
+    ok,
+    param_ptr,
+    channels,
+    log_scale,
+    alpha,
+    D: tl.constexpr,
+    MAP: tl.constexpr,
+    CUBE: tl.constexpr,
+    TYPE: tl.constexpr = None,
+):
+    """Features of a tile of keys times 2^-log_scale (times 2^-KEY_SHIFT for norm-aware keys); ok [BN]: visible rows."""
+    if MAP == "identity":
+        a = x
+        b = x
+    elif MAP == "relu":
+        a = tl.maximum(x, 0.0)
+        b = a
+    elif MAP == "elu":
+        a = inside(tl.where(ok[:, None], elu_plus_one(x), 0.0), channels, D)
+        b = a
+    elif MAP == "split":
+        a = tl.maximum(x, 0.0)
+        b = tl.maximum(-x, 0.0)
+    elif MAP == "softmax":
+        a = tl.where(ok[:, None], softmax(x, channels[None, :] < D), 0.0)
+        b = tl.where(ok[:, None], softmax(-x, channels[None, :] < D), 0.0)
+    elif MAP == "focused":
+        a = tl.where(ok[:, None], focused(x, row_of(param_ptr, 0, channels, D), alpha), 0.0)
+        b = a
+    elif MAP == "reflection" or MAP == "reflection_across" or MAP == "reflection_in_pairs":
+        a = tl.maximum(reflected(x, row_of(param_ptr, 0, channels, D), row_of(param_ptr, D, channels, D), MAP), 0.0)
+        b = a
+    elif MAP == "norm_aware_split":
+        if CUBE:
+            small = x * KEY_UNIT
+            a, b = halves(small * small * small, TYPE)
+        else:
+            magnitude = exp2(tl.load(param_ptr + 2) * log2(x) - KEY_SHIFT)
+            a = tl.where(x > 0, magnitude, 0.0)
+            b = tl.where(x > 0, 0.0, magnitude)
+    elif MAP == "norm_aware_cosine":
+        unit, size, norm, inverse = unit_and_norm(x)
+        magnitude = exp2(tl.load(param_ptr + 2) * log2(x) - KEY_SHIFT)
+        a, b, turning = sides(alpha * unit)
+        a *= magnitude
+        b *= magnitude
+    elif MAP == "polarity":
+        log_size = row_of(param_ptr, 0, channels, D) * log2(x * row_of(param_ptr, D, channels, D))
+        magnitude = inside(exp2(log_size - log_scale), channels, D)
+        a = tl.where(x > 0, magnitude, 0.0)
+        b = tl.where(x > 0, 0.0, magnitude)
+    elif MAP == "polarity_exp":
+        a = expm1_base2(LOG2_E * tl.maximum(x, 0.0), log_scale)
+        b = expm1_base2(LOG2_E * tl.maximum(-x, 0.0), log_scale)
+    return as_type(a, TYPE), as_type(b, TYPE)

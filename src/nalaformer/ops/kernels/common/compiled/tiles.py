@@ -1,0 +1,127 @@
+"""Reading and writing the rows of a tile, the numbers kept per row, the sums of a head, and rotary positions.
+
+See linear/compiled/bidirectional.py for the layout of the sums.
+"""
+
+import triton
+import triton.language as tl
+
+from .row_maps import minus_and_plus, others_of, pairs_of, rows_of
+
+
+@triton.jit
+def load_rows(
+    ptr,  # first row of the sample and head
+    first,  # number of the first row
+    rows,  # [BN] offsets from it
+    ok,  # [BN] whether the row exists and is visible
+    columns,  # [BC]
+    in_row,  # [BC]
+    stride,
+):
+    # the part of the offset that can pass 2^31 stays in a 64-bit scalar
+    base = ptr + tl.cast(first, tl.int64) * stride
+    return tl.load(base + rows[:, None] * stride + columns[None, :], mask=ok[:, None] & in_row[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, value, first, rows, ok, columns, in_row, stride):
+    base = ptr + tl.cast(first, tl.int64) * stride
+    tl.store(
+        base + rows[:, None] * stride + columns[None, :],
+        value.to(ptr.dtype.element_ty),
+        mask=ok[:, None] & in_row[None, :],
+    )
+
+
+@triton.jit
+def store_per_row(ptr, value, first, rows, ok):
+    """One number per row: value [BN, 1]."""
+    tl.store(ptr + tl.cast(first, tl.int64) + rows, tl.reshape(value, [value.shape[0]]), mask=ok)
+
+
+@triton.jit
+def load_per_row(ptr, first, rows, ok):
+    return tl.load(ptr + tl.cast(first, tl.int64) + rows, mask=ok, other=0.0)[:, None]
+
+
+@triton.jit
+def place_per_row(sample, head, heads, first_row, num_rows, PACKED: tl.constexpr):
+    """Where the numbers of a sample and head begin in [B, H, N], or in [H, T] if packed; tokens lie side by side."""
+    place = (tl.cast(sample, tl.int64) * heads + head) * num_rows
+    if PACKED:
+        place = tl.cast(head, tl.int64) * num_rows + first_row
+    return place
+
+
+@triton.jit
+def sample_rows(cu_ptr, sample, num_tokens, stride_batch, stride_row, PACKED: tl.constexpr):
+    """Offset of a sample's first row, its number in the table of angles, and its number of tokens."""
+    offset = tl.cast(sample, tl.int64) * stride_batch
+    row = tl.cast(sample, tl.int64) * 0
+    length = num_tokens
+    if PACKED:
+        row = tl.load(cu_ptr + sample).to(tl.int64)
+        length = (tl.load(cu_ptr + sample + 1) - tl.load(cu_ptr + sample)).to(tl.int32)
+        offset = row * stride_row
+    return offset, row, length
+
+
+@triton.jit
+def load_angles(cos_ptr, sin_ptr, first, rows, ok, PART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAIRS: tl.constexpr):
+    """cos and sin [BN, BD/2] for the channel pairs of one part of the features; PAIRS in a row of the table."""
+    pairs = tl.arange(0, BD // 2)
+    columns = (PART * (D // 2) + pairs) % PAIRS
+    in_row = pairs < D // 2
+    cos = load_rows(cos_ptr, first, rows, ok, columns, in_row, PAIRS)
+    sin = load_rows(sin_ptr, first, rows, ok, columns, in_row, PAIRS)
+    return cos, sin
+
+
+@triton.jit
+def turn(x, cos, sin):
+    """Rotate the channel pairs (2i, 2i+1) of x [BN, BD]; with -sin it turns back."""
+    pairs = pairs_of(x)
+    return rows_of(pairs * cos[:, :, None] + others_of(pairs) * (sin[:, :, None] * minus_and_plus()))
+
+
+@triton.jit
+def rotated(
+    x,
+    cos_ptr,
+    sin_ptr,
+    first,
+    rows,
+    ok,
+    PART: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    if PAIRS > 0:
+        cos, sin = load_angles(cos_ptr, sin_ptr, first, rows, ok, PART, D, BD, PAIRS)
+        x = turn(x, cos, -sin) if BACK else turn(x, cos, sin)
+    return x
+
+
+@triton.jit
+def load_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+    """S [BD, BV] and z [BD] of one part."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    in_head = channels < D
+    offsets = channels[:, None] * (V + 2) + columns[None, :]
+    s = tl.load(ptr + offsets, mask=in_head[:, None] & (columns < V)[None, :], other=0.0)
+    z = tl.load(ptr + channels * (V + 2) + V, mask=in_head, other=0.0)
+    return s, z
+
+
+@triton.jit
+def store_sums(ptr, s, z, count, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    in_head = channels < D
+    tl.store(ptr + channels[:, None] * (V + 2) + columns[None, :], s, mask=in_head[:, None] & (columns < V)[None, :])
+    tl.store(ptr + channels * (V + 2) + V, z, mask=in_head)
+    tl.store(ptr + channels * (V + 2) + V + 1, tl.zeros_like(z) + count, mask=in_head)

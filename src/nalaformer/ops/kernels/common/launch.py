@@ -1,0 +1,93 @@
+"""Launching a kernel without paying for Triton's front end more than once per kind of input."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backend import INTERPRETING
+from . import machine_code
+
+Launches = dict[object, Any]
+# of the compiler, not of a kernel
+OPTIONS = ("num_warps", "num_stages")
+# of a kernel that the assembler breaks (machine_code.py): the last is slow and right, since what breaks are products of warp
+# groups, which take four warps
+OTHER_FORMS: tuple[dict[str, int], ...] = ({"num_warps": 8}, {"num_stages": 1}, {"num_warps": 2})
+# three tf32 products make one of float32 quality; a single one would cost float16 three of its eleven bits
+PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "tf32x3"}
+# grid, numbers, constants (those that the kernel does not know are left out)
+Description = tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]
+
+
+def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor], describe: Callable[[], Description]) -> None:
+    """Launch. `describe` is asked the first time; later calls with the same key only hand over the pointers.
+
+    The key must tell apart whatever the launch depends on: shapes, strides, types, alignment, device.
+    """
+    known = launches.get(key)
+    if known is not None:
+        runner, rest = known
+        with on_device_of(tensors[0]):
+            runner(*tensors, *rest)
+        return
+    grid, numbers, constants = describe()
+    taken = {name: value for name, value in constants.items() if name in kernel.arg_names or name in OPTIONS}
+    with on_device_of(tensors[0]):
+        if machine_code.IS_FOUND_HERE and not INTERPRETING:
+            taken = sound_form(kernel, (*tensors, *numbers), grid, taken)
+        compiled = kernel[grid](*tensors, *numbers, **taken)
+    if not INTERPRETING:
+        in_order = kernel.arg_names[len(tensors) + len(numbers) :]
+        launches[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *(taken[name] for name in in_order))
+
+
+def sound_form(kernel: Any, arguments: Sequence[Any], grid: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants with the first options under which the assembler breaks nothing."""
+    for options in ({}, *OTHER_FORMS):
+        form = constants | options
+        # compiled, not started: a kernel that changes its inputs must not run twice
+        compiled = kernel.warmup(*arguments, grid=grid, **form)
+        if not machine_code.is_miscompiled(compiled.asm.get("cubin", b"")):
+            return form
+    raise RuntimeError(f"Triton's assembler breaks {kernel.__name__} in every form; use nalaformer.set_backend('chunked')")
+
+
+HERE = nullcontext()
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever device its tensors are on."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(tensor.device)
+
+
+def kind(*tensors: Tensor | None) -> tuple[object, ...]:
+    """What of some tensors a compiled launch depends on."""
+    present = [x for x in tensors if x is not None]
+    alignment = 0
+    for x in present:
+        alignment |= x.data_ptr()
+    described = (None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
+    return (*described, alignment % 16, present[0].device)
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Of batch, token and head; packed tensors have no batch."""
+    return (0, x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a small number where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@cache
+def reads_ahead(device: torch.device) -> bool:
+    """Whether a multiprocessor holds several tiles of each input, as those of data centre GPUs since Hopper (227 KiB) do."""
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200 * 1024

@@ -1,0 +1,1 @@
+"""Hybrid attention: an exact branch, a linear branch, their merge, and one step of decoding."""

@@ -1,0 +1,132 @@
+"""The join of hybrid attention's branches as torch.library operators; compiled/merge.py has the formula."""
+
+import torch
+from torch import Tensor
+
+from ..common.launch import Description, kind, start
+from ..common.op import eager, first_order
+from .compiled.merge import merge_gradient_kernel, merge_kernel
+from .launch import LAUNCHES, padded
+
+# numbers that a program holds at once
+BLOCK = 4096
+
+
+def run_forward(
+    row_max: Tensor,
+    total: Tensor,
+    weighted: Tensor,
+    linear_total: Tensor | None,
+    linear_weighted: Tensor | None,
+    gate: Tensor | None,
+    is_released: bool,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[..., V] in the given type; weighted sums [..., V] and totals [...] of both branches, gate [..., V or 1]."""
+    out = torch.empty(weighted.shape, dtype=dtype, device=weighted.device)
+    tensors = _contiguous(row_max, total, weighted, linear_total, linear_weighted, gate)
+    _start("merge", merge_kernel, tensors, (out,), linear_weighted is not None, gate, is_released, eps)
+    return out
+
+
+def run_backward(
+    dout: Tensor,
+    row_max: Tensor,
+    total: Tensor,
+    weighted: Tensor,
+    linear_total: Tensor | None,
+    linear_weighted: Tensor | None,
+    gate: Tensor | None,
+    is_released: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of all tensors; empty for what is not there."""
+    tensors = _contiguous(row_max, total, weighted, linear_total, linear_weighted, gate)
+    found = tuple(
+        torch.empty(0 if x is None else x.shape, dtype=(weighted if x is None else x).dtype, device=weighted.device)
+        for x in (total, weighted, linear_total, linear_weighted, gate)
+    )
+    dtotal, dweighted, dlinear_total, dlinear, dgate = found
+    dmax = torch.empty_like(total)
+    places = (dout.contiguous(), dweighted, dtotal, dlinear, dlinear_total, dgate, dmax)
+    _start("merge gradient", merge_gradient_kernel, tensors, places, linear_weighted is not None, gate, is_released, eps)
+    return dmax, dtotal, dweighted, dlinear_total, dlinear, dgate
+
+
+def _contiguous(
+    row_max: Tensor,
+    total: Tensor,
+    weighted: Tensor,
+    linear_total: Tensor | None,
+    linear_weighted: Tensor | None,
+    gate: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """In the order of the kernels; what is not there is not read, but must be a pointer."""
+    tensors = (weighted, total, row_max, linear_weighted, linear_total, gate)
+    return tuple((weighted if x is None else x).contiguous() for x in tensors)
+
+
+def _start(
+    name: str,
+    kernel: object,
+    tensors: tuple[Tensor, ...],
+    places: tuple[Tensor, ...],
+    has_linear: bool,
+    gate: Tensor | None,
+    is_released: bool,
+    eps: float,
+) -> None:
+    rows, values = tensors[1].numel(), tensors[0].shape[-1]
+    numbers = 0 if gate is None else gate.shape[-1]
+    if not rows:
+        return
+
+    def describe() -> Description:
+        columns = padded(values)
+        size = max(1, BLOCK // columns)
+        constants = {"V": values, "BR": size, "BV": columns, "HAS_LINEAR": has_linear, "GATE": numbers}
+        return (-(-rows // size),), (rows, eps), constants | {"RELEASED": is_released, "num_warps": 4, "num_stages": 1}
+
+    key = (name, has_linear, numbers, is_released, eps, kind(*tensors, *places))
+    start(LAUNCHES, key, kernel, (*tensors, *places), describe)
+
+
+forward = torch.library.custom_op("nalaformer::hybrid_merge", mutates_args=())(run_forward)
+backward = torch.library.custom_op("nalaformer::hybrid_merge_backward", mutates_args=())(run_backward)
+
+
+@forward.register_fake
+def _(row_max, total, weighted, linear_total, linear_weighted, gate, is_released, eps, dtype):  # type: ignore[no-untyped-def]
+    return weighted.new_empty(weighted.shape, dtype=dtype)
+
+
+@backward.register_fake
+def _(dout, row_max, total, weighted, *rest):  # type: ignore[no-untyped-def]
+    return tuple(weighted.new_empty(0) if x is None else x.new_empty(x.shape) for x in (row_max, total, weighted, *rest[:3]))
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[:6])
+    ctx.settings = inputs[6:8]
+
+
+def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
+    inputs = ctx.saved_tensors
+    found = run(dout, *inputs, *ctx.settings)
+    of_inputs = (None if x is None else dx for x, dx in zip(inputs, found, strict=True))
+    return *of_inputs, None, None, None
+
+
+def _backward(ctx, dout):  # type: ignore[no-untyped-def]
+    return gradients(ctx, dout, backward)
+
+
+forward.register_autograd(first_order(_backward), setup_context=_save)
+
+eager_merge = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
+
+
+def merge(*arguments) -> Tensor:  # type: ignore[no-untyped-def]
+    """Through the dispatcher while torch.compile traces, directly otherwise."""
+    return (forward if torch.compiler.is_compiling() else eager_merge)(*arguments)

@@ -1,0 +1,93 @@
+"""One token of hybrid attention as a torch.library operator; compiled/step.py explains."""
+
+import torch
+import triton
+from torch import Tensor
+
+from ...backend import INTERPRETING
+from ..common.launch import on_device_of
+from .compiled.step import join_kernel, piece_kernel
+
+# programs that a GPU is to have at once, pieces of one head, places of one tile
+PROGRAMS, MOST_PIECES, TILE = 512, 64, 64
+
+
+@torch.library.custom_op("nalaformer::hybrid_step", mutates_args=("keys", "values", "count"))
+def hybrid_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    count: Tensor,
+    ailing: Tensor,
+    state: Tensor | None,
+    key_sum: Tensor | None,
+    features: Tensor | None,
+    matrix: Tensor | None,
+    gate: Tensor | None,
+    chunk_size: int,
+    salient_per_chunk: int,
+    scale: float,
+    eps: float,
+    is_exact: bool,
+) -> Tensor:
+    """Output [B, 1, H, V] of one token. q: [B, 1, H, D], k, v: [B, 1, K, *]; keys, values: [B, S, A, *]; count, ailing: [B].
+
+    state, key_sum: None without a linear branch; features [B, 1, H, F], or the matrix [H, D, D] from which the norm
+    preserving map is computed here; gate: [B, 1, H, V or 1].
+    """
+    (batch, _, heads, head_dim), value_dim = q.shape, v.shape[-1]
+    store_heads, places = keys.shape[1:3]
+    group = heads // store_heads
+    padded_group, padded_head, padded_value = (max(16, triton.next_power_of_2(size)) for size in (group, head_dim, value_dim))
+    all_tiles = -(-places // TILE)
+    pieces = min(all_tiles, MOST_PIECES, max(1, PROGRAMS // (batch * store_heads)))
+    tiles = -(-all_tiles // pieces)
+    pieces = -(-all_tiles // tiles)
+    # the interpreter's products of bfloat16 are wrong
+    is_half = not INTERPRETING and q.dtype == keys.dtype == values.dtype != torch.float32
+    row_max, total = (torch.empty(batch, heads, pieces, dtype=torch.float32, device=q.device) for _ in range(2))
+    weighted = torch.empty(batch, heads, pieces, value_dim, dtype=torch.float32, device=q.device)
+    with on_device_of(q):
+        piece_kernel[(batch * store_heads, pieces)](
+            *(q, k, v, keys, values, count, ailing, row_max, total, weighted),
+            *(store_heads, store_heads // k.shape[2], places, pieces, tiles, chunk_size, salient_per_chunk, scale),
+            *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
+            G=group,
+            D=head_dim,
+            V=value_dim,
+            BG=padded_group,
+            BA=TILE,
+            BD=padded_head,
+            BV=padded_value,
+            HALF=is_half,
+            num_warps=4,
+            num_stages=2 if is_half else 1,
+        )
+    out = torch.empty(batch, 1, heads, value_dim, dtype=q.dtype, device=q.device)
+    # what is not read may be anything
+    absent = [row_max if x is None else x for x in (matrix, features, state, key_sum, gate)]
+    gate_strides = (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(3) if gate.shape[3] > 1 else 0)
+    with on_device_of(q):
+        join_kernel[(batch * heads,)](
+            *(row_max, total, weighted, q, *absent, count, out),
+            *(heads, pieces, 0 if key_sum is None else key_sum.shape[-1], eps, q.stride(0), q.stride(2), *gate_strides),
+            D=head_dim,
+            V=value_dim,
+            BD=padded_head,
+            BV=padded_value,
+            BP=triton.next_power_of_2(pieces),
+            BF=64,
+            LINEAR=state is not None,
+            TURN=matrix is not None,
+            GATED=gate is not None,
+            EXACT=is_exact,
+            num_warps=4,
+        )
+    return out
+
+
+@hybrid_step.register_fake
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(*q.shape[:-1], v.shape[-1])

@@ -1,0 +1,1 @@
+"""Linear attention: bidirectional, causal, one step, and features across heads."""

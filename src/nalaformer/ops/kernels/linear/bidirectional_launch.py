@@ -1,0 +1,246 @@
+"""Launches of the bidirectional kernels; call.py says what a Call is and compiled/bidirectional.py has the plan."""
+
+import torch
+from torch import Tensor
+
+from ..common.launch import strides
+from ..common.split_sums_launch import merge, merge_scaled
+from .call import Angles, Call, angle_stride, parameter_row, stand_ins
+from .compiled.bidirectional import output_kernel, state_kernel, whole_kernel
+from .compiled.bidirectional_gradient import dk_kernel, dq_kernel, dsums_kernel
+
+
+def forward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    angles_q: Angles,
+    angles_k: Angles,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fills `out`; returns the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K], and if kept 1 / denominator."""
+    cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
+    inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
+    if call.is_whole:
+        sums = call.sums(1, call.heads)[0]
+        scale = sums.new_empty(sums.shape[0])
+        call.start(
+            ("whole", keep),
+            whole_kernel,
+            (q, k, v, mask, parameters, cos_q, sin_q, cos_k, sin_k, out, inverse, sums, scale),
+            lambda: (
+                "whole",
+                (call.samples * call.heads,),
+                (
+                    *(call.num_queries, call.num_keys, call.heads),
+                    *(*strides(q), *strides(k), *strides(v), *strides(out)),
+                    *(angle_stride(angles_q[0]), angle_stride(angles_k[0])),
+                    *parameter_row(call.heads, parameters),
+                    *(call.norm_scale, call.alpha, call.eps),
+                ),
+                {"KEEP": keep},
+            ),
+        )
+        return sums, scale, inverse
+
+    count, stretch = call.splits("state", call.num_keys, call.kv_heads)
+    partial, partial_scale = sums_of_keys(call, k, v, mask, bounds, parameters, (cos_k, sin_k), angles_k, count, stretch)
+    if call.is_guarded:
+        sums, scale = merge_scaled(call.launches, partial, partial_scale)
+    else:
+        sums, scale = merge(call.launches, partial), partial_scale[0]
+
+    count, stretch_q = call.splits("output", call.num_queries, call.heads)
+    call.start(
+        ("output", keep),
+        output_kernel,
+        (q, bounds, parameters, cos_q, sin_q, sums, scale, out, inverse),
+        lambda: (
+            "output",
+            (count, call.samples * call.heads),
+            (
+                *(
+                    call.num_rows,
+                    call.per_row[1:].numel(),
+                    call.num_queries,
+                    call.heads,
+                    call.heads // call.kv_heads,
+                    stretch_q,
+                ),
+                *(*strides(q), *strides(out), angle_stride(angles_q[0])),
+                *parameter_row(call.heads, parameters),
+                *(call.norm_scale, call.alpha, call.eps),
+            ),
+            {"KEEP": keep},
+        ),
+    )
+    return sums, scale, inverse
+
+
+def sums_of_keys(
+    call: Call,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bounds: Tensor,
+    parameters: Tensor,
+    tables: tuple[Tensor, Tensor],
+    angles: Angles,
+    count: int,
+    stretch: int,
+) -> tuple[Tensor, Tensor]:
+    """The sums of each of `count` stretches of keys, [count, B * K, PARTS, D, V + 2], and their log2 scale."""
+    sums = call.sums(count, call.kv_heads)
+    scale = sums.new_empty(sums.shape[:2])
+    call.start(
+        ("state", stretch),
+        state_kernel,
+        (k, v, mask, bounds, parameters, *tables, sums, scale),
+        lambda: (
+            "state",
+            (count, call.samples * call.kv_heads),
+            (
+                *(call.num_keys, call.kv_heads, stretch),
+                *(*strides(k), *strides(v), angle_stride(angles[0])),
+                *parameter_row(call.kv_heads, parameters),
+                call.alpha,
+            ),
+            {},
+        ),
+    )
+    return sums, scale
+
+
+def sums_of_gradients(
+    call: Call,
+    q: Tensor,
+    dout: Tensor,
+    bounds: Tensor,
+    parameters: Tensor,
+    tables: tuple[Tensor, Tensor],
+    angles: Angles,
+    sums: Tensor,
+    scale: Tensor,
+    inverse: Tensor,
+    drop: Tensor,
+    layout: object,
+    count: int,
+    stretch: int,
+    kernel: str = "dsums",
+) -> Tensor:
+    """The gradients of the sums by each of `count` stretches of queries, [count, B * H, PARTS, D, V + 2].
+
+    Fills `drop` from the sums, or as "causal_dsums" reads it and nothing of them.
+    """
+    dsums = call.sums(count, call.heads)
+    call.start(
+        (kernel, layout, stretch),
+        dsums_kernel,
+        (q, dout, bounds, parameters, *tables, sums, scale, inverse, drop, dsums),
+        lambda: (
+            kernel,
+            (count, call.samples * call.heads),
+            (
+                *(
+                    call.num_rows,
+                    call.per_row[1:].numel(),
+                    call.num_queries,
+                    call.heads,
+                    call.heads // call.kv_heads,
+                    stretch,
+                ),
+                *(*strides(q), *strides(dout), angle_stride(angles[0])),
+                *parameter_row(call.heads, parameters),
+                *(call.norm_scale, call.alpha, call.eps),
+            ),
+            {"IS_KNOWN": kernel == "causal_dsums"},
+        ),
+    )
+    return dsums
+
+
+def backward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    inverse: Tensor,
+    parameters: Tensor,
+    angles_q: Angles,
+    angles_k: Angles,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    sums: Tensor,
+    scale: Tensor,
+    is_learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dv; and for learned maps the gradients of the query's [4, D] and the key's [2, D] parameters per head."""
+    cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
+    group = call.heads // call.kv_heads
+    # the strides of what comes from outside are part of a launch; dout's layout is chosen by the next layer
+    layout = (dout.stride(), dout.data_ptr() % 16, is_learned)
+
+    def parameter_buffer(splits: int, heads: int, rows: int) -> Tensor:
+        if not is_learned:
+            return scale
+        shape = (splits, call.samples, heads, rows, call.head_dim)
+        return torch.empty(shape, dtype=torch.float32, device=call.device)
+
+    drop = torch.empty_like(inverse)
+    sum_count, sum_stretch = call.splits("dsums", call.num_queries, call.heads)
+    partial = sums_of_gradients(
+        call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, sums, scale, inverse, drop, layout, sum_count, sum_stretch
+    )
+    dsums = merge(call.launches, partial, group=group)
+    del partial
+
+    dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
+    count, stretch = call.splits("dq", call.num_queries, call.heads)
+    dquery = parameter_buffer(count, call.heads, 4)
+    call.start(
+        ("dq", layout),
+        dq_kernel,
+        (q, dout, inverse, drop, bounds, parameters, cos_q, sin_q, sums, dq, dquery),
+        lambda: (
+            "dq",
+            (count, call.samples * call.heads),
+            (
+                *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, group, stretch),
+                *(*strides(q), *strides(dout), *strides(dq), angle_stride(angles_q[0])),
+                *parameter_row(call.heads, parameters),
+                *(call.norm_scale, call.alpha),
+            ),
+            {"LEARNED": is_learned},
+        ),
+    )
+    # what is no longer needed goes before the next gradients come: less memory at the peak
+    del drop
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v))
+
+    key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)
+    dkey = parameter_buffer(key_count, call.kv_heads, 2)
+    call.start(
+        ("dk", is_learned),
+        dk_kernel,
+        (k, v, mask, bounds, parameters, cos_k, sin_k, dsums, scale, dk, dv, dkey),
+        lambda: (
+            "dk",
+            (key_count, call.samples * call.kv_heads),
+            (
+                *(call.num_keys, call.kv_heads, key_stretch),
+                *(*strides(k), *strides(v), *strides(dk), *strides(dv), angle_stride(angles_k[0])),
+                *parameter_row(call.kv_heads, parameters),
+                call.alpha,
+            ),
+            {"LEARNED": is_learned},
+        ),
+    )
+    if not is_learned:
+        return dq, dk, dv, None, None
+    return dq, dk, dv, dquery.sum((0, 1)), dkey.sum((0, 1))

@@ -1,0 +1,294 @@
+"""What the launches of one kind of call share: sizes from small tables, never from a search at run time.
+
+A launch through Triton's front end takes tens of microseconds of Python, longer than a kernel on a small image. A `Call`
+therefore remembers, per kernel, the compiled code and its numbers; the next call with tensors of the same shapes, strides,
+types and alignment only hands over the pointers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common.launch import PRECISION, Description, Launches, processors, reads_ahead, start, strides
+
+# up to this many tokens, and samples times heads, a single program owns a sample and head: one launch instead of two or three.
+# Beyond either those were faster (one H200): smaller tiles, and from 512 tokens on several programs for each sample and head
+WHOLE_TOKENS, WHOLE_PROGRAMS = 256, 128
+Angles = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts its work: tokens per step, warps, pipeline stages."""
+
+    tokens: int
+    warps: int
+    stages: int
+
+
+# by kernel, then by the padded head size; measured on one H200 with bfloat16 in heads of 64 and, but for `whole`, of 128. In
+# other tiles of the causal kernel ptxas 12.8 (Triton 3.6 and 3.7) is wrong: 64 tokens in one stage, in eight warps, or in heads
+# of 128. machine_code.py says how, and tests/compile_kernels.py finds it without a GPU
+TILES = {
+    "state": {64: Tile(64, 4, 4), 128: Tile(64, 8, 3)},
+    "output": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
+    "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1)},
+    "dq": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
+    "dsums": {64: Tile(64, 4, 3), 128: Tile(32, 8, 1)},
+    # the same kernel, over the few long stretches of the causal ones
+    "causal_dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 3)},
+    "dk": {64: Tile(64, 4, 3), 128: Tile(64, 8, 2)},
+    "causal": {64: Tile(64, 4, 2), 128: Tile(16, 8, 3)},
+    "causal_dq": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
+    "causal_dk": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
+    "causal_dv": {64: Tile(64, 4, 3), 128: Tile(16, 8, 3)},
+}
+# with rotary, where it differs: turned features beside plain ones take their registers, and tables what reading ahead takes. In
+# heads of 128 not timed: what fits on chip
+TURNED_TILES = {
+    **{kernel: {64: Tile(64, 4, 2)} for kernel in ("output", "dq", "dsums")},
+    **{kernel: {64: Tile(32, 4, 2)} for kernel in ("causal_dq", "causal_dk", "causal_dv")},
+    "state": {64: Tile(64, 4, 2), 128: Tile(64, 8, 2)},
+    "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)},
+    "causal": {64: Tile(32, 4, 2), 128: Tile(16, 8, 2)},
+    "causal_dsums": {128: Tile(64, 8, 1)},
+}
+# by kernel: programs per multiprocessor that run there at once, each of which reads ahead, and steps below which a program is
+# not worth its sums
+SPREAD = {"state": (2, 8), "output": (3, 2), "dq": (2, 2), "dsums": (2, 8), "dk": (2, 2), "causal": (2, 8)}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Call:
+    """What all launches for one kind of input share."""
+
+    name: str
+    parts: int
+    streams: int
+    norm_scale: float
+    alpha: float
+    eps: float
+    is_guarded: bool
+    is_cube: bool
+    """Norm-aware keys to the power 3, which is not learned."""
+    samples: int
+    """Batch size, or number of packed sequences."""
+    num_queries: int
+    """Of a sample; of the longest one if packed."""
+    num_keys: int
+    num_rows: int
+    """Queries in a row of numbers: of a sample, or of all of them if packed."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    pairs: int
+    """Channel pairs in a row of the rotary tables; 0: no rotary."""
+    operand: torch.dtype
+    is_packed: bool
+    has_mask: bool
+    device: torch.device
+    launches: Launches = field(default_factory=dict)
+    """Compiled kernels with their numbers, and how the tokens are split."""
+
+    @property
+    def block_d(self) -> int:
+        return max(16, triton.next_power_of_2(self.head_dim))
+
+    @property
+    def block_v(self) -> int:
+        return max(16, triton.next_power_of_2(self.value_dim))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one program per sample and head does it all."""
+        is_short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS and self.samples * self.heads <= WHOLE_PROGRAMS
+        return is_short and self.heads == self.kv_heads and not self.is_packed
+
+    @property
+    def per_row(self) -> torch.Size:
+        """Shape of what is kept per query: [streams, B, H, N], or [streams, H, T] if packed; tokens side by side."""
+        batch = () if self.is_packed else (self.samples,)
+        return torch.Size((self.streams, *batch, self.heads, self.num_rows))
+
+    def tile(self, kernel: str) -> Tile:
+        """The entry of the tables."""
+        largest = max(self.block_d, self.block_v)
+        table = TILES[kernel] | (TURNED_TILES.get(kernel, {}) if self.pairs else {})
+        chosen = next(entry for size, entry in table.items() if largest <= size)
+        if self.operand != torch.bfloat16:
+            # twice the bytes per element: half the tokens fit
+            return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps, 1)
+        return chosen if reads_ahead(self.device) else Tile(chosen.tokens, chosen.warps, 1)
+
+    def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
+        """Over how many programs the tokens of a sample and head are spread, and how many each takes."""
+        known = self.launches.get(("splits", kernel))
+        if known is None:
+            known = self.launches["splits", kernel] = self.best_splits(kernel, tokens, heads)
+        return known
+
+    def best_splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
+        chosen = self.tile(kernel)
+        per_processor, steps = SPREAD[kernel]
+        at_once = per_processor * processors(self.device)
+        rows = max(1, self.samples * heads)
+        tiles = -(-tokens // chosen.tokens)
+        # sums of large heads take as long as many tokens, however small the tiles that such heads leave room for
+        most = max(1, tokens // (steps * max(chosen.tokens, self.block_v // 4)))
+
+        def time(count: int) -> int:
+            """In tiles: programs come in rounds, and each takes its tiles and the time to begin and end."""
+            return -(-count * rows // at_once) * (-(-tiles // count) + 2)
+
+        # as many programs as fill 1, 2, .. rounds: one more would take as long as another round
+        count = min({min(most, max(1, rounds * at_once // rows)) for rounds in range(1, 5)}, key=lambda n: (time(n), n))
+        stretch = -(-tiles // count) * chosen.tokens
+        return -(-tokens // stretch), stretch
+
+    def constants(self, kernel: str) -> dict[str, object]:
+        """Every constant that some kernel has; each takes those that it knows."""
+        chosen = self.tile(kernel)
+        return {
+            "D": self.head_dim,
+            "V": self.value_dim,
+            "BD": self.block_d,
+            "BV": self.block_v,
+            "BN": chosen.tokens,
+            "MAP": self.name,
+            "PARTS": self.parts,
+            "STREAMS": self.streams,
+            "PAIRS": self.pairs,
+            "CUBE": self.is_cube,
+            "HAS_MASK": self.has_mask,
+            "PACKED": self.is_packed,
+            "GUARD": self.is_guarded,
+            "DOT": tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
+            "PRECISION": PRECISION[self.operand],
+            "num_warps": chosen.warps,
+            "num_stages": chosen.stages,
+        }
+
+    def sums(self, splits: int, heads: int) -> Tensor:
+        shape = (splits, self.samples * heads, self.parts, self.head_dim, self.value_dim + 2)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def start(
+        self,
+        key: object,
+        kernel: Any,
+        tensors: Sequence[Tensor],
+        describe: Callable[[], tuple[str, tuple[int, ...], tuple[float, ...], dict[str, object]]],
+    ) -> None:
+        """Launch; `describe` gives name, grid, numbers and further constants, and is asked only the first time."""
+
+        def description() -> Description:
+            name, grid, numbers, more = describe()
+            return grid, numbers, self.constants(name) | more
+
+        start(self.launches, key, kernel, tensors, description)
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Whether every row begins at a multiple of sixteen numbers, as Triton must know before it reads rows ahead."""
+    return all(x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides(x)) for x in tensors)
+
+
+def angle_stride(table: Tensor | None) -> int:
+    return table.stride(0) if table is not None and table.dim() == 3 else 0
+
+
+def parameter_row(heads: int, parameters: Tensor) -> tuple[int, int]:
+    """Heads per row of parameters, and the length of a row."""
+    return max(1, heads // max(1, parameters.shape[0])), parameters.shape[1]
+
+
+def stand_ins(q: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """A pointer that no constant of the call lets the kernel read still has to be one."""
+    return [q if x is None else x for x in tensors]
+
+
+_calls: dict[tuple[object, ...], Call] = {}
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    cos_q: Tensor | None,
+    cos_k: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    settings: tuple[object, ...],
+) -> Call:
+    """The call for inputs of this kind: whatever its launches may depend on is in the key."""
+    key = (
+        settings,
+        *((x.shape, x.stride(), x.dtype) for x in (q, k, v)),
+        parameters.shape,
+        *(None if x is None else (x.shape, x.dtype) for x in (cos_q, cos_k, key_mask, cu_seqlens)),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if key_mask is None else key_mask.data_ptr())) % 16,
+        q.device,
+    )
+    known = _calls.get(key)
+    if known is None:
+        known = _calls[key] = new_call(q, k, v, cos_q, key_mask, cu_seqlens, *settings)  # type: ignore[arg-type]
+    return known
+
+
+def types_of(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Of matrix operands and of the output. Operands have the type of the inputs, and mixed types meet in float32; the queries
+    and keys of the softmax map are float32 products (KernelSpec.before), which say nothing about the inputs."""
+    if name == "softmax":
+        return v.dtype, v.dtype
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32, q.dtype
+
+
+def new_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_q: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    name: str,
+    parts: int,
+    streams: int,
+    norm_scale: float,
+    alpha: float,
+    eps: float,
+    is_guarded: bool,
+    is_cube: bool,
+) -> Call:
+    packed = cu_seqlens is not None
+    return Call(
+        name=name,
+        parts=parts,
+        streams=streams,
+        norm_scale=norm_scale,
+        alpha=alpha,
+        eps=eps,
+        is_guarded=is_guarded,
+        is_cube=is_cube,
+        samples=cu_seqlens.shape[0] - 1 if cu_seqlens is not None else q.shape[0],
+        num_queries=longest if packed else q.shape[1],
+        num_keys=longest if packed else k.shape[1],
+        num_rows=q.shape[0] if packed else q.shape[1],
+        heads=q.shape[-2],
+        kv_heads=k.shape[-2],
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        pairs=0 if cos_q is None else cos_q.shape[-1],
+        operand=types_of(name, q, k, v)[0],
+        is_packed=packed,
+        has_mask=key_mask is not None,
+        device=q.device,
+    )

@@ -1,0 +1,533 @@
+"""Bidirectional linear attention: kernels that read each input once and keep the state on chip.
+
+    state kernel    k, v          -> sums of one stretch of tokens
+    output kernel   q, sums       -> out
+    whole kernel    q, k, v       -> out            one launch for short inputs: a program owns a sample and head
+    dsums kernel    q, dout, sums -> gradients of the sums, of one stretch of tokens, and a number per query
+    dq kernel       q, dout, sums, those numbers -> dq
+    dk kernel       k, v, those   -> dk, dv
+
+The sums of a sample and head are float32 [PARTS, D, V + 2]: S, then the key sum z as column V, then the number of visible
+keys as column V + 1. Their gradients have the same shape (last column unused). Features exist in registers only.
+
+Rows are tokens. DOT is the type of matrix operands: bfloat16 for bfloat16 inputs, float32 otherwise; sums are float32 always.
+Each loop runs in a fixed order and nothing is added atomically, so results are the same in every run.
+"""
+
+import triton
+import triton.language as tl
+
+from ...common.compiled.fastmath import constant, exp2
+from ...common.compiled.maps import is_elementwise, is_unbounded, key_excess, phi_key, phi_query
+from ...common.compiled.products import high_and_low, is_lean, unit_matrix, widened
+from ...common.compiled.tiles import (
+    load_rows,
+    load_sums,
+    place_per_row,
+    rotated,
+    sample_rows,
+    store_per_row,
+    store_rows,
+    store_sums,
+)
+
+# of maps without a bound, as in ops.features: LARGEST_TURNED_OUTPUT and 1 / SMALLEST_DIVISOR
+LARGEST_TURNED_OUTPUT = constant(1e12)
+LARGEST_INVERSE = constant(1e18)
+
+
+@triton.jit
+def add_tile(s, z, features, plain, v, ones, ACROSS: tl.constexpr, PRECISION: tl.constexpr):
+    """S and z with a tile of keys; z is a product with ones, since a sum over rows would make the warps wait for each other.
+
+    ACROSS: the features lie where a product takes its left operand, S is [BD, BV]. Otherwise they are the right one, for which
+    they go through memory, and S is [BV, BD]; as left one their turn would split the product into many that wait.
+    """
+    if ACROSS:
+        z = tl.dot(tl.trans(plain), ones, z, input_precision=PRECISION)
+        s = tl.dot(tl.trans(features), v, s, input_precision=PRECISION)
+    else:
+        z = tl.dot(ones, plain, z, input_precision=PRECISION)
+        s = tl.dot(tl.trans(v), features, s, input_precision=PRECISION)
+    return s, z
+
+
+@triton.jit
+def sum_keys(
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    start,
+    stop,
+    stride_k,
+    stride_v,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    GUARD: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The sums over keys start .. stop - 1."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
+    # features as operands, unless they are turned first
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
+    ACROSS: tl.constexpr = LEAN and PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
+    unit = unit_matrix(BD, DOT)
+    if ACROSS:
+        s_a = tl.zeros([BD, BV], tl.float32)
+        z_a = tl.zeros([BD, 16], tl.float32)
+        ones = tl.full([BN, 16], 1.0, DOT)
+    else:
+        s_a = tl.zeros([BV, BD], tl.float32)
+        z_a = tl.zeros([16, BD], tl.float32)
+        ones = tl.full([16, BN], 1.0, DOT)
+    s_b = s_a
+    z_b = z_a
+    count = tl.zeros([BN], tl.float32)
+    log_scale = 0.0
+    for first in range(start, stop, BN):
+        ok = rows < stop - first
+        if HAS_MASK:
+            ok = ok & (tl.load(mask_ptr + first + rows, mask=ok, other=0) != 0)
+        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k)
+        x = tl.trans(tl.dot(unit, tl.trans(x))) if ACROSS else widened(x, unit, LEAN)
+        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+        if GUARD:
+            larger = tl.maximum(log_scale, key_excess(x, param_ptr, channels, D, MAP))
+            keep = exp2(log_scale - larger)
+            s_a *= keep
+            s_b *= keep
+            z_a *= keep
+            z_b *= keep
+            log_scale = larger
+        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE, TYPE)
+        turned = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
+        s_a, z_a = add_tile(s_a, z_a, turned, a.to(DOT), v, ones, ACROSS, PRECISION)
+        if PARTS == 2:
+            turned = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
+            s_b, z_b = add_tile(s_b, z_b, turned, b.to(DOT), v, ones, ACROSS, PRECISION)
+        count += ok.to(tl.float32)
+    if not ACROSS:
+        s_a, s_b, z_a, z_b = tl.trans(s_a), tl.trans(s_b), tl.trans(z_a), tl.trans(z_b)
+    # the columns of z are alike, and a sixteenth is exact
+    return s_a, s_b, tl.sum(z_a, axis=1) * 0.0625, tl.sum(z_b, axis=1) * 0.0625, tl.sum(count), log_scale
+
+
+@triton.jit
+def eps_of(query_scale, key_scale, eps_count):
+    """What eps adds to a denominator, scaled as that is."""
+    return eps_count * exp2(-(query_scale + key_scale))
+
+
+@triton.jit
+def factor_of_gradients(inverse, MAP: tl.constexpr):
+    """What the gradient of a row is multiplied by: 1 / denominator, but for maps without a bound where that is huge."""
+    return tl.minimum(inverse, LARGEST_INVERSE) if is_unbounded(MAP) else inverse
+
+
+@triton.jit
+def inverse_denominator(
+    a, b, z_a, z_b, wide_a, wide_b, query_scale, key_scale, eps_count, PARTS: tl.constexpr, BY_PRODUCT: tl.constexpr
+):
+    """1 / denominator, [BN, 1]; 1 where a row sees nothing, whose numerator is 0."""
+    if BY_PRODUCT:
+        wide = tl.dot(a, wide_a)
+        if PARTS == 2:
+            wide = tl.dot(b, wide_b, wide)
+        total = tl.sum(wide, axis=1)[:, None]
+    else:
+        total = tl.sum(a * z_a[None, :], axis=1)[:, None]
+        if PARTS == 2:
+            total += tl.sum(b * z_b[None, :], axis=1)[:, None]
+    total += eps_of(query_scale, key_scale, eps_count)
+    return 1.0 / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def write_outputs(
+    q_ptr,
+    out_ptr,
+    inverse_ptr,  # [STREAMS, ..., N], from the sample and head on
+    per_stream,  # numbers of a stream
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    s_a,
+    s_b,
+    z_a,
+    z_b,
+    eps_count,
+    key_scale,
+    start,
+    stop,
+    stride_q,
+    stride_o,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    KEEP: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attention outputs of queries start .. stop - 1; s_a, s_b already in DOT."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
+    unit = unit_matrix(BD, DOT)
+    wide_a = high_and_low(tl.zeros([BD, 16], tl.float32) + z_a[:, None], DOT)
+    wide_b = high_and_low(tl.zeros([BD, 16], tl.float32) + z_b[:, None], DOT)
+    for first in range(start, stop, BN):
+        ok = rows < stop - first
+        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
+        out = tl.zeros([BN, BV], tl.float32)
+        for stream in tl.static_range(STREAMS):
+            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE)
+            inverse = inverse_denominator(
+                a, b, z_a, z_b, wide_a, wide_b, query_scale, key_scale, eps_count, PARTS, TYPE is not None
+            )
+            a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
+            above = tl.dot(a.to(DOT), s_a, input_precision=PRECISION)
+            if PARTS == 2:
+                b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
+                above = tl.dot(b.to(DOT), s_b, above, input_precision=PRECISION)
+            if PAIRS > 0 and is_unbounded(MAP):
+                size = tl.max(tl.abs(above), axis=1)[:, None]
+                inverse = tl.minimum(inverse, LARGEST_TURNED_OUTPUT / tl.where(size == 0.0, 1.0, size))
+            if KEEP:
+                store_per_row(inverse_ptr + stream * per_stream, inverse, first, rows, ok)
+            if STREAMS == 1:
+                out = above * inverse
+            else:
+                mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
+                out = tl.where(mine[None, :], above * inverse, out)
+        store_rows(out_ptr, out, first, rows, ok, columns, columns < V, stride_o)
+
+
+@triton.jit
+def state_kernel(
+    k_ptr,  # [B, M, K, D]
+    v_ptr,  # [B, M, K, V]
+    mask_ptr,  # [B, M] uint8
+    cu_ptr,  # [B + 1]
+    param_ptr,  # [heads of the map, P]
+    cos_ptr,  # [B or 1, M, PAIRS]
+    sin_ptr,
+    sums_ptr,  # [splits, B * K, PARTS, D, V + 2]
+    scale_ptr,  # [splits, B * K]
+    num_keys,
+    kv_heads,
+    stretch,  # tokens per split, a multiple of BN
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_angle_b,
+    param_group,  # key heads per row of parameters
+    num_params,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    GUARD: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    split = tl.program_id(0)
+    sample = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    k_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_kb, stride_k, PACKED)
+    v_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_vb, stride_v, PACKED)
+    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    start = split * stretch
+    stop = tl.minimum(start + stretch, length)
+    s_a, s_b, z_a, z_b, count, log_scale = sum_keys(
+        k_ptr + k_offset + head * stride_kh,
+        v_ptr + v_offset + head * stride_vh,
+        mask_ptr + tl.cast(sample, tl.int64) * num_keys,
+        param_ptr + (head // param_group) * num_params,
+        cos_ptr + angles,
+        sin_ptr + angles,
+        start,
+        stop,
+        stride_k,
+        stride_v,
+        alpha,
+        D,
+        V,
+        BD,
+        BV,
+        BN,
+        MAP,
+        PARTS,
+        PAIRS,
+        CUBE,
+        HAS_MASK,
+        GUARD,
+        DOT,
+        PRECISION,
+    )
+    place = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    sums = sums_ptr + place * (PARTS * D * (V + 2))
+    store_sums(sums, s_a, z_a, count, D, V, BD, BV)
+    if PARTS == 2:
+        store_sums(sums + D * (V + 2), s_b, z_b, count, D, V, BD, BV)
+    if GUARD:
+        tl.store(scale_ptr + place, log_scale)
+
+
+@triton.jit
+def output_kernel(
+    q_ptr,  # [B, N, H, D]
+    cu_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    sums_ptr,  # [B * K, PARTS, D, V + 2]
+    scale_ptr,  # [B * K]
+    out_ptr,  # [B, N, H, V]
+    inverse_ptr,  # [STREAMS, B, H, N] (packed: [STREAMS, H, T]): 1 / denominator, for the backward pass
+    num_rows,  # N, or T if packed
+    per_stream,  # numbers of a stream
+    num_queries,
+    heads,
+    group,  # query heads per key head
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_ob,
+    stride_o,
+    stride_oh,
+    stride_angle_b,
+    param_group,  # query heads per row of parameters
+    num_params,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PACKED: tl.constexpr,
+    GUARD: tl.constexpr,
+    KEEP: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
+    o_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_ob, stride_o, PACKED)
+    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    if start < stop:
+        owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
+        sums = sums_ptr + owner * (PARTS * D * (V + 2))
+        s_a, z_a = load_sums(sums, D, V, BD, BV)
+        s_b, z_b = s_a, z_a
+        if PARTS == 2:
+            s_b, z_b = load_sums(sums + D * (V + 2), D, V, BD, BV)
+        key_scale = 0.0
+        if GUARD:
+            key_scale = tl.load(scale_ptr + owner)
+        write_outputs(
+            q_ptr + q_offset + head * stride_qh,
+            out_ptr + o_offset + head * stride_oh,
+            inverse_ptr + place_per_row(sample, head, heads, row, num_rows, PACKED),
+            per_stream,
+            param_ptr + (head // param_group) * num_params,
+            cos_ptr + angles,
+            sin_ptr + angles,
+            s_a.to(DOT),
+            s_b.to(DOT),
+            z_a,
+            z_b,
+            eps * tl.load(sums + V + 1),
+            key_scale,
+            start,
+            stop,
+            stride_q,
+            stride_o,
+            norm_scale,
+            alpha,
+            D,
+            V,
+            BD,
+            BV,
+            BN,
+            MAP,
+            PARTS,
+            STREAMS,
+            PAIRS,
+            KEEP,
+            DOT,
+            PRECISION,
+        )
+
+
+@triton.jit
+def whole_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    param_ptr,
+    cos_q_ptr,
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    out_ptr,
+    inverse_ptr,
+    sums_ptr,
+    scale_ptr,
+    num_queries,
+    num_keys,
+    heads,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_ob,
+    stride_o,
+    stride_oh,
+    stride_angle_qb,
+    stride_angle_kb,
+    param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    GUARD: tl.constexpr,
+    KEEP: tl.constexpr,  # store what the backward pass needs
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    wide = tl.cast(sample, tl.int64)
+    params = param_ptr + (head // param_group) * num_params
+    s_a, s_b, z_a, z_b, count, log_scale = sum_keys(
+        k_ptr + wide * stride_kb + head * stride_kh,
+        v_ptr + wide * stride_vb + head * stride_vh,
+        mask_ptr + wide * num_keys,
+        params,
+        cos_k_ptr + wide * stride_angle_kb,
+        sin_k_ptr + wide * stride_angle_kb,
+        0,
+        num_keys,
+        stride_k,
+        stride_v,
+        alpha,
+        D,
+        V,
+        BD,
+        BV,
+        BN,
+        MAP,
+        PARTS,
+        PAIRS,
+        CUBE,
+        HAS_MASK,
+        GUARD,
+        DOT,
+        PRECISION,
+    )
+    if KEEP:
+        sums = sums_ptr + tl.cast(tl.program_id(0), tl.int64) * (PARTS * D * (V + 2))
+        store_sums(sums, s_a, z_a, count, D, V, BD, BV)
+        if PARTS == 2:
+            store_sums(sums + D * (V + 2), s_b, z_b, count, D, V, BD, BV)
+        if GUARD:
+            tl.store(scale_ptr + tl.program_id(0), log_scale)
+    write_outputs(
+        q_ptr + wide * stride_qb + head * stride_qh,
+        out_ptr + wide * stride_ob + head * stride_oh,
+        inverse_ptr + tl.cast(tl.program_id(0), tl.int64) * num_queries,
+        tl.cast(tl.num_programs(0), tl.int64) * num_queries,
+        params,
+        cos_q_ptr + wide * stride_angle_qb,
+        sin_q_ptr + wide * stride_angle_qb,
+        s_a.to(DOT),
+        s_b.to(DOT),
+        z_a,
+        z_b,
+        eps * count,
+        log_scale,
+        0,
+        num_queries,
+        stride_q,
+        stride_o,
+        norm_scale,
+        alpha,
+        D,
+        V,
+        BD,
+        BV,
+        BN,
+        MAP,
+        PARTS,
+        STREAMS,
+        PAIRS,
+        KEEP,
+        DOT,
+        PRECISION,
+    )

@@ -1,0 +1,473 @@
+"""The backward pass of bidirectional linear attention; see bidirectional.py for the plan and the layout of the sums.
+
+With g = dout / den the gradient of a query's features is g S^T - (g . out) z; 1 / den comes from the forward pass.
+
+Both terms grow with the mean of the values, and their difference does not: with S = C + z m it is g C^T - (g . (out - m)) z.
+So m, the values as a query sees them that favours no channel, is taken out of S before S is rounded, and out - m, which a
+rounded output would not tell, is computed from C again. With rotary m is 0: there S sums turned features and z plain ones, and
+what the mean adds does not cancel.
+"""
+
+import triton
+import triton.language as tl
+
+from ...common.compiled.map_gradients import phi_key_gradient, phi_query_gradient
+from ...common.compiled.maps import is_unbounded, phi_key, phi_query
+from ...common.compiled.products import (
+    digits,
+    high_and_low,
+    is_lean,
+    left_factor,
+    plus_product,
+    right_factor,
+    times,
+    unit_matrix,
+    widened,
+)
+from ...common.compiled.tiles import (
+    load_per_row,
+    load_rows,
+    load_sums,
+    place_per_row,
+    rotated,
+    sample_rows,
+    store_per_row,
+    store_rows,
+    store_sums,
+)
+from .bidirectional import LARGEST_INVERSE, eps_of, factor_of_gradients
+
+
+@triton.jit
+def grows(c, z, mean):
+    """1 where a number of c is more than twice what it was before z m was taken out, else 0."""
+    return (tl.abs(c) > 2.0 * tl.abs(c + z[:, None] * mean[None, :])).to(tl.int32)
+
+
+@triton.jit
+def centred_sums(
+    ptr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """C = S - z m of both parts, [BD, BV]; z of both parts, [BD]; and m, [BV].
+
+    m is 0 with rotary, and in columns where it would make C larger than S: queries may look where the values have no such mean,
+    and there C would round worse than S.
+    """
+    s_a, z_a = load_sums(ptr, D, V, BD, BV)
+    s_b, z_b = s_a, z_a
+    if PARTS == 2:
+        s_b, z_b = load_sums(ptr + D * (V + 2), D, V, BD, BV)
+    mean = tl.zeros([BV], tl.float32)
+    if PAIRS == 0:
+        mean = tl.sum(s_a, axis=0)
+        size = tl.sum(z_a)
+        if PARTS == 2:
+            mean += tl.sum(s_b, axis=0)
+            size += tl.sum(z_b)
+        mean = mean / tl.where(size == 0.0, 1.0, size)
+        s_a -= z_a[:, None] * mean[None, :]
+        s_b -= z_b[:, None] * mean[None, :]
+        worse = tl.max(grows(s_a, z_a, mean), axis=0)
+        if PARTS == 2:
+            worse += tl.max(grows(s_b, z_b, mean), axis=0)
+        # put back where it does not belong
+        wrong = tl.where(worse > 0, mean, 0.0)
+        mean -= wrong
+        s_a += z_a[:, None] * wrong[None, :]
+        s_b += z_b[:, None] * wrong[None, :]
+    return s_a, s_b, z_a, z_b, mean
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr,  # [B, N, H, D]
+    dout_ptr,  # [B, N, H, V]
+    inverse_ptr,  # [STREAMS, B, H, N] (packed: [STREAMS, H, T]): 1 / denominator
+    drop_ptr,  # the same: minus dout . (out - m)
+    cu_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    sums_ptr,  # [B * K, PARTS, D, V + 2]
+    dq_ptr,  # [B, N, H, D]
+    dparam_ptr,  # [splits, B * H, 4, D]
+    num_rows,  # N, or T if packed
+    per_stream,  # numbers of a stream
+    num_queries,
+    heads,
+    group,
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_dob,
+    stride_do,
+    stride_doh,
+    stride_dqb,
+    stride_dq,
+    stride_dqh,
+    stride_angle_b,
+    param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PACKED: tl.constexpr,
+    LEARNED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
+    do_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dob, stride_do, PACKED)
+    dq_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dqb, stride_dq, PACKED)
+    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    place = place_per_row(sample, head, heads, row, num_rows, PACKED)
+    q_ptr += q_offset + head * stride_qh
+    dout_ptr += do_offset + head * stride_doh
+    dq_ptr += dq_offset + head * stride_dqh
+    inverse_ptr += place
+    drop_ptr += place
+    param_ptr += (head // param_group) * num_params
+    cos_ptr += angles
+    sin_ptr += angles
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
+    sums = sums_ptr + owner * (PARTS * D * (V + 2))
+    s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS)
+    s_a = tl.trans(s_a.to(DOT))
+    s_b = tl.trans(s_b.to(DOT))
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    p0 = tl.zeros([BD], tl.float32)
+    p1 = tl.zeros([BD], tl.float32)
+    p2 = tl.zeros([BD], tl.float32)
+    p3 = tl.zeros([BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
+    unit = unit_matrix(BD, DOT)
+    wide_a = right_factor(z_a[None, :], DOT)
+    wide_b = right_factor(z_b[None, :], DOT)
+    for first in range(start, stop, BN):
+        ok = rows < stop - first
+        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
+        dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
+        dx = tl.zeros([BN, BD], tl.float32)
+        for stream in tl.static_range(STREAMS):
+            factor = factor_of_gradients(load_per_row(inverse_ptr + stream * per_stream, first, rows, ok), MAP)
+            drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
+            share = dout
+            if STREAMS == 2:
+                mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
+                share = tl.where(mine[None, :], dout, 0.0)
+            # the denominator is divided out at the end, where the two halves have become one tile
+            minus = left_factor(drop, DOT)
+            da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION)
+            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
+            da = plus_product(da, drop, z_a, minus, wide_a, LEAN)
+            db = da
+            if PARTS == 2:
+                db = tl.dot(share.to(DOT), s_b, input_precision=PRECISION)
+                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
+                db = plus_product(db, drop, z_b, minus, wide_b, LEAN)
+            step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
+            dx += step * factor
+            if LEARNED:
+                g0 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g0 * factor, 0.0), axis=0)
+                g1 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g1 * factor, 0.0), axis=0)
+                if stream == 0:
+                    p0 += g0
+                    p1 += g1
+                else:
+                    p2 += g0
+                    p3 += g1
+        store_rows(dq_ptr, dx, first, rows, ok, channels, in_head, stride_dq)
+    if LEARNED:
+        place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        dparam_ptr += place * (4 * D)
+        tl.store(dparam_ptr + channels, p0, mask=in_head)
+        tl.store(dparam_ptr + D + channels, p1, mask=in_head)
+        tl.store(dparam_ptr + 2 * D + channels, p2, mask=in_head)
+        tl.store(dparam_ptr + 3 * D + channels, p3, mask=in_head)
+
+
+@triton.jit
+def dsums_kernel(
+    q_ptr,  # [B, N, H, D]
+    dout_ptr,  # [B, N, H, V]
+    cu_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    sums_ptr,  # [B * K, PARTS, D, V + 2]
+    scale_ptr,  # [B * K]
+    inverse_ptr,  # [STREAMS, B, H, N] or [STREAMS, H, T]
+    drop_ptr,  # the same: read if IS_KNOWN, minus dout . out; written otherwise, as dq_kernel reads it
+    dsums_ptr,  # [splits, B * H, PARTS, D, V + 2]
+    num_rows,
+    per_stream,
+    num_queries,
+    heads,
+    group,
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_dob,
+    stride_do,
+    stride_doh,
+    stride_angle_b,
+    param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PACKED: tl.constexpr,
+    GUARD: tl.constexpr,
+    IS_KNOWN: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What one stretch of queries adds to the gradients of S and z, and what the denominators take away again.
+
+    Apart from dq_kernel although it reads the same tensors: the two together need more registers than there are.
+    """
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
+    do_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dob, stride_do, PACKED)
+    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    place = place_per_row(sample, head, heads, row, num_rows, PACKED)
+    q_ptr += q_offset + head * stride_qh
+    dout_ptr += do_offset + head * stride_doh
+    inverse_ptr += place
+    drop_ptr += place
+    param_ptr += (head // param_group) * num_params
+    cos_ptr += angles
+    sin_ptr += angles
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    if not IS_KNOWN:
+        owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
+        sums = sums_ptr + owner * (PARTS * D * (V + 2))
+        s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS)
+        s_a = s_a.to(DOT)
+        s_b = s_b.to(DOT)
+        wide_mean = high_and_low(tl.zeros([BV, 16], tl.float32) + mean[:, None], DOT)
+        eps_count = eps * tl.load(sums + V + 1)
+        key_scale = 0.0
+        if GUARD:
+            key_scale = tl.load(scale_ptr + owner)
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    ds_a = tl.zeros([BV, BD], tl.float32)
+    ds_b = tl.zeros([BV, BD], tl.float32)
+    # dz is a product too, with a tile of few rows: a sum over rows would cost a shuffle per channel
+    dz_a = tl.zeros([16, BD], tl.float32)
+    dz_b = tl.zeros([16, BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
+    unit = unit_matrix(BD, DOT)
+    unit_v = unit_matrix(BV, DOT)
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
+    for first in range(start, stop, BN):
+        ok = rows < stop - first
+        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
+        dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
+        for stream in tl.static_range(STREAMS):
+            inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
+            # the row's factor goes to the features: dout then needs no pass through registers
+            factor = factor_of_gradients(inverse, MAP)
+            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE, factor)
+            share = dout
+            if STREAMS == 2:
+                mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
+                share = tl.where(mine[None, :], dout, 0.0)
+            turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
+            turned_b = turned_a
+            if PARTS == 2:
+                turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
+            if IS_KNOWN:
+                drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
+            else:
+                out = tl.dot(turned_a, s_a, input_precision=PRECISION)
+                if PARTS == 2:
+                    out = tl.dot(turned_b, s_b, out, input_precision=PRECISION)
+                drop = -tl.sum(out * widened(share, unit_v, LEAN), axis=1)[:, None]
+                if is_unbounded(MAP):
+                    # the output, which the features with their factor gave, has the whole inverse
+                    drop *= tl.maximum(inverse / LARGEST_INVERSE, 1.0)
+                if PAIRS == 0:
+                    # the mean is in the output, but for what eps takes of it
+                    along_mean = tl.sum(tl.dot(share.to(DOT), wide_mean, input_precision=PRECISION), axis=1)[:, None]
+                    drop += along_mean * (eps_of(query_scale, key_scale, eps_count) * inverse)
+                store_per_row(drop_ptr + stream * per_stream, drop, first, rows, ok)
+                if PAIRS == 0:
+                    drop -= along_mean
+            weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
+            dz_a = tl.dot(weight, a.to(DOT), dz_a, input_precision=PRECISION)
+            ds_a = tl.dot(tl.trans(share.to(DOT)), turned_a, ds_a, input_precision=PRECISION)
+            if PARTS == 2:
+                dz_b = tl.dot(weight, b.to(DOT), dz_b, input_precision=PRECISION)
+                ds_b = tl.dot(tl.trans(share.to(DOT)), turned_b, ds_b, input_precision=PRECISION)
+    place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    dsums = dsums_ptr + place * (PARTS * D * (V + 2))
+    store_sums(dsums, tl.trans(ds_a), tl.sum(dz_a, axis=0), 0.0, D, V, BD, BV)
+    if PARTS == 2:
+        store_sums(dsums + D * (V + 2), tl.trans(ds_b), tl.sum(dz_b, axis=0), 0.0, D, V, BD, BV)
+
+
+@triton.jit
+def dk_kernel(
+    k_ptr,  # [B, M, K, D]
+    v_ptr,  # [B, M, K, V]
+    mask_ptr,
+    cu_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    dsums_ptr,  # [B * K, PARTS, D, V + 2]
+    scale_ptr,  # [B * K]
+    dk_ptr,  # [B, M, K, D]
+    dv_ptr,  # [B, M, K, V]
+    dparam_ptr,  # [splits, B * K, 2, D]
+    num_keys,
+    kv_heads,
+    stretch,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_dkb,
+    stride_dk,
+    stride_dkh,
+    stride_dvb,
+    stride_dv,
+    stride_dvh,
+    stride_angle_b,
+    param_group,
+    num_params,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    GUARD: tl.constexpr,
+    LEARNED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    k_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_kb, stride_k, PACKED)
+    v_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_vb, stride_v, PACKED)
+    dk_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_dkb, stride_dk, PACKED)
+    dv_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_dvb, stride_dv, PACKED)
+    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    dsums = dsums_ptr + tl.cast(tl.program_id(1), tl.int64) * (PARTS * D * (V + 2))
+    ds_a, dz_a = load_sums(dsums, D, V, BD, BV)
+    ds_b, dz_b = ds_a, dz_a
+    if PARTS == 2:
+        ds_b, dz_b = load_sums(dsums + D * (V + 2), D, V, BD, BV)
+    ds_a, low_a = digits(ds_a, DOT)
+    ds_b, low_b = digits(ds_b, DOT)
+    k_ptr += k_offset + head * stride_kh
+    v_ptr += v_offset + head * stride_vh
+    mask_ptr += tl.cast(sample, tl.int64) * num_keys
+    dk_ptr += dk_offset + head * stride_dkh
+    dv_ptr += dv_offset + head * stride_dvh
+    param_ptr += (head // param_group) * num_params
+    cos_ptr += angles
+    sin_ptr += angles
+    log_scale = 0.0
+    if GUARD:
+        log_scale = tl.load(scale_ptr + tl.program_id(1))
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    p0 = tl.zeros([BD], tl.float32)
+    p1 = tl.zeros([BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
+    unit = unit_matrix(BD, DOT)
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
+    ones = left_factor(tl.full([BN, 1], 1.0, tl.float32), DOT)
+    wide_a = right_factor(dz_a[None, :], DOT)
+    wide_b = right_factor(dz_b[None, :], DOT)
+    for first in range(start, stop, BN):
+        exists = rows < stop - first
+        ok = exists
+        if HAS_MASK:
+            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE, TYPE)
+        a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
+        dv = tl.dot(a.to(DOT), ds_a, input_precision=PRECISION)
+        if PARTS == 2:
+            b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
+            dv = tl.dot(b.to(DOT), ds_b, dv, input_precision=PRECISION)
+        # written before the gradients of the features need its registers
+        store_rows(dv_ptr, dv, first, rows, exists, columns, columns < V, stride_dv)
+        da = times(v, tl.trans(ds_a), tl.trans(low_a), PRECISION)
+        da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
+        da = plus_product(da, 1.0, dz_a, ones, wide_a, LEAN)
+        db = da
+        if PARTS == 2:
+            db = times(v, tl.trans(ds_b), tl.trans(low_b), PRECISION)
+            db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
+            db = plus_product(db, 1.0, dz_b, ones, wide_b, LEAN)
+        dx, g0, g1 = phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
+        # hidden keys get a gradient of zero, which must be written
+        store_rows(
+            dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
+        )
+        if LEARNED:
+            p0 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
+            p1 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)
+    if LEARNED:
+        place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        dparam_ptr += place * (2 * D)
+        tl.store(dparam_ptr + channels, p0, mask=in_head)
+        tl.store(dparam_ptr + D + channels, p1, mask=in_head)

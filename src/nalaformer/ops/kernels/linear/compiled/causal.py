@@ -1,0 +1,294 @@
+"""Causal linear attention: a program owns a stretch of tokens and walks through it with a running state.
+
+    state kernel     k, v                 -> sums of each stretch            (that of bidirectional.py)
+    prefix kernel    those                -> sums before each stretch, and of all tokens   (split_sums.py)
+    causal kernel    q, k, v, sums before -> out
+    causal dq        q, k, v, out, dout, sums before   -> dq, and per row the gradient of the denominator
+    dsums kernel     q, dout, those       -> gradients of the sums by each stretch of queries
+    prefix kernel    those, from the end  -> gradients of the sums after each stretch
+    causal dk        q, k, v, dout, those -> dk
+    causal dv        q, k, dout, those    -> dv
+
+Inside a tile of tokens attention is the masked product of the tile's features; what came before the tile comes through the
+state. The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a
+scale per key each row would need its own.
+"""
+
+import triton
+import triton.language as tl
+
+from ...common.compiled.maps import phi_key, phi_query
+from ...common.compiled.products import high_and_low, is_lean, unit_matrix, widened
+from ...common.compiled.tiles import load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
+
+
+@triton.jit
+def lower_triangle(BN: tl.constexpr):
+    """[BN, BN]: True where the column's token is not later than the row's."""
+    rows = tl.arange(0, BN)
+    return rows[:, None] >= rows[None, :]
+
+
+@triton.jit
+def products_within(aq, bq, ak, bk, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Feature products of a tile's queries (rows) and keys (columns), zero for later keys."""
+    within = tl.dot(aq, tl.trans(ak), input_precision=PRECISION)
+    if PARTS == 2:
+        within = tl.dot(bq, tl.trans(bk), within, input_precision=PRECISION)
+    return tl.where(lower_triangle(aq.shape[0]), within, 0.0)
+
+
+@triton.jit
+def seen_keys(count, ok, HAS_MASK: tl.constexpr):
+    """Visible keys up to each row of a tile, [BN, 1], and up to its end."""
+    if HAS_MASK:
+        seen = count + tl.cumsum(ok.to(tl.float32), axis=0)
+        count += tl.sum(ok.to(tl.float32))
+    else:
+        seen = count + 1.0 + tl.arange(0, ok.shape[0]).to(tl.float32)
+        count += ok.shape[0]
+    return seen[:, None], count
+
+
+@triton.jit
+def inverse_of(before, within, eps_seen):
+    """1 / denominator of the rows, [BN, 1]; 1 where a row sees nothing."""
+    total = before + tl.sum(within, axis=1)[:, None] + eps_seen
+    return 1.0 / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def weighted_values(weights, raw, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """weights [BN, BN], zero for later tokens, times values; a NaN or infinity in a later one must not reach the row."""
+    bad = (raw - raw) != 0.0
+    finite = tl.where(bad, 0.0, raw.to(tl.float32)).to(DOT)
+    product = tl.dot(weights.to(DOT), finite, input_precision=PRECISION)
+    reach = tl.where(lower_triangle(raw.shape[0]), 1.0, 0.0).to(DOT)
+    reached = tl.dot(reach, bad.to(DOT), input_precision=PRECISION)
+    return tl.where(reached > 0.0, float("nan"), product)
+
+
+@triton.jit
+def holds_no_number(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+    """Whether the sums of a part hold NaN or infinity: then some value up to here does."""
+    s, z = load_sums(ptr, D, V, BD, BV)
+    return tl.max(tl.max(((s - s) != 0.0).to(tl.int32), axis=1), axis=0) > 0
+
+
+@triton.jit
+def write_tile(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    cos_q_ptr,
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    out_ptr,
+    inverse_ptr,
+    query_params,
+    key_params,
+    s_a,
+    s_b,
+    wide_a,
+    wide_b,
+    count,
+    first,
+    stop,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_o,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    KEEP: tl.constexpr,
+    IS_SUSPECT: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Outputs of the tokens from `first` on; the state after them: S^T of both parts, z in sixteen columns, and the count."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    TYPE: tl.constexpr = DOT if LEAN else None
+    unit = unit_matrix(BD, DOT)
+    # z is updated and read by products: sums over rows would make the warps wait for each other at every step
+    ones = tl.full([BN, 16], 1.0, DOT)
+    exists = rows < stop - first
+    ok = exists
+    if HAS_MASK:
+        ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+    # each pair of feature tiles shrinks to operands before the next is made: registers are what limits this kernel
+    y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
+    aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0, TYPE)
+    plain_aq = aq.to(DOT)
+    plain_bq = bq.to(DOT)
+    turned_aq = rotated(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+    turned_bq = turned_aq
+    if PARTS == 2:
+        turned_bq = rotated(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+    total = tl.dot(plain_aq, high_and_low(wide_a, DOT), input_precision=PRECISION)
+    if PARTS == 2:
+        total = tl.dot(plain_bq, high_and_low(wide_b, DOT), total, input_precision=PRECISION)
+    above = tl.dot(turned_aq, tl.trans(s_a.to(DOT)), input_precision=PRECISION)
+    if PARTS == 2:
+        above = tl.dot(turned_bq, tl.trans(s_b.to(DOT)), above, input_precision=PRECISION)
+    x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+    raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
+    v = raw.to(DOT)
+    ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
+    plain_ak = ak.to(DOT)
+    plain_bk = bk.to(DOT)
+    turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+    turned_bk = turned_ak
+    if PARTS == 2:
+        turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+    within = products_within(plain_aq, plain_bq, plain_ak, plain_bk, PARTS, PRECISION)
+    seen, count = seen_keys(count, ok, HAS_MASK)
+    inverse = inverse_of(tl.sum(total, axis=1)[:, None], within, eps * seen)
+    if KEEP:
+        store_per_row(inverse_ptr, inverse, first, rows, exists)
+    if PAIRS > 0:
+        within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
+    if IS_SUSPECT:
+        above += weighted_values(within, raw, DOT, PRECISION)
+    else:
+        above = tl.dot(within.to(DOT), v, above, input_precision=PRECISION)
+    store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)
+    wide_a = tl.dot(tl.trans(plain_ak), ones, wide_a, input_precision=PRECISION)
+    s_a = tl.dot(tl.trans(v), turned_ak, s_a, input_precision=PRECISION)
+    if PARTS == 2:
+        wide_b = tl.dot(tl.trans(plain_bk), ones, wide_b, input_precision=PRECISION)
+        s_b = tl.dot(tl.trans(v), turned_bk, s_b, input_precision=PRECISION)
+    return s_a, s_b, wide_a, wide_b, count
+
+
+@triton.jit
+def causal_kernel(
+    q_ptr,  # [B, N, H, D]
+    k_ptr,  # [B, N, K, D]
+    v_ptr,  # [B, N, K, V]
+    mask_ptr,  # [B, N] uint8
+    cu_ptr,  # [B + 1]
+    param_ptr,  # [heads of the map, P]
+    cos_q_ptr,  # [B or 1, N, PAIRS]
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    before_ptr,  # [splits, B * K, PARTS, D, V + 2]
+    total_ptr,  # [B * K, PARTS, D, V + 2]
+    out_ptr,  # [B, N, H, V]
+    inverse_ptr,  # [1, B, H, N] (packed: [1, H, T]): 1 / denominator, for the backward pass
+    num_rows,  # N, or T if packed
+    num_tokens,
+    heads,
+    group,  # query heads per key head
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_ob,
+    stride_o,
+    stride_oh,
+    stride_angle_q,
+    stride_angle_k,
+    query_param_group,
+    key_param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    KEEP: tl.constexpr,
+    HAS_TOTAL: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    kv_head = head // group
+    kv_heads = heads // group
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
+    k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
+    v_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_vb, stride_v, PACKED)
+    o_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_ob, stride_o, PACKED)
+    q_ptr += q_offset + head * stride_qh
+    k_ptr += k_offset + kv_head * stride_kh
+    v_ptr += v_offset + kv_head * stride_vh
+    out_ptr += o_offset + head * stride_oh
+    mask_ptr += tl.cast(sample, tl.int64) * num_tokens
+    cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    inverse_ptr += place_per_row(sample, head, heads, row, num_rows, PACKED)
+    query_params = param_ptr + (head // query_param_group) * num_params
+    key_params = param_ptr + (kv_head // key_param_group) * num_params
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
+    before = before_ptr + owner * (PARTS * D * (V + 2))
+    s_a, z_a = load_sums(before, D, V, BD, BV)
+    s_b, z_b = s_a, z_a
+    if PARTS == 2:
+        s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
+    count = tl.load(before + V + 1)
+    # the sums after this stretch tell whether one of its values is no number; unknown means yes
+    is_suspect = tl.program_id(0) >= 0
+    if HAS_TOTAL:
+        size = PARTS * D * (V + 2)
+        after = total_ptr + (sample * kv_heads + kv_head) * size
+        if tl.program_id(0) + 1 < tl.num_programs(0):
+            after = before + (tl.num_programs(1) // group) * size
+        is_suspect = holds_no_number(after, D, V, BD, BV)
+    wide_a = tl.zeros([BD, 16], tl.float32) + z_a[:, None]
+    wide_b = tl.zeros([BD, 16], tl.float32) + z_b[:, None]
+    s_a = tl.trans(s_a)
+    s_b = tl.trans(s_b)
+    # two loops: a branch in each step would cost those that need none
+    if is_suspect:
+        for first in range(start, stop, BN):
+            s_a, s_b, wide_a, wide_b, count = write_tile(
+                *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, out_ptr, inverse_ptr),
+                *(query_params, key_params, s_a, s_b, wide_a, wide_b, count, first, stop),
+                *(stride_q, stride_k, stride_v, stride_o, norm_scale, alpha, eps),
+                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, KEEP, True, DOT, PRECISION),
+            )
+    else:
+        for first in range(start, stop, BN):
+            s_a, s_b, wide_a, wide_b, count = write_tile(
+                *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, out_ptr, inverse_ptr),
+                *(query_params, key_params, s_a, s_b, wide_a, wide_b, count, first, stop),
+                *(stride_q, stride_k, stride_v, stride_o, norm_scale, alpha, eps),
+                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, KEEP, False, DOT, PRECISION),
+            )

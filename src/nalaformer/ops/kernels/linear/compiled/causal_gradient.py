@@ -1,0 +1,239 @@
+"""The backward pass of causal linear attention; see causal.py for the plan.
+
+With g = dout / den, e_i = g_i . out_i, the products G_ij = g_i . v_j and P_ij = phi(q_i) . phi(k_j), zero for j > i:
+
+    dphi(q_i) = sum_j (G_ij - e_i) phi(k_j)
+    dphi(k_j) = sum_i (G_ij - e_i) phi(q_i)
+    dv_j      = sum_i P_ij g_i
+
+where with rotary the terms with G and P take the turned features. Tokens outside the tile come through the sums S, z before it
+and through their gradients after it. out and 1 / den come from the forward pass.
+
+G_ij and e_i nearly cancel where a row sees little but itself, or where values have a mean, so they are subtracted before either
+is rounded: everywhere without rotary; with it on the diagonal, where turning there and back leaves a token as it was
+(SAME_ANGLES). For the same reason the sums are multiplied with all their digits, and e_i is mended: out has few digits, but
+features that all grow by one factor change an output through eps alone, so dphi(q_i) . phi(q_i) tells how far off e_i is.
+"""
+
+import triton
+import triton.language as tl
+
+from ...common.compiled.map_gradients import along_query, phi_query_gradient
+from ...common.compiled.maps import phi_key
+from ...common.compiled.products import cut, is_lean, left_factor, right_factor, times, unit_matrix, widened
+from ...common.compiled.tiles import (
+    load_per_row,
+    load_rows,
+    load_sums,
+    place_per_row,
+    rotated,
+    sample_rows,
+    store_per_row,
+    store_rows,
+)
+from .causal import lower_triangle, seen_keys
+
+
+@triton.jit
+def diagonal(BN: tl.constexpr):
+    """[BN, BN]: True where row and column are the same token."""
+    rows = tl.arange(0, BN)
+    return rows[:, None] == rows[None, :]
+
+
+@triton.jit
+def causal_dq_kernel(
+    q_ptr,  # [B, N, H, D]
+    k_ptr,  # [B, N, K, D]
+    v_ptr,  # [B, N, K, V]
+    out_ptr,  # [B, N, H, V]
+    dout_ptr,  # [B, N, H, V]
+    inverse_ptr,  # [1, B, H, N] or [1, H, T]
+    mask_ptr,
+    cu_ptr,
+    param_ptr,
+    cos_q_ptr,
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    before_ptr,  # [splits, B * K, PARTS, D, V + 2]
+    dq_ptr,  # [B, N, H, D]
+    drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out, mended
+    dparam_ptr,  # [splits, B * H, 2, D]
+    num_rows,  # N, or T if packed
+    num_tokens,
+    heads,
+    group,
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_ob,
+    stride_o,
+    stride_oh,
+    stride_dob,
+    stride_do,
+    stride_doh,
+    stride_dqb,
+    stride_dq,
+    stride_dqh,
+    stride_angle_q,
+    stride_angle_k,
+    query_param_group,
+    key_param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    SAME_ANGLES: tl.constexpr,
+    LEARNED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    kv_head = head // group
+    kv_heads = heads // group
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
+    k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
+    v_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_vb, stride_v, PACKED)
+    o_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_ob, stride_o, PACKED)
+    do_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dob, stride_do, PACKED)
+    dq_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dqb, stride_dq, PACKED)
+    q_ptr += q_offset + head * stride_qh
+    k_ptr += k_offset + kv_head * stride_kh
+    v_ptr += v_offset + kv_head * stride_vh
+    out_ptr += o_offset + head * stride_oh
+    dout_ptr += do_offset + head * stride_doh
+    dq_ptr += dq_offset + head * stride_dqh
+    mask_ptr += tl.cast(sample, tl.int64) * num_tokens
+    cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    place_of_rows = place_per_row(sample, head, heads, row, num_rows, PACKED)
+    inverse_ptr += place_of_rows
+    drop_ptr += place_of_rows
+    query_params = param_ptr + (head // query_param_group) * num_params
+    key_params = param_ptr + (kv_head // key_param_group) * num_params
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
+    before = before_ptr + owner * (PARTS * D * (V + 2))
+    s_a, z_a = load_sums(before, D, V, BD, BV)
+    s_b, z_b = s_a, z_a
+    if PARTS == 2:
+        s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
+
+    count = tl.load(before + V + 1)
+    # turned: then a product of tiles in memory adds to them; z grows by products with ones, as in the forward pass
+    s_a = tl.trans(s_a)
+    s_b = tl.trans(s_b)
+    ones = tl.full([16, BN], 1.0, DOT)
+    wide_a = tl.zeros([16, BD], tl.float32) + z_a[None, :]
+    wide_b = tl.zeros([16, BD], tl.float32) + z_b[None, :]
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    p0 = tl.zeros([BD], tl.float32)
+    p1 = tl.zeros([BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    TYPE: tl.constexpr = DOT if LEAN else None
+    unit = unit_matrix(BD, DOT)
+    unit_v = unit_matrix(BV, DOT)
+    for first in range(start, stop, BN):
+        exists = rows < stop - first
+        ok = exists
+        if HAS_MASK:
+            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
+        out = load_rows(out_ptr, first, rows, exists, columns, columns < V, stride_o)
+        inverse = load_per_row(inverse_ptr, first, rows, exists)
+        drop = tl.sum(widened(dout, unit_v, LEAN) * widened(out, unit_v, LEAN), axis=1)[:, None]
+        dout = dout.to(DOT)
+        # what came before the tile. The denominator is divided out at the end
+        high, low = cut(s_a, DOT)
+        da = times(dout, high, low, PRECISION)
+        db_turned = da
+        if PARTS == 2:
+            high, low = cut(s_b, DOT)
+            db_turned = times(dout, high, low, PRECISION)
+        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+        toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION), 0.0)
+        minus = tl.where(lower_triangle(BN), drop, 0.0)
+        if PAIRS == 0:
+            toward -= minus
+        elif SAME_ANGLES:
+            minus -= tl.where(diagonal(BN), toward, 0.0)
+            toward = tl.where(diagonal(BN), 0.0, toward)
+        toward = toward.to(DOT)
+        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
+        turned_a = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        turned_b = turned_a
+        if PARTS == 2:
+            turned_b = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+        a = a.to(DOT)
+        b = b.to(DOT)
+        lost = left_factor(-drop, DOT)
+        before_a = right_factor(wide_a, DOT)
+        before_b = right_factor(wide_b, DOT)
+        da = tl.dot(toward, turned_a, da, input_precision=PRECISION)
+        s_a = tl.dot(tl.trans(v), turned_a, s_a, input_precision=PRECISION)
+        da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
+        da = tl.dot(lost, before_a, da, input_precision=PRECISION)
+        if PAIRS > 0:
+            da -= tl.dot(minus.to(DOT), a, input_precision=PRECISION)
+        wide_a = tl.dot(ones, a, wide_a, input_precision=PRECISION)
+        db = da
+        if PARTS == 2:
+            db = tl.dot(toward, turned_b, db_turned, input_precision=PRECISION)
+            s_b = tl.dot(tl.trans(v), turned_b, s_b, input_precision=PRECISION)
+            db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
+            db = tl.dot(lost, before_b, db, input_precision=PRECISION)
+            if PAIRS > 0:
+                db -= tl.dot(minus.to(DOT), b, input_precision=PRECISION)
+            wide_b = tl.dot(ones, b, wide_b, input_precision=PRECISION)
+        y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
+        # a factor of all features changes an output only through eps, which tells what the rounding of out did to the drop
+        seen, count = seen_keys(count, ok, HAS_MASK)
+        of_eps = drop * (eps * seen)
+        error = along_query(y, da, db, query_params, channels, norm_scale, alpha, of_eps, D, MAP, PARTS)
+        error = (error - of_eps) * inverse
+        lost = left_factor(-error, DOT)
+        errors = tl.where(lower_triangle(BN), -error, 0.0).to(DOT)
+        da = tl.dot(errors, a, tl.dot(lost, before_a, da, input_precision=PRECISION), input_precision=PRECISION)
+        if PARTS == 2:
+            db = tl.dot(errors, b, tl.dot(lost, before_b, db, input_precision=PRECISION), input_precision=PRECISION)
+        else:
+            db = da
+        dy, g0, g1 = phi_query_gradient(y, da, db, query_params, channels, norm_scale, alpha, D, MAP, 0)
+        store_per_row(drop_ptr, -(drop + error), first, rows, exists)
+        store_rows(dq_ptr, dy * inverse, first, rows, exists, channels, in_head, stride_dq)
+        if LEARNED:
+            p0 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g0 * inverse, 0.0), axis=0)
+            p1 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g1 * inverse, 0.0), axis=0)
+    if LEARNED:
+        place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        dparam_ptr += place * (2 * D)
+        tl.store(dparam_ptr + channels, p0, mask=in_head)
+        tl.store(dparam_ptr + D + channels, p1, mask=in_head)

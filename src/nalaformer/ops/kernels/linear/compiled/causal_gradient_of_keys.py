@@ -1,0 +1,425 @@
+"""Gradients of keys and values in causal linear attention; causal_gradient.py has the formulas and the gradient of queries."""
+
+import triton
+import triton.language as tl
+
+from ...common.compiled.map_gradients import phi_key_gradient
+from ...common.compiled.maps import phi_key, phi_query
+from ...common.compiled.products import cut, high_and_low, is_lean, times, unit_matrix, widened
+from ...common.compiled.tiles import load_per_row, load_rows, load_sums, place_per_row, rotated, sample_rows, store_rows
+from .causal_gradient import diagonal
+
+
+@triton.jit
+def upper_triangle(BN: tl.constexpr):
+    """[BN, BN], keys in the rows: True where the column's query is not earlier."""
+    rows = tl.arange(0, BN)
+    return rows[:, None] <= rows[None, :]
+
+
+@triton.jit
+def query_operands(
+    q_ptr,
+    dout_ptr,
+    inverse_ptr,
+    cos_ptr,
+    sin_ptr,
+    param_ptr,
+    first,
+    stop,
+    stride_q,
+    stride_do,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SCALED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """dout, the features of both parts, and those turned, of the queries of a tile and head.
+
+    The denominator is divided out of the features if SCALED: dout then needs no pass through registers, and loses no digits.
+    Otherwise out of dout: features then round as those of the forward pass did, with whose sums their products are weights.
+    """
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    TYPE: tl.constexpr = DOT if LEAN else None
+    exists = rows < stop - first
+    inverse = load_per_row(inverse_ptr, first, rows, exists)
+    dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
+    y = widened(load_rows(q_ptr, first, rows, exists, channels, channels < D, stride_q), unit_matrix(BD, DOT), LEAN)
+    if SCALED:
+        a, b, query_scale = phi_query(y, param_ptr, channels, norm_scale, alpha, D, MAP, 0, TYPE, inverse)
+    else:
+        a, b, query_scale = phi_query(y, param_ptr, channels, norm_scale, alpha, D, MAP, 0, TYPE)
+        dout = dout.to(tl.float32) * inverse
+    turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+    turned_b = turned_a
+    if PARTS == 2:
+        turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+    return dout.to(DOT), a.to(DOT), b.to(DOT), turned_a, turned_b
+
+
+@triton.jit
+def add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """What the queries of a tile and head add to the gradients of its values, and of the sums before it."""
+    weights = tl.dot(ak, tl.trans(aq), input_precision=PRECISION)
+    if PARTS == 2:
+        weights = tl.dot(bk, tl.trans(bq), weights, input_precision=PRECISION)
+    weights = tl.where(upper_triangle(dout.shape[0]), weights, 0.0).to(DOT)
+    dv = tl.dot(weights, dout, dv, input_precision=PRECISION)
+    ds_a = tl.dot(tl.trans(dout), aq, ds_a, input_precision=PRECISION)
+    if PARTS == 2:
+        ds_b = tl.dot(tl.trans(dout), bq, ds_b, input_precision=PRECISION)
+    return dv, ds_a, ds_b
+
+
+@triton.jit
+def add_to_keys(
+    v,
+    ones,
+    drop,
+    dout,
+    a,
+    b,
+    aq,
+    bq,
+    da,
+    db,
+    plain_a,
+    plain_b,
+    ds_a,
+    ds_b,
+    wide_a,
+    wide_b,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SAME_ANGLES: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What the queries of a tile and head add to the gradients of its keys' features (those before the turn apart), and of the
+    sums before it."""
+    BN: tl.constexpr = dout.shape[0]
+    weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
+    toward = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    if PAIRS == 0:
+        toward = tl.dot(ones, weight, toward, input_precision=PRECISION)
+    else:
+        minus = tl.where(upper_triangle(BN), tl.dot(ones, weight, input_precision=PRECISION), 0.0)
+        if SAME_ANGLES:
+            minus += tl.where(diagonal(BN), toward, 0.0)
+            toward = tl.where(diagonal(BN), 0.0, toward)
+    toward = tl.where(upper_triangle(BN), toward, 0.0).to(DOT)
+    da = tl.dot(toward, aq, da, input_precision=PRECISION)
+    ds_a = tl.dot(tl.trans(dout), aq, ds_a, input_precision=PRECISION)
+    wide_a = tl.dot(weight, a, wide_a, input_precision=PRECISION)
+    if PAIRS > 0:
+        plain_a = tl.dot(minus.to(DOT), a, plain_a, input_precision=PRECISION)
+    if PARTS == 2:
+        db = tl.dot(toward, bq, db, input_precision=PRECISION)
+        ds_b = tl.dot(tl.trans(dout), bq, ds_b, input_precision=PRECISION)
+        wide_b = tl.dot(weight, b, wide_b, input_precision=PRECISION)
+        if PAIRS > 0:
+            plain_b = tl.dot(minus.to(DOT), b, plain_b, input_precision=PRECISION)
+    return da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b
+
+
+@triton.jit
+def causal_dk_kernel(
+    q_ptr,  # [B, N, H, D]
+    k_ptr,  # [B, N, K, D]
+    v_ptr,  # [B, N, K, V]
+    dout_ptr,  # [B, N, H, V]
+    mask_ptr,
+    cu_ptr,
+    param_ptr,
+    cos_q_ptr,
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    inverse_ptr,  # [1, B, H, N] or [1, H, T]
+    drop_ptr,
+    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
+    dk_ptr,  # [B, N, K, D]
+    dparam_ptr,  # [splits, B * K, 2, D]
+    num_rows,
+    num_tokens,
+    kv_heads,
+    group,
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_dob,
+    stride_do,
+    stride_doh,
+    stride_dkb,
+    stride_dk,
+    stride_dkh,
+    stride_angle_q,
+    stride_angle_k,
+    query_param_group,
+    key_param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    SAME_ANGLES: tl.constexpr,
+    GROUPED: tl.constexpr,
+    LEARNED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk, from the last tile of a stretch to the first."""
+    sample = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
+    k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
+    v_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_vb, stride_v, PACKED)
+    do_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dob, stride_do, PACKED)
+    dk_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dkb, stride_dk, PACKED)
+    k_ptr += k_offset + head * stride_kh
+    v_ptr += v_offset + head * stride_vh
+    dk_ptr += dk_offset + head * stride_dkh
+    mask_ptr += tl.cast(sample, tl.int64) * num_tokens
+    cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    heads = kv_heads * group
+    key_params = param_ptr + (head // key_param_group) * num_params
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    after = after_ptr + place * (PARTS * D * (V + 2))
+    ds_a, dz_a = load_sums(after, D, V, BD, BV)
+    ds_b, dz_b = ds_a, dz_a
+    if PARTS == 2:
+        ds_b, dz_b = load_sums(after + D * (V + 2), D, V, BD, BV)
+    # turned: then a product of tiles in memory adds to them
+    ds_a = tl.trans(ds_a)
+    ds_b = tl.trans(ds_b)
+    # the first row begins with all of it: the rows are added up
+    first_row = tl.arange(0, 16)[:, None] == 0
+    wide_a = tl.where(first_row, dz_a[None, :], 0.0)
+    wide_b = tl.where(first_row, dz_b[None, :], 0.0)
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    unit = unit_matrix(BD, DOT)
+    ones = tl.full([BN, 16], 1.0, DOT)
+    p0 = tl.zeros([BD], tl.float32)
+    p1 = tl.zeros([BD], tl.float32)
+    tiles = tl.cdiv(tl.maximum(stop - start, 0), BN)
+    for tile in range(0, tiles):
+        first = start + (tiles - 1 - tile) * BN
+        exists = rows < stop - first
+        ok = exists
+        if HAS_MASK:
+            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+        # gradients of the turned features
+        high, low = cut(ds_a, DOT)
+        da = times(v, high, low, PRECISION)
+        db = da
+        if PARTS == 2:
+            high, low = cut(ds_b, DOT)
+            db = times(v, high, low, PRECISION)
+        # what belongs to the features before the turn, from z: the sixteen rows add up
+        high, low = cut(wide_a, DOT)
+        plain_a = da if PAIRS == 0 else tl.zeros([BN, BD], tl.float32)
+        plain_a = tl.dot(ones, low, tl.dot(ones, high, plain_a, input_precision=PRECISION), input_precision=PRECISION)
+        plain_b = plain_a
+        if PARTS == 2:
+            high, low = cut(wide_b, DOT)
+            plain_b = db if PAIRS == 0 else tl.zeros([BN, BD], tl.float32)
+            plain_b = tl.dot(ones, low, tl.dot(ones, high, plain_b, input_precision=PRECISION), input_precision=PRECISION)
+        if PAIRS == 0:
+            da = plain_a
+            db = plain_b
+        # a loop of one is none: the next tile is then read while this one is computed
+        for member in range(0, group if GROUPED else 1):
+            query_head = head * group + member if GROUPED else head
+            own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
+            dout, a, b, aq, bq = query_operands(
+                q_ptr + q_offset + query_head * stride_qh,
+                dout_ptr + do_offset + query_head * stride_doh,
+                inverse_ptr + own,
+                *(cos_q_ptr, sin_q_ptr, param_ptr + (query_head // query_param_group) * num_params, first, stop),
+                *(stride_q, stride_do, norm_scale, alpha, D, V, BD, BV, BN, MAP, PARTS, PAIRS, True, DOT),
+            )
+            drop = load_per_row(drop_ptr + own, first, rows, exists)
+            da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b = add_to_keys(
+                *(v, ones, drop, dout, a, b, aq, bq, da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b),
+                *(PARTS, PAIRS, SAME_ANGLES, DOT, PRECISION),
+            )
+        if PAIRS > 0:
+            da = plain_a + rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
+            if PARTS == 2:
+                db = plain_b + rotated(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
+        if PARTS == 1:
+            db = da
+        # last: until here its registers belong to the gradients
+        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        dx, g0, g1 = phi_key_gradient(x, da, db, key_params, channels, 0.0, alpha, D, MAP, CUBE)
+        # hidden keys get a gradient of zero, which must be written
+        store_rows(
+            dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
+        )
+        if LEARNED:
+            p0 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
+            p1 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)
+    if LEARNED:
+        dparam_ptr += place * (2 * D)
+        tl.store(dparam_ptr + channels, p0, mask=in_head)
+        tl.store(dparam_ptr + D + channels, p1, mask=in_head)
+
+
+@triton.jit
+def causal_dv_kernel(
+    q_ptr,  # [B, N, H, D]
+    k_ptr,  # [B, N, K, D]
+    dout_ptr,  # [B, N, H, V]
+    mask_ptr,
+    cu_ptr,
+    param_ptr,
+    cos_q_ptr,
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    inverse_ptr,  # [1, B, H, N] or [1, H, T]
+    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
+    dv_ptr,  # [B, N, K, V]
+    num_rows,
+    num_tokens,
+    kv_heads,
+    group,
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_dob,
+    stride_do,
+    stride_doh,
+    stride_dvb,
+    stride_dv,
+    stride_dvh,
+    stride_angle_q,
+    stride_angle_k,
+    query_param_group,
+    key_param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dv, from the last tile of a stretch to the first. Apart from dk: the two together need more registers than there are."""
+    sample = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
+    k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
+    do_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dob, stride_do, PACKED)
+    dv_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dvb, stride_dv, PACKED)
+    k_ptr += k_offset + head * stride_kh
+    dv_ptr += dv_offset + head * stride_dvh
+    mask_ptr += tl.cast(sample, tl.int64) * num_tokens
+    cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
+    cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    heads = kv_heads * group
+    key_params = param_ptr + (head // key_param_group) * num_params
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    after = after_ptr + place * (PARTS * D * (V + 2))
+    ds_a, dz_a = load_sums(after, D, V, BD, BV)
+    ds_b, dz_b = ds_a, dz_a
+    if PARTS == 2:
+        ds_b, dz_b = load_sums(after + D * (V + 2), D, V, BD, BV)
+    # turned: then a product of tiles in memory adds to them
+    ds_a = tl.trans(ds_a)
+    ds_b = tl.trans(ds_b)
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    unit = unit_matrix(BD, DOT)
+    TYPE: tl.constexpr = DOT if LEAN else None
+    tiles = tl.cdiv(tl.maximum(stop - start, 0), BN)
+    for tile in range(0, tiles):
+        first = start + (tiles - 1 - tile) * BN
+        exists = rows < stop - first
+        ok = exists
+        if HAS_MASK:
+            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
+        ak = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        bk = ak
+        dv = tl.dot(ak, tl.trans(ds_a.to(DOT)), input_precision=PRECISION)
+        if PARTS == 2:
+            bk = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+            dv = tl.dot(bk, tl.trans(ds_b.to(DOT)), dv, input_precision=PRECISION)
+        # a loop of one is none: the next tile is then read while this one is computed
+        for member in range(0, group if GROUPED else 1):
+            query_head = head * group + member if GROUPED else head
+            own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
+            dout, plain_aq, plain_bq, aq, bq = query_operands(
+                q_ptr + q_offset + query_head * stride_qh,
+                dout_ptr + do_offset + query_head * stride_doh,
+                inverse_ptr + own,
+                *(cos_q_ptr, sin_q_ptr, param_ptr + (query_head // query_param_group) * num_params, first, stop),
+                *(stride_q, stride_do, norm_scale, alpha, D, V, BD, BV, BN, MAP, PARTS, PAIRS, False, DOT),
+            )
+            dv, ds_a, ds_b = add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS, DOT, PRECISION)
+        # hidden keys get a gradient of zero, which must be written
+        store_rows(
+            dv_ptr, tl.where(ok[:, None], dv, 0.0) if HAS_MASK else dv, first, rows, exists, columns, columns < V, stride_dv
+        )

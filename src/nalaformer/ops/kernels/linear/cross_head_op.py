@@ -1,0 +1,112 @@
+"""Features of maps whose rows are all heads of a token together (focus and reflections across heads), or whose parameters
+differ from sample to sample.
+
+The attention kernels own one head and read one row of parameters for it, so these features are written out first: one pass
+that reads the tensor and writes its features, with the map of common/compiled/maps.py on a row of all channels.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from ...kernel_spec import KernelSpec
+from ..common.launch import on_device_of, processors, strides
+from ..common.op import eager, first_order
+from .bidirectional_op import parameter_gradient
+from .compiled.cross_head import features_gradient_kernel, features_kernel
+
+TILE_CHANNELS = 4096  # numbers in a tile: 32 per thread
+WARPS = 4
+PROGRAMS_PER_PROCESSOR = 8
+
+
+def features(x: Tensor, spec: KernelSpec) -> Tensor:
+    """Features of x [B, N, H, D] or [T, H, D], in its type: the map of `spec` over the channels of all heads of a token."""
+    assert spec.parameters is not None
+    heads, head_dim = x.shape[-2:]
+    rows = spec.parameters if spec.parameters.dim() == 3 else spec.parameters[None]  # [B or 1, heads of the map, P * D]
+    # from a row per head to one row: the same number of all heads side by side
+    rows = rows.unflatten(2, (-1, head_dim)).repeat_interleave(heads // rows.shape[1], dim=1).transpose(1, 2).flatten(1)
+    if torch.compiler.is_compiling():
+        return map_over_heads(x, rows, spec.name, spec.alpha)
+    return eager_map_over_heads(x, rows, spec.name, spec.alpha)
+
+
+def run_forward(x: Tensor, parameters: Tensor, name: str, alpha: float) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    samples, tiles, constants = cut(x)
+    with on_device_of(x):
+        features_kernel[(tiles, samples)](
+            x, parameters, out, *numbers(x, parameters, alpha), **constants, MAP=name, num_warps=WARPS
+        )
+    return out
+
+
+def run_backward(
+    dout: Tensor, x: Tensor, parameters: Tensor, name: str, alpha: float, is_learned: bool
+) -> tuple[Tensor, Tensor]:
+    """dx and the gradient of the parameters (empty if they are not learned)."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    samples, tiles, constants = cut(x)
+    # few programs that walk far: each adds up its own part of the gradient of the parameters
+    programs = min(tiles, max(1, PROGRAMS_PER_PROCESSOR * processors(x.device) // samples))
+    shape = (programs, samples, 2, constants["C"]) if is_learned else (0,)
+    partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    with on_device_of(x):
+        features_gradient_kernel[(programs, samples)](
+            *(x, dout.contiguous(), parameters, dx, partial),
+            *numbers(x, parameters, alpha),
+            **constants,
+            MAP=name,
+            LEARNED=is_learned,
+            num_warps=WARPS,
+        )
+    if not is_learned:
+        return dx, parameters.new_empty(0)
+    total = partial.sum(0)
+    return dx, parameter_gradient(name, parameters, total, torch.zeros_like(total))
+
+
+def cut(x: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Samples, tiles of tokens in each, and the sizes that the kernels are compiled for."""
+    tokens, heads, head_dim = x.shape[-3:]
+    channels = heads * head_dim
+    padded = triton.next_power_of_2(channels)
+    tile = max(1, TILE_CHANNELS // padded)
+    constants = {"D": head_dim, "C": channels, "BC": padded, "BN": tile}
+    return 1 if x.dim() == 3 else x.shape[0], triton.cdiv(tokens, tile), constants
+
+
+def numbers(x: Tensor, parameters: Tensor, alpha: float) -> tuple[int | float, ...]:
+    return x.shape[-3], *strides(x), 0 if parameters.shape[0] == 1 else parameters.stride(0), alpha
+
+
+map_over_heads = torch.library.custom_op("nalaformer::map_over_heads", mutates_args=())(run_forward)
+map_over_heads_backward = torch.library.custom_op("nalaformer::map_over_heads_backward", mutates_args=())(run_backward)
+
+
+@map_over_heads.register_fake
+def _(x, *rest):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
+@map_over_heads_backward.register_fake
+def _(dout, x, parameters, name, alpha, is_learned):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), torch.empty_like(parameters) if is_learned else parameters.new_empty(0)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, parameters, *ctx.settings = inputs
+    ctx.save_for_backward(x, parameters)
+    ctx.is_learned = parameters.requires_grad
+
+
+def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
+    dx, dparameters = run(dout, *ctx.saved_tensors, *ctx.settings, ctx.is_learned)
+    return dx, dparameters if ctx.is_learned else None, None, None
+
+
+eager_map_over_heads = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
+map_over_heads.register_autograd(
+    first_order(lambda ctx, dout: gradients(ctx, dout, map_over_heads_backward)), setup_context=_save
+)

@@ -1,0 +1,66 @@
+"""One token of recurrent attention as a torch.library operator."""
+
+import torch
+import triton
+from torch import Tensor
+
+from ..common.launch import on_device_of
+from .compiled.step import step_kernel
+
+
+@torch.library.custom_op("nalaformer::step", mutates_args=("state", "key_sum", "count", "log_scale"))
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    cos_q: Tensor | None,
+    sin_q: Tensor | None,
+    cos_k: Tensor | None,
+    sin_k: Tensor | None,
+    state: Tensor,
+    key_sum: Tensor,
+    count: Tensor,
+    log_scale: Tensor,
+    name: str,
+    parts: int,
+    streams: int,
+    norm_scale: float,
+    alpha: float,
+    eps: float,
+    log2_key_shift: float,
+    is_guarded: bool,
+    is_cube: bool,
+) -> Tensor:
+    """Output [B, 1, H, V] of one token; the four tensors of the state are updated."""
+    count.add_(1)
+    (batch, _, heads, head_dim), kv_heads, value_dim = q.shape, k.shape[2], v.shape[-1]
+    out = torch.empty(batch, 1, heads, value_dim, dtype=q.dtype, device=q.device)
+    rows = max(1, parameters.shape[0])
+    angles = [q if x is None else x for x in (cos_q, sin_q, cos_k, sin_k)]
+    with on_device_of(q):
+        step_kernel[(batch * kv_heads,)](
+            *(q, k, v, parameters, *angles, state, key_sum, count, log_scale, out),
+            *(kv_heads, heads // kv_heads),
+            *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
+            *(0 if x is None or x.dim() == 2 else x.stride(0) for x in (cos_q, cos_k)),
+            *(max(1, heads // rows), max(1, kv_heads // rows), parameters.shape[1]),
+            *(norm_scale, alpha, eps, log2_key_shift),
+            D=head_dim,
+            V=value_dim,
+            BD=max(16, triton.next_power_of_2(head_dim)),
+            BV=max(16, triton.next_power_of_2(value_dim)),
+            MAP=name,
+            PARTS=parts,
+            STREAMS=streams,
+            PAIRS=0 if cos_q is None else cos_q.shape[-1],
+            CUBE=is_cube,
+            GUARD=is_guarded,
+            num_warps=4,
+        )
+    return out
+
+
+@step.register_fake
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(*q.shape[:-1], v.shape[-1])

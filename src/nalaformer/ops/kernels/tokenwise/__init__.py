@@ -1,0 +1,1 @@
+"""What surrounds attention: depth-wise convolution, layer norm, scaled residual."""

@@ -1,0 +1,84 @@
+"""The scaled residual as torch.library operators, on tokens [B, N, C] without gaps."""
+
+import torch
+from torch import Tensor
+
+from ..common.launch import Description, Launches, kind, processors, start
+from ..common.op import eager, first_order
+from .compiled.residual import residual_gradient_kernel, residual_kernel
+from .layer_norm_op import BLOCK, GRADIENT_PROGRAMS, GRADIENT_STAGES, blocks
+
+_launches: Launches = {}
+
+
+def run_forward(x: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | None) -> Tensor:
+    """x + scale * keep * y: [B, N, C] in the type of x; scale: [C]; keep: [B]."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tensors = (x, y, x if scale is None else scale, x if keep is None else keep, out)
+
+    def describe() -> Description:
+        batch, tokens, channels = x.shape
+        size, columns = blocks(channels, BLOCK)
+        constants = {"C": channels, "BR": size, "BC": columns, "SCALED": scale is not None, "DROPPED": keep is not None}
+        return (-(-batch * tokens // size),), (batch * tokens, tokens), {**constants, "num_warps": 4, "num_stages": 1}
+
+    start(_launches, kind(x, y, scale, keep), residual_kernel, tensors, describe)
+    return out
+
+
+def run_backward(dout: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of y and of the scale (empty without one)."""
+    batch, tokens, channels = y.shape
+    dout = dout.contiguous()
+    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    size, columns = blocks(channels, BLOCK // 2)
+    steps = -(-batch * tokens // size)
+    stretch = -(-steps // (GRADIENT_PROGRAMS * processors(y.device)))
+    programs = -(-steps // stretch)
+    partial = torch.empty(programs if scale is not None else 0, channels, dtype=torch.float32, device=y.device)
+    tensors = (y, y if scale is None else scale, y if keep is None else keep, dout, dy, partial)
+
+    def describe() -> Description:
+        constants = {"C": channels, "BR": size, "BC": columns, "SCALED": scale is not None, "DROPPED": keep is not None}
+        return (programs,), (batch * tokens, tokens, stretch), {**constants, "STAGES": GRADIENT_STAGES, "num_warps": 4}
+
+    start(_launches, ("backward", kind(dout, y, scale, keep)), residual_gradient_kernel, tensors, describe)
+    return dy, partial.sum(0).to(scale.dtype) if scale is not None else y.new_empty(0)
+
+
+forward = torch.library.custom_op("nalaformer::residual", mutates_args=())(run_forward)
+backward = torch.library.custom_op("nalaformer::residual_backward", mutates_args=())(run_backward)
+
+
+@forward.register_fake
+def _(x, y, scale, keep):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
+@backward.register_fake
+def _(dout, y, scale, keep):  # type: ignore[no-untyped-def]
+    return y.new_empty(y.shape), y.new_empty(0) if scale is None else scale.new_empty(scale.shape)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[1:])
+
+
+def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
+    y, scale, keep = ctx.saved_tensors
+    dy, dscale = run(dout, y, scale, keep)
+    return dout, dy, None if scale is None else dscale, None
+
+
+def _backward(ctx, dout):  # type: ignore[no-untyped-def]
+    return gradients(ctx, dout, backward)
+
+
+forward.register_autograd(first_order(_backward), setup_context=_save)
+
+eager_add = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
+
+
+def add(x: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | None) -> Tensor:
+    """Through the dispatcher while torch.compile traces, directly otherwise."""
+    return (forward if torch.compiler.is_compiling() else eager_add)(x, y, scale, keep)
