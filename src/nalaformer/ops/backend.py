@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..registry import unknown_name
 from .exporting import is_exporting
 from .features import FeatureMapLike
+from .kernel_spec import KernelSpec
 from .rotary import Rotary
 
 BACKENDS = {
@@ -63,6 +65,13 @@ def use_backend(name: str) -> Iterator[None]:
         set_backend(before)
 
 
+class Choice(NamedTuple):
+    """The backend of a call, and for the kernels what they compute of the map; None: they read its features."""
+
+    backend: str
+    spec: KernelSpec | None = None
+
+
 def choose(
     q: Tensor,
     k: Tensor,
@@ -73,19 +82,24 @@ def choose(
     rotary: tuple[Rotary | None, Rotary | None],
     samples: int | None = None,
     is_step: bool = False,
-) -> str:
+) -> Choice:
     """The backend for this call; an explicit "triton" that cannot serve it raises with the reason.
 
     samples: packed sequences; q's by default. is_step: one token after a state, which has a kernel of its own.
     """
     if _setting in ("reference", "chunked"):
-        return _setting
-    reason = why_not_triton(q, k, v, feature_map, causal, rotary, samples or q.shape[0], is_step)
+        return Choice(_setting)
+    reason = why_not_on(q) or why_not_on(k) or why_not_on(v)
     if reason is None:
-        return "triton"
+        # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
+        is_normalised = rotary[0] is not None and rotary[0].normalised
+        spec = None if is_normalised else feature_map.kernel_spec(q.device)
+        reason = why_not_triton(q, k, v, feature_map, spec, causal, rotary, samples or q.shape[0], is_step)
+        if reason is None:
+            return Choice("triton", spec)
     if _setting == "triton":
         raise ValueError(f"the triton backend cannot serve this call: {reason}; use set_backend('auto')")
-    return "chunked"
+    return Choice("chunked")
 
 
 def why_no_triton_here() -> str | None:
@@ -121,18 +135,13 @@ def why_not_triton(
     k: Tensor,
     v: Tensor,
     feature_map: FeatureMapLike,
+    spec: KernelSpec | None,
     causal: bool,
     rotary: tuple[Rotary | None, Rotary | None],
     samples: int,
     is_step: bool,
 ) -> str | None:
-    """Why this call cannot use the kernels; None if it can."""
-    reason = why_not_on(q) or why_not_on(k) or why_not_on(v)
-    if reason:
-        return reason
-    is_normalised = rotary[0] is not None and rotary[0].normalised
-    # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
-    spec = None if is_normalised else feature_map.kernel_spec(q.device)
+    """Why the kernels cannot serve this call, on tensors that they can take; None if they can."""
     if causal and not is_step and spec is not None and spec.is_guarded:
         return "features without a bound need a scale per row in causal attention, which the kernels lack"
     features = feature_map.head_dim
@@ -141,7 +150,7 @@ def why_not_triton(
             return "a map with two streams needs a kernel of its own"
         # no token at all tells the size of the features without computing any
         features = feature_map.key(k[:, :0].to(torch.float32)).shape[-1]
-        features += features // 2 if is_normalised else 0
+        features += features // 2 if rotary[0] is not None and rotary[0].normalised else 0
         if features > LARGEST_FEATURES:
             return f"{features} features do not fit on chip, {LARGEST_FEATURES} do"
     if feature_map.head_dim > LARGEST_HEAD or v.shape[-1] > LARGEST_HEAD:

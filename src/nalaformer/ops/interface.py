@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import chunked, reference
-from .backend import choose
+from .backend import Choice, choose, get_backend
 from .checks import (
     RotaryArgument,
     RotaryPair,
@@ -21,6 +21,7 @@ from .checks import (
     check_tensors,
 )
 from .features import FeatureMapLike, outside_autocast
+from .kernel_spec import KernelSpec
 from .state import LinearState
 
 
@@ -63,9 +64,9 @@ def linear_attention(
     # low-precision matmuls under autocast would undo the float32 sums
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
-        backend = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns)
+        backend, spec = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns)
         if backend == "triton":
-            return _fused(q, k, v, mapped, causal, turns, key_mask, None, 0, eps, needs_grad)
+            return _fused(q, k, v, mapped, spec, causal, turns, key_mask, None, 0, eps, needs_grad)
         if backend == "reference":
             out = reference.linear_attention(
                 q, k, v, feature_map=mapped, causal=causal, rotary=turns, key_mask=key_mask, eps=eps
@@ -102,7 +103,7 @@ def recurrent_linear_attention(
     recompute = _needs_grad(q, k, v, feature_map, state)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
-        backend = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns)
+        backend, spec = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns)
         if backend == "reference":
             return reference.recurrent_linear_attention(
                 q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=key_mask, eps=eps
@@ -115,6 +116,7 @@ def recurrent_linear_attention(
                 k,
                 v,
                 feature_map=mapped,
+                spec=spec,
                 state=state,
                 want_state=True,
                 rotary=turns,
@@ -165,12 +167,14 @@ def recurrent_step_(
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=None, causal=True)
         fits = all(tensor.is_contiguous() for tensor in state.tensors().values()) and state.state.dtype == torch.float32
-        backend = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_step=True)
-        if fits and backend == "triton":
+        choice = Choice("chunked")
+        if fits or get_backend() == "reference":
+            choice = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_step=True)
+        if choice.backend == "triton":
             from . import kernels
 
-            return kernels.step_(state, q, k, v, feature_map=mapped, rotary=turns, eps=eps)
-        if backend == "reference":
+            return kernels.step_(state, q, k, v, feature_map=mapped, spec=choice.spec, rotary=turns, eps=eps)
+        if choice.backend == "reference":
             out, after = reference.recurrent_linear_attention(
                 q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=None, eps=eps
             )
@@ -258,9 +262,10 @@ def _packed(
         # a map that looks at all tokens must see each sequence by itself
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
         of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
-        if is_same and of_all(feature_map=feature_map) == "triton":
+        backend, spec = of_all(feature_map=feature_map) if is_same else Choice("chunked")
+        if backend == "triton":
             bounds, keep = cu_seqlens.to(q.device), _needs_grad(q, k, v, feature_map)
-            return _fused(q, spread_k[0], spread_v[0], feature_map, causal, pair, None, bounds, max(lengths), eps, keep)
+            return _fused(q, spread_k[0], spread_v[0], feature_map, spec, causal, pair, None, bounds, max(lengths), eps, keep)
     outputs = []
     start = 0
     parts = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
@@ -286,6 +291,7 @@ def _fused(
     k: Tensor,
     v: Tensor,
     feature_map: FeatureMapLike,
+    spec: KernelSpec | None,
     causal: bool,
     rotary: RotaryPair,
     key_mask: Tensor | None,
@@ -303,6 +309,7 @@ def _fused(
             k,
             v,
             feature_map=feature_map,
+            spec=spec,
             rotary=rotary,
             key_mask=key_mask,
             cu_seqlens=cu_seqlens,
@@ -315,6 +322,7 @@ def _fused(
         k,
         v,
         feature_map=feature_map,
+        spec=spec,
         state=None,
         want_state=False,
         rotary=rotary,

@@ -6,6 +6,21 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class MapSettings(NamedTuple):
+    """The plain values of a call's feature map: one bundle from the call to the launch."""
+
+    name: str
+    parts: int
+    streams: int
+    norm_scale: float
+    alpha: float
+    eps: float
+    """For true features."""
+    log2_key_shift: float
+    is_guarded: bool
+    is_cube: bool
+
+
 class KernelSpec(NamedTuple):
     """A map that the kernels know by name (kernels/common/compiled/maps.py), with its parameters as one row per head."""
 
@@ -28,6 +43,10 @@ class KernelSpec(NamedTuple):
     spans_heads: bool = False
     """Rows are all heads of a token together; with more than one head, features are written out before attention. Then
     parameters may be [B, heads of the map, P], other ones for each sample."""
+
+    def settings(self, *, streams: int, eps: float) -> MapSettings:
+        plain = (self.norm_scale, self.alpha, eps, self.log2_key_shift, self.is_guarded, self.is_cube)
+        return MapSettings(self.name, self.parts, streams, *plain)
 
     @property
     def is_written_out(self) -> bool:

@@ -26,7 +26,7 @@ def stretches(request, monkeypatch):
     spread = (64, 1) if request.param else (1, 100)
     monkeypatch.setattr(call, "SPREAD", dict.fromkeys(call.SPREAD, spread))
     # compiled launches remember how the tokens were spread
-    monkeypatch.setattr(call, "_calls", {})
+    monkeypatch.setattr(call, "CALLS", {})
 
 
 @pytest.mark.parametrize("name", CAUSAL_MAPS)
@@ -40,7 +40,7 @@ def test_tiles_of_one_kernel_may_be_longer_than_stretches(kernel, monkeypatch):
 
     # of 16 tokens, by the forward kernel's tile
     monkeypatch.setattr(call, "SPREAD", dict.fromkeys(call.SPREAD, (64, 1)))
-    monkeypatch.setattr(call, "_calls", {})
+    monkeypatch.setattr(call, "CALLS", {})
     sizes = dict.fromkeys(call.TILES, 32) | {kernel: 64}
     monkeypatch.setattr(call, "TILES", {name: {64: call.Tile(size, 4, 1)} for name, size in sizes.items()})
     check("norm_aware", make(*[(1, 80, 1, 8)] * 3), heads=1, head_dim=8, causal=True)

@@ -43,7 +43,7 @@ def test_result_does_not_depend_on_tiles(longest_whole, monkeypatch):
     arguments = {"heads": 1, "head_dim": 8}
     first = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
     monkeypatch.setattr(calls, "TILES", {kernel: {256: calls.Tile(128, 4, 1)} for kernel in calls.TILES})
-    monkeypatch.setattr(calls, "_calls", {})
+    monkeypatch.setattr(calls, "CALLS", {})
     second = outcome("triton", "norm_aware", torch.float32, tensors, torch.ones(1, tokens, 1, 8, device=DEVICE), **arguments)
     for x, y in zip(first, second, strict=True):
         assert relative_error(x, y.double()) < 1e-6
@@ -55,23 +55,22 @@ def test_operator_keeps_the_contract_of_torch_library(name):
 
     spec = nalaformer.feature_map(name, num_heads=2, head_dim=8).to(DEVICE).kernel_spec(torch.device(DEVICE))
     q, k, v = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 3))
-    settings = (0, spec.name, spec.parts, spec.parts if name == "polarity" else 1, 1.0, 0.0, 1e-6)
-    flags = (spec.is_guarded, spec.is_cube, True)
-    arguments = (q, k, v, spec.parameters.detach(), None, None, None, None, None, None, *settings, *flags)
+    settings = spec.settings(streams=spec.parts if name == "polarity" else 1, eps=1e-6)
+    arguments = (q, k, v, spec.parameters.detach(), *[None] * 6, 0, *settings, True)
     # aot_dispatch repeats what tests/test_export.py asks of torch.compile, minutes long in the interpreter
     torch.library.opcheck(
-        bidirectional_op.bidirectional, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        bidirectional_op.forward, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
     )
 
 
 @pytest.mark.parametrize("name", ["focused", "reflection"])
-def test_map_over_heads_keeps_the_contract_of_torch_library(name):
-    from nalaformer.ops.kernels.linear.cross_head_op import map_over_heads
+def test_map_across_heads_keeps_the_contract_of_torch_library(name):
+    from nalaformer.ops.kernels.linear.cross_head_op import forward
 
     (x,) = make((1, 9, 2, 8))
     rows = torch.rand(1, 16 if name == "focused" else 32, device=DEVICE, requires_grad=True)
     torch.library.opcheck(
-        map_over_heads,
+        forward,
         (x.requires_grad_(), rows, name, 3.0),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
@@ -81,15 +80,14 @@ def test_causal_operator_keeps_the_contract_of_torch_library():
     from nalaformer.ops.kernels.linear import causal_op
     from nalaformer.ops.kernels.linear.step_op import step
 
-    parameters = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=8).kernel_spec(torch.device(DEVICE)).parameters
+    spec = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=8).kernel_spec(torch.device(DEVICE))
+    parameters, settings = spec.parameters, spec.settings(streams=1, eps=1e-6)
     q, k, v = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 3))
-    settings = (0, "norm_aware_split", 2, 1.0, 0.0, 1e-6, True, True, True)
-    arguments = (q, k, v, parameters, *[None] * 7, *settings)
+    arguments = (q, k, v, parameters, *[None] * 7, 0, *settings, True, True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(causal_op.causal, arguments, test_utils=checks)
+    torch.library.opcheck(causal_op.forward, arguments, test_utils=checks)
     state = nalaformer.LinearState.empty(1, 2, 16, 8, device=DEVICE)
     token = [x[:, :1].detach() for x in (q, k, v)]
-    settings = ("norm_aware_split", 2, 1, 1.0, 0.0, 1e-6, 30.0, False, True)
     torch.library.opcheck(step, (*token, parameters, *[None] * 4, *state.tensors().values(), *settings), test_utils=checks[::2])
 
 
@@ -149,11 +147,11 @@ def call(monkeypatch):
     """What the launches for some input share."""
     from nalaformer.ops.kernels.linear import call as calls
 
-    monkeypatch.setattr(calls, "_calls", {})
+    monkeypatch.setattr(calls, "CALLS", {})
     with nalaformer.use_backend("triton"):
         relu = nalaformer.feature_map("relu", num_heads=1, head_dim=8)
         nalaformer.linear_attention(*make(*[(1, 5, 1, 8)] * 3), feature_map=relu)
-    (made,) = calls._calls.values()
+    (made,) = calls.CALLS.values()
     return made
 
 

@@ -35,7 +35,7 @@ def test_long_inputs_are_split_over_programs(name, monkeypatch):
     # what counts as long is a setting, and the interpreter is slow
     monkeypatch.setattr(call, "WHOLE_TOKENS", 100)
     monkeypatch.setattr(call, "SPREAD", dict.fromkeys(call.SPREAD, (2, 1)))
-    monkeypatch.setattr(call, "_calls", {})
+    monkeypatch.setattr(call, "CALLS", {})
     # three programs: two tiles, two tiles, and a part of one
     check(name, make(*[(1, 150, 1, 8)] * 3), heads=1, head_dim=8)
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ..features import FeatureMapLike, compute_dtype, hide
-from ..kernel_spec import KernelSpec
+from ..kernel_spec import KernelSpec, MapSettings
 from ..rotary import Rotary
 from ..state import LinearState
 from .linear import bidirectional_op, causal_op, cross_head_op
+from .linear.call import TokenLayout
 from .linear.step_op import step
 
 RotaryPair = tuple[Rotary | None, Rotary | None]
@@ -22,23 +23,26 @@ class Prepared(NamedTuple):
     k: Tensor
     v: Tensor
     parameters: Tensor
-    angles: list[Tensor | None]
-    """cos and sin of the queries, then of the keys."""
-    key_mask: Tensor | None
-    spec: KernelSpec
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.q, self.k, self.v, self.parameters, *self.angles, self.key_mask
+    layout: TokenLayout
+    settings: MapSettings
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMapLike, rotary: RotaryPair, key_mask: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    spec: KernelSpec | None,
+    rotary: RotaryPair,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    longest: int = 0,
+    eps: float,
 ) -> Prepared:
     """Maps that the kernels do not know, or not for a head by itself, are computed here; the others are left to them."""
-    is_normalised = rotary[0] is not None and rotary[0].normalised
-    spec = None if is_normalised else feature_map.kernel_spec(q.device)
     if spec is None:
+        is_normalised = rotary[0] is not None and rotary[0].normalised
         q, k = mapped(feature_map, q, k, rotary if is_normalised else (None, None), key_mask)
         rotary = (None, None) if is_normalised else rotary
         spec = KernelSpec("identity", parts=1)
@@ -50,14 +54,15 @@ def prepare(
     elif spec.is_written_out or (spec.spans_heads and max(q.shape[-2], k.shape[-2]) > 1):
         q, k = (cross_head_op.features(x, spec) for x in (q, hide(k, key_mask)))
         spec = KernelSpec("identity", parts=1)
-    angles: list[Tensor | None] = [None] * 4
+    angles: tuple[Tensor | None, ...] = (None, None, None, None)
     if rotary[0] is not None and rotary[1] is not None:
-        angles = [*rotary[0].tables(), *rotary[1].tables()]
+        angles = (*rotary[0].tables(), *rotary[1].tables())
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     parameters = spec.parameters
     if parameters is None:
         parameters = q.new_empty(1, 0, dtype=torch.float32)
-    return Prepared(q, k, v, parameters, angles, None if key_mask is None else key_mask.contiguous(), spec)
+    layout = TokenLayout(*angles, None if key_mask is None else key_mask.contiguous(), cu_seqlens, longest)
+    return Prepared(q, k, v, parameters, layout, spec.settings(streams=feature_map.streams, eps=eps))
 
 
 def linear_attention(
@@ -66,6 +71,7 @@ def linear_attention(
     v: Tensor,
     *,
     feature_map: FeatureMapLike,
+    spec: KernelSpec | None,
     rotary: RotaryPair,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -74,23 +80,17 @@ def linear_attention(
     keep: bool,
 ) -> Tensor:
     """Bidirectional attention; [B, N, H, D] inputs, or [T, H, D] with cu_seqlens. `keep`: a backward pass may follow."""
-    ready = prepare(q, k, v, feature_map=feature_map, rotary=rotary, key_mask=key_mask)
-    spec = ready.spec
-    out = bidirectional_op.attend(
-        *ready.tensors,
-        cu_seqlens,
-        longest,
-        spec.name,
-        spec.parts,
-        feature_map.streams,
-        spec.norm_scale,
-        spec.alpha,
-        eps * 2.0**-spec.log2_key_shift,
-        spec.is_guarded,
-        spec.is_cube,
-        keep,
+    ready = prepare(
+        *(q, k, v),
+        feature_map=feature_map,
+        spec=spec,
+        rotary=rotary,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        longest=longest,
+        eps=eps,
     )
-    return out.to(q.dtype)
+    return bidirectional_op.attend(*ready, keep).to(q.dtype)
 
 
 def causal_linear_attention(
@@ -99,6 +99,7 @@ def causal_linear_attention(
     v: Tensor,
     *,
     feature_map: FeatureMapLike,
+    spec: KernelSpec | None,
     state: LinearState | None,
     want_state: bool,
     rotary: RotaryPair,
@@ -109,23 +110,20 @@ def causal_linear_attention(
     keep: bool,
 ) -> tuple[Tensor, LinearState | None]:
     """Causal attention after `state`, and if wanted the state after the last token. Shapes as above; a state needs a batch."""
-    ready = prepare(q, k, v, feature_map=feature_map, rotary=rotary, key_mask=key_mask)
-    spec = ready.spec
-    unit = 2.0**spec.log2_key_shift
-    out, total = causal_op.attend(
-        *ready.tensors,
-        cu_seqlens,
-        None if state is None else sums_of(state, spec.parts, unit),
-        longest,
-        spec.name,
-        spec.parts,
-        spec.norm_scale,
-        spec.alpha,
-        eps / unit,
-        spec.is_cube,
-        want_state,
-        keep or (state is not None and state.state.requires_grad),
+    *tensors, layout, settings = prepare(
+        *(q, k, v),
+        feature_map=feature_map,
+        spec=spec,
+        rotary=rotary,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        longest=longest,
+        eps=eps,
     )
+    unit = 2.0**settings.log2_key_shift
+    initial = None if state is None else sums_of(state, settings.parts, unit)
+    keep = keep or (state is not None and state.state.requires_grad)
+    out, total = causal_op.attend(*tensors, initial, layout, settings, want_state, keep)
     out = out.to(q.dtype)
     if not want_state:
         return out, None
@@ -137,25 +135,20 @@ def causal_linear_attention(
 
 
 def step_(
-    state: LinearState, q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMapLike, rotary: RotaryPair, eps: float
+    state: LinearState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    spec: KernelSpec | None,
+    rotary: RotaryPair,
+    eps: float,
 ) -> Tensor:
     """One token after `state`, which becomes the state after it; its tensors must be contiguous."""
-    ready = prepare(q, k, v, feature_map=feature_map, rotary=rotary, key_mask=None)
-    spec = ready.spec
-    out = step(
-        *ready.tensors[:-1],
-        *(state.state, state.key_sum, state.count, state.log_scale),
-        spec.name,
-        spec.parts,
-        feature_map.streams,
-        spec.norm_scale,
-        spec.alpha,
-        eps,
-        spec.log2_key_shift,
-        spec.is_guarded,
-        spec.is_cube,
-    )
-    return out.to(q.dtype)
+    ready = prepare(q, k, v, feature_map=feature_map, spec=spec, rotary=rotary, key_mask=None, eps=eps)
+    sums = (state.state, state.key_sum, state.count, state.log_scale)
+    return step(*ready[:4], *ready.layout[:4], *sums, *ready.settings).to(q.dtype)
 
 
 def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,21 @@ from torch import Tensor
 from ...backend import INTERPRETING
 from . import machine_code
 
-Launches = dict[object, Any]
+T = TypeVar("T")
+
+
+class Bounded(dict[object, T]):
+    """What was made for earlier calls, forgotten all at once when it has become too much: whoever needs it makes it again."""
+
+    MOST = 4096
+
+    def __setitem__(self, key: object, value: T) -> None:
+        if len(self) >= self.MOST:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+Launches = Bounded[Any]
 # of the compiler, not of a kernel
 OPTIONS = ("num_warps", "num_stages")
 # of a kernel that the assembler breaks (machine_code.py): the last is slow and right, since what breaks are products of warp

@@ -1,11 +1,17 @@
-"""Kernels with gradients without torch's dispatcher, whose operators written in Python cost more than small kernels do."""
+"""Kernels as functions of torch: an operator for torch.compile, a plain function with gradients for everybody else.
 
-from collections.abc import Callable
+torch.compile sees the shapes and gradients of an operator, not its code. Elsewhere kernels run without torch's dispatcher:
+its operators written in Python cost more than small kernels do.
+"""
+
+from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
+from itertools import islice
 from typing import Any
 
 import torch
 
-Gradients = Callable[..., tuple[Any, ...]]
+Run = Callable[..., Any]
 
 
 class OnceDifferentiable(torch.autograd.Function):
@@ -27,7 +33,7 @@ class OnceDifferentiable(torch.autograd.Function):
         )
 
 
-def first_order(gradients: Gradients) -> Gradients:
+def first_order(gradients: Run) -> Run:
     """gradients(ctx, *of the outputs) that refuse to be differentiated; ctx must have saved whatever they depend on."""
 
     def run(ctx, *of_outputs):  # type: ignore[no-untyped-def]
@@ -47,24 +53,82 @@ def first_order(gradients: Gradients) -> Gradients:
     return run
 
 
-def eager(
-    run: Callable[..., Any],
-    save: Callable[[Any, tuple[Any, ...], Any], None],
-    gradients: Gradients,
-    given: Callable[[Any], Any] = lambda output: output,
-) -> Callable[..., Any]:
-    """`run` as a function with gradients: what an operator is for torch.compile, this is for everybody else.
+def is_bundle(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
-    save(ctx, inputs, output) keeps what gradients(ctx, *of the outputs) needs; `given`: which outputs the caller gets.
+
+def spread(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments with named tuples field by field, since an operator of torch takes no tuples."""
+    return [leaf for x in arguments for leaf in (x if isinstance(x, tuple) else (x,))]
+
+
+def gathered(kinds: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """The arguments of these kinds from their fields: what `spread` took apart."""
+    rest = iter(leaves)
+    return [kind(*islice(rest, len(kind._fields))) if is_bundle(kind) else next(rest) for kind in kinds]
+
+
+def custom_op(name: str, run: Run, shapes: Run, mutates: Sequence[str] = ()) -> Any:
+    """`run` as nalaformer::name, which takes spread arguments; `shapes` gives empty outputs for the arguments of `run`."""
+    plain = signature(run)
+    kinds = [parameter.annotation for parameter in plain.parameters.values()]
+    leaves: list[Parameter] = []
+    for parameter in plain.parameters.values():
+        kind = parameter.annotation
+        fields = kind.__annotations__ if is_bundle(kind) else {parameter.name: kind}
+        leaves += [Parameter(field, Parameter.POSITIONAL_OR_KEYWORD, annotation=leaf) for field, leaf in fields.items()]
+
+    def flat(*given: Any) -> Any:
+        return run(*gathered(kinds, given))
+
+    flat.__signature__ = plain.replace(parameters=leaves)  # type: ignore[attr-defined]
+    made = torch.library.custom_op(f"nalaformer::{name}", flat, mutates_args=mutates)
+    made.register_fake(lambda *given: shapes(*gathered(kinds, given)))
+    return made
+
+
+def operator(
+    name: str, run: tuple[Run, Run], run_backward: tuple[Run, Run], *, save: Run, gradients: Run, outputs: int = 1
+) -> tuple[Run, Any, Any]:
+    """A function with first-order gradients, and the operators nalaformer::name and nalaformer::name_backward behind it.
+
+    run, run_backward: what computes, and what gives empty outputs for the same arguments.
+    save(ctx, inputs, output): keeps what gradients need; inputs of which there are gradients come before named tuples.
+    gradients(ctx, backward, *of_outputs): of the first inputs, by the `backward` given; nobody sees those not asked for.
+    outputs: how many of the forward pass the caller gets, whose gradients are given; the others are kept for gradients alone.
     """
+    kinds = [parameter.annotation for parameter in signature(run[0]).parameters.values()]
+    forward_op, backward_op = custom_op(name, *run), custom_op(f"{name}_backward", *run_backward)
+
+    def given(output: Any) -> Any:
+        if not isinstance(output, tuple):
+            return output
+        return output[0] if outputs == 1 else output[:outputs]
+
+    def derived(by: Run) -> Run:
+        def of_inputs(ctx, *of_outputs):  # type: ignore[no-untyped-def]
+            found, asked = gradients(ctx, by, *of_outputs[:outputs]), ctx.needs_input_grad
+            of_first = [x if is_asked else None for x, is_asked in zip(found, asked, strict=False)]
+            return *of_first, *[None] * (len(asked) - len(found))
+
+        return first_order(of_inputs)
 
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-            output = run(*inputs)
+            output = run[0](*inputs)
             save(ctx, inputs, output)
             return given(output)
 
-        backward = staticmethod(first_order(gradients))
+        backward = staticmethod(derived(run_backward[0]))
 
-    return Eager.apply
+    forward_op.register_autograd(
+        derived(lambda *arguments: backward_op(*spread(arguments))),
+        setup_context=lambda ctx, inputs, output: save(ctx, gathered(kinds, inputs), output),
+    )
+    eager = Eager.apply
+
+    def call(*inputs: Any) -> Any:
+        return given(forward_op(*spread(inputs))) if torch.compiler.is_compiling() else eager(*inputs)
+
+    return call, forward_op, backward_op

@@ -1,4 +1,4 @@
-"""The exact branch of hybrid attention as torch.library operators; compiled/exact.py says what the arguments are."""
+"""The exact branch of hybrid attention as an operator; compiled/exact.py says what the arguments are."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..common.launch import Description, kind, processors, start, strides
-from ..common.op import eager, first_order
+from ..common.op import operator
 from .compiled.exact import exact_dq_kernel, exact_kernel
 from .compiled.exact_keys import exact_store_kernel, exact_window_kernel
 from .launch import LAUNCHES, operand, operand_constants, padded, tile_of, with_rows_of_numbers
@@ -153,47 +153,25 @@ def _numbers(
     return (*sizes, *groups, *strides(q), *strides(k), *strides(v), scale * LOG2_E)
 
 
-forward = torch.library.custom_op("nalaformer::hybrid_exact", mutates_args=())(run_forward)
-backward = torch.library.custom_op("nalaformer::hybrid_exact_backward", mutates_args=())(run_backward)
-
-
-@forward.register_fake
-def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+def shapes(q, k, v, *rest):  # type: ignore[no-untyped-def]
     row_max, total = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     best = q.new_empty(q.shape[:3] if rest[-2] else 0, dtype=torch.int32)
     return row_max, total, q.new_empty(*q.shape[:3], v.shape[-1], dtype=torch.float32), best
 
 
-@backward.register_fake
-def _(dmax, dtotal, dweighted, row_max, best, *rest):  # type: ignore[no-untyped-def]
+def gradient_shapes(dmax, dtotal, dweighted, row_max, best, *rest):  # type: ignore[no-untyped-def]
     return tuple(x.new_empty(x.shape) for x in rest[:5])
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(output[0], output[3], *inputs[:7])
     ctx.settings = inputs[7:]
 
 
-def gradients(ctx, dmax, dtotal, dweighted, run):  # type: ignore[no-untyped-def]
-    return *run(dmax, dtotal, dweighted, *ctx.saved_tensors, *ctx.settings), *[None] * 8
+def gradients(ctx, run, dmax, dtotal, dweighted):  # type: ignore[no-untyped-def]
+    return run(dmax, dtotal, dweighted, *ctx.saved_tensors, *ctx.settings)
 
 
-def _backward(ctx, dmax, dtotal, dweighted, _):  # type: ignore[no-untyped-def]
-    return gradients(ctx, dmax, dtotal, dweighted, backward)
-
-
-forward.register_autograd(first_order(_backward), setup_context=_save)
-
-eager_attend = eager(
-    run_forward,
-    _save,
-    lambda ctx, dmax, dtotal, dweighted: gradients(ctx, dmax, dtotal, dweighted, run_backward),
-    given=lambda output: output[:3],
+attend, forward, backward = operator(
+    "hybrid_exact", (run_forward, shapes), (run_backward, gradient_shapes), save=save, gradients=gradients, outputs=3
 )
-
-
-def attend(*arguments) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    """Through the dispatcher while torch.compile traces, directly otherwise."""
-    if torch.compiler.is_compiling():
-        return forward(*arguments)[:3]
-    return eager_attend(*arguments)

@@ -12,7 +12,7 @@ from ..common.launch import PRECISION, Launches
 
 # matrix units take no less than 16 at a time, and are no faster below 32
 SMALLEST = 32
-LAUNCHES: Launches = {}
+LAUNCHES = Launches()
 
 
 class Tile(NamedTuple):

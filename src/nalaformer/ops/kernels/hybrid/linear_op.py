@@ -1,4 +1,4 @@
-"""The linear branch of hybrid attention as torch.library operators; compiled/linear.py explains.
+"""The linear branch of hybrid attention as an operator; compiled/linear.py explains.
 
 Shapes: queries [B, R * T, H, D]; keys [B, m * i, H, D] of m <= R chunks that leave one after another, i tokens of each; both
 float32, on their way to features of size F: `name` says how, "softmax" (of both signs, F = 2 D) or "identity". Features are
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..common.launch import Description, kind, processors, start, strides
-from ..common.op import eager, first_order
+from ..common.op import operator
 from ..common.split_sums_launch import prefix
 from .compiled.features import signed_softmax_gradient_kernel, signed_softmax_kernel
 from .compiled.linear import stretch_sums_kernel, walk_kernel
@@ -232,12 +232,7 @@ def _options(constants: dict[str, Any], tile: Tile, dtype: torch.dtype) -> dict[
     return constants | {"num_warps": tile.warps, "num_stages": tile.stages} | operand_constants(dtype)
 
 
-forward = torch.library.custom_op("nalaformer::hybrid_linear", mutates_args=())(run_forward)
-backward = torch.library.custom_op("nalaformer::hybrid_linear_backward", mutates_args=())(run_backward)
-
-
-@forward.register_fake
-def _(queries, keys, values, counts, initial, groups, per_chunk, name):  # type: ignore[no-untyped-def]
+def shapes(queries, keys, values, counts, initial, groups, per_chunk, name):  # type: ignore[no-untyped-def]
     batch, rows, heads, features = queries.shape
     features = features if name == "identity" else 2 * features
     count, _ = stretches(batch * heads, -(-values.shape[-1] // COLUMNS), groups, values.device)
@@ -246,40 +241,23 @@ def _(queries, keys, values, counts, initial, groups, per_chunk, name):  # type:
     return total.new_empty(batch, rows, heads, values.shape[-1]), total, torch.empty_like(before[0]), before
 
 
-@backward.register_fake
-def _(dweighted, dtotal, dafter, queries, keys, values, counts, before, *rest):  # type: ignore[no-untyped-def]
+def gradient_shapes(dweighted, dtotal, dafter, queries, keys, values, counts, before, *rest):  # type: ignore[no-untyped-def]
     return *(x.new_empty(x.shape) for x in (queries, keys, values)), torch.empty_like(before[0])
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, initial, groups, per_chunk, name = inputs
     # the sums have no graph outside of the operator: what they began with stands for them
     ctx.save_for_backward(*tensors, output[3], initial)
     ctx.settings = groups, per_chunk, name
 
 
-def gradients(ctx, dweighted, dtotal, dafter, run):  # type: ignore[no-untyped-def]
-    *kept, initial = ctx.saved_tensors
-    dqueries, dkeys, dvalues, dinitial = run(dweighted, dtotal, dafter, *kept, *ctx.settings)
-    return dqueries, dkeys, dvalues, None, None if initial is None else dinitial, None, None, None
+def gradients(ctx, run, dweighted, dtotal, dafter):  # type: ignore[no-untyped-def]
+    *kept, _ = ctx.saved_tensors
+    *of_tokens, dinitial = run(dweighted, dtotal, dafter, *kept, *ctx.settings)
+    return *of_tokens, None, dinitial
 
 
-def _backward(ctx, dweighted, dtotal, dafter, *unused):  # type: ignore[no-untyped-def]
-    return gradients(ctx, dweighted, dtotal, dafter, backward)
-
-
-forward.register_autograd(first_order(_backward), setup_context=_save)
-
-eager_attend = eager(
-    run_forward,
-    _save,
-    lambda ctx, dweighted, dtotal, dafter: gradients(ctx, dweighted, dtotal, dafter, run_backward),
-    given=lambda output: output[:3],
+attend, forward, backward = operator(
+    "hybrid_linear", (run_forward, shapes), (run_backward, gradient_shapes), save=save, gradients=gradients, outputs=3
 )
-
-
-def attend(*arguments) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    """Through the dispatcher while torch.compile traces, directly otherwise."""
-    if torch.compiler.is_compiling():
-        return forward(*arguments)[:3]
-    return eager_attend(*arguments)

@@ -1,10 +1,10 @@
-"""The join of hybrid attention's branches as torch.library operators; compiled/merge.py has the formula."""
+"""The join of hybrid attention's branches as an operator; compiled/merge.py has the formula."""
 
 import torch
 from torch import Tensor
 
 from ..common.launch import Description, kind, start
-from ..common.op import eager, first_order
+from ..common.op import operator
 from .compiled.merge import merge_gradient_kernel, merge_kernel
 from .launch import LAUNCHES, padded
 
@@ -92,41 +92,23 @@ def _start(
     start(LAUNCHES, key, kernel, (*tensors, *places), describe)
 
 
-forward = torch.library.custom_op("nalaformer::hybrid_merge", mutates_args=())(run_forward)
-backward = torch.library.custom_op("nalaformer::hybrid_merge_backward", mutates_args=())(run_backward)
-
-
-@forward.register_fake
-def _(row_max, total, weighted, linear_total, linear_weighted, gate, is_released, eps, dtype):  # type: ignore[no-untyped-def]
+def shapes(row_max, total, weighted, linear_total, linear_weighted, gate, is_released, eps, dtype):  # type: ignore[no-untyped-def]
     return weighted.new_empty(weighted.shape, dtype=dtype)
 
 
-@backward.register_fake
-def _(dout, row_max, total, weighted, *rest):  # type: ignore[no-untyped-def]
+def gradient_shapes(dout, row_max, total, weighted, *rest):  # type: ignore[no-untyped-def]
     return tuple(weighted.new_empty(0) if x is None else x.new_empty(x.shape) for x in (row_max, total, weighted, *rest[:3]))
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs[:6])
     ctx.settings = inputs[6:8]
 
 
-def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
-    inputs = ctx.saved_tensors
-    found = run(dout, *inputs, *ctx.settings)
-    of_inputs = (None if x is None else dx for x, dx in zip(inputs, found, strict=True))
-    return *of_inputs, None, None, None
+def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+    return run(dout, *ctx.saved_tensors, *ctx.settings)
 
 
-def _backward(ctx, dout):  # type: ignore[no-untyped-def]
-    return gradients(ctx, dout, backward)
-
-
-forward.register_autograd(first_order(_backward), setup_context=_save)
-
-eager_merge = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
-
-
-def merge(*arguments) -> Tensor:  # type: ignore[no-untyped-def]
-    """Through the dispatcher while torch.compile traces, directly otherwise."""
-    return (forward if torch.compiler.is_compiling() else eager_merge)(*arguments)
+merge, forward, backward = operator(
+    "hybrid_merge", (run_forward, shapes), (run_backward, gradient_shapes), save=save, gradients=gradients
+)

@@ -1,4 +1,4 @@
-"""One token of hybrid attention as a torch.library operator; compiled/step.py explains."""
+"""One token of hybrid attention as an operator; compiled/step.py explains."""
 
 import torch
 import triton
@@ -6,14 +6,14 @@ from torch import Tensor
 
 from ...backend import INTERPRETING
 from ..common.launch import on_device_of
+from ..common.op import custom_op
 from .compiled.step import join_kernel, piece_kernel
 
 # programs that a GPU is to have at once, pieces of one head, places of one tile
 PROGRAMS, MOST_PIECES, TILE = 512, 64, 64
 
 
-@torch.library.custom_op("nalaformer::hybrid_step", mutates_args=("keys", "values", "count"))
-def hybrid_step(
+def run_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -88,6 +88,8 @@ def hybrid_step(
     return out
 
 
-@hybrid_step.register_fake
-def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+def shapes(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+hybrid_step = custom_op("hybrid_step", run_step, shapes, mutates=("keys", "values", "count"))

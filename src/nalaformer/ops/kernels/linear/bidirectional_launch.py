@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..common.launch import strides
 from ..common.split_sums_launch import merge, merge_scaled
-from .call import Angles, Call, angle_stride, parameter_row, stand_ins
+from .call import Call, TokenLayout, angle_stride, parameter_row
 from .compiled.bidirectional import output_kernel, state_kernel, whole_kernel
 from .compiled.bidirectional_gradient import dk_kernel, dq_kernel, dsums_kernel
 
@@ -16,15 +16,12 @@ def forward(
     k: Tensor,
     v: Tensor,
     parameters: Tensor,
-    angles_q: Angles,
-    angles_k: Angles,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    layout: TokenLayout,
     out: Tensor,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fills `out`; returns the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K], and if kept 1 / denominator."""
-    cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
+    cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
     if call.is_whole:
         sums = call.sums(1, call.heads)[0]
@@ -39,9 +36,9 @@ def forward(
                 (
                     *(call.num_queries, call.num_keys, call.heads),
                     *(*strides(q), *strides(k), *strides(v), *strides(out)),
-                    *(angle_stride(angles_q[0]), angle_stride(angles_k[0])),
+                    *(angle_stride(layout.cos_q), angle_stride(layout.cos_k)),
                     *parameter_row(call.heads, parameters),
-                    *(call.norm_scale, call.alpha, call.eps),
+                    *call.scalars,
                 ),
                 {"KEEP": keep},
             ),
@@ -49,8 +46,8 @@ def forward(
         return sums, scale, inverse
 
     count, stretch = call.splits("state", call.num_keys, call.kv_heads)
-    partial, partial_scale = sums_of_keys(call, k, v, mask, bounds, parameters, (cos_k, sin_k), angles_k, count, stretch)
-    if call.is_guarded:
+    partial, partial_scale = sums_of_keys(call, k, v, parameters, layout, count, stretch)
+    if call.settings.is_guarded:
         sums, scale = merge_scaled(call.launches, partial, partial_scale)
     else:
         sums, scale = merge(call.launches, partial), partial_scale[0]
@@ -64,17 +61,10 @@ def forward(
             "output",
             (count, call.samples * call.heads),
             (
-                *(
-                    call.num_rows,
-                    call.per_row[1:].numel(),
-                    call.num_queries,
-                    call.heads,
-                    call.heads // call.kv_heads,
-                    stretch_q,
-                ),
-                *(*strides(q), *strides(out), angle_stride(angles_q[0])),
+                *call.query_sizes(stretch_q),
+                *(*strides(q), *strides(out), angle_stride(layout.cos_q)),
                 *parameter_row(call.heads, parameters),
-                *(call.norm_scale, call.alpha, call.eps),
+                *call.scalars,
             ),
             {"KEEP": keep},
         ),
@@ -86,29 +76,27 @@ def sums_of_keys(
     call: Call,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
-    bounds: Tensor,
     parameters: Tensor,
-    tables: tuple[Tensor, Tensor],
-    angles: Angles,
+    layout: TokenLayout,
     count: int,
     stretch: int,
 ) -> tuple[Tensor, Tensor]:
     """The sums of each of `count` stretches of keys, [count, B * K, PARTS, D, V + 2], and their log2 scale."""
+    _, _, cos, sin, mask, bounds = layout.pointers(k)
     sums = call.sums(count, call.kv_heads)
     scale = sums.new_empty(sums.shape[:2])
     call.start(
         ("state", stretch),
         state_kernel,
-        (k, v, mask, bounds, parameters, *tables, sums, scale),
+        (k, v, mask, bounds, parameters, cos, sin, sums, scale),
         lambda: (
             "state",
             (count, call.samples * call.kv_heads),
             (
                 *(call.num_keys, call.kv_heads, stretch),
-                *(*strides(k), *strides(v), angle_stride(angles[0])),
+                *(*strides(k), *strides(v), angle_stride(layout.cos_k)),
                 *parameter_row(call.kv_heads, parameters),
-                call.alpha,
+                call.scalars[1],
             ),
             {},
         ),
@@ -120,15 +108,13 @@ def sums_of_gradients(
     call: Call,
     q: Tensor,
     dout: Tensor,
-    bounds: Tensor,
     parameters: Tensor,
-    tables: tuple[Tensor, Tensor],
-    angles: Angles,
+    layout: TokenLayout,
     sums: Tensor,
     scale: Tensor,
     inverse: Tensor,
     drop: Tensor,
-    layout: object,
+    kind_of_dout: object,
     count: int,
     stretch: int,
     kernel: str = "dsums",
@@ -137,26 +123,20 @@ def sums_of_gradients(
 
     Fills `drop` from the sums, or as "causal_dsums" reads it and nothing of them.
     """
+    cos, sin, _, _, _, bounds = layout.pointers(q)
     dsums = call.sums(count, call.heads)
     call.start(
-        (kernel, layout, stretch),
+        (kernel, kind_of_dout, stretch),
         dsums_kernel,
-        (q, dout, bounds, parameters, *tables, sums, scale, inverse, drop, dsums),
+        (q, dout, bounds, parameters, cos, sin, sums, scale, inverse, drop, dsums),
         lambda: (
             kernel,
             (count, call.samples * call.heads),
             (
-                *(
-                    call.num_rows,
-                    call.per_row[1:].numel(),
-                    call.num_queries,
-                    call.heads,
-                    call.heads // call.kv_heads,
-                    stretch,
-                ),
-                *(*strides(q), *strides(dout), angle_stride(angles[0])),
+                *call.query_sizes(stretch),
+                *(*strides(q), *strides(dout), angle_stride(layout.cos_q)),
                 *parameter_row(call.heads, parameters),
-                *(call.norm_scale, call.alpha, call.eps),
+                *call.scalars,
             ),
             {"IS_KNOWN": kernel == "causal_dsums"},
         ),
@@ -172,19 +152,15 @@ def backward(
     dout: Tensor,
     inverse: Tensor,
     parameters: Tensor,
-    angles_q: Angles,
-    angles_k: Angles,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    layout: TokenLayout,
     sums: Tensor,
     scale: Tensor,
     is_learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv; and for learned maps the gradients of the query's [4, D] and the key's [2, D] parameters per head."""
-    cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
-    group = call.heads // call.kv_heads
+    cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     # the strides of what comes from outside are part of a launch; dout's layout is chosen by the next layer
-    layout = (dout.stride(), dout.data_ptr() % 16, is_learned)
+    kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned)
 
     def parameter_buffer(splits: int, heads: int, rows: int) -> Tensor:
         if not is_learned:
@@ -195,26 +171,26 @@ def backward(
     drop = torch.empty_like(inverse)
     sum_count, sum_stretch = call.splits("dsums", call.num_queries, call.heads)
     partial = sums_of_gradients(
-        call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, sums, scale, inverse, drop, layout, sum_count, sum_stretch
+        call, q, dout, parameters, layout, sums, scale, inverse, drop, kind_of_dout, sum_count, sum_stretch
     )
-    dsums = merge(call.launches, partial, group=group)
+    dsums = merge(call.launches, partial, group=call.group)
     del partial
 
     dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
     count, stretch = call.splits("dq", call.num_queries, call.heads)
     dquery = parameter_buffer(count, call.heads, 4)
     call.start(
-        ("dq", layout),
+        ("dq", kind_of_dout),
         dq_kernel,
         (q, dout, inverse, drop, bounds, parameters, cos_q, sin_q, sums, dq, dquery),
         lambda: (
             "dq",
             (count, call.samples * call.heads),
             (
-                *(call.num_rows, call.per_row[1:].numel(), call.num_queries, call.heads, group, stretch),
-                *(*strides(q), *strides(dout), *strides(dq), angle_stride(angles_q[0])),
+                *call.query_sizes(stretch),
+                *(*strides(q), *strides(dout), *strides(dq), angle_stride(layout.cos_q)),
                 *parameter_row(call.heads, parameters),
-                *(call.norm_scale, call.alpha),
+                *call.scalars[:2],
             ),
             {"LEARNED": is_learned},
         ),
@@ -234,9 +210,9 @@ def backward(
             (key_count, call.samples * call.kv_heads),
             (
                 *(call.num_keys, call.kv_heads, key_stretch),
-                *(*strides(k), *strides(v), *strides(dk), *strides(dv), angle_stride(angles_k[0])),
+                *(*strides(k), *strides(v), *strides(dk), *strides(dv), angle_stride(layout.cos_k)),
                 *parameter_row(call.kv_heads, parameters),
-                call.alpha,
+                call.scalars[1],
             ),
             {"LEARNED": is_learned},
         ),

@@ -7,19 +7,35 @@ types and alignment only hands over the pointers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import PRECISION, Description, Launches, processors, reads_ahead, start, strides
+from ...kernel_spec import MapSettings
+from ..common.launch import PRECISION, Bounded, Description, Launches, processors, reads_ahead, start, strides
 
 # up to this many tokens, and samples times heads, a single program owns a sample and head: one launch instead of two or three.
 # Beyond either those were faster (one H200): smaller tiles, and from 512 tokens on several programs for each sample and head
 WHOLE_TOKENS, WHOLE_PROGRAMS = 256, 128
-Angles = tuple[Tensor | None, Tensor | None]
+
+
+class TokenLayout(NamedTuple):
+    """Where tokens are and which count: rotary tables of queries and keys, mask, bounds and longest of packed sequences."""
+
+    cos_q: Tensor | None
+    sin_q: Tensor | None
+    cos_k: Tensor | None
+    sin_k: Tensor | None
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    longest: int
+
+    def pointers(self, q: Tensor) -> list[Tensor]:
+        """The tensors; unused pointers still need a valid tensor, which Triton checks at launch."""
+        return [q if x is None else x for x in self[:6]]
 
 
 @dataclass(frozen=True)
@@ -67,15 +83,7 @@ SPREAD = {"state": (2, 8), "output": (3, 2), "dq": (2, 2), "dsums": (2, 8), "dk"
 class Call:
     """What all launches for one kind of input share."""
 
-    name: str
-    parts: int
-    streams: int
-    norm_scale: float
-    alpha: float
-    eps: float
-    is_guarded: bool
-    is_cube: bool
-    """Norm-aware keys to the power 3, which is not learned."""
+    settings: MapSettings
     samples: int
     """Batch size, or number of packed sequences."""
     num_queries: int
@@ -93,8 +101,18 @@ class Call:
     is_packed: bool
     has_mask: bool
     device: torch.device
-    launches: Launches = field(default_factory=dict)
+    launches: Launches = field(default_factory=Launches)
     """Compiled kernels with their numbers, and how the tokens are split."""
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def scalars(self) -> tuple[float, float, float]:
+        """norm_scale, alpha, and eps scaled as the kernels' key features are."""
+        return self.settings.norm_scale, self.settings.alpha, self.settings.eps * 2.0**-self.settings.log2_key_shift
 
     @property
     def block_d(self) -> int:
@@ -114,7 +132,11 @@ class Call:
     def per_row(self) -> torch.Size:
         """Shape of what is kept per query: [streams, B, H, N], or [streams, H, T] if packed; tokens side by side."""
         batch = () if self.is_packed else (self.samples,)
-        return torch.Size((self.streams, *batch, self.heads, self.num_rows))
+        return torch.Size((self.settings.streams, *batch, self.heads, self.num_rows))
+
+    def query_sizes(self, stretch: int) -> tuple[int, ...]:
+        """Numbers of a row and of a stream, queries, heads, those per key head, queries of a program."""
+        return self.num_rows, self.per_row[1:].numel(), self.num_queries, self.heads, self.group, stretch
 
     def tile(self, kernel: str) -> Tile:
         """The entry of the tables."""
@@ -160,14 +182,14 @@ class Call:
             "BD": self.block_d,
             "BV": self.block_v,
             "BN": chosen.tokens,
-            "MAP": self.name,
-            "PARTS": self.parts,
-            "STREAMS": self.streams,
+            "MAP": self.settings.name,
+            "PARTS": self.settings.parts,
+            "STREAMS": self.settings.streams,
             "PAIRS": self.pairs,
-            "CUBE": self.is_cube,
+            "CUBE": self.settings.is_cube,
             "HAS_MASK": self.has_mask,
             "PACKED": self.is_packed,
-            "GUARD": self.is_guarded,
+            "GUARD": self.settings.is_guarded,
             "DOT": tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
             "PRECISION": PRECISION[self.operand],
             "num_warps": chosen.warps,
@@ -175,7 +197,7 @@ class Call:
         }
 
     def sums(self, splits: int, heads: int) -> Tensor:
-        shape = (splits, self.samples * heads, self.parts, self.head_dim, self.value_dim + 2)
+        shape = (splits, self.samples * heads, self.settings.parts, self.head_dim, self.value_dim + 2)
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def start(
@@ -208,37 +230,24 @@ def parameter_row(heads: int, parameters: Tensor) -> tuple[int, int]:
     return max(1, heads // max(1, parameters.shape[0])), parameters.shape[1]
 
 
-def stand_ins(q: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """A pointer that no constant of the call lets the kernel read still has to be one."""
-    return [q if x is None else x for x in tensors]
+CALLS: Bounded[Call] = Bounded()
 
 
-_calls: dict[tuple[object, ...], Call] = {}
-
-
-def describe(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parameters: Tensor,
-    cos_q: Tensor | None,
-    cos_k: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    settings: tuple[object, ...],
-) -> Call:
+def call_for(q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, layout: TokenLayout, settings: MapSettings) -> Call:
     """The call for inputs of this kind: whatever its launches may depend on is in the key."""
+    cos_q, _, cos_k, _, key_mask, cu_seqlens, longest = layout
     key = (
         settings,
+        longest,
         *((x.shape, x.stride(), x.dtype) for x in (q, k, v)),
         parameters.shape,
         *(None if x is None else (x.shape, x.dtype) for x in (cos_q, cos_k, key_mask, cu_seqlens)),
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if key_mask is None else key_mask.data_ptr())) % 16,
         q.device,
     )
-    known = _calls.get(key)
+    known = CALLS.get(key)
     if known is None:
-        known = _calls[key] = new_call(q, k, v, cos_q, key_mask, cu_seqlens, *settings)  # type: ignore[arg-type]
+        known = CALLS[key] = new_call(q, k, v, layout, settings)
     return known
 
 
@@ -251,44 +260,21 @@ def types_of(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, t
     return dtypes.pop() if len(dtypes) == 1 else torch.float32, q.dtype
 
 
-def new_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_q: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    longest: int,
-    name: str,
-    parts: int,
-    streams: int,
-    norm_scale: float,
-    alpha: float,
-    eps: float,
-    is_guarded: bool,
-    is_cube: bool,
-) -> Call:
-    packed = cu_seqlens is not None
+def new_call(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, settings: MapSettings) -> Call:
+    bounds, longest = layout.cu_seqlens, layout.longest
     return Call(
-        name=name,
-        parts=parts,
-        streams=streams,
-        norm_scale=norm_scale,
-        alpha=alpha,
-        eps=eps,
-        is_guarded=is_guarded,
-        is_cube=is_cube,
-        samples=cu_seqlens.shape[0] - 1 if cu_seqlens is not None else q.shape[0],
-        num_queries=longest if packed else q.shape[1],
-        num_keys=longest if packed else k.shape[1],
-        num_rows=q.shape[0] if packed else q.shape[1],
+        settings=settings,
+        samples=q.shape[0] if bounds is None else bounds.shape[0] - 1,
+        num_queries=q.shape[1] if bounds is None else longest,
+        num_keys=k.shape[1] if bounds is None else longest,
+        num_rows=q.shape[1] if bounds is None else q.shape[0],
         heads=q.shape[-2],
         kv_heads=k.shape[-2],
         head_dim=q.shape[-1],
         value_dim=v.shape[-1],
-        pairs=0 if cos_q is None else cos_q.shape[-1],
-        operand=types_of(name, q, k, v)[0],
-        is_packed=packed,
-        has_mask=key_mask is not None,
+        pairs=0 if layout.cos_q is None else layout.cos_q.shape[-1],
+        operand=types_of(settings.name, q, k, v)[0],
+        is_packed=bounds is not None,
+        has_mask=layout.key_mask is not None,
         device=q.device,
     )

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..common.launch import strides
 from ..common.split_sums_launch import prefix
 from .bidirectional_launch import sums_of_gradients, sums_of_keys
-from .call import Angles, Call, angle_stride, is_aligned, parameter_row, stand_ins
+from .call import Call, TokenLayout, angle_stride, is_aligned, parameter_row
 from .compiled.causal import causal_kernel
 from .compiled.causal_gradient import causal_dq_kernel
 from .compiled.causal_gradient_of_keys import causal_dk_kernel, causal_dv_kernel
@@ -18,17 +18,14 @@ def forward(
     k: Tensor,
     v: Tensor,
     parameters: Tensor,
-    angles_q: Angles,
-    angles_k: Angles,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    layout: TokenLayout,
     initial: Tensor | None,
     out: Tensor,
     want_total: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes out; returns the sums of all tokens, those before each stretch, and if kept 1 / denominator per row."""
-    cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
+    cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
     count, stretch = call.splits("causal", call.num_queries, call.heads)
     has_total = count > 1 or want_total
@@ -38,7 +35,7 @@ def forward(
         sums = call.sums(1, call.kv_heads).zero_()
         total = sums[0]
     else:
-        sums, _ = sums_of_keys(call, k, v, mask, bounds, parameters, (cos_k, sin_k), angles_k, count, stretch)
+        sums, _ = sums_of_keys(call, k, v, parameters, layout, count, stretch)
         total = prefix(call.launches, sums, initial, reverse=False)
     call.start(
         ("causal", keep, has_total),
@@ -48,10 +45,10 @@ def forward(
             "causal",
             (count, call.samples * call.heads),
             (
-                *(call.num_rows, call.num_queries, call.heads, call.heads // call.kv_heads, stretch),
+                *(call.num_rows, call.num_queries, call.heads, call.group, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(out)),
-                *parameters_of_both(call, parameters, angles_q, angles_k),
-                *(call.norm_scale, call.alpha, call.eps),
+                *parameters_of_both(call, parameters, layout),
+                *call.scalars,
             ),
             {"KEEP": keep, "HAS_TOTAL": has_total, "BN": tokens_at_once(call, q, k, v)},
         ),
@@ -75,21 +72,18 @@ def backward(
     inverse: Tensor,
     dtotal: Tensor | None,
     parameters: Tensor,
-    angles_q: Angles,
-    angles_k: Angles,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    layout: TokenLayout,
     before: Tensor,
     is_learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv, the gradient of the initial sums; and for learned maps those of the parameters per head."""
-    cos_q, sin_q, cos_k, sin_k, mask, bounds = stand_ins(q, *angles_q, *angles_k, key_mask, cu_seqlens)
+    cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v))
-    group = call.heads // call.kv_heads
+    group = call.group
     count, stretch = call.splits("causal", call.num_queries, call.heads)
     same_angles = cos_q.data_ptr() == cos_k.data_ptr()
     constants: dict[str, object] = {"SAME_ANGLES": same_angles, "GROUPED": group > 1, "LEARNED": is_learned}
-    layout = (dout.stride(), dout.data_ptr() % 16, is_learned, same_angles)
+    kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned, same_angles)
     drop = torch.empty_like(inverse)
     dquery = dkey = drop
     if is_learned:
@@ -98,7 +92,7 @@ def backward(
             for heads in (call.heads, call.kv_heads)
         )
     call.start(
-        ("causal dq", layout),
+        ("causal dq", kind_of_dout),
         causal_dq_kernel,
         (q, k, v, out, dout, inverse, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, before, dq, drop, dquery),
         lambda: (
@@ -107,21 +101,20 @@ def backward(
             (
                 *(call.num_rows, call.num_queries, call.heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq)),
-                *parameters_of_both(call, parameters, angles_q, angles_k),
-                *(call.norm_scale, call.alpha, call.eps),
+                *parameters_of_both(call, parameters, layout),
+                *call.scalars,
             ),
             constants,
         ),
     )
     by_query = sums_of_gradients(
-        *(call, q, dout, bounds, parameters, (cos_q, sin_q), angles_q, before, before, inverse, drop, layout),
-        *(count, stretch),
+        *(call, q, dout, parameters, layout, before, before, inverse, drop, kind_of_dout, count, stretch),
         kernel="causal_dsums",
     )
     after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
     dinitial = prefix(call.launches, after, dtotal, reverse=True)
     call.start(
-        ("causal dk", layout),
+        ("causal dk", kind_of_dout),
         causal_dk_kernel,
         (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, drop, after, dk, dkey),
         lambda: (
@@ -130,14 +123,14 @@ def backward(
             (
                 *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk)),
-                *parameters_of_both(call, parameters, angles_q, angles_k),
-                *(call.norm_scale, call.alpha),
+                *parameters_of_both(call, parameters, layout),
+                *call.scalars[:2],
             ),
             constants,
         ),
     )
     call.start(
-        ("causal dv", layout),
+        ("causal dv", kind_of_dout),
         causal_dv_kernel,
         (q, k, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, after, dv),
         lambda: (
@@ -146,8 +139,8 @@ def backward(
             (
                 *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(dout), *strides(dv)),
-                *parameters_of_both(call, parameters, angles_q, angles_k),
-                *(call.norm_scale, call.alpha),
+                *parameters_of_both(call, parameters, layout),
+                *call.scalars[:2],
             ),
             constants,
         ),
@@ -157,8 +150,8 @@ def backward(
     return dq, dk, dv, dinitial, dquery.sum((0, 1)), dkey.sum((0, 1))
 
 
-def parameters_of_both(call: Call, parameters: Tensor, angles_q: Angles, angles_k: Angles) -> tuple[int, ...]:
+def parameters_of_both(call: Call, parameters: Tensor, layout: TokenLayout) -> tuple[int, ...]:
     """Strides of the angles, query and key heads per row of parameters, and the length of a row."""
     query_group, num_params = parameter_row(call.heads, parameters)
     key_group, _ = parameter_row(call.kv_heads, parameters)
-    return angle_stride(angles_q[0]), angle_stride(angles_k[0]), query_group, key_group, num_params
+    return angle_stride(layout.cos_q), angle_stride(layout.cos_k), query_group, key_group, num_params

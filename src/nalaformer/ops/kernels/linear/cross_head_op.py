@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...kernel_spec import KernelSpec
 from ..common.launch import on_device_of, processors, strides
-from ..common.op import eager, first_order
+from ..common.op import operator
 from .bidirectional_op import parameter_gradient
 from .compiled.cross_head import features_gradient_kernel, features_kernel
 
@@ -27,14 +27,12 @@ def features(x: Tensor, spec: KernelSpec) -> Tensor:
     rows = spec.parameters if spec.parameters.dim() == 3 else spec.parameters[None]  # [B or 1, heads of the map, P * D]
     # from a row per head to one row: the same number of all heads side by side
     rows = rows.unflatten(2, (-1, head_dim)).repeat_interleave(heads // rows.shape[1], dim=1).transpose(1, 2).flatten(1)
-    if torch.compiler.is_compiling():
-        return map_over_heads(x, rows, spec.name, spec.alpha)
-    return eager_map_over_heads(x, rows, spec.name, spec.alpha)
+    return map_across_heads(x, rows, spec.name, spec.alpha)
 
 
 def run_forward(x: Tensor, parameters: Tensor, name: str, alpha: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    samples, tiles, constants = cut(x)
+    samples, tiles, constants = sizes_of(x)
     with on_device_of(x):
         features_kernel[(tiles, samples)](
             x, parameters, out, *numbers(x, parameters, alpha), **constants, MAP=name, num_warps=WARPS
@@ -47,7 +45,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor]:
     """dx and the gradient of the parameters (empty if they are not learned)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    samples, tiles, constants = cut(x)
+    samples, tiles, constants = sizes_of(x)
     # few programs that walk far: each adds up its own part of the gradient of the parameters
     programs = min(tiles, max(1, PROGRAMS_PER_PROCESSOR * processors(x.device) // samples))
     shape = (programs, samples, 2, constants["C"]) if is_learned else (0,)
@@ -67,7 +65,7 @@ def run_backward(
     return dx, parameter_gradient(name, parameters, total, torch.zeros_like(total))
 
 
-def cut(x: Tensor) -> tuple[int, int, dict[str, int]]:
+def sizes_of(x: Tensor) -> tuple[int, int, dict[str, int]]:
     """Samples, tiles of tokens in each, and the sizes that the kernels are compiled for."""
     tokens, heads, head_dim = x.shape[-3:]
     channels = heads * head_dim
@@ -81,32 +79,23 @@ def numbers(x: Tensor, parameters: Tensor, alpha: float) -> tuple[int | float, .
     return x.shape[-3], *strides(x), 0 if parameters.shape[0] == 1 else parameters.stride(0), alpha
 
 
-map_over_heads = torch.library.custom_op("nalaformer::map_over_heads", mutates_args=())(run_forward)
-map_over_heads_backward = torch.library.custom_op("nalaformer::map_over_heads_backward", mutates_args=())(run_backward)
-
-
-@map_over_heads.register_fake
-def _(x, *rest):  # type: ignore[no-untyped-def]
+def shapes(x, *rest):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape)
 
 
-@map_over_heads_backward.register_fake
-def _(dout, x, parameters, name, alpha, is_learned):  # type: ignore[no-untyped-def]
+def gradient_shapes(dout, x, parameters, name, alpha, is_learned):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), torch.empty_like(parameters) if is_learned else parameters.new_empty(0)
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, parameters, *ctx.settings = inputs
     ctx.save_for_backward(x, parameters)
-    ctx.is_learned = parameters.requires_grad
 
 
-def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
-    dx, dparameters = run(dout, *ctx.saved_tensors, *ctx.settings, ctx.is_learned)
-    return dx, dparameters if ctx.is_learned else None, None, None
+def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+    return run(dout, *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[1])
 
 
-eager_map_over_heads = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
-map_over_heads.register_autograd(
-    first_order(lambda ctx, dout: gradients(ctx, dout, map_over_heads_backward)), setup_context=_save
+map_across_heads, forward, backward = operator(
+    "map_across_heads", (run_forward, shapes), (run_backward, gradient_shapes), save=save, gradients=gradients
 )

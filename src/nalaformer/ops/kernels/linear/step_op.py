@@ -1,15 +1,16 @@
-"""One token of recurrent attention as a torch.library operator."""
+"""One token of recurrent attention as an operator."""
 
 import torch
 import triton
 from torch import Tensor
 
+from ...kernel_spec import MapSettings
 from ..common.launch import on_device_of
+from ..common.op import custom_op
 from .compiled.step import step_kernel
 
 
-@torch.library.custom_op("nalaformer::step", mutates_args=("state", "key_sum", "count", "log_scale"))
-def step(
+def run_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -22,15 +23,7 @@ def step(
     key_sum: Tensor,
     count: Tensor,
     log_scale: Tensor,
-    name: str,
-    parts: int,
-    streams: int,
-    norm_scale: float,
-    alpha: float,
-    eps: float,
-    log2_key_shift: float,
-    is_guarded: bool,
-    is_cube: bool,
+    settings: MapSettings,
 ) -> Tensor:
     """Output [B, 1, H, V] of one token; the four tensors of the state are updated."""
     count.add_(1)
@@ -45,22 +38,24 @@ def step(
             *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
             *(0 if x is None or x.dim() == 2 else x.stride(0) for x in (cos_q, cos_k)),
             *(max(1, heads // rows), max(1, kv_heads // rows), parameters.shape[1]),
-            *(norm_scale, alpha, eps, log2_key_shift),
+            *(settings.norm_scale, settings.alpha, settings.eps, settings.log2_key_shift),
             D=head_dim,
             V=value_dim,
             BD=max(16, triton.next_power_of_2(head_dim)),
             BV=max(16, triton.next_power_of_2(value_dim)),
-            MAP=name,
-            PARTS=parts,
-            STREAMS=streams,
+            MAP=settings.name,
+            PARTS=settings.parts,
+            STREAMS=settings.streams,
             PAIRS=0 if cos_q is None else cos_q.shape[-1],
-            CUBE=is_cube,
-            GUARD=is_guarded,
+            CUBE=settings.is_cube,
+            GUARD=settings.is_guarded,
             num_warps=4,
         )
     return out
 
 
-@step.register_fake
-def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+def shapes(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+step = custom_op("step", run_step, shapes, mutates=("state", "key_sum", "count", "log_scale"))

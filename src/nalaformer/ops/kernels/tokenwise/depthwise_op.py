@@ -1,4 +1,4 @@
-"""The depth-wise convolution as torch.library operators."""
+"""The depth-wise convolution as an operator."""
 
 from math import isqrt
 
@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 from ..common.launch import Description, Launches, kind, processors, start
-from ..common.op import eager, first_order
+from ..common.op import operator
 from .compiled.depthwise import depthwise_kernel, depthwise_weight_kernel
 
 # tokens and channels per step; a thread then reads 16 bytes of neighbouring channels at once
 TOKENS, CHANNELS, WARPS = 32, 64, 4
 # programs per multiprocessor that share the tokens of a weight's gradient, and how far ahead they read
 WEIGHT_PROGRAMS, WEIGHT_STAGES = 4, 3
-_launches: Launches = {}
+_launches = Launches()
 
 
 def block_of(channels: int) -> int:
     return min(CHANNELS, 1 << (channels - 1).bit_length())
 
 
-def run_forward(
-    x: Tensor, plus: Tensor | None, taps: Tensor, bias: Tensor | None, height: int, width: int, flip: bool
+def convolved(
+    x: Tensor, plus: Tensor | None, taps: Tensor, bias: Tensor | None, height: int, width: int, *, flip: bool
 ) -> Tensor:
     """x: [B, N, C]; taps: [SIZE * SIZE, W], C a multiple of W -> [B, N, C]; flip: the transposed convolution."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -61,7 +61,7 @@ def weight_programs(x: Tensor, size: int) -> tuple[int, int]:
     return stretch, -(-tiles // stretch)
 
 
-def run_taps_gradient(x: Tensor, dout: Tensor, taps: Tensor, height: int, width: int) -> Tensor:
+def gradient_of_taps(x: Tensor, dout: Tensor, taps: Tensor, height: int, width: int) -> Tensor:
     """[SIZE * SIZE + 1, W]: gradients of the taps, then of a bias."""
     batch, _, channels = x.shape
     count, kernels = taps.shape
@@ -86,82 +86,55 @@ def run_taps_gradient(x: Tensor, dout: Tensor, taps: Tensor, height: int, width:
     return sums.to(taps.dtype)
 
 
-forward = torch.library.custom_op("nalaformer::depthwise", mutates_args=())(run_forward)
-taps_gradient = torch.library.custom_op("nalaformer::depthwise_taps_gradient", mutates_args=())(run_taps_gradient)
+def run_forward(
+    x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor | None, height: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """weight: [W, 1, SIZE, SIZE] -> the output, and the taps that it was computed with."""
+    taps = weight.flatten(1).t().contiguous()
+    return convolved(x, plus, taps, bias, height, width, flip=False), taps
 
 
-@forward.register_fake
-def _(x, plus, taps, bias, height, width, flip):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape)
+def shapes(x, plus, weight, bias, height, width):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), weight.new_empty(weight[0].numel(), weight.shape[0])
 
 
-@taps_gradient.register_fake
-def _(x, dout, taps, height, width):  # type: ignore[no-untyped-def]
-    return taps.new_empty(taps.shape[0] + 1, taps.shape[1])
+def run_backward(
+    dout: Tensor,
+    x: Tensor,
+    taps: Tensor,
+    height: int,
+    width: int,
+    is_residual: bool,
+    moves_input: bool,
+    moves_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, and of taps and bias in one; empty where nobody asked."""
+    plus = dout if is_residual else None
+    dx = convolved(dout, plus, taps, None, height, width, flip=True) if moves_input else x.new_empty(0)
+    return dx, gradient_of_taps(x, dout, taps, height, width) if moves_weight else taps.new_empty(0)
 
 
-def taps_of(weight: Tensor) -> Tensor:
-    """[W, 1, SIZE, SIZE] -> [SIZE * SIZE, W]."""
-    return weight.flatten(1).t().contiguous()
+def gradient_shapes(dout, x, taps, height, width, is_residual, moves_input, moves_weight):  # type: ignore[no-untyped-def]
+    count, kernels = taps.shape
+    return x.new_empty(x.shape if moves_input else 0), taps.new_empty((count + 1, kernels) if moves_weight else 0)
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, plus, taps, bias, height, width, flip = inputs
-    # a convolution that is flipped is the gradient of another one
-    assert not flip
-    _keep(ctx, x, plus, bias, (height, width), taps)
+def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, plus, weight, _, *ctx.grid = inputs
+    # the taps have no graph: the weight stands for them where gradients are asked for gradients. plus itself is not needed
+    ctx.save_for_backward(x, output[1], weight)
+    ctx.is_residual = plus is x
 
 
-def _keep(ctx, x, plus, bias, grid, *weights) -> None:  # type: ignore[no-untyped-def]
-    # plus itself is not needed, only whether it is x
-    ctx.save_for_backward(x, *weights)
-    ctx.grid, ctx.has_bias, ctx.is_residual = grid, bias is not None, plus is x
-
-
-def gradients(ctx, dout, convolve, weigh):  # type: ignore[no-untyped-def]
-    """Of x, plus, the taps and the bias."""
-    x, taps, *_ = ctx.saved_tensors
+def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+    x, taps, weight = ctx.saved_tensors
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    dx = dtaps = dbias = None
-    if ctx.needs_input_grad[0]:
-        dx = convolve(dout, dout if ctx.is_residual else None, taps, None, *ctx.grid, True)
-    if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-        sums = weigh(x, dout, taps, *ctx.grid)
-        dtaps, dbias = sums[:-1], sums[-1]
-    dplus = None if ctx.is_residual or not ctx.needs_input_grad[1] else dout
-    return dx, dplus, dtaps, dbias if ctx.has_bias else None
+    moves_input, _, *of_weight = ctx.needs_input_grad[:4]
+    dx, sums = run(dout, x, taps, *ctx.grid, ctx.is_residual, moves_input, any(of_weight))
+    dplus = None if ctx.is_residual else dout
+    return (dx, dplus, sums[:-1].t().view(weight.shape), sums[-1]) if any(of_weight) else (dx, dplus)
 
 
-def _backward(ctx, dout):  # type: ignore[no-untyped-def]
-    return *gradients(ctx, dout, forward, taps_gradient), None, None, None
-
-
-forward.register_autograd(first_order(_backward), setup_context=_save)
-
-
-def _run(x, plus, weight, bias, height, width):  # type: ignore[no-untyped-def]
-    """The output and the taps: what turns a weight into them needs no gradient of its own then."""
-    taps = taps_of(weight)
-    return run_forward(x, plus, taps, bias, height, width, False), taps
-
-
-def _save_weight(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, plus, weight, bias, *grid = inputs
-    # the taps have no graph: the weight stands for them where gradients are asked for gradients
-    _keep(ctx, x, plus, bias, grid, output[1], weight)
-
-
-def _gradients_of_weight(ctx, dout):  # type: ignore[no-untyped-def]
-    dx, dplus, dtaps, dbias = gradients(ctx, dout, run_forward, run_taps_gradient)
-    shape = ctx.saved_tensors[2].shape
-    return dx, dplus, None if dtaps is None else dtaps.t().view(shape), dbias, None, None
-
-
-eager_convolve = eager(_run, _save_weight, _gradients_of_weight, given=lambda output: output[0])
-
-
-def convolve(x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor | None, height: int, width: int) -> Tensor:
-    """Through the dispatcher while torch.compile traces, directly otherwise."""
-    if torch.compiler.is_compiling():
-        return forward(x, plus, taps_of(weight), bias, height, width, False)
-    return eager_convolve(x, plus, weight, bias, height, width)
+convolve, forward, backward = operator(
+    "depthwise", (run_forward, shapes), (run_backward, gradient_shapes), save=save, gradients=gradients
+)

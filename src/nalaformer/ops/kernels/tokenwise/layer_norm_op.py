@@ -1,10 +1,10 @@
-"""The layer norm as torch.library operators, on rows [R, C]."""
+"""The layer norm as an operator, on rows [R, C]."""
 
 import torch
 from torch import Tensor
 
 from ..common.launch import Description, Launches, kind, processors, start
-from ..common.op import eager, first_order
+from ..common.op import operator
 from .compiled.layer_norm import layer_norm_gradient_kernel, layer_norm_kernel
 
 # numbers that a program holds at once
@@ -13,7 +13,7 @@ BLOCK = 4096
 GRADIENT_PROGRAMS = 2
 # how far ahead they read
 GRADIENT_STAGES = 3
-_launches: Launches = {}
+_launches = Launches()
 
 
 def blocks(channels: int, block: int) -> tuple[int, int]:
@@ -43,8 +43,8 @@ def run_forward(x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, ep
 
 def run_backward(
     dout: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, moments: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gate (empty without one), weight and bias."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of gate (empty without one), and of weight and bias in one, [2, C]."""
     rows, channels = x.shape
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -72,56 +72,30 @@ def run_backward(
 
     tensors = (x, gates, weight, bias, dout, moments, dx, dx if gate is None else dgate, partial)
     start(_launches, kind(dout, x, gate, weight, bias), layer_norm_gradient_kernel, tensors, describe)
-    dweight, dbias = partial.sum(0).to(weight.dtype).unbind(0)
-    return dx, dgate, dweight, dbias if bias.dtype == weight.dtype else dbias.to(bias.dtype)
+    return dx, dgate, partial.sum(0).to(weight.dtype)
 
 
-forward = torch.library.custom_op("nalaformer::layer_norm", mutates_args=())(run_forward)
-
-
-@torch.library.custom_op("nalaformer::layer_norm_backward", mutates_args=())
-def backward(
-    dout: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, moments: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, dgate, dweight, dbias = run_backward(dout, x, gate, weight, bias, moments)
-    # an operator may not return two views of one tensor
-    return dx, dgate, dweight.clone(), dbias.clone()
-
-
-@forward.register_fake
-def _(x, gate, weight, bias, eps):  # type: ignore[no-untyped-def]
+def shapes(x, gate, weight, bias, eps):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), x.new_empty(2, x.shape[0], dtype=torch.float32)
 
 
-@backward.register_fake
-def _(dout, x, gate, weight, bias, moments):  # type: ignore[no-untyped-def]
+def gradient_shapes(dout, x, gate, weight, bias, moments):  # type: ignore[no-untyped-def]
     dgate = x.new_empty(0) if gate is None else gate.new_empty(gate.shape)
-    return x.new_empty(x.shape), dgate, weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), dgate, weight.new_empty(2, *weight.shape)
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs[:4], output[1])
-    ctx.is_gated = inputs[1] is not None
 
 
-def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
-    dx, dgate, dweight, dbias = run(dout, *ctx.saved_tensors)
-    return dx, dgate if ctx.is_gated else None, dweight, dbias, None
+def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+    weight, bias = ctx.saved_tensors[2:4]
+    dx, dgate, sums = run(dout, *ctx.saved_tensors)
+    # taken apart here: an operator may not return two views of one tensor
+    dweight, dbias = sums.unbind(0)
+    return dx, dgate, dweight, dbias if bias.dtype == weight.dtype else dbias.to(bias.dtype)
 
 
-def _backward(ctx, dout, _):  # type: ignore[no-untyped-def]
-    return gradients(ctx, dout, backward)
-
-
-forward.register_autograd(first_order(_backward), setup_context=_save)
-
-eager_normalise = eager(
-    run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward), given=lambda output: output[0]
+normalise, forward, backward = operator(
+    "layer_norm", (run_forward, shapes), (run_backward, gradient_shapes), save=save, gradients=gradients
 )
-
-
-def normalise(x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Through the dispatcher while torch.compile traces, directly otherwise."""
-    if torch.compiler.is_compiling():
-        return forward(x, gate, weight, bias, eps)[0]
-    return eager_normalise(x, gate, weight, bias, eps)

@@ -1,14 +1,14 @@
-"""The scaled residual as torch.library operators, on tokens [B, N, C] without gaps."""
+"""The scaled residual as an operator, on tokens [B, N, C] without gaps."""
 
 import torch
 from torch import Tensor
 
 from ..common.launch import Description, Launches, kind, processors, start
-from ..common.op import eager, first_order
+from ..common.op import operator
 from .compiled.residual import residual_gradient_kernel, residual_kernel
 from .layer_norm_op import BLOCK, GRADIENT_PROGRAMS, GRADIENT_STAGES, blocks
 
-_launches: Launches = {}
+_launches = Launches()
 
 
 def run_forward(x: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | None) -> Tensor:
@@ -46,39 +46,22 @@ def run_backward(dout: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | N
     return dy, partial.sum(0).to(scale.dtype) if scale is not None else y.new_empty(0)
 
 
-forward = torch.library.custom_op("nalaformer::residual", mutates_args=())(run_forward)
-backward = torch.library.custom_op("nalaformer::residual_backward", mutates_args=())(run_backward)
-
-
-@forward.register_fake
-def _(x, y, scale, keep):  # type: ignore[no-untyped-def]
+def shapes(x, y, scale, keep):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape)
 
 
-@backward.register_fake
-def _(dout, y, scale, keep):  # type: ignore[no-untyped-def]
+def gradient_shapes(dout, y, scale, keep):  # type: ignore[no-untyped-def]
     return y.new_empty(y.shape), y.new_empty(0) if scale is None else scale.new_empty(scale.shape)
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs[1:])
 
 
-def gradients(ctx, dout, run):  # type: ignore[no-untyped-def]
-    y, scale, keep = ctx.saved_tensors
-    dy, dscale = run(dout, y, scale, keep)
-    return dout, dy, None if scale is None else dscale, None
+def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+    return dout, *run(dout, *ctx.saved_tensors)
 
 
-def _backward(ctx, dout):  # type: ignore[no-untyped-def]
-    return gradients(ctx, dout, backward)
-
-
-forward.register_autograd(first_order(_backward), setup_context=_save)
-
-eager_add = eager(run_forward, _save, lambda ctx, dout: gradients(ctx, dout, run_backward))
-
-
-def add(x: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | None) -> Tensor:
-    """Through the dispatcher while torch.compile traces, directly otherwise."""
-    return (forward if torch.compiler.is_compiling() else eager_add)(x, y, scale, keep)
+add, forward, backward = operator(
+    "residual", (run_forward, shapes), (run_backward, gradient_shapes), save=save, gradients=gradients
+)
