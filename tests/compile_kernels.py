@@ -1,10 +1,14 @@
 """Compiles the kernels of some calls for an H200, which need not be there; run by test_kernel_launches.py, not interpreted.
 
+For a change that must leave the kernels alone, `TRITON_DISABLE_LINE_INFO=1 python tests/compile_kernels.py causal FOLDER` saves
+their PTX before it and after it, and `diff -r` compares the folders.
+
 The interpreter runs kernels as Python, which forgives what the compiler does not, as a name that changes its type in a loop.
 Here a launch compiles its kernel and runs nothing, so the outputs mean nothing. The machine code is searched for a known fault.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 import triton
@@ -30,6 +34,7 @@ TYPES = {
     torch.int64: "*i64",
 }
 compiled = set()
+saved = Path(sys.argv[2]) if len(sys.argv) > 2 else None
 
 
 def compile_instead(launches, key, kernel, tensors, describe):
@@ -49,6 +54,9 @@ def compile_instead(launches, key, kernel, tensors, describe):
     options = {name: constants[name] for name in launch.OPTIONS if name in constants}
     made = triton.compile(ASTSource(kernel, signature, constexprs=values, attrs=hints), target=H200, options=options)
     compiled.add(kernel.__name__)
+    if saved is not None:
+        saved.mkdir(parents=True, exist_ok=True)
+        (saved / f"{kernel.__name__}-{len(list(saved.glob(f'{kernel.__name__}-*')))}.ptx").write_text(made.asm["ptx"])
     # a launch that asks for more shared memory than a program gets fails
     assert made.metadata.shared <= 227 * 1024, f"{kernel.__name__} with {options} takes {made.metadata.shared} bytes on chip"
     # a launch would fall back on slow code

@@ -55,16 +55,47 @@ def place_per_row(sample, head, heads, first_row, num_rows, PACKED: tl.constexpr
 
 
 @triton.jit
-def sample_rows(cu_ptr, sample, num_tokens, stride_batch, stride_row, PACKED: tl.constexpr):
-    """Offset of a sample's first row, its number in the table of angles, and its number of tokens."""
-    offset = tl.cast(sample, tl.int64) * stride_batch
+def sample_rows(cu_ptr, sample, num_tokens, PACKED: tl.constexpr):
+    """The first row of a sample among packed ones, 0 if each has its own, and its number of tokens."""
     row = tl.cast(sample, tl.int64) * 0
     length = num_tokens
     if PACKED:
         row = tl.load(cu_ptr + sample).to(tl.int64)
         length = (tl.load(cu_ptr + sample + 1) - tl.load(cu_ptr + sample)).to(tl.int32)
+    return row, length
+
+
+@triton.jit
+def rows_of_head(ptr, sample, head, row, stride_batch, stride_row, stride_head, PACKED: tl.constexpr):
+    """Where the rows of a sample and head begin in [B, N, H, D], or in [T, H, D] if packed."""
+    offset = tl.cast(sample, tl.int64) * stride_batch
+    if PACKED:
         offset = row * stride_row
-    return offset, row, length
+    return ptr + (offset + head * stride_head)
+
+
+@triton.jit
+def angles_of(cos_ptr, sin_ptr, sample, row, stride_batch, PAIRS: tl.constexpr):
+    """Where the rotary tables of a sample begin."""
+    offset = row * PAIRS + tl.cast(sample, tl.int64) * stride_batch
+    return cos_ptr + offset, sin_ptr + offset
+
+
+@triton.jit
+def visible_rows(mask_ptr, first, rows, exists, HAS_MASK: tl.constexpr):
+    ok = exists
+    if HAS_MASK:
+        ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+    return ok
+
+
+@triton.jit
+def share_of_stream(x, columns, STREAM: tl.constexpr, V: tl.constexpr, STREAMS: tl.constexpr):
+    """x [BN, BV] in the columns of one of two streams, 0 in the others."""
+    if STREAMS == 2:
+        mine = (columns >= STREAM * (V // STREAMS)) & (columns < (STREAM + 1) * (V // STREAMS))
+        x = tl.where(mine[None, :], x, 0.0)
+    return x
 
 
 @triton.jit
@@ -118,6 +149,16 @@ def load_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.co
 
 
 @triton.jit
+def load_both_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr):
+    """S of both parts and z of both; of one part, twice."""
+    s_a, z_a = load_sums(ptr, D, V, BD, BV)
+    s_b, z_b = s_a, z_a
+    if PARTS == 2:
+        s_b, z_b = load_sums(ptr + D * (V + 2), D, V, BD, BV)
+    return s_a, s_b, z_a, z_b
+
+
+@triton.jit
 def store_sums(ptr, s, z, count, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -125,3 +166,41 @@ def store_sums(ptr, s, z, count, D: tl.constexpr, V: tl.constexpr, BD: tl.conste
     tl.store(ptr + channels[:, None] * (V + 2) + columns[None, :], s, mask=in_head[:, None] & (columns < V)[None, :])
     tl.store(ptr + channels * (V + 2) + V, z, mask=in_head)
     tl.store(ptr + channels * (V + 2) + V + 1, tl.zeros_like(z) + count, mask=in_head)
+
+
+@triton.jit
+def store_both_sums(
+    ptr,
+    s_a,
+    s_b,
+    z_a,
+    z_b,
+    count,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    store_sums(ptr, s_a, z_a, count, D, V, BD, BV)
+    if PARTS == 2:
+        store_sums(ptr + D * (V + 2), s_b, z_b, count, D, V, BD, BV)
+
+
+@triton.jit
+def place_of_program():
+    """Number of a program: along the first axis of the grid, then the second."""
+    return tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+
+
+@triton.jit
+def sum_over_rows(g, ok, in_head):
+    """What the existing rows of a tile add to the gradient of a parameter per channel, [BD]."""
+    return tl.sum(tl.where(ok[:, None] & in_head[None, :], g, 0.0), axis=0)
+
+
+@triton.jit
+def store_two_parameters(ptr, p0, p1, D: tl.constexpr, BD: tl.constexpr):
+    channels = tl.arange(0, BD)
+    tl.store(ptr + channels, p0, mask=channels < D)
+    tl.store(ptr + D + channels, p1, mask=channels < D)

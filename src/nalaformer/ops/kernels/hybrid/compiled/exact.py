@@ -123,6 +123,47 @@ def entries_seen(group, entries, old, per_chunk):
 
 
 @triton.jit
+def queries_of_program(groups, chunk, heads, BM: tl.constexpr):
+    """Sample, head, group, and part of the chunk."""
+    sample = tl.cast(tl.program_id(1) // heads, tl.int64)
+    head = tl.program_id(1) % heads
+    parts = tl.cdiv(chunk, BM)
+    # late groups see most of the store: they begin first
+    group = groups - 1 - tl.program_id(0) // parts
+    return sample, head, group, tl.program_id(0) % parts
+
+
+@triton.jit
+def store_of_head(k_ptr, v_ptr, until_ptr, sample, head, heads, store_heads, entries, D: tl.constexpr, V: tl.constexpr):
+    """Where the keys, values and last groups of a head's store begin."""
+    owner = sample * (heads // store_heads) + head // store_heads
+    return k_ptr + owner * entries * D, v_ptr + owner * entries * V, until_ptr + owner * entries
+
+
+@triton.jit
+def load_keys(
+    k_ptr,
+    v_ptr,
+    first,
+    keys,  # [BN]
+    ok,  # [BN]
+    stride_k,
+    stride_v,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """A tile of keys and of values."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    k = load_rows(k_ptr, first, keys, ok, channels, channels < D, stride_k).to(DOT)
+    v = load_rows(v_ptr, first, keys, ok, columns, columns < V, stride_v).to(DOT)
+    return k, v
+
+
+@triton.jit
 def load_queries(
     q_ptr,
     dout_ptr,
@@ -201,12 +242,7 @@ def exact_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    sample = tl.cast(tl.program_id(1) // heads, tl.int64)
-    head = tl.program_id(1) % heads
-    parts = tl.cdiv(chunk, BM)
-    # late groups see most of the store: they begin first
-    group = groups - 1 - tl.program_id(0) // parts
-    part = tl.program_id(0) % parts
+    sample, head, group, part = queries_of_program(groups, chunk, heads, BM)
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BM)
@@ -227,18 +263,16 @@ def exact_kernel(
     stop = group * chunk + chunk + tl.minimum(chunk, (part + 1) * BM)
     for first in range(group * chunk, stop, BN):
         there = first + keys < stop
-        k = load_rows(k_ptr, first, keys, there, channels, channels < D, stride_k).to(DOT)
-        v = load_rows(v_ptr, first, keys, there, columns, columns < V, stride_v).to(DOT)
+        k, v = load_keys(k_ptr, v_ptr, first, keys, there, stride_k, stride_v, D, V, BD, BV, DOT)
         seen = there & (first + keys >= begin)
         visible = seen[None, :] & (first + keys[None, :] <= slot[:, None])
         row_max, best, total, weighted = attend_tile(
             q, k, v, visible, first, scale, row_max, best, total, weighted, KEEP_BEST, DOT, PRECISION
         )
 
-    owner = sample * (heads // store_heads) + head // store_heads
-    store_k_ptr += owner * entries * D
-    store_v_ptr += owner * entries * V
-    until_ptr += owner * entries
+    store_k_ptr, store_v_ptr, until_ptr = store_of_head(
+        store_k_ptr, store_v_ptr, until_ptr, sample, head, heads, store_heads, entries, D, V
+    )
     stop = entries_seen(group, entries, old, per_chunk)
     slots = (groups + 1) * chunk
     for first in range(0, stop, BN):
@@ -249,8 +283,7 @@ def exact_kernel(
             # most of those that came have gone again; without a cap the question would only cost the pipeline
             is_needed = tl.max(seen.to(tl.int32), axis=0) > 0
         if is_needed:
-            k = load_rows(store_k_ptr, first, keys, seen, channels, channels < D, D).to(DOT)
-            v = load_rows(store_v_ptr, first, keys, seen, columns, columns < V, V).to(DOT)
+            k, v = load_keys(store_k_ptr, store_v_ptr, first, keys, seen, D, V, D, V, BD, BV, DOT)
             row_max, best, total, weighted = attend_tile(
                 q, k, v, seen[None, :], slots + first, scale, row_max, best, total, weighted, KEEP_BEST, DOT, PRECISION
             )
@@ -308,13 +341,8 @@ def exact_dq_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    sample = tl.cast(tl.program_id(1) // heads, tl.int64)
-    head = tl.program_id(1) % heads
-    parts = tl.cdiv(chunk, BM)
-    group = groups - 1 - tl.program_id(0) // parts
-    part = tl.program_id(0) % parts
+    sample, head, group, part = queries_of_program(groups, chunk, heads, BM)
     channels = tl.arange(0, BD)
-    columns = tl.arange(0, BV)
     rows = tl.arange(0, BM)
     keys = tl.arange(0, BN)
     ok = part * BM + rows < chunk
@@ -323,23 +351,8 @@ def exact_dq_kernel(
     line = sample * groups * chunk * heads + head
     q, dout, row_max, dtotal, best, dmax = load_queries(
         q_ptr + sample * stride_qb + head * stride_qh,
-        dout_ptr + line * V,
-        max_ptr + line,
-        dtotal_ptr + line,
-        best_ptr + line,
-        dmax_ptr + line,
-        row,
-        rows,
-        ok,
-        heads,
-        stride_q,
-        heads * V,
-        D,
-        V,
-        BD,
-        BV,
-        KEEP_BEST,
-        DOT,
+        *(dout_ptr + line * V, max_ptr + line, dtotal_ptr + line, best_ptr + line, dmax_ptr + line),
+        *(row, rows, ok, heads, stride_q, heads * V, D, V, BD, BV, KEEP_BEST, DOT),
     )
     dq = tl.zeros([BM, BD], tl.float32)
 
@@ -349,8 +362,7 @@ def exact_dq_kernel(
     stop = group * chunk + chunk + tl.minimum(chunk, (part + 1) * BM)
     for first in range(group * chunk, stop, BN):
         there = first + keys < stop
-        k = load_rows(k_ptr, first, keys, there, channels, channels < D, stride_k).to(DOT)
-        v = load_rows(v_ptr, first, keys, there, columns, columns < V, stride_v).to(DOT)
+        k, v = load_keys(k_ptr, v_ptr, first, keys, there, stride_k, stride_v, D, V, BD, BV, DOT)
         seen = there & (first + keys >= begin)
         visible = seen[None, :] & (first + keys[None, :] <= slot[:, None])
         numbers = first + keys
@@ -358,10 +370,9 @@ def exact_dq_kernel(
             q, k, v, dout, visible, numbers, scale, row_max, dtotal, best, dmax, dq, KEEP_BEST, DOT, PRECISION
         )
 
-    owner = sample * (heads // store_heads) + head // store_heads
-    store_k_ptr += owner * entries * D
-    store_v_ptr += owner * entries * V
-    until_ptr += owner * entries
+    store_k_ptr, store_v_ptr, until_ptr = store_of_head(
+        store_k_ptr, store_v_ptr, until_ptr, sample, head, heads, store_heads, entries, D, V
+    )
     stop = entries_seen(group, entries, old, per_chunk)
     slots = (groups + 1) * chunk
     for first in range(0, stop, BN):
@@ -371,8 +382,7 @@ def exact_dq_kernel(
         if CAPPED:
             is_needed = tl.max(seen.to(tl.int32), axis=0) > 0
         if is_needed:
-            k = load_rows(store_k_ptr, first, keys, seen, channels, channels < D, D).to(DOT)
-            v = load_rows(store_v_ptr, first, keys, seen, columns, columns < V, V).to(DOT)
+            k, v = load_keys(store_k_ptr, store_v_ptr, first, keys, seen, D, V, D, V, BD, BV, DOT)
             numbers = slots + first + keys
             dq = add_query_gradient(
                 q, k, v, dout, seen[None, :], numbers, scale, row_max, dtotal, best, dmax, dq, KEEP_BEST, DOT, PRECISION

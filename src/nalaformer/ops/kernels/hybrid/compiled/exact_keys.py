@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ...common.compiled.tiles import load_rows, store_rows
-from .exact import LN_2, add_key_gradients, load_queries
+from ...common.compiled.tiles import store_rows
+from .exact import LN_2, add_key_gradients, load_keys, load_queries
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -58,8 +58,7 @@ def exact_window_kernel(
     there = within + keys < chunk
     k_ptr += sample * stride_kb + key_head * stride_kh
     v_ptr += sample * stride_vb + key_head * stride_vh
-    k = load_rows(k_ptr, first, keys, there, channels, channels < D, stride_k).to(DOT)
-    v = load_rows(v_ptr, first, keys, there, columns, columns < V, stride_v).to(DOT)
+    k, v = load_keys(k_ptr, v_ptr, first, keys, there, stride_k, stride_v, D, V, BD, BV, DOT)
     seen = there & (first + keys >= tl.load(first_ptr + sample))
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BV], tl.float32)
@@ -77,23 +76,8 @@ def exact_window_kernel(
         line = sample * groups * chunk * heads + head
         q, dout, row_max, dtotal, best, dmax = load_queries(
             q_ptr + head * stride_qh,
-            dout_ptr + line * V,
-            max_ptr + line,
-            dtotal_ptr + line,
-            best_ptr + line,
-            dmax_ptr + line,
-            row,
-            rows,
-            ok,
-            heads,
-            stride_q,
-            heads * V,
-            D,
-            V,
-            BD,
-            BV,
-            KEEP_BEST,
-            DOT,
+            *(dout_ptr + line * V, max_ptr + line, dtotal_ptr + line, best_ptr + line, dmax_ptr + line),
+            *(row, rows, ok, heads, stride_q, heads * V, D, V, BD, BV, KEEP_BEST, DOT),
         )
         visible = ok[None, :] & seen[:, None] & (first + keys[:, None] <= row + chunk + rows[None, :])
         dk, dv = add_key_gradients(
@@ -148,8 +132,10 @@ def exact_store_kernel(
     keys = tl.arange(0, BN)
     first = tl.program_id(0) * BN
     there = first + keys < entries
-    k = load_rows(store_k_ptr + owner * entries * D, first, keys, there, channels, channels < D, D).to(DOT)
-    v = load_rows(store_v_ptr + owner * entries * V, first, keys, there, columns, columns < V, V).to(DOT)
+    k, v = load_keys(
+        *(store_k_ptr + owner * entries * D, store_v_ptr + owner * entries * V),
+        *(first, keys, there, D, V, D, V, BD, BV, DOT),
+    )
     until = tl.load(until_ptr + owner * entries + first + keys, mask=there, other=0)
     numbers = (groups + 1) * chunk + first + keys
     # the group from which an entry is seen: those that enter with a chunk are seen by the group of its number + 1
@@ -168,23 +154,8 @@ def exact_store_kernel(
         line = sample * groups * chunk * heads + head
         q, dout, row_max, dtotal, best, dmax = load_queries(
             q_ptr + head * stride_qh,
-            dout_ptr + line * V,
-            max_ptr + line,
-            dtotal_ptr + line,
-            best_ptr + line,
-            dmax_ptr + line,
-            group * chunk + part * BM,
-            rows,
-            ok,
-            heads,
-            stride_q,
-            heads * V,
-            D,
-            V,
-            BD,
-            BV,
-            KEEP_BEST,
-            DOT,
+            *(dout_ptr + line * V, max_ptr + line, dtotal_ptr + line, best_ptr + line, dmax_ptr + line),
+            *(group * chunk + part * BM, rows, ok, heads, stride_q, heads * V, D, V, BD, BV, KEEP_BEST, DOT),
         )
         visible = ok[None, :] & ((born <= group) & (group < until))[:, None]
         dk, dv = add_key_gradients(

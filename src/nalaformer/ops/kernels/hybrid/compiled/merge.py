@@ -79,20 +79,8 @@ def merge_kernel(
     RELEASED: tl.constexpr,
 ):
     _, at, inside, exact, linear, gate, _, _, inverse = load_parts(
-        weighted_ptr,
-        total_ptr,
-        max_ptr,
-        linear_ptr,
-        linear_total_ptr,
-        gate_ptr,
-        rows,
-        eps,
-        V,
-        BR,
-        BV,
-        HAS_LINEAR,
-        GATE,
-        RELEASED,
+        *(weighted_ptr, total_ptr, max_ptr, linear_ptr, linear_total_ptr, gate_ptr),
+        *(rows, eps, V, BR, BV, HAS_LINEAR, GATE, RELEASED),
     )
     out = (exact + gate * linear) * inverse[:, None]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -123,20 +111,8 @@ def merge_gradient_kernel(
     RELEASED: tl.constexpr,
 ):
     row, at, inside, exact, linear, gate, scale, linear_scale, inverse = load_parts(
-        weighted_ptr,
-        total_ptr,
-        max_ptr,
-        linear_ptr,
-        linear_total_ptr,
-        gate_ptr,
-        rows,
-        eps,
-        V,
-        BR,
-        BV,
-        HAS_LINEAR,
-        GATE,
-        RELEASED,
+        *(weighted_ptr, total_ptr, max_ptr, linear_ptr, linear_total_ptr, gate_ptr),
+        *(rows, eps, V, BR, BV, HAS_LINEAR, GATE, RELEASED),
     )
     is_row = row < rows
     dabove = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32) * inverse[:, None]

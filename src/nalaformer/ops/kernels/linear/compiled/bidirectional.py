@@ -21,14 +21,17 @@ from ...common.compiled.fastmath import constant, exp2
 from ...common.compiled.maps import is_elementwise, is_unbounded, key_excess, phi_key, phi_query
 from ...common.compiled.products import high_and_low, is_lean, unit_matrix, widened
 from ...common.compiled.tiles import (
+    angles_of,
+    load_both_sums,
     load_rows,
-    load_sums,
+    place_of_program,
     place_per_row,
     rotated,
+    rows_of_head,
     sample_rows,
+    store_both_sums,
     store_per_row,
     store_rows,
-    store_sums,
 )
 
 # of maps without a bound, as in ops.features: LARGEST_TURNED_OUTPUT and 1 / SMALLEST_DIVISOR
@@ -269,45 +272,23 @@ def state_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    split = tl.program_id(0)
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
-    k_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_kb, stride_k, PACKED)
-    v_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_vb, stride_v, PACKED)
-    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
-    start = split * stretch
+    row, length = sample_rows(cu_ptr, sample, num_keys, PACKED)
+    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
+    start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
     s_a, s_b, z_a, z_b, count, log_scale = sum_keys(
-        k_ptr + k_offset + head * stride_kh,
-        v_ptr + v_offset + head * stride_vh,
+        rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED),
+        rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED),
         mask_ptr + tl.cast(sample, tl.int64) * num_keys,
         param_ptr + (head // param_group) * num_params,
-        cos_ptr + angles,
-        sin_ptr + angles,
-        start,
-        stop,
-        stride_k,
-        stride_v,
-        alpha,
-        D,
-        V,
-        BD,
-        BV,
-        BN,
-        MAP,
-        PARTS,
-        PAIRS,
-        CUBE,
-        HAS_MASK,
-        GUARD,
-        DOT,
-        PRECISION,
+        *(cos_ptr, sin_ptr, start, stop, stride_k, stride_v, alpha),
+        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, GUARD, DOT, PRECISION),
     )
-    place = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    place = place_of_program()
     sums = sums_ptr + place * (PARTS * D * (V + 2))
-    store_sums(sums, s_a, z_a, count, D, V, BD, BV)
-    if PARTS == 2:
-        store_sums(sums + D * (V + 2), s_b, z_b, count, D, V, BD, BV)
+    store_both_sums(sums, s_a, s_b, z_a, z_b, count, D, V, BD, BV, PARTS)
     if GUARD:
         tl.store(scale_ptr + place, log_scale)
 
@@ -358,53 +339,26 @@ def output_kernel(
 ):
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
-    o_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_ob, stride_o, PACKED)
-    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    row, length = sample_rows(cu_ptr, sample, num_queries, PACKED)
+    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
     if start < stop:
         owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
         sums = sums_ptr + owner * (PARTS * D * (V + 2))
-        s_a, z_a = load_sums(sums, D, V, BD, BV)
-        s_b, z_b = s_a, z_a
-        if PARTS == 2:
-            s_b, z_b = load_sums(sums + D * (V + 2), D, V, BD, BV)
+        s_a, s_b, z_a, z_b = load_both_sums(sums, D, V, BD, BV, PARTS)
         key_scale = 0.0
         if GUARD:
             key_scale = tl.load(scale_ptr + owner)
         write_outputs(
-            q_ptr + q_offset + head * stride_qh,
-            out_ptr + o_offset + head * stride_oh,
+            rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED),
+            rows_of_head(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED),
             inverse_ptr + place_per_row(sample, head, heads, row, num_rows, PACKED),
             per_stream,
             param_ptr + (head // param_group) * num_params,
-            cos_ptr + angles,
-            sin_ptr + angles,
-            s_a.to(DOT),
-            s_b.to(DOT),
-            z_a,
-            z_b,
-            eps * tl.load(sums + V + 1),
-            key_scale,
-            start,
-            stop,
-            stride_q,
-            stride_o,
-            norm_scale,
-            alpha,
-            D,
-            V,
-            BD,
-            BV,
-            BN,
-            MAP,
-            PARTS,
-            STREAMS,
-            PAIRS,
-            KEEP,
-            DOT,
-            PRECISION,
+            *(cos_ptr, sin_ptr, s_a.to(DOT), s_b.to(DOT), z_a, z_b, eps * tl.load(sums + V + 1), key_scale),
+            *(start, stop, stride_q, stride_o, norm_scale, alpha),
+            *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, KEEP, DOT, PRECISION),
         )
 
 
@@ -472,30 +426,12 @@ def whole_kernel(
         params,
         cos_k_ptr + wide * stride_angle_kb,
         sin_k_ptr + wide * stride_angle_kb,
-        0,
-        num_keys,
-        stride_k,
-        stride_v,
-        alpha,
-        D,
-        V,
-        BD,
-        BV,
-        BN,
-        MAP,
-        PARTS,
-        PAIRS,
-        CUBE,
-        HAS_MASK,
-        GUARD,
-        DOT,
-        PRECISION,
+        *(0, num_keys, stride_k, stride_v, alpha),
+        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, GUARD, DOT, PRECISION),
     )
     if KEEP:
         sums = sums_ptr + tl.cast(tl.program_id(0), tl.int64) * (PARTS * D * (V + 2))
-        store_sums(sums, s_a, z_a, count, D, V, BD, BV)
-        if PARTS == 2:
-            store_sums(sums + D * (V + 2), s_b, z_b, count, D, V, BD, BV)
+        store_both_sums(sums, s_a, s_b, z_a, z_b, count, D, V, BD, BV, PARTS)
         if GUARD:
             tl.store(scale_ptr + tl.program_id(0), log_scale)
     write_outputs(
@@ -506,28 +442,7 @@ def whole_kernel(
         params,
         cos_q_ptr + wide * stride_angle_qb,
         sin_q_ptr + wide * stride_angle_qb,
-        s_a.to(DOT),
-        s_b.to(DOT),
-        z_a,
-        z_b,
-        eps * count,
-        log_scale,
-        0,
-        num_queries,
-        stride_q,
-        stride_o,
-        norm_scale,
-        alpha,
-        D,
-        V,
-        BD,
-        BV,
-        BN,
-        MAP,
-        PARTS,
-        STREAMS,
-        PAIRS,
-        KEEP,
-        DOT,
-        PRECISION,
+        *(s_a.to(DOT), s_b.to(DOT), z_a, z_b, eps * count, log_scale),
+        *(0, num_queries, stride_q, stride_o, norm_scale, alpha),
+        *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, KEEP, DOT, PRECISION),
     )

@@ -25,15 +25,22 @@ from ...common.compiled.products import (
     widened,
 )
 from ...common.compiled.tiles import (
+    angles_of,
+    load_both_sums,
     load_per_row,
     load_rows,
-    load_sums,
+    place_of_program,
     place_per_row,
     rotated,
+    rows_of_head,
     sample_rows,
+    share_of_stream,
+    store_both_sums,
     store_per_row,
     store_rows,
-    store_sums,
+    store_two_parameters,
+    sum_over_rows,
+    visible_rows,
 )
 from .bidirectional import LARGEST_INVERSE, eps_of, factor_of_gradients
 
@@ -59,10 +66,7 @@ def centred_sums(
     m is 0 with rotary, and in columns where it would make C larger than S: queries may look where the values have no such mean,
     and there C would round worse than S.
     """
-    s_a, z_a = load_sums(ptr, D, V, BD, BV)
-    s_b, z_b = s_a, z_a
-    if PARTS == 2:
-        s_b, z_b = load_sums(ptr + D * (V + 2), D, V, BD, BV)
+    s_a, s_b, z_a, z_b = load_both_sums(ptr, D, V, BD, BV, PARTS)
     mean = tl.zeros([BV], tl.float32)
     if PAIRS == 0:
         mean = tl.sum(s_a, axis=0)
@@ -133,19 +137,15 @@ def dq_kernel(
 ):
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
-    do_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dob, stride_do, PACKED)
-    dq_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dqb, stride_dq, PACKED)
-    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    row, length = sample_rows(cu_ptr, sample, num_queries, PACKED)
+    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
     place = place_per_row(sample, head, heads, row, num_rows, PACKED)
-    q_ptr += q_offset + head * stride_qh
-    dout_ptr += do_offset + head * stride_doh
-    dq_ptr += dq_offset + head * stride_dqh
+    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    dout_ptr = rows_of_head(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
+    dq_ptr = rows_of_head(dq_ptr, sample, head, row, stride_dqb, stride_dq, stride_dqh, PACKED)
     inverse_ptr += place
     drop_ptr += place
     param_ptr += (head // param_group) * num_params
-    cos_ptr += angles
-    sin_ptr += angles
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
     owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
@@ -174,10 +174,7 @@ def dq_kernel(
         for stream in tl.static_range(STREAMS):
             factor = factor_of_gradients(load_per_row(inverse_ptr + stream * per_stream, first, rows, ok), MAP)
             drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
-            share = dout
-            if STREAMS == 2:
-                mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
-                share = tl.where(mine[None, :], dout, 0.0)
+            share = share_of_stream(dout, columns, stream, V, STREAMS)
             # the denominator is divided out at the end, where the two halves have become one tile
             minus = left_factor(drop, DOT)
             da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION)
@@ -191,8 +188,8 @@ def dq_kernel(
             step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
             dx += step * factor
             if LEARNED:
-                g0 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g0 * factor, 0.0), axis=0)
-                g1 = tl.sum(tl.where(ok[:, None] & in_head[None, :], g1 * factor, 0.0), axis=0)
+                g0 = sum_over_rows(g0 * factor, ok, in_head)
+                g1 = sum_over_rows(g1 * factor, ok, in_head)
                 if stream == 0:
                     p0 += g0
                     p1 += g1
@@ -201,10 +198,9 @@ def dq_kernel(
                     p3 += g1
         store_rows(dq_ptr, dx, first, rows, ok, channels, in_head, stride_dq)
     if LEARNED:
-        place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        place = place_of_program()
         dparam_ptr += place * (4 * D)
-        tl.store(dparam_ptr + channels, p0, mask=in_head)
-        tl.store(dparam_ptr + D + channels, p1, mask=in_head)
+        store_two_parameters(dparam_ptr, p0, p1, D, BD)
         tl.store(dparam_ptr + 2 * D + channels, p2, mask=in_head)
         tl.store(dparam_ptr + 3 * D + channels, p3, mask=in_head)
 
@@ -261,17 +257,14 @@ def dsums_kernel(
     """
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    q_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_qb, stride_q, PACKED)
-    do_offset, row, length = sample_rows(cu_ptr, sample, num_queries, stride_dob, stride_do, PACKED)
-    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    row, length = sample_rows(cu_ptr, sample, num_queries, PACKED)
+    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
     place = place_per_row(sample, head, heads, row, num_rows, PACKED)
-    q_ptr += q_offset + head * stride_qh
-    dout_ptr += do_offset + head * stride_doh
+    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    dout_ptr = rows_of_head(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
     inverse_ptr += place
     drop_ptr += place
     param_ptr += (head // param_group) * num_params
-    cos_ptr += angles
-    sin_ptr += angles
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
     if not IS_KNOWN:
@@ -308,10 +301,7 @@ def dsums_kernel(
             # the row's factor goes to the features: dout then needs no pass through registers
             factor = factor_of_gradients(inverse, MAP)
             a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE, factor)
-            share = dout
-            if STREAMS == 2:
-                mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
-                share = tl.where(mine[None, :], dout, 0.0)
+            share = share_of_stream(dout, columns, stream, V, STREAMS)
             turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
             turned_b = turned_a
             if PARTS == 2:
@@ -339,11 +329,9 @@ def dsums_kernel(
             if PARTS == 2:
                 dz_b = tl.dot(weight, b.to(DOT), dz_b, input_precision=PRECISION)
                 ds_b = tl.dot(tl.trans(share.to(DOT)), turned_b, ds_b, input_precision=PRECISION)
-    place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    dsums = dsums_ptr + place * (PARTS * D * (V + 2))
-    store_sums(dsums, tl.trans(ds_a), tl.sum(dz_a, axis=0), 0.0, D, V, BD, BV)
-    if PARTS == 2:
-        store_sums(dsums + D * (V + 2), tl.trans(ds_b), tl.sum(dz_b, axis=0), 0.0, D, V, BD, BV)
+    dsums = dsums_ptr + place_of_program() * (PARTS * D * (V + 2))
+    dz_a, dz_b = tl.sum(dz_a, axis=0), tl.sum(dz_b, axis=0)
+    store_both_sums(dsums, tl.trans(ds_a), tl.trans(ds_b), dz_a, dz_b, 0.0, D, V, BD, BV, PARTS)
 
 
 @triton.jit
@@ -397,28 +385,20 @@ def dk_kernel(
 ):
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
-    k_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_kb, stride_k, PACKED)
-    v_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_vb, stride_v, PACKED)
-    dk_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_dkb, stride_dk, PACKED)
-    dv_offset, row, length = sample_rows(cu_ptr, sample, num_keys, stride_dvb, stride_dv, PACKED)
-    angles = row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_b
+    row, length = sample_rows(cu_ptr, sample, num_keys, PACKED)
+    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
     dsums = dsums_ptr + tl.cast(tl.program_id(1), tl.int64) * (PARTS * D * (V + 2))
-    ds_a, dz_a = load_sums(dsums, D, V, BD, BV)
-    ds_b, dz_b = ds_a, dz_a
-    if PARTS == 2:
-        ds_b, dz_b = load_sums(dsums + D * (V + 2), D, V, BD, BV)
+    ds_a, ds_b, dz_a, dz_b = load_both_sums(dsums, D, V, BD, BV, PARTS)
     ds_a, low_a = digits(ds_a, DOT)
     ds_b, low_b = digits(ds_b, DOT)
-    k_ptr += k_offset + head * stride_kh
-    v_ptr += v_offset + head * stride_vh
+    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_keys
-    dk_ptr += dk_offset + head * stride_dkh
-    dv_ptr += dv_offset + head * stride_dvh
+    dk_ptr = rows_of_head(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
+    dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
     param_ptr += (head // param_group) * num_params
-    cos_ptr += angles
-    sin_ptr += angles
     log_scale = 0.0
     if GUARD:
         log_scale = tl.load(scale_ptr + tl.program_id(1))
@@ -437,9 +417,7 @@ def dk_kernel(
     wide_b = right_factor(dz_b[None, :], DOT)
     for first in range(start, stop, BN):
         exists = rows < stop - first
-        ok = exists
-        if HAS_MASK:
-            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
         x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE, TYPE)
@@ -464,10 +442,7 @@ def dk_kernel(
             dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
         )
         if LEARNED:
-            p0 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
-            p1 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)
+            p0 += sum_over_rows(g0, ok, in_head)
+            p1 += sum_over_rows(g1, ok, in_head)
     if LEARNED:
-        place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        dparam_ptr += place * (2 * D)
-        tl.store(dparam_ptr + channels, p0, mask=in_head)
-        tl.store(dparam_ptr + D + channels, p1, mask=in_head)
+        store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)

@@ -19,7 +19,19 @@ import triton.language as tl
 
 from ...common.compiled.maps import phi_key, phi_query
 from ...common.compiled.products import high_and_low, is_lean, unit_matrix, widened
-from ...common.compiled.tiles import load_rows, load_sums, place_per_row, rotated, sample_rows, store_per_row, store_rows
+from ...common.compiled.tiles import (
+    angles_of,
+    load_both_sums,
+    load_rows,
+    load_sums,
+    place_per_row,
+    rotated,
+    rows_of_head,
+    sample_rows,
+    store_per_row,
+    store_rows,
+    visible_rows,
+)
 
 
 @triton.jit
@@ -129,9 +141,7 @@ def write_tile(
     # z is updated and read by products: sums over rows would make the warps wait for each other at every step
     ones = tl.full([BN, 16], 1.0, DOT)
     exists = rows < stop - first
-    ok = exists
-    if HAS_MASK:
-        ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+    ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
     # each pair of feature tiles shrinks to operands before the next is made: registers are what limits this kernel
     y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
     aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0, TYPE)
@@ -238,19 +248,14 @@ def causal_kernel(
     head = tl.program_id(1) % heads
     kv_head = head // group
     kv_heads = heads // group
-    q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
-    k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
-    v_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_vb, stride_v, PACKED)
-    o_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_ob, stride_o, PACKED)
-    q_ptr += q_offset + head * stride_qh
-    k_ptr += k_offset + kv_head * stride_kh
-    v_ptr += v_offset + kv_head * stride_vh
-    out_ptr += o_offset + head * stride_oh
+    row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
+    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    k_ptr = rows_of_head(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = rows_of_head(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
+    out_ptr = rows_of_head(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
-    cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
-    sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
-    cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
-    sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
+    cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
     inverse_ptr += place_per_row(sample, head, heads, row, num_rows, PACKED)
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
@@ -258,10 +263,7 @@ def causal_kernel(
     stop = tl.minimum(start + stretch, length)
     owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
     before = before_ptr + owner * (PARTS * D * (V + 2))
-    s_a, z_a = load_sums(before, D, V, BD, BV)
-    s_b, z_b = s_a, z_a
-    if PARTS == 2:
-        s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
+    s_a, s_b, z_a, z_b = load_both_sums(before, D, V, BD, BV, PARTS)
     count = tl.load(before + V + 1)
     # the sums after this stretch tell whether one of its values is no number; unknown means yes
     is_suspect = tl.program_id(0) >= 0

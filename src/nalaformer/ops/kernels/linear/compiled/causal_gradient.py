@@ -22,14 +22,20 @@ from ...common.compiled.map_gradients import along_query, phi_query_gradient
 from ...common.compiled.maps import phi_key
 from ...common.compiled.products import cut, is_lean, left_factor, right_factor, times, unit_matrix, widened
 from ...common.compiled.tiles import (
+    angles_of,
+    load_both_sums,
     load_per_row,
     load_rows,
-    load_sums,
+    place_of_program,
     place_per_row,
     rotated,
+    rows_of_head,
     sample_rows,
     store_per_row,
     store_rows,
+    store_two_parameters,
+    sum_over_rows,
+    visible_rows,
 )
 from .causal import lower_triangle, seen_keys
 
@@ -111,23 +117,16 @@ def causal_dq_kernel(
     head = tl.program_id(1) % heads
     kv_head = head // group
     kv_heads = heads // group
-    q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
-    k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
-    v_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_vb, stride_v, PACKED)
-    o_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_ob, stride_o, PACKED)
-    do_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dob, stride_do, PACKED)
-    dq_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dqb, stride_dq, PACKED)
-    q_ptr += q_offset + head * stride_qh
-    k_ptr += k_offset + kv_head * stride_kh
-    v_ptr += v_offset + kv_head * stride_vh
-    out_ptr += o_offset + head * stride_oh
-    dout_ptr += do_offset + head * stride_doh
-    dq_ptr += dq_offset + head * stride_dqh
+    row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
+    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    k_ptr = rows_of_head(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = rows_of_head(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
+    out_ptr = rows_of_head(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
+    dout_ptr = rows_of_head(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
+    dq_ptr = rows_of_head(dq_ptr, sample, head, row, stride_dqb, stride_dq, stride_dqh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
-    cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
-    sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
-    cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
-    sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
+    cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
     place_of_rows = place_per_row(sample, head, heads, row, num_rows, PACKED)
     inverse_ptr += place_of_rows
     drop_ptr += place_of_rows
@@ -137,10 +136,7 @@ def causal_dq_kernel(
     stop = tl.minimum(start + stretch, length)
     owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
     before = before_ptr + owner * (PARTS * D * (V + 2))
-    s_a, z_a = load_sums(before, D, V, BD, BV)
-    s_b, z_b = s_a, z_a
-    if PARTS == 2:
-        s_b, z_b = load_sums(before + D * (V + 2), D, V, BD, BV)
+    s_a, s_b, z_a, z_b = load_both_sums(before, D, V, BD, BV, PARTS)
 
     count = tl.load(before + V + 1)
     # turned: then a product of tiles in memory adds to them; z grows by products with ones, as in the forward pass
@@ -162,9 +158,7 @@ def causal_dq_kernel(
     unit_v = unit_matrix(BV, DOT)
     for first in range(start, stop, BN):
         exists = rows < stop - first
-        ok = exists
-        if HAS_MASK:
-            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
         dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
         out = load_rows(out_ptr, first, rows, exists, columns, columns < V, stride_o)
         inverse = load_per_row(inverse_ptr, first, rows, exists)
@@ -230,10 +224,7 @@ def causal_dq_kernel(
         store_per_row(drop_ptr, -(drop + error), first, rows, exists)
         store_rows(dq_ptr, dy * inverse, first, rows, exists, channels, in_head, stride_dq)
         if LEARNED:
-            p0 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g0 * inverse, 0.0), axis=0)
-            p1 += tl.sum(tl.where(exists[:, None] & in_head[None, :], g1 * inverse, 0.0), axis=0)
+            p0 += sum_over_rows(g0 * inverse, exists, in_head)
+            p1 += sum_over_rows(g1 * inverse, exists, in_head)
     if LEARNED:
-        place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        dparam_ptr += place * (2 * D)
-        tl.store(dparam_ptr + channels, p0, mask=in_head)
-        tl.store(dparam_ptr + D + channels, p1, mask=in_head)
+        store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)

@@ -6,7 +6,21 @@ import triton.language as tl
 from ...common.compiled.map_gradients import phi_key_gradient
 from ...common.compiled.maps import phi_key, phi_query
 from ...common.compiled.products import cut, high_and_low, is_lean, times, unit_matrix, widened
-from ...common.compiled.tiles import load_per_row, load_rows, load_sums, place_per_row, rotated, sample_rows, store_rows
+from ...common.compiled.tiles import (
+    angles_of,
+    load_both_sums,
+    load_per_row,
+    load_rows,
+    place_of_program,
+    place_per_row,
+    rotated,
+    rows_of_head,
+    sample_rows,
+    store_rows,
+    store_two_parameters,
+    sum_over_rows,
+    visible_rows,
+)
 from .causal_gradient import diagonal
 
 
@@ -198,29 +212,20 @@ def causal_dk_kernel(
     """dk, from the last tile of a stretch to the first."""
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
-    q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
-    k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
-    v_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_vb, stride_v, PACKED)
-    do_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dob, stride_do, PACKED)
-    dk_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dkb, stride_dk, PACKED)
-    k_ptr += k_offset + head * stride_kh
-    v_ptr += v_offset + head * stride_vh
-    dk_ptr += dk_offset + head * stride_dkh
+    row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
+    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
+    dk_ptr = rows_of_head(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
-    cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
-    sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
-    cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
-    sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
+    cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
     heads = kv_heads * group
     key_params = param_ptr + (head // key_param_group) * num_params
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
-    place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    place = place_of_program()
     after = after_ptr + place * (PARTS * D * (V + 2))
-    ds_a, dz_a = load_sums(after, D, V, BD, BV)
-    ds_b, dz_b = ds_a, dz_a
-    if PARTS == 2:
-        ds_b, dz_b = load_sums(after + D * (V + 2), D, V, BD, BV)
+    ds_a, ds_b, dz_a, dz_b = load_both_sums(after, D, V, BD, BV, PARTS)
     # turned: then a product of tiles in memory adds to them
     ds_a = tl.trans(ds_a)
     ds_b = tl.trans(ds_b)
@@ -242,9 +247,7 @@ def causal_dk_kernel(
     for tile in range(0, tiles):
         first = start + (tiles - 1 - tile) * BN
         exists = rows < stop - first
-        ok = exists
-        if HAS_MASK:
-            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         # gradients of the turned features
         high, low = cut(ds_a, DOT)
@@ -270,8 +273,8 @@ def causal_dk_kernel(
             query_head = head * group + member if GROUPED else head
             own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
             dout, a, b, aq, bq = query_operands(
-                q_ptr + q_offset + query_head * stride_qh,
-                dout_ptr + do_offset + query_head * stride_doh,
+                rows_of_head(q_ptr, sample, query_head, row, stride_qb, stride_q, stride_qh, PACKED),
+                rows_of_head(dout_ptr, sample, query_head, row, stride_dob, stride_do, stride_doh, PACKED),
                 inverse_ptr + own,
                 *(cos_q_ptr, sin_q_ptr, param_ptr + (query_head // query_param_group) * num_params, first, stop),
                 *(stride_q, stride_do, norm_scale, alpha, D, V, BD, BV, BN, MAP, PARTS, PAIRS, True, DOT),
@@ -295,12 +298,10 @@ def causal_dk_kernel(
             dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
         )
         if LEARNED:
-            p0 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g0, 0.0), axis=0)
-            p1 += tl.sum(tl.where(ok[:, None] & in_head[None, :], g1, 0.0), axis=0)
+            p0 += sum_over_rows(g0, ok, in_head)
+            p1 += sum_over_rows(g1, ok, in_head)
     if LEARNED:
-        dparam_ptr += place * (2 * D)
-        tl.store(dparam_ptr + channels, p0, mask=in_head)
-        tl.store(dparam_ptr + D + channels, p1, mask=in_head)
+        store_two_parameters(dparam_ptr + place * (2 * D), p0, p1, D, BD)
 
 
 @triton.jit
@@ -360,27 +361,19 @@ def causal_dv_kernel(
     """dv, from the last tile of a stretch to the first. Apart from dk: the two together need more registers than there are."""
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
-    q_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_qb, stride_q, PACKED)
-    k_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_kb, stride_k, PACKED)
-    do_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dob, stride_do, PACKED)
-    dv_offset, row, length = sample_rows(cu_ptr, sample, num_tokens, stride_dvb, stride_dv, PACKED)
-    k_ptr += k_offset + head * stride_kh
-    dv_ptr += dv_offset + head * stride_dvh
+    row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
+    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
+    dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
-    cos_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
-    sin_q_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_q
-    cos_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
-    sin_k_ptr += row * PAIRS + tl.cast(sample, tl.int64) * stride_angle_k
+    cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
+    cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
     heads = kv_heads * group
     key_params = param_ptr + (head // key_param_group) * num_params
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
-    place = tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    place = place_of_program()
     after = after_ptr + place * (PARTS * D * (V + 2))
-    ds_a, dz_a = load_sums(after, D, V, BD, BV)
-    ds_b, dz_b = ds_a, dz_a
-    if PARTS == 2:
-        ds_b, dz_b = load_sums(after + D * (V + 2), D, V, BD, BV)
+    ds_a, ds_b, dz_a, dz_b = load_both_sums(after, D, V, BD, BV, PARTS)
     # turned: then a product of tiles in memory adds to them
     ds_a = tl.trans(ds_a)
     ds_b = tl.trans(ds_b)
@@ -396,9 +389,7 @@ def causal_dv_kernel(
     for tile in range(0, tiles):
         first = start + (tiles - 1 - tile) * BN
         exists = rows < stop - first
-        ok = exists
-        if HAS_MASK:
-            ok = exists & (tl.load(mask_ptr + first + rows, mask=exists, other=0) != 0)
+        ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
         x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
         a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
         ak = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
@@ -412,8 +403,8 @@ def causal_dv_kernel(
             query_head = head * group + member if GROUPED else head
             own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
             dout, plain_aq, plain_bq, aq, bq = query_operands(
-                q_ptr + q_offset + query_head * stride_qh,
-                dout_ptr + do_offset + query_head * stride_doh,
+                rows_of_head(q_ptr, sample, query_head, row, stride_qb, stride_q, stride_qh, PACKED),
+                rows_of_head(dout_ptr, sample, query_head, row, stride_dob, stride_do, stride_doh, PACKED),
                 inverse_ptr + own,
                 *(cos_q_ptr, sin_q_ptr, param_ptr + (query_head // query_param_group) * num_params, first, stop),
                 *(stride_q, stride_do, norm_scale, alpha, D, V, BD, BV, BN, MAP, PARTS, PAIRS, False, DOT),
