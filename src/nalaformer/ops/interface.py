@@ -10,7 +10,6 @@ from . import chunked, reference
 from .backend import Choice, choose, get_backend
 from .checks import (
     RotaryArgument,
-    RotaryPair,
     check_call,
     check_cu_seqlens,
     check_options,
@@ -21,7 +20,6 @@ from .checks import (
     check_tensors,
 )
 from .features import FeatureMapLike, outside_autocast
-from .kernel_spec import KernelSpec
 from .state import LinearState
 
 
@@ -66,7 +64,11 @@ def linear_attention(
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
         backend, spec = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns)
         if backend == "triton":
-            return _fused(q, k, v, mapped, spec, causal, turns, key_mask, None, 0, eps, needs_grad)
+            # imported where used: Triton may be missing
+            from . import kernels
+
+            ready = kernels.prepare(q, k, v, feature_map=mapped, spec=spec, rotary=turns, key_mask=key_mask, eps=eps)
+            return kernels.attend(ready, causal=causal, keep=needs_grad).to(q.dtype)
         if backend == "reference":
             out = reference.linear_attention(
                 q, k, v, feature_map=mapped, causal=causal, rotary=turns, key_mask=key_mask, eps=eps
@@ -111,23 +113,9 @@ def recurrent_linear_attention(
         if backend == "triton":
             from . import kernels
 
-            out, after = kernels.causal_linear_attention(
-                q,
-                k,
-                v,
-                feature_map=mapped,
-                spec=spec,
-                state=state,
-                want_state=True,
-                rotary=turns,
-                key_mask=key_mask,
-                cu_seqlens=None,
-                longest=0,
-                eps=eps,
-                keep=recompute,
-            )
-            assert after is not None
-            return out, after
+            ready = kernels.prepare(q, k, v, feature_map=mapped, spec=spec, rotary=turns, key_mask=key_mask, eps=eps)
+            out, after = kernels.attend_after(ready, state, keep=recompute)
+            return out.to(q.dtype), after
         return chunked.causal_linear_attention(
             q,
             k,
@@ -173,7 +161,8 @@ def recurrent_step_(
         if choice.backend == "triton":
             from . import kernels
 
-            return kernels.step_(state, q, k, v, feature_map=mapped, spec=choice.spec, rotary=turns, eps=eps)
+            ready = kernels.prepare(q, k, v, feature_map=mapped, spec=choice.spec, rotary=turns, eps=eps)
+            return kernels.step_(ready, state).to(q.dtype)
         if choice.backend == "reference":
             out, after = reference.recurrent_linear_attention(
                 q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=None, eps=eps
@@ -264,8 +253,18 @@ def _packed(
         of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
         backend, spec = of_all(feature_map=feature_map) if is_same else Choice("chunked")
         if backend == "triton":
-            bounds, keep = cu_seqlens.to(q.device), _needs_grad(q, k, v, feature_map)
-            return _fused(q, spread_k[0], spread_v[0], feature_map, spec, causal, pair, None, bounds, max(lengths), eps, keep)
+            from . import kernels
+
+            ready = kernels.prepare(
+                *(q, spread_k[0], spread_v[0]),
+                feature_map=feature_map,
+                spec=spec,
+                rotary=pair,
+                eps=eps,
+                cu_seqlens=cu_seqlens.to(q.device),
+                longest=max(lengths),
+            )
+            return kernels.attend(ready, causal=causal, keep=_needs_grad(q, k, v, feature_map)).to(q.dtype)
     outputs = []
     start = 0
     parts = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
@@ -284,54 +283,6 @@ def _packed(
             )
             outputs.append(out[0])
     return torch.cat(outputs)
-
-
-def _fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    feature_map: FeatureMapLike,
-    spec: KernelSpec | None,
-    causal: bool,
-    rotary: RotaryPair,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    longest: int,
-    eps: float,
-    keep: bool,
-) -> Tensor:
-    # imported where used: Triton may be missing
-    from . import kernels
-
-    if not causal:
-        return kernels.linear_attention(
-            q,
-            k,
-            v,
-            feature_map=feature_map,
-            spec=spec,
-            rotary=rotary,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            longest=longest,
-            eps=eps,
-            keep=keep,
-        )
-    return kernels.causal_linear_attention(
-        q,
-        k,
-        v,
-        feature_map=feature_map,
-        spec=spec,
-        state=None,
-        want_state=False,
-        rotary=rotary,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        longest=longest,
-        eps=eps,
-        keep=keep,
-    )[0]
 
 
 def _heads_for(feature_map: FeatureMapLike, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

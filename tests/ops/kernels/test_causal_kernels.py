@@ -151,7 +151,7 @@ def test_a_step_in_a_large_head_uses_the_kernel(monkeypatch):
     from nalaformer.ops import kernels
 
     calls = []
-    monkeypatch.setattr(kernels, "step_", lambda state, q, k, v, **given: calls.append(1) or q)
+    monkeypatch.setattr(kernels, "step_", lambda ready, state: calls.append(1) or ready.q)
     q, k, v = make(*[(1, 1, 2, 80)] * 3)
     feature_map = nalaformer.feature_map("relu", num_heads=2, head_dim=80)
     with nalaformer.use_backend("triton"):

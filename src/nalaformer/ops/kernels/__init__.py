@@ -35,12 +35,15 @@ def prepare(
     feature_map: FeatureMapLike,
     spec: KernelSpec | None,
     rotary: RotaryPair,
-    key_mask: Tensor | None,
+    eps: float,
+    key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     longest: int = 0,
-    eps: float,
 ) -> Prepared:
-    """Maps that the kernels do not know, or not for a head by itself, are computed here; the others are left to them."""
+    """[B, N, H, D] inputs, or [T, H, D] with cu_seqlens, whose longest sequence has so many tokens.
+
+    Maps that the kernels do not know, or not for a head by itself, are computed here; the others are left to them.
+    """
     if spec is None:
         is_normalised = rotary[0] is not None and rotary[0].normalised
         q, k = mapped(feature_map, q, k, rotary if is_normalised else (None, None), key_mask)
@@ -65,90 +68,31 @@ def prepare(
     return Prepared(q, k, v, parameters, layout, spec.settings(streams=feature_map.streams, eps=eps))
 
 
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: FeatureMapLike,
-    spec: KernelSpec | None,
-    rotary: RotaryPair,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    longest: int,
-    eps: float,
-    keep: bool,
-) -> Tensor:
-    """Bidirectional attention; [B, N, H, D] inputs, or [T, H, D] with cu_seqlens. `keep`: a backward pass may follow."""
-    ready = prepare(
-        *(q, k, v),
-        feature_map=feature_map,
-        spec=spec,
-        rotary=rotary,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        longest=longest,
-        eps=eps,
-    )
-    return bidirectional_op.attend(*ready, keep).to(q.dtype)
+def attend(ready: Prepared, *, causal: bool, keep: bool) -> Tensor:
+    """The output, [B, N, H, V] or [T, H, V] if packed. `keep`: a backward pass may follow."""
+    if not causal:
+        return bidirectional_op.attend(*ready, keep)
+    *tensors, layout, settings = ready
+    return causal_op.attend(*tensors, None, layout, settings, False, keep)[0]
 
 
-def causal_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: FeatureMapLike,
-    spec: KernelSpec | None,
-    state: LinearState | None,
-    want_state: bool,
-    rotary: RotaryPair,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    longest: int,
-    eps: float,
-    keep: bool,
-) -> tuple[Tensor, LinearState | None]:
-    """Causal attention after `state`, and if wanted the state after the last token. Shapes as above; a state needs a batch."""
-    *tensors, layout, settings = prepare(
-        *(q, k, v),
-        feature_map=feature_map,
-        spec=spec,
-        rotary=rotary,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        longest=longest,
-        eps=eps,
-    )
+def attend_after(ready: Prepared, state: LinearState | None, *, keep: bool) -> tuple[Tensor, LinearState]:
+    """Causal attention of a batch after `state`, and the state after the last token."""
+    *tensors, layout, settings = ready
     unit = 2.0**settings.log2_key_shift
     initial = None if state is None else sums_of(state, settings.parts, unit)
-    keep = keep or (state is not None and state.state.requires_grad)
-    out, total = causal_op.attend(*tensors, initial, layout, settings, want_state, keep)
-    out = out.to(q.dtype)
-    if not want_state:
-        return out, None
-    batch, tokens, kv_heads = k.shape[:3]
-    new = torch.full((batch,), tokens, device=k.device) if key_mask is None else key_mask.sum(1)
+    out, total = causal_op.attend(*tensors, initial, layout, settings, True, keep)
+    (batch, tokens, kv_heads), key_mask = ready.k.shape[:3], layout.key_mask
+    new = torch.full((batch,), tokens, device=total.device) if key_mask is None else key_mask.sum(1)
     count = new if state is None else state.count + new
     sums = total.unflatten(0, (batch, kv_heads)).flatten(2, 3)  # [B, K, F, V + 2]
     return out, LinearState(sums[..., :-2] * unit, sums[..., -2] * unit, count, sums.new_zeros(batch, kv_heads))
 
 
-def step_(
-    state: LinearState,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: FeatureMapLike,
-    spec: KernelSpec | None,
-    rotary: RotaryPair,
-    eps: float,
-) -> Tensor:
+def step_(ready: Prepared, state: LinearState) -> Tensor:
     """One token after `state`, which becomes the state after it; its tensors must be contiguous."""
-    ready = prepare(q, k, v, feature_map=feature_map, spec=spec, rotary=rotary, key_mask=None, eps=eps)
     sums = (state.state, state.key_sum, state.count, state.log_scale)
-    return step(*ready[:4], *ready.layout[:4], *sums, *ready.settings).to(q.dtype)
+    return step(*ready[:4], *ready.layout[:4], *sums, *ready.settings)
 
 
 def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:

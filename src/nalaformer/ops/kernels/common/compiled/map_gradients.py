@@ -12,6 +12,7 @@ from .maps import (
     LOG2_LARGEST,
     SMALLEST_SIZE,
     inside,
+    is_same_for_both,
     norm_of,
     phi_query,
     row_of,
@@ -71,14 +72,8 @@ def along_query(
 
 
 @triton.jit
-def phi_query_gradient(
-    x, da, db, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, STREAM: tl.constexpr
-):
-    """Gradient of one stream's query features: dx, and the gradients g0, g1 [BN, BD] of up to two parameters per channel.
-
-    da, db belong to the features after division by 2^log_scale, as phi_query returns them, and mean nothing beyond the head.
-    norm_aware puts the gradients of base and slope into column 0 of g0 and g1.
-    """
+def phi_of_both_gradient(x, da, db, param_ptr, channels, alpha, D: tl.constexpr, MAP: tl.constexpr):
+    """As phi_query_gradient, of maps that are the same for queries and keys."""
     g0 = tl.zeros_like(x)
     g1 = tl.zeros_like(x)
     if MAP == "identity":
@@ -93,8 +88,24 @@ def phi_query_gradient(
         dx = softmax_of_both_signs_gradient(x, da, db, channels[None, :] < D)
     elif MAP == "focused":
         dx, g0 = focused_gradient(x, row_of(param_ptr, 0, channels, D), alpha, da)
-    elif MAP == "reflection" or MAP == "reflection_across" or MAP == "reflection_in_pairs":
+    else:
         dx, g0, g1 = relu_of_reflected_gradient(x, da, param_ptr, channels, D, MAP)
+    return dx, g0, g1
+
+
+@triton.jit
+def phi_query_gradient(
+    x, da, db, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, STREAM: tl.constexpr
+):
+    """Gradient of one stream's query features: dx, and the gradients g0, g1 [BN, BD] of up to two parameters per channel.
+
+    da, db belong to the features after division by 2^log_scale, as phi_query returns them, and mean nothing beyond the head.
+    norm_aware puts the gradients of base and slope into column 0 of g0 and g1.
+    """
+    g0 = tl.zeros_like(x)
+    g1 = tl.zeros_like(x)
+    if is_same_for_both(MAP):
+        dx, g0, g1 = phi_of_both_gradient(x, da, db, param_ptr, channels, alpha, D, MAP)
     elif MAP == "norm_aware_split":
         size, norm, inverse = norm_of(x)
         slope = tl.load(param_ptr + 1)
@@ -165,20 +176,8 @@ def phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D: tl.con
     """Gradient of the key features, as phi_query_gradient; norm_aware puts the gradient of the key power into g0."""
     g0 = tl.zeros_like(x)
     g1 = tl.zeros_like(x)
-    if MAP == "identity":
-        dx = da
-    elif MAP == "relu":
-        dx = tl.where(x > 0, da, 0.0)
-    elif MAP == "elu":
-        dx = da * tl.where(x > 0, 1.0, exp2(LOG2_E * tl.minimum(x, 0.0)))
-    elif MAP == "split":
-        dx = tl.where(x > 0, da, tl.where(x < 0, -db, 0.0))
-    elif MAP == "softmax":
-        dx = softmax_of_both_signs_gradient(x, da, db, channels[None, :] < D)
-    elif MAP == "focused":
-        dx, g0 = focused_gradient(x, row_of(param_ptr, 0, channels, D), alpha, da)
-    elif MAP == "reflection" or MAP == "reflection_across" or MAP == "reflection_in_pairs":
-        dx, g0, g1 = relu_of_reflected_gradient(x, da, param_ptr, channels, D, MAP)
+    if is_same_for_both(MAP):
+        dx, g0, g1 = phi_of_both_gradient(x, da, db, param_ptr, channels, alpha, D, MAP)
     elif MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
         p = tl.load(param_ptr + 2)
         if CUBE:

@@ -122,6 +122,47 @@ def as_type(x, TYPE: tl.constexpr):
     return x if TYPE is None else x.to(TYPE)
 
 
+@triton.constexpr_function
+def is_same_for_both(MAP):
+    """Whether queries and keys have the same features."""
+    return MAP.startswith("reflection") or MAP in ("identity", "relu", "elu", "split", "softmax", "focused")
+
+
+@triton.jit
+def shown(tile, ok):
+    """Zero the rows that are not ok; None: all are."""
+    if ok is not None:
+        tile = tl.where(ok[:, None], tile, 0.0)
+    return tile
+
+
+@triton.jit
+def phi_of_both(x, ok, param_ptr, channels, alpha, D: tl.constexpr, MAP: tl.constexpr):
+    """Features of maps that are the same for queries, whose ok is None, and keys."""
+    if MAP == "identity":
+        a = x
+        b = x
+    elif MAP == "relu":
+        a = tl.maximum(x, 0.0)
+        b = a
+    elif MAP == "elu":
+        a = inside(shown(elu_plus_one(x), ok), channels, D)
+        b = a
+    elif MAP == "split":
+        a = tl.maximum(x, 0.0)
+        b = tl.maximum(-x, 0.0)
+    elif MAP == "softmax":
+        a = shown(softmax(x, channels[None, :] < D), ok)
+        b = shown(softmax(-x, channels[None, :] < D), ok)
+    elif MAP == "focused":
+        a = shown(focused(x, row_of(param_ptr, 0, channels, D), alpha), ok)
+        b = a
+    else:
+        a = tl.maximum(reflected(x, row_of(param_ptr, 0, channels, D), row_of(param_ptr, D, channels, D), MAP), 0.0)
+        b = a
+    return a, b
+
+
 @triton.jit
 def phi_query(
     x,
@@ -141,27 +182,8 @@ def phi_query(
     beyond the head, since the other one is zero there.
     """
     log_scale = tl.zeros([x.shape[0], 1], tl.float32)
-    if MAP == "identity":
-        a = x
-        b = x
-    elif MAP == "relu":
-        a = tl.maximum(x, 0.0)
-        b = a
-    elif MAP == "elu":
-        a = inside(elu_plus_one(x), channels, D)
-        b = a
-    elif MAP == "split":
-        a = tl.maximum(x, 0.0)
-        b = tl.maximum(-x, 0.0)
-    elif MAP == "softmax":
-        a = softmax(x, channels[None, :] < D)
-        b = softmax(-x, channels[None, :] < D)
-    elif MAP == "focused":
-        a = focused(x, row_of(param_ptr, 0, channels, D), alpha)
-        b = a
-    elif MAP == "reflection" or MAP == "reflection_across" or MAP == "reflection_in_pairs":
-        a = tl.maximum(reflected(x, row_of(param_ptr, 0, channels, D), row_of(param_ptr, D, channels, D), MAP), 0.0)
-        b = a
+    if is_same_for_both(MAP):
+        a, b = phi_of_both(x, None, param_ptr, channels, alpha, D, MAP)
     elif MAP == "norm_aware_split":
         size, norm, inverse = norm_of(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
@@ -249,27 +271,8 @@ def phi_key(
     TYPE: tl.constexpr = None,
 ):
     """Features of a tile of keys times 2^-log_scale (times 2^-KEY_SHIFT for norm-aware keys); ok [BN]: visible rows."""
-    if MAP == "identity":
-        a = x
-        b = x
-    elif MAP == "relu":
-        a = tl.maximum(x, 0.0)
-        b = a
-    elif MAP == "elu":
-        a = inside(tl.where(ok[:, None], elu_plus_one(x), 0.0), channels, D)
-        b = a
-    elif MAP == "split":
-        a = tl.maximum(x, 0.0)
-        b = tl.maximum(-x, 0.0)
-    elif MAP == "softmax":
-        a = tl.where(ok[:, None], softmax(x, channels[None, :] < D), 0.0)
-        b = tl.where(ok[:, None], softmax(-x, channels[None, :] < D), 0.0)
-    elif MAP == "focused":
-        a = tl.where(ok[:, None], focused(x, row_of(param_ptr, 0, channels, D), alpha), 0.0)
-        b = a
-    elif MAP == "reflection" or MAP == "reflection_across" or MAP == "reflection_in_pairs":
-        a = tl.maximum(reflected(x, row_of(param_ptr, 0, channels, D), row_of(param_ptr, D, channels, D), MAP), 0.0)
-        b = a
+    if is_same_for_both(MAP):
+        a, b = phi_of_both(x, ok, param_ptr, channels, alpha, D, MAP)
     elif MAP == "norm_aware_split":
         if CUBE:
             small = x * KEY_UNIT
