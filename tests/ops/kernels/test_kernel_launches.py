@@ -142,15 +142,38 @@ def test_a_compiled_layer_keeps_the_kernels(causal):
     assert any(name.startswith("nalaformer.causal" if causal else "nalaformer.bidirectional") for name in names)
 
 
+def attend_to(tokens, feature_map):
+    with nalaformer.use_backend("triton"):
+        return nalaformer.linear_attention(*make(*[(1, tokens, 1, 8)] * 3), feature_map=feature_map)
+
+
+def test_a_call_asks_its_map_once_what_the_kernels_compute(monkeypatch):
+    feature_map = nalaformer.feature_map("norm_aware", num_heads=1, head_dim=8)
+    answer, asked = feature_map.kernel_spec, []
+    monkeypatch.setattr(feature_map, "kernel_spec", lambda device: asked.append(device) or answer(device))
+    attend_to(5, feature_map)
+    assert len(asked) == 1
+
+
+def test_calls_of_many_shapes_do_not_pile_up(monkeypatch):
+    from nalaformer.ops.kernels.common.launch import Bounded
+    from nalaformer.ops.kernels.linear import call as calls
+
+    monkeypatch.setattr(Bounded, "MOST", 2)
+    monkeypatch.setattr(calls, "CALLS", Bounded())
+    relu = nalaformer.feature_map("relu", num_heads=1, head_dim=8)
+    for tokens in (3, 4, 5):
+        attend_to(tokens, relu)
+    assert 0 < len(calls.CALLS) <= 2
+
+
 @pytest.fixture
 def call(monkeypatch):
     """What the launches for some input share."""
     from nalaformer.ops.kernels.linear import call as calls
 
     monkeypatch.setattr(calls, "CALLS", {})
-    with nalaformer.use_backend("triton"):
-        relu = nalaformer.feature_map("relu", num_heads=1, head_dim=8)
-        nalaformer.linear_attention(*make(*[(1, 5, 1, 8)] * 3), feature_map=relu)
+    attend_to(5, nalaformer.feature_map("relu", num_heads=1, head_dim=8))
     (made,) = calls.CALLS.values()
     return made
 

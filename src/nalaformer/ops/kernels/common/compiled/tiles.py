@@ -66,12 +66,18 @@ def sample_rows(cu_ptr, sample, num_tokens, PACKED: tl.constexpr):
 
 
 @triton.jit
-def rows_of_head(ptr, sample, head, row, stride_batch, stride_row, stride_head, PACKED: tl.constexpr):
-    """Where the rows of a sample and head begin in [B, N, H, D], or in [T, H, D] if packed."""
+def sample_offset(sample, row, stride_batch, stride_row, PACKED: tl.constexpr):
+    """Where the rows of a sample begin in [B, N, H, D], or in [T, H, D] if packed."""
     offset = tl.cast(sample, tl.int64) * stride_batch
     if PACKED:
         offset = row * stride_row
-    return ptr + (offset + head * stride_head)
+    return offset
+
+
+@triton.jit
+def rows_of_head(ptr, sample, head, row, stride_batch, stride_row, stride_head, PACKED: tl.constexpr):
+    """Where the rows of a sample and head begin."""
+    return ptr + (sample_offset(sample, row, stride_batch, stride_row, PACKED) + head * stride_head)
 
 
 @triton.jit

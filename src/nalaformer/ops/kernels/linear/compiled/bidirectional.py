@@ -27,7 +27,7 @@ from ...common.compiled.tiles import (
     place_of_program,
     place_per_row,
     rotated,
-    rows_of_head,
+    sample_offset,
     sample_rows,
     store_both_sums,
     store_per_row,
@@ -279,8 +279,8 @@ def state_kernel(
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
     s_a, s_b, z_a, z_b, count, log_scale = sum_keys(
-        rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED),
-        rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED),
+        k_ptr + sample_offset(sample, row, stride_kb, stride_k, PACKED) + head * stride_kh,
+        v_ptr + sample_offset(sample, row, stride_vb, stride_v, PACKED) + head * stride_vh,
         mask_ptr + tl.cast(sample, tl.int64) * num_keys,
         param_ptr + (head // param_group) * num_params,
         *(cos_ptr, sin_ptr, start, stop, stride_k, stride_v, alpha),
@@ -351,8 +351,8 @@ def output_kernel(
         if GUARD:
             key_scale = tl.load(scale_ptr + owner)
         write_outputs(
-            rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED),
-            rows_of_head(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED),
+            q_ptr + sample_offset(sample, row, stride_qb, stride_q, PACKED) + head * stride_qh,
+            out_ptr + sample_offset(sample, row, stride_ob, stride_o, PACKED) + head * stride_oh,
             inverse_ptr + place_per_row(sample, head, heads, row, num_rows, PACKED),
             per_stream,
             param_ptr + (head // param_group) * num_params,
