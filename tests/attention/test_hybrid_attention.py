@@ -340,7 +340,7 @@ def test_window_method_has_no_salient_tokens_and_linear_no_window():
     _, window = in_pieces(q, k, v, hybrid_settings("window", chunk_size=8), [50], feature_map)
     assert window.salient_keys.shape[2] == 0
     _, linear = in_pieces(q, k, v, hybrid_settings("linear"), [50], feature_map)
-    assert linear.keys.shape[1] == 0
+    assert linear.keys.shape[2] == 0
     out = call(q, k, v, hybrid_settings("linear"), feature_map=feature_map)
     expected = nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)

@@ -10,13 +10,13 @@ from helpers.hybrid_steps import assert_same_state, at, walk
 from nalaformer.attention.hybrid import (
     SELECTIONS,
     HybridSettings,
-    SteppingState,
     empty_state,
     hybrid_settings,
     hybrid_step_,
     recurrent_hybrid_attention,
     roll_,
     salient_tokens,
+    stepping_state,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,12 +99,46 @@ def test_steps_in_other_types_are_those_of_the_recurrent_function(dtype):
 
 
 @pytest.mark.parametrize("start", [0, 21, 32, 50])
-def test_a_state_there_and_back_is_itself(start):
+def test_a_state_in_other_memory_is_itself(start):
     settings = dataclasses.replace(SMALL, selection="received", max_salient=6)
     _, _, stepping, state = walk(make_inputs(start + 1), start, settings=settings, feature_map=make_map())
-    assert_same_state(
-        SteppingState.from_state(stepping.to_state(), feature_map=stepping.feature_map, settings=settings), state, atol=1e-6
-    )
+    _, _, other, _ = walk([-x for x in make_inputs(40)], 30, settings=settings, feature_map=make_map())
+    assert_same_state(stepping_state(stepping, settings=settings), state, atol=1e-6)
+    assert_same_state(stepping.clone(), state, atol=1e-6)
+    other.load_(stepping)
+    assert_same_state(other, state, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_salient", [0, 11])
+def test_a_store_without_room_doubles_up_to_its_cap(max_salient):
+    settings = dataclasses.replace(SMALL, max_salient=max_salient)
+    tensors, given = make_inputs(TOKENS), {"feature_map": make_map(), "settings": settings}
+    expected, state = recurrent_hybrid_attention(*tensors, **given)
+    stepping, ours, rooms = empty_state(*tensors, **given), [], []
+    for place in range(TOKENS):
+        stepping.make_room_(settings)
+        ours.append(hybrid_step_(*at(tensors, slice(place, place + 1)), state=stepping, **given))
+        if stepping.advance():
+            roll_(stepping, **given)
+        rooms.append(stepping.capacity)
+    torch.testing.assert_close(torch.cat(ours, 1), expected, rtol=0, atol=1e-10)
+    assert_same_state(stepping, state, atol=1e-10)
+    assert sorted(set(rooms)) == [0, 2, 4, 8, max_salient or 16]
+
+
+def test_steps_leave_the_states_of_others_alone():
+    tensors, given = make_inputs(30), {"feature_map": make_map(), "settings": SMALL}
+    _, first = recurrent_hybrid_attention(*at(tensors, slice(0, 17)), **given)
+    before = first.clone()
+    # too short for a chunk to leave, so that the sums stay as they are
+    _, second = recurrent_hybrid_attention(*at(tensors, slice(17, 19)), **given, state=first)
+    for place in range(19, 30):
+        second.make_room_(SMALL)
+        hybrid_step_(*at(tensors, slice(place, place + 1)), state=second, **given)
+        if second.advance():
+            roll_(second, **given)
+    assert first.lengths == before.lengths
+    assert all(torch.equal(x, y) for x, y in zip(first.tensors().values(), before.tensors().values(), strict=True))
 
 
 def test_a_step_moves_no_memory_and_asks_nothing():
@@ -113,10 +147,10 @@ def test_a_step_moves_no_memory_and_asks_nothing():
     q, k, v = make_inputs(40, dtype=torch.float32)
     feature_map = make_map(dtype=torch.float32)
     given = {"feature_map": feature_map, "settings": settings}
-    state = SteppingState.from_state(empty_state(q, k, v, **given), **given)
+    state = stepping_state(empty_state(q, k, v, **given), settings=settings)
 
     def addresses():
-        return {name: value.data_ptr() for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
+        return {name: value.data_ptr() for name, value in state.tensors().items()}
 
     class NoLook(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -130,13 +164,12 @@ def test_a_step_moves_no_memory_and_asks_nothing():
 
     before = addresses()
     for place in range(40):
-        is_full = state.advance()
         with NoLook():
-            hybrid_step_(*at((q, k, v), slice(place, place + 1)), state=state)
-            if is_full:
-                roll_(state)
+            hybrid_step_(*at((q, k, v), slice(place, place + 1)), state=state, **given)
+            if state.advance():
+                roll_(state, **given)
     assert addresses() == before
-    assert state.count.tolist() == [40, 40]
+    assert state.linear.count.tolist() == [40, 40]
 
 
 def test_a_poisoned_sample_stays_so_alone():
@@ -146,14 +179,7 @@ def test_a_poisoned_sample_stays_so_alone():
     ours, expected, stepping, _ = walk((q, k, v), 10, settings=settings, feature_map=make_map(dtype=torch.float32))
     assert ours[0].isnan().all()
     torch.testing.assert_close(ours[1], expected[1], rtol=0, atol=1e-5)
-    assert stepping.to_state().is_poisoned.tolist() == [True, False]
-
-
-def test_a_full_store_without_a_cap_is_an_error_before_anything_is_lost():
-    _, _, stepping, state = walk(make_inputs(31), 0, settings=SMALL, feature_map=make_map(), capacity=4)
-    with pytest.raises(ValueError, match=r"room for 4 salient tokens of a head, and 32 tokens have 6"):
-        stepping.advance()
-    assert_same_state(stepping, state, atol=1e-10)
+    assert stepping.is_poisoned.tolist() == [True, False]
 
 
 def test_what_stepping_cannot_serve_is_refused():
@@ -161,15 +187,15 @@ def test_what_stepping_cannot_serve_is_refused():
     feature_map = make_map()
     _, state = recurrent_hybrid_attention(q, k, v, feature_map=feature_map, settings=SMALL)
     with pytest.raises(ValueError, match="capacity="):
-        SteppingState.from_state(state, feature_map=feature_map, settings=SMALL)
+        stepping_state(state, settings=SMALL)
     with pytest.raises(ValueError, match="must hold the 8 salient tokens"):
-        SteppingState.from_state(state, feature_map=feature_map, settings=SMALL, capacity=7)
+        stepping_state(state, settings=SMALL, capacity=7)
     with pytest.raises(ValueError, match="is the capacity"):
-        SteppingState.from_state(
-            state, feature_map=feature_map, settings=dataclasses.replace(SMALL, max_salient=9), capacity=10
-        )
+        stepping_state(state, settings=dataclasses.replace(SMALL, max_salient=9), capacity=10)
     with pytest.raises(ValueError, match="recurrent_step_"):
-        SteppingState.from_state(state, feature_map=feature_map, settings=hybrid_settings("linear"))
-    stepping = SteppingState.from_state(state, feature_map=feature_map, settings=SMALL, capacity=8)
+        stepping_state(state, settings=hybrid_settings("linear"))
+    stepping = stepping_state(state, settings=SMALL, capacity=8)
     with pytest.raises(ValueError, match="one token of each of 2 samples"):
-        hybrid_step_(q, k, v, state=stepping)
+        hybrid_step_(q, k, v, state=stepping, feature_map=feature_map, settings=SMALL)
+    with pytest.raises(ValueError, match=r"states of its own sizes, \(2, .* got \(1, "):
+        stepping.select_(torch.tensor([1]))

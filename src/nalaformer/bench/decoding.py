@@ -156,7 +156,9 @@ def _error(model: Any, tokens: Tensor, prompt: int) -> float:
             model.set_attn_implementation(name)
             found.append(make_fixed(model, room[::2], room[1::2]).step(after).clone())
         model.set_attn_implementation("sdpa")
-    steps = [model(token, past_key_values=cache, use_cache=True).logits[:, 0] for token in after.split(1, 1)]
+    # with gradients a converted model takes the way of prompts, which shares nothing with steps in place
+    with torch.enable_grad():
+        steps = [model(token, past_key_values=cache, use_cache=True).logits[:, 0].detach() for token in after.split(1, 1)]
     # the softmax model takes one step, in every way
     expected = torch.stack(steps).double().repeat(len(found) // len(steps), 1, 1)
     error = (torch.stack(found).double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))

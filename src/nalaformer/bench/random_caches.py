@@ -42,17 +42,18 @@ def random_state(hybrid: HybridAttention, study: DecodeStudy, context: int, batc
     q, k = (like.new_zeros(batch, 1, heads, study.head_dim) for heads in (study.heads, study.key_heads))
     state = empty_state(q, k, k, feature_map=hybrid.map, settings=settings)
     size = settings.chunk_size
-    for window in (state.keys, state.values, state.scores):
+    state = state.with_room(salient_tokens(context, settings))
+    for window in (state.keys.transpose(1, 2), state.values.transpose(1, 2), state.scores):
         window[:, 0 if context >= size else size : size + context % size].normal_()
-    store = (*state.salient_keys.shape[:2], salient_tokens(context, settings))
+    state.salient_keys.normal_()
+    state.salient_values.normal_()
     # as many tokens as are in the sums, each with features that sum to about one
     state.linear.state.normal_(std=context**0.5)
     state.linear.key_sum.fill_(context / state.linear.key_sum.shape[-1])
     return replace(
         state,
-        salient_keys=torch.randn(*store, study.head_dim, dtype=k.dtype, device=k.device),
-        salient_values=torch.randn(*store, study.head_dim, dtype=k.dtype, device=k.device),
-        salient_scores=torch.rand(store, device=k.device),
+        # as selection leaves them
+        salient_scores=torch.rand_like(state.salient_scores).sort(descending=True).values,
         linear=replace(state.linear, count=torch.full_like(state.linear.count, context)),
         lengths=(context,) * batch,
     )

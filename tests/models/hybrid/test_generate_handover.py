@@ -85,9 +85,9 @@ def test_rows_are_chosen_repeated_and_copied_while_lent(steps):
     model = with_steps(converted())
     out = model.generate(**prompts(), **GREEDY, return_dict_in_generate=True)
     cache, more = out.past_key_values, torch.randint(3, 50, (1, 5))
-    assert cache.layers[0].loan is not None
+    assert cache.layers[0].is_lent
     kept = copy.deepcopy(cache)
-    assert kept.layers[0].loan is None
+    assert not kept.layers[0].is_lent
     cache.batch_select_indices(torch.tensor([1]))
     cache.batch_repeat_interleave(3)
     with torch.no_grad():
@@ -124,8 +124,8 @@ def test_a_conversation_goes_on_from_a_lent_cache(steps):
     mask = nn.functional.pad(given["attention_mask"], (0, more.shape[1] - 21), value=1)
     # other texts take the decoder in between
     others = [model.generate(torch.randint(3, 50, (2, 30)), **GREEDY, return_dict_in_generate=True) for _ in range(2)]
-    assert first.past_key_values.layers[0].loan is None
-    assert all(other.past_key_values.layers[0].loan is not None for other in others)
+    assert not first.past_key_values.layers[0].is_lent
+    assert all(other.past_key_values.layers[0].is_lent for other in others)
     found = model.generate(more, attention_mask=mask, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
     cache, pieces = first.past_key_values, []
     with torch.no_grad():

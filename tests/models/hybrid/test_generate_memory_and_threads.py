@@ -13,7 +13,7 @@ from torch import nn
 
 from helpers.converted_models import converted
 from helpers.steps_of_generate import GREEDY, UNCAPPED, both, with_steps
-from nalaformer.attention.hybrid import SteppingState
+from nalaformer.attention.hybrid import HybridState
 from nalaformer.models.hybrid import decoder as decoder_module
 from nalaformer.models.hybrid import stepping as stepping_module
 from nalaformer.models.hybrid.decoder import SteppingDecoder
@@ -224,8 +224,8 @@ def test_states_are_given_back_on_the_stream_that_wrote_them(reason, monkeypatch
         yield
         entered.pop()
 
-    copy_out = SteppingState.to_state
-    monkeypatch.setattr(SteppingState, "to_state", lambda self: events.append(("copies", *entered)) or copy_out(self))
+    copy_out = HybridState.clone
+    monkeypatch.setattr(HybridState, "clone", lambda self: events.append(("copies", *entered)) or copy_out(self))
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: other)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: events.append(("records", stream)), raising=False)

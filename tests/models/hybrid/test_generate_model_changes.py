@@ -190,8 +190,8 @@ def test_what_the_kernel_keeps_of_the_maps_follows_them():
     maps = [attention.hybrid.map for attention in converted_attentions(model)]
 
     def is_right():
-        states = model.stepping.decoders[0].cache.states
-        return all(torch.equal(state.query_matrix, phi.query_matrix()) for state, phi in zip(states, maps, strict=True))
+        layers = model.stepping.decoders[0].cache.layers
+        return all(torch.equal(layer.query_matrix, phi.query_matrix()) for layer, phi in zip(layers, maps, strict=True))
 
     cache = model(tokens, use_cache=True).past_key_values
     model(tokens[:, :1], past_key_values=cache)

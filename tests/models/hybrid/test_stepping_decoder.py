@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 from helpers.converted_models import SMALL, converted
 from nalaformer.attention.hybrid import hybrid_settings
-from nalaformer.models.hybrid.cache import HybridCache, SteppingCache
+from nalaformer.models.hybrid.cache import HybridCache
 from nalaformer.models.hybrid.decoder import SteppingDecoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,12 +21,10 @@ def tokens():
 
 @torch.no_grad()
 def both_logits(model, tokens, start, **options):
-    """Logits of the tokens after the first `start`, in place and with the ordinary cache; the decoder."""
-    prompt = model(tokens[:, :start], use_cache=True)
-    decoder = SteppingDecoder(model, prompt.past_key_values, **options)
-    expected = [model(token, past_key_values=prompt.past_key_values).logits[:, 0] for token in tokens[:, start:].split(1, 1)]
+    """Logits of the tokens after the first `start`, of a decoder and of the whole text at once; the decoder."""
+    decoder = SteppingDecoder(model, model(tokens[:, :start], use_cache=True).past_key_values, **options)
     ours = [decoder.step(token).clone() for token in tokens[:, start:].unbind(1)]
-    return torch.stack(ours), torch.stack(expected), decoder
+    return torch.stack(ours, 1), model(tokens, use_cache=False).logits[:, start:], decoder
 
 
 @pytest.mark.parametrize(
@@ -39,18 +37,29 @@ def both_logits(model, tokens, start, **options):
         ("llama", hybrid_settings("window", chunk_size=8)),
     ],
 )
-def test_logits_in_place_are_those_of_the_cache(family, settings, tokens):
-    ours, expected, _ = both_logits(converted(family, settings), tokens, 13)
+def test_logits_in_place_are_those_of_the_whole_text(family, settings, tokens):
+    model = converted(family, settings)
+    ours, expected, _ = both_logits(model, tokens, 13)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    # the cache's own steps are in place too, but with gradients, which take the way of prompts
+    for with_gradient in (False, True):
+        with torch.set_grad_enabled(with_gradient):
+            cache = model(tokens[:, :13], use_cache=True).past_key_values
+            steps = [model(token, past_key_values=cache).logits.detach() for token in tokens[:, 13:].split(1, 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=0, atol=1e-4)
 
 
-def test_logits_without_a_cap_are_those_of_the_cache(tokens):
+def test_logits_without_a_cap_are_those_of_the_whole_text(tokens):
     ours, expected, decoder = both_logits(converted(settings=replace(SMALL, max_salient=0)), tokens, 20, capacity=12)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
     for _ in range(3):
         decoder.step(tokens[:, 0])
-    with pytest.raises(ValueError, match="larger capacity"):
+    before = [state.clone() for state in decoder.cache.states]
+    with pytest.raises(ValueError, match=r"room for 12 salient tokens of a head, and 64 tokens have 14; .* larger capacity"):
         decoder.step(tokens[:, 0])
+    for old, state in zip(before, decoder.cache.states, strict=True):
+        assert old.lengths == state.lengths
+        assert all(torch.equal(x, y) for x, y in zip(old.tensors().values(), state.tensors().values(), strict=True))
 
 
 def test_greedy_tokens_after_padded_prompts_are_those_of_generate(tokens):
@@ -100,19 +109,12 @@ def test_what_memory_of_fixed_size_cannot_do_is_refused(tokens):
     with pytest.raises(ValueError, match=r"token of each of the 2 samples, got shape \(1,\)"):
         decoder.step(tokens[0, :1])
     cache = decoder.cache
-    assert isinstance(cache, SteppingCache)
-    with pytest.raises(ValueError, match="one token of each of 2 samples"):
-        model(tokens, past_key_values=cache)
-    mask = torch.ones(2, 21, dtype=torch.int64)
-    mask[0, -1] = 0
-    with pytest.raises(ValueError, match="got padding"):
-        model(tokens[:, :1], attention_mask=mask, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"use SteppingDecoder\.step"):
-        model(tokens[:, :1], past_key_values=cache)
-    with pytest.raises(ValueError, match="to_cache"):
-        cache.reorder_cache(torch.tensor([1, 0]))
-    with pytest.raises(ValueError, match=r"has 2 samples, got 1; use to_state\(\)\.select"):
-        cache.states[0].select_(torch.tensor([1]))
+    # steps that the decoder does not count would be lost
+    for some in (tokens, tokens[:, :1]):
+        with pytest.raises(ValueError, match="must be a HybridCache, got SteppingCache"):
+            model(some, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"states of its own sizes, \(2, .* got \(1, "):
+        cache.batch_select_indices(torch.tensor([1]))
     with pytest.raises(ValueError, match=r"states of its own sizes, \(2, .* got \(1, "):
         cache.load_(model(tokens[:1, :20], use_cache=True).past_key_values)
 
@@ -127,3 +129,12 @@ def test_a_decoder_goes_on_from_another_text(tokens):
     ours = torch.stack([decoder.step(token).clone() for token in other[:, 27:].unbind(1)], 1)
     torch.testing.assert_close(ours, model(other, use_cache=False).logits[:, 27:], rtol=0, atol=1e-4)
     assert decoder.cache.to_cache(model.config).get_seq_length() == 60
+
+
+@torch.no_grad()
+def test_samples_of_a_decoder_change_places(tokens):
+    model = converted()
+    decoder = SteppingDecoder(model, model(tokens[:, :20], use_cache=True).past_key_values)
+    decoder.cache.reorder_cache(torch.tensor([1, 0]))
+    ours = torch.stack([decoder.step(token).clone() for token in tokens[:, 20:].flip(0).unbind(1)], 1)
+    torch.testing.assert_close(ours.flip(0), model(tokens, use_cache=False).logits[:, 20:], rtol=0, atol=1e-4)

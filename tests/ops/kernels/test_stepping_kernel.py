@@ -8,7 +8,7 @@ import torch
 import nalaformer
 from helpers.hybrid_inputs import SMALL, make_inputs, make_map
 from helpers.hybrid_steps import assert_same_state, at, walk
-from nalaformer.attention.hybrid import HybridSettings, SteppingState, empty_state, hybrid_settings, hybrid_step_
+from nalaformer.attention.hybrid import HybridSettings, empty_state, hybrid_settings, hybrid_step_, stepping_state
 
 pytest.importorskip("triton", reason="the kernels need Triton, which this platform has no build of")
 from nalaformer.ops.kernels.hybrid import step_op as kernels
@@ -116,16 +116,17 @@ def test_the_kernel_is_taken_where_it_can_run_and_only_there(monkeypatch):
     for dtype, backend in ((torch.float32, "triton"), (torch.float64, "triton"), (torch.float32, "reference")):
         tensors = make_inputs(1, dtype=dtype)
         given = {"feature_map": make_map(dtype=dtype), "settings": CAPPED}
-        state = SteppingState.from_state(empty_state(*tensors, **given), **given)
+        state = stepping_state(empty_state(*tensors, **given), settings=CAPPED)
         with nalaformer.use_backend(backend):
-            hybrid_step_(*at(tensors, slice(0, 1)), state=state)
+            hybrid_step_(*at(tensors, slice(0, 1)), state=state, **given)
     assert taken == [torch.float32]
 
 
 def test_the_operator_says_what_it_changes():
     tensors = make_inputs(1, dtype=torch.float32)
     given = {"feature_map": make_map(dtype=torch.float32), "settings": CAPPED}
-    state = SteppingState.from_state(empty_state(*tensors, **given), **given)
-    arguments = (*tensors, state.keys, state.values, state.count, state.ailing, state.state, state.key_sum)
-    rest = (None, state.query_matrix, None, 8, 2, 1.0, 1e-6, True)
+    state = stepping_state(empty_state(*tensors, **given), settings=CAPPED)
+    linear, matrix = state.linear, given["feature_map"].query_matrix().detach()
+    arguments = (*tensors, state.keys, state.values, linear.count, state.is_poisoned, linear.state, linear.key_sum)
+    rest = (None, matrix, None, 8, 2, 1.0, 1e-6, True)
     torch.library.opcheck(kernels.hybrid_step, (*arguments, *rest), test_utils=("test_schema", "test_faketensor"))

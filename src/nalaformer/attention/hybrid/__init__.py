@@ -3,12 +3,10 @@
 from .distant import distant_attention
 from .function import empty_state, hybrid_attention, recurrent_hybrid_attention
 from .module import HybridAttention
-from .salient import salient_tokens
 from .selection import SELECTIONS, Selection
-from .settings import METHODS, HybridSettings, hybrid_settings
+from .settings import METHODS, HybridSettings, hybrid_settings, salient_tokens
 from .state import HybridState
-from .stepping import hybrid_step_, roll_
-from .stepping_state import SteppingState
+from .stepping import hybrid_step_, roll_, stepping_state
 
 __all__ = [
     "METHODS",
@@ -17,7 +15,6 @@ __all__ = [
     "HybridSettings",
     "HybridState",
     "Selection",
-    "SteppingState",
     "distant_attention",
     "empty_state",
     "hybrid_attention",
@@ -26,4 +23,5 @@ __all__ = [
     "recurrent_hybrid_attention",
     "roll_",
     "salient_tokens",
+    "stepping_state",
 ]

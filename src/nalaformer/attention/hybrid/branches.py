@@ -162,7 +162,7 @@ def attend(
     linear, state_after, key_sum_after = None, before.state, before.key_sum
     if settings.linear:
         query_features = feature_map.query(rows.flatten(1, 2)).unflatten(1, rows.shape[1:3]).permute(0, 3, 1, 2, 4)
-        sums = sums_before(before, layout, leaving, feature_map)
+        sums = sums_before(before, leaving, feature_map, chunks=layout.leaving, groups=layout.groups)
         state_after, key_sum_after = sums.state_after, sums.key_sum_after
         seen = linear_branch(query_features, sums.state, sums.key_sum)
         linear = Linear(*(x.unflatten(1, exact.total.shape[1:3]) for x in seen))
@@ -182,18 +182,22 @@ def by_key_head(rows: Tensor, key_heads: int) -> Tensor:
     return rows.permute(0, 3, 1, 2, 4).unflatten(1, (key_heads, -1))
 
 
-def sums_before(before: LinearState, layout: Layout, leaving: Sequence[Leaving], feature_map: FeatureMap) -> ChunkSums:
+def sums_before(
+    before: LinearState, leaving: Sequence[Leaving], feature_map: FeatureMap, *, chunks: int, groups: int
+) -> ChunkSums:
     """The linear sums before each group of queries, and after the chunks that leave the window."""
-    if not layout.leaving:
+    if not chunks:
         state, key_sum = before.state[:, :, None], before.key_sum[:, :, None]
-        groups = (-1, -1, layout.groups)
-        return ChunkSums(state.expand(*groups, -1, -1), key_sum.expand(*groups, -1), before.state, before.key_sum)
+        repeats = (-1, -1, groups)
+        # copies: steps write into the state after the call, and the one before belongs to somebody else
+        return ChunkSums(
+            state.expand(*repeats, -1, -1), key_sum.expand(*repeats, -1), before.state.clone(), before.key_sum.clone()
+        )
     heads, dtype = before.state.shape[1], before.state.dtype
     pairs = []
     for tokens in leaving:
-        chunks = (layout.leaving, tokens.per_chunk)
         features = feature_map.key(repeated_for(tokens.keys.to(dtype), heads))
         features = features.masked_fill(~repeated_for(tokens.counts, heads)[..., None], 0)
         numbers = features, repeated_for(tokens.values.to(dtype), heads)
-        pairs.append(tuple(x.transpose(1, 2).unflatten(2, chunks) for x in numbers))
-    return chunk_sums(before.state, before.key_sum, pairs, groups=layout.groups)
+        pairs.append(tuple(x.transpose(1, 2).unflatten(2, (chunks, tokens.per_chunk)) for x in numbers))
+    return chunk_sums(before.state, before.key_sum, pairs, groups=groups)

@@ -1,4 +1,4 @@
-"""Hybrid attention as a function: one implementation for training, prompts and decoding.
+"""Hybrid attention as a function: one implementation for training and prompts; stepping.py has single tokens in place.
 
 A call of any length is cut into pieces of some chunks; each piece is computed at once from the state before it. Nothing of size
 tokens x tokens exists, salient keys are never copied for each chunk, and the workspace of a piece is bounded.
@@ -71,11 +71,10 @@ def recurrent_hybrid_attention(
         state = empty_state(q, k, v, feature_map=feature_map, settings=settings)
     if len(state.lengths) != len(q):
         raise ValueError(f"the state is of {len(state.lengths)} samples, got {len(q)}; both must come from the same batch")
-    held = state.salient_keys.shape[2]
-    if settings.largest_store is not None and held > settings.largest_store:
+    if settings.largest_store is not None and state.capacity > settings.largest_store:
         raise ValueError(
-            f"the state holds {held} salient tokens of a head, more than max_salient ({settings.largest_store}); "
-            "go on with the settings that it was made with"
+            f"the state has room for {state.capacity} salient tokens of a head, more than max_salient "
+            f"({settings.largest_store}); go on with the settings that it was made with"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with outside_autocast(q):
@@ -105,14 +104,13 @@ def empty_state(q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap, set
     with torch.no_grad():
         features = feature_map.query(q.new_zeros(1, 1, heads, head_dim, dtype=dtype)).shape[-1]
     return HybridState(
-        keys=k.new_zeros(batch, window, key_heads, head_dim),
-        values=v.new_zeros(batch, window, key_heads, values),
+        keys=k.new_zeros(batch, store_heads, window, head_dim),
+        values=v.new_zeros(batch, store_heads, window, values),
         scores=k.new_zeros(batch, window if keeps_scores(settings) else 0, score_heads, dtype=torch.float32),
-        salient_keys=k.new_zeros(batch, store_heads, 0, head_dim),
-        salient_values=v.new_zeros(batch, store_heads, 0, values),
         salient_scores=k.new_zeros(batch, store_heads, 0, dtype=torch.float32),
         linear=LinearState.empty(batch, heads, features, values, dtype=dtype, device=q.device),
         is_poisoned=torch.zeros(batch, dtype=torch.bool, device=q.device),
+        key_heads=key_heads,
         lengths=(0,) * batch,
     )
 
@@ -182,13 +180,12 @@ def _advance(
     else:
         layout = Layout(size, q.shape[1], state.lengths, q.device, key_mask)
 
-    keys, values = layout.align(state.keys, k), layout.align(state.values, v)
+    keys, values = layout.align(state.window_keys, k), layout.align(state.window_values, v)
     rows = layout.queries(q)  # [B, R, T, H, D]
     with torch.no_grad():
         score_slots = _scores(state, layout, keys, k, scores, rows, rule, settings, scale)
     store = updated_store(state, layout, keys, values, score_slots, rule, settings)
-    # a last piece of one token has nothing to tile
-    attend = fused.attend if is_fused and not layout.is_step else branches.attend
+    attend = fused.attend if is_fused else branches.attend
     out, state_after, key_sum_after = attend(
         rows,
         keys,
@@ -203,21 +200,24 @@ def _advance(
         scale=scale,
     )
     salient_keys, salient_values, salient_scores = store_after(store, layout, settings)
-    linear = state.linear
-    if settings.linear:
-        linear = LinearState(state_after, key_sum_after, layout.count_after, state.linear.log_scale)
+    # a copy: layers share the layout, and steps count on in place
+    linear = LinearState(state_after, key_sum_after, layout.count_after.clone(), state.linear.log_scale)
     after = HybridState(
-        keys=layout.window_after(keys),
-        values=layout.window_after(values),
+        keys=_beside(layout.window_after(keys), salient_keys),
+        values=_beside(layout.window_after(values), salient_values),
         scores=layout.window_after(score_slots) if keeps_scores(settings) else state.scores,
-        salient_keys=salient_keys,
-        salient_values=salient_values,
         salient_scores=salient_scores,
         linear=linear,
         is_poisoned=state.is_poisoned,
+        key_heads=keys.shape[2],
         lengths=layout.lengths_after,
     )
     return layout.collect(out), after
+
+
+def _beside(near: Tensor, salient: Tensor) -> Tensor:
+    """The window [B, 2l, K, D], then the store [B, S, E, D]: [B, S, 2l + E, D]."""
+    return torch.cat((repeated_for(near, salient.shape[1]).transpose(1, 2), salient), dim=2).contiguous()
 
 
 def _scores(
@@ -303,11 +303,8 @@ def _linear_alone(
 def _without_poison(k: Tensor, v: Tensor, key_mask: Tensor | None, state: HybridState) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values with bad tokens zeroed, and [B, N]: whether this token or one before it is bad.
 
-    Zero times NaN is NaN: a bad token would reach the rows of its chunk that do not see it. A step has no such rows, and what
-    is bad in it goes on by itself.
+    Zero times NaN is NaN: a bad token would reach the rows of its chunk that do not see it.
     """
-    if k.shape[1] == 1 and key_mask is None:
-        return k, v, state.is_poisoned[:, None]
     is_bad = ~(k.isfinite().flatten(2).all(-1) & v.isfinite().flatten(2).all(-1))
     hidden = is_bad if key_mask is None else is_bad | ~key_mask
     k, v = (torch.where(hidden[:, :, None, None], 0, x) for x in (k, v))

@@ -35,9 +35,7 @@ class Layout:
         self.counts = (tokens,) * len(lengths) if key_mask is None else tuple(key_mask.sum(1).tolist())
         self.filled = [length % chunk_size for length in lengths]
         self.is_uniform = key_mask is None and len(set(lengths)) <= 1
-        # one token is its own group: a step of decoding needs no rows for the others of its chunk
-        self.is_step = tokens == 1
-        self.groups = 1 if self.is_step else -(-(max(self.filled, default=0) + tokens) // chunk_size)
+        self.groups = -(-(max(self.filled, default=0) + tokens) // chunk_size)
         self.slots = (self.groups + 1) * chunk_size
         self.left = [(filled + count) // chunk_size for filled, count in zip(self.filled, self.counts, strict=True)]
         self.leaving = max(self.left, default=0)
@@ -83,9 +81,7 @@ class Layout:
 
     @cached_property
     def query_slots(self) -> Tensor:
-        """[B or 1, R, T]."""
-        if self.is_step:
-            return (self.chunk_size + self._filled)[:, None]
+        """[1, R, T]."""
         return torch.arange(self.chunk_size, self.slots, device=self.device).view(1, self.groups, self.chunk_size)
 
     @cached_property
@@ -103,8 +99,6 @@ class Layout:
     @cached_property
     def is_query(self) -> Tensor:
         """[B or 1, R, T, 1]: whether a new token stands there; the other rows are padding or were queries before."""
-        if self.is_step:
-            return (self._per_sample(self.counts) > 0)[:, None, :, None]
         return self._is_new.unflatten(1, (self.groups, self.chunk_size))[..., None]
 
     @cached_property
@@ -115,12 +109,12 @@ class Layout:
 
     @cached_property
     def is_self(self) -> Tensor:
-        """[B or 1, R, T, W]."""
+        """[1, R, T, W]."""
         return self.key_slots[:, None] == self.query_slots[..., None]
 
     @cached_property
     def is_near(self) -> Tensor:
-        """[B or 1, R, T, W]: among the last chunk_size keys."""
+        """[1, R, T, W]: among the last chunk_size keys."""
         return self.key_slots[:, None] > self.query_slots[..., None] - self.chunk_size
 
     @cached_property
@@ -153,20 +147,15 @@ class Layout:
 
     def queries(self, new: Tensor) -> Tensor:
         """[B, N, ...] -> [B, R, T, ...]."""
-        if self.is_step:
-            return new[:, None]
         return self.place(new).unflatten(1, (self.groups, self.chunk_size))
 
     def collect(self, rows: Tensor) -> Tensor:
         """[B, R, T, ...] -> [B, N, ...], zero for padding."""
-        if self.is_step:
-            new = rows[:, 0]
-        elif self.is_uniform:
+        if self.is_uniform:
             filled = self.filled[0] if self.filled else 0
             return rows.flatten(1, 2)[:, filled : filled + self.tokens]
-        else:
-            rank = torch.arange(self.tokens, device=self.device) if self.key_mask is None else self.key_mask.cumsum(1) - 1
-            new = _take(rows.flatten(1, 2), (rank.clamp(min=0) + self._filled).expand(len(self.lengths), -1))
+        rank = torch.arange(self.tokens, device=self.device) if self.key_mask is None else self.key_mask.cumsum(1) - 1
+        new = _take(rows.flatten(1, 2), (rank.clamp(min=0) + self._filled).expand(len(self.lengths), -1))
         return new if self.key_mask is None else torch.where(_like(self.key_mask, new), new, 0)
 
     def window_after(self, aligned: Tensor) -> Tensor:

@@ -5,12 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...feature_maps import feature_map
+from ...feature_maps.norm_preserving import NormPreserving
 from .distant import distant_attention
 from .function import recurrent_hybrid_attention
 from .settings import HybridSettings
 from .state import HybridState
-from .stepping import hybrid_step_
-from .stepping_state import SteppingState
+from .stepping import hybrid_step_, roll_
 
 SCORER_WIDTH = 64
 
@@ -76,10 +76,38 @@ class HybridAttention(nn.Module):
             scale=scale,
         )
 
-    def step_(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, state: SteppingState, scale: float | None = None) -> Tensor:
+    def step_(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        *,
+        state: HybridState,
+        scale: float | None = None,
+        query_matrix: Tensor | None = None,
+    ) -> Tensor:
         """The same for one token, [B, 1, H, D], with a state that is written in place; see `hybrid_step_`."""
-        scores = self.scores(q, k, x, scale=scale, state=state)
-        return hybrid_step_(q, k, v, state=state, gate=self.gates(x), scores=scores, scale=scale)
+        return hybrid_step_(
+            q,
+            k,
+            v,
+            state=state,
+            feature_map=self.map,
+            settings=self.settings,
+            gate=self.gates(x),
+            scores=self.scores(q, k, x, scale=scale, state=state),
+            scale=scale,
+            query_matrix=query_matrix,
+        )
+
+    def roll_(self, state: HybridState) -> None:
+        """What follows a step that fills a chunk; see stepping.py."""
+        roll_(state, feature_map=self.map, settings=self.settings)
+
+    def query_matrix(self) -> Tensor | None:
+        """[H, D, D]: what the kernel of a step turns queries with, as the map's parameters are now; None: another map."""
+        return self.map.query_matrix().detach().contiguous() if isinstance(self.map, NormPreserving) else None
 
     def gates(self, x: Tensor) -> Tensor | None:
         """[B, N, H, D or 1], the factor of the linear branch; None: there is none."""
@@ -87,9 +115,7 @@ class HybridAttention(nn.Module):
             return None
         return torch.sigmoid(self.gate(x.to(self.gate.weight.dtype))).unflatten(-1, (self.num_heads, -1))
 
-    def scores(
-        self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None, state: HybridState | SteppingState | None
-    ) -> Tensor | None:
+    def scores(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None, state: HybridState | None) -> Tensor | None:
         """[B, N, K] for the rules that are told the scores, else None."""
         if self.scorer is not None:
             return self._learned_scores(x)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .layout import Layout
 from .selection import Selection, for_heads, rank_descending
-from .settings import HybridSettings
+from .settings import HybridSettings, most_salient
 from .state import HybridState
 
 # beyond every group of a call
@@ -22,7 +22,7 @@ class Store(NamedTuple):
     keys, values: [B, S, E, *]; scores: [B, S, E], -inf where there is no token.
     Group r of the queries sees the first `old + r * per_chunk` of them, but for those that had to go: with `until`, [B, S, E],
     groups up to until - 1 see a token and the sums of the linear branch hold it from there on; None: nobody has to go.
-    is_left_out: [B, m, l, S], tokens of leaving chunks that did not enter.
+    is_left_out: [B, S, m, l], tokens of leaving chunks that did not enter.
     """
 
     keys: Tensor
@@ -53,7 +53,7 @@ class Store(NamedTuple):
         """
         if self.until is None:
             return None
-        chunks = self.is_left_out.shape[1]
+        chunks = self.is_left_out.shape[2]
         # before group r, so with chunk r - 1; those that stay go to a last place that is cut off
         chunk = torch.where((self.until > 0) & (self.until <= chunks), self.until - 1, chunks)
         chunk, order = chunk.sort(dim=-1, stable=True)
@@ -64,53 +64,79 @@ class Store(NamedTuple):
         return nobody.scatter(-1, place, order)[..., :size], nobody.bool().scatter(-1, place, True)[..., :size]
 
 
+class Choice(NamedTuple):
+    """Tokens of m leaving chunks that enter the store, c of each: places in their chunk and scores, [B, S, m, c].
+
+    Scores are -inf where the chunk does not leave. is_left_out: [B, S, m, l], tokens of leaving chunks that do not enter.
+    """
+
+    places: Tensor
+    scores: Tensor
+    is_left_out: Tensor
+
+
+def choose(
+    scores: Tensor, positions: Tensor, leaves: Tensor, *, heads: int, rule: Selection, settings: HybridSettings
+) -> Choice:
+    """The best salient_per_chunk tokens of each chunk for each of `heads` heads; of equals the older wins.
+
+    scores: [B, m, l, heads of the rule]; positions: [B or 1, m, l]; leaves: [B or 1, m], whether the chunk leaves the window.
+    """
+    compared = rule.comparable(for_heads(rule.finish(scores), heads))
+    if settings.keep_first:
+        compared = compared.masked_fill((positions == 0)[..., None], torch.inf)
+    compared = compared.permute(0, 3, 1, 2)  # [B, S, m, l]
+    index = rank_descending(compared)[..., : settings.salient_per_chunk]
+    leaves = leaves[:, None, :, None]
+    entering = compared.gather(-1, index).masked_fill(~leaves, -torch.inf)
+    return Choice(index, entering, leaves.expand_as(compared).scatter(-1, index, False))
+
+
 def updated_store(
     state: HybridState, layout: Layout, keys: Tensor, values: Tensor, scores: Tensor, rule: Selection, settings: HybridSettings
 ) -> Store:
     """Choose salient_per_chunk tokens of every chunk that leaves. keys, values: [B, slots, K, *]; scores: [B, slots, heads]."""
-    batch, heads = state.salient_keys.shape[:2]
-    size, chosen = settings.chunk_size, settings.salient_per_chunk
-    kept = state.salient_keys, state.salient_values, state.salient_scores
-    old = state.salient_keys.shape[2]
-    if not layout.leaving:
-        # most steps of decoding: nobody comes, nobody goes
-        return Store(*kept, old, 0, None, state.salient_scores.new_zeros(batch, 0, size, heads, dtype=torch.bool))
-    leaving = layout.leaving
-    left_out = layout.leaves[:, :, None, None].expand(batch, -1, size, heads)
-    if not chosen:
-        return Store(*kept, old, 0, None, left_out)
-    tokens = slice(0, leaving * size)
-    finished = rule.finish(scores[:, tokens].unflatten(1, (leaving, size)))
-    compared = rule.comparable(for_heads(finished, heads))
-    if settings.keep_first:
-        first = (layout.positions[:, tokens] == 0).view(-1, leaving, size, 1)
-        compared = compared.masked_fill(first, torch.inf)
-    compared = compared.permute(0, 3, 1, 2)  # [B, S, m, l]
-    index = rank_descending(compared)[..., :chosen]
-    entering = compared.gather(-1, index).masked_fill(~layout.leaves[:, None, :, None], -torch.inf)
-    left_out = left_out & ~torch.zeros_like(compared, dtype=torch.bool).scatter(-1, index, True).permute(0, 2, 3, 1)
-    slot = (index + size * torch.arange(leaving, device=keys.device)[:, None]).flatten(2)  # [B, S, m * chosen]
-    store_keys = torch.cat((state.salient_keys, _gathered(keys[:, tokens], slot)), dim=2)
-    store_values = torch.cat((state.salient_values, _gathered(values[:, tokens], slot)), dim=2)
-    store_scores = torch.cat((state.salient_scores, entering.flatten(2)), dim=2)
+    batch, heads = state.salient_scores.shape[:2]
+    size, chosen, leaving = settings.chunk_size, settings.salient_per_chunk, layout.leaving
+    old = min(state.capacity, most_salient(state.lengths, settings))
+    kept, kept_values, kept_scores = (x[:, :, :old] for x in (state.salient_keys, state.salient_values, state.salient_scores))
+    if not leaving or not chosen:
+        left_out = layout.leaves[:, None, :, None].expand(batch, heads, leaving, size)
+        return Store(kept, kept_values, kept_scores, old, 0, None, left_out)
+    chunks, tokens = (leaving, size), slice(0, leaving * size)
+    choice = choose(
+        scores[:, tokens].unflatten(1, chunks),
+        layout.positions[:, tokens].unflatten(1, chunks),
+        layout.leaves,
+        heads=heads,
+        rule=rule,
+        settings=settings,
+    )
+    slot = (choice.places + size * torch.arange(leaving, device=keys.device)[:, None]).flatten(2)  # [B, S, m * chosen]
+    store_keys = torch.cat((kept, _gathered(keys[:, tokens], slot)), dim=2)
+    store_values = torch.cat((kept_values, _gathered(values[:, tokens], slot)), dim=2)
+    store_scores = torch.cat((kept_scores, choice.scores.flatten(2)), dim=2)
     until = None
     if settings.largest_store is not None and store_scores.shape[2] > settings.largest_store:
         # seen from the second chunk after its own on; group r holds the queries of chunk r + 1
         place = torch.arange(store_scores.shape[2], device=keys.device)
         born = (torch.div(place - old, chosen, rounding_mode="floor") + 1).clamp(min=0)
         until = _until(store_scores, born, settings.largest_store)
-    return Store(store_keys, store_values, store_scores, old, chosen, until, left_out)
+    return Store(store_keys, store_values, store_scores, old, chosen, until, choice.is_left_out)
+
+
+def best(scores: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    """Entries [B, S, *] of a store that stay, in falling order of their scores [B, S, E], and those that have to go."""
+    order = rank_descending(scores)
+    return order[..., :room], order[..., room:]
 
 
 def store_after(store: Store, layout: Layout, settings: HybridSettings) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and scores that the next call finds."""
-    if not layout.leaving:
+    if not store.per_chunk:
         return store.keys, store.values, store.scores
-    size = max((salient_tokens(length, settings) for length in layout.lengths_after), default=0)
-    if store.scores.shape[2] <= size:
-        return store.keys, store.values, store.scores
-    index = rank_descending(store.scores)[..., :size]
-    return entries(store.keys, index), entries(store.values, index), store.scores.gather(-1, index)
+    stays, _ = best(store.scores, most_salient(layout.lengths_after, settings))
+    return entries(store.keys, stays), entries(store.values, stays), store.scores.gather(-1, stays)
 
 
 class Leaving(NamedTuple):
@@ -126,19 +152,13 @@ class Leaving(NamedTuple):
 def leaving_tokens(store: Store, layout: Layout, keys: Tensor, values: Tensor) -> list[Leaving]:
     """The tokens of chunks that leave and did not enter the store, then those that lost their place in it."""
     tokens = slice(0, layout.leaving * layout.chunk_size)
-    found = [Leaving(keys[:, tokens], values[:, tokens], store.is_left_out.flatten(1, 2), layout.chunk_size)]
+    found = [Leaving(keys[:, tokens], values[:, tokens], store.is_left_out.flatten(2).transpose(1, 2), layout.chunk_size)]
     departures = store.departures()
     if departures is not None:
         index, is_there = departures
         gone_keys, gone_values = (entries(x, index).transpose(1, 2) for x in (store.keys, store.values))
         found.append(Leaving(gone_keys, gone_values, is_there.transpose(1, 2), store.per_chunk))
     return found
-
-
-def salient_tokens(length: int, settings: HybridSettings) -> int:
-    """Salient tokens of each head after `length` tokens: of all complete chunks but the one in the window."""
-    number = max(0, length // settings.chunk_size - 1) * settings.salient_per_chunk
-    return number if settings.largest_store is None else min(number, settings.largest_store)
 
 
 def repeated_for(x: Tensor, heads: int) -> Tensor:

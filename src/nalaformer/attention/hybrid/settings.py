@@ -1,5 +1,6 @@
 """What a hybrid attention keeps exact, what it sums up, and how the two are joined."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -98,3 +99,14 @@ def hybrid_settings(method: str = "still", **changes: Any) -> HybridSettings:
     if chosen.get("salient_per_chunk") == -1:
         chosen["salient_per_chunk"] = chosen.get("chunk_size", HybridSettings.chunk_size)
     return replace(HybridSettings(), **chosen)
+
+
+def salient_tokens(length: int, settings: HybridSettings) -> int:
+    """Salient tokens of each head after `length` tokens: of all complete chunks but the one in the window."""
+    number = max(0, length // settings.chunk_size - 1) * settings.salient_per_chunk
+    return number if settings.largest_store is None else min(number, settings.largest_store)
+
+
+def most_salient(lengths: Sequence[int], settings: HybridSettings) -> int:
+    """Salient tokens of a head in the longest of the samples."""
+    return max((salient_tokens(length, settings) for length in lengths), default=0)

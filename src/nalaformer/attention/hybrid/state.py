@@ -1,62 +1,159 @@
 """What hybrid attention remembers: the window, the salient tokens, and the sums over all others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops import LinearState
+from .settings import HybridSettings, most_salient
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HybridState:
-    """The state after `lengths` real tokens of each sample; l = chunk_size.
+    """The state after `lengths` real tokens of each sample; l = chunk_size, S heads of the store, room for E salient tokens.
 
-    keys, values: [B, 2l, K, D or V]   the chunk before the current one, and the current one; zeros where there is no token
-    scores: [B, 2l, heads]             of those tokens, by the selection rule
-    salient_keys, salient_values: [B, S, E, D or V]
-    salient_scores: [B, S, E]          -inf where there is no token
-    linear: sums over all older tokens that are not salient
-    is_poisoned: [B] bool              a token held NaN or infinity: nothing after it can be trusted
+    keys, values: [B, S, 2l + E, D or V]   the window, then the store, so that a query meets both in one product. The window is
+                                           the chunk before the current one, and the current one; zeros where there is no token.
+                                           Heads of a group that choose for themselves have a window each
+    scores: [B, 2l, heads]                 of the window's tokens, where the rule cannot have them from the token alone
+    salient_scores: [B, S, E]              falling, -inf where there is no token
+    linear: sums over all older tokens that are not salient; its count is that of all tokens, `lengths` on the device
+    is_poisoned: [B] bool                  a token held NaN or infinity: nothing after it can be trusted
+    key_heads: heads of the keys, S or a divisor of it
+
+    Prompts make a new state and leave the old one alone; steps (stepping.py) write into the tensors where they are.
     """
 
     keys: Tensor
     values: Tensor
     scores: Tensor
-    salient_keys: Tensor
-    salient_values: Tensor
     salient_scores: Tensor
     linear: LinearState
     is_poisoned: Tensor
+    key_heads: int
     lengths: tuple[int, ...]
+
+    @property
+    def capacity(self) -> int:
+        """Salient tokens of a head that there is room for."""
+        return self.salient_scores.shape[-1]
+
+    @property
+    def window(self) -> int:
+        """Places of the window: two chunks."""
+        return self.keys.shape[2] - self.capacity
+
+    @property
+    def salient_keys(self) -> Tensor:
+        """[B, S, E, D]."""
+        return self.keys[:, :, self.window :]
+
+    @property
+    def salient_values(self) -> Tensor:
+        """[B, S, E, V]."""
+        return self.values[:, :, self.window :]
+
+    @property
+    def window_keys(self) -> Tensor:
+        """[B, 2l, K, D]."""
+        return self._near(self.keys)
+
+    @property
+    def window_values(self) -> Tensor:
+        """[B, 2l, K, V]."""
+        return self._near(self.values)
+
+    def _near(self, both: Tensor) -> Tensor:
+        return both[:, :: both.shape[1] // self.key_heads, : self.window].transpose(1, 2)
+
+    def _own(self) -> dict[str, Tensor]:
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("linear", "lengths")}
-        return own | {f"linear.{name}": tensor for name, tensor in self.linear.tensors().items()}
+        return self._own() | {f"linear.{name}": tensor for name, tensor in self.linear.tensors().items()}
 
     @property
     def nbytes(self) -> int:
+        """Of all that is remembered, the room for what comes included."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    def _own(self, change: "dict[str, Tensor]", linear: LinearState, lengths: tuple[int, ...]) -> "HybridState":
-        return replace(self, **change, linear=linear, lengths=lengths)
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "HybridState":
+        own: dict[str, Any] = {name: change(tensor) for name, tensor in self._own().items()}
+        return replace(self, **own, linear=LinearState(*map(change, self.linear.tensors().values())))
 
     def select(self, samples: Tensor | Sequence[int]) -> "HybridState":
         """The states of some samples, in the given order and with repetitions: beam search reorders with it."""
         index = torch.as_tensor(samples, dtype=torch.int64, device=self.keys.device)
-        change = {n: t.index_select(0, index) for n, t in self.tensors().items() if "." not in n}
         # where all are alike, which samples are taken is not asked of the device
         is_uniform = len(set(self.lengths)) == 1
         lengths = self.lengths[:1] * len(index) if is_uniform else tuple(self.lengths[i] for i in index.tolist())
-        return self._own(change, self.linear.select(index), lengths)
+        return replace(self._mapped(lambda tensor: tensor.index_select(0, index)), lengths=lengths)
+
+    def select_(self, samples: Tensor | Sequence[int]) -> None:
+        """The same in place, for as many samples as there are."""
+        self.load_(self.select(samples))
 
     def detach(self) -> "HybridState":
         """Cut the gradient between pieces of a sequence."""
-        change = {name: tensor.detach() for name, tensor in self.tensors().items() if "." not in name}
-        return self._own(change, self.linear.detach(), self.lengths)
+        return self._mapped(torch.Tensor.detach)
+
+    def clone(self) -> "HybridState":
+        return self.with_room(self.capacity)
 
     def to(self, device: torch.device | str) -> "HybridState":
-        change = {name: tensor.to(device) for name, tensor in self.tensors().items() if "." not in name}
-        return self._own(change, self.linear.to(device), self.lengths)
+        return self._mapped(lambda tensor: tensor.to(device))
+
+    def with_room(self, capacity: int) -> "HybridState":
+        """A copy with room for `capacity` salient tokens of a head; those beyond are cut off."""
+        linear = LinearState(*map(torch.clone, self.linear.tensors().values()))
+        copy = replace(self, scores=self.scores.clone(), linear=linear, is_poisoned=self.is_poisoned.clone())
+        copy._resize_(capacity)
+        return copy
+
+    def _resize_(self, capacity: int) -> None:
+        places = self.window + capacity
+        self.keys, self.values = (_resized(x, places, 0) for x in (self.keys, self.values))
+        self.salient_scores = _resized(self.salient_scores, capacity, -torch.inf)
+
+    def load_(self, state: "HybridState") -> None:
+        """Go on from another state of as many samples, in the same memory: graphs that were captured stay right."""
+        new = state if state.capacity == self.capacity else state.with_room(self.capacity)
+        pairs = list(zip(self.tensors().values(), new.tensors().values(), strict=True))
+        for kept, value in pairs:
+            if kept.shape != value.shape or kept.dtype != value.dtype:
+                raise ValueError(
+                    f"memory of fixed size takes states of its own sizes, {tuple(kept.shape)} in {kept.dtype}, got "
+                    f"{tuple(value.shape)} in {value.dtype}; make a new one with stepping_state"
+                )
+        for kept, value in pairs:
+            kept.copy_(value)
+        self.lengths = state.lengths
+
+    def salient_after_step(self, settings: HybridSettings) -> int:
+        """Salient tokens of a head after one more token of each sample."""
+        return most_salient([length + 1 for length in self.lengths], settings)
+
+    def make_room_(self, settings: HybridSettings) -> None:
+        """Room for one more token of each sample: a store that is full doubles, or grows to its cap."""
+        needed = self.salient_after_step(settings)
+        if needed > self.capacity:
+            doubled = max(needed, 2 * self.capacity)
+            self._resize_(doubled if settings.largest_store is None else min(doubled, settings.largest_store))
+
+    def advance(self) -> bool:
+        """Count a step on the host, after it; True: a roll must follow."""
+        self.lengths = tuple(length + 1 for length in self.lengths)
+        return any(length % (self.window // 2) == 0 for length in self.lengths)
+
+
+def _resized(x: Tensor, places: int, empty: float) -> Tensor:
+    """x [B, S, E, ...] -> [B, S, places, ...]."""
+    new = x.new_full((*x.shape[:2], places, *x.shape[3:]), empty)
+    common = min(places, x.shape[2])
+    new[:, :, :common] = x[:, :, :common]
+    return new

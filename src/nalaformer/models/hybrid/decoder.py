@@ -1,18 +1,108 @@
 """Decoding of converted models that does not wait for the host: a whole step is one CUDA graph."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from ...attention.hybrid import roll_
+from ...attention.hybrid import HybridAttention, HybridState, stepping_state
 from ...ops.graphs import captured
+from ..state_layer import StateLayer
 from .attention import converted_attentions
-from .cache import HybridCache, SteppingCache
+from .cache import HybridCache
 
 if TYPE_CHECKING:
     from .model import HybridForCausalLM
+
+
+class SteppingLayer(StateLayer):
+    """The state of one attention in memory that stays where it is; the decoder counts its steps."""
+
+    def __init__(self, hybrid: HybridAttention, state: HybridState, seen: int) -> None:
+        super().__init__()
+        self.hybrid, self.state, self.seen = hybrid, state, seen
+        self.query_matrix = hybrid.query_matrix()
+
+    def attend(
+        self,
+        hybrid: HybridAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        *,
+        key_mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        """One token of each sample; see HybridAttention.step_."""
+        assert key_mask is None
+        return hybrid.step_(q, k, v, x, state=self.state, scale=scale, query_matrix=self.query_matrix)
+
+    def refresh_(self) -> None:
+        """Take over what the parameters of the feature map are now."""
+        if self.query_matrix is not None and (matrix := self.hybrid.query_matrix()) is not None:
+            self.query_matrix.copy_(matrix)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.state.select_(indices)
+
+
+class SteppingCache(Cache):
+    """What a decoder remembers. Calls of the model refuse it; `to_cache` makes one for them."""
+
+    layers: list[SteppingLayer]  # type: ignore[assignment]
+
+    def __init__(self, cache: HybridCache, attentions: Sequence[HybridAttention], *, capacity: int | None = None) -> None:
+        """A copy of what `cache` remembers. attentions: of the model, by layer; capacity: see `stepping_state`."""
+        layers: list[Any] = []
+        for layer, hybrid in zip(cache.layers, attentions, strict=True):
+            if (state := layer.state) is None:
+                raise ValueError("stepping goes on from a prompt, got an empty cache; pass one that the model has filled")
+            state = stepping_state(state, settings=hybrid.settings, capacity=capacity)
+            layers.append(SteppingLayer(hybrid, state, layer.seen))
+        super().__init__(layers=layers)
+
+    @property
+    def states(self) -> list[HybridState]:
+        return [layer.state for layer in self.layers]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.states)
+
+    def load_(self, cache: HybridCache) -> None:
+        """Go on from what another cache remembers of as many samples, in the same memory."""
+        for own, layer in zip(self.layers, cache.layers, strict=True):
+            state = layer.state
+            assert state is not None
+            own.state.load_(state)
+            own.seen = layer.seen
+        self.refresh_()
+
+    def refresh_(self) -> None:
+        """Take over what the parameters of the feature maps are now."""
+        for layer in self.layers:
+            layer.refresh_()
+
+    def advance(self) -> bool:
+        """Count a step of all layers; True: their roll must follow."""
+        first, *others = self.states
+        is_full = first.advance()
+        # all layers have seen the same tokens: asking each of them would take the host longer than the device may wait
+        for state in others:
+            state.lengths = first.lengths
+        for layer in self.layers:
+            layer.seen += 1
+        return is_full
+
+    def to_cache(self, config: Any) -> HybridCache:
+        """A copy that takes prompts, padding and beams again. config: of the model."""
+        cache = HybridCache(config)
+        for layer, own in zip(cache.layers, self.layers, strict=True):
+            layer.put(own.state.clone(), own.seen)
+        return cache
 
 
 class SteppingDecoder:
@@ -31,17 +121,17 @@ class SteppingDecoder:
     def __init__(
         self, model: "HybridForCausalLM", cache: HybridCache, *, capacity: int | None = None, capture: bool | None = None
     ) -> None:
-        """cache: after the prompt, left as it is. capacity: see SteppingState.from_state. capture: on a GPU by default."""
+        """cache: after the prompt, left as it is. capacity: see `stepping_state`. capture: on a GPU by default."""
         attentions = [attention.hybrid for attention in converted_attentions(model)]
         self.model, self.cache = model, SteppingCache(cache, attentions, capacity=capacity)
-        count = self.cache.states[0].count
+        count = self.cache.states[0].linear.count
         self.tokens = torch.zeros(len(count), 1, dtype=torch.int64, device=count.device)
         self.positions = torch.zeros_like(self.tokens)
         self.logits: Tensor | None = None
         self._replays: tuple[Callable[[], object], ...] | None = None
         self.is_captured = count.device.type == "cuda" if capture is None else capture
         if self.is_captured:
-            changed = [tensor for state in self.cache.states for tensor in state.tensors()]
+            changed = [tensor for state in self.cache.states for tensor in state.tensors().values()]
             calls = (self.run_step, self.run_roll)
             self._replays = tuple(captured(call, restore=changed, device=count.device) for call in calls)
 
@@ -54,13 +144,20 @@ class SteppingDecoder:
             raise ValueError(
                 f"a step takes one token of each of the {len(self.tokens)} samples, got shape {tuple(tokens.shape)}"
             )
-        is_full = self.cache.advance()
+        first = self.cache.layers[0]
+        needed = first.state.salient_after_step(first.hybrid.settings)
+        if needed > first.state.capacity:
+            raise ValueError(
+                f"the decoder has room for {first.state.capacity} salient tokens of a head, and "
+                f"{max(first.state.lengths) + 1} tokens have {needed}; make it with a larger capacity, or set max_salient, "
+                "which bounds them"
+            )
         self.tokens.copy_(tokens.reshape(-1, 1))
-        self.positions.copy_(self.cache.states[0].count[:, None] if positions is None else positions)
+        self.positions.copy_(first.state.linear.count[:, None] if positions is None else positions)
         # methods are not kept: in a cycle, states would outlive their last user
         run_step, run_roll = self._replays or (self.run_step, self.run_roll)
         run_step()
-        if is_full:
+        if self.cache.advance():
             run_roll()
         assert self.logits is not None
         return self.logits
@@ -68,9 +165,9 @@ class SteppingDecoder:
     @torch.no_grad()
     def run_step(self) -> None:
         """The step of `tokens` itself, uncaptured: `logits` and the states after it."""
-        self.cache.expect_step()
         given = {"position_ids": self.positions, "past_key_values": self.cache}
-        out = self.model(self.tokens, **given, use_cache=True, logits_to_keep=1)
+        # the host: the model itself would ask whether a decoder takes this step
+        out = self.model.host(input_ids=self.tokens, **given, use_cache=True, logits_to_keep=1)
         if self.logits is None:
             # later steps may be taken outside of inference mode
             with torch.inference_mode(False):
@@ -79,5 +176,5 @@ class SteppingDecoder:
 
     def run_roll(self) -> None:
         """What follows a step that fills a chunk, uncaptured."""
-        for state in self.cache.states:
-            roll_(state)
+        for layer in self.cache.layers:
+            layer.hybrid.roll_(layer.state)

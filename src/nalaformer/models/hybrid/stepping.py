@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.hybrid import HybridSettings, HybridState, SteppingState
-from ...attention.hybrid.stepping_state import most_salient
+from ...attention.hybrid import HybridState
 from .blueprint import Blueprint
-from .cache import HybridCache, HybridCacheLayer, Loan
+from .cache import HybridCache, HybridCacheLayer
 from .decoder import SteppingDecoder
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Stepping:
             self._blueprint = Blueprint(model)
         if self._blueprint.refusal is not None:
             return None
-        needed = _needed(state, self._blueprint.settings)
+        needed = state.salient_after_step(self._blueprint.settings)
         fitting = [place for place in self._places if place.fits(kind, needed)]
         free = [place for place in fitting if not place.is_lent()]
         place = None
@@ -188,28 +187,33 @@ class _Place:
         self.decoder, self.kind = decoder, kind
         self._map_parameters, self._map_versions = map_parameters, _versions(map_parameters)
         # weakly: a cache that nobody needs any more is not given back
-        self._lent: list[tuple[weakref.ref[HybridCacheLayer], Loan]] = []
+        self._borrowers: list[weakref.ref[HybridCacheLayer]] = []
         device = kind[1]
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @property
-    def _first(self) -> SteppingState:
-        return self.decoder.cache.states[0]
+    def _capacity(self) -> int:
+        return self.decoder.cache.states[0].capacity
 
     def has(self, cache: HybridCache) -> bool:
         """Whether it holds the states of all layers."""
-        return bool(self._lent) and all(layer.loan is loan for layer, (_, loan) in zip(cache.layers, self._lent, strict=True))
+        return all(layer.held is state for layer, state in zip(cache.layers, self.decoder.cache.states, strict=True))
+
+    def _lent(self) -> list[tuple[HybridCacheLayer, HybridState]]:
+        """Layers that are still there and have their states here."""
+        pairs = [(borrower(), state) for borrower, state in zip(self._borrowers, self.decoder.cache.states, strict=False)]
+        return [(layer, state) for layer, state in pairs if layer is not None and layer.held is state]
 
     def is_lent(self) -> bool:
-        """Whether a cache that is still there has its states here."""
-        return any((layer := reference()) is not None and layer.loan is loan for reference, loan in self._lent)
+        return bool(self._lent())
 
     def has_room(self) -> bool:
         """For one more token of each sample."""
-        return _needed(self._first, self._first.settings) <= self._first.capacity
+        first = self.decoder.cache.layers[0]
+        return first.state.salient_after_step(first.hybrid.settings) <= self._capacity
 
     def fits(self, kind: Kind, needed: int) -> bool:
-        return kind == self.kind and needed <= self._first.capacity
+        return kind == self.kind and needed <= self._capacity
 
     def load(self, cache: HybridCache) -> None:
         """Go on with another cache; the one before gets its states back."""
@@ -218,33 +222,30 @@ class _Place:
 
     def take(self, cache: HybridCache, lock: AbstractContextManager[object]) -> None:
         """What the decoder was given is no longer the cache's own."""
-        loans = [Loan(state, lock) for state in self.decoder.cache.states]
-        self._lent = [(weakref.ref(layer), loan) for layer, loan in zip(cache.layers, loans, strict=True)]
-        for layer, loan in zip(cache.layers, loans, strict=True):
-            layer.lend(loan)
+        self._borrowers = [weakref.ref(layer) for layer in cache.layers]
+        for layer, state in zip(cache.layers, self.decoder.cache.states, strict=True):
+            layer.lend(state, lock)
 
     def give_back(self) -> None:
         """States are the cache's own again, to be used on the stream that wrote them and on the current one."""
-        lent = [(layer, loan) for reference, loan in self._lent if (layer := reference()) is not None and layer.loan is loan]
-        self._lent = []
+        lent, self._borrowers = self._lent(), []
         # after the steps that write them, and before any that follow
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for layer, loan in lent:
-                layer.take_back(loan)
+            for layer, state in lent:
+                layer.take_back(state)
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
             for layer, _ in lent:
-                if (state := layer.state) is not None:
-                    for tensor in state.tensors().values():
+                if (own := layer.state) is not None:
+                    for tensor in own.tensors().values():
                         tensor.record_stream(current)
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         versions = _versions(self._map_parameters)
         if versions != self._map_versions:
             # the only weights that are kept in another form, which must follow them
-            for state in self.decoder.cache.states:
-                state.refresh_()
+            self.decoder.cache.refresh_()
             self._map_versions = versions
         return self.decoder.step(tokens, positions=positions)
 
@@ -254,16 +255,11 @@ def capacity_for(needed: int) -> int:
     return max(SMALLEST_CAPACITY, 1 << (needed + needed // 2).bit_length())
 
 
-def _kind(state: HybridState | SteppingState) -> Kind:
+def _kind(state: HybridState) -> Kind:
     """What a decoder must have been made for to go on from a state."""
     device = state.keys.device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return state.keys.dtype, device, stream, len(state.lengths)
-
-
-def _needed(state: HybridState | SteppingState, settings: HybridSettings) -> int:
-    """Salient tokens of a head after one more token of each sample."""
-    return most_salient([length + 1 for length in state.lengths], settings)
 
 
 def _versions(parameters: list[nn.Parameter]) -> list[int]:

@@ -20,7 +20,7 @@ def run_step(
     keys: Tensor,
     values: Tensor,
     count: Tensor,
-    ailing: Tensor,
+    is_poisoned: Tensor,
     state: Tensor | None,
     key_sum: Tensor | None,
     features: Tensor | None,
@@ -32,10 +32,11 @@ def run_step(
     eps: float,
     is_exact: bool,
 ) -> Tensor:
-    """Output [B, 1, H, V] of one token. q: [B, 1, H, D], k, v: [B, 1, K, *]; keys, values: [B, S, A, *]; count, ailing: [B].
+    """Output [B, 1, H, V] of one token.
 
-    state, key_sum: None without a linear branch; features [B, 1, H, F], or the matrix [H, D, D] from which the norm
-    preserving map is computed here; gate: [B, 1, H, V or 1].
+    q: [B, 1, H, D], k, v: [B, 1, K, *]; keys, values: [B, S, A, *]; count, is_poisoned: [B]; state, key_sum: None without a
+    linear branch; features [B, 1, H, F], or the matrix [H, D, D] from which the norm preserving map is computed here;
+    gate: [B, 1, H, V or 1].
     """
     (batch, _, heads, head_dim), value_dim = q.shape, v.shape[-1]
     store_heads, places = keys.shape[1:3]
@@ -51,7 +52,7 @@ def run_step(
     weighted = torch.empty(batch, heads, pieces, value_dim, dtype=torch.float32, device=q.device)
     with on_device_of(q):
         piece_kernel[(batch * store_heads, pieces)](
-            *(q, k, v, keys, values, count, ailing, row_max, total, weighted),
+            *(q, k, v, keys, values, count, is_poisoned, row_max, total, weighted),
             *(store_heads, store_heads // k.shape[2], places, pieces, tiles, chunk_size, salient_per_chunk, scale),
             *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
             G=group,

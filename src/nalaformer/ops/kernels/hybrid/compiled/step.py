@@ -28,7 +28,7 @@ def piece_kernel(
     keys_ptr,  # [B, S, A, D], window and store
     values_ptr,  # [B, S, A, V]
     count_ptr,  # [B] int64, tokens before this one
-    ailing_ptr,  # [B]
+    is_poisoned_ptr,  # [B] bool
     max_ptr,  # [B, H, P]
     total_ptr,  # [B, H, P]
     weighted_ptr,  # [B, H, P, V]
@@ -85,8 +85,8 @@ def piece_kernel(
         tl.store(keys_ptr + slot * D + channel, new_key.to(keys_ptr.dtype.element_ty), mask=in_head)
         tl.store(values_ptr + slot * V + column, new_value.to(values_ptr.dtype.element_ty), mask=in_value)
     own = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
-    # NaN where the sample is spoilt: the whole row becomes it
-    own += tl.load(ailing_ptr + sample)
+    # the whole row becomes NaN
+    own = tl.where(tl.load(is_poisoned_ptr + sample) != 0, float("nan"), own)
     row_max = tl.where(piece == 0, own, -float("inf"))
     total = tl.where(piece == 0, 1.0, 0.0) + tl.zeros([BG], tl.float32)
     weighted = tl.where(piece == 0, new_value.to(tl.float32)[None, :] + tl.zeros([BG, BV], tl.float32), 0.0)
