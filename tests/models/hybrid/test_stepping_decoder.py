@@ -1,6 +1,8 @@
 """Converted models that decode in place: logits and tokens are those of the model with its ordinary cache."""
 
+from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -55,7 +57,7 @@ def test_logits_without_a_cap_are_those_of_the_whole_text(tokens):
     for _ in range(3):
         decoder.step(tokens[:, 0])
     before = [state.clone() for state in decoder.cache.states]
-    with pytest.raises(ValueError, match=r"room for 12 salient tokens of a head, and 64 tokens have 14; .* larger capacity"):
+    with pytest.raises(ValueError, match=r"room for 12 salient tokens of a head, which 64 tokens exceed; .* larger capacity"):
         decoder.step(tokens[:, 0])
     for old, state in zip(before, decoder.cache.states, strict=True):
         assert old.lengths == state.lengths
@@ -138,3 +140,40 @@ def test_samples_of_a_decoder_change_places(tokens):
     decoder.cache.reorder_cache(torch.tensor([1, 0]))
     ours = torch.stack([decoder.step(token).clone() for token in tokens[:, 20:].flip(0).unbind(1)], 1)
     torch.testing.assert_close(ours.flip(0), model(tokens, use_cache=False).logits[:, 20:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("max_salient", [0, 6])
+def test_a_prompt_of_inference_mode_goes_on_outside(max_salient, tokens):
+    model = converted(settings=replace(SMALL, max_salient=max_salient))
+    with torch.inference_mode():
+        cache = model(tokens[:, :20], use_cache=True).past_key_values
+        model(tokens[:, 20:21], past_key_values=cache)
+    with torch.no_grad():
+        logits = [model(token, past_key_values=cache).logits for token in tokens[:, 21:].split(1, 1)]
+        expected = model(tokens, use_cache=False).logits[:, 21:]
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_states_that_were_asked_for_and_copied_caches_stay_as_they_were(tokens):
+    model = converted()
+    cache = model(tokens[:, :20], use_cache=True).past_key_values
+    asked, twin = cache.layers[0].state, deepcopy(cache)
+    before = asked.clone()
+    for token in tokens[:, 20:].split(1, 1):
+        model(token, past_key_values=cache)
+    assert cache.layers[0].state.lengths == (60, 60)
+    for state in (asked, twin.layers[0].state):
+        assert state.lengths == before.lengths
+        assert all(torch.equal(x, y) for x, y in zip(state.tensors().values(), before.tensors().values(), strict=True))
+
+
+@torch.no_grad()
+def test_steps_do_not_copy_what_is_remembered(tokens):
+    model = converted(settings=replace(SMALL, max_salient=0))
+    cache, places = model(tokens[:, :20], use_cache=True).past_key_values, []
+    for token in tokens[:, 20:].split(1, 1):
+        model(token, past_key_values=cache)
+        places.append([layer.held.keys.data_ptr() for layer in cache.layers])
+    # room for 2 salient tokens doubles to 4, 8 and 16
+    assert sum(one != other for one, other in pairwise(places)) == 3

@@ -148,32 +148,17 @@ def _piece(
     scores: Tensor | None,
     key_mask: Tensor | None,
     state: HybridState,
-    *context: Any,
-) -> tuple[Tensor, HybridState]:
-    """One piece in the dtype of q: what is bad in it reaches later tokens alone, and padding is zero."""
-    k, v, is_poisoned = _without_poison(k, v, key_mask, state)
-    out, after = _advance(q, k, v, gate, scores, key_mask, state, *context)
-    out = out.masked_fill(is_poisoned[:, :, None, None], math.nan)
-    if key_mask is not None:
-        out = torch.where(key_mask[:, :, None, None], out, 0)
-    return out.to(q.dtype), replace(after, is_poisoned=is_poisoned[:, -1].clone())
-
-
-def _advance(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    scores: Tensor | None,
-    key_mask: Tensor | None,
-    state: HybridState,
     feature_map: FeatureMap,
     rule: Selection,
     settings: HybridSettings,
     scale: float,
     is_fused: bool,
 ) -> tuple[Tensor, HybridState]:
-    """One piece: outputs [B, N, H, V], and the state after it."""
+    """Outputs [B, N, H, V] of one piece in the dtype of q, and the state after it.
+
+    What is bad in it reaches later tokens alone, and padding is zero.
+    """
+    k, v, is_poisoned = _without_poison(k, v, key_mask, state)
     size = settings.chunk_size
     if key_mask is None:
         layout = kept_layout(size, q.shape[1], state.lengths, device=q.device)
@@ -200,19 +185,21 @@ def _advance(
         scale=scale,
     )
     salient_keys, salient_values, salient_scores = store_after(store, layout, settings)
-    # a copy: layers share the layout, and steps count on in place
-    linear = LinearState(state_after, key_sum_after, layout.count_after.clone(), state.linear.log_scale)
+    count = state.linear.count + (q.shape[1] if key_mask is None else key_mask.sum(1))
     after = HybridState(
         keys=_beside(layout.window_after(keys), salient_keys),
         values=_beside(layout.window_after(values), salient_values),
         scores=layout.window_after(score_slots) if keeps_scores(settings) else state.scores,
         salient_scores=salient_scores,
-        linear=linear,
-        is_poisoned=state.is_poisoned,
+        linear=LinearState(state_after, key_sum_after, count, state.linear.log_scale),
+        is_poisoned=is_poisoned[:, -1].clone(),
         key_heads=keys.shape[2],
         lengths=layout.lengths_after,
     )
-    return layout.collect(out), after
+    out = layout.collect(out).masked_fill(is_poisoned[:, :, None, None], math.nan)
+    if key_mask is not None:
+        out = torch.where(key_mask[:, :, None, None], out, 0)
+    return out.to(q.dtype), after
 
 
 def _beside(near: Tensor, salient: Tensor) -> Tensor:
@@ -245,8 +232,7 @@ def _scores(
     scores = layout.align(state.scores, new_keys.new_zeros(*new_keys.shape[:2], heads, dtype=torch.float32))
     own, received = _scores_in_window(rows, keys, layout, rule, scale, state.linear.state.dtype)
     if own is not None:
-        own = layout.collect(own.permute(0, 2, 3, 1).float())
-        scores = scores + _after_previous_chunk(layout.place(own), size)
+        scores[:, size:] += layout.place(layout.collect(own.permute(0, 2, 3, 1).float()))
     if received is not None:
         received = received.permute(0, 2, 3, 1).float()  # [B, R, W, H]
         for half in range(2):
@@ -271,11 +257,6 @@ def _scores_in_window(
         found.append(rule.in_window(logits, visible, layout.is_self[:, groups], layout.is_near[:, groups]))
     own, received = (None if parts[0] is None else torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
     return own, received
-
-
-def _after_previous_chunk(x: Tensor, slots: int) -> Tensor:
-    """Zeros for the slots of the previous chunk, then x."""
-    return torch.cat((x.new_zeros(x.shape[0], slots, *x.shape[2:]), x), dim=1)
 
 
 def _linear_alone(

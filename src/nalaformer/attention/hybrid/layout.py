@@ -45,11 +45,6 @@ class Layout:
     def lengths_after(self) -> tuple[int, ...]:
         return tuple(length + count for length, count in zip(self.lengths, self.counts, strict=True))
 
-    @cached_property
-    def count_after(self) -> Tensor:
-        """[B]: lengths_after on the device."""
-        return torch.tensor(self.lengths_after, dtype=torch.int64, device=self.device)
-
     def _per_sample(self, values: Sequence[int]) -> Tensor:
         """[B, 1], or [1, 1] where all are alike."""
         if self.is_uniform:

@@ -1,16 +1,17 @@
 """Hybrid attention with its parameters: the feature map, the gate, and the scorer where tokens are chosen by a learned one."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...feature_maps import feature_map
-from ...feature_maps.norm_preserving import NormPreserving
 from .distant import distant_attention
 from .function import recurrent_hybrid_attention
 from .settings import HybridSettings
 from .state import HybridState
-from .stepping import hybrid_step_, roll_
+from .stepping import hybrid_step_, query_matrix_of, roll_
 
 SCORER_WIDTH = 64
 
@@ -63,18 +64,8 @@ class HybridAttention(nn.Module):
         state: HybridState | None = None,
     ) -> tuple[Tensor, HybridState]:
         """q: [B, N, H, D], k, v: [B, N, K, D], rotary applied; x: [B, N, dim] -> [B, N, H, D], and the state after them."""
-        return recurrent_hybrid_attention(
-            q,
-            k,
-            v,
-            feature_map=self.map,
-            settings=self.settings,
-            state=state,
-            gate=self.gates(x),
-            scores=self.scores(q, k, x, scale=scale, state=state),
-            key_mask=key_mask,
-            scale=scale,
-        )
+        given = self._given(q, k, x, scale, state)
+        return recurrent_hybrid_attention(q, k, v, **given, key_mask=key_mask, state=state)
 
     def step_(
         self,
@@ -88,26 +79,20 @@ class HybridAttention(nn.Module):
         query_matrix: Tensor | None = None,
     ) -> Tensor:
         """The same for one token, [B, 1, H, D], with a state that is written in place; see `hybrid_step_`."""
-        return hybrid_step_(
-            q,
-            k,
-            v,
-            state=state,
-            feature_map=self.map,
-            settings=self.settings,
-            gate=self.gates(x),
-            scores=self.scores(q, k, x, scale=scale, state=state),
-            scale=scale,
-            query_matrix=query_matrix,
-        )
+        return hybrid_step_(q, k, v, **self._given(q, k, x, scale, state), state=state, query_matrix=query_matrix)
+
+    def _given(self, q: Tensor, k: Tensor, x: Tensor, scale: float | None, state: HybridState | None) -> dict[str, Any]:
+        """What the functions take beside the tokens and the state."""
+        scores = self.scores(q, k, x, scale=scale, state=state)
+        return {"feature_map": self.map, "settings": self.settings, "gate": self.gates(x), "scores": scores, "scale": scale}
 
     def roll_(self, state: HybridState) -> None:
         """What follows a step that fills a chunk; see stepping.py."""
         roll_(state, feature_map=self.map, settings=self.settings)
 
     def query_matrix(self) -> Tensor | None:
-        """[H, D, D]: what the kernel of a step turns queries with, as the map's parameters are now; None: another map."""
-        return self.map.query_matrix().detach().contiguous() if isinstance(self.map, NormPreserving) else None
+        """What steps that are captured keep of the feature map; see `query_matrix_of`."""
+        return query_matrix_of(self.map, self.num_heads)
 
     def gates(self, x: Tensor) -> Tensor | None:
         """[B, N, H, D or 1], the factor of the linear branch; None: there is none."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...feature_maps import FeatureMap
+from ...feature_maps.norm_preserving import NormPreserving
 from ...ops import compute_dtype
 from ...ops.backend import LARGEST_HEAD, runs_kernels
 from ...ops.features import outside_autocast
@@ -23,7 +24,7 @@ from .branches import EPS, Exact, Linear, linear_branch, merge, sums_before
 from .checks import check_inputs
 from .function import keeps_scores
 from .salient import Leaving, best, choose, entries
-from .selection import SELECTIONS, Selection
+from .selection import SELECTIONS
 from .settings import HybridSettings, most_salient
 from .state import HybridState
 
@@ -66,8 +67,7 @@ def hybrid_step_(
     """One token of each sample: the window takes it in, and its output is returned. Arguments as in `hybrid_attention`, N = 1.
 
     `state.advance()` belongs after every step and, if it says so, `roll_` after that. There is no gradient.
-    query_matrix: [H, D, D], what the kernel turns queries with (`NormPreserving.query_matrix`); None: features are computed
-    outside of it.
+    query_matrix: what `query_matrix_of` says, for those who keep it; computed anew where it is needed and None.
     """
     check_inputs(q, k, v, feature_map=feature_map, settings=settings, gate=gate, scores=scores, key_mask=None)
     if q.shape[1] != 1 or len(q) != len(state.lengths) or k.shape[2] != state.key_heads:
@@ -80,7 +80,19 @@ def hybrid_step_(
         # the step counts its token, and scores are noted of a window that holds it
         before = _place(state, settings) if keeps_scores(settings) else None
         if runs_kernels(q) and _fits_kernel(state):
-            out = _fused(q, k, v, state, feature_map, settings, gate, scale, query_matrix)
+            # imported where used: Triton may be missing
+            from ...ops.kernels.hybrid.step_op import hybrid_step
+
+            sums: tuple[Tensor | None, ...] = (None, None, None, None)
+            if settings.linear:
+                matrix = query_matrix_of(feature_map, q.shape[2]) if query_matrix is None else query_matrix
+                features = feature_map.query(q.float()).contiguous() if matrix is None else None
+                sums = state.linear.state, state.linear.key_sum, features, matrix
+            out = hybrid_step(
+                *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)),
+                *(state.keys, state.values, state.linear.count, state.is_poisoned, *sums, gate),
+                *(settings.chunk_size, settings.salient_per_chunk, scale, EPS, settings.merge == "exact"),
+            )
         else:
             out = _plain(q, k, v, state, feature_map, settings, gate, scale)
         if before is not None:
@@ -88,34 +100,15 @@ def hybrid_step_(
         return out
 
 
+def query_matrix_of(feature_map: FeatureMap, heads: int) -> Tensor | None:
+    """[H, D, D]: what the kernel turns queries with, as the map's parameters are now; None: it does not compute this map."""
+    if not isinstance(feature_map, NormPreserving) or feature_map.num_heads != heads:
+        return None
+    return feature_map.query_matrix().detach().contiguous()
+
+
 def _fits_kernel(state: HybridState) -> bool:
     return state.linear.state.dtype == torch.float32 and max(state.keys.shape[-1], state.values.shape[-1]) <= LARGEST_HEAD
-
-
-def _fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: HybridState,
-    feature_map: FeatureMap,
-    settings: HybridSettings,
-    gate: Tensor | None,
-    scale: float,
-    query_matrix: Tensor | None,
-) -> Tensor:
-    # imported where used: Triton may be missing
-    from ...ops.kernels.hybrid.step_op import hybrid_step
-
-    features = None
-    if settings.linear and query_matrix is None:
-        features = feature_map.query(q.float()).contiguous()
-    return hybrid_step(
-        *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)),
-        *(state.keys, state.values, state.linear.count, state.is_poisoned),
-        *((state.linear.state, state.linear.key_sum) if settings.linear else (None, None)),
-        *(features, query_matrix, gate),
-        *(settings.chunk_size, settings.salient_per_chunk, scale, EPS, settings.merge == "exact"),
-    )
 
 
 def _plain(
@@ -162,13 +155,7 @@ def _place(state: HybridState, settings: HybridSettings) -> tuple[Tensor, Tensor
 
 
 def _note_scores(
-    state: HybridState,
-    settings: HybridSettings,
-    q: Tensor,
-    scale: float,
-    slot: Tensor,
-    visible: Tensor,
-    given: Tensor | None,
+    state: HybridState, settings: HybridSettings, q: Tensor, scale: float, slot: Tensor, visible: Tensor, given: Tensor | None
 ) -> None:
     """What the rule learns of the window's tokens from this one."""
     rule, size = SELECTIONS[settings.selection](), settings.chunk_size
@@ -204,7 +191,8 @@ def roll_(state: HybridState, *, feature_map: FeatureMap, settings: HybridSettin
         if settings.salient_per_chunk:
             positions = (count - 2 * size)[:, None] + torch.arange(size, device=count.device)
             rule = SELECTIONS[settings.selection]()
-            scores = _scores_of_first_chunk(state, positions, rule, settings)
+            known = keeps_scores(settings)
+            scores = state.scores[:, :size] if known else rule.of_tokens(state.window_keys[:, :size], positions)
             chosen = choose(scores[:, None], positions[:, None], leaves, heads=keys.shape[1], rule=rule, settings=settings)
             is_left_out, index = chosen.is_left_out[:, :, 0], chosen.places[:, :, 0]
             gone = _enter_store(state, entries(keys, index), entries(values, index), chosen.scores[:, :, 0])
@@ -223,14 +211,6 @@ def roll_(state: HybridState, *, feature_map: FeatureMap, settings: HybridSettin
 def _leaving(keys: Tensor, values: Tensor, counts: Tensor) -> Leaving:
     """Tokens [B, S, n, *] of which some count, [B, S, n]."""
     return Leaving(keys.transpose(1, 2), values.transpose(1, 2), counts.transpose(1, 2), keys.shape[2])
-
-
-def _scores_of_first_chunk(state: HybridState, positions: Tensor, rule: Selection, settings: HybridSettings) -> Tensor:
-    """[B, l, heads]: what the rule knows of the tokens in the window's first chunk."""
-    size = settings.chunk_size
-    if keeps_scores(settings):
-        return state.scores[:, :size]
-    return rule.of_tokens(state.window_keys[:, :size], positions)
 
 
 def _enter_store(state: HybridState, keys: Tensor, values: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,29 +26,30 @@ class HybridCacheLayer(StateLayer):
         """Whether the state is in the memory of a decoder, which may pass on to another cache."""
         return self._lock is not None
 
-    def _access(self) -> AbstractContextManager[object]:
+    def access(self) -> AbstractContextManager[object]:
+        """Within, nobody else changes `held`."""
         return nullcontext() if (lock := self._lock) is None else lock
 
     @property
     def state(self) -> HybridState | None:
-        """A copy where it is lent; what is put here ends the loan."""
-        with self._access():
-            return self.held.clone() if self.held is not None and self.is_lent else self.held
+        """A copy, which steps leave alone; what is put here is the layer's own, and ends a loan."""
+        with self.access():
+            return None if self.held is None else self.held.clone()
 
     @state.setter
     def state(self, state: HybridState | None) -> None:
-        with self._access():
+        with self.access():
             self.held, self._lock = state, None
 
     def lend(self, state: HybridState, lock: AbstractContextManager[object]) -> None:
         """From now on a decoder's memory is what counts."""
         self.held, self._lock = state, lock
 
-    def take_back(self, state: HybridState) -> None:
-        """A copy is the layer's own, if the state in a decoder's memory still is this layer's."""
-        with self._access():
-            if self.held is state:
-                self.state = state.clone()
+    def take_back(self) -> None:
+        """End the loan, if there is one."""
+        with self.access():
+            if self.is_lent:
+                self.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
         # copies have a state of their own
@@ -59,48 +60,37 @@ class HybridCacheLayer(StateLayer):
         # a cache outlives the graph of its tokens
         self.state, self.seen = state.detach(), self.seen + tokens
 
-    def attend(
-        self,
-        hybrid: HybridAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        *,
-        key_mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
-        """Outputs of new tokens after the state, which becomes the one after them."""
-        state = self.state
-        if state is None or not _is_step(hybrid, state, k, v, key_mask):
-            out, state = hybrid(q, k, v, x, key_mask=key_mask, scale=scale, state=state)
-            self.put(state, q.shape[1])
+    def attend(self, hybrid: HybridAttention, *tokens: Tensor, key_mask: Tensor | None, scale: float | None) -> Tensor:
+        """Outputs of new tokens after the state, which becomes the one after them. Arguments as in HybridAttention.forward."""
+        self.take_back()
+        state = self.held
+        if state is None or not _is_step(hybrid, state, tokens, key_mask):
+            out, state = hybrid(*tokens, key_mask=key_mask, scale=scale, state=state)
+            self.put(state, out.shape[1])
             return out
         if state.keys.is_inference() and not torch.is_inference_mode_enabled():
             # of a prompt in inference mode, whose tensors cannot be written outside of it
             state = state.clone()
         state.make_room_(hybrid.settings)
-        out = hybrid.step_(q, k, v, x, state=state, scale=scale)
+        out = hybrid.step_(*tokens, state=state, scale=scale)
         if state.advance():
             hybrid.roll_(state)
-        self.state, self.seen = state, self.seen + 1
+        self.held, self.seen = state, self.seen + 1
         return out
 
     def reset(self) -> None:
         self.state, self.seen = None, 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        with self._access():
-            if (held := self.held) is None:
-                return
-            if self.is_lent and len(indices) == len(held.lengths):
-                held.select_(indices)
-            else:
-                self.state = held.select(indices)
+        with self.access():
+            if self.held is not None and self.is_lent and len(indices) == len(self.held.lengths):
+                self.held.select_(indices)
+            elif self.held is not None:
+                self.state = self.held.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if (state := self.state) is not None:
-            self.state = state.select(torch.arange(len(state.lengths)).repeat_interleave(repeats))
+        if (held := self.held) is not None:
+            self.batch_select_indices(torch.arange(len(held.lengths)).repeat_interleave(repeats))
 
 
 class HybridCache(Cache):
@@ -121,8 +111,9 @@ class HybridCache(Cache):
         return sum(state.nbytes for state in (layer.held for layer in self.layers) if state is not None)
 
 
-def _is_step(hybrid: HybridAttention, state: HybridState, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
+def _is_step(hybrid: HybridAttention, state: HybridState, tokens: tuple[Tensor, ...], key_mask: Tensor | None) -> bool:
     """Whether the state can be written in place: one real token of each sample, without gradients, of the state's own type."""
+    _, k, v, _ = tokens
     return (
         k.shape[1] == 1
         and key_mask is None

@@ -25,25 +25,9 @@ class SteppingLayer(StateLayer):
         self.hybrid, self.state, self.seen = hybrid, state, seen
         self.query_matrix = hybrid.query_matrix()
 
-    def attend(
-        self,
-        hybrid: HybridAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        *,
-        key_mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
+    def attend(self, hybrid: HybridAttention, *tokens: Tensor, key_mask: None, scale: float | None) -> Tensor:
         """One token of each sample; see HybridAttention.step_."""
-        assert key_mask is None
-        return hybrid.step_(q, k, v, x, state=self.state, scale=scale, query_matrix=self.query_matrix)
-
-    def refresh_(self) -> None:
-        """Take over what the parameters of the feature map are now."""
-        if self.query_matrix is not None and (matrix := self.hybrid.query_matrix()) is not None:
-            self.query_matrix.copy_(matrix)
+        return hybrid.step_(*tokens, state=self.state, scale=scale, query_matrix=self.query_matrix)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.state.select_(indices)
@@ -58,9 +42,10 @@ class SteppingCache(Cache):
         """A copy of what `cache` remembers. attentions: of the model, by layer; capacity: see `stepping_state`."""
         layers: list[Any] = []
         for layer, hybrid in zip(cache.layers, attentions, strict=True):
-            if (state := layer.state) is None:
-                raise ValueError("stepping goes on from a prompt, got an empty cache; pass one that the model has filled")
-            state = stepping_state(state, settings=hybrid.settings, capacity=capacity)
+            with layer.access():
+                if layer.held is None:
+                    raise ValueError("stepping goes on from a prompt, got an empty cache; pass one that the model has filled")
+                state = stepping_state(layer.held, settings=hybrid.settings, capacity=capacity)
             layers.append(SteppingLayer(hybrid, state, layer.seen))
         super().__init__(layers=layers)
 
@@ -72,19 +57,25 @@ class SteppingCache(Cache):
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self.states)
 
+    def has_room(self) -> bool:
+        """For one more token of each sample."""
+        first = self.layers[0]
+        return first.state.salient_after_step(first.hybrid.settings) <= first.state.capacity
+
     def load_(self, cache: HybridCache) -> None:
         """Go on from what another cache remembers of as many samples, in the same memory."""
         for own, layer in zip(self.layers, cache.layers, strict=True):
-            state = layer.state
-            assert state is not None
-            own.state.load_(state)
+            with layer.access():
+                assert layer.held is not None
+                own.state.load_(layer.held)
             own.seen = layer.seen
         self.refresh_()
 
     def refresh_(self) -> None:
         """Take over what the parameters of the feature maps are now."""
         for layer in self.layers:
-            layer.refresh_()
+            if layer.query_matrix is not None and (matrix := layer.hybrid.query_matrix()) is not None:
+                layer.query_matrix.copy_(matrix)
 
     def advance(self) -> bool:
         """Count a step of all layers; True: their roll must follow."""
@@ -144,16 +135,14 @@ class SteppingDecoder:
             raise ValueError(
                 f"a step takes one token of each of the {len(self.tokens)} samples, got shape {tuple(tokens.shape)}"
             )
-        first = self.cache.layers[0]
-        needed = first.state.salient_after_step(first.hybrid.settings)
-        if needed > first.state.capacity:
+        first = self.cache.states[0]
+        if not self.cache.has_room():
             raise ValueError(
-                f"the decoder has room for {first.state.capacity} salient tokens of a head, and "
-                f"{max(first.state.lengths) + 1} tokens have {needed}; make it with a larger capacity, or set max_salient, "
-                "which bounds them"
+                f"the decoder has room for {first.capacity} salient tokens of a head, which {max(first.lengths) + 1} tokens "
+                "exceed; make it with a larger capacity, or set max_salient, which bounds them"
             )
         self.tokens.copy_(tokens.reshape(-1, 1))
-        self.positions.copy_(first.state.linear.count[:, None] if positions is None else positions)
+        self.positions.copy_(first.linear.count[:, None] if positions is None else positions)
         # methods are not kept: in a cycle, states would outlive their last user
         run_step, run_roll = self._replays or (self.run_step, self.run_roll)
         run_step()

@@ -114,7 +114,7 @@ class Stepping:
         kind = _kind(state)
         place = next((place for place in self._places if place.has(cache)), None)
         if place is not None:
-            if place.kind == kind and place.has_room():
+            if place.kind == kind and place.decoder.cache.has_room():
                 return place
             place.give_back()
         is_early = cache.single_steps < self.after
@@ -191,29 +191,20 @@ class _Place:
         device = kind[1]
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    @property
-    def _capacity(self) -> int:
-        return self.decoder.cache.states[0].capacity
-
     def has(self, cache: HybridCache) -> bool:
         """Whether it holds the states of all layers."""
         return all(layer.held is state for layer, state in zip(cache.layers, self.decoder.cache.states, strict=True))
 
-    def _lent(self) -> list[tuple[HybridCacheLayer, HybridState]]:
+    def _lent(self) -> list[HybridCacheLayer]:
         """Layers that are still there and have their states here."""
-        pairs = [(borrower(), state) for borrower, state in zip(self._borrowers, self.decoder.cache.states, strict=False)]
-        return [(layer, state) for layer, state in pairs if layer is not None and layer.held is state]
+        states = {id(state) for state in self.decoder.cache.states}
+        return [layer for borrower in self._borrowers if (layer := borrower()) is not None and id(layer.held) in states]
 
     def is_lent(self) -> bool:
         return bool(self._lent())
 
-    def has_room(self) -> bool:
-        """For one more token of each sample."""
-        first = self.decoder.cache.layers[0]
-        return first.state.salient_after_step(first.hybrid.settings) <= self._capacity
-
     def fits(self, kind: Kind, needed: int) -> bool:
-        return kind == self.kind and needed <= self._capacity
+        return kind == self.kind and needed <= self.decoder.cache.states[0].capacity
 
     def load(self, cache: HybridCache) -> None:
         """Go on with another cache; the one before gets its states back."""
@@ -231,15 +222,13 @@ class _Place:
         lent, self._borrowers = self._lent(), []
         # after the steps that write them, and before any that follow
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for layer, state in lent:
-                layer.take_back(state)
+            for layer in lent:
+                layer.take_back()
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
-            for layer, _ in lent:
-                if (own := layer.state) is not None:
-                    for tensor in own.tensors().values():
-                        tensor.record_stream(current)
+            for tensor in [tensor for layer in lent if layer.held is not None for tensor in layer.held.tensors().values()]:
+                tensor.record_stream(current)
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         versions = _versions(self._map_parameters)
