@@ -8,7 +8,14 @@ import torch
 import nalaformer
 from helpers.hybrid_inputs import SMALL, make_inputs, make_map
 from helpers.hybrid_steps import assert_same_state, at, walk
-from nalaformer.attention.hybrid import HybridSettings, empty_state, hybrid_settings, hybrid_step_, stepping_state
+from nalaformer.attention.hybrid import (
+    HybridSettings,
+    empty_state,
+    hybrid_settings,
+    hybrid_step_,
+    recurrent_hybrid_attention,
+    stepping_state,
+)
 
 pytest.importorskip("triton", reason="the kernels need Triton, which this platform has no build of")
 from nalaformer.ops.kernels.hybrid import step_op as kernels
@@ -120,6 +127,20 @@ def test_the_kernel_is_taken_where_it_can_run_and_only_there(monkeypatch):
         with nalaformer.use_backend(backend):
             hybrid_step_(*at(tensors, slice(0, 1)), state=state, **given)
     assert taken == [torch.float32]
+
+
+def test_what_the_kernel_needs_of_the_map_is_computed_where_nobody_keeps_it():
+    tensors, given = make_inputs(30, dtype=torch.float32), {"feature_map": make_map(dtype=torch.float32), "settings": CAPPED}
+    _, state = recurrent_hybrid_attention(*at(tensors, slice(0, 29)), **given)
+    kept, wrong = given["feature_map"].query_matrix().detach(), torch.eye(6).expand(4, -1, -1).contiguous()
+    steps = [stepping_state(state, settings=CAPPED) for _ in range(3)]
+    with nalaformer.use_backend("triton"):
+        found, expected, other = (
+            hybrid_step_(*at(tensors, slice(29, 30)), state=step, **given, query_matrix=matrix)
+            for step, matrix in zip(steps, (None, kept, wrong), strict=True)
+        )
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, other)
 
 
 def test_the_operator_says_what_it_changes():

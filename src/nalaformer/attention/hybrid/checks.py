@@ -4,7 +4,6 @@ from torch import Tensor
 
 from ...feature_maps import FeatureMap
 from ...ops import check_key_mask
-from .selection import SELECTIONS
 from .settings import HybridSettings
 
 
@@ -40,7 +39,6 @@ def check_inputs(
     check_key_mask(key_mask, k)
     if gate is not None and (gate.shape[:3] != q.shape[:3] or gate.shape[3] not in (1, v.shape[3])):
         raise ValueError(f"gate must be {(*q.shape[:3], v.shape[3])}, or 1 in the last place, got {tuple(gate.shape)}")
-    needs_scores = SELECTIONS[settings.selection].needs_scores and settings.salient_per_chunk > 0 and settings.exact
-    if needs_scores and (scores is None or scores.shape != k.shape[:3]):
+    if settings.keeps_scores and settings.rule.needs_scores and (scores is None or scores.shape != k.shape[:3]):
         got = None if scores is None else tuple(scores.shape)
         raise ValueError(f"selection {settings.selection!r} needs scores for each key, {tuple(k.shape[:3])}, got {got}")

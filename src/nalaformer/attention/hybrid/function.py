@@ -19,7 +19,7 @@ from . import branches, fused
 from .checks import check_inputs
 from .layout import Layout, kept_layout
 from .salient import leaving_tokens, repeated_for, store_after, updated_store
-from .selection import SELECTIONS, Selection
+from .selection import Selection
 from .settings import HybridSettings
 from .state import HybridState
 
@@ -80,14 +80,13 @@ def recurrent_hybrid_attention(
     with outside_autocast(q):
         if not settings.exact:
             return _linear_alone(q, k, v, feature_map=feature_map, state=state, gate=gate, key_mask=key_mask)
-        rule = SELECTIONS[settings.selection]()
         outputs = []
         is_fused = fused.serves(q, k, v, state)
         size = piece_size(q, state, settings, is_fused=is_fused)
         needs_memory = torch.is_grad_enabled() and q.shape[1] > size
         for start in range(0, q.shape[1], size):
             given = (None if x is None else x[:, start : start + size] for x in (q, k, v, gate, scores, key_mask))
-            arguments: tuple[Any, ...] = (*given, state, feature_map, rule, settings, scale, is_fused)
+            arguments: tuple[Any, ...] = (*given, state, feature_map, settings, scale, is_fused)
             # between pieces only states are kept for the backward pass
             out, state = checkpoint(_piece, *arguments, use_reentrant=False) if needs_memory else _piece(*arguments)
             outputs.append(out)
@@ -100,25 +99,19 @@ def empty_state(q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap, set
     key_heads, values, dtype = k.shape[2], v.shape[-1], compute_dtype(q, k, v)
     window = 2 * settings.chunk_size if settings.exact else 0
     store_heads = heads if settings.select_per == "query_head" else key_heads
-    score_heads = heads if SELECTIONS[settings.selection].of_query_heads else key_heads
+    score_heads = heads if settings.rule.of_query_heads else key_heads
     with torch.no_grad():
         features = feature_map.query(q.new_zeros(1, 1, heads, head_dim, dtype=dtype)).shape[-1]
     return HybridState(
         keys=k.new_zeros(batch, store_heads, window, head_dim),
         values=v.new_zeros(batch, store_heads, window, values),
-        scores=k.new_zeros(batch, window if keeps_scores(settings) else 0, score_heads, dtype=torch.float32),
+        scores=k.new_zeros(batch, window if settings.keeps_scores else 0, score_heads, dtype=torch.float32),
         salient_scores=k.new_zeros(batch, store_heads, 0, dtype=torch.float32),
         linear=LinearState.empty(batch, heads, features, values, dtype=dtype, device=q.device),
         is_poisoned=torch.zeros(batch, dtype=torch.bool, device=q.device),
         key_heads=key_heads,
         lengths=(0,) * batch,
     )
-
-
-def keeps_scores(settings: HybridSettings) -> bool:
-    """Whether the scores of tokens in the window are part of the state: those that cannot be had from the token alone."""
-    rule = SELECTIONS[settings.selection]
-    return settings.exact and settings.salient_per_chunk > 0 and (rule.needs_window or rule.needs_scores)
 
 
 def piece_size(q: Tensor, state: HybridState, settings: HybridSettings, *, is_fused: bool) -> int:
@@ -149,7 +142,6 @@ def _piece(
     key_mask: Tensor | None,
     state: HybridState,
     feature_map: FeatureMap,
-    rule: Selection,
     settings: HybridSettings,
     scale: float,
     is_fused: bool,
@@ -168,8 +160,8 @@ def _piece(
     keys, values = layout.align(state.window_keys, k), layout.align(state.window_values, v)
     rows = layout.queries(q)  # [B, R, T, H, D]
     with torch.no_grad():
-        score_slots = _scores(state, layout, keys, k, scores, rows, rule, settings, scale)
-    store = updated_store(state, layout, keys, values, score_slots, rule, settings)
+        score_slots = _scores(state, layout, keys, scores, rows, settings, scale)
+    store = updated_store(state, layout, keys, values, score_slots, settings)
     attend = fused.attend if is_fused else branches.attend
     out, state_after, key_sum_after = attend(
         rows,
@@ -189,7 +181,7 @@ def _piece(
     after = HybridState(
         keys=_beside(layout.window_after(keys), salient_keys),
         values=_beside(layout.window_after(values), salient_values),
-        scores=layout.window_after(score_slots) if keeps_scores(settings) else state.scores,
+        scores=layout.window_after(score_slots) if settings.keeps_scores else state.scores,
         salient_scores=salient_scores,
         linear=LinearState(state_after, key_sum_after, count, state.linear.log_scale),
         is_poisoned=is_poisoned[:, -1].clone(),
@@ -208,18 +200,10 @@ def _beside(near: Tensor, salient: Tensor) -> Tensor:
 
 
 def _scores(
-    state: HybridState,
-    layout: Layout,
-    keys: Tensor,
-    new_keys: Tensor,
-    given: Tensor | None,
-    rows: Tensor,
-    rule: Selection,
-    settings: HybridSettings,
-    scale: float,
+    state: HybridState, layout: Layout, keys: Tensor, given: Tensor | None, rows: Tensor, settings: HybridSettings, scale: float
 ) -> Tensor:
     """[B, slots, heads]: what the rule knows of every token by now."""
-    size = layout.chunk_size
+    rule, size = settings.rule, layout.chunk_size
     if not settings.salient_per_chunk:
         return state.scores
     if rule.needs_scores:
@@ -228,8 +212,8 @@ def _scores(
     if not rule.needs_window:
         # known of tokens by themselves, so whenever they are asked for
         return rule.of_tokens(keys, layout.positions) if layout.leaving else state.scores
-    heads = state.scores.shape[2]
-    scores = layout.align(state.scores, new_keys.new_zeros(*new_keys.shape[:2], heads, dtype=torch.float32))
+    batch, _, heads = state.scores.shape
+    scores = layout.align(state.scores, state.scores.new_zeros(batch, layout.tokens, heads))
     own, received = _scores_in_window(rows, keys, layout, rule, scale, state.linear.state.dtype)
     if own is not None:
         scores[:, size:] += layout.place(layout.collect(own.permute(0, 2, 3, 1).float()))

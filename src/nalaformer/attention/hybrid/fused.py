@@ -16,10 +16,11 @@ from .state import HybridState
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, state: HybridState) -> bool:
-    """Whether the kernels can compute this call; plain torch can compute any."""
+    """Whether the kernels can compute this call; plain torch can compute any. One token has nothing to tile."""
     sums = state.linear.state
     return (
-        all(runs_kernels(x) for x in (q, k, v))
+        q.shape[1] > 1
+        and all(runs_kernels(x) for x in (q, k, v))
         and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD
         and sums.shape[-2] <= LARGEST_FEATURES
         and sums.dtype == torch.float32

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout
-from .selection import Selection, for_heads, rank_descending
+from .selection import for_heads, rank_descending
 from .settings import HybridSettings, most_salient
 from .state import HybridState
 
@@ -75,13 +75,12 @@ class Choice(NamedTuple):
     is_left_out: Tensor
 
 
-def choose(
-    scores: Tensor, positions: Tensor, leaves: Tensor, *, heads: int, rule: Selection, settings: HybridSettings
-) -> Choice:
+def choose(scores: Tensor, positions: Tensor, leaves: Tensor, *, heads: int, settings: HybridSettings) -> Choice:
     """The best salient_per_chunk tokens of each chunk for each of `heads` heads; of equals the older wins.
 
     scores: [B, m, l, heads of the rule]; positions: [B or 1, m, l]; leaves: [B or 1, m], whether the chunk leaves the window.
     """
+    rule = settings.rule
     compared = rule.comparable(for_heads(rule.finish(scores), heads))
     if settings.keep_first:
         compared = compared.masked_fill((positions == 0)[..., None], torch.inf)
@@ -93,7 +92,7 @@ def choose(
 
 
 def updated_store(
-    state: HybridState, layout: Layout, keys: Tensor, values: Tensor, scores: Tensor, rule: Selection, settings: HybridSettings
+    state: HybridState, layout: Layout, keys: Tensor, values: Tensor, scores: Tensor, settings: HybridSettings
 ) -> Store:
     """Choose salient_per_chunk tokens of every chunk that leaves. keys, values: [B, slots, K, *]; scores: [B, slots, heads]."""
     batch, heads = state.salient_scores.shape[:2]
@@ -109,7 +108,6 @@ def updated_store(
         layout.positions[:, tokens].unflatten(1, chunks),
         layout.leaves,
         heads=heads,
-        rule=rule,
         settings=settings,
     )
     slot = (choice.places + size * torch.arange(leaving, device=keys.device)[:, None]).flatten(2)  # [B, S, m * chosen]

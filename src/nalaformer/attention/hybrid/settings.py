@@ -7,7 +7,7 @@ from typing import Any
 from ...feature_maps import FEATURE_MAPS, map_options_of
 from ...field_types import check_field_types
 from ...registry import unknown_name
-from .selection import SELECTIONS
+from .selection import SELECTIONS, Selection
 
 MERGES = ("released", "exact")
 GATES = ("channel", "head", "none")
@@ -76,6 +76,16 @@ class HybridSettings:
     def largest_store(self) -> int | None:
         """Most salient tokens that a head may hold; None: no limit."""
         return self.max_salient or None
+
+    @property
+    def rule(self) -> Selection:
+        """The rule that `selection` names."""
+        return SELECTIONS[self.selection]()
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether the scores of tokens in the window are part of the state: those that cannot be had from the token alone."""
+        return self.exact and self.salient_per_chunk > 0 and (self.rule.needs_window or self.rule.needs_scores)
 
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -22,9 +22,7 @@ from ...ops.backend import LARGEST_HEAD, runs_kernels
 from ...ops.features import outside_autocast
 from .branches import EPS, Exact, Linear, linear_branch, merge, sums_before
 from .checks import check_inputs
-from .function import keeps_scores
 from .salient import Leaving, best, choose, entries
-from .selection import SELECTIONS
 from .settings import HybridSettings, most_salient
 from .state import HybridState
 
@@ -78,7 +76,7 @@ def hybrid_step_(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad(), outside_autocast(q):
         # the step counts its token, and scores are noted of a window that holds it
-        before = _place(state, settings) if keeps_scores(settings) else None
+        before = _place(state, settings) if settings.keeps_scores else None
         if runs_kernels(q) and _fits_kernel(state):
             # imported where used: Triton may be missing
             from ...ops.kernels.hybrid.step_op import hybrid_step
@@ -158,7 +156,7 @@ def _note_scores(
     state: HybridState, settings: HybridSettings, q: Tensor, scale: float, slot: Tensor, visible: Tensor, given: Tensor | None
 ) -> None:
     """What the rule learns of the window's tokens from this one."""
-    rule, size = SELECTIONS[settings.selection](), settings.chunk_size
+    rule, size = settings.rule, settings.chunk_size
     if rule.needs_scores:
         assert given is not None
         state.scores.scatter_(1, slot[:, None, None].expand(-1, 1, given.shape[2]), given.float())
@@ -190,10 +188,11 @@ def roll_(state: HybridState, *, feature_map: FeatureMap, settings: HybridSettin
         is_left_out, gone = leaves[:, None].expand(*keys.shape[:2], size), None
         if settings.salient_per_chunk:
             positions = (count - 2 * size)[:, None] + torch.arange(size, device=count.device)
-            rule = SELECTIONS[settings.selection]()
-            known = keeps_scores(settings)
-            scores = state.scores[:, :size] if known else rule.of_tokens(state.window_keys[:, :size], positions)
-            chosen = choose(scores[:, None], positions[:, None], leaves, heads=keys.shape[1], rule=rule, settings=settings)
+            if settings.keeps_scores:
+                scores = state.scores[:, :size]
+            else:
+                scores = settings.rule.of_tokens(state.window_keys[:, :size], positions)
+            chosen = choose(scores[:, None], positions[:, None], leaves, heads=keys.shape[1], settings=settings)
             is_left_out, index = chosen.is_left_out[:, :, 0], chosen.places[:, :, 0]
             gone = _enter_store(state, entries(keys, index), entries(values, index), chosen.scores[:, :, 0])
         if settings.linear:
