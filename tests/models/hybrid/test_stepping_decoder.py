@@ -177,3 +177,16 @@ def test_steps_do_not_copy_what_is_remembered(tokens):
         places.append([layer.held.keys.data_ptr() for layer in cache.layers])
     # room for 2 salient tokens doubles to 4, 8 and 16
     assert sum(one != other for one, other in pairwise(places)) == 3
+
+
+@torch.no_grad()
+def test_a_step_does_not_ask_again_who_takes_it(tokens, monkeypatch):
+    model = converted()
+    cache = model(tokens[:, :20], use_cache=True).past_key_values
+    expected = model(tokens, use_cache=False).logits[:, 20]
+
+    def enter(*args, **kwargs):
+        raise AssertionError("a decoder's step has entered the model that gave it away")
+
+    monkeypatch.setattr(type(model), "forward", enter)
+    torch.testing.assert_close(SteppingDecoder(model, cache).step(tokens[:, 20]), expected, rtol=0, atol=1e-4)
