@@ -207,6 +207,89 @@ def test_images_of_a_folder_have_the_size(folder):
     assert task.image_size == 24
 
 
+@pytest.mark.parametrize(("sides", "size"), [((28, 28), 32), ((5, 9), 32), ((60, 80), 64), ((65, 200), 80), ((900, 700), 128)])
+def test_a_size_that_is_left_open_is_the_usual_side(folder, sides, size):
+    for number, path in enumerate(sorted((folder / "train").rglob("*.png"))):
+        # the shorter side counts, and one odd image in six does not
+        Image.new("RGB", sides if number else (400, 400)).save(path)
+    (folder / "train" / "dark" / "1.png").write_bytes(b"no image")
+    task = task_of(data=str(folder), image_size=0)
+    assert task.image_size == task.config.image_size == size
+    assert task.prepare(RAMP).shape == (3, size, size)
+    assert task_of(image_size=0).image_size == task_of().image_size
+
+
+def held_out(folder, **settings):
+    task = task_of(**({"data": str(folder), "holdout": 0.25, "image_size": 32} | settings))
+    splits = [
+        {Path(path).relative_to(folder).as_posix() for path, _ in data.files} for data in (task.train_data, task.eval_data)
+    ]
+    assert not splits[0] & splits[1]
+    return splits
+
+
+@CLASSIFICATION.of("holdout")
+def test_a_share_of_each_class_is_held_out_and_follows_from_the_names(tmp_path, unordered):
+    def add(root, name, numbers):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in numbers:
+            Image.new("RGB", (8, 8)).save(root / name / f"{number}.png")
+
+    for root in (tmp_path / "a", tmp_path / "b" / "c"):
+        add(root, "cat", range(8))
+        add(root, "dog", range(2))
+    train, val = held_out(tmp_path / "a")
+    assert (len(train), len(val)) == (6 + 1, 2 + 1)
+    # the choice itself is part of the promise: on every machine the same
+    assert val == {"cat/0.png", "cat/1.png", "dog/1.png"}
+    assert held_out(tmp_path / "b" / "c") == [train, val]
+    assert len(held_out(tmp_path / "a", holdout=0.5)[1]) == 4 + 1
+    # train/ alone is cut in the same way
+    (tmp_path / "b" / "c").rename(tmp_path / "b" / "train")
+    assert held_out(tmp_path / "b")[1] == {f"train/{name}" for name in val}
+
+
+def test_folders_with_val_are_not_cut(folder):
+    assert [len(split) for split in held_out(folder)] == [6, 6]
+    assert "6 of val/" in task_of(data=str(folder), holdout=0.2, image_size=32).notes()[0]
+    assert task_of().notes() == []
+
+
+def test_another_seed_holds_out_other_images(tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(20):
+            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{number}.png")
+    zero, one = (held_out(tmp_path, data_seed=seed)[1] for seed in (0, 1))
+    assert len(zero) == len(one) == 10
+    assert zero != one
+    (note,) = task_of(data=str(tmp_path), holdout=0.25, image_size=32).notes()
+    assert "30 images of 2 classes (cat, dog) at 32 pixels; 10 more are held out" in note
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["cat/1.png", "cat/2.png"], "two classes or more, got cat"),
+        (["1.png", "2.png"], "two classes or more, got none"),
+        (["cat/1.png", "cat/2.png", "dog/1.png"], "got 1 in .*dog"),
+        (["cat/1.png", "cat/2.png", "dog/1.heic"], "got 0 in .*dog"),
+        (["train/cat/1.png", "test/cat/1.png"], "rename test/ to val/"),
+    ],
+)
+def test_class_folders_that_cannot_be_cut_are_refused(tmp_path, files, message):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=message):
+        held_out(tmp_path)
+
+
+def test_without_a_share_a_folder_needs_val_and_the_message_names_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"holdout=0\.2"):
+        held_out(tmp_path, holdout=0.0)
+
+
 @CLASSIFICATION.of("eval_crop")
 def test_evaluation_and_prediction_look_at_the_middle_part(folder):
     for crop in (0.5, 0.8, 1.0):

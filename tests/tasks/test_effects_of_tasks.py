@@ -58,7 +58,7 @@ def another(name, value):
 def test_a_key_of_the_command_line_changes_its_setting_and_no_other(task):
     recipe = RECIPES[ONE_OF_EACH_TASK[task]]()
     recipe = replace(recipe, training=replace(recipe.training, schedule="cosine", precision="float32"), initial_weights="model")
-    # a run has one of them, and the other is refused
+    # a run has one of them, and the other takes its place
     paths = [path for path in keys(recipe) if path[-1] not in ("steps", "epochs")]
     assert len(paths) > 35
 
@@ -77,6 +77,24 @@ def test_a_key_of_the_command_line_changes_its_setting_and_no_other(task):
 def test_settings_that_are_valid_together_alone_may_come_in_any_order(settings):
     training = changed(RECIPES["cue_grid"](), settings).training
     assert (training.epochs, training.steps) == (2.5, 0)
+
+
+def test_a_duration_in_the_other_unit_takes_the_place_of_the_old_one():
+    # 300 epochs, 5 of them warm-up, and 10 of cool-down
+    training = changed(RECIPES["imagenet_nalaformer_t"](), ["steps=60"]).training
+    assert (training.steps, training.epochs, training.warmup, training.cooldown) == (60, 0, 1, 0)
+    assert training.total_steps(46) == 60
+    # 650 steps, 65 of them warm-up
+    training = changed(RECIPES["cue_grid"](), ["epochs=2"]).training
+    assert (training.steps, training.epochs, training.warmup) == (0, 2, pytest.approx(0.2))
+    # what is given counts as it is given
+    training = changed(RECIPES["imagenet_nalaformer_t"](), ["warmup=7", "steps=60", "cooldown=2"]).training
+    assert (training.warmup, training.cooldown, training.total_steps(46)) == (7, 2, 62)
+    # in the same unit they stay
+    training = changed(RECIPES["imagenet_nalaformer_t"](), ["epochs=2"]).training
+    assert (training.warmup, training.cooldown, training.total_steps(46)) == (5, 10, 552)
+    with pytest.raises(ValueError, match="by epochs or by steps"):
+        changed(RECIPES["cue_grid"](), ["steps=5", "epochs=1"])
 
 
 @pytest.mark.parametrize("name", ["cue_grid", "imagenet_nalaformer_t", "mqar_small"])
@@ -106,7 +124,15 @@ def test_defaults_are_those_that_figures_were_measured_with():
     }
     assert training.items() <= asdict(TrainingConfig(steps=1)).items()
     augmentation = {"auto_augment": "", "color_jitter": 0.0, "random_erasing": 0.0, "smallest_crop": 0.08, "flip": 0.5}
-    images = {"image_size": 224, "eval_crop": 0.9, "mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0, "data_seed": 0}
+    images = {
+        "holdout": 0.0,
+        "image_size": 224,
+        "eval_crop": 0.9,
+        "mixup": 0.0,
+        "cutmix": 0.0,
+        "smoothing": 0.0,
+        "data_seed": 0,
+    }
     images |= {"train_samples": 100_000, "eval_samples": 2_000, "data_options": {}, "augmentation": augmentation}
     assert asdict(ClassificationConfig(data="d")) == images | {"data": "d"}
     text = {"window": 2048, "packing": "stream", "tokenizer": "", "data_seed": 0, "vocab_size": 512}
@@ -123,7 +149,7 @@ DATA_OF_RECIPES = {
     **{f"lra_{name}": name for name in ("listops", "listops_sky", "pathfinder", "pathx", "text", "retrieval", "image")},
     **{"listops_small": "listops", "pathfinder_small": "pathfinder", "mqar": "mqar", "mqar_small": "mqar"},
     **{name: name for name in ("copying", "induction", "needles", "variables", "pointing", "pointing_control")},
-    **{"lm_tiny": "tales", "lm_text": "tokens"},
+    **{"lm_tiny": "tales", "lm_text": "tokens", "images": "images"},
 }
 
 

@@ -255,7 +255,7 @@ def test_settings_change_what_they_name():
         ("steps=many", "steps must be a number"),
         ("compile=maybe", "true or false"),
         ("data_options=3", "JSON object"),
-        ("batch_size=0", "batch_size must be positive"),
+        ("batch_size=-1", "batch_size must not be negative"),
     ],
 )
 def test_wrong_settings_are_refused_with_a_remedy(assignment, message):

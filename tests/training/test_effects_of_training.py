@@ -10,7 +10,7 @@ import torch
 from helpers.option_effects import Effects
 from helpers.training_example import MeanError, Points, Regression, make_model, make_trainer
 from nalaformer.data import CorruptImage
-from nalaformer.training import Checkpoints, TrainingConfig, TrainingStopped, evaluation, ranks, trainer
+from nalaformer.training import Checkpoints, TrainingConfig, TrainingStopped, evaluation, plan_lines, precision, ranks, trainer
 from nalaformer.training.config import PRECISIONS
 from nalaformer.training.display import Display
 from nalaformer.training.log import read_log
@@ -124,6 +124,19 @@ def test_a_step_sees_as_many_samples(tmp_path):
     task = Watched()
     run(tmp_path, task=task, batch_size=20)
     assert [len(x) for x in task.inputs] == [20, 20, 20]
+
+
+def test_a_batch_that_is_left_open_fits_the_data(tmp_path):
+    chosen = {
+        samples: TrainingConfig(steps=1, batch_size=0).fitted_to(samples).batch_size for samples in (1, 3, 16, 60, 127, 128)
+    }
+    assert chosen == {1: 2, 3: 2, 16: 4, 60: 8, 127: 16, 128: 32}
+    assert TrainingConfig(steps=1, batch_size=5).fitted_to(1000).batch_size == 5
+    task = Watched()
+    trainer = run(tmp_path, task=task, batch_size=0)
+    assert [len(x) for x in task.inputs] == [8, 8, 8]
+    # what was chosen is what the folder holds
+    assert trainer.settings["training"]["batch_size"] == 8
 
 
 @TRAINING.of("accumulate")
@@ -336,6 +349,34 @@ def test_forward_and_loss_run_in_the_precision_and_so_does_evaluation(tmp_path):
         assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
+def test_the_device_chooses_an_automatic_precision(tmp_path, monkeypatch):
+    task = Watched()
+    run(tmp_path, task=task, precision="auto", steps=1)
+    assert task.precisions == {torch.float32}
+    for has_units, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has=has_units: has)
+        assert precision.precision_on(torch.device("cuda"), "auto") == dtype
+        assert precision.precision_on(torch.device("cuda"), "float16") == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "is_slow"),
+    [
+        ("flags : fpu avx2 avx512f", "bf16", True),
+        ("flags : fpu avx512f avx512_bf16", "bf16", False),
+        ("Features : fp asimd bf16", "bf16", False),
+        ("flags : fpu avx2", "fp32", False),
+        ("flags : fpu avx2", "auto", False),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_units_for_it_names_the_remedy(tmp_path, monkeypatch, facts, name, is_slow):
+    monkeypatch.setattr(precision, "CPU_FACTS", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(facts)
+    trainer = run(tmp_path / "run", precision=name, steps=1)
+    assert [note["text"] for note in rows(trainer, "note") if "set precision=auto" in note["text"]] != [] or not is_slow
+    assert any("set precision=auto" in line for line in plan_lines(trainer)) == is_slow
+
+
 @TRAINING.of("compile")
 def test_the_model_that_runs_is_the_compiled_one(tmp_path, monkeypatch):
     class Compiled(torch.nn.Module):
@@ -383,6 +424,15 @@ def test_the_device_is_looked_for_by_its_name(tmp_path, monkeypatch):
 def test_evaluations_come_after_so_many_steps_and_at_the_end(tmp_path):
     assert [row["step"] for row in rows(run(tmp_path / "a", steps=7, eval_every=3), "eval")] == [3, 6, 7]
     assert [row["step"] for row in rows(run(tmp_path / "b", steps=7), "eval")] == [7]
+
+
+@TRAINING.of("eval_epochs")
+def test_evaluations_come_after_so_many_epochs_too(tmp_path):
+    # five steps an epoch
+    for number, (settings, steps) in enumerate(
+        (({"eval_epochs": 1}, [5, 10, 12]), ({"eval_epochs": 0.4, "eval_every": 7}, [2, 4, 6, 7, 8, 10, 12]))
+    ):
+        assert [row["step"] for row in rows(run(tmp_path / str(number), steps=12, **settings), "eval")] == steps
 
 
 class GettingWorse(Watched):

@@ -538,7 +538,7 @@ def test_a_warm_up_longer_than_the_run_is_named(tmp_path, warmup, is_named):
     [
         ({"steps": 5, "epochs": 1}, "epochs or by steps"),
         ({}, "epochs or by steps"),
-        ({"steps": 5, "batch_size": 0}, "batch_size must be positive"),
+        ({"steps": 5, "batch_size": -1}, "batch_size must not be negative"),
         ({"steps": 5, "learning_rate": -1.0}, "learning_rate must not be negative"),
         ({"steps": 5, "ema": 1.0}, "ema"),
         ({"steps": 5, "precision": "float61"}, "'float16'"),

@@ -1,5 +1,7 @@
-"""Images sorted into a folder per class: the ImageNet layout."""
+"""Images sorted into a folder per class: the ImageNet layout, or class folders alone."""
 
+import hashlib
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,26 +14,40 @@ from .images import SUFFIXES, read_image
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+SPLITS = ("train", "val")
+# what others call their splits: as classes they would be learned in earnest
+OTHER_SPLITS = ("valid", "validation", "dev", "eval", "test", "training")
+
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """root/split/class/**/*.jpg -> (image [3, H, W], label); labels follow the sorted names of the class folders.
 
     transform: from an RGB image to a tensor; it is called with the random state that the loader has set for the sample.
+    holdout: where root has no val/ but class folders (or train/ alone), this share of each class's images is "val" and the
+    others are "train". Which ones follows from their names and the seed, on every machine alike. 0: root needs train/ and val/.
     """
 
-    def __init__(self, root: str | Path, split: str, *, transform: "Callable[[Image], Tensor]") -> None:
+    def __init__(
+        self, root: str | Path, split: str, *, transform: "Callable[[Image], Tensor]", holdout: float = 0.0, seed: int = 0
+    ) -> None:
         folder = Path(root) / split
-        if not folder.is_dir():
-            raise ValueError(f"a folder of images needs root/{split}/<class>/<image>, got no folder {folder}")
-        class_folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        self.is_cut = holdout > 0 and not has_splits(Path(root))
+        if self.is_cut:
+            folder = uncut_folder(Path(root))
+        elif not folder.is_dir():
+            raise ValueError(
+                f"a folder of images needs root/{split}/<class>/<image>, got no folder {folder}; holdout=0.2 would set a fifth "
+                "of the images aside"
+            )
+        class_folders = sorted(subfolders(folder))
         self.classes = tuple(path.name for path in class_folders)
         self.transform = transform
-        self.files = [
-            (str(path), label)
-            for label, class_folder in enumerate(class_folders)
-            for path in sorted(class_folder.rglob("*"))
-            if path.suffix.lower() in SUFFIXES
-        ]
+        self.files: list[tuple[str, int]] = []
+        for label, class_folder in enumerate(class_folders):
+            images = [path for path in sorted(class_folder.rglob("*")) if path.suffix.lower() in SUFFIXES]
+            if self.is_cut:
+                images = part_of(images, split, class_folder, holdout, seed)
+            self.files += [(str(path), label) for path in images]
         if not self.files:
             raise ValueError(f"{folder} must hold images ({', '.join(SUFFIXES)}) in a folder per class, got none")
 
@@ -41,3 +57,61 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.files[index]
         return self.transform(read_image(path)), label
+
+
+def subfolders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+
+
+def has_splits(root: Path) -> bool:
+    return all((root / split).is_dir() for split in SPLITS)
+
+
+def uncut_folder(root: Path) -> Path:
+    """Where the class folders lie of which a share is held out: root, or root/train where that is all there is."""
+    names = {path.name for path in subfolders(root)}
+    others = sorted(name for name in names if name.lower() in OTHER_SPLITS)
+    if others and "train" in {name.lower() for name in names}:
+        raise ValueError(
+            f"{root} must hold train/ and val/, or a folder per class, got train/ beside {others[0]}/; rename {others[0]}/ to "
+            "val/, or leave train/ alone there"
+        )
+    folder = root / "train" if names == {"train"} else root
+    if len(subfolders(folder)) < 2:
+        found = ", ".join(sorted(path.name for path in subfolders(folder))) or "none"
+        raise ValueError(f"{folder} must hold a folder of images for each of two classes or more, got {found}")
+    return folder
+
+
+def part_of(images: list[Path], split: str, class_folder: Path, holdout: float, seed: int) -> list[Path]:
+    """One class's images of a split, in their order; at least one in each."""
+    if len(images) < 2:
+        raise ValueError(
+            f"a class needs two images or more, one to learn from and one to be held out, got {len(images)} in {class_folder} "
+            f"({', '.join(SUFFIXES)}); add some, or move the folder away"
+        )
+    count = min(max(1, round(holdout * len(images))), len(images) - 1)
+    held_out = set(sorted(images, key=lambda path: rank_of(path.relative_to(class_folder.parent), seed))[:count])
+    return [path for path in images if (path in held_out) == (split == "val")]
+
+
+def rank_of(path: Path, seed: int) -> str:
+    """A number without pattern that follows from the name alone, so that few images change sides when some are added."""
+    # macOS stores accents apart from their letters
+    name = unicodedata.normalize("NFC", path.as_posix())
+    return hashlib.sha256(f"{seed}/{name}".encode()).hexdigest()
+
+
+def usual_side(files: list[str], *, most: int = 100) -> int:
+    """The median of the images' shorter sides, of up to `most` images spread over the list; 0 if none of them can be read."""
+    from PIL import Image
+
+    sides = []
+    for path in files[:: -(-len(files) // most)]:
+        try:
+            with Image.open(path) as image:
+                sides.append(min(image.size))
+        # what is no image is for the reader to refuse, with its name
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            continue
+    return sorted(sides)[len(sides) // 2] if sides else 0

@@ -51,11 +51,13 @@ Key = tuple[tuple[int, ...], int]
 
 def steps_per_epoch(data: Sized, batch_size: int) -> int:
     """Whole batches only: every step averages over the same number of samples."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be positive, got {batch_size}")
     steps = len(data) // batch_size
     if steps < 1:
         raise ValueError(
-            f"an epoch must hold a whole batch, got {len(data)} samples and batch_size {batch_size}; use a smaller batch_size, "
-            "more data, or of text a smaller window"
+            f"an epoch must hold a whole batch, got {len(data)} samples and batch_size {batch_size}; use batch_size="
+            f"{len(data)} or less, more data, or of text a smaller window"
         )
     return steps
 

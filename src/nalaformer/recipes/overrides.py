@@ -94,7 +94,8 @@ def _with(config: Any, texts: dict[tuple[str, ...], str]) -> Any:
         # by the field and not by its value: a recipe may write a whole number for a float
         like = float(old) if kinds[name] is float else old
         changes[name] = parsed(inside[()], like, name) if () in inside else _with(old, inside)
-    return replace(config, **changes)
+    # some know what else has to change
+    return config.with_changes(changes) if hasattr(config, "with_changes") else replace(config, **changes)
 
 
 def parsed(text: str, like: object, name: str) -> Any:

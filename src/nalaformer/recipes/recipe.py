@@ -23,15 +23,16 @@ class Recipe:
     model_options: dict[str, Any] = field(default_factory=dict)
     """Further options of the model."""
     initial_weights: str = "model"
-    """"model": as the model starts; "torch": linear layers as torch starts them, which short runs of small models need."""
+    """"model": as the model starts; "torch": linear layers as torch starts them, which short runs of small models need;
+    otherwise a file of weights (safetensors, or a .pth file of tensors) or the folder of a run, for fine-tuning."""
     task: Any
     """What is learned: the description of a task in `nalaformer.tasks.TASKS`."""
     training: TrainingConfig
     """How."""
 
     def __post_init__(self) -> None:
-        if self.initial_weights not in ("model", "torch"):
-            raise ValueError(f'initial_weights must be "model" or "torch", got {self.initial_weights!r}')
+        if not self.initial_weights:
+            raise ValueError('initial_weights must be "model", "torch", a file or the folder of a run, got ""')
 
 
 RECIPES: Registry[Callable[[], Recipe]] = Registry("recipe")

@@ -1,6 +1,6 @@
 """From a recipe to a trainer, and from a folder back to the model that was trained in it."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ from torch import nn
 from ..data import seed_everything
 from ..tasks import TASKS, task_name
 from ..training import Checkpoints, Trainer, TrainingConfig
+from .initial_weights import backbone_of, load_weights
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -49,10 +50,29 @@ def make_trainer(recipe: Recipe, folder: str | Path, *, title: str = "training",
     """A trainer for the recipe; the same recipe in the same folder goes on where it was."""
     kind = task_name(recipe.task)
     task = TASKS[kind](recipe.task)
+    # a task may have filled in what was left to the data
+    recipe = replace(recipe, task=getattr(task, "config", recipe.task))
     settings: dict[str, Any] = {name: value for name, value in asdict(recipe).items() if name != "training"}
     settings |= {"kind": kind, "facts": task.facts()}
     model = build_model(recipe, settings["facts"])
-    return Trainer(recipe.training, task, model, folder, settings=settings, title=title, console=console)
+    notes = task.notes() if hasattr(task, "notes") else []
+    # a run that goes on has weights of its own, and may have outlived the file
+    if recipe.initial_weights not in ("model", "torch") and not Checkpoints(Path(folder) / "checkpoints").steps():
+        notes = [*notes, start_from(Path(recipe.initial_weights), model, task)]
+    return Trainer(recipe.training, task, model, folder, settings=settings, notes=notes, title=title, console=console)
+
+
+def start_from(source: Path, model: nn.Module, task: Any) -> str:
+    """Put the weights of a file or of a run's best checkpoint into the model; which ones, in words."""
+    if source.is_dir():
+        run = load_run(source)
+        return load_weights(model, task, source, backbone_of(run.task, run.model).state_dict())
+    if not source.is_file():
+        raise ValueError(
+            f'initial_weights must be "model", "torch", a file of weights or the folder of a run, got {str(source)!r}, which '
+            "does not exist"
+        )
+    return load_weights(model, task, source)
 
 
 def load_run(folder: str | Path, *, step: int | None = None, data: str | None = None) -> LoadedRun:

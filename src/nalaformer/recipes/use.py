@@ -7,7 +7,7 @@ from pathlib import Path
 from ..data import CorruptImage, find_images, read_image
 from ..tasks import Answer
 from ..training import evaluate
-from ..training.config import PRECISIONS
+from ..training.precision import precision_on
 from ..training.ranks import started
 from .overrides import changed
 from .run import LoadedRun, load_run
@@ -57,7 +57,7 @@ def evaluate_run(
             run.task.metrics(),
             batch_size=training.batch_size,
             ranks=ranks,
-            precision=PRECISIONS[training.precision],
+            precision=precision_on(ranks.device, training.precision),
             workers=training.workers,
             rejected=rejected.append,
         )

@@ -1,6 +1,7 @@
 """Naming what an image shows."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data import GENERATED, Augmentation, Generated, ImageFolder, eval_transform, training_transform
+from ..data import GENERATED, Augmentation, Generated, ImageFolder, eval_transform, training_transform, usual_side
 from ..field_types import check_field_types
 from ..registry import unknown_name
 from .base import TASKS, Answer, Loss, SummedMetrics
@@ -24,17 +25,20 @@ class ClassificationConfig:
     """Which images, and how they are learned."""
 
     data: str
-    """A folder with train/<class>/ and val/<class>/ (the ImageNet layout), or the name of generated data."""
+    """A folder with train/<class>/ and val/<class>/ (the ImageNet layout), or with <class>/ alone (see holdout), or the name
+    of generated data."""
+    holdout: float = 0.0
+    """Share of each class's images that is held out for evaluation where the folder has no val/; 0: it must have one."""
     data_options: dict[str, Any] = field(default_factory=dict)
     """Options of generated data, e.g. {"cells": 6}."""
     data_seed: int = 0
-    """Of generated data."""
+    """Of generated data, and of which images are held out."""
     train_samples: int = 100_000
     """Of generated data: images before they repeat."""
     eval_samples: int = 2_000
     """Of generated data: images of the eval split."""
     image_size: int = 224
-    """Side of the images; generated ones have a size of their own."""
+    """Side of the images; 0: their own usual side, in multiples of 16 from 32 to 128; generated ones have their own size."""
     eval_crop: float = 0.9
     """Part of the resized image's side that evaluation looks at."""
     augmentation: Augmentation = field(default_factory=Augmentation)
@@ -48,11 +52,14 @@ class ClassificationConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in ("train_samples", "eval_samples", "image_size"):
+        for name in ("train_samples", "eval_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.data_seed < 0:
-            raise ValueError(f"data_seed must not be negative, got {self.data_seed}")
+        for name in ("data_seed", "image_size"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0 <= self.holdout < 1:
+            raise ValueError(f"holdout must be at least 0 and below 1, got {self.holdout}")
         if not 0 <= self.smoothing < 1:
             raise ValueError(f"smoothing must be at least 0 and below 1, got {self.smoothing}")
         if isinstance(self.augmentation, dict):
@@ -65,6 +72,8 @@ class ClassificationConfig:
 
 
 MOST_CLASSES = 5
+# of a size that follows from the data: what the deepest backbone leaves a token of, and what a CPU learns from in minutes
+SMALLEST_SIDE, LARGEST_SIDE = 32, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,17 +91,31 @@ class Classification:
 
     def __init__(self, config: ClassificationConfig) -> None:
         self.config = config
+        if not config.image_size and not self.is_generated:
+            self.config = replace(config, image_size=self.chosen_size())
 
     @property
     def is_generated(self) -> bool:
         return self.config.data in GENERATED.names()
+
+    def chosen_size(self) -> int:
+        """The usual side of the images, rounded up to a multiple of 16, within limits."""
+        side = usual_side([path for path, _ in self.images_of("train", eval_transform(SMALLEST_SIDE)).files])
+        return min(max(-(-side // 16) * 16, SMALLEST_SIDE), LARGEST_SIDE)
+
+    def images_of(self, split: str, transform: "Callable[[Image], Tensor]") -> ImageFolder:
+        config = self.config
+        if not Path(config.data).is_dir():
+            unknown = unknown_name("data", config.data, GENERATED.names())
+            raise ValueError(f"{unknown}; or a folder with a folder of images for each class: data=/path/to/images")
+        return ImageFolder(config.data, split, transform=transform, holdout=config.holdout, seed=config.data_seed)
 
     @cached_property
     def train_data(self) -> Generated | ImageFolder:
         config = self.config
         if self.is_generated:
             return self.generated("train", config.train_samples)
-        data = ImageFolder(config.data, "train", transform=training_transform(config.image_size, config.augmentation))
+        data = self.images_of("train", training_transform(config.image_size, config.augmentation))
         if data.classes != self.classes:
             odd = sorted(set(data.classes) ^ set(self.classes))
             raise ValueError(f"train and val must have the same class folders, got only in one of them: {', '.join(odd[:5])}")
@@ -103,9 +126,22 @@ class Classification:
         config = self.config
         if self.is_generated:
             return self.generated("val", config.eval_samples)
-        if not Path(config.data).is_dir():
-            raise unknown_name("data (a folder, or the name of generated data)", config.data, GENERATED.names())
-        return ImageFolder(config.data, "val", transform=eval_transform(config.image_size, crop=config.eval_crop))
+        return self.images_of("val", eval_transform(config.image_size, crop=config.eval_crop))
+
+    def notes(self) -> list[str]:
+        """Classes, size and the images held out, of a folder: what was found in the data."""
+        if self.is_generated:
+            return []
+        train, held_out = self.train_data, self.eval_data
+        assert isinstance(held_out, ImageFolder)
+        names = ", ".join(self.classes[:MOST_CLASSES]) + (", ..." if len(self.classes) > MOST_CLASSES else "")
+        line = f"{len(train):,} images of {len(self.classes)} classes ({names}) at {self.image_size} pixels"
+        if not held_out.is_cut:
+            return [f"{line}; {len(held_out):,} of val/ to evaluate on"]
+        return [
+            f"{line}; {len(held_out):,} more are held out to evaluate on: {100 * self.config.holdout:g}% of each class, chosen "
+            "by their names, the same in every run"
+        ]
 
     def generated(self, split: str, samples: int) -> Generated:
         kind = GENERATED[self.config.data]

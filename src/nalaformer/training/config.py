@@ -1,6 +1,8 @@
 """How a run is trained, whatever it learns."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -10,6 +12,8 @@ from ..registry import unknown_name
 SCHEDULES = ("cosine", "linear")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRECISIONS |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# of a batch that follows from the data
+LARGEST_CHOSEN_BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +25,7 @@ class TrainingConfig:
     steps: int = 0
     """Optimiser steps; give this or epochs."""
     batch_size: int = 64
-    """Samples per optimiser step, over all ranks and accumulation parts."""
+    """Samples per optimiser step, over all ranks and accumulation parts; 0: 32, or less where there are fewer than 128."""
     accumulate: int = 1
     """Parts into which each rank cuts its share of a batch, to save memory."""
     optimizer: str = "adamw"
@@ -53,7 +57,8 @@ class TrainingConfig:
     repeats: int = 1
     """Repeated augmentation: how often each image comes in an epoch, augmented anew."""
     precision: str = "float32"
-    """"float32", or forward and loss in "bfloat16" or "float16" (with loss scaling); "fp32", "bf16" and "fp16" for short."""
+    """"float32", or forward and loss in "bfloat16" or "float16" (with loss scaling); "fp32", "bf16" and "fp16" for short;
+    "auto": bfloat16 on a GPU that computes in it, else float32."""
     compile: bool = False
     """torch.compile the model."""
     checkpoint_activations: bool = False
@@ -66,6 +71,8 @@ class TrainingConfig:
     """Processes that read data, on each rank; 0: the training process itself."""
     eval_every: int = 0
     """Steps between evaluations; 0: at the end only. There is always one at the end."""
+    eval_epochs: float = 0.0
+    """Epochs between evaluations, beside those of eval_every; 0: none."""
     save_every: int = 0
     """Steps between checkpoints; 0: at the end, when stopped, at the best evaluation, and by time."""
     save_minutes: float = 5.0
@@ -84,13 +91,16 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         if (self.epochs > 0) == (self.steps > 0):
-            raise ValueError(f"the duration is given by epochs or by steps, got epochs={self.epochs} and steps={self.steps}")
-        for name in ("batch_size", "accumulate", "repeats", "keep", "bad_steps"):
+            raise ValueError(
+                f"the duration is given by epochs or by steps, got epochs={self.epochs} and steps={self.steps}; give one"
+            )
+        for name in ("accumulate", "repeats", "keep", "bad_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in (
             "epochs",
             "steps",
+            "batch_size",
             "learning_rate",
             "weight_decay",
             "warmup_learning_rate",
@@ -102,6 +112,7 @@ class TrainingConfig:
             "clip_value",
             "workers",
             "eval_every",
+            "eval_epochs",
             "save_every",
             "save_minutes",
             "most_corrupt",
@@ -116,8 +127,8 @@ class TrainingConfig:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}")
         if self.schedule not in SCHEDULES:
             raise unknown_name("schedule", self.schedule, SCHEDULES)
-        if self.precision not in PRECISIONS:
-            raise unknown_name("precision", self.precision, PRECISIONS)
+        if self.precision not in (*PRECISIONS, "auto"):
+            raise unknown_name("precision", self.precision, (*PRECISIONS, "auto"))
         if self.on_corrupt not in ("skip", "stop"):
             raise ValueError(f'on_corrupt must be "skip" or "stop", got {self.on_corrupt!r}')
 
@@ -128,3 +139,22 @@ class TrainingConfig:
     def in_steps(self, duration: float, steps_per_epoch: int) -> int:
         """A duration in the config's unit as a number of steps."""
         return round(duration * steps_per_epoch) if self.epochs else round(duration)
+
+    def with_changes(self, changes: Mapping[str, Any]) -> "TrainingConfig":
+        """The same with some fields changed; a duration in the other unit takes the place of the old one.
+
+        Then, unless they are given too, the warm-up keeps its share of the duration and there is no cool-down: sixty steps
+        are sixty steps.
+        """
+        for unit, other in (("steps", "epochs"), ("epochs", "steps")):
+            duration, old = changes.get(unit, 0), getattr(self, other)
+            if duration > 0 and old > 0 and not changes.get(other):
+                return replace(self, **({other: 0, "warmup": self.warmup * duration / old, "cooldown": 0.0} | dict(changes)))
+        return replace(self, **changes)
+
+    def fitted_to(self, samples: int) -> "TrainingConfig":
+        """The same with a batch size for so many samples, where it was left open: four batches and more, powers of two."""
+        if self.batch_size:
+            return self
+        # two at least: the statistics of one sample are none
+        return replace(self, batch_size=2 ** max(1, min(LARGEST_CHOSEN_BATCH, samples // 4).bit_length() - 1))

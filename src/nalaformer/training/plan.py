@@ -2,10 +2,12 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..folder_lock import refuse_in_use
 from ..whole_files import free_bytes, megabytes, refuse_full_disk
+from .precision import precision_on, slowness_of
 from .ranks import find_device
 from .settings import refuse_other_origin, refuse_other_settings
 
@@ -28,14 +30,41 @@ def plan_lines(trainer: "Trainer") -> list[str]:
         state = "finished"
     parameters = sum(p.numel() for p in trainer.model.parameters())
     learned = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    device = find_device(config.device)
+    precision = str(precision_on(device, config.precision)).removeprefix("torch.")
     return [
         f"{trainer.title}: {trainer.total_steps} steps of {config.batch_size}, {trainer.per_epoch} an epoch; {state}",
         f"data: {len(trainer.task.train_data):,} samples to learn from, {len(trainer.task.eval_data):,} to evaluate on",
         f"model: {type(trainer.model).__name__}, {parameters:,} parameters, of which {learned:,} learn",
-        f"device: {find_device(config.device).type}, {config.precision}",
+        f"device: {device.type}, {precision}",
         f"folder: {trainer.folder}; a checkpoint takes about {megabytes(checkpoint_bytes(trainer))}, "
         f"{megabytes(free_bytes(trainer.folder))} are free",
+        *(f"note: {note}" for note in notes_of(trainer, device)),
     ]
+
+
+def notes_of(trainer: "Trainer", device: torch.device) -> list[str]:
+    """What a reader of the settings would not expect of the run."""
+    config, notes = trainer.config, list(trainer.notes)
+    if config.cooldown:
+        unit = "epochs" if config.epochs else "steps"
+        notes.append(
+            f"the run takes {trainer.total_steps} steps ({trainer.per_epoch} an epoch): {config.epochs or config.steps:g} "
+            f"{unit} and a cool-down of {config.cooldown:g} at the lowest rate; cooldown=0 leaves it out"
+        )
+    if config.repeats > 1:
+        notes.append(
+            f"each sample comes {config.repeats} times in a row, so an epoch shows 1/{config.repeats} of them; repeats=1 "
+            "shows all"
+        )
+    warmup = config.in_steps(config.warmup, trainer.per_epoch)
+    if warmup > trainer.total_steps:
+        notes.append(
+            f"the warm-up takes {warmup} steps and the run {trainer.total_steps}, so the learning rate does not reach "
+            f"{config.learning_rate:g}; set warmup"
+        )
+    slowness = slowness_of(device, precision_on(device, config.precision))
+    return [*notes, slowness] if slowness else notes
 
 
 def refuse_other_run(trainer: "Trainer", checkpoint: "Checkpoint") -> None:

@@ -12,6 +12,7 @@ FREE_SETTINGS = (
     "save_every",
     "save_minutes",
     "eval_every",
+    "eval_epochs",
     "tensorboard",
     "most_corrupt",
     "on_corrupt",

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from ..data import seed_everything
 from ..data.sequences import IGNORE
 from ..ops.graphs import NotCapturable, captured
+from ..training.config import TrainingConfig
+from ..training.precision import precision_on
 from ..whole_files import clear_disk_errors, write_atomically
 from .config import PRECISIONS, TrainingConfig
 from .resident import Bucket, Plan, make_plan
@@ -184,7 +186,7 @@ class Sprint:
         self.cursors[number] += 1
 
     def _logits(self, inputs: Tensor, at: Tensor | None) -> Tensor:
-        precision = PRECISIONS[self.config.precision]
+        precision = precision_on(self.device, self.config.precision)
         is_low = precision != torch.float32
         # the cache of casts would outlive a captured step
         with torch.autocast(self.device.type, precision, enabled=is_low, cache_enabled=False):

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +19,12 @@ from ..stopping import stop_requests
 from ..tasks.base import Task
 from . import optimizer_state
 from .checkpoint import Checkpoint, Checkpoints
-from .config import PRECISIONS, TrainingConfig
+from .config import TrainingConfig
 from .display import Display, figures_line
 from .evaluation import evaluate
 from .log import RunLog
-from .plan import refuse_other_run, refuse_small_disk
+from .plan import notes_of, refuse_other_run, refuse_small_disk
+from .precision import precision_on
 from .ranks import started
 from .schedule import make_schedule
 
@@ -68,6 +69,7 @@ class Trainer:
 
     settings: a description of everything that the caller chose, plain values; a folder with other settings is refused.
     made_from: what tells the model and the data from others with the same settings; a folder with others is refused.
+    notes: lines about the run that its reader should know; said and logged when it begins.
     """
 
     def __init__(
@@ -79,17 +81,18 @@ class Trainer:
         *,
         settings: dict[str, Any] | None = None,
         made_from: dict[str, Any] | None = None,
+        notes: Sequence[str] = (),
         title: str = "training",
         console: "Console | None" = None,
     ) -> None:
         check_optimizer(config.optimizer)
-        self.config, self.task, self.model = config, task, model
+        config = config.fitted_to(len(task.train_data))
+        self.config, self.task, self.model, self.notes = config, task, model, tuple(notes)
         self.folder, self.title, self.console = Path(folder), title, console
         self.settings = (settings or {}) | {"training": asdict(config)}
         # the order of an epoch follows from the number of samples
         self.made_from = {"samples": len(task.train_data)} | (made_from or {})
         self.checkpoints = Checkpoints(self.folder / "checkpoints")
-        self.precision = PRECISIONS[config.precision]
         self.per_epoch = steps_per_epoch(task.train_data, config.batch_size)
         self.total_steps = config.total_steps(self.per_epoch)
         self.progress = Progress()
@@ -114,12 +117,11 @@ class Trainer:
                     log = RunLog(self.folder, after_step=self.progress.step, tensorboard=self.config.tensorboard)
                 if self.progress.step and self.progress.step < self.total_steps:
                     display.say(f"{self.title}: going on after step {self.progress.step} of {self.total_steps}")
-                warmup = self.config.in_steps(self.config.warmup, self.per_epoch)
-                if warmup > self.total_steps:
-                    display.say(
-                        f"{self.title}: the warm-up takes {warmup} steps and the run {self.total_steps}, so the learning rate "
-                        f"does not reach {self.config.learning_rate:g}; set warmup"
-                    )
+                if self.progress.step == 0:
+                    for note in notes_of(self, self.ranks.device):
+                        display.say(f"{self.title}: {note}")
+                        if log is not None:
+                            log.write("note", 0, {"text": note})
                 self._run(log, display)
             finally:
                 display.close()
@@ -145,6 +147,7 @@ class Trainer:
         from timm.utils import ModelEmaV3
 
         config = self.config
+        self.precision = precision_on(self.ranks.device, config.precision)
         self.model.to(self.ranks.device)
         if config.checkpoint_activations:
             checkpoint_activations(self.model)
@@ -183,7 +186,7 @@ class Trainer:
             self._check_health(display)
             is_last = progress.step == self.total_steps
             is_better = False
-            if is_last or (config.eval_every and progress.step % config.eval_every == 0):
+            if is_last or self._is_time_to_evaluate():
                 is_better = self._evaluate(log, display)
             due = (config.save_every and progress.step % config.save_every == 0) or self._is_time_to_save()
             if due or is_last or is_better or stop:
@@ -193,6 +196,10 @@ class Trainer:
 
     def _ask_to_stop(self) -> None:
         self.is_asked_to_stop = True
+
+    def _is_time_to_evaluate(self) -> bool:
+        by_epochs = max(1, round(self.config.eval_epochs * self.per_epoch)) if self.config.eval_epochs else 0
+        return any(every and self.progress.step % every == 0 for every in (self.config.eval_every, by_epochs))
 
     def _is_time_to_save(self) -> bool:
         """Only the process that saves looks at the clock, so the others need not agree."""

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 import nalaformer
 from helpers.golden_models import golden
 from nalaformer import cli
+from nalaformer.recipes.initial_weights import load_weights
+from nalaformer.tasks import Classification
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,6 +55,21 @@ def test_a_published_file_loads_by_path_and_through_timm(name, key, tmp_path):
     with torch.no_grad():
         assert relative_error(by_path(tensors["input"]), tensors["output"]) < 2e-6
         assert torch.equal(by_timm(tensors["input"]), by_path(tensors["input"]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_file_is_one_to_start_from(name, tmp_path):
+    weights, config, tensors = golden(name)
+    path = tmp_path / "published.pth"
+    torch.save({"model": weights, "epoch": 3}, path)
+    variant = {"polaformer": "polaformer_pvt_t", "flatten": "flatten_pvt_t"}.get(MODELS[name], "nalaformer_t")
+    model = timm.create_model(variant, num_classes=3, **config).eval()
+    told = load_weights(model, Classification, path)
+    assert "2 of another shape and left out: head.fc.weight, head.fc.bias" in told
+    assert "not in the file" not in told
+    theirs = nalaformer.published.load(path, MODELS[name], **config)
+    with torch.no_grad():
+        assert torch.equal(model.forward_features(tensors["input"]), theirs.forward_features(tensors["input"]))
 
 
 def test_our_own_names_load_untranslated():

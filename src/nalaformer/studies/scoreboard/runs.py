@@ -220,7 +220,7 @@ def refuse_unfollowed(training: TrainingConfig) -> None:
                 f"a scoreboard trains with {name}={value} (seeds are counted from 0), got {name}={getattr(training, name)}; "
                 "leave it out, or use `nalaformer train`"
             )
-    if PRECISIONS[training.precision] == torch.float16:
+    if PRECISIONS.get(training.precision) == torch.float16:
         raise ValueError(
             f"a scoreboard scales no loss, which float16 needs, got precision={training.precision}; use bfloat16 or float32"
         )
