@@ -12,8 +12,9 @@ def images() -> Recipe:
 
     Command: nalaformer train images data=/path/to/images
         from weights: nalaformer train images data=/path/to/images initial_weights=FILE_OR_RUN learning_rate=2e-4 epochs=5
-    Cost: 20 passes over the images; 3,000 of 28 pixels take about five minutes of a CPU core.
-    Expected: not measured.
+    Cost: 20 passes over the images. Ten passes over 2,400 of 28 pixels took 166 seconds of one CPU core.
+    Expected: of ten classes of Fashion-MNIST, 240 images of each to learn from, epochs=10: top-1 0.817 of 600 held out,
+        0.540 after the first pass (measured, one seed); chance is 0.1. Twenty passes: not measured.
     """
     return Recipe(
         model="nalaformer_xt",
