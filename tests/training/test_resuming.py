@@ -33,7 +33,7 @@ def same_checkpoints(a, b, step):
 
 # where and how often, and never what is learned
 FREE = {"workers", "device", "compile", "keep", "save_every", "save_minutes", "eval_every", "tensorboard"}
-FREE |= {"most_corrupt", "on_corrupt"}
+FREE |= {"eval_epochs", "most_corrupt", "on_corrupt"}
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(TrainingConfig)])
