@@ -1,5 +1,7 @@
 """Image files, none of them trusted."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,26 +28,32 @@ def read_image(path: str | Path) -> "Image":
 
     8 bits a channel; of 16 the upper 8 count. Numbers of 32 bits are refused: nothing says which of them is white.
     """
+    with opened_image(path) as image:
+        return in_eight_bits(image).convert("RGB")
+
+
+@contextmanager
+def opened_image(path: str | Path) -> "Iterator[Image]":
+    """The image, to be decoded within; whatever its decoder raises is CorruptImage, and a truncated file is refused."""
     from PIL import Image, ImageFile
 
+    before = ImageFile.LOAD_TRUNCATED_IMAGES
     try:
         with Image.open(path) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise CorruptImage(path, f"{image.width} x {image.height} pixels, more than {MOST_PIXELS} in all")
-            before = ImageFile.LOAD_TRUNCATED_IMAGES
             # other libraries switch this on for the whole process
             ImageFile.LOAD_TRUNCATED_IMAGES = False
-            try:
-                return in_eight_bits(image).convert("RGB")
-            finally:
-                ImageFile.LOAD_TRUNCATED_IMAGES = before
+            yield image
     except (FileNotFoundError, PermissionError, IsADirectoryError):
         raise
     # decoders raise whatever they like on hostile bytes
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, Image.DecompressionBombError) as error:
-        if isinstance(error, CorruptImage):
+        if isinstance(error, BadSample):
             raise
         raise CorruptImage(path, str(error) or type(error).__name__) from error
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
 def in_eight_bits(image: "Image") -> "Image":

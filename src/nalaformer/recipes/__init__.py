@@ -1,6 +1,6 @@
 """Recipes: named runs, each a function that returns its full description."""
 
-from . import generated, imagenet, language, long_range, own_images  # noqa: F401  (enter their recipes)
+from . import generated, imagenet, language, long_range, own_images, segmentation  # noqa: F401  (enter their recipes)  # noqa: F401  (enter their recipes)
 from .export import export_run
 from .overrides import Setting, changed, settings_of
 from .recipe import RECIPES, Recipe, describe, recipe_with

@@ -3,6 +3,7 @@
 from .base import TASKS, Answer, Gather, ImageTask, Loss, Metrics, RecipeTask, SummedMetrics, Task, task_name
 from .classification import Classification, ClassificationConfig, TopAccuracy
 from .language import LanguageConfig, LanguageModelling
+from .segmentation import Segmentation, SegmentationConfig
 from .sequences import AnswerAccuracy, Sequences, SequencesConfig, answer_sums, answered
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "Loss",
     "Metrics",
     "RecipeTask",
+    "Segmentation",
+    "SegmentationConfig",
     "Sequences",
     "SequencesConfig",
     "SummedMetrics",

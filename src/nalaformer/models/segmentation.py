@@ -1,0 +1,143 @@
+"""Networks that name every pixel: any pyramid backbone of timm under the decoders of segmentation_models_pytorch."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..registry import unknown_name
+
+# the coarsest features have one token for so many pixels a side
+MULTIPLE = 32
+DECODERS = {"semantic_fpn": "FPN", "upernet": "UPerNet"}
+AUXILIARY_CHANNELS = 256
+
+
+class SegmentationNetwork(nn.Module):
+    """Images [B, 3, H, W] of any size -> logits [B, classes, H, W]; in training also those of the auxiliary head.
+
+    network: a model of segmentation_models_pytorch; sides are filled up with zeros to multiples of 32 and cut back.
+    auxiliary_channels: of the head on the features before the coarsest (3x3 convolution, BatchNorm, ReLU, 1x1); 0: no head.
+    """
+
+    def __init__(self, network: nn.Module, *, classes: int, auxiliary_channels: int = 0) -> None:
+        super().__init__()
+        self.network = network
+        self.auxiliary: nn.Module | None = None
+        if auxiliary_channels:
+            features: int = network.encoder.out_channels[-2]  # type: ignore[union-attr, index, assignment]
+            self.auxiliary = nn.Sequential(
+                nn.Conv2d(features, auxiliary_channels, 3, padding=1, bias=False),
+                nn.BatchNorm2d(auxiliary_channels),
+                nn.ReLU(inplace=True),
+                nn.Dropout2d(0.1),
+                nn.Conv2d(auxiliary_channels, classes, 1),
+            )
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """The logits, and in training those of the auxiliary head if there is one."""
+        height, width = images.shape[-2:]
+        padded = F.pad(images, (0, -width % MULTIPLE, 0, -height % MULTIPLE))
+        try:
+            found = self._logits(padded)
+        except ValueError as error:
+            if "Expected more than 1 value per channel" not in str(error):
+                raise
+            # UPerNet pools an image to one token, and a crop of 32 pixels is one from the start
+            raise ValueError(
+                f"BatchNorm needs more than one value per channel in training, got {len(images)} image of {height} x {width} "
+                "at once; raise batch_size (over ranks x accumulate) or crop, or choose the decoder semantic_fpn"
+            ) from error
+        return tuple(logits[..., :height, :width] for logits in found)
+
+    def _logits(self, images: Tensor) -> list[Tensor]:
+        network: Any = self.network
+        features = network.encoder(images)
+        # taken now: the decoder of UPerNet replaces the entries of the list
+        fine = features[-2]
+        found = [network.segmentation_head(network.decoder(features))]
+        if self.auxiliary is not None and self.training:
+            found.append(F.interpolate(self.auxiliary(fine), images.shape[-2:], mode="bilinear", align_corners=False))
+        return found
+
+    @property
+    def backbone(self) -> nn.Module:
+        """timm's model, whose names its checkpoints have."""
+        from timm.models._features import FeatureGetterNet
+
+        features: nn.Module = self.network.encoder.model  # type: ignore[union-attr, assignment]
+        return features.model if isinstance(features, FeatureGetterNet) else features
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
+
+    def no_weight_decay(self) -> set[str]:
+        """What the backbone names."""
+        backbone: Any = self.backbone
+        named = set(backbone.no_weight_decay()) if hasattr(backbone, "no_weight_decay") else set()
+        prefix = next(name for name, module in self.named_modules() if module is backbone)
+        return {f"{prefix}.{name}" for name in named}
+
+
+def create_segmentation_network(
+    name: str, *, classes: int, decoder_channels: int = 256, **backbone_options: Any
+) -> SegmentationNetwork:
+    """The network of a name DECODER:BACKBONE, such as "upernet:nalaformer_t"; weights are random.
+
+    Decoders: "semantic_fpn" (Kirillov et al. 2019) and "upernet" (Xiao et al. 2018), the latter with an auxiliary head.
+    decoder_channels: of their pyramids; backbone_options: what timm.create_model takes, `attention` among them for ours.
+    """
+    decoder, colon, backbone = name.partition(":")
+    if not colon:
+        raise ValueError(
+            f"model must be DECODER:BACKBONE with a decoder of {', '.join(DECODERS)}, got {name!r}; for example "
+            f"{'semantic_fpn:' + name!r}"
+        )
+    if decoder not in DECODERS:
+        raise unknown_name("decoder", decoder, DECODERS)
+    if decoder_channels < 64 or decoder_channels % 64:
+        raise ValueError(f"decoder_channels must be a multiple of 64, got {decoder_channels}")
+    smp = import_smp()
+    if decoder == "semantic_fpn":
+        # its GroupNorms have 32 groups, and a group of one channel cannot be normalised where there is one token
+        segmentation_channels = max(decoder_channels // 2, 64)
+        options: dict[str, Any] = {"decoder_pyramid_channels": decoder_channels, "decoder_dropout": 0.1}
+        options |= {"decoder_segmentation_channels": segmentation_channels}
+    else:
+        options = {"decoder_channels": decoder_channels}
+    refuse_without_pyramid(backbone)
+    network = getattr(smp, DECODERS[decoder])(
+        f"tu-{backbone}", encoder_weights=None, classes=classes, **options, **backbone_options
+    )
+    has_head = decoder == "upernet"
+    return SegmentationNetwork(network, classes=classes, auxiliary_channels=AUXILIARY_CHANNELS if has_head else 0)
+
+
+def refuse_without_pyramid(backbone: str) -> None:
+    """Features at strides 4, 8, 16 and 32 are what the decoders join."""
+    import timm
+    import torch
+
+    try:
+        with torch.device("meta"):
+            strides = timm.create_model(backbone, features_only=True).feature_info.reduction()
+    # timm's ways of saying that it has no such model, or none with features
+    except (RuntimeError, AttributeError) as error:
+        raise ValueError(f"the backbone {backbone!r} cannot be created: {error}") from error
+    if strides[-4:] != [4, 8, 16, 32]:
+        raise ValueError(
+            f"a backbone must have features at strides 4, 8, 16 and 32, got {backbone} with {strides}; choose a pyramid such "
+            "as nalaformer_t or resnet50"
+        )
+
+
+def import_smp() -> Any:
+    try:
+        import segmentation_models_pytorch
+    except ModuleNotFoundError as error:
+        if error.name != "segmentation_models_pytorch":
+            raise
+        raise ModuleNotFoundError(
+            "segmentation needs segmentation_models_pytorch: pip install 'nalaformer[segmentation]'", name=error.name
+        ) from error
+    return segmentation_models_pytorch

@@ -1,0 +1,227 @@
+"""Every setting of segmentation, and every choice of its answers, does what its documentation says."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from nalaformer.data.loading import random_state_of
+from nalaformer.data.segmentation import IGNORED, SCENE_CLASSES, write_scenes
+from nalaformer.tasks import Segmentation, SegmentationConfig
+from nalaformer.tasks.segmentation import SegmentationAnswers
+from option_effects import Effects
+
+SEGMENTATION = Effects(field.name for field in fields(SegmentationConfig))
+ANSWERS = Effects(field.name for field in fields(SegmentationAnswers))
+
+
+def test_no_setting_of_segmentation_is_without_a_test_of_its_effect():
+    assert [*SEGMENTATION.missing(), *ANSWERS.missing()] == []
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scenes")
+    write_scenes(folder, train=3, val=2)
+    return folder
+
+
+@pytest.fixture
+def task_of(scenes):
+    """A task on three scenes that are cut without chance, unless told."""
+    still = {"smallest_scale": 1.0, "largest_scale": 1.0, "flip": 0.0, "most_of_one_class": 1.0, "crop": 64}
+    return lambda **settings: Segmentation(SegmentationConfig(**({"data": str(scenes)} | still | settings)))
+
+
+def drawn(task, index=0, seed=0):
+    with random_state_of(seed):
+        return task.train_data[index]
+
+
+# ---- data
+
+
+@SEGMENTATION.of("data", "data_folder", "train_samples", "eval_samples", "data_seed")
+def test_scenes_are_written_once_below_their_folder_in_the_numbers_asked_for(tmp_path):
+    usual = SegmentationConfig(data="scenes", data_folder=str(tmp_path), train_samples=3, eval_samples=2)
+    task, other = Segmentation(usual), Segmentation(replace(usual, data_seed=1))
+    assert (len(task.train_data), len(task.eval_data)) == (3, 2)
+    assert task.folder.parent == tmp_path
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    Segmentation(usual).eval_data[0]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == written
+    images = [np.asarray(each.eval_data.read(0)[0]) for each in (task, other)]
+    assert images[0].shape != images[1].shape or (images[0] != images[1]).any()
+    # the folder is data like any other
+    again = Segmentation(replace(usual, data=str(task.folder)))
+    assert torch.equal(again.eval_data[1][0], task.eval_data[1][0])
+    assert again.facts()["classes"] == list(SCENE_CLASSES)
+
+
+def test_a_folder_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"must be a folder of images and masks, or \"scenes\", got 'nowhere'"):
+        Segmentation(SegmentationConfig(data="nowhere")).facts()
+
+
+# ---- crops
+
+
+@SEGMENTATION.of("crop")
+def test_crops_have_their_side(task_of):
+    image, labels = drawn(task_of(crop=40))
+    assert (image.shape, labels.shape) == ((3, 40, 40), (40, 40))
+
+
+@SEGMENTATION.of("short_side")
+def test_the_short_side_is_resized_for_training_and_evaluation(task_of):
+    small = task_of(short_side=30)
+    image, labels = small.eval_data[0]
+    assert min(image.shape[1:]) == 30
+    assert min(labels.shape) >= 192
+    counted = drawn(small)[1] != IGNORED
+    assert counted.any(1).sum() == 30
+
+
+@SEGMENTATION.of("smallest_scale", "largest_scale")
+def test_scales_lie_between_their_bounds(task_of):
+    task = task_of(smallest_scale=0.25, largest_scale=0.5, short_side=100, crop=300)
+    heights = [int((drawn(task, seed=seed)[1] != IGNORED).any(1).sum()) for seed in range(40)]
+    assert 25 <= min(heights) < 30 < 45 < max(heights) <= 50
+
+
+@SEGMENTATION.of("most_of_one_class")
+def test_crops_of_one_class_are_drawn_again(task_of):
+    def share_of_largest(task, seed):
+        counts = torch.bincount(drawn(task, seed=seed)[1].flatten().long(), minlength=256)[:IGNORED]
+        return (counts.max() / counts.sum()).item()
+
+    free, bound = ([share_of_largest(task_of(most_of_one_class=most), seed) for seed in range(30)] for most in (1.0, 0.75))
+    assert sum(share > 0.75 for share in free) > 10
+    assert sum(share > 0.75 for share in bound) < 4
+
+
+@SEGMENTATION.of("flip")
+def test_images_are_flipped_with_their_labels(task_of):
+    plain, flipped = (drawn(task_of(flip=flip, short_side=64)) for flip in (0.0, 1.0))
+    assert torch.equal(flipped[0], plain[0].flip(2))
+    assert torch.equal(flipped[1], plain[1].flip(1))
+
+
+@SEGMENTATION.of("color_jitter")
+def test_jitter_changes_colours_and_no_label(task_of):
+    plain, varied = drawn(task_of()), drawn(task_of(color_jitter=0.8))
+    assert torch.equal(plain[1], varied[1])
+    assert (plain[0] - varied[0]).abs().mean() > 0.05
+
+
+# ---- loss and evaluation
+
+
+class Windowed(nn.Module):
+    """Names each pixel by what share of the height of what it is shown lies above it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.seen = []
+
+    def forward(self, images):
+        self.seen.append(tuple(images.shape[-2:]))
+        height, width = images.shape[-2:]
+        steps = torch.arange(7.0)[:, None, None] / 6
+        rows = torch.linspace(0, 1, height)[None, :, None]
+        logits = -self.scale * (rows - steps).square()
+        return logits.expand(len(images), 7, height, width), logits.expand(len(images), 7, height, width) * 2
+
+
+@SEGMENTATION.of("auxiliary_weight")
+def test_the_auxiliary_loss_has_its_weight(task_of):
+    def total(weight):
+        task = task_of(auxiliary_weight=weight)
+        loss = task.loss(Windowed(), task.train_data.collate([drawn(task)]))
+        return loss.total.item(), loss.parts["auxiliary"].item()
+
+    (none, auxiliary), (half, _) = total(0.0), total(0.5)
+    assert half - none == pytest.approx(0.5 * auxiliary, rel=1e-4)
+
+
+@SEGMENTATION.of("window", "window_stride")
+def test_evaluation_slides_its_window(task_of):
+    def shapes(**settings):
+        task, model = task_of(short_side=48, **settings), Windowed()
+        metrics = task.metrics()
+        metrics.update(model, task.eval_data.collate([task.eval_data[0]]))
+        return model.seen
+
+    (whole,) = shapes()
+    assert min(whole) == 48 < max(whole)
+    assert set(shapes(window=24)) == {(24, 24)}
+    assert len(shapes(window=24, window_stride=8)) > len(shapes(window=24)) > len(shapes(window=24, window_stride=24)) >= 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"crop": 0}, "crop must be positive"),
+        ({"window": -1}, "window must not be negative"),
+        ({"window": 4, "window_stride": 5}, "pixels are left out, got 5 and 4"),
+        ({"smallest_scale": 3.0}, "at most largest_scale, got 3.0 and 2.0"),
+        ({"flip": 1.5}, "flip must be between"),
+        ({"most_of_one_class": 0.0}, "most_of_one_class must be above 0"),
+        ({"crop": 0.5}, "crop must be a whole number"),
+    ],
+)
+def test_settings_of_segmentation_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SegmentationConfig(data="scenes", **settings)
+
+
+# ---- answers
+
+PHOTO = Image.fromarray(np.full((60, 40, 3), 100, dtype=np.uint8))
+
+
+def answer(task, **options):
+    model = Windowed()
+    return task.answer(model, PHOTO, task.facts(), SegmentationAnswers(**options)), model.seen
+
+
+@ANSWERS.of("window", "window_stride")
+def test_an_answer_slides_the_window_of_its_run_or_another(task_of):
+    def windows(run_window, **options):
+        return set(answer(task_of(window=run_window), **options)[1])
+
+    assert windows(0) == windows(32, window=0) == {(60, 40)}
+    assert windows(32) == windows(0, window=32) == {(32, 32)}
+    few, many = (len(answer(task_of(), window=32, window_stride=stride)[1]) for stride in (0, 4))
+    assert many > few
+
+
+@ANSWERS.of("opacity")
+def test_colours_cover_the_image_by_their_opacity(task_of):
+    for opacity in (0.0, 0.25, 1.0):
+        found, _ = answer(task_of(), opacity=opacity, legend=False)
+        colours = np.array(task_of().facts()["colours"])[found.values]
+        expected = (1 - opacity) * 100 + opacity * colours
+        assert np.abs(np.asarray(found.picture) - expected).max() <= 0.5
+
+
+@ANSWERS.of("legend")
+def test_the_legend_stands_beside_the_picture_and_shows_the_colours_that_occur(task_of):
+    task = task_of()
+    plain, named = (np.asarray(answer(task, legend=legend)[0].picture) for legend in (False, True))
+    assert plain.shape == (60, 40, 3)
+    assert np.array_equal(named[:60, :40], plain)
+    labels = answer(task)[0].values
+    beside = {tuple(pixel) for pixel in named[:, 40:].reshape(-1, 3).tolist()}
+    colours = task.facts()["colours"]
+    assert {label for label, colour in enumerate(colours) if tuple(colour) in beside} == set(np.unique(labels).tolist())
+
+
+@pytest.mark.parametrize("options", [{"opacity": 1.5}, {"window": -2}, {"window": 3, "window_stride": 4}])
+def test_choices_that_make_no_sense_are_refused(options):
+    with pytest.raises(ValueError, match="must be"):
+        SegmentationAnswers(**options)
