@@ -120,7 +120,8 @@ def refuse_without_pyramid(backbone: str) -> None:
 
     try:
         with torch.device("meta"):
-            strides = timm.create_model(backbone, features_only=True).feature_info.reduction()
+            features: Any = timm.create_model(backbone, features_only=True)
+            strides = features.feature_info.reduction()
     # timm's ways of saying that it has no such model, or none with features
     except (RuntimeError, AttributeError) as error:
         raise ValueError(f"the backbone {backbone!r} cannot be created: {error}") from error

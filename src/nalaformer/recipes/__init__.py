@@ -1,6 +1,14 @@
 """Recipes: named runs, each a function that returns its full description."""
 
-from . import generated, imagenet, language, long_range, own_images, segmentation  # noqa: F401  (enter their recipes)  # noqa: F401  (enter their recipes)
+# imported for the recipes that they enter
+from . import (  # noqa: F401
+    generated,
+    imagenet,
+    language,
+    long_range,
+    own_images,
+    segmentation,
+)
 from .export import export_run
 from .overrides import Setting, changed, settings_of
 from .recipe import RECIPES, Recipe, describe, recipe_with

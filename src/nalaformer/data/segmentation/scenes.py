@@ -67,12 +67,12 @@ class _Scene:
         things = (
             [self.house] * random.integers(0, 3) + [self.tree] * random.integers(0, 4) + [self.ball] * random.integers(0, 3)
         )
-        random.shuffle(things)  # type: ignore[arg-type]
+        random.shuffle(things)
         for draw in things:
             draw()
         if random.random() < 0.2:
             self.blot()
-        pixels = np.asarray(self.image).astype(np.float32)
+        pixels = np.asarray(self.image).astype(np.float64)
         light = np.linspace(random.uniform(0.7, 1.0), random.uniform(0.7, 1.0), self.height)[:, None, None]
         pixels = pixels * light + random.normal(0, 10, pixels.shape)
         return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), self.mask
