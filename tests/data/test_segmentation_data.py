@@ -148,6 +148,10 @@ def harm_mask(change):
 
 BAD = {
     "no mask": (lambda root: (root / "masks" / "train" / "a.png").unlink(), r"images.train.a\.png .*there is no mask"),
+    "a mask as JPEG": (
+        harm_mask(lambda path: path.rename(path.with_suffix(".jpg"))),
+        r"images.train.a\.png .*there is no mask of that name \(\.png",
+    ),
     "no image": (lambda root: (root / "images" / "train" / "a.png").unlink(), r"masks.train.a\.png .*there is no image"),
     "other size": (harm_mask(lambda path: save(path, IDS[:2])), r"masks.train.a\.png .*the mask is 4 x 2, its image .* 4 x 3"),
     "id too large": (

@@ -1,6 +1,6 @@
 """Every setting of segmentation, and every choice of its answers, does what its documentation says."""
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
@@ -20,6 +20,21 @@ ANSWERS = Effects(field.name for field in fields(SegmentationAnswers))
 
 def test_no_setting_of_segmentation_is_without_a_test_of_its_effect():
     assert [*SEGMENTATION.missing(), *ANSWERS.missing()] == []
+
+
+def test_defaults_of_segmentation_are_those_that_figures_were_measured_with():
+    """Recipes leave these out: another default changes every run of theirs."""
+    crops = {
+        "crop": 512,
+        "smallest_scale": 0.5,
+        "largest_scale": 2.0,
+        "most_of_one_class": 0.75,
+        "flip": 0.5,
+        "color_jitter": 0.0,
+    }
+    scenes = {"data_folder": "runs/data", "data_seed": 0, "train_samples": 600, "eval_samples": 100}
+    others = {"short_side": 0, "auxiliary_weight": 0.4, "window": 0, "window_stride": 0}
+    assert asdict(SegmentationConfig(data="d")) == {"data": "d"} | crops | scenes | others
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from nalaformer.data.segmentation import IGNORED, write_scenes
-from nalaformer.recipes import RECIPES, changed, evaluate_run, load_run, make_trainer, predict
+from nalaformer.recipes import RECIPES, answers_of, changed, evaluate_run, load_run, make_trainer
 from nalaformer.tasks import Segmentation, SegmentationConfig
 from nalaformer.tasks.segmentation import ConfusionMatrix, label_pixels, logits_in_windows
 from nalaformer.training import Checkpoints, TrainingStopped
@@ -266,7 +266,7 @@ def test_an_answer_is_a_label_for_each_pixel_and_needs_no_data(tmp_path, run):
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 61, 3)).astype(np.uint8)).save(photo)
     loaded = load_run(run, data=str(tmp_path / "gone"))
     assert loaded.facts["classes"][0] == "sky"
-    (prediction,) = predict([photo], run, options=["legend=false", "opacity=1"], device="cpu")
+    (prediction,) = answers_of(loaded, [photo], options=["legend=false", "opacity=1"], device="cpu")
     labels, picture = prediction.answer.values, np.asarray(prediction.answer.picture)
     assert labels.shape == (37, 61)
     assert picture.shape == (37, 61, 3)

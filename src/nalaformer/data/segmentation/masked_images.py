@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..bad_sample import BadSample
-from ..images import read_image
-from .layouts import find_files
+from ..images import SUFFIXES, read_image
+from .layouts import MASK_SUFFIXES, find_files
 from .masks import read_mask
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class MaskedImages(Dataset[Sample]):
         if image_path is None or mask_path is None:
             path, other = (mask_path, "image") if image_path is None else (image_path, "mask")
             assert path is not None
-            raise BadSample(path, f"there is no {other} of that name")
+            endings = ", ".join(SUFFIXES if image_path is None else MASK_SUFFIXES)
+            raise BadSample(path, f"there is no {other} of that name ({endings})")
         image, ids = read_image(image_path), read_mask(mask_path)
         if ids.shape != (image.height, image.width):
             raise BadSample(
