@@ -8,6 +8,7 @@ from . import (  # noqa: F401
     long_range,
     own_images,
     segmentation,
+    super_resolution,
 )
 from .export import export_run
 from .overrides import Setting, changed, settings_of

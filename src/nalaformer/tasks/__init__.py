@@ -5,6 +5,7 @@ from .classification import Classification, ClassificationConfig, TopAccuracy
 from .language import LanguageConfig, LanguageModelling
 from .segmentation import Segmentation, SegmentationConfig
 from .sequences import AnswerAccuracy, Sequences, SequencesConfig, answer_sums, answered
+from .super_resolution import ImageQuality, SuperResolutionConfig, SuperResolutionTask
 
 __all__ = [
     "TASKS",
@@ -13,6 +14,7 @@ __all__ = [
     "Classification",
     "ClassificationConfig",
     "Gather",
+    "ImageQuality",
     "ImageTask",
     "LanguageConfig",
     "LanguageModelling",
@@ -24,6 +26,8 @@ __all__ = [
     "Sequences",
     "SequencesConfig",
     "SummedMetrics",
+    "SuperResolutionConfig",
+    "SuperResolutionTask",
     "Task",
     "TopAccuracy",
     "answer_sums",

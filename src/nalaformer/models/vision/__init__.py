@@ -12,6 +12,7 @@ from .backbone import Backbone
 from .cards import ModelCard, card, cards, cards_table, notes_of
 from .config import BackboneConfig
 from .multiply_adds import count_multiply_adds
+from .super_resolution import SuperResolution, build_super_resolution
 from .variants import LAYOUTS, VARIANTS, Variant, build
 
 __all__ = [
@@ -20,8 +21,10 @@ __all__ = [
     "Backbone",
     "BackboneConfig",
     "ModelCard",
+    "SuperResolution",
     "Variant",
     "build",
+    "build_super_resolution",
     "card",
     "cards",
     "cards_table",

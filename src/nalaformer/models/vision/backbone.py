@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...attention.position_table import PositionTable
 from ...published_names import is_published_model, translate
-from .block import Block, as_image, as_tokens
+from .block import Block, as_image, as_tokens, parameters_without_decay
 from .config import BackboneConfig
 from .resolution import ChannelNorm, make_downsampling, make_stem
 
@@ -124,11 +124,7 @@ class Backbone(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Position tables, biases of windows, and the parameters of feature maps (powers, scales, angles)."""
-        return {
-            name
-            for name, _ in self.named_parameters()
-            if set(name.split(".")[:-1]) & {"positions", "table", "relative_bias", "map"}
-        }
+        return parameters_without_decay(self)
 
     def _stem(self, image: Tensor) -> Tensor:
         if image.dim() != 4 or image.shape[1] != self.in_chans or 0 in image.shape[2:]:

@@ -82,3 +82,12 @@ def as_image(tokens: Tensor, grid: Grid) -> Tensor:
 def as_tokens(image: Tensor) -> Tensor:
     """[B, C, H, W] -> [B, N, C], row by row."""
     return image.flatten(2).transpose(1, 2)
+
+
+def parameters_without_decay(model: nn.Module) -> set[str]:
+    """Names of position tables, biases of windows, and parameters of feature maps (powers, scales, angles)."""
+    return {
+        name
+        for name, _ in model.named_parameters()
+        if set(name.split(".")[:-1]) & {"positions", "table", "relative_bias", "map"}
+    }
