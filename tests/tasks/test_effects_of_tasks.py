@@ -20,6 +20,7 @@ from nalaformer.tasks import (
     LanguageModelling,
     Sequences,
     SequencesConfig,
+    SuperResolutionConfig,
     task_name,
 )
 from nalaformer.training import TrainingConfig
@@ -140,6 +141,9 @@ def test_defaults_are_those_that_figures_were_measured_with():
     sequences = {"data_options": {}, "eval_options": {}, "data_seed": 0}
     sequences |= {"train_samples": 100_000, "eval_samples": 2_000, "test_samples": 20_000}
     assert asdict(SequencesConfig(data="d")) == sequences | {"data": "d"}
+    enlarging = {"scale": 2, "patch_size": 192, "patches_per_image": 100, "eval_crop": 0, "kept_mib": 2048, "data_seed": 0}
+    enlarging |= {"train_samples": 32, "eval_samples": 8, "image_size": 160, "generated_in": "data"}
+    assert asdict(SuperResolutionConfig(data="d")) == enlarging | {"data": "d"}
 
 
 # ---- recipes
@@ -152,6 +156,8 @@ DATA_OF_RECIPES = {
     **{"lm_tiny": "tales", "lm_text": "tokens", "images": "images"},
     **{f"ade20k_{decoder}_nalaformer_{size}": "ade20k" for decoder in ("semantic_fpn", "upernet") for size in "ts"},
     **{"scenes": "scenes", "cityscapes_upernet_nalaformer_t": "cityscapes", "segmentation": "your_folder"},
+    **{f"div2k_x{scale}": "DIV2K" for scale in (2, 3, 4)},
+    **{"super_resolution_small": "scenes", "super_resolution": "photographs"},
 }
 
 

@@ -44,7 +44,7 @@ def register_div2k(scale: int) -> None:
     RECIPES.register(name)(recipe)
 
 
-for _scale in (3, 4, 2):
+for _scale in (2, 3, 4):
     register_div2k(_scale)
 
 
@@ -62,15 +62,14 @@ def super_resolution_small() -> Recipe:
         model_options={"skip": "bicubic"},
         task=SuperResolutionConfig(data="scenes", patch_size=48, patches_per_image=100, eval_crop=128),
         training=TrainingConfig(
-            steps=400,
+            steps=600,
             batch_size=8,
             optimizer="adam",
-            learning_rate=2e-3,
+            learning_rate=7e-4,
             weight_decay=0.0,
             warmup=20,
-            clip_norm=1.0,
-            eval_every=100,
-            save_every=100,
+            eval_every=200,
+            save_every=200,
         ),
     )
 
