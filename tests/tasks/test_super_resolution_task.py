@@ -321,5 +321,5 @@ def test_too_little_memory_names_the_remedy(photographs):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     task = SuperResolutionTask(SuperResolutionConfig(data=str(photographs)))
-    with pytest.raises(ValueError, match="too little memory for 40 pixels .* --set tile=256"):
+    with pytest.raises(ValueError, match=r"too little memory for 40 pixels .* --set tile=256"):
         task.answer(Hungry(2), Image.new("RGB", (40, 30)), {"scale": 2}, SuperResolutionAnswers())

@@ -78,9 +78,9 @@ def shape(random: Generator, x: Plane, y: Plane) -> NDArray[np.bool_]:
 
 
 def texture(random: Generator, x: Plane, y: Plane, size: int) -> NDArray[np.bool_]:
-    """Nothing, stripes, tiles or dots; their period is from 4 to 12 pixels."""
+    """Nothing, stripes, tiles or dots; their period is from 8 to 24 pixels."""
     u, v = turned(random, x, y)
-    period = random.uniform(4, 12) / size
+    period = random.uniform(8, 24) / size
     kind = random.integers(4)
     if kind == 0:
         return np.zeros(x.shape, dtype=np.bool_)
