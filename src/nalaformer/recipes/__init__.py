@@ -2,6 +2,7 @@
 
 # imported for the recipes that they enter
 from . import (  # noqa: F401
+    detection,
     generated,
     imagenet,
     language,

@@ -113,7 +113,18 @@ def parsed(text: str, like: object, name: str) -> Any:
             if not isinstance(value, dict):
                 raise ValueError("no object")
             return value
+        if isinstance(like, tuple):
+            return tuple(number(part) for part in text.split(",") if part.strip())
         return type(like)(text)  # type: ignore[call-arg]
     except ValueError as error:
-        kind = 'a JSON object such as {"cells": 6}' if isinstance(like, dict) else f"a number ({type(like).__name__})"
+        kinds = {dict: 'a JSON object such as {"cells": 6}', tuple: "numbers with commas between them"}
+        kind = kinds.get(type(like), f"a number ({type(like).__name__})")
         raise ValueError(f"{name} must be {kind}, got {text!r}") from error
+
+
+def number(text: str) -> int | float:
+    """A whole number where it is written as one."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)

@@ -2,6 +2,7 @@
 
 from .base import TASKS, Answer, Gather, ImageTask, Loss, Metrics, RecipeTask, SummedMetrics, Task, task_name
 from .classification import Classification, ClassificationConfig, TopAccuracy
+from .detection import Detection, DetectionConfig
 from .language import LanguageConfig, LanguageModelling
 from .segmentation import Segmentation, SegmentationConfig
 from .sequences import AnswerAccuracy, Sequences, SequencesConfig, answer_sums, answered
@@ -13,6 +14,8 @@ __all__ = [
     "AnswerAccuracy",
     "Classification",
     "ClassificationConfig",
+    "Detection",
+    "DetectionConfig",
     "Gather",
     "ImageQuality",
     "ImageTask",

@@ -9,7 +9,7 @@ import torch
 from ..field_types import check_field_types
 from ..registry import unknown_name
 
-SCHEDULES = ("cosine", "linear")
+SCHEDULES = ("cosine", "linear", "steps")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRECISIONS |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # of a batch that follows from the data
@@ -39,13 +39,16 @@ class TrainingConfig:
     epsilon: float = 1e-8
     """Of Adam: added to the root of the second moment."""
     schedule: str = "cosine"
-    """How the rate falls: "cosine", or "linear": straight up in the warm-up and straight down to the end (one cycle)."""
+    """How the rate falls: "cosine"; "linear": straight up in the warm-up and straight down to the end (one cycle); or
+    "steps": to a tenth at each time of decay_at."""
+    decay_at: tuple[float, ...] = ()
+    """Epochs (or steps, where the duration is in steps) at which the schedule "steps" lowers the rate."""
     warmup: float = 0.0
     """Epochs (or steps, where the duration is in steps) of linear warm-up, part of the duration."""
     warmup_learning_rate: float = 1e-6
     """Where the warm-up starts."""
     min_learning_rate: float = 1e-5
-    """Where the schedule ends."""
+    """Where the schedules "cosine" and "linear" end."""
     cooldown: float = 0.0
     """Epochs (or steps) at the lowest rate, added to the duration."""
     clip_norm: float = 0.0
@@ -127,6 +130,13 @@ class TrainingConfig:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}")
         if self.schedule not in SCHEDULES:
             raise unknown_name("schedule", self.schedule, SCHEDULES)
+        # as a checkpoint's settings hold it
+        object.__setattr__(self, "decay_at", tuple(self.decay_at))
+        if (self.schedule == "steps") != bool(self.decay_at) or list(self.decay_at) != sorted(self.decay_at):
+            raise ValueError(
+                f'decay_at must be increasing times with schedule="steps", and empty with another, got {self.decay_at} with '
+                f"{self.schedule!r}"
+            )
         if self.precision not in (*PRECISIONS, "auto"):
             raise unknown_name("precision", self.precision, (*PRECISIONS, "auto"))
         if self.on_corrupt not in ("skip", "stop"):

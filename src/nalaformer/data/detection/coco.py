@@ -1,0 +1,215 @@
+"""Objects in images, annotated as COCO does: a JSON file beside a folder of images."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...json_text import parse_json
+from ..bad_sample import BadSample
+from ..images import read_image
+from .masks import is_number, read_mask, resized_side, short
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# COCO's year, and the name that exporters give the val split
+SPLIT_NAMES = {"train": ("train", "train2017"), "val": ("val", "val2017", "valid"), "test": ("test", "test2017")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objects:
+    """The objects of one image, in pixels of that image."""
+
+    boxes: NDArray[np.float32]
+    """[N, 4]: left, top, right, bottom."""
+    labels: NDArray[np.int64]
+    """[N], from 0, in the order of the categories' ids."""
+    crowds: NDArray[np.bool_]
+    """[N]: a region of many objects, which are not told apart."""
+    areas: NDArray[np.float32]
+    """[N]: pixels, as annotated; 0: not annotated."""
+    segmentations: list[Any]
+    """As annotated; None where there is none."""
+
+
+class CocoFolder:
+    """Images and objects of one split.
+
+    root/annotations/instances_<split>.json with the images in root/<split>, root/images/<split> or root/images; or
+    root/<split>/_annotations.coco.json beside its images. <split> may be written train2017, val2017 or valid.
+
+    A file that is broken as a whole is a ValueError here; an image or annotation that is wrong is BadSample when it is read.
+    """
+
+    def __init__(self, root: str | Path, split: str) -> None:
+        self.file, self.images = find_annotations(Path(root), split)
+        content = read_annotations(self.file)
+        categories = sorted(content["categories"], key=lambda category: category["id"])
+        self.classes = tuple(str(category["name"]) for category in categories)
+        self.labels = {category["id"]: label for label, category in enumerate(categories)}
+        if len(self.labels) != len(categories):
+            raise ValueError(f"{self.file}: categories must have different ids, got {[c['id'] for c in categories]}")
+        annotations: dict[int, list[dict[str, Any]]] = {entry["id"]: [] for entry in content["images"]}
+        if len(annotations) != len(content["images"]):
+            raise ValueError(f"{self.file}: images must have different ids, got some twice")
+        for annotation in content["annotations"]:
+            if annotation["image_id"] not in annotations:
+                raise ValueError(
+                    f"{self.file}: image_id of annotation {annotation.get('id')} must be the id of one of its images, got "
+                    f"{annotation['image_id']!r}"
+                )
+            annotations[annotation["image_id"]].append(annotation)
+        rows = [(entry, annotations[entry["id"]]) for entry in content["images"]]
+        # nothing to learn from: no object, or crowds alone
+        self.is_empty = np.array([all(annotation.get("iscrowd") for annotation in row[1]) for row in rows])
+        if self.is_empty.all():
+            raise ValueError(f"{self.file}: annotations must hold at least one object that is no crowd, got none")
+        self.rows = PackedRows(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def path(self, index: int) -> Path:
+        return self.images / self.rows[index][0]["file_name"]
+
+    def read_image(self, index: int) -> "Image":
+        """The image, of the size that its entry states."""
+        path, entry = self.path(index), self.rows[index][0]
+        try:
+            image = read_image(path)
+        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+            raise BadSample(path, f"{error.strerror}; it is the file_name of an image in {self.file}") from error
+        stated = entry.get("width"), entry.get("height")
+        if stated != image.size:
+            raise BadSample(path, f"width and height in {self.file} must be those of the image, {image.size}, got {stated}")
+        return image
+
+    def read_objects(self, index: int) -> Objects:
+        """The objects of an image, each field looked at; masks are decoded by `read_masks`."""
+        entry, annotations = self.rows[index]
+        boxes = [self._box(entry, annotation) for annotation in annotations]
+        areas = [annotation.get("area", 0) for annotation in annotations]
+        for annotation, area in zip(annotations, areas, strict=True):
+            if not is_number(area) or area < 0:
+                raise self._bad(entry, annotation, f"area must be a number of pixels, got {short(area)}")
+        return Objects(
+            boxes=np.array(boxes, dtype=np.float32).reshape(-1, 4),
+            labels=np.array([self._label(entry, annotation) for annotation in annotations], dtype=np.int64),
+            crowds=np.array([bool(annotation.get("iscrowd", 0)) for annotation in annotations], dtype=bool),
+            areas=np.array(areas, dtype=np.float32),
+            segmentations=[annotation.get("segmentation") for annotation in annotations],
+        )
+
+    def read_masks(self, index: int, chosen: NDArray[np.bool_], *, scale: tuple[float, float]) -> NDArray[np.bool_]:
+        """[N, H', W'] of the chosen objects of an image, in the image resized by (x, y)."""
+        entry, annotations = self.rows[index]
+        height, width = entry["height"], entry["width"]
+        masks = []
+        for annotation, is_chosen in zip(annotations, chosen, strict=True):
+            if not is_chosen:
+                continue
+            try:
+                masks.append(read_mask(annotation.get("segmentation"), height, width, scale=scale))
+            except ValueError as error:
+                raise self._bad(entry, annotation, f"segmentation: {error}") from error
+        empty = np.zeros((0, resized_side(height, scale[1]), resized_side(width, scale[0])), dtype=bool)
+        return np.stack(masks) if masks else empty
+
+    def _box(self, entry: dict[str, Any], annotation: dict[str, Any]) -> list[float]:
+        box, width, height = annotation.get("bbox"), entry["width"], entry["height"]
+        if not isinstance(box, list) or len(box) != 4 or not all(map(is_number, box)):
+            raise self._bad(entry, annotation, f"bbox must be [x, y, width, height], got {short(box)}")
+        left, top, right, bottom = box[0], box[1], box[0] + box[2], box[1] + box[3]
+        if box[2] <= 0 or box[3] <= 0:
+            raise self._bad(entry, annotation, f"bbox must have a positive width and height, got {box}")
+        # annotators round outwards by a pixel
+        if left < -1 or top < -1 or right > width + 1 or bottom > height + 1:
+            raise self._bad(entry, annotation, f"bbox must lie inside the image of {width} x {height}, got {box}")
+        inside = [max(left, 0), max(top, 0), min(right, width), min(bottom, height)]
+        if inside[2] <= inside[0] or inside[3] <= inside[1]:
+            raise self._bad(entry, annotation, f"bbox must lie inside the image of {width} x {height}, got {box}")
+        return inside
+
+    def _label(self, entry: dict[str, Any], annotation: dict[str, Any]) -> int:
+        category = annotation.get("category_id")
+        if not isinstance(category, int) or category not in self.labels:
+            ids = ", ".join(map(str, list(self.labels)[:10]))
+            raise self._bad(entry, annotation, f"category_id must be the id of a category ({ids}), got {short(category)}")
+        return self.labels[category]
+
+    def _bad(self, entry: dict[str, Any], annotation: dict[str, Any], reason: str) -> BadSample:
+        return BadSample(self.images / entry["file_name"], f"annotation {annotation.get('id')} in {self.file}: {reason}")
+
+
+class PackedRows:
+    """What JSON holds, a piece for each image, in one tensor: reading processes share it, where they would copy dictionaries.
+
+    The annotations of COCO are gigabytes as dictionaries.
+    """
+
+    def __init__(self, rows: list[Any]) -> None:
+        pieces = [json.dumps(row).encode() for row in rows]
+        self.ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
+        self.text = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> Any:
+        start = int(self.ends[index - 1]) if index else 0
+        return json.loads(self.text[start : int(self.ends[index])].numpy().tobytes())
+
+
+def find_annotations(root: Path, split: str) -> tuple[Path, Path]:
+    """The annotation file of a split, and the folder that its file names start from."""
+    if not root.is_dir():
+        raise ValueError(f"data must be a folder in COCO's layout, or the name of generated data, got {root}")
+    for name in SPLIT_NAMES[split]:
+        file = root / "annotations" / f"instances_{name}.json"
+        if file.is_file():
+            folders = (root / name, root / "images" / name, root / "images", root)
+            return file, next(folder for folder in folders if folder.is_dir())
+        beside = root / name / "_annotations.coco.json"
+        if beside.is_file():
+            return beside, beside.parent
+    raise ValueError(
+        f"{root} must hold annotations/instances_{split}.json (or _{SPLIT_NAMES[split][1]}) and its images in {split}/, "
+        f"or {split}/_annotations.coco.json beside its images; got neither"
+    )
+
+
+def read_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the file holds, as far as every image needs it."""
+    try:
+        content = parse_json(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} must be COCO's JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must be an object with images, annotations and categories, got {short(content)}")
+    fields = {
+        "images": {"id": int, "file_name": str, "width": int, "height": int},
+        "annotations": {"image_id": int},
+        "categories": {"id": int, "name": str},
+    }
+    for name, parts in fields.items():
+        rows = content.get(name)
+        if not isinstance(rows, list) or not rows:
+            raise ValueError(f"{file}: {name} must be a list with at least one entry, got {short(rows)}")
+        for row in rows:
+            for part, kind in parts.items():
+                if not isinstance(row, dict) or not isinstance(row.get(part), kind):
+                    raise ValueError(f"{file}: {part} of each of its {name} must be {WORDS[kind]}, got {short(row)}")
+    for entry in content["images"]:
+        if Path(entry["file_name"]).is_absolute() or ".." in Path(entry["file_name"]).parts:
+            raise ValueError(f"{file}: file_name must lie in the folder of the images, got {entry['file_name']!r}")
+        if entry["width"] < 1 or entry["height"] < 1:
+            raise ValueError(f"{file}: width and height of an image must be positive, got {short(entry)}")
+    return content
+
+
+WORDS = {int: "a whole number", str: "text"}
