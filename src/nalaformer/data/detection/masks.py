@@ -29,7 +29,7 @@ def resized_side(side: int, scale: float) -> int:
 
 
 def fill_polygons(polygons: list[Any], size: tuple[int, int], target: tuple[int, int]) -> Mask:
-    """All of them together; each is [x, y, x, y, ...] in an image of `size`, filled in one of `target`. Sizes: height, width."""
+    """All of them together; each is [x, y, x, y, ...] in an image of `size`, filled in one of `target` (height, width)."""
     from faster_coco_eval.core import mask as codec
 
     (height, width), (rows, columns) = size, target
@@ -65,7 +65,7 @@ def decode_runs(runs: dict[str, Any], height: int, width: int) -> Mask:
 
 
 def unpack_counts(text: str) -> list[int]:
-    """COCO's compressed counts: 5 bits a character, from 48 on, the sixth says that more follow; from the third on as differences."""
+    """COCO's packed counts: 5 bits a character, the sixth says that more follow; after the third, a count less the last but one."""
     counts: list[int] = []
     value, shift = 0, 0
     for character in text:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import timm
 import torch
+from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -24,7 +25,7 @@ from ...field_types import check_field_types
 from ...registry import unknown_name
 
 KINDS = ("retinanet", "mask_rcnn")
-# published for both: the largest objects of a level of anchors of 32 pixels
+# height over width of the anchors, as published for both
 RATIOS = (0.5, 1.0, 2.0)
 
 
@@ -97,8 +98,9 @@ class Detector(nn.Module):
 
     @property
     def backbone(self) -> nn.Module:
-        """timm's network inside."""
-        return cast(nn.Module, cast(Any, self.network).backbone.body)
+        """timm's network inside, without its classifier; most have the names of their weights in here."""
+        body = cast(Any, self.network).backbone.body
+        return cast(nn.Module, body.model if isinstance(body, FeatureGetterNet) else body)
 
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
         if targets is not None:
@@ -121,14 +123,15 @@ class Detector(nn.Module):
         return self
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        if not hasattr(self.backbone, "set_grad_checkpointing"):
+            raise ValueError(f"checkpoint_activations needs a backbone that can, got {type(self.backbone).__name__}")
         cast(Any, self.backbone).set_grad_checkpointing(enable)
 
     def no_weight_decay(self) -> set[str]:
         """What the backbone exempts, by its names in here."""
-        for prefix, module in self.backbone.named_modules(prefix="network.backbone.body"):
-            if hasattr(module, "no_weight_decay"):
-                return {f"{prefix}.{name}" for name in cast(Any, module).no_weight_decay()}
-        return set()
+        exempt = getattr(self.backbone, "no_weight_decay", set)()
+        inside = {parameter: name for name, parameter in self.named_parameters()}
+        return {inside[parameter] for name, parameter in self.backbone.named_parameters() if name in exempt}
 
 
 class Pyramid(nn.Module):
@@ -172,12 +175,8 @@ def retinanet(pyramid: Pyramid, config: DetectorConfig) -> nn.Module:
     anchors = AnchorGenerator(
         tuple((side, int(side * 2 ** (1 / 3)), int(side * 2 ** (2 / 3))) for side in sides), (RATIOS,) * len(sides)
     )
-    head = RetinaNetHead(
-        config.channels, anchors.num_anchors_per_location()[0], config.classes, norm_layer=norm_of(config)
-    )
-    return RetinaNet(
-        pyramid, config.classes, anchor_generator=anchors, head=head, detections_per_img=config.detections
-    )
+    head = RetinaNetHead(config.channels, anchors.num_anchors_per_location()[0], config.classes, norm_layer=norm_of(config))
+    return RetinaNet(pyramid, config.classes, anchor_generator=anchors, head=head, detections_per_img=config.detections)
 
 
 def mask_rcnn(pyramid: Pyramid, config: DetectorConfig) -> nn.Module:
