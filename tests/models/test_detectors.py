@@ -5,10 +5,10 @@ from dataclasses import fields
 
 import pytest
 import torch
+from option_effects import Effects
 from torch import nn
 
 from nalaformer.models.vision.detectors import DetectorConfig, build_detector, paste
-from option_effects import Effects
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EFFECTS = Effects(field.name for field in fields(DetectorConfig))

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from option_effects import Effects
 
 from nalaformer.data.super_resolution import enlarge
 from nalaformer.models.vision import SuperResolution, build_super_resolution
 from nalaformer.models.vision.super_resolution import ATTENTIONS, LAYOUTS, WINDOWS, attention_of
-from option_effects import Effects
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = Effects(("scale", "attention", "attention_options", "embed_dim", "depths", "num_heads", "mlp_ratio", "skip"))

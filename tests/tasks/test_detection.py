@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from option_effects import Effects
 from PIL import Image
 from torch import nn
 
@@ -19,7 +20,6 @@ from nalaformer.tasks import Detection, DetectionConfig
 from nalaformer.tasks.detection import DetectionAnswers, MeanPrecision, figures
 from nalaformer.training import Checkpoints, TrainingConfig, TrainingStopped, evaluate
 from nalaformer.training.log import read_log
-from option_effects import Effects
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG, ANSWERS = (Effects(field.name for field in fields(kind)) for kind in (DetectionConfig, DetectionAnswers))

@@ -5,6 +5,7 @@ from dataclasses import asdict, fields, replace
 import numpy as np
 import pytest
 import torch
+from option_effects import Effects
 from PIL import Image
 from torch import nn
 
@@ -12,7 +13,6 @@ from nalaformer.data.loading import random_state_of
 from nalaformer.data.segmentation import IGNORED, SCENE_CLASSES, write_scenes
 from nalaformer.tasks import Segmentation, SegmentationConfig
 from nalaformer.tasks.segmentation import SegmentationAnswers
-from option_effects import Effects
 
 SEGMENTATION = Effects(field.name for field in fields(SegmentationConfig))
 ANSWERS = Effects(field.name for field in fields(SegmentationAnswers))

@@ -16,6 +16,7 @@ from nalaformer.recipes.overrides import keys
 from nalaformer.tasks import (
     Classification,
     ClassificationConfig,
+    DetectionConfig,
     LanguageConfig,
     LanguageModelling,
     Sequences,
@@ -40,6 +41,7 @@ def test_no_setting_is_without_a_test_of_its_effect():
 ONE_OF_EACH_TASK = {task_name(RECIPES[name]().task): name for name in RECIPES.names()}
 # of those that there are
 OTHER_NAMES = {"precision": "bf16", "on_corrupt": "stop", "schedule": "linear", "initial_weights": "torch", "packing": "whole"}
+OTHER_NAMES |= {"detector": "mask_rcnn"}
 
 
 def another(name, value):
@@ -50,6 +52,8 @@ def another(name, value):
         return not value
     if isinstance(value, dict):
         return {"cells": 7}
+    if isinstance(value, tuple):
+        return (3, 7)
     if isinstance(value, str):
         return "another"
     return value + 1 if isinstance(value, int) else value / 2 + 0.125
@@ -70,6 +74,8 @@ def test_a_key_of_the_command_line_changes_its_setting_and_no_other(task):
     for path in paths:
         value = another(path[-1], before[path])
         text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
+        if isinstance(value, tuple):
+            text = ",".join(map(str, value))
         for key in (path[-1], ".".join(path)):
             assert values(changed(recipe, [f"{key}={text}"])) == before | {path: value}
 
@@ -111,6 +117,14 @@ def test_yes_and_no_are_read_in_their_words():
         assert changed(before, [f"compile={word}"]).training.compile is value
 
 
+def test_numbers_are_listed_with_commas():
+    training = changed(RECIPES["coco_mask_rcnn_1x"](), ["decay_at=7.5, 9", "short_sides="])
+    assert training.training.decay_at == (7.5, 9)
+    assert training.task.short_sides == ()
+    with pytest.raises(ValueError, match="short_sides must be numbers with commas between them, got '480;800'"):
+        changed(RECIPES["coco_mask_rcnn_1x"](), ["short_sides=480;800"])
+
+
 def test_the_last_of_two_values_counts():
     assert changed(RECIPES["cue_grid"](), ["batch_size=8", "training.batch_size=16"]).training.batch_size == 16
 
@@ -121,7 +135,7 @@ def test_defaults_are_those_that_figures_were_measured_with():
         **{"accumulate": 1, "optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.05, "beta2": 0.999, "epsilon": 1e-8},
         **{"schedule": "cosine", "warmup": 0, "warmup_learning_rate": 1e-6, "min_learning_rate": 1e-5, "cooldown": 0},
         **{"clip_norm": 0, "clip_value": 0, "ema": 0, "repeats": 1, "precision": "float32", "seed": 0, "batch_size": 64},
-        **{"keep": 2, "bad_steps": 10, "on_corrupt": "skip", "most_corrupt": 100, "eval_every": 0, "save_every": 0},
+        **{"decay_at": (), "keep": 2, "bad_steps": 10, "on_corrupt": "skip", "most_corrupt": 100, "eval_every": 0, "save_every": 0},
     }
     assert training.items() <= asdict(TrainingConfig(steps=1)).items()
     augmentation = {"auto_augment": "", "color_jitter": 0.0, "random_erasing": 0.0, "smallest_crop": 0.08, "flip": 0.5}
@@ -144,6 +158,9 @@ def test_defaults_are_those_that_figures_were_measured_with():
     enlarging = {"scale": 2, "patch_size": 192, "patches_per_image": 100, "eval_crop": 0, "kept_mib": 2048, "data_seed": 0}
     enlarging |= {"train_samples": 32, "eval_samples": 8, "image_size": 160, "generated_in": "data"}
     assert asdict(SuperResolutionConfig(data="d")) == enlarging | {"data": "d"}
+    objects = {"data_options": {}, "data_seed": 0, "train_samples": 1_000, "eval_samples": 200, "generated_folder": "data"}
+    objects |= {"detector": "retinanet", "short_sides": (800,), "eval_short_side": 800, "longest_side": 1333}
+    assert asdict(DetectionConfig(data="d")) == objects | {"data": "d", "flip": 0.5, "empty_images": True}
 
 
 # ---- recipes
@@ -158,6 +175,8 @@ DATA_OF_RECIPES = {
     **{"scenes": "scenes", "cityscapes_upernet_nalaformer_t": "cityscapes", "segmentation": "your_folder"},
     **{f"div2k_x{scale}": "DIV2K" for scale in (2, 3, 4)},
     **{"super_resolution_small": "scenes", "super_resolution": "photographs"},
+    **{"shapes_retinanet": "overlapping_shapes", "shapes_mask_rcnn": "overlapping_shapes", "detection": "my_objects"},
+    **{f"coco_{detector}_{schedule}": "coco" for detector in ("retinanet", "mask_rcnn") for schedule in ("1x", "3x")},
 }
 
 

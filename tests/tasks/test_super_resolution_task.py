@@ -5,10 +5,12 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
+from option_effects import Effects
 from PIL import Image
 from skimage.color import rgb2ycbcr
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import nn
+from training_example import stop_at
 from typer.testing import CliRunner
 
 from nalaformer.cli import build_app
@@ -18,8 +20,6 @@ from nalaformer.tasks import ImageQuality, SuperResolutionConfig, SuperResolutio
 from nalaformer.tasks.image_quality import luma, psnr, ssim
 from nalaformer.tasks.super_resolution import SuperResolutionAnswers, enlarge_in_tiles, spans
 from nalaformer.training import TrainingConfig
-from option_effects import Effects
-from training_example import stop_at
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG, ANSWERS = (Effects(field.name for field in fields(kind)) for kind in (SuperResolutionConfig, SuperResolutionAnswers))

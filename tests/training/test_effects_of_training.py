@@ -280,6 +280,19 @@ def test_a_linear_schedule_falls_straight_and_a_cosine_late(tmp_path):
     assert round_[4] == pytest.approx(0.5)
 
 
+@TRAINING.of("decay_at")
+def test_the_rate_falls_to_a_tenth_at_each_time(tmp_path):
+    plain = {"learning_rate": 1.0, "schedule": "steps", "steps": 8}
+    seen = rates(tmp_path / "steps", decay_at=(3, 6), **plain)
+    assert seen == pytest.approx([1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01])
+    # a warm-up is part of the duration and moves nothing
+    warm = rates(tmp_path / "warm", decay_at=(3, 6), warmup=2, warmup_learning_rate=0.0, **plain)
+    assert warm == pytest.approx([0, 0.5, *seen[2:]])
+    for wrong in ((), (6, 3)):
+        with pytest.raises(ValueError, match="decay_at"):
+            TrainingConfig(steps=8, schedule="steps", decay_at=wrong)
+
+
 @TRAINING.of("warmup")
 def test_the_rate_rises_in_even_steps_in_the_unit_of_the_duration(tmp_path):
     plain = {"learning_rate": 1.0, "schedule": "linear", "min_learning_rate": 0.0, "warmup_learning_rate": 0.0}

@@ -132,11 +132,8 @@ class TrainingConfig:
             raise unknown_name("schedule", self.schedule, SCHEDULES)
         # as a checkpoint's settings hold it
         object.__setattr__(self, "decay_at", tuple(self.decay_at))
-        if (self.schedule == "steps") != bool(self.decay_at) or list(self.decay_at) != sorted(self.decay_at):
-            raise ValueError(
-                f'decay_at must be increasing times with schedule="steps", and empty with another, got {self.decay_at} with '
-                f"{self.schedule!r}"
-            )
+        if self.schedule == "steps" and (not self.decay_at or list(self.decay_at) != sorted(self.decay_at)):
+            raise ValueError(f'schedule="steps" needs decay_at, times in order, got {self.decay_at}; for example decay_at=8,11')
         if self.precision not in (*PRECISIONS, "auto"):
             raise unknown_name("precision", self.precision, (*PRECISIONS, "auto"))
         if self.on_corrupt not in ("skip", "stop"):

@@ -23,7 +23,7 @@ from ..ops.graphs import NotCapturable, captured
 from ..training.config import TrainingConfig
 from ..training.precision import precision_on
 from ..whole_files import clear_disk_errors, write_atomically
-from .config import PRECISIONS, TrainingConfig
+from .config import TrainingConfig
 from .resident import Bucket, Plan, make_plan
 from .schedule import make_schedule
 
