@@ -5,9 +5,9 @@ from dataclasses import fields
 
 import pytest
 import torch
-from option_effects import Effects
 from torch import nn
 
+from helpers.option_effects import Effects
 from nalaformer.models.vision.detectors import DetectorConfig, build_detector, paste
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from option_effects import Effects
 
+from helpers.option_effects import Effects
 from nalaformer.data.super_resolution import enlarge
 from nalaformer.models.vision import SuperResolution, build_super_resolution
 from nalaformer.models.vision.super_resolution import ATTENTIONS, LAYOUTS, WINDOWS, attention_of

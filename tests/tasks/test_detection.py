@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from option_effects import Effects
 from PIL import Image
 from torch import nn
 
+from helpers.option_effects import Effects
 from nalaformer.data import read_image
 from nalaformer.recipes import Recipe, evaluate_run, load_run, make_trainer, predict
 from nalaformer.tasks import Detection, DetectionConfig

@@ -5,10 +5,10 @@ from dataclasses import asdict, fields, replace
 import numpy as np
 import pytest
 import torch
-from option_effects import Effects
 from PIL import Image
 from torch import nn
 
+from helpers.option_effects import Effects
 from nalaformer.data.loading import random_state_of
 from nalaformer.data.segmentation import IGNORED, SCENE_CLASSES, write_scenes
 from nalaformer.tasks import Segmentation, SegmentationConfig

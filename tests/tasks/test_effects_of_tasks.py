@@ -135,7 +135,8 @@ def test_defaults_are_those_that_figures_were_measured_with():
         **{"accumulate": 1, "optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.05, "beta2": 0.999, "epsilon": 1e-8},
         **{"schedule": "cosine", "warmup": 0, "warmup_learning_rate": 1e-6, "min_learning_rate": 1e-5, "cooldown": 0},
         **{"clip_norm": 0, "clip_value": 0, "ema": 0, "repeats": 1, "precision": "float32", "seed": 0, "batch_size": 64},
-        **{"decay_at": (), "keep": 2, "bad_steps": 10, "on_corrupt": "skip", "most_corrupt": 100, "eval_every": 0, "save_every": 0},
+        **{"decay_at": (), "keep": 2, "bad_steps": 10, "on_corrupt": "skip", "most_corrupt": 100},
+        **{"eval_every": 0, "save_every": 0},
     }
     assert training.items() <= asdict(TrainingConfig(steps=1)).items()
     augmentation = {"auto_augment": "", "color_jitter": 0.0, "random_erasing": 0.0, "smallest_crop": 0.08, "flip": 0.5}

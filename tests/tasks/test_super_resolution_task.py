@@ -5,14 +5,14 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from option_effects import Effects
 from PIL import Image
 from skimage.color import rgb2ycbcr
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import nn
-from training_example import stop_at
 from typer.testing import CliRunner
 
+from helpers.option_effects import Effects
+from helpers.training_example import stop_at
 from nalaformer.cli import build_app
 from nalaformer.data.super_resolution import enlarge, to_eight_bits
 from nalaformer.recipes import Recipe, build_model, changed, evaluate_run, load_run, make_trainer, predict

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from ..data import seed_everything
 from ..data.sequences import IGNORE
 from ..ops.graphs import NotCapturable, captured
-from ..training.config import TrainingConfig
-from ..training.precision import precision_on
 from ..whole_files import clear_disk_errors, write_atomically
 from .config import TrainingConfig
+from .precision import precision_on
 from .resident import Bucket, Plan, make_plan
 from .schedule import make_schedule
 
