@@ -194,9 +194,10 @@ def test_data_that_is_kept_has_the_options_of_its_split(tmp_path):
 
 
 NOT_FOLLOWED = {"optimizer": "sgd", "ema": "0.9", "accumulate": "2", "repeats": "2", "precision": "float16", "seed": "3"}
+NOT_FOLLOWED |= {"eval_epochs": "0.5", "batch_size": "0"}
 
 
-@SPRINT.of(*(name for name in NOT_FOLLOWED if name not in ("precision", "seed")))
+@SPRINT.of(*(name for name in NOT_FOLLOWED if name not in ("precision", "seed", "batch_size")))
 @pytest.mark.parametrize(("name", "value"), [*NOT_FOLLOWED.items(), ("attention", "softmax"), ("initial_weights", "torch")])
 def test_settings_that_a_scoreboard_does_not_follow_are_refused(tmp_path, name, value):
     arguments = ["scoreboard", "mqar_small", *SMALL, f"{name}={value}", "--steps", "1", "--methods", "relu", "--seeds", "1"]

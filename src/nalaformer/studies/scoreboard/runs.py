@@ -36,7 +36,7 @@ NO_SETTINGS = {
     *("save_every", "save_minutes", "keep", "tensorboard", "bad_steps", "on_corrupt", "most_corrupt"),
 }
 # what a sprint does whatever a recipe says: a row must not claim otherwise
-FIXED_SETTINGS = {"optimizer": "adamw", "ema": 0.0, "accumulate": 1, "repeats": 1, "seed": 0}
+FIXED_SETTINGS = {"optimizer": "adamw", "ema": 0.0, "accumulate": 1, "repeats": 1, "seed": 0, "eval_epochs": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +220,8 @@ def refuse_unfollowed(training: TrainingConfig) -> None:
                 f"a scoreboard trains with {name}={value} (seeds are counted from 0), got {name}={getattr(training, name)}; "
                 "leave it out, or use `nalaformer train`"
             )
+    if training.batch_size < 1:
+        raise ValueError(f"a scoreboard needs the number of sequences of a step, got batch_size={training.batch_size}; set it")
     if PRECISIONS.get(training.precision) == torch.float16:
         raise ValueError(
             f"a scoreboard scales no loss, which float16 needs, got precision={training.precision}; use bfloat16 or float32"
