@@ -57,7 +57,7 @@ def prepare(
     elif spec.is_written_out or (spec.spans_heads and max(q.shape[-2], k.shape[-2]) > 1):
         q, k = (cross_head_op.features(x, spec) for x in (q, hide(k, key_mask)))
         spec = KernelSpec("identity", parts=1)
-    angles: tuple[Tensor | None, ...] = (None, None, None, None)
+    angles: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None)
     if rotary[0] is not None and rotary[1] is not None:
         angles = (*rotary[0].tables(), *rotary[1].tables())
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

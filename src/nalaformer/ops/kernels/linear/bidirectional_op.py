@@ -84,7 +84,7 @@ def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
-    layout = TokenLayout(*saved[4:10], ctx.longest)
+    layout = TokenLayout._make((*saved[4:10], ctx.longest))
     return run(dout, *saved[:4], layout, ctx.settings, *saved[10:], ctx.needs_input_grad[3])
 
 

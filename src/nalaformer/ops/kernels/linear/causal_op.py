@@ -81,7 +81,7 @@ def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def gradients(ctx, run, dout, dtotal):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
-    layout = TokenLayout(*saved[4:10], ctx.longest)
+    layout = TokenLayout._make((*saved[4:10], ctx.longest))
     dtotal = dtotal if ctx.want_total else None
     return run(dout, dtotal, *saved[:4], layout, ctx.settings, *saved[10:], ctx.needs_input_grad[3])
 
