@@ -33,24 +33,15 @@ class OnceDifferentiable(torch.autograd.Function):
         )
 
 
-def first_order(gradients: Run) -> Run:
-    """gradients(ctx, *of the outputs) that refuse to be differentiated; ctx must have saved whatever they depend on."""
-
-    def run(ctx, *of_outputs):  # type: ignore[no-untyped-def]
-        # on only where a graph of the backward pass is wanted (create_graph)
-        if not torch.is_grad_enabled():
-            return gradients(ctx, *of_outputs)
-        with torch.no_grad():
-            found = list(gradients(ctx, *of_outputs))
-        causes = [x for x in (*of_outputs, *ctx.saved_tensors) if x is not None and x.requires_grad]
-        if causes:
-            places = [place for place, x in enumerate(found) if x is not None]
-            guarded = OnceDifferentiable.apply(len(places), *(found[place] for place in places), *causes)
-            for place, x in zip(places, guarded, strict=True):
-                found[place] = x
-        return tuple(found)
-
-    return run
+def once(gradients: Sequence[Any], causes: Sequence[Any]) -> list[Any]:
+    """The gradients, with an error for whoever differentiates them by one of their causes; both may hold None."""
+    found, leading = list(gradients), [x for x in causes if x is not None and x.requires_grad]
+    if leading:
+        places = [place for place, x in enumerate(found) if x is not None]
+        guarded = OnceDifferentiable.apply(len(places), *(found[place] for place in places), *leading)
+        for place, x in zip(places, guarded, strict=True):
+            found[place] = x
+    return found
 
 
 def is_bundle(kind: Any) -> bool:
@@ -62,16 +53,23 @@ def spread(arguments: Sequence[Any]) -> list[Any]:
     return [leaf for x in arguments for leaf in (x if isinstance(x, tuple) else (x,))]
 
 
-def gathered(kinds: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """The arguments of these kinds from their fields: what `spread` took apart."""
-    rest = iter(leaves)
-    return [kind(*islice(rest, len(kind._fields))) if is_bundle(kind) else next(rest) for kind in kinds]
+def gatherer(run: Run) -> Run:
+    """The arguments of `run` from spread ones: what `spread` took apart."""
+    kinds = [parameter.annotation for parameter in signature(run).parameters.values()]
+    parts = [(kind._make, len(kind._fields)) if is_bundle(kind) else None for kind in kinds]
+    if not any(parts):
+        return lambda leaves: leaves
+
+    def gathered(leaves: Sequence[Any]) -> list[Any]:
+        rest = iter(leaves)
+        return [next(rest) if part is None else part[0](islice(rest, part[1])) for part in parts]
+
+    return gathered
 
 
 def custom_op(name: str, run: Run, shapes: Run, mutates: Sequence[str] = ()) -> Any:
     """`run` as nalaformer::name, which takes spread arguments; `shapes` gives empty outputs for the arguments of `run`."""
-    plain = signature(run)
-    kinds = [parameter.annotation for parameter in plain.parameters.values()]
+    plain, gathered = signature(run), gatherer(run)
     leaves: list[Parameter] = []
     for parameter in plain.parameters.values():
         kind = parameter.annotation
@@ -79,11 +77,11 @@ def custom_op(name: str, run: Run, shapes: Run, mutates: Sequence[str] = ()) -> 
         leaves += [Parameter(field, Parameter.POSITIONAL_OR_KEYWORD, annotation=leaf) for field, leaf in fields.items()]
 
     def flat(*given: Any) -> Any:
-        return run(*gathered(kinds, given))
+        return run(*gathered(given))
 
     flat.__signature__ = plain.replace(parameters=leaves)  # type: ignore[attr-defined]
     made = torch.library.custom_op(f"nalaformer::{name}", flat, mutates_args=mutates)
-    made.register_fake(lambda *given: shapes(*gathered(kinds, given)))
+    made.register_fake(lambda *given: shapes(*gathered(given)))
     return made
 
 
@@ -97,7 +95,7 @@ def operator(
     gradients(ctx, backward, *of_outputs): of the first inputs, by the `backward` given; nobody sees those not asked for.
     outputs: how many of the forward pass the caller gets, whose gradients are given; the others are kept for gradients alone.
     """
-    kinds = [parameter.annotation for parameter in signature(run[0]).parameters.values()]
+    gathered = gatherer(run[0])
     forward_op, backward_op = custom_op(name, *run), custom_op(f"{name}_backward", *run_backward)
 
     def given(output: Any) -> Any:
@@ -107,11 +105,19 @@ def operator(
 
     def derived(by: Run) -> Run:
         def of_inputs(ctx, *of_outputs):  # type: ignore[no-untyped-def]
-            found, asked = gradients(ctx, by, *of_outputs[:outputs]), ctx.needs_input_grad
+            # on only where a graph of the backward pass is wanted (create_graph)
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    found = gradients(ctx, by, *of_outputs[:outputs])
+                # whatever they were computed from has been saved
+                found = once(found, (*of_outputs, *ctx.saved_tensors))
+            else:
+                found = gradients(ctx, by, *of_outputs[:outputs])
+            asked = ctx.needs_input_grad
             of_first = [x if is_asked else None for x, is_asked in zip(found, asked, strict=False)]
             return *of_first, *[None] * (len(asked) - len(found))
 
-        return first_order(of_inputs)
+        return of_inputs
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -124,7 +130,7 @@ def operator(
 
     forward_op.register_autograd(
         derived(lambda *arguments: backward_op(*spread(arguments))),
-        setup_context=lambda ctx, inputs, output: save(ctx, gathered(kinds, inputs), output),
+        setup_context=lambda ctx, inputs, output: save(ctx, gathered(inputs), output),
     )
     eager = Eager.apply
 
