@@ -15,6 +15,7 @@ from ...common.compiled.tiles import (
     place_per_row,
     rotated,
     rows_of_head,
+    sample_offset,
     sample_rows,
     store_rows,
     store_two_parameters,
@@ -213,6 +214,8 @@ def causal_dk_kernel(
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
     row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
+    q_offset = sample_offset(sample, row, stride_qb, stride_q, PACKED)
+    do_offset = sample_offset(sample, row, stride_dob, stride_do, PACKED)
     k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
     v_ptr = rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
     dk_ptr = rows_of_head(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
@@ -273,8 +276,8 @@ def causal_dk_kernel(
             query_head = head * group + member if GROUPED else head
             own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
             dout, a, b, aq, bq = query_operands(
-                rows_of_head(q_ptr, sample, query_head, row, stride_qb, stride_q, stride_qh, PACKED),
-                rows_of_head(dout_ptr, sample, query_head, row, stride_dob, stride_do, stride_doh, PACKED),
+                q_ptr + q_offset + query_head * stride_qh,
+                dout_ptr + do_offset + query_head * stride_doh,
                 inverse_ptr + own,
                 *(cos_q_ptr, sin_q_ptr, param_ptr + (query_head // query_param_group) * num_params, first, stop),
                 *(stride_q, stride_do, norm_scale, alpha, D, V, BD, BV, BN, MAP, PARTS, PAIRS, True, DOT),
@@ -362,6 +365,8 @@ def causal_dv_kernel(
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
     row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
+    q_offset = sample_offset(sample, row, stride_qb, stride_q, PACKED)
+    do_offset = sample_offset(sample, row, stride_dob, stride_do, PACKED)
     k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
     dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
@@ -403,8 +408,8 @@ def causal_dv_kernel(
             query_head = head * group + member if GROUPED else head
             own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
             dout, plain_aq, plain_bq, aq, bq = query_operands(
-                rows_of_head(q_ptr, sample, query_head, row, stride_qb, stride_q, stride_qh, PACKED),
-                rows_of_head(dout_ptr, sample, query_head, row, stride_dob, stride_do, stride_doh, PACKED),
+                q_ptr + q_offset + query_head * stride_qh,
+                dout_ptr + do_offset + query_head * stride_doh,
                 inverse_ptr + own,
                 *(cos_q_ptr, sin_q_ptr, param_ptr + (query_head // query_param_group) * num_params, first, stop),
                 *(stride_q, stride_do, norm_scale, alpha, D, V, BD, BV, BN, MAP, PARTS, PAIRS, False, DOT),
