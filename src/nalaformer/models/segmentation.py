@@ -53,11 +53,9 @@ class SegmentationNetwork(nn.Module):
     def _logits(self, images: Tensor) -> list[Tensor]:
         network: Any = self.network
         features = network.encoder(images)
-        # taken now: the decoder of UPerNet replaces the entries of the list
-        fine = features[-2]
         found = [network.segmentation_head(network.decoder(features))]
         if self.auxiliary is not None and self.training:
-            found.append(F.interpolate(self.auxiliary(fine), images.shape[-2:], mode="bilinear", align_corners=False))
+            found.append(F.interpolate(self.auxiliary(features[-2]), images.shape[-2:], mode="bilinear", align_corners=False))
         return found
 
     @property
