@@ -63,6 +63,8 @@ def test_a_class_that_never_occurs_is_left_out_of_the_mean_and_counted():
     result = metrics.result()
     assert result["miou"] == pytest.approx((1 / 2 + 2 / 3) / 2) == pytest.approx(theirs.compute().item())
     assert (result["classes_left_out"], result["pixels"]) == (2, 4)
+    # rows are labels, columns answers
+    assert metrics.sums[:2, :2].tolist() == [[1, 1], [0, 2]]
     # one that is named where it is not has an IoU of zero
     metrics.add(torch.tensor([[3]]), torch.tensor([[0]]))
     assert metrics.result()["miou"] == pytest.approx((1 / 3 + 2 / 3 + 0) / 3)
