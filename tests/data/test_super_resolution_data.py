@@ -104,7 +104,7 @@ def test_splits_may_be_folders_of_large_images(tmp_path):
     assert (names(tmp_path, "train"), names(tmp_path, "val")) == ([("a.png", None)], [("b.jpg", None)])
 
 
-@pytest.mark.parametrize("low", ["LR/a.png", "LR/ax2.png", "LR/X2/a.png", "LR/X2/ax2.bmp"])
+@pytest.mark.parametrize("low", ["LR/a.png", "LR/ax2.png", "LR/X2/a.png", "LR_bicubic/X2/ax2.bmp"])
 def test_small_images_are_found_by_name(low, tmp_path):
     save(tmp_path / "train" / "HR" / "a.png")
     save(tmp_path / "train" / low, 12, 10)
@@ -116,6 +116,17 @@ def test_div2k_is_read_as_it_is_distributed(tmp_path):
         save(tmp_path / f"DIV2K_{name}_HR" / "0001.png")
         save(tmp_path / f"DIV2K_{name}_LR_bicubic" / "X2" / "0001x2.png", 12, 10)
     assert names(tmp_path, "train") == names(tmp_path, "val") == [("0001.png", "0001x2.png")]
+
+
+def test_a_set_without_splits_is_for_evaluation_alone(tmp_path):
+    save(tmp_path / "HR" / "baby.png")
+    save(tmp_path / "HR" / "bird.png")
+    save(tmp_path / "LR_bicubic" / "X2" / "babyx2.png", 12, 10)
+    assert names(tmp_path, "val") == [("baby.png", "babyx2.png"), ("bird.png", "bird.png")]
+    with pytest.raises(ValueError, match=r"for x3 must lie in .*X3, got only X2 there"):
+        find_pairs(tmp_path, "val", scale=3)
+    with pytest.raises(ValueError, match=r"must lie in .*train/HR, got .*HR, all for evaluation"):
+        find_pairs(tmp_path, "train", scale=2)
 
 
 @pytest.mark.parametrize(

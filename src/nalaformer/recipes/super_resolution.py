@@ -53,8 +53,9 @@ def super_resolution_small() -> Recipe:
     """Enlarge generated images twice, with a tiny network, on a CPU.
 
     Command: nalaformer train super_resolution_small attention=nalaformer
-    Cost: not measured.
-    Expected: not measured.
+    Cost: two minutes of one CPU core.
+    Expected: 37.26 dB and SSIM 0.968 (measured, one seed). Bicubic interpolation, with which the random weights start, has
+        33.54 dB and 0.943; a grey image has 17.5 dB.
     """
     return Recipe(
         model="super_resolution_tiny",

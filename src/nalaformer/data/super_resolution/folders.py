@@ -33,8 +33,9 @@ def find_pairs(root: str | Path, split: str, *, scale: int) -> list[Files]:
     """The files of a split, sorted; `root` has one of these layouts, the first that fits.
 
     root/DIV2K_train_HR, DIV2K_valid_HR and DIV2K_train_LR_bicubic/X2, ...: DIV2K as it is distributed;
-    root/train/HR, root/val/HR and, if there are small images, root/train/LR or root/train/LR/X2, ...;
+    root/train/HR, root/val/HR and, if there are small images, root/train/LR or root/train/LR/X2, ... (or LR_bicubic);
     root/train and root/val: large images alone;
+    root/HR and, if there are small images, root/LR or LR_bicubic: all for evaluation, as Set5 and its like;
     root: large images alone, one of ten for evaluation.
     A small image is named like its large one, or with "x2" behind.
     """
@@ -48,16 +49,26 @@ def find_pairs(root: str | Path, split: str, *, scale: int) -> list[Files]:
         low = root / f"DIV2K_{SPLITS[split]}_LR_bicubic"
     elif any((root / name).is_dir() for name in SPLITS):
         folder = existing(root / split, split)
-        has_sizes = (folder / "HR").is_dir()
-        high, low = (folder / "HR", folder / "LR") if has_sizes else (folder, folder / "LR")
-        if not has_sizes and low.is_dir():
-            raise ValueError(f"small images need their large ones in {folder / 'HR'}, got only {low}")
+        high, low = folder / "HR", small_images(folder)
+        if not high.is_dir() and low.is_dir():
+            raise ValueError(f"small images need their large ones in {high}, got only {low}")
+        high = high if high.is_dir() else folder
+    elif (root / "HR").is_dir():
+        if split == "train":
+            raise ValueError(f"images to learn from must lie in {root / 'train' / 'HR'}, got {root / 'HR'}, all for evaluation")
+        high, low = root / "HR", small_images(root)
     else:
         return one_of_ten(root, split)
-    if (low / f"X{scale}").is_dir():
-        low = low / f"X{scale}"
+    others = sorted(path.name for path in low.glob("X[234]") if path.is_dir())
+    if others and f"X{scale}" not in others:
+        raise ValueError(f"small images for x{scale} must lie in {low / f'X{scale}'}, got only {', '.join(others)} there")
+    low = low / f"X{scale}" if others else low
     small = {path.relative_to(low).with_suffix(""): path for path in find_images([low])} if low.is_dir() else None
     return [Files(path, None if small is None else partner(path, high, low, small, scale)) for path in find_images([high])]
+
+
+def small_images(folder: Path) -> Path:
+    return folder / "LR" if (folder / "LR").is_dir() else folder / "LR_bicubic"
 
 
 def existing(folder: Path, split: str) -> Path:
