@@ -55,7 +55,8 @@ def super_resolution_small() -> Recipe:
     Command: nalaformer train super_resolution_small attention=nalaformer
     Cost: two minutes of one CPU core.
     Expected: 37.26 dB and SSIM 0.968 (measured, one seed). Bicubic interpolation, with which the random weights start, has
-        33.54 dB and 0.943; a grey image has 17.5 dB.
+        33.54 dB and 0.943; a grey image has 17.5 dB. In as many steps attention=linear comes to 34.32 dB, softmax_windows
+        to 34.28 (one seed each).
     """
     return Recipe(
         model="super_resolution_tiny",
