@@ -73,6 +73,16 @@ def test_bench_models_measures_its_sizes_for_so_long_into_its_file(tmp_path, mon
     assert {row["image_size"] for row in rows_of("benchmarks/results/models_cpu.csv")} == {"224"}
 
 
+@BENCH.of("models.case")
+def test_bench_models_measures_the_case_that_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "measure", lambda measurement, **_: Result(measurement=measurement, median_ms=5.0))
+    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
+    run("models", "--case", "super_resolution", "--size", 20)
+    assert {row["tokens"] for row in rows_of("benchmarks/results/super_resolution_cpu.csv")} == {"400"}
+    assert Path("benchmarks/results/super_resolution_cpu.png").is_file()
+
+
 @BENCH.of(
     *("language.size", "language.context", "language.batch", "language.prefill"),
     *("language.seconds", "language.out"),

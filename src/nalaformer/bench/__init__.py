@@ -9,10 +9,11 @@ from .models import MODEL_VARIANTS, ModelMeasurement, run_models
 from .ops import OpMeasurement
 from .peers import left_out
 from .runner import measure
+from .super_resolution import run_super_resolution
 from .timing import median_ms
 
 __all__ = [
     "IMPLEMENTATIONS", "MODEL_VARIANTS", "CallMeasurement", "Case", "Implementation", "Measurement", "ModelMeasurement",
     "OpMeasurement", "Result", "cases_for", "describe_machine", "extras", "left_out", "measure", "median_ms", "run_language",
-    "run_models",
+    "run_models", "run_super_resolution",
 ]  # fmt: skip

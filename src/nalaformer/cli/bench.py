@@ -1,7 +1,7 @@
 """`nalaformer bench ...`: speed and memory."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,9 +38,12 @@ def add_to(app: "typer.Typer") -> None:
             list[int] | None, typer.Option(help="Image size; may be repeated.", show_default="224; cuda: also 512, 1024, 2048")
         ] = None,
         seconds: Annotated[float, typer.Option(help="Of timing per measurement.")] = 3.0,
+        case: Annotated[
+            str, typer.Option(help="backbones, or super_resolution: whole images of up to 280K tokens, with a picture.")
+        ] = "backbones",
     ) -> None:
         """Images per second and memory of NaLaFormer-T: linear, its reference path, softmax, and as released."""
-        run_bench_models(device, out, size, seconds)
+        run_bench_models(device, out, size, seconds, case)
 
     @bench.command("language")
     def bench_language(
@@ -148,10 +151,17 @@ def run_bench_ops(device: str, out: Path, quick: bool) -> None:
     exit_by(results)
 
 
-def run_bench_models(device: str, out: Path | None, sizes: list[int] | None, seconds: float) -> None:
-    from ..bench import run_models
+def run_bench_models(device: str, out: Path | None, sizes: list[int] | None, seconds: float, case: str) -> None:
+    from ..bench import run_models, run_super_resolution
+    from ..registry import unknown_name
 
-    exit_by(run_models(device, out, sizes or None, seconds=seconds))
+    cases: dict[str, Callable[..., Sequence[Any]]] = {"backbones": run_models, "super_resolution": run_super_resolution}
+    if case not in cases:
+        raise unknown_name("case", case, cases)
+    if case == "super_resolution":
+        # the picture comes last
+        need("matplotlib")
+    exit_by(cases[case](device, out, sizes or None, seconds=seconds))
 
 
 def exit_by(results: Sequence[Any]) -> None:
