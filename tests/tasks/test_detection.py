@@ -32,7 +32,7 @@ BACKBONE = {
 }
 TINY = BACKBONE | {"channels": 32, "smallest_anchor": 12, "head_norm": True}
 TINY_MASKS = TINY | {"hidden": 64, "proposals": 60, "regions": 48}
-EASY = {"crowd": 0.0, "empty": 0.0, "most_objects": 2, "longest_side": 64}
+EASY = {"crowd": 0.0, "empty": 0.0, "most_objects": 2, "shortest_side": 64}
 
 
 def recipe_of(folder, *, steps=2, task=None, **training):
@@ -188,7 +188,7 @@ def test_two_processes_evaluate_to_the_same_figures(run, tmp_path):
 def test_a_size_without_objects_has_no_figure(shapes):
     computed = {"map": torch.tensor(0.5), "map_50": torch.tensor(0.0), "map_large": torch.tensor(-1.0)}
     assert figures(computed) == {"box_map": 0.5, "box_map_50": 0.0}
-    # images of at most 96 pixels have no object of 96 x 96
+    # images of at most 64 pixels have no object of 96 x 96
     assert not [
         name for name in evaluate(Oracle(shapes.eval_data), shapes.eval_data, shapes.metrics(), batch_size=4) if "large" in name
     ]
@@ -364,7 +364,7 @@ def test_generated_data_is_as_it_was_asked_for(tmp_path):
 
 @CONFIG.of("short_sides", "eval_short_side", "longest_side")
 def test_images_are_resized_as_asked(tmp_path):
-    task = task_of(tmp_path, data_options={"longest_side": 64}, short_sides=(32, 128), eval_short_side=96)
+    task = task_of(tmp_path, short_sides=(32, 128), eval_short_side=96)
     assert {task.train_data[0][0].shape[1] for _ in range(20)} == {32, 128}
     assert task.eval_data[0][0].shape == (3, 96, 96)
     assert task_of(tmp_path, longest_side=48).train_data[0][0].shape == (3, 48, 48)

@@ -27,12 +27,12 @@ def shapes(detector: str, detector_options: dict[str, Any], *, steps: int) -> Re
         training=TrainingConfig(
             steps=steps,
             batch_size=8,
-            learning_rate=2e-3,
+            learning_rate=1e-3,
             weight_decay=0.01,
             warmup=50,
             clip_norm=1.0,
-            eval_every=200,
-            save_every=200,
+            eval_every=100,
+            save_every=100,
         ),
     )
 
@@ -57,7 +57,7 @@ def shapes_mask_rcnn() -> Recipe:
     Expected: not measured.
     """
     options = {"channels": 64, "smallest_anchor": 10, "head_norm": True, "hidden": 128, "proposals": 150, "regions": 64}
-    return shapes("mask_rcnn", options, steps=600)
+    return shapes("mask_rcnn", options, steps=400)
 
 
 @RECIPES.register("detection")

@@ -117,7 +117,7 @@ def parsed(text: str, like: object, name: str) -> Any:
             return tuple(number(part) for part in text.split(",") if part.strip())
         return type(like)(text)  # type: ignore[call-arg]
     except ValueError as error:
-        kinds = {dict: 'a JSON object such as {"cells": 6}', tuple: "numbers with commas between them"}
+        kinds: dict[type, str] = {dict: 'a JSON object such as {"cells": 6}', tuple: "numbers with commas between them"}
         kind = kinds.get(type(like), f"a number ({type(like).__name__})")
         raise ValueError(f"{name} must be {kind}, got {text!r}") from error
 

@@ -191,7 +191,7 @@ def read_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
         raise ValueError(f"{file} must be COCO's JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must be an object with images, annotations and categories, got {short(content)}")
-    fields = {
+    fields: dict[str, dict[str, type]] = {
         "images": {"id": int, "file_name": str, "width": int, "height": int},
         "annotations": {"image_id": int},
         "categories": {"id": int, "name": str},

@@ -37,11 +37,11 @@ class OverlappingShapes:
     A class is told by its shape and, more easily, by its hues: a small network learns it in minutes.
     """
 
-    shortest_side: int = 64
+    shortest_side: int = 48
     """Images have sides between this and longest_side."""
-    longest_side: int = 96
+    longest_side: int = 64
     """In pixels."""
-    most_objects: int = 5
+    most_objects: int = 4
     """Objects in an image, at most."""
     empty: float = 0.1
     """Part of the images that shows nothing but background."""
