@@ -176,12 +176,6 @@ def retinanet(pyramid: Pyramid, config: DetectorConfig) -> nn.Module:
         tuple((side, int(side * 2 ** (1 / 3)), int(side * 2 ** (2 / 3))) for side in sides), (RATIOS,) * len(sides)
     )
     head = RetinaNetHead(config.channels, anchors.num_anchors_per_location()[0], config.classes, norm_layer=norm_of(config))
-    if config.head_norm:
-        # torchvision's start is so small that with a norm behind it the first steps throw it about
-        for tower in (head.classification_head.conv, head.regression_head.conv):
-            for layer in tower.modules():
-                if isinstance(layer, nn.Conv2d):
-                    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return RetinaNet(pyramid, config.classes, anchor_generator=anchors, head=head, detections_per_img=config.detections)
 
 
