@@ -23,7 +23,9 @@ def shapes(detector: str, detector_options: dict[str, Any], *, steps: int) -> Re
         model="nalaformer_xt_linear",
         attention="nalaformer",
         model_options=SMALL_BACKBONE | detector_options,
-        task=DetectionConfig(data="overlapping_shapes", detector=detector, short_sides=(), eval_short_side=0, longest_side=0),
+        task=DetectionConfig(
+            data="overlapping_shapes", eval_samples=100, detector=detector, short_sides=(), eval_short_side=0, longest_side=0
+        ),
         training=TrainingConfig(
             steps=steps,
             batch_size=8,
@@ -42,10 +44,11 @@ def shapes_retinanet() -> Recipe:
     """Boxes around overlapping shapes, from nothing on a CPU.
 
     Command: nalaformer train shapes_retinanet attention=nalaformer
-    Cost: not measured.
-    Expected: not measured.
+    Cost: about two and a half minutes on a CPU core.
+    Expected: box mAP 0.147 (0.262 at IoU 0.5) on 100 images, measured once: boxes are found early, and their classes late.
+        Random weights: 0.0000; constant answers (a grid of boxes of every class): 0.0003.
     """
-    return shapes("retinanet", {"channels": 64, "smallest_anchor": 10, "head_norm": True}, steps=600)
+    return shapes("retinanet", {"channels": 64, "smallest_anchor": 10, "head_norm": True}, steps=900)
 
 
 @RECIPES.register("shapes_mask_rcnn")
@@ -53,8 +56,9 @@ def shapes_mask_rcnn() -> Recipe:
     """Boxes and masks of overlapping shapes, from nothing on a CPU.
 
     Command: nalaformer train shapes_mask_rcnn attention=nalaformer
-    Cost: not measured.
-    Expected: not measured.
+    Cost: about four and a half minutes on a CPU core.
+    Expected: box mAP 0.607 (0.903 at IoU 0.5), mask mAP 0.494 (0.904) on 100 images, measured once.
+        Random weights: box 0.0001, mask 0.0000; constant answers (a grid of boxes of every class): box 0.0003.
     """
     options = {"channels": 64, "smallest_anchor": 10, "head_norm": True, "hidden": 128, "proposals": 150, "regions": 64}
     return shapes("mask_rcnn", options, steps=400)
