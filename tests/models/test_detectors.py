@@ -202,6 +202,17 @@ def test_heads_are_normalised_if_asked():
         make(head_norm=True, channels=12)
 
 
+@EFFECTS.of("head_layers")
+def test_the_heads_have_so_many_convolutions():
+    for layers in (1, 3):
+        head = make(head_layers=layers).network.head
+        for part in (head.classification_head, head.regression_head):
+            # and the one that answers
+            assert sum(isinstance(module, nn.Conv2d) for module in part.modules()) == layers + 1
+    with pytest.raises(ValueError, match="head_layers must be 1 to 4, got 5"):
+        make(head_layers=5)
+
+
 @EFFECTS.of("frozen_statistics")
 def test_statistics_of_the_backbone_stay_if_asked():
     for frozen in (False, True):

@@ -30,7 +30,7 @@ BACKBONE = {
     "mlp_ratios": 1,
     "drop_path_rate": 0.0,
 }
-TINY = BACKBONE | {"channels": 32, "smallest_anchor": 12, "head_norm": True}
+TINY = BACKBONE | {"channels": 32, "smallest_anchor": 12, "head_norm": True, "head_layers": 1}
 TINY_MASKS = TINY | {"hidden": 64, "proposals": 60, "regions": 48}
 EASY = {"crowd": 0.0, "empty": 0.0, "most_objects": 2, "shortest_side": 64}
 

@@ -44,11 +44,11 @@ def shapes_retinanet() -> Recipe:
     """Boxes around overlapping shapes, from nothing on a CPU.
 
     Command: nalaformer train shapes_retinanet attention=nalaformer
-    Cost: about two and a half minutes on a CPU core.
-    Expected: box mAP 0.147 (0.262 at IoU 0.5) on 100 images, measured once: boxes are found early, and their classes late.
+    Cost: 67 seconds on a CPU core.
+    Expected: box mAP 0.364 (0.739 at IoU 0.5) on 100 images, measured once.
         Random weights: 0.0000; constant answers (a grid of boxes of every class): 0.0003.
     """
-    return shapes("retinanet", {"channels": 64, "smallest_anchor": 10, "head_norm": True}, steps=900)
+    return shapes("retinanet", {"channels": 64, "smallest_anchor": 10, "head_norm": True, "head_layers": 1}, steps=600)
 
 
 @RECIPES.register("shapes_mask_rcnn")
@@ -74,7 +74,7 @@ def detection() -> Recipe:
     """
     return Recipe(
         model="nalaformer_xt",
-        model_options={"channels": 128, "head_norm": True},
+        model_options={"channels": 128, "head_norm": True, "head_layers": 1},
         task=DetectionConfig(
             data="my_objects",
             detector="retinanet",

@@ -43,6 +43,8 @@ class DetectorConfig:
     """Side in pixels of the anchors of the finest level; each level doubles it."""
     head_norm: bool = False
     """GroupNorm in the pyramid and in RetinaNet's heads, which training from nothing needs."""
+    head_layers: int = 4
+    """RetinaNet: convolutions before scores and offsets, 4 at most; small networks learn sooner with one."""
     frozen_statistics: bool = False
     """Batch norms of the backbone keep the statistics they came with: for pre-trained weights and few images at once."""
     hidden: int = 1024
@@ -58,6 +60,8 @@ class DetectorConfig:
         check_field_types(self)
         if self.kind not in KINDS:
             raise unknown_name("detector", self.kind, KINDS)
+        if not 1 <= self.head_layers <= 4:
+            raise ValueError(f"head_layers must be 1 to 4, got {self.head_layers}")
         for name in ("classes", "channels", "smallest_anchor", "hidden", "proposals", "regions", "detections"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -176,6 +180,8 @@ def retinanet(pyramid: Pyramid, config: DetectorConfig) -> nn.Module:
         tuple((side, int(side * 2 ** (1 / 3)), int(side * 2 ** (2 / 3))) for side in sides), (RATIOS,) * len(sides)
     )
     head = RetinaNetHead(config.channels, anchors.num_anchors_per_location()[0], config.classes, norm_layer=norm_of(config))
+    for part in (head.classification_head, head.regression_head):
+        part.conv = part.conv[: config.head_layers]
     return RetinaNet(pyramid, config.classes, anchor_generator=anchors, head=head, detections_per_img=config.detections)
 
 
