@@ -56,7 +56,7 @@ def shapes_mask_rcnn() -> Recipe:
     """Boxes and masks of overlapping shapes, from nothing on a CPU.
 
     Command: nalaformer train shapes_mask_rcnn attention=nalaformer
-    Cost: about four and a half minutes on a CPU core.
+    Cost: about four minutes on a CPU core.
     Expected: box mAP 0.607 (0.903 at IoU 0.5), mask mAP 0.494 (0.904) on 100 images, measured once.
         Random weights: box 0.0001, mask 0.0000; constant answers (a grid of boxes of every class): box 0.0003.
     """
