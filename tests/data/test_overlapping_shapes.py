@@ -1,8 +1,6 @@
 """The generated set of objects, read by the reader of real data."""
 
-import itertools
 import json
-import os
 
 import numpy as np
 import pytest
@@ -75,19 +73,6 @@ def test_a_set_that_was_not_finished_does_not_count(tmp_path):
         written_once(tmp_path / "set", stopped)
     assert list(tmp_path.iterdir()) == []
     assert (written_once(tmp_path / "set", lambda folder: (folder / "whole").touch()) / "whole").exists()
-
-
-def test_of_two_processes_that_write_the_first_counts(tmp_path, monkeypatch):
-    pids = itertools.count(1)
-    monkeypatch.setattr(os, "getpid", lambda: next(pids))
-
-    def overtaken(folder):
-        (folder / "ours").touch()
-        # another process, which is done sooner
-        written_once(tmp_path / "set", lambda other: (other / "theirs").touch())
-
-    assert [path.name for path in written_once(tmp_path / "set", overtaken).iterdir()] == ["theirs"]
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
 @pytest.mark.parametrize(

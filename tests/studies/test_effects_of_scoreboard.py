@@ -102,6 +102,12 @@ def test_rates_are_those_of_the_schedule():
     assert used == pytest.approx(rates.host_rates)
 
 
+@SPRINT.of("decay_at")
+def test_rates_fall_where_the_schedule_of_steps_says():
+    rates = sprint_of(steps=4, schedule="steps", decay_at=(1, 3), warmup=0, learning_rate=1.0, min_learning_rate=0.0)
+    assert rates.host_rates == pytest.approx([1.0, 0.1, 0.1, 0.01])
+
+
 @SPRINT.of("precision")
 def test_forward_runs_in_the_precision():
     seen = []

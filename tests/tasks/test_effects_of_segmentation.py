@@ -32,7 +32,7 @@ def test_defaults_of_segmentation_are_those_that_figures_were_measured_with():
         "flip": 0.5,
         "color_jitter": 0.0,
     }
-    scenes = {"data_folder": "runs/data", "data_seed": 0, "train_samples": 600, "eval_samples": 100}
+    scenes = {"generated_folder": "runs/data", "data_seed": 0, "train_samples": 600, "eval_samples": 100}
     others = {"short_side": 0, "auxiliary_weight": 0.4, "window": 0, "window_stride": 0}
     assert asdict(SegmentationConfig(data="d")) == {"data": "d"} | crops | scenes | others
 
@@ -59,9 +59,9 @@ def drawn(task, index=0, seed=0):
 # ---- data
 
 
-@SEGMENTATION.of("data", "data_folder", "train_samples", "eval_samples", "data_seed")
+@SEGMENTATION.of("data", "generated_folder", "train_samples", "eval_samples", "data_seed")
 def test_scenes_are_written_once_below_their_folder_in_the_numbers_asked_for(tmp_path):
-    usual = SegmentationConfig(data="scenes", data_folder=str(tmp_path), train_samples=3, eval_samples=2)
+    usual = SegmentationConfig(data="scenes", generated_folder=str(tmp_path), train_samples=3, eval_samples=2)
     task, other = Segmentation(usual), Segmentation(replace(usual, data_seed=1))
     assert (len(task.train_data), len(task.eval_data)) == (3, 2)
     assert task.folder.parent == tmp_path

@@ -157,9 +157,9 @@ def test_defaults_are_those_that_figures_were_measured_with():
     sequences |= {"train_samples": 100_000, "eval_samples": 2_000, "test_samples": 20_000}
     assert asdict(SequencesConfig(data="d")) == sequences | {"data": "d"}
     enlarging = {"scale": 2, "patch_size": 192, "patches_per_image": 100, "eval_crop": 0, "kept_mib": 2048, "data_seed": 0}
-    enlarging |= {"train_samples": 32, "eval_samples": 8, "image_size": 160, "generated_in": "data"}
+    enlarging |= {"train_samples": 32, "eval_samples": 8, "image_size": 160, "generated_folder": "runs/data"}
     assert asdict(SuperResolutionConfig(data="d")) == enlarging | {"data": "d"}
-    objects = {"data_options": {}, "data_seed": 0, "train_samples": 1_000, "eval_samples": 200, "generated_folder": "data"}
+    objects = {"data_options": {}, "data_seed": 0, "train_samples": 1_000, "eval_samples": 200, "generated_folder": "runs/data"}
     objects |= {"detector": "retinanet", "short_sides": (800,), "eval_short_side": 800, "longest_side": 1333}
     assert asdict(DetectionConfig(data="d")) == objects | {"data": "d", "flip": 0.5, "empty_images": True}
 

@@ -185,7 +185,7 @@ def test_a_handful_of_scenes_is_learned_by_heart(tmp_path, data):
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, data):
-    from training_example import stop_at
+    from helpers.training_example import stop_at
 
     settings = ["model=upernet:nalaformer_xt_linear", "color_jitter=0.4", "ema=0.5"]
     make_trainer(recipe_of(data, *settings), tmp_path / "whole").fit()

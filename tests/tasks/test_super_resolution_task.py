@@ -151,12 +151,12 @@ def recipe_of(data, *settings, **task):
     )
 
 
-@CONFIG.of("data", "generated_in", "train_samples", "eval_samples", "image_size", "data_seed")
+@CONFIG.of("data", "generated_folder", "train_samples", "eval_samples", "image_size", "data_seed")
 def test_images_are_those_of_a_folder_or_generated(photographs, tmp_path):
     task = SuperResolutionTask(SuperResolutionConfig(data=str(photographs)))
     assert [len(task.pairs(split)) for split in ("train", "val")] == [3, 2]
     config = SuperResolutionConfig(
-        data="scenes", generated_in=str(tmp_path), train_samples=2, eval_samples=1, image_size=32, patches_per_image=3
+        data="scenes", generated_folder=str(tmp_path), train_samples=2, eval_samples=1, image_size=32, patches_per_image=3
     )
     zero, one = (SuperResolutionTask(replace(config, data_seed=seed)) for seed in (0, 1))
     assert (len(zero.train_data), len(zero.eval_data)) == (6, 1)

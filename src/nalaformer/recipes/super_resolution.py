@@ -55,8 +55,8 @@ def super_resolution_small() -> Recipe:
     Command: nalaformer train super_resolution_small attention=nalaformer
     Cost: two minutes of one CPU core.
     Expected: 37.26 dB and SSIM 0.968 (measured, one seed). Bicubic interpolation, with which the random weights start, has
-        33.54 dB and 0.943; a grey image has 17.5 dB. In as many steps attention=linear comes to 34.32 dB, softmax_windows
-        to 34.28 (one seed each).
+        33.54 dB and 0.943; a grey image has 17.5 dB. The settings were chosen with attention=nalaformer, so the recipe does
+        not rank attentions.
     """
     return Recipe(
         model="super_resolution_tiny",
@@ -71,6 +71,7 @@ def super_resolution_small() -> Recipe:
             learning_rate=1.5e-3,
             weight_decay=0.0,
             warmup=20,
+            precision="auto",
             eval_every=200,
             save_every=200,
         ),
@@ -82,8 +83,9 @@ def super_resolution() -> Recipe:
     """Enlarge photographs, learned from a folder of your own.
 
     Command: nalaformer train super_resolution data=/path/to/photographs scale=2
-    Cost: not measured.
-    Expected: not measured; the evaluation shows bicubic interpolation beside the network.
+    Cost: a few minutes on a GPU.
+    Expected: depends on the photographs; the evaluation shows bicubic interpolation beside the network. On six photographs, x2,
+        41.1 dB after 1,000 steps where bicubic has 38.6 (one H200, one seed, learned from 24 others).
     """
     return Recipe(
         model="super_resolution_light",
@@ -100,6 +102,7 @@ def super_resolution() -> Recipe:
             warmup=100,
             clip_norm=1.0,
             ema=0.99,
+            precision="auto",
             eval_every=250,
             save_every=250,
         ),

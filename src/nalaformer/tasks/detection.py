@@ -44,7 +44,7 @@ class DetectionConfig:
     """Of generated data: images to learn from."""
     eval_samples: int = 200
     """Of generated data: images of the val split."""
-    generated_folder: str = "data"
+    generated_folder: str = "runs/data"
     """Where generated data is written, once."""
     detector: str = "retinanet"
     """"retinanet" (boxes) or "mask_rcnn" (boxes and masks)."""

@@ -56,7 +56,7 @@ class SuperResolutionConfig:
     """Of generated images: their side."""
     data_seed: int = 0
     """Of generated images."""
-    generated_in: str = "data"
+    generated_folder: str = "runs/data"
     """Folder into which generated images are written, once."""
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class SuperResolutionTask:
         if config.data != SCENES:
             return Path(config.data)
         count = {"train": config.train_samples, "val": config.eval_samples}
-        return write_scenes(config.generated_in, **count, size=config.image_size, seed=config.data_seed)
+        return write_scenes(config.generated_folder, **count, size=config.image_size, seed=config.data_seed)
 
     def pairs(self, split: str) -> ImagePairs:
         config = self.config

@@ -1,6 +1,5 @@
 """Generated photographs: sharp edges, fine patterns that repeat, smooth shading and grain, written to disk as PNG files."""
 
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from ...whole_files import UNFINISHED
+from ..written_once import written_once
 
 SCENES = "scenes"
 """The name by which they are asked for."""
@@ -22,29 +21,19 @@ Plane = NDArray[np.float32]
 def write_scenes(root: str | Path, *, train: int, val: int, size: int, seed: int = 0) -> Path:
     """Write root/scenes_.../train/*.png and val/*.png where they are not there yet; returns that folder.
 
-    Image i is a function of (seed, split, i, size) alone. Several processes may write at once: one of their folders stays.
+    Image i is a function of (seed, split, i, size) alone. Of several processes one writes and the others wait.
     """
     from PIL import Image
 
-    target = Path(root) / f"{SCENES}_v{VERSION}_{train}+{val}_of_{size}_seed{seed}"
-    if target.is_dir():
-        return target
-    Path(root).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=root) as aside:
-        whole = Path(aside) / target.name
+    def write(folder: Path) -> None:
         for split, count in (("train", train), ("val", val)):
-            (whole / split).mkdir(parents=True)
+            (folder / split).mkdir()
             for index in range(count):
                 stream = zlib.crc32(f"{SCENES}/{split}".encode())
                 pixels = draw_scene(np.random.default_rng((seed, stream, index)), size)
-                Image.fromarray(pixels).save(whole / split / f"{index:04d}.png")
-        try:
-            whole.rename(target)
-        except OSError:
-            # another process was faster
-            if not target.is_dir():
-                raise
-    return target
+                Image.fromarray(pixels).save(folder / split / f"{index:04d}.png")
+
+    return written_once(Path(root) / f"{SCENES}_v{VERSION}_{train}+{val}_of_{size}_seed{seed}", write)
 
 
 def draw_scene(random: Generator, size: int) -> NDArray[np.uint8]:

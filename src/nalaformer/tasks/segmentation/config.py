@@ -13,7 +13,7 @@ class SegmentationConfig:
 
     data: str
     """A folder in the layout of ADE20K, of Cityscapes or the plain one (images/train, masks/train, ...), or "scenes"."""
-    data_folder: str = "runs/data"
+    generated_folder: str = "runs/data"
     """Where generated scenes are written, once; they are read like any other data."""
     data_seed: int = 0
     """Of generated scenes."""

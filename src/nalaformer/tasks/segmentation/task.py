@@ -43,7 +43,7 @@ class Segmentation:
             return Path(config.data)
         name = f"{SCENES}_{config.train_samples}_{config.eval_samples}_seed{config.data_seed}"
         return written_once(
-            Path(config.data_folder) / name,
+            Path(config.generated_folder) / name,
             lambda aside: write_scenes(aside, train=config.train_samples, val=config.eval_samples, seed=config.data_seed),
         )
 
