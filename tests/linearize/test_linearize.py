@@ -227,8 +227,10 @@ def test_attention_that_would_be_converted_in_part_or_not_at_all_is_refused(fami
 def without_padding(monkeypatch, original):
     from nalaformer.models.hybrid import attention
 
-    attend = attention.Call.attend
-    monkeypatch.setattr(attention.Call, "attend", lambda call, q, k, v, mask, scale: attend(call, q, k, v, None, scale))
+    attend = attention.AttentionPass.attend
+    monkeypatch.setattr(
+        attention.AttentionPass, "attend", lambda call, q, k, v, mask, scale: attend(call, q, k, v, None, scale)
+    )
 
 
 def without_the_past(monkeypatch, original):
@@ -246,7 +248,7 @@ def without_the_past(monkeypatch, original):
 def without_other_chunks(monkeypatch, original):
     from nalaformer.models.hybrid import attention
 
-    attend = attention.Call.attend
+    attend = attention.AttentionPass.attend
 
     def chunk_by_chunk(call, q, k, v, mask, scale):
         parts = []
@@ -255,7 +257,7 @@ def without_other_chunks(monkeypatch, original):
             parts.append(attend(call, *pieces, None, scale))
         return torch.cat(parts, dim=1)
 
-    monkeypatch.setattr(attention.Call, "attend", chunk_by_chunk)
+    monkeypatch.setattr(attention.AttentionPass, "attend", chunk_by_chunk)
 
 
 def with_a_weight_that_no_config_tells_of(monkeypatch, original):

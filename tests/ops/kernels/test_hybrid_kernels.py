@@ -121,7 +121,7 @@ def test_result_does_not_depend_on_tiles(monkeypatch):
     tensors = make(70, heads=1)
     settings = HybridSettings(chunk_size=40, salient_per_chunk=3)
     expected = outcome("triton", torch.float32, tensors, settings)
-    monkeypatch.setattr(launch, "WIDE", launch.Tile(64, 128, 4, 1))
+    monkeypatch.setattr(launch, "WIDE", launch.HybridTile(64, 128, 4, 1))
     # a launch that is known would keep its tiles
     launch.LAUNCHES.clear()
     found = outcome("triton", torch.float32, tensors, settings)

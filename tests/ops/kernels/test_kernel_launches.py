@@ -124,6 +124,22 @@ def test_features_too_wide_for_the_chip_are_refused_with_the_reason():
 
 
 @pytest.mark.parametrize("causal", [False, True])
+def test_a_compiled_call_serves_every_number_of_tokens(causal):
+    """The second number makes it a symbol, and shapes that follow from it must be those of the launches."""
+    feature_map = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=8).to(DEVICE)
+
+    def attend(*tensors):
+        return nalaformer.linear_attention(*tensors, feature_map=feature_map, causal=causal)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    with nalaformer.use_backend("triton"):
+        for tokens in (40, 70, 131):
+            tensors = make(*[(1, tokens, 2, 8)] * 3)
+            assert torch.equal(compiled(*tensors), attend(*tensors))
+
+
+@pytest.mark.parametrize("causal", [False, True])
 def test_a_compiled_layer_keeps_the_kernels(causal):
     feature_map = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=16)
     graphs = []

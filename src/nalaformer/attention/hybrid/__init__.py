@@ -4,12 +4,12 @@ from .distant import distant_attention
 from .function import empty_state, hybrid_attention, recurrent_hybrid_attention
 from .module import HybridAttention
 from .selection import SELECTIONS, Selection
-from .settings import METHODS, HybridSettings, hybrid_settings, salient_tokens
+from .settings import HYBRID_METHODS, HybridSettings, hybrid_settings, salient_tokens
 from .state import HybridState
 from .stepping import hybrid_step_, roll_, stepping_state
 
 __all__ = [
-    "METHODS",
+    "HYBRID_METHODS",
     "SELECTIONS",
     "HybridAttention",
     "HybridSettings",

@@ -88,7 +88,7 @@ class HybridSettings:
         return self.exact and self.salient_per_chunk > 0 and (self.rule.needs_window or self.rule.needs_scores)
 
 
-METHODS: dict[str, dict[str, Any]] = {
+HYBRID_METHODS: dict[str, dict[str, Any]] = {
     "still": {},
     "window": {"salient_per_chunk": 0},
     "linear": {"exact": False},
@@ -99,13 +99,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def hybrid_settings(method: str = "still", **changes: Any) -> HybridSettings:
     """The settings of a method: "still", "window" (+ linear), "linear", "softmax"; any field may be changed."""
-    if not isinstance(method, str) or method not in METHODS:
-        raise unknown_name("method", method, METHODS)
+    if not isinstance(method, str) or method not in HYBRID_METHODS:
+        raise unknown_name("method", method, HYBRID_METHODS)
     known = {each.name for each in fields(HybridSettings)}
     for name in changes:
         if name not in known:
             raise unknown_name("setting", name, known)
-    chosen = METHODS[method] | changes
+    chosen = HYBRID_METHODS[method] | changes
     if chosen.get("salient_per_chunk") == -1:
         chosen["salient_per_chunk"] = chosen.get("chunk_size", HybridSettings.chunk_size)
     return replace(HybridSettings(), **chosen)

@@ -53,7 +53,7 @@ def write(
     options = options or {}
     data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
-    about = describe(data, name, options)
+    about = manifest_of(data, name, options)
     if about_if_any(target) == about:
         advance(len(data))
         return target
@@ -81,7 +81,7 @@ def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed:
     """What `write` would do, in words; everything that would refuse it does. Nothing is written."""
     data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
-    about = describe(data, name, options)
+    about = manifest_of(data, name, options)
     line = f"{split}: {len(data):,} sequences, {megabytes(size_of(data))}, {target}"
     if about_if_any(target) == about:
         return f"{line}; finished"
@@ -95,7 +95,7 @@ def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed:
     return f"{line}; new"
 
 
-def describe(data: SequenceData, name: str, options: dict[str, Any]) -> dict[str, Any]:
+def manifest_of(data: SequenceData, name: str, options: dict[str, Any]) -> dict[str, Any]:
     about = {
         "name": name,
         "split": data.split,

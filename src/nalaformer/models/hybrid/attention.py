@@ -53,7 +53,7 @@ class ConvertedAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, past_key_values: HybridCache | None = None, **kwargs: Any) -> Any:
         """As the original's; its cache is ours."""
-        call = Call(self, hidden_states, past_key_values)
+        call = AttentionPass(self, hidden_states, past_key_values)
         out = self.original(hidden_states, *args, past_key_values=None, hybrid_call=call, **kwargs)
         if not call.has_attended:
             raise ValueError(
@@ -64,7 +64,7 @@ class ConvertedAttention(nn.Module):
 
 
 @dataclass
-class Call:
+class AttentionPass:
     """One pass through one attention: what the function that attends needs beyond queries, keys and values."""
 
     attention: ConvertedAttention

@@ -15,7 +15,7 @@ SMALLEST = 32
 LAUNCHES = Launches()
 
 
-class Tile(NamedTuple):
+class HybridTile(NamedTuple):
     """Queries and keys of a tile, warps and pipeline stages."""
 
     queries: int
@@ -26,14 +26,14 @@ class Tile(NamedTuple):
 
 # by kernel, then by the padded size of the wider of both heads; for bfloat16, chosen by registers and shared memory
 TILES = {
-    "exact": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2)},
-    "exact_dq": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2)},
-    "exact_window": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 2)},
-    "exact_store": {64: Tile(32, 64, 4, 3), 128: Tile(64, 64, 8, 2)},
-    "linear": {64: Tile(64, 64, 8, 2), 128: Tile(64, 64, 8, 2)},
+    "exact": {64: HybridTile(64, 64, 4, 3), 128: HybridTile(64, 64, 4, 2)},
+    "exact_dq": {64: HybridTile(64, 64, 4, 2), 128: HybridTile(64, 64, 4, 2)},
+    "exact_window": {64: HybridTile(32, 64, 4, 2), 128: HybridTile(32, 64, 4, 2)},
+    "exact_store": {64: HybridTile(32, 64, 4, 3), 128: HybridTile(64, 64, 8, 2)},
+    "linear": {64: HybridTile(64, 64, 8, 2), 128: HybridTile(64, 64, 8, 2)},
 }
 # twice the bytes per element: half the rows fit
-WIDE = Tile(SMALLEST, SMALLEST, 8, 1)
+WIDE = HybridTile(SMALLEST, SMALLEST, 8, 1)
 
 
 def padded(size: int) -> int:
@@ -47,7 +47,7 @@ def operand(*tensors: Tensor) -> torch.dtype:
     return torch.bfloat16 if is_half else torch.float32
 
 
-def tile_of(kernel: str, width: int, dtype: torch.dtype) -> Tile:
+def tile_of(kernel: str, width: int, dtype: torch.dtype) -> HybridTile:
     """For heads of so many channels."""
     if dtype != torch.bfloat16:
         return WIDE

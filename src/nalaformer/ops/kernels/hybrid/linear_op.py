@@ -16,7 +16,7 @@ from ..common.op import operator
 from ..common.split_sums_launch import prefix
 from .compiled.features import signed_softmax_gradient_kernel, signed_softmax_kernel
 from .compiled.linear import stretch_sums_kernel, walk_kernel
-from .launch import LAUNCHES, Tile, operand, operand_constants, padded, tile_of, with_rows_of_numbers
+from .launch import LAUNCHES, HybridTile, operand, operand_constants, padded, tile_of, with_rows_of_numbers
 
 # programs per multiprocessor that we want, and steps below which one is not worth its sums
 PROGRAMS, FEWEST_STEPS = 2, 4
@@ -228,7 +228,7 @@ def _columns(dtype: torch.dtype) -> int:
     return COLUMNS if dtype == torch.bfloat16 else COLUMNS // 2
 
 
-def _options(constants: dict[str, Any], tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
+def _options(constants: dict[str, Any], tile: HybridTile, dtype: torch.dtype) -> dict[str, Any]:
     return constants | {"num_warps": tile.warps, "num_stages": tile.stages} | operand_constants(dtype)
 
 

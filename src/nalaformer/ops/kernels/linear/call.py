@@ -168,8 +168,9 @@ class Call:
             """In tiles: programs come in rounds, and each takes its tiles and the time to begin and end."""
             return -(-count * rows // at_once) * (-(-tiles // count) + 2)
 
-        # as many programs as fill 1, 2, .. rounds: one more would take as long as another round
-        count = min({min(most, max(1, rounds * at_once // rows)) for rounds in range(1, 5)}, key=lambda n: (time(n), n))
+        # as many programs as fill 1, 2, .. rounds: one more would take as long as another round. A list: the tokens may be a
+        # symbol of torch.compile, which has no hash
+        count = min([min(most, max(1, rounds * at_once // rows)) for rounds in range(1, 5)], key=lambda n: (time(n), n))
         stretch = -(-tiles // count) * chosen.tokens
         return -(-tokens // stretch), stretch
 
