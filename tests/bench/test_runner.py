@@ -15,6 +15,7 @@ from nalaformer.bench.measurement import FAILED, MEASURED, OUT_OF_MEMORY, WRONG,
 from nalaformer.bench.models import MODEL_COLUMNS, plan_models
 from nalaformer.bench.ops import plan
 from nalaformer.bench.ops_report import COLUMNS
+from nalaformer.bench.super_resolution import SUPER_RESOLUTION_COLUMNS, plan_super_resolution
 from nalaformer.studies.linearization import Rows
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -131,6 +132,7 @@ TABLES = {
     "ops": (COLUMNS, lambda: plan([Case(batch=1, heads=1, tokens=20)], "cpu")[0]),
     "models": (MODEL_COLUMNS, lambda: plan_models("cpu")[0]),
     "language": (LANGUAGE_COLUMNS, lambda: plan_language("cpu")[0]),
+    "super_resolution": (SUPER_RESOLUTION_COLUMNS, lambda: plan_super_resolution("cpu")[0]),
 }
 
 
@@ -151,7 +153,7 @@ def test_files_of_earlier_runs_have_columns_that_are_written_still():
     for path in files:
         with path.open(newline="") as file:
             header = next(csv.reader(file))
-        columns = known[path.stem.split("_")[0]]
+        columns = next(columns for name, columns in known.items() if path.stem.startswith(name))
         assert header == [name for name in columns if name in header], path.name
 
 
