@@ -312,13 +312,21 @@ def test_boxes_and_masks_are_drawn_where_they_were_found(run, images):
     assert changed.mean() < 0.9
 
 
+def test_an_answer_without_objects_says_which_score_shows_one(run, images):
+    (prediction,) = predict(images[:1], run, device="cpu", options=["score=1"])
+    said = prediction.answer.cells[1]
+    assert "none reaches 1, the best has" in said
+    (prediction,) = predict(images[:1], run, device="cpu", options=[said.rpartition(" ")[2]])
+    assert len(prediction.answer.values) >= 1
+
+
 @ANSWERS.of("score")
 def test_only_objects_of_that_score_are_shown(run, images):
     for least in (0.1, 0.5, 1.0):
         (prediction,) = predict(images[:1], run, device="cpu", options=[f"score={least}"])
         assert all(value["score"] >= least for value in prediction.answer.values)
     assert prediction.answer.values == ()
-    assert prediction.answer.cells == ("0", "")
+    assert prediction.answer.cells[0] == "0"
 
 
 def test_a_run_answers_where_its_data_is_gone(run, images, tmp_path):

@@ -185,9 +185,8 @@ class Detection:
         """Values: for each object a dictionary of class, score, box (left, top, right, bottom), and mask [H, W] if any."""
         config = self.config
         pixels = as_tensor(resized(image, fitting_scale(image.size, config.eval_short_side, config.longest_side)))
-        found = find_objects(
-            model, pixels.to(next(model.parameters()).device), (image.height, image.width), least_score=options.score
-        )
+        pixels, size = pixels.to(next(model.parameters()).device), (image.height, image.width)
+        found = find_objects(model, pixels, size, least_score=options.score)
         values = [
             {"class": facts["classes"][label], "score": score, "box": box}
             for label, score, box in zip(
@@ -198,6 +197,8 @@ class Detection:
             value["mask"] = mask.numpy()
         which = [f"{value['class']} {value['score']:.2f}" for value in values[:MOST_NAMED]]
         more = [f"and {len(values) - MOST_NAMED} more"] if len(values) > MOST_NAMED else []
+        if not values:
+            more = [why_none(find_objects(model, pixels, size)["scores"], options.score)]
         return Answer(
             cells=(str(len(values)), ", ".join(which + more)),
             values=tuple(values),
@@ -207,6 +208,14 @@ class Detection:
 
 # in a table's cell
 MOST_NAMED = 8
+
+
+def why_none(scores: Tensor, least: float) -> str:
+    """What to say where no object reaches the least score."""
+    if not len(scores) or scores.max() >= least:
+        return "nothing found"
+    best = scores.max().item()
+    return f"none reaches {least:g}, the best has {best:.2f}: --set score={max(0.0, best - 0.005):.2f}"
 
 
 def in_unit_range(image: Tensor) -> Tensor:
