@@ -22,11 +22,11 @@ class OnceDifferentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, count, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, count: Any, *tensors: Any) -> Any:
         return tuple(x.detach() for x in tensors[:count])
 
     @staticmethod
-    def backward(ctx, *unused):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, *unused: Any) -> Any:
         raise NotImplementedError(
             "the fused kernels have first-order gradients only, and a gradient of their gradient was asked for; "
             'compute inside nalaformer.use_backend("chunked"), whose gradients can be differentiated again'
@@ -104,7 +104,7 @@ def operator(
         return output[0] if outputs == 1 else output[:outputs]
 
     def derived(by: Run) -> Run:
-        def of_inputs(ctx, *of_outputs):  # type: ignore[no-untyped-def]
+        def of_inputs(ctx: Any, *of_outputs: Any) -> Any:
             # on only where a graph of the backward pass is wanted (create_graph)
             if torch.is_grad_enabled():
                 with torch.no_grad():
@@ -121,7 +121,7 @@ def operator(
 
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        def forward(ctx: Any, *inputs: Any) -> Any:
             output = run[0](*inputs)
             save(ctx, inputs, output)
             return given(output)

@@ -153,22 +153,22 @@ def _numbers(
     return (*sizes, *groups, *strides(q), *strides(k), *strides(v), scale * LOG2_E)
 
 
-def shapes(q, k, v, *rest):  # type: ignore[no-untyped-def]
+def shapes(q: Any, k: Any, v: Any, *rest: Any) -> Any:
     row_max, total = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     best = q.new_empty(q.shape[:3] if rest[-2] else 0, dtype=torch.int32)
     return row_max, total, q.new_empty(*q.shape[:3], v.shape[-1], dtype=torch.float32), best
 
 
-def gradient_shapes(dmax, dtotal, dweighted, row_max, best, *rest):  # type: ignore[no-untyped-def]
+def gradient_shapes(dmax: Any, dtotal: Any, dweighted: Any, row_max: Any, best: Any, *rest: Any) -> Any:
     return tuple(x.new_empty(x.shape) for x in rest[:5])
 
 
-def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(output[0], output[3], *inputs[:7])
     ctx.settings = inputs[7:]
 
 
-def gradients(ctx, run, dmax, dtotal, dweighted):  # type: ignore[no-untyped-def]
+def gradients(ctx: Any, run: Any, dmax: Any, dtotal: Any, dweighted: Any) -> Any:
     return run(dmax, dtotal, dweighted, *ctx.saved_tensors, *ctx.settings)
 
 

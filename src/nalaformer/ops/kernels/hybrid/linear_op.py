@@ -232,7 +232,7 @@ def _options(constants: dict[str, Any], tile: HybridTile, dtype: torch.dtype) ->
     return constants | {"num_warps": tile.warps, "num_stages": tile.stages} | operand_constants(dtype)
 
 
-def shapes(queries, keys, values, counts, initial, groups, per_chunk, name):  # type: ignore[no-untyped-def]
+def shapes(queries: Any, keys: Any, values: Any, counts: Any, initial: Any, groups: Any, per_chunk: Any, name: Any) -> Any:
     batch, rows, heads, features = queries.shape
     features = features if name == "identity" else 2 * features
     count, _ = stretches(batch * heads, -(-values.shape[-1] // COLUMNS), groups, values.device)
@@ -241,18 +241,20 @@ def shapes(queries, keys, values, counts, initial, groups, per_chunk, name):  # 
     return total.new_empty(batch, rows, heads, values.shape[-1]), total, torch.empty_like(before[0]), before
 
 
-def gradient_shapes(dweighted, dtotal, dafter, queries, keys, values, counts, before, *rest):  # type: ignore[no-untyped-def]
+def gradient_shapes(
+    dweighted: Any, dtotal: Any, dafter: Any, queries: Any, keys: Any, values: Any, counts: Any, before: Any, *rest: Any
+) -> Any:
     return *(x.new_empty(x.shape) for x in (queries, keys, values)), torch.empty_like(before[0])
 
 
-def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, initial, groups, per_chunk, name = inputs
     # the sums have no graph outside of the operator: what they began with stands for them
     ctx.save_for_backward(*tensors, output[3], initial)
     ctx.settings = groups, per_chunk, name
 
 
-def gradients(ctx, run, dweighted, dtotal, dafter):  # type: ignore[no-untyped-def]
+def gradients(ctx: Any, run: Any, dweighted: Any, dtotal: Any, dafter: Any) -> Any:
     *kept, _ = ctx.saved_tensors
     *of_tokens, dinitial = run(dweighted, dtotal, dafter, *kept, *ctx.settings)
     return *of_tokens, None, dinitial

@@ -1,5 +1,7 @@
 """The join of hybrid attention's branches as an operator; compiled/merge.py has the formula."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -92,20 +94,30 @@ def _start(
     start(LAUNCHES, key, kernel, (*tensors, *places), describe)
 
 
-def shapes(row_max, total, weighted, linear_total, linear_weighted, gate, is_released, eps, dtype):  # type: ignore[no-untyped-def]
+def shapes(
+    row_max: Any,
+    total: Any,
+    weighted: Any,
+    linear_total: Any,
+    linear_weighted: Any,
+    gate: Any,
+    is_released: Any,
+    eps: Any,
+    dtype: Any,
+) -> Any:
     return weighted.new_empty(weighted.shape, dtype=dtype)
 
 
-def gradient_shapes(dout, row_max, total, weighted, *rest):  # type: ignore[no-untyped-def]
+def gradient_shapes(dout: Any, row_max: Any, total: Any, weighted: Any, *rest: Any) -> Any:
     return tuple(weighted.new_empty(0) if x is None else x.new_empty(x.shape) for x in (row_max, total, weighted, *rest[:3]))
 
 
-def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:6])
     ctx.settings = inputs[6:8]
 
 
-def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+def gradients(ctx: Any, run: Any, dout: Any) -> Any:
     return run(dout, *ctx.saved_tensors, *ctx.settings)
 
 

@@ -1,5 +1,7 @@
 """One token of hybrid attention as an operator; compiled/step.py explains."""
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -89,7 +91,7 @@ def run_step(
     return out
 
 
-def shapes(q, k, v, *rest):  # type: ignore[no-untyped-def]
+def shapes(q: Any, k: Any, v: Any, *rest: Any) -> Any:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 

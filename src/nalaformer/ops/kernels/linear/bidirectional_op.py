@@ -1,5 +1,7 @@
 """Bidirectional attention as an operator."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def run_forward(
     return out, *bidirectional_launch.forward(call, q, k, v, parameters, layout, out, keep)
 
 
-def shapes(q, k, v, parameters, layout, settings, keep):  # type: ignore[no-untyped-def]
+def shapes(q: Any, k: Any, v: Any, parameters: Any, layout: Any, settings: Any, keep: Any) -> Any:
     call = new_call(q, k, v, layout, settings)
     rows = call.samples * call.kv_heads
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1])
@@ -52,7 +54,7 @@ def run_backward(
     return dq, dk, dv, parameter_gradient(settings.name, parameters, dquery, dkey)
 
 
-def gradient_shapes(dout, q, k, v, parameters, *rest):  # type: ignore[no-untyped-def]
+def gradient_shapes(dout: Any, q: Any, k: Any, v: Any, parameters: Any, *rest: Any) -> Any:
     dparameters = torch.empty_like(parameters) if rest[-1] else parameters.new_empty(0)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dparameters
 
@@ -76,13 +78,13 @@ def parameter_gradient(name: str, parameters: Tensor, dquery: Tensor | None, dke
     return torch.cat((by_query[:, :2, 0], by_key[:, :1, 0]), dim=1)
 
 
-def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, layout, ctx.settings, _ = inputs
     *of_layout, ctx.longest = layout
     ctx.save_for_backward(*tensors, *of_layout, *output[1:])
 
 
-def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+def gradients(ctx: Any, run: Any, dout: Any) -> Any:
     saved = ctx.saved_tensors
     layout = TokenLayout._make((*saved[4:10], ctx.longest))
     return run(dout, *saved[:4], layout, ctx.settings, *saved[10:], ctx.needs_input_grad[3])
@@ -93,6 +95,6 @@ with_gradients, forward, backward = operator(
 )
 
 
-def attend(*inputs) -> Tensor:  # type: ignore[no-untyped-def]
+def attend(*inputs: Any) -> Tensor:
     """The output alone; the last input says whether a backward pass may follow."""
     return with_gradients(*inputs) if inputs[-1] or torch.compiler.is_compiling() else run_forward(*inputs)[0]

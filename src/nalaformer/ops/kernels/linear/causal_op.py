@@ -1,5 +1,7 @@
 """Causal attention as an operator."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,9 @@ def run_forward(
     return out, total if want_total else total.new_empty(0), before, inverse
 
 
-def shapes(q, k, v, parameters, initial, layout, settings, want_total, keep):  # type: ignore[no-untyped-def]
+def shapes(
+    q: Any, k: Any, v: Any, parameters: Any, initial: Any, layout: Any, settings: Any, want_total: Any, keep: Any
+) -> Any:
     call = new_call(q, k, v, layout, settings)
     count, _ = call.splits("causal", call.num_queries, call.heads)
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1])
@@ -65,12 +69,24 @@ def run_backward(
     return dq, dk, dv, parameter_gradient(settings.name, parameters, dquery, dkey), dinitial
 
 
-def gradient_shapes(dout, dtotal, q, k, v, parameters, layout, settings, out, before, *rest):  # type: ignore[no-untyped-def]
+def gradient_shapes(
+    dout: Any,
+    dtotal: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    parameters: Any,
+    layout: Any,
+    settings: Any,
+    out: Any,
+    before: Any,
+    *rest: Any,
+) -> Any:
     dparameters = torch.empty_like(parameters) if rest[-1] else parameters.new_empty(0)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dparameters, torch.empty_like(before[0])
 
 
-def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, _, layout, ctx.settings, ctx.want_total, _ = inputs
     *of_layout, ctx.longest = layout
     out, _, before, inverse = output
@@ -79,7 +95,7 @@ def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.set_materialize_grads(False)
 
 
-def gradients(ctx, run, dout, dtotal):  # type: ignore[no-untyped-def]
+def gradients(ctx: Any, run: Any, dout: Any, dtotal: Any) -> Any:
     saved = ctx.saved_tensors
     layout = TokenLayout._make((*saved[4:10], ctx.longest))
     dtotal = dtotal if ctx.want_total else None
@@ -91,6 +107,6 @@ with_gradients, forward, backward = operator(
 )
 
 
-def attend(*inputs) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The output and the sums of all tokens; the last input says whether a backward pass may follow."""
     return with_gradients(*inputs) if inputs[-1] or torch.compiler.is_compiling() else run_forward(*inputs)[:2]

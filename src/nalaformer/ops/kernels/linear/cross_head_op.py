@@ -5,6 +5,8 @@ The attention kernels own one head and read one row of parameters for it, so the
 that reads the tensor and writes its features, with the map of common/compiled/maps.py on a row of all channels.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -79,20 +81,20 @@ def numbers(x: Tensor, parameters: Tensor, alpha: float) -> tuple[int | float, .
     return x.shape[-3], *strides(x), 0 if parameters.shape[0] == 1 else parameters.stride(0), alpha
 
 
-def shapes(x, *rest):  # type: ignore[no-untyped-def]
+def shapes(x: Any, *rest: Any) -> Any:
     return x.new_empty(x.shape)
 
 
-def gradient_shapes(dout, x, parameters, name, alpha, is_learned):  # type: ignore[no-untyped-def]
+def gradient_shapes(dout: Any, x: Any, parameters: Any, name: Any, alpha: Any, is_learned: Any) -> Any:
     return x.new_empty(x.shape), torch.empty_like(parameters) if is_learned else parameters.new_empty(0)
 
 
-def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx: Any, inputs: Any, output: Any) -> None:
     x, parameters, *ctx.settings = inputs
     ctx.save_for_backward(x, parameters)
 
 
-def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+def gradients(ctx: Any, run: Any, dout: Any) -> Any:
     return run(dout, *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[1])
 
 

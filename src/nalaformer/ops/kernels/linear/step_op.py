@@ -1,5 +1,7 @@
 """One token of recurrent attention as an operator."""
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -54,7 +56,7 @@ def run_step(
     return out
 
 
-def shapes(q, k, v, *rest):  # type: ignore[no-untyped-def]
+def shapes(q: Any, k: Any, v: Any, *rest: Any) -> Any:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 

@@ -1,6 +1,7 @@
 """The depth-wise convolution as an operator."""
 
 from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ def run_forward(
     return convolved(x, plus, taps, bias, height, width, flip=False), taps
 
 
-def shapes(x, plus, weight, bias, height, width):  # type: ignore[no-untyped-def]
+def shapes(x: Any, plus: Any, weight: Any, bias: Any, height: Any, width: Any) -> Any:
     return x.new_empty(x.shape), weight.new_empty(weight[0].numel(), weight.shape[0])
 
 
@@ -114,19 +115,21 @@ def run_backward(
     return dx, gradient_of_taps(x, dout, taps, height, width) if moves_weight else taps.new_empty(0)
 
 
-def gradient_shapes(dout, x, taps, height, width, is_residual, moves_input, moves_weight):  # type: ignore[no-untyped-def]
+def gradient_shapes(
+    dout: Any, x: Any, taps: Any, height: Any, width: Any, is_residual: Any, moves_input: Any, moves_weight: Any
+) -> Any:
     count, kernels = taps.shape
     return x.new_empty(x.shape if moves_input else 0), taps.new_empty((count + 1, kernels) if moves_weight else 0)
 
 
-def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx: Any, inputs: Any, output: Any) -> None:
     x, plus, weight, _, *ctx.grid = inputs
     # the taps have no graph: the weight stands for them where gradients are asked for gradients. plus itself is not needed
     ctx.save_for_backward(x, output[1], weight)
     ctx.is_residual = plus is x
 
 
-def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+def gradients(ctx: Any, run: Any, dout: Any) -> Any:
     x, taps, weight = ctx.saved_tensors
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     moves_input, _, *of_weight = ctx.needs_input_grad[:4]

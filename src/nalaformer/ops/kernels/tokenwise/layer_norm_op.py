@@ -1,5 +1,7 @@
 """The layer norm as an operator, on rows [R, C]."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -75,20 +77,20 @@ def run_backward(
     return dx, dgate, partial.sum(0).to(weight.dtype)
 
 
-def shapes(x, gate, weight, bias, eps):  # type: ignore[no-untyped-def]
+def shapes(x: Any, gate: Any, weight: Any, bias: Any, eps: Any) -> Any:
     return x.new_empty(x.shape), x.new_empty(2, x.shape[0], dtype=torch.float32)
 
 
-def gradient_shapes(dout, x, gate, weight, bias, moments):  # type: ignore[no-untyped-def]
+def gradient_shapes(dout: Any, x: Any, gate: Any, weight: Any, bias: Any, moments: Any) -> Any:
     dgate = x.new_empty(0) if gate is None else gate.new_empty(gate.shape)
     return x.new_empty(x.shape), dgate, weight.new_empty(2, *weight.shape)
 
 
-def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:4], output[1])
 
 
-def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+def gradients(ctx: Any, run: Any, dout: Any) -> Any:
     weight, bias = ctx.saved_tensors[2:4]
     dx, dgate, sums = run(dout, *ctx.saved_tensors)
     # taken apart here: an operator may not return two views of one tensor

@@ -1,5 +1,7 @@
 """The scaled residual as an operator, on tokens [B, N, C] without gaps."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,19 +48,19 @@ def run_backward(dout: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | N
     return dy, partial.sum(0).to(scale.dtype) if scale is not None else y.new_empty(0)
 
 
-def shapes(x, y, scale, keep):  # type: ignore[no-untyped-def]
+def shapes(x: Any, y: Any, scale: Any, keep: Any) -> Any:
     return x.new_empty(x.shape)
 
 
-def gradient_shapes(dout, y, scale, keep):  # type: ignore[no-untyped-def]
+def gradient_shapes(dout: Any, y: Any, scale: Any, keep: Any) -> Any:
     return y.new_empty(y.shape), y.new_empty(0) if scale is None else scale.new_empty(scale.shape)
 
 
-def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
-def gradients(ctx, run, dout):  # type: ignore[no-untyped-def]
+def gradients(ctx: Any, run: Any, dout: Any) -> Any:
     return dout, *run(dout, *ctx.saved_tensors)
 
 
