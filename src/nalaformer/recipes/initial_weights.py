@@ -51,10 +51,9 @@ def load_weights(model: nn.Module, task: Any, source: str | Path, weights: Mappi
 
 def backbone_of(task: Any, model: nn.Module) -> nn.Module:
     """The part of the model that weights are for, without timm's wrapper for features."""
-    part: nn.Module = task.backbone(model) if hasattr(task, "backbone") else model
-    # timm's FeatureGetterNet holds the network itself under this name
-    inner = getattr(part, "model", None)
-    return inner if type(part).__name__ == "FeatureGetterNet" and isinstance(inner, nn.Module) else part
+    from ..models.vision.features import network_of
+
+    return network_of(task.backbone(model) if hasattr(task, "backbone") else model)
 
 
 def classifier_of(backbone: nn.Module) -> set[str]:

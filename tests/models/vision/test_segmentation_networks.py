@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-from nalaformer.models.segmentation import create_segmentation_network, import_smp
+from nalaformer.models.vision.segmentation import create_segmentation_network, import_smp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"embed_dims": [8, 8, 16, 16], "depths": [1] * 4, "num_heads": [1] * 4, "mlp_ratios": 1.0, "decoder_channels": 64}

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import timm
 import torch
-from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -23,6 +22,7 @@ from torchvision.ops.poolers import LevelMapper
 
 from ...field_types import check_field_types
 from ...registry import unknown_name
+from .features import exempt_from_decay, network_of
 
 KINDS = ("retinanet", "mask_rcnn")
 # height over width of the anchors, as published for both
@@ -103,8 +103,7 @@ class Detector(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         """timm's network inside, without its classifier; most have the names of their weights in here."""
-        body = cast(Any, self.network).backbone.body
-        return cast(nn.Module, body.model if isinstance(body, FeatureGetterNet) else body)
+        return network_of(cast(Any, self.network).backbone.body)
 
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
         if targets is not None:
@@ -132,10 +131,7 @@ class Detector(nn.Module):
         cast(Any, self.backbone).set_grad_checkpointing(enable)
 
     def no_weight_decay(self) -> set[str]:
-        """What the backbone exempts, by its names in here."""
-        exempt: set[str] = getattr(self.backbone, "no_weight_decay", set)()
-        inside = {parameter: name for name, parameter in self.named_parameters()}
-        return {inside[parameter] for name, parameter in self.backbone.named_parameters() if name in exempt}
+        return exempt_from_decay(self, self.backbone)
 
 
 class Pyramid(nn.Module):

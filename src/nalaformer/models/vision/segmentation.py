@@ -5,7 +5,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..registry import unknown_name
+from ...registry import unknown_name
+from .features import exempt_from_decay, network_of
 
 # the coarsest features have one token for so many pixels a side
 MULTIPLE = 32
@@ -61,20 +62,14 @@ class SegmentationNetwork(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         """timm's model, whose names its checkpoints have."""
-        from timm.models._features import FeatureGetterNet
-
-        features: nn.Module = self.network.encoder.model  # type: ignore[union-attr, assignment]
-        return features.model if isinstance(features, FeatureGetterNet) else features
+        network: Any = self.network
+        return network_of(network.encoder.model)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
 
     def no_weight_decay(self) -> set[str]:
-        """What the backbone names."""
-        backbone: Any = self.backbone
-        named = set(backbone.no_weight_decay()) if hasattr(backbone, "no_weight_decay") else set()
-        prefix = next(name for name, module in self.named_modules() if module is backbone)
-        return {f"{prefix}.{name}" for name in named}
+        return exempt_from_decay(self, self.backbone)
 
 
 def create_segmentation_network(

@@ -71,14 +71,14 @@ class Segmentation:
     @staticmethod
     def create_model(name: str, options: dict[str, Any], facts: dict[str, Any]) -> nn.Module:
         """The network of a name DECODER:BACKBONE, such as "upernet:nalaformer_t"."""
-        from ...models.segmentation import create_segmentation_network
+        from ...models.vision.segmentation import create_segmentation_network
 
         return create_segmentation_network(name, classes=len(facts["classes"]), **options)
 
     @staticmethod
     def backbone(model: nn.Module) -> nn.Module:
         """timm's model inside it."""
-        from ...models.segmentation import SegmentationNetwork
+        from ...models.vision.segmentation import SegmentationNetwork
 
         assert isinstance(model, SegmentationNetwork)
         return model.backbone
