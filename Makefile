@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# the demo needs less than developers do; where everything is installed already, that serves it too
+DEMO_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.ready-demo)
 
 # the oldest versions that we support, and those on which the GPU figures are measured; numpy: with a newer one Triton 3.6's
 # interpreter cannot run loops
@@ -13,7 +15,7 @@ OLDEST_VERSIONS := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 transformers=
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       set up, then train one small network with every attention (table and report.html)"
+	@echo "make demo       set up, then train one small network with every attention (table and report.html, 6 minutes)"
 	@echo "make test       set up, then lint, types, layer rule, tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the kernels on a CUDA device"
@@ -24,15 +26,23 @@ help:
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make clean      remove everything that these commands made"
 
-# the stamp depends on pyproject.toml alone: a changed dependency installs, a second run does not
-$(READY): pyproject.toml
+# how an environment is made: $(1) its folder, $(2) what is installed into it. pip says what it does: minutes of silence look like a fault
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say which with make PYTHON=python3.12")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (a few minutes on first use, about 6 GB with PyTorch)"
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev]'
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	@echo "installing into $(1) (a few minutes on first use, about 6 GB with PyTorch)"
+	@$(1)/bin/python -m pip install --disable-pip-version-check --editable $(2)
 	@touch $@
+endef
 
-demo: $(READY)
+# the stamps depend on pyproject.toml alone: a changed dependency installs, a second run does not
+$(READY): pyproject.toml
+	$(call install,$(VENV),'.[dev]')
+
+$(VENV)/.ready-demo: pyproject.toml
+	$(call install,$(VENV),'.[cli,vision]')
+
+demo: $(DEMO_READY)
 	@$(BIN)/nalaformer demo --out runs/demo
 
 test: $(READY) lint types layers
@@ -52,10 +62,7 @@ fuzz-gpu: $(READY)
 	$(BIN)/python tests/fuzz_gpu.py --seed $(SEED) --minutes $(MINUTES) $(if $(WORKERS),--workers $(WORKERS))
 
 $(OLDEST)/.ready: pyproject.toml Makefile
-	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	@echo "installing into $(OLDEST) (a few minutes on first use, about 6 GB with PyTorch)"
-	@$(OLDEST)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev]' $(OLDEST_VERSIONS)
-	@touch $@
+	$(call install,$(OLDEST),'.[dev]' $(OLDEST_VERSIONS))
 
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow and not gpu"

@@ -1,22 +1,15 @@
-"""Training, evaluating, predicting and the demo, as a user meets them."""
+"""Training, evaluating and predicting, as a user meets them."""
 
-import json
 import sys
-from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from nalaformer import cli
 from nalaformer.data import CueGrid
-from nalaformer.recipes import RECIPES, build_model
-from nalaformer.studies.demo import ENTRIES, cost, demo_table, run_demo, study, write_report
-from nalaformer.studies.demo.cost import Cost, large_image, training_step
-from nalaformer.studies.demo.entries import demo_recipe
+from nalaformer.recipes import RECIPES
 from nalaformer.training import Checkpoints
 from nalaformer.training.log import read_log
 
@@ -145,88 +138,3 @@ def test_without_timm_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setattr(cli.app, "build_app", lambda: (_ for _ in ()).throw(ModuleNotFoundError("no", name="timm")))
     with pytest.raises(SystemExit, match=r"timm: pip install 'nalaformer\[vision\]'"):
         cli.main()
-
-
-# ---- the demo
-
-
-@pytest.fixture(scope="module")
-def demo_result(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        known = Cost(training_images_per_second=1000.0, large_images_per_second=2.0, large_mib=None)
-        patch.setattr(study, "cost_of", lambda entry: known)
-        folder = tmp_path_factory.mktemp("demo")
-        entries = (ENTRIES[0], ENTRIES[1], ENTRIES[4], ENTRIES[5])
-        return run_demo(folder, seeds=2, steps=6, entries=entries, workers=1)
-
-
-def test_the_demo_shows_every_method_with_its_spread(demo_result):
-    from rich.console import Console
-
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(demo_table(demo_result))
-    text = console.export_text()
-    for finding in demo_result.found:
-        assert finding.entry.label in text
-        low, high = min(finding.accuracies), max(finding.accuracies)
-        assert f"({low:.2f}-{high:.2f})" in text
-        assert len(finding.accuracies) == 2
-    assert "chance 0.25" in text
-
-
-def test_the_report_needs_nothing_beside_itself(demo_result, tmp_path):
-    page = write_report(demo_result, tmp_path / "new" / "report.html").read_text()
-    assert page.count("data:image/png;base64,iVBOR") == 3
-    assert not any(link in page for link in ("http:", "https:", 'src="/', "<script"))
-    assert all(finding.entry.label in page for finding in demo_result.found)
-
-
-def test_what_is_looked_at_is_the_best_seed(tmp_path, monkeypatch):
-    for seed, top1 in enumerate((0.3, 0.7, 0.5)):
-        run = study.run_folder(tmp_path, ENTRIES[0], seed)
-        run.mkdir(parents=True)
-        (run / "log.jsonl").write_text(json.dumps({"kind": "eval", "step": 6, "top1": top1}) + "\n")
-    looked_at = []
-    monkeypatch.setattr(study, "train_all", lambda *_: None)
-    monkeypatch.setattr(study, "cost_of", lambda entry: None)
-    monkeypatch.setattr(
-        study, "diagnose", lambda run: looked_at.append(run.name) or SimpleNamespace(parameters=1, classes="abcd", tokens=64)
-    )
-    found = run_demo(tmp_path, seeds=3, entries=ENTRIES[:1]).found
-    assert looked_at == ["softmax_seed1"]
-    assert found[0].accuracies == (0.3, 0.7, 0.5)
-
-
-def test_seeds_give_other_networks(demo_result):
-    assert any(finding.curves[0] != finding.curves[1] for finding in demo_result.found)
-
-
-def test_the_maps_of_the_report_are_attention_weights(demo_result):
-    for finding in demo_result.found:
-        for weights in finding.diagnosis.maps:
-            assert weights.shape == (8, 8)
-            assert weights.min() >= 0
-            assert weights.sum().item() == pytest.approx(1, abs=1e-4)
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.label)
-def test_what_is_timed_is_the_network_of_the_demo(entry, monkeypatch):
-    number, recipe = ENTRIES.index(entry), demo_recipe(entry, seed=0)
-    monkeypatch.setattr(cost, "LARGE", 72)
-    infer = large_image(number)
-    # weights and image follow from the seed
-    model = build_model(replace(recipe, model_options=recipe.model_options | {"img_size": 72}), cost.FACTS).eval()
-    with torch.no_grad():
-        assert torch.equal(infer(), model(torch.randn(1, 3, 72, 72)))
-    trained = []
-    monkeypatch.setattr(cost, "build_model", lambda *given: trained.append(build_model(*given)) or trained[0])
-    training_step(number)()
-    without = {name.rsplit(".", 1)[-1] for name, p in trained[0].named_parameters() if p.grad is None or not p.grad.any()}
-    # MirrorLA multiplies it by an amplitude that starts at zero
-    assert without <= {"sensitivity"}
-
-
-def test_runs_side_by_side_are_those_of_one_after_the_other(demo_result, tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "cost_of", lambda entry: None)
-    together = run_demo(tmp_path, seeds=2, steps=6, entries=ENTRIES[:1], workers=2)
-    assert together.found[0].curves == demo_result.found[0].curves

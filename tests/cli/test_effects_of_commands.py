@@ -476,14 +476,12 @@ def test_compare_looks_at_so_many_tokens_of_its_seed(tmp_path, monkeypatch):
 def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
     from nalaformer.studies import demo
     from nalaformer.studies.demo import study
-    from nalaformer.studies.demo.cost import Cost
 
-    cost = Cost(training_images_per_second=1000.0, large_images_per_second=2.0, large_mib=None)
-    monkeypatch.setattr(study, "cost_of", lambda entry: cost)
+    monkeypatch.setattr(study, "milliseconds", lambda entries: dict.fromkeys(entries, (1.0, 2.0, 3.0)))
     monkeypatch.setattr(demo, "write_report", lambda result, path: path)
     whole = demo.run_demo
     monkeypatch.setattr(demo, "run_demo", lambda *a, **k: whole(*a, **k, entries=demo.ENTRIES[:1], workers=1))
     assert f"report: {tmp_path / 'report.html'}" in run("demo", "--out", tmp_path, "--seeds", 1, "--steps", 2)
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["softmax_seed0"]
-    log = read_log(tmp_path / "runs" / "softmax_seed0" / "log.jsonl")
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"pointing_softmax_seed0", "counting_softmax_seed0"}
+    log = read_log(tmp_path / "runs" / "counting_softmax_seed0" / "log.jsonl")
     assert sum(row["kind"] == "step" for row in log) == 2

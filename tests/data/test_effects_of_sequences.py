@@ -316,6 +316,16 @@ def test_probes_lie_so_far_from_their_keys():
     assert distance(0.3) > 2 * distance(0.03)
 
 
+@SEQUENCE_OPTIONS.of("pointing_control.most")
+def test_a_class_has_so_many_keys_at_most():
+    data, made = arrays("pointing_control", most=3, keys=24)
+    assert set(made["targets"][:, 24:].ravel()) == {0, 1, 2, 3}
+    assert data.chance == 1 / 4
+    for options, message in (({"most": 8}, "1 to 7"), ({"most": 3, "keys": 23}, "at least 24")):
+        with pytest.raises(ValueError, match=message):
+            arrays("pointing_control", **options)
+
+
 # ---- hidden facts
 
 FACTS = ("recall_language", "needles", "variables")

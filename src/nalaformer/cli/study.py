@@ -26,7 +26,7 @@ def add_to(app: "typer.Typer") -> None:
     @app.command()
     def demo(
         out: Annotated[Path, typer.Option(help="Folder for report.html and the runs.")] = Path("runs/demo"),
-        seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 2,
+        seeds: Annotated[int, typer.Option(help="Runs of each method at each task.")] = 3,
         steps: Annotated[int | None, typer.Option(help="Steps of each run.", show_default="those of the demo")] = None,
     ) -> None:
         """Train the same small network with every attention and compare: table and report.html, in minutes on a CPU."""

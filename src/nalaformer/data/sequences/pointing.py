@@ -91,7 +91,7 @@ class Pointing(Probed):
 
 @SEQUENCES.register("pointing_control")
 class Counting(Probed):
-    """A probe shows a class; the answer is how many keys have it, 0 to 7. The other keys have none.
+    """A probe shows a class; the answer is how many keys have it, 0 to `most`. The other keys have none.
 
     The number for each class is drawn evenly, and the directions say nothing.
     """
@@ -99,16 +99,27 @@ class Counting(Probed):
     stream_name = "pointing_control"
 
     def __init__(
-        self, *, split: str, samples: int, seed: int = 0, keys: int = 256, probes: int = 16, dimensions: int = 6
+        self,
+        *,
+        split: str,
+        samples: int,
+        seed: int = 0,
+        keys: int = 256,
+        probes: int = 16,
+        dimensions: int = 6,
+        most: int = 7,
     ) -> None:
         super().__init__(split=split, samples=samples, seed=seed, keys=keys, probes=probes, dimensions=dimensions)
-        if keys < 7 * self.classes:
-            raise ValueError(f"keys must be at least {7 * self.classes}, so that every number fits, got {keys}")
+        if not 1 <= most <= 7:
+            raise ValueError(f"most must be 1 to 7, since answers are one of eight, got {most}")
+        if keys < most * self.classes:
+            raise ValueError(f"keys must be at least {most * self.classes}, so that every number fits, got {keys}")
+        self.most, self.chance = most, 1 / (most + 1)
 
     def make(self, indices: NDArray[np.int64]) -> Arrays:
         keys, batch = self.keys(indices), len(indices)
         vectors = self.directions(indices)
-        counts = integers(uniforms(child_keys(keys, CLASSES), self.classes), 8)
+        counts = integers(uniforms(child_keys(keys, CLASSES), self.classes), self.most + 1)
         # class c takes the first counts[c] of the next free places; what is left has no class; then all are shuffled
         ends = counts.cumsum(axis=1)
         kinds = (np.arange(self.num_keys)[None, :, None] >= ends[:, None]).sum(axis=2)

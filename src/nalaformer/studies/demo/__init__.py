@@ -1,7 +1,19 @@
-"""The demo: one small network, every attention, a task that needs sharp attention; a table and a report with pictures."""
+"""The demo: one small network with every attention, at a task that needs it sharp and one that needs it flat; a page."""
 
-from .entries import ENTRIES, Entry, demo_recipe
+from .entries import ENTRIES, TASKS, DemoTask, Entry, demo_recipe
 from .report import HOW_TO_READ, demo_table, write_report
 from .study import DemoResult, Finding, run_demo
 
-__all__ = ["ENTRIES", "HOW_TO_READ", "DemoResult", "Entry", "Finding", "demo_recipe", "demo_table", "run_demo", "write_report"]
+__all__ = [
+    "ENTRIES",
+    "HOW_TO_READ",
+    "TASKS",
+    "DemoResult",
+    "DemoTask",
+    "Entry",
+    "Finding",
+    "demo_recipe",
+    "demo_table",
+    "run_demo",
+    "write_report",
+]

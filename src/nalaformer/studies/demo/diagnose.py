@@ -1,4 +1,4 @@
-"""What a trained network attends to: entropy against query norm, and where the marked cell looks."""
+"""What a network that has learned to point attends to: entropy against query norm, and the weight of near and far keys."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,99 +9,102 @@ from torch import Tensor, nn
 from ...analysis import attention_entropy, entropy_drop, spearman
 from ...analysis.compare import LEAST_DROP, weights_of
 from ...attention import Attention
-from ...data import CueGrid
+from ...data.sequences.pointing import Pointing
 from ...recipes import load_run
 
-IMAGES = 64
-SHOWN = 3
+SEQUENCES = 64
+BINS = 24
+# what queries are multiplied with, to see what their norm does
+FACTORS = tuple(2.0 ** (step / 2) for step in range(-6, 7))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Of one trained network, on the first eval images."""
+    """Of one trained network, on the first eval sequences; over the tokens that ask, in nats."""
 
     correlation: float
-    """Spearman of query norm and entropy over all tokens of a head, mean over heads; 0 below a drop of 0.02 nats."""
+    """Spearman of query norm and entropy over the tokens of a head, mean over heads; 0 below a drop of 0.02 nats."""
     drop: float
-    """Entropy at the 10th norm percentile minus that at the 90th, nats, mean over heads."""
+    """Entropy at the 10th norm percentile minus that at the 90th, mean over heads."""
     norms: tuple[float, ...]
     entropies: tuple[float, ...]
     """Mean entropy in bins of the norm, all heads together."""
-    images: tuple[Tensor, ...]
-    """The first eval images, [3, H, W] in 0..1."""
-    maps: tuple[Tensor, ...]
-    """What the marked cell attends to in each of them, [cells, cells], by the head that finds the answer best."""
-    answers: tuple[int, ...]
-    """The answer's cell in each."""
-    weight_on_answer: float
-    """Mean weight that that head puts on the answer."""
-    classes: tuple[str, ...]
-    tokens: int
+    grown: tuple[float, ...]
+    """Mean entropy if every query were longer by each of FACTORS and nothing else changed."""
+    by_nearness: Tensor
+    """[16, keys]: weights of the probes of one sequence on its keys, nearest first, by the head that finds the nearest best."""
+    mean_by_nearness: Tensor
+    """[keys]: the same, mean over all probes of all sequences."""
     parameters: int
+
+    @property
+    def sharpening(self) -> float:
+        """Nats that attention loses when its queries grow from half to twice their norm."""
+        return self.grown[FACTORS.index(0.5)] - self.grown[FACTORS.index(2.0)]
 
 
 @torch.no_grad()
 def diagnose(folder: Path) -> Diagnosis:
     run = load_run(folder)
     data = run.task.eval_data
-    assert isinstance(data, CueGrid)
-    images = torch.stack([data[index][0] for index in range(IMAGES)])
-    places = [data.cue_and_answer(index) for index in range(IMAGES)]
-    norms, weights = attention_of(run.model, images)
-    entropy = [attention_entropy(layer) for layer in weights]  # [B, H, N] for each layer
-    by_head = [(n.movedim(1, 0).flatten(1), e.movedim(1, 0).flatten(1)) for n, e in zip(norms, entropy, strict=True)]
+    inputs = torch.stack([torch.as_tensor(data[index]["inputs"]) for index in range(min(SEQUENCES, len(data)))])
+    assert isinstance(data, Pointing)
+    keys, dimensions = data.num_keys, data.dimensions
+    layers = queries_and_keys(run.model, inputs)
+    asking = slice(keys, None)
+    norms = [q[:, asking].norm(dim=-1).transpose(1, 2) for _, q, _ in layers]  # [B, H, probes]
+    entropies = [attention_entropy(weights_of(layer.map, q, k))[..., asking] for layer, q, k in layers]
     drops, correlations = [], []
-    for layer_norms, layer_entropy in by_head:
-        for head_norms, head_entropy in zip(layer_norms.double(), layer_entropy.double(), strict=True):
-            drop = entropy_drop(head_norms, head_entropy).item()
+    for layer_norms, layer_entropy in zip(norms, entropies, strict=True):
+        for head in range(layer_norms.shape[1]):
+            x, y = (each[:, head].flatten().double() for each in (layer_norms, layer_entropy))
+            drop = entropy_drop(x, y).item()
             drops.append(drop)
-            correlations.append(spearman(head_norms, head_entropy).item() if abs(drop) >= LEAST_DROP else 0.0)
-    all_norms = torch.cat([n.flatten() for n, _ in by_head])
-    all_entropy = torch.cat([e.flatten() for _, e in by_head])[all_norms.argsort()]
-    bins = all_norms.sort().values.tensor_split(24)
-    found = best_head(weights, places)
-    maps = tuple(found[index, places[index][0]].reshape(data.cells, data.cells) for index in range(SHOWN))
-    rows = found[torch.arange(IMAGES), [cue for cue, _ in places]]
+            correlations.append(spearman(x, y).item() if abs(drop) >= LEAST_DROP else 0.0)
+    all_norms = torch.cat([each.flatten() for each in norms])
+    all_entropy = torch.cat([each.flatten() for each in entropies])[all_norms.argsort()]
+    by_nearness = weights_by_nearness(layers, inputs, keys, dimensions)
     return Diagnosis(
         correlation=sum(correlations) / len(correlations),
         drop=sum(drops) / len(drops),
-        norms=tuple(part.mean().item() for part in bins),
-        entropies=tuple(part.mean().item() for part in all_entropy.tensor_split(24)),
-        images=tuple(images[index] + 0.5 for index in range(SHOWN)),
-        maps=maps,
-        answers=tuple(answer for _, answer in places[:SHOWN]),
-        weight_on_answer=rows[torch.arange(IMAGES), [answer for _, answer in places]].mean().item(),
-        classes=tuple(run.facts["classes"]),
-        tokens=images.shape[-1] ** 2 // data.cell_size**2,
+        norms=tuple(part.mean().item() for part in all_norms.sort().values.tensor_split(BINS)),
+        entropies=tuple(part.mean().item() for part in all_entropy.tensor_split(BINS)),
+        grown=tuple(
+            torch.stack([attention_entropy(weights_of(layer.map, f * q, k))[..., asking].mean() for layer, q, k in layers])
+            .mean()
+            .item()
+            for f in FACTORS
+        ),
+        by_nearness=by_nearness[0],
+        mean_by_nearness=by_nearness.mean(dim=(0, 1)),
         parameters=sum(parameter.numel() for parameter in run.model.parameters()),
     )
 
 
-def attention_of(model: nn.Module, images: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Query norms [B, H, N] and attention weights [B, H, N, N] of every layer; of two streams the first."""
-    norms: list[Tensor] = []
-    weights: list[Tensor] = []
+def queries_and_keys(model: nn.Module, inputs: Tensor) -> list[tuple[Attention, Tensor, Tensor]]:
+    """Of every attention layer: itself, q and k [B, N, H, D] as it sees them."""
+    found: list[tuple[Attention, Tensor, Tensor]] = []
 
-    def look(layer: nn.Module, inputs: tuple[Tensor, tuple[int, int]]) -> None:
+    def look(layer: nn.Module, given: tuple[Tensor]) -> None:
         assert isinstance(layer, Attention)
-        x, grid = inputs
-        q, k, *_ = layer.project(x, grid, None)
-        norms.append(q.norm(dim=-1).movedim(1, 2))
-        weights.append(weights_of(layer.map, q, k))
+        q, k, *_ = layer.project(given[0], None, None)
+        found.append((layer, q, k))
 
     hooks = [module.register_forward_pre_hook(look) for module in model.modules() if isinstance(module, Attention)]
     try:
-        model(images)
+        model(inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    return norms, weights
+    return found
 
 
-def best_head(weights: list[Tensor], places: list[tuple[int, int]]) -> Tensor:
-    """The weights [B, N, N] of the head whose marked cells look at their answers most."""
-    heads = torch.cat(weights, dim=1)
+def weights_by_nearness(layers: list[tuple[Attention, Tensor, Tensor]], inputs: Tensor, keys: int, dimensions: int) -> Tensor:
+    """[B, probes, keys]: what each probe gives to its keys, the nearest first, by the head that gives most to the nearest."""
+    heads = torch.cat([weights_of(layer.map, q, k) for layer, q, k in layers], dim=1)
     heads = heads / heads.sum(-1, keepdim=True).clamp(min=1e-12)
-    cues, answers = (torch.tensor([place[side] for place in places]) for side in (0, 1))
-    on_answer = heads[torch.arange(len(places)), :, cues, answers]  # [B, heads of all layers]
-    return heads[:, on_answer.mean(0).argmax()]
+    heads = heads[:, :, keys:, :keys]  # [B, heads of all layers, probes, keys]
+    directions = inputs[..., :dimensions]
+    nearest_first = (directions[:, keys:] @ directions[:, :keys].mT).argsort(dim=-1, descending=True)
+    ordered = heads.gather(-1, nearest_first[:, None].expand_as(heads))
+    return ordered[:, ordered[..., 0].mean(dim=(0, 2)).argmax()]

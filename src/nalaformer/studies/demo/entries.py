@@ -12,39 +12,64 @@ class Entry:
 
     label: str
     attention: str
-    """Name of the method."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Parts of the layer that differ from the method's own."""
+    """Name of the method or feature map."""
 
 
-# convolutions and positions inside attention are off for all: they hide what the maps do. Norm and gate are each method's own,
-# and NaLaFormer's are also given to plain linear attention, to tell the map from what is around it
+# the feature map is all that differs: norm, gate, convolutions and positions inside attention are off for everyone
+SHELL = {"norm": False, "gate": "none"}
 ENTRIES = (
     Entry(label="softmax", attention="softmax"),
     Entry(label="linear (ReLU)", attention="linear"),
+    Entry(label="1 + ELU", attention="elu"),
     Entry(label="FLatten", attention="flatten"),
     Entry(label="PolaFormer", attention="polaformer"),
     Entry(label="MirrorLA", attention="mirrorla"),
     Entry(label="NaLaFormer", attention="nalaformer"),
-    Entry(label="ReLU, NaLa's shell", attention="linear", options={"norm": True, "gate": "silu"}),
+    Entry(label="Hedgehog", attention="hedgehog"),
 )
 
 
-def demo_recipe(entry: Entry, *, seed: int, steps: int | None = None) -> Recipe:
-    """The recipe cue_grid with the entry's attention; seeds change weights and order of the data."""
-    base = RECIPES["cue_grid"]()
-    model_options = dict(base.model_options)
-    model_options["attention_options"] = model_options["attention_options"] | entry.options
-    steps = base.training.steps if steps is None else steps
+@dataclass(frozen=True, kw_only=True)
+class DemoTask:
+    """One column of the demo."""
+
+    name: str
+    recipe: str
+    needs: str
+    """Which attention: "sharp" or "flat"."""
+    steps: int
+    data_options: dict[str, Any] = field(default_factory=dict)
+
+
+# accuracy at the first grows smoothly with how sharp attention can be; at the second all weights should be alike
+TASKS = (
+    DemoTask(name="pointing", recipe="pointing", needs="sharp", steps=500, data_options={"keys": 32}),
+    DemoTask(name="counting", recipe="pointing_control", needs="flat", steps=400, data_options={"keys": 32, "most": 3}),
+)
+
+
+def demo_recipe(task: DemoTask, entry: Entry, *, seed: int, steps: int | None = None) -> Recipe:
+    """The task's recipe, cut to seconds, with the entry's attention; seeds change weights and order of the data."""
+    base = RECIPES[task.recipe]()
+    steps = steps or task.steps
     training = replace(
         base.training,
         seed=seed,
         steps=steps,
-        warmup=min(base.training.warmup, steps // 10),
+        batch_size=32,
+        learning_rate=3e-3,
+        warmup=min(50, steps // 10),
         # five points make a curve; shorter runs are trials
         eval_every=steps // 5 if steps >= 100 else steps,
         save_every=0,
         device="cpu",
     )
-    task = replace(base.task, eval_samples=500)
-    return replace(base, attention=entry.attention, model_options=model_options, task=task, training=training)
+    # nothing is seen twice
+    data = replace(base.task, train_samples=32 * steps, eval_samples=300, data_options=task.data_options)
+    return replace(
+        base,
+        attention=entry.attention,
+        model_options=base.model_options | {"attention_options": SHELL},
+        task=data,
+        training=training,
+    )

@@ -1,24 +1,35 @@
-"""The report's pictures, as PNG bytes."""
+"""The report's pictures."""
 
 import io
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ...analysis.pictures import BLACK, BLUE, GREY, OTHER_COLOURS, VERMILION
-from .study import DemoResult, Finding
+from ...analysis.pictures import BLACK, GREY, OTHER_COLOURS, VERMILION
+from .cost import TOKENS
+from .diagnose import FACTORS
+from .entries import TASKS
+from .intervals import mean_of
+from .study import DemoResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # softmax black, plain linear grey, NaLaFormer strong: the three that the eye should find first
-COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION, "ReLU, NaLa's shell": BLUE}
+COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION}
+# colours are not the only code: every line has its own marker too
+MARKERS = "osv^D<>PX*"
 
 
-def colours(result: DemoResult) -> dict[str, str]:
+def looks(result: DemoResult) -> dict[str, dict[str, str]]:
+    """Colour and marker of each method."""
     others = iter(OTHER_COLOURS * len(result.found))
-    return {finding.entry.label: COLOURS.get(finding.entry.label) or next(others) for finding in result.found}
+    return {
+        finding.entry.label: {
+            "color": COLOURS.get(finding.entry.label) or next(others),
+            "marker": MARKERS[number % len(MARKERS)],
+        }
+        for number, finding in enumerate(result.found)
+    }
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -31,97 +42,124 @@ def new_figure(width: float, height: float) -> "Figure":
     return figure
 
 
-def as_png(figure: "Figure") -> bytes:
+def as_bytes(figure: "Figure", form: str) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    figure.savefig(buffer, format=form)
     return buffer.getvalue()
 
 
-def learning_curves(result: DemoResult) -> bytes:
+def scores(result: DemoResult) -> "Figure":
+    """Accuracy of every method at both tasks: each seed a dot, the 95% interval of the mean a bar."""
+    figure = new_figure(9, 0.42 * len(result.found) + 1.4)
+    columns = figure.subplots(1, len(TASKS), sharey=True, squeeze=False)[0]
+    found = sorted(result.found, key=lambda f: sum(f.accuracies["pointing"]))
+    for axes, task in zip(columns, TASKS, strict=True):
+        for height, finding in enumerate(found):
+            colour = looks(result)[finding.entry.label]["color"]
+            values = finding.accuracies[task.name]
+            interval = mean_of(values)
+            if math.isfinite(interval.half):
+                ends = [max(0, interval.middle - interval.half), min(1, interval.middle + interval.half)]
+                axes.plot(ends, [height, height], color=colour, linewidth=6, alpha=0.3, solid_capstyle="butt")
+            axes.plot(values, [height] * len(values), "o", color=colour, markersize=5)
+            axes.annotate(f"{interval.middle:.2f}", (1.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=9)
+        axes.axvline(result.chance[task.name], color=GREY, linewidth=1, linestyle=":")
+        axes.set(yticks=range(len(found)), xlim=(0, 1.01), xlabel="accuracy (dotted: chance)")
+        axes.set_yticklabels([finding.entry.label for finding in found])
+        axes.set_title(f"{task.name}: needs {task.needs} attention", loc="left", fontsize=11)
+        finish(axes, grid="x")
+    return figure
+
+
+def learning_curves(result: DemoResult) -> "Figure":
     """Accuracy against steps: the mean over seeds, and a band from the lowest to the highest."""
-    figure = new_figure(9, 4.6)
-    axes = figure.add_subplot()
+    figure = new_figure(9, 3.8)
+    columns = figure.subplots(1, len(TASKS), sharey=True, squeeze=False)[0]
+    for axes, task in zip(columns, TASKS, strict=True):
+        for finding in result.found:
+            look = looks(result)[finding.entry.label]
+            curves = finding.curves[task.name]
+            steps = [step for step, _ in curves[0]]
+            heights = [[curve[point][1] for curve in curves] for point in range(len(steps))]
+            middle = [sum(each) / len(each) for each in heights]
+            axes.plot(steps, middle, **look, linewidth=2, markersize=4, label=finding.entry.label)
+            low, high = ([side(each) for each in heights] for side in (min, max))
+            axes.fill_between(steps, low, high, color=look["color"], alpha=0.12, linewidth=0)
+        axes.axhline(result.chance[task.name], color=GREY, linewidth=1, linestyle=":")
+        axes.set(xlabel="optimiser steps", ylim=(0, 1.02))
+        axes.set_title(task.name, loc="left", fontsize=11)
+        finish(axes)
+    columns[0].set_ylabel("accuracy (band: all seeds)")
+    figure.legend(*columns[0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right center")
+    return figure
+
+
+def entropy_against_norm(result: DemoResult) -> "Figure":
+    """Left: the same queries made longer or shorter. Right: the queries as they are, ordered by their norm."""
+    figure = new_figure(9, 4.2)
+    turned, as_they_are = figure.subplots(1, 2, sharey=True)
     for finding in result.found:
-        colour = colours(result)[finding.entry.label]
-        steps = [step for step, _ in finding.curves[0]]
-        heights = np.array([[accuracy for _, accuracy in curve] for curve in finding.curves])
-        axes.plot(steps, heights.mean(0), color=colour, linewidth=2, marker="o", markersize=3, label=finding.entry.label)
-        axes.fill_between(steps, heights.min(0), heights.max(0), color=colour, alpha=0.12, linewidth=0)
-    axes.axhline(result.chance, color=GREY, linewidth=1, linestyle=":")
-    axes.annotate("chance", (0, result.chance), xytext=(2, 3), textcoords="offset points", color=GREY, fontsize=9)
-    axes.set(xlabel="optimiser steps", ylabel="accuracy on full grids", ylim=(0, 1.02))
-    axes.set_title("Learning curves (band: lowest to highest seed)", loc="left")
-    _finish(axes)
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return as_png(figure)
+        look = looks(result)[finding.entry.label]
+        turned.plot(FACTORS, finding.diagnosis.grown, **look, linewidth=2, markersize=4, label=finding.entry.label)
+        as_they_are.plot(finding.diagnosis.norms, finding.diagnosis.entropies, **look, linewidth=1.5, markersize=3)
+    for axes in (turned, as_they_are):
+        axes.set_xscale("log", base=2)
+        finish(axes)
+    turned.set(xlabel="queries multiplied by", ylabel="entropy of attention (nats)")
+    turned.set_title("The same query, shorter and longer", loc="left", fontsize=11)
+    as_they_are.set(xlabel="query norm in the trained network")
+    as_they_are.set_title("All queries as they are", loc="left", fontsize=11)
+    figure.legend(*turned.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right center")
+    return figure
 
 
-def entropy_against_norm(result: DemoResult) -> bytes:
-    """Entropy of the trained networks' attention against the norm of their queries."""
-    figure = new_figure(9, 4.6)
-    axes = figure.add_subplot()
-    for finding in result.found:
-        diagnosis = finding.diagnosis
-        axes.plot(
-            diagnosis.norms,
-            diagnosis.entropies,
-            color=colours(result)[finding.entry.label],
-            linewidth=2,
-            label=finding.entry.label,
-        )
-    highest = math.log(result.tokens)
-    axes.axhline(highest, color=GREY, linewidth=1, linestyle=":")
-    axes.annotate(
-        f"log {result.tokens}: all cells alike",
-        (0, highest),
-        xytext=(2, -12),
-        textcoords="offset points",
-        color=GREY,
-        fontsize=9,
-    )
-    axes.set(xlabel="query norm in the trained network", ylabel="entropy of attention (nats)")
-    axes.set_title("Entropy against query norm, all layers and heads, best seed", loc="left")
-    _finish(axes)
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return as_png(figure)
-
-
-def attention_maps(result: DemoResult) -> bytes:
-    """Samples, and where the marked cell looks in each method; the answer's cell is framed."""
-    rows, columns = len(result.found[0].diagnosis.images), len(result.found) + 1
-    figure = new_figure(1.45 * columns, 1.6 * rows + 0.3)
+def attention_maps(result: DemoResult) -> "Figure":
+    """Where 16 probes of one sequence look: a row for each, its keys ordered from the nearest to the farthest."""
+    columns = 4
+    rows = -(-len(result.found) // columns)
+    figure = new_figure(9, 2.1 * rows + 0.3)
     grid = figure.subplots(rows, columns, squeeze=False)
-    for row in range(rows):
-        _show_sample(grid[row][0], result.found[0], row)
-        for column, finding in enumerate(result.found, 1):
-            axes = grid[row][column]
-            axes.imshow(finding.diagnosis.maps[row].numpy(), cmap="magma", vmin=0)
-            _frame_answer(axes, finding.diagnosis.answers[row], finding.diagnosis.maps[row].shape[1])
-            if row == 0:
-                axes.set_title(finding.entry.label.replace(", ", ",\n").replace(" (", "\n("), fontsize=8)
     for axes in grid.flat:
-        axes.set_xticks([])
-        axes.set_yticks([])
-    return as_png(figure)
+        axes.set_axis_off()
+    for axes, finding in zip(grid.flat, result.found, strict=False):
+        axes.set_axis_on()
+        shown = axes.imshow(finding.diagnosis.by_nearness.numpy(), cmap="magma", vmin=0, vmax=1, aspect="auto")
+        on_nearest = finding.diagnosis.mean_by_nearness[0].item()
+        axes.set_title(f"{finding.entry.label}: {on_nearest:.2f} on the nearest", fontsize=8, loc="left")
+        axes.set(xticks=[], yticks=[])
+    for axes in grid[-1]:
+        axes.set_xlabel("nearest key ... farthest", fontsize=8)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("16 probes", fontsize=8)
+    figure.colorbar(shown, ax=grid, label="weight", shrink=0.7)
+    return figure
 
 
-def _show_sample(axes: Any, finding: Finding, row: int) -> None:
-    image = finding.diagnosis.images[row]
-    axes.imshow(image.permute(1, 2, 0).numpy().clip(0, 1))
-    cells = finding.diagnosis.maps[row].shape[1]
-    _frame_answer(axes, finding.diagnosis.answers[row], cells, size=image.shape[1] / cells)
-    if row == 0:
-        axes.set_title("image", fontsize=8)
+def cost_against_tokens(result: DemoResult) -> "Figure":
+    figure = new_figure(9, 4)
+    axes = figure.add_subplot()
+    for finding in result.found:
+        look = looks(result)[finding.entry.label]
+        axes.plot(TOKENS, finding.milliseconds, **look, linewidth=2, markersize=5, label=finding.entry.label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlabel="tokens", ylabel="milliseconds for one sequence", xticks=TOKENS)
+    axes.set_xticklabels([f"{tokens:,}" for tokens in TOKENS])
+    finish(axes)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
 
 
-def _frame_answer(axes: Any, answer: int, cells: int, size: float = 1.0) -> None:
-    from matplotlib.patches import Rectangle
+PICTURES = {
+    "scores": scores,
+    "entropy_against_norm": entropy_against_norm,
+    "attention_maps": attention_maps,
+    "learning_curves": learning_curves,
+    "cost_against_tokens": cost_against_tokens,
+}
 
-    y, x = divmod(answer, cells)
-    axes.add_patch(Rectangle((x * size - 0.5, y * size - 0.5), size, size, fill=False, edgecolor="#56B4E9", linewidth=1.6))
 
-
-def _finish(axes: Any) -> None:
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+def finish(axes: Any, grid: str = "y") -> None:
+    axes.grid(axis=grid, color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

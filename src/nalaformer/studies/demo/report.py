@@ -2,56 +2,55 @@
 
 import base64
 import html
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...bench import describe_machine
+from .cost import TOKENS
+from .entries import TASKS
+from .intervals import mean_of
 from .study import DemoResult, Finding
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 COLUMNS = (
-    ("attention", "With convolutions and positions inside attention off, its own norm and gate on."),
-    ("accuracy", "On full grids at the end: mean over seeds, lowest to highest in brackets."),
-    ("answer", "Mean weight that the best head of the marked cell puts on the answer's cell."),
-    ("rho", "Rank correlation of query norm and attention entropy in the trained network; 0 below 0.02 nats."),
-    ("train/s", "Images per second in training steps (forward and backward)."),
-    ("large/s", "Images per second in inference with 4,096 tokens each."),
-    ("MiB", "Peak memory of that."),
+    ("attention", "The feature map; norm, gate, convolutions and positions inside attention are off for all."),
+    ("pointing", "Accuracy on held-out sequences at the end: mean over seeds, and the 95% interval of the mean."),
+    ("counting", "The same of the task that needs flat attention."),
+    ("nearest", "Mean weight that the best head of a probe puts on the nearest of 32 keys."),
+    ("sharper", "Nats of entropy that attention loses when queries grow from half to twice their norm."),
+    (f"ms at {TOKENS[-1] // 1024}K", f"Time of one sequence of {TOKENS[-1]:,} tokens through the network, in inference."),
 )
-
-
 HOW_TO_READ = (
-    "answer: weight of the marked cell's best head on the answer; rho: rank correlation of query norm and attention entropy; "
-    "train/s: images per second of training steps; large/s, MiB: the same and peak memory of inference with 4,096 tokens. "
-    "NaLa's shell: its LayerNorm and gate around a plain ReLU map. In brackets: lowest and highest seed."
+    "pointing, counting: accuracy, mean over seeds ± 95% interval; nearest: weight on the nearest of 32 keys; sharper: entropy "
+    f"that attention loses when queries double twice, in nats; ms: one sequence of {TOKENS[-1]:,} tokens."
 )
 
 
 def cells(finding: Finding) -> tuple[str, ...]:
-    accuracies, cost = finding.accuracies, finding.cost
-
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     return (
         finding.entry.label,
-        f"{finding.accuracy:.2f} ({min(accuracies):.2f}-{max(accuracies):.2f})",
-        f"{finding.diagnosis.weight_on_answer:.2f}",
+        *(with_interval(finding.accuracies[task.name]) for task in TASKS),
+        f"{finding.diagnosis.mean_by_nearness[0].item():.2f}",
         # no minus in front of a rounded zero
-        f"{round(finding.diagnosis.correlation, 2) + 0.0:.2f}",
-        number(cost.training_images_per_second, ".0f"),
-        number(cost.large_images_per_second, ".1f"),
-        number(cost.large_mib, ".0f"),
+        f"{round(finding.diagnosis.sharpening, 2) + 0.0:.2f}",
+        f"{finding.milliseconds[-1]:.0f}",
     )
 
 
+def with_interval(values: tuple[float, ...]) -> str:
+    interval = mean_of(values)
+    return f"{interval.middle:.2f}" + (f" ± {interval.half:.2f}" if math.isfinite(interval.half) else "")
+
+
 def title(result: DemoResult) -> str:
-    seeds = len(result.found[0].accuracies)
-    return f"cue grid, {result.steps} steps of {result.batch_size} images, {seeds} seeds, chance {result.chance:.2f}"
+    steps = " and ".join(f"{result.steps[task.name]}" for task in TASKS)
+    chance = " and ".join(f"{result.chance[task.name]:.3g}" for task in TASKS)
+    return f"{steps} steps of {result.batch_size} sequences, {result.seeds} seeds, chance {chance}"
 
 
 def demo_table(result: DemoResult) -> "Table":
@@ -59,16 +58,24 @@ def demo_table(result: DemoResult) -> "Table":
 
     table = Table(title=title(result), title_justify="left")
     for name, _ in COLUMNS:
-        table.add_column(name, justify="left" if name in ("attention", "accuracy") else "right")
+        table.add_column(name, justify="left" if name == "attention" else "right", no_wrap=True)
     for finding in result.found:
         table.add_row(*cells(finding))
     return table
 
 
 def write_report(result: DemoResult, path: Path) -> Path:
-    """A page that needs nothing beside itself: the pictures are inside."""
-    from .pictures import attention_maps, entropy_against_norm, learning_curves
+    """A page that needs nothing beside itself: the pictures are inside, and as PNG and SVG files beside it for other uses."""
+    from .pictures import PICTURES, as_bytes
 
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pictures = {}
+    for name, draw in PICTURES.items():
+        figure = draw(result)
+        png = as_bytes(figure, "png")
+        pictures[name] = image(png, name.replace("_", " "))
+        (path.parent / f"{name}.png").write_bytes(png)
+        (path.parent / f"{name}.svg").write_bytes(as_bytes(figure, "svg"))
     machine = describe_machine()
     rows = "\n".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(finding)) + "</tr>" for finding in result.found
@@ -77,20 +84,19 @@ def write_report(result: DemoResult, path: Path) -> Path:
     legend = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(meaning)}</dd>" for name, meaning in COLUMNS[1:])
     parts = {
         "title": html.escape(title(result)),
-        "table": f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>",
-        "findings": "".join(f"<p>{html.escape(line)}</p>" for line in result.findings()),
+        "table": f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>',
+        "findings": "".join(f"<li>{html.escape(line)}</li>" for line in result.findings()),
         "legend": f"<dl>{legend}</dl>",
-        "curves": image(learning_curves(result), "accuracy against steps"),
-        "entropy": image(entropy_against_norm(result), "entropy against query norm"),
-        "maps": image(attention_maps(result), "attention maps of samples"),
-        "parameters": ", ".join(f"{finding.entry.label} {finding.parameters:,}" for finding in result.found),
+        "parameters": ", ".join(
+            f"{html.escape(finding.entry.label)} {finding.diagnosis.parameters:,}" for finding in result.found
+        ),
         "machine": html.escape(
             f"{machine.cpu}, {torch.get_num_threads()} threads, torch {machine.torch}, commit {machine.commit}, "
             f"{result.seconds:.0f} s in all"
         ),
+        **pictures,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(PAGE.format(**parts))
+    path.write_text(PAGE.format(**parts), encoding="utf-8")
     return path
 
 
@@ -99,26 +105,35 @@ def image(png: bytes, words: str) -> str:
 
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>nalaformer demo</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>nalaformer demo</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+.wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; }} th, td {{ padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }}
-th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) {{ text-align: left; }}
+th:first-child, td:first-child {{ text-align: left; }} td {{ font-variant-numeric: tabular-nums; white-space: nowrap; }}
 img {{ max-width: 100%; }} dt {{ font-weight: 600; }} dd {{ margin: 0 0 .4rem 1rem; }} small {{ color: #666; }}
 </style></head><body>
-<h1>Who finds the cell of that colour?</h1>
-<p>Each image is a grid of coloured glyphs. One cell has a white frame and shows nothing but a colour: name the glyph that has
-this colour. Every glyph comes equally often, so only comparing the marked cell with all others helps, and only sharp attention
-reads a single one of them. The same two-block network was trained with each attention: {title}.</p>
+<h1>Which attention can point?</h1>
+<p>A sequence holds 32 keys: a direction and a class each. A probe shows a direction near one of them; the answer is the class
+of the nearest key. Only attention that singles out one of 32 tokens can give it, and accuracy grows with how sharp attention
+can be. Counting is the opposite: how many keys have the class that a probe shows? There all weights should be alike. The same
+two-block network is trained with each attention, and the feature map is all that differs: {title}.</p>
 {table}
-{findings}
-<h2>Learning curves</h2>{curves}
-<h2>Does attention sharpen with the query?</h2>{entropy}
-<h2>Where the marked cell looks</h2>
-<p>Brighter is more weight, by the head that finds the answer best over the first 64 eval images, from the best seed; the
-answer's cell is framed. Each map has its own scale.</p>{maps}
+<h2>What the figures bear</h2><ul>{findings}</ul>
+<h2>Scores</h2>{scores}
+<p>A dot for each seed, a bar for the 95% interval of the mean.</p>
+<h2>Does attention sharpen with the query?</h2>{entropy_against_norm}
+<p>Left: every query of the trained networks is made shorter and longer, and nothing else changes. With ReLU-like maps the
+length cancels and the line is flat; softmax, and maps that keep the norm, sharpen as the query grows. Right: the queries as the
+networks make them. There directions differ too, so a line may fall without any effect of the norm itself.</p>
+<h2>Where probes look</h2>{attention_maps}
+<p>Each row is a probe of the same sequence, its 32 keys ordered from the nearest to the farthest, by the head that finds the
+nearest best. A sharp method has one bright column at the left.</p>
+<h2>How they learn</h2>{learning_curves}
+<h2>What it costs</h2>{cost_against_tokens}
+<p>One sequence through the same network in inference, float32, on this machine's CPU; the shortest of three rounds.</p>
 <h2>Columns</h2>{legend}
-<p><small>Parameters: {parameters}. Figures of one small task on a small budget, measured on {machine}. They say
+<p><small>Parameters: {parameters}. Figures of two small tasks on a small budget, measured on {machine}. They say
 nothing about ImageNet.</small></p>
 </body></html>
 """

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...analysis.compare import LEAST_DROP
 from ...child_processes import worker_pool
 from ...ops import use_backend
 from ...recipes import make_trainer
 from ...training.log import read_log
-from .cost import Cost, cost_of
+from .cost import TOKENS, milliseconds
 from .diagnose import Diagnosis, diagnose
-from .entries import ENTRIES, Entry, demo_recipe
+from .entries import ENTRIES, TASKS, DemoTask, Entry, demo_recipe
+from .intervals import difference_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,18 +30,14 @@ class Finding:
     """What the demo has found out about one method."""
 
     entry: Entry
-    accuracies: tuple[float, ...]
-    """On the eval split at the end, one for each seed."""
-    curves: tuple[tuple[tuple[int, float], ...], ...]
-    """(step, accuracy) of each evaluation, for each seed."""
+    accuracies: dict[str, tuple[float, ...]]
+    """For each task, on held-out sequences at the end, one for each seed."""
+    curves: dict[str, tuple[tuple[tuple[int, float], ...], ...]]
+    """For each task and seed (step, accuracy) of each evaluation."""
     diagnosis: Diagnosis
-    """Of the best seed."""
-    cost: Cost
-    parameters: int
-
-    @property
-    def accuracy(self) -> float:
-        return statistics.mean(self.accuracies)
+    """Of the first seed's network that points."""
+    milliseconds: tuple[float, ...]
+    """Of one sequence, for each of TOKENS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,43 +45,87 @@ class DemoResult:
     """All findings, and what they were found with."""
 
     found: tuple[Finding, ...]
-    chance: float
-    steps: int
+    chance: dict[str, float]
+    steps: dict[str, int]
     batch_size: int
-    tokens: int
     seconds: float
+
+    @property
+    def seeds(self) -> int:
+        return len(self.found[0].accuracies[TASKS[0].name])
 
     def findings(self) -> list[str]:
         """In words, only what the figures bear."""
+        lines = [self.on_pointing(), *self.against("linear (ReLU)"), self.on_counting(), self.on_norms(), self.on_cost()]
+        return [line for line in lines if line]
+
+    def on_pointing(self) -> str:
+        softmax, *linear = sorted(self.found, key=lambda f: (f.entry.label != "softmax", -mean(f, "pointing")))
+        if softmax.entry.label != "softmax" or not linear:
+            return ""
+        order = ", ".join(f"{f.entry.label} {mean(f, 'pointing'):.2f}" for f in linear)
+        return f"Pointing needs sharp attention: softmax reaches {mean(softmax, 'pointing'):.2f}; in linear time {order}."
+
+    def against(self, other: str) -> list[str]:
+        """NaLaFormer beside another method and beside the best of those in linear time."""
         by_label = {finding.entry.label: finding for finding in self.found}
-        lines = []
-        softmax, relu = by_label.get("softmax"), by_label.get("linear (ReLU)")
-        if softmax and relu:
-            lines.append(
-                f"Softmax reaches {softmax.accuracy:.2f}, plain linear attention {relu.accuracy:.2f} (chance "
-                f"{self.chance:.2f}): the gap that the other methods are to close."
-            )
-        nala, shell = by_label.get("NaLaFormer"), by_label.get("ReLU, NaLa's shell")
-        if nala and shell:
-            sides = (
-                f"NaLaFormer reaches {nala.accuracy:.2f}, its LayerNorm and gate around a plain ReLU map {shell.accuracy:.2f}"
-            )
-            more = nala.accuracy - shell.accuracy
-            # the spread of a few seeds is wide: a difference within it is none
-            spread = max(max(f.accuracies) - min(f.accuracies) for f in (nala, shell))
-            verdict = "no difference beyond the seeds'" if abs(more) <= spread else f"the map itself makes {more:+.2f}"
-            lines.append(f"{sides}: {verdict}.")
-        lines.append(
-            f"{len(self.found[0].accuracies)} seeds, {self.steps} steps of {self.batch_size} images each: a small budget, "
-            "where methods differ in how soon they learn as much as in what they can learn."
+        nala = by_label.get("NaLaFormer")
+        linear = [finding for finding in self.found if finding.entry.label not in ("softmax", "NaLaFormer")]
+        if nala is None or not linear:
+            return []
+        best = max(linear, key=lambda f: mean(f, "pointing"))
+        rivals = {f.entry.label: f for f in (by_label.get(other), best) if f is not None}
+        return [f"At pointing {verdict(nala, rival, 'pointing')}" for rival in rivals.values()]
+
+    def on_counting(self) -> str:
+        by_label = {finding.entry.label: finding for finding in self.found}
+        softmax = by_label.get("softmax")
+        if softmax is None:
+            return ""
+        against = {f.entry.label: difference_of(f.accuracies["counting"], softmax.accuracies["counting"]) for f in self.found}
+        behind = [f"{label} ({each.middle:+.2f})" for label, each in against.items() if each.is_negative]
+        told = f"behind it by more than the seeds' spread: {', '.join(behind)}" if behind else "no other is behind it"
+        return f"Counting needs flat attention: softmax reaches {mean(softmax, 'counting'):.2f}; {told}."
+
+    def on_norms(self) -> str:
+        sharpen = {f.entry.label: f.diagnosis.sharpening for f in self.found}
+        does = [f"{label} ({nats:.2f})" for label, nats in sharpen.items() if nats >= LEAST_DROP]
+        does_not = [label for label, nats in sharpen.items() if nats < LEAST_DROP]
+        sides = (("sharper in", does), ("unchanged in", does_not))
+        told = "; ".join(f"{how} {', '.join(labels)}" for how, labels in sides if labels)
+        return f"Let the queries of a trained network grow from half to twice their norm, and attention is (nats) {told}."
+
+    def on_cost(self) -> str:
+        by_label = {finding.entry.label: finding for finding in self.found}
+        softmax, nala = by_label.get("softmax"), by_label.get("NaLaFormer")
+        if softmax is None or nala is None:
+            return ""
+        a, b = softmax.milliseconds, nala.milliseconds
+        return (
+            f"A sequence of {TOKENS[0]:,} tokens takes {a[0]:.3g} ms with softmax and {b[0]:.3g} ms with NaLaFormer, one of "
+            f"{TOKENS[-1]:,} tokens {a[-1]:.3g} and {b[-1]:.3g} ms."
         )
-        return lines
+
+
+def mean(finding: Finding, task: str) -> float:
+    return statistics.mean(finding.accuracies[task])
+
+
+def verdict(one: Finding, other: Finding, task: str) -> str:
+    """Who leads, as far as the interval of the difference says it."""
+    difference = difference_of(one.accuracies[task], other.accuracies[task])
+    names = f"{one.entry.label} ({mean(one, task):.2f}) and {other.entry.label} ({mean(other, task):.2f})"
+    if not (difference.is_positive or difference.is_negative):
+        return f"{names} differ by nothing that {len(one.accuracies[task])} seeds could show."
+    leader = one if difference.is_positive else other
+    low, high = sorted(abs(difference.middle + side * difference.half) for side in (-1, 1))
+    return f"{leader.entry.label} leads of {names}: by {low:.2f} to {high:.2f} (95% interval over seeds)."
 
 
 def run_demo(
     folder: Path,
     *,
-    seeds: int = 2,
+    seeds: int = 3,
     steps: int | None = None,
     entries: Sequence[Entry] = ENTRIES,
     workers: int | None = None,
@@ -93,115 +135,105 @@ def run_demo(
     if seeds < 1:
         raise ValueError(f"seeds must be positive, got {seeds}")
     began = time.monotonic()
-    jobs = [(number, seed) for seed in range(seeds) for number in range(len(entries))]
-    train_all(folder, entries, jobs, steps, workers, console)
-    found = []
-    for number, entry in enumerate(entries):
-        runs = [run_folder(folder, entry, seed) for seed in range(seeds)]
-        curves = [tuple((r["step"], r["top1"]) for r in read_log(run / "log.jsonl") if r["kind"] == "eval") for run in runs]
-        accuracies = tuple(curve[-1][1] for curve in curves)
-        best = runs[max(range(seeds), key=lambda seed: accuracies[seed])]
-        if console is not None:
-            console.print(f"looking at {entry.label} ({number + 1} of {len(entries)})")
-        diagnosis = diagnose(best)
-        cost = cost_of(entry)
+    jobs = [Job(task=task, entry=entry, seed=seed, steps=steps) for seed in range(seeds) for task in TASKS for entry in entries]
+    train_all(folder, jobs, workers, console)
+    if console is not None:
+        console.print("looking at what was learned, and timing sequences of up to 16,384 tokens")
+    times = milliseconds(entries)
+    found, chance = [], {}
+    for entry in entries:
+        curves = {}
+        for task in TASKS:
+            logs = [
+                [row for row in read_log(job.folder(folder) / "log.jsonl") if row["kind"] == "eval"]
+                for job in jobs
+                if (job.task, job.entry) == (task, entry)
+            ]
+            chance[task.name] = logs[0][-1]["chance"]
+            curves[task.name] = tuple(tuple((row["step"], row["accuracy"]) for row in log) for log in logs)
         found.append(
             Finding(
                 entry=entry,
-                accuracies=accuracies,
-                curves=tuple(curves),
-                diagnosis=diagnosis,
-                cost=cost,
-                parameters=diagnosis.parameters,
+                accuracies={name: tuple(curve[-1][1] for curve in each) for name, each in curves.items()},
+                curves=curves,
+                diagnosis=diagnose(Job(task=TASKS[0], entry=entry, seed=0, steps=steps).folder(folder)),
+                milliseconds=times[entry],
             )
         )
-    recipe = demo_recipe(entries[0], seed=0, steps=steps)
     return DemoResult(
         found=tuple(found),
-        chance=1 / len(found[0].diagnosis.classes),
-        steps=recipe.training.steps,
-        batch_size=recipe.training.batch_size,
-        tokens=found[0].diagnosis.tokens,
+        chance=chance,
+        steps={task.name: steps or task.steps for task in TASKS},
+        batch_size=demo_recipe(TASKS[0], entries[0], seed=0).training.batch_size,
         seconds=time.monotonic() - began,
     )
 
 
-def run_folder(folder: Path, entry: Entry, seed: int) -> Path:
-    name = "".join(letter if letter.isalnum() else "_" for letter in entry.label.lower())
-    return folder / "runs" / f"{name}_seed{seed}"
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training."""
+
+    task: DemoTask
+    entry: Entry
+    seed: int
+    steps: int | None
+
+    @property
+    def label(self) -> str:
+        return f"{self.task.name}: {self.entry.label}, seed {self.seed}"
+
+    @property
+    def total(self) -> int:
+        return self.steps or self.task.steps
+
+    def folder(self, parent: Path) -> Path:
+        name = "".join(letter if letter.isalnum() else "_" for letter in self.entry.label.lower())
+        return parent / "runs" / f"{self.task.name}_{name}_seed{self.seed}"
+
+    def run(self, parent: Path) -> None:
+        """What a process of the demo does."""
+        torch.set_num_threads(1)
+        # tokens are few here: what saves memory for many only costs time
+        with use_backend("reference"):
+            recipe = demo_recipe(self.task, self.entry, seed=self.seed, steps=self.steps)
+            make_trainer(recipe, self.folder(parent)).fit()
 
 
-def train_all(
-    folder: Path,
-    entries: Sequence[Entry],
-    jobs: list[tuple[int, int]],
-    steps: int | None,
-    workers: int | None,
-    console: "Console | None",
-) -> None:
+def train_all(folder: Path, jobs: Sequence[Job], workers: int | None, console: "Console | None") -> None:
     """One process per core, one thread each: networks this small gain nothing from more threads."""
-    total = demo_recipe(entries[0], seed=0, steps=steps).training.steps
     workers = min(len(jobs), workers or os.cpu_count() or 1)
     if workers == 1:
-        for number, seed in jobs:
-            train_one(entries[number], seed, steps, run_folder(folder, entries[number], seed))
+        for job in jobs:
+            job.run(folder)
         return
     with worker_pool(workers, context="spawn") as pool:
-        waiting = {
-            job: pool.submit(train_one, entries[job[0]], job[1], steps, run_folder(folder, entries[job[0]], job[1]))
-            for job in jobs
-        }
-        watch(folder, entries, waiting, total, console)
-        for future in waiting.values():
+        waiting = [(job, pool.submit(job.run, folder)) for job in jobs]
+        watch(folder, waiting, console)
+        for _, future in waiting:
             future.result()
 
 
-def train_one(entry: Entry, seed: int, steps: int | None, folder: Path) -> None:
-    """What a process of the demo does."""
-    torch.set_num_threads(1)
-    # tokens are few here: what saves memory for many only costs time
-    with use_backend("reference"):
-        make_trainer(demo_recipe(entry, seed=seed, steps=steps), folder).fit()
-
-
-def watch(
-    folder: Path,
-    entries: Sequence[Entry],
-    waiting: dict[tuple[int, int], "Future[None]"],
-    total: int,
-    console: "Console | None",
-) -> None:
-    """A bar for each run, fed from its log, until all have ended."""
+def watch(folder: Path, waiting: "Sequence[tuple[Job, Future[None]]]", console: "Console | None") -> None:
+    """One bar over all steps, and a line for each run that ends, until all have."""
     if console is None:
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[last]}"),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bars = {
-            (number, seed): progress.add_task(f"{entries[number].label}, seed {seed}", total=total, last="")
-            for number, seed in waiting
-        }
-        finished: set[tuple[int, int]] = set()
-        while len(finished) < len(waiting):
-            for job, future in waiting.items():
-                if job in finished:
-                    continue
-                rows = read_log(run_folder(folder, entries[job[0]], job[1]) / "log.jsonl")
-                losses = [row for row in rows if row["kind"] == "step"]
-                evals = [row for row in rows if row["kind"] == "eval"]
-                if losses:
-                    rate = f"loss {losses[-1]['loss']:.3f}" + (f"  accuracy {evals[-1]['top1']:.2f}" if evals else "")
-                    progress.update(bars[job], completed=losses[-1]["step"], last=rate)
+        bar = progress.add_task(f"training {len(waiting)} networks", total=sum(job.total for job, _ in waiting))
+        running = list(waiting)
+        ended = 0
+        while running:
+            for job, future in list(running):
                 if future.done():
-                    finished.add(job)
-                    if not console.is_terminal and evals:
-                        label = f"{entries[job[0]].label}, seed {job[1]}"
-                        console.print(f"trained {label}: accuracy {evals[-1]['top1']:.3f} ({len(finished)} of {len(waiting)})")
+                    running.remove((job, future))
+                    ended += job.total
+                    evals = [row for row in read_log(job.folder(folder) / "log.jsonl") if row["kind"] == "eval"]
+                    if evals:
+                        number = len(waiting) - len(running)
+                        console.print(f"{job.label}: accuracy {evals[-1]['accuracy']:.3f} ({number} of {len(waiting)})")
+            steps = [read_log(job.folder(folder) / "log.jsonl") for job, _ in running]
+            here = sum(max((row["step"] for row in rows if row["kind"] == "step"), default=0) for rows in steps)
+            progress.update(bar, completed=ended + here)
             time.sleep(0.5)
