@@ -12,7 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from nalaformer import cli
+from nalaformer.attention import METHODS
 from nalaformer.data.sequences import IGNORE, SEQUENCES
+from nalaformer.feature_maps import FEATURE_MAPS
 from nalaformer.folder_lock import InUse, only_writer
 from nalaformer.models.sequence import RecallModel
 from nalaformer.recipes import RECIPES, changed
@@ -194,6 +196,19 @@ def test_rows_say_what_was_measured_with_what(tmp_path):
     assert kept[0]["torch"] == torch.__version__
     assert set(json.loads(kept[0]["groups"])) == {"16 tokens, 2 pairs", "24 tokens, 3 pairs"}
     assert float(kept[0]["chance"]) == 2 / 32
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [("mqar_small", MQAR), ("pointing", {"keys": 8, "probes": 2}), ("copying", {"length": 8, "vocabulary": 6})],
+)
+def test_every_method_has_a_row_of_every_kind_of_task(row, options, tmp_path):
+    names = ", ".join([*METHODS, *FEATURE_MAPS.names()])
+    rows = board(tmp_path / "a.csv", methods=names, steps=1, recipe=recipe("train_samples=16", name=row, options=options))
+    assert [each["method"] for each in rows] == names.split(", ")
+    assert {each["outcome"] for each in rows} == {"finished"}
+    # only softmax remembers every token
+    assert [each["method"] for each in rows if each["state_size"] == "0"] == ["softmax"]
 
 
 def test_runs_that_are_in_the_file_are_not_repeated(tmp_path, monkeypatch):

@@ -38,8 +38,9 @@ def state_size(model: nn.Module) -> int:
     for layer in model.modules():
         if isinstance(layer, Attention) and layer.map is not None:
             heads, size = layer.num_heads, layer.head_dim
-            parameter = next(layer.parameters())
-            features = layer.map.key(torch.zeros(1, 1, heads, size, device=parameter.device)).shape[-1]
+            token = torch.zeros(1, 1, heads, size, device=next(layer.parameters()).device)
+            # some maps look at all tokens first
+            features = layer.map.given(token, token, key_mask=None, causal=False).key(token).shape[-1]
             total += heads * features * size
     return total
 

@@ -182,10 +182,10 @@ def run_scoreboard(
         todo = [run for run in planned if not run.is_in(rows)]
         say(f"{title}: {len(todo)} of {len(planned)} runs to do, {total} steps each, on {machine.device_name(device)}")
         if todo:
-            # a name that is wrong should say so before others have trained for hours
+            # what cannot be made or described should say so before others have trained for hours
             facts = Sequences(recipe.task).facts()
             for method in methods:
-                make_model(recipe, method, facts)
+                state_size(make_model(recipe, method, facts))
             with prepared(recipe.task, data_folder, workers, say) as task:
                 loaded = Loaded(task, device, say)
                 for row in finished_runs(todo, loaded, out, until, say):
