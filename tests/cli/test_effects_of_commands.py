@@ -482,6 +482,6 @@ def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
     whole = demo.run_demo
     monkeypatch.setattr(demo, "run_demo", lambda *a, **k: whole(*a, **k, entries=demo.ENTRIES[:1], workers=1))
     assert f"report: {tmp_path / 'report.html'}" in run("demo", "--out", tmp_path, "--seeds", 1, "--steps", 2)
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"pointing_softmax_seed0", "counting_softmax_seed0"}
-    log = read_log(tmp_path / "runs" / "counting_softmax_seed0" / "log.jsonl")
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"pointing_softmax_seed0", "majority_softmax_seed0"}
+    log = read_log(tmp_path / "runs" / "majority_softmax_seed0" / "log.jsonl")
     assert sum(row["kind"] == "step" for row in log) == 2

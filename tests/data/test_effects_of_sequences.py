@@ -281,7 +281,7 @@ def test_tokens_are_drawn_from_the_vocabulary(name):
 
 # ---- pointing
 
-PROBED = ("pointing", "pointing_control")
+PROBED = ("pointing", "pointing_control", "majority")
 
 
 @shows(PROBED, "keys")
@@ -316,14 +316,19 @@ def test_probes_lie_so_far_from_their_keys():
     assert distance(0.3) > 2 * distance(0.03)
 
 
-@SEQUENCE_OPTIONS.of("pointing_control.most")
-def test_a_class_has_so_many_keys_at_most():
-    data, made = arrays("pointing_control", most=3, keys=24)
-    assert set(made["targets"][:, 24:].ravel()) == {0, 1, 2, 3}
-    assert data.chance == 1 / 4
-    for options, message in (({"most": 8}, "1 to 7"), ({"most": 3, "keys": 23}, "at least 24")):
-        with pytest.raises(ValueError, match=message):
-            arrays("pointing_control", **options)
+@SEQUENCE_OPTIONS.of("majority.lead")
+def test_the_class_of_most_keys_leads_by_so_many():
+    def leads(lead):
+        made = arrays("majority", lead=lead)[1]
+        counts = np.sort(made["inputs"][:, :23, 3:11].sum(axis=1), axis=1)
+        return counts[:, -1] - counts[:, -2]
+
+    assert leads(1).min() == 1
+    # one more than others at least, and each taken key may have been of the second
+    assert leads(6).min() >= 6
+    for lead in (0, 12):
+        with pytest.raises(ValueError, match="lead must be 1 to 11"):
+            arrays("majority", lead=lead)
 
 
 # ---- hidden facts

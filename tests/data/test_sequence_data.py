@@ -94,6 +94,7 @@ CHECKSUMS = {
     "mqar": "b2bcde2237dc",
     "pointing": "7d55aad1fc03",
     "pointing_control": "2e450f7ba250",
+    "majority": "c8d8ec8b0706",
     "copying": "c0c228c834e5",
     "induction": "7d11268d2fed",
     "recall_language": "11b6a2135108",
@@ -486,6 +487,17 @@ def test_the_control_asks_how_many_keys_have_a_class():
     assert np.array_equal(np.take_along_axis(counts, asked, axis=1), arrays["targets"][:, 61:])
     shares = np.bincount(arrays["targets"][:, 61:].ravel(), minlength=8) / 2000
     assert shares == pytest.approx(np.full(8, 1 / 8), abs=0.03)
+
+
+def test_the_majority_is_the_class_of_most_keys_and_every_class_wins_as_often():
+    arrays = make("majority", samples=4000).batch(range(4000))
+    counts = arrays["inputs"][:, :23, 3:11].sum(axis=1)
+    answers = arrays["targets"][:, 23:]
+    assert (answers == answers[:, :1]).all()
+    assert np.array_equal(counts.argmax(axis=1), answers[:, 0])
+    assert (np.sort(counts, axis=1)[:, -1] > np.sort(counts, axis=1)[:, -2]).all()
+    assert np.bincount(answers[:, 0]) / 4000 == pytest.approx(np.full(8, 1 / 8), abs=0.03)
+    assert not arrays["inputs"][:, 23:, :-1].any()
 
 
 # ---- hidden facts

@@ -9,6 +9,7 @@ CASES = {
     "mqar": {"vocabulary": 67, "mixture": [[22, 3], [34, 5], [22, 3]]},
     "pointing": {"keys": 23, "probes": 5, "dimensions": 3},
     "pointing_control": {"keys": 61, "probes": 5, "dimensions": 3},
+    "majority": {"keys": 23, "probes": 5, "dimensions": 3},
     "copying": {"length": 26, "vocabulary": 11},
     "induction": {"length": 27, "vocabulary": 11},
     "recall_language": {"length": 131, "needles": 9, "fewest_needles": 2, "names": 31, "values": 17, "words": 13},

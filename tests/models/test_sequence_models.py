@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ATTENTIONS = [*METHODS, *FEATURE_MAPS.names()]
 LONG_RANGE = [
     *("lra_listops", "lra_listops_sky", "lra_pathfinder", "lra_pathx", "listops_small", "pathfinder_small", "mqar"),
-    *("mqar_small", "copying", "induction", "needles", "variables", "pointing", "pointing_control"),
+    *("mqar_small", "copying", "induction", "needles", "variables", "pointing", "pointing_control", "majority"),
 ]
 
 
@@ -217,6 +217,7 @@ def test_recipes_of_released_files_say_what_is_missing():
         ("pathfinder", {"size": 12, "contour": 2, "distractors": 0, "seed_distance": 4.0}),
         ("pointing", {"keys": 6, "probes": 3, "dimensions": 3}),
         ("pointing_control", {"keys": 56, "probes": 3, "dimensions": 3}),
+        ("majority", {"keys": 8, "probes": 3, "dimensions": 3}),
         ("mqar", {"vocabulary": 32, "mixture": [[16, 2]]}),
         ("copying", {"length": 12, "vocabulary": 8}),
         ("induction", {"length": 12, "vocabulary": 8}),

@@ -290,6 +290,17 @@ def pointing() -> Recipe:
     return probing("pointing")
 
 
+@RECIPES.register("majority")
+def majority() -> Recipe:
+    """Name the class that most of 256 tokens have: flat attention, in which linear attention must not lose.
+
+    Command: nalaformer train majority attention=nalaformer
+    Cost: as pointing.
+    Expected: not measured; chance is 0.125.
+    """
+    return probing("majority")
+
+
 @RECIPES.register("pointing_control")
 def pointing_control() -> Recipe:
     """Count the tokens of a class among 256: flat attention, in which linear attention must not lose.

@@ -1,4 +1,4 @@
-"""Vectors as tokens: pointing at the nearest of many, which needs sharp attention, and counting, which needs flat."""
+"""Vectors as tokens: pointing at the nearest of many, which needs sharp attention, and counting and voting, which need flat."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,7 @@ class Pointing(Probed):
 
 @SEQUENCES.register("pointing_control")
 class Counting(Probed):
-    """A probe shows a class; the answer is how many keys have it, 0 to `most`. The other keys have none.
+    """A probe shows a class; the answer is how many keys have it, 0 to 7. The other keys have none.
 
     The number for each class is drawn evenly, and the directions say nothing.
     """
@@ -99,27 +99,16 @@ class Counting(Probed):
     stream_name = "pointing_control"
 
     def __init__(
-        self,
-        *,
-        split: str,
-        samples: int,
-        seed: int = 0,
-        keys: int = 256,
-        probes: int = 16,
-        dimensions: int = 6,
-        most: int = 7,
+        self, *, split: str, samples: int, seed: int = 0, keys: int = 256, probes: int = 16, dimensions: int = 6
     ) -> None:
         super().__init__(split=split, samples=samples, seed=seed, keys=keys, probes=probes, dimensions=dimensions)
-        if not 1 <= most <= 7:
-            raise ValueError(f"most must be 1 to 7, since answers are one of eight, got {most}")
-        if keys < most * self.classes:
-            raise ValueError(f"keys must be at least {most * self.classes}, so that every number fits, got {keys}")
-        self.most, self.chance = most, 1 / (most + 1)
+        if keys < 7 * self.classes:
+            raise ValueError(f"keys must be at least {7 * self.classes}, so that every number fits, got {keys}")
 
     def make(self, indices: NDArray[np.int64]) -> Arrays:
         keys, batch = self.keys(indices), len(indices)
         vectors = self.directions(indices)
-        counts = integers(uniforms(child_keys(keys, CLASSES), self.classes), self.most + 1)
+        counts = integers(uniforms(child_keys(keys, CLASSES), self.classes), 8)
         # class c takes the first counts[c] of the next free places; what is left has no class; then all are shuffled
         ends = counts.cumsum(axis=1)
         kinds = (np.arange(self.num_keys)[None, :, None] >= ends[:, None]).sum(axis=2)
@@ -130,6 +119,49 @@ class Counting(Probed):
         none = np.zeros((batch, self.probes, self.dimensions))
         shown = np.eye(self.classes + 1)[kinds][:, :, : self.classes]
         return self.put_together(vectors, shown, none, np.eye(self.classes)[asked], answers)
+
+
+@SEQUENCES.register("majority")
+class Majority(Probed):
+    """Every key has a class; the answer of every probe is the class of most keys, `lead` more of them than chance gave it.
+
+    The directions say nothing, and the probes show nothing.
+    """
+
+    stream_name = "majority"
+
+    def __init__(
+        self,
+        *,
+        split: str,
+        samples: int,
+        seed: int = 0,
+        keys: int = 256,
+        probes: int = 16,
+        dimensions: int = 6,
+        lead: int = 2,
+    ) -> None:
+        super().__init__(split=split, samples=samples, seed=seed, keys=keys, probes=probes, dimensions=dimensions)
+        if not 1 <= lead <= keys // 2:
+            raise ValueError(f"lead must be 1 to {keys // 2}, half of the keys, so that there is somebody to lead, got {lead}")
+        self.lead = lead
+
+    def make(self, indices: NDArray[np.int64]) -> Arrays:
+        keys, batch = self.keys(indices), len(indices)
+        classes = integers(uniforms(child_keys(keys, CLASSES), self.num_keys), self.classes)
+        counts = (classes[:, :, None] == np.arange(self.classes)).sum(axis=1)
+        # among classes that are even, each is as likely to win
+        winners = (counts + uniforms(child_keys(keys, CHOICES), self.classes)).argmax(axis=1)[:, None]
+        # the winner takes over keys of others, whichever come first in a random order: what it has already comes last
+        order = uniforms(child_keys(keys, PROBES), self.num_keys) + (classes == winners)
+        taken = order.argsort(axis=1).argsort(axis=1) < self.lead
+        classes = np.where(taken, winners, classes)
+        none = np.zeros((batch, self.probes, self.dimensions + self.classes))
+        answers = np.broadcast_to(winners, (batch, self.probes))
+        shown = np.eye(self.classes)[classes]
+        return self.put_together(
+            self.directions(indices), shown, none[..., : self.dimensions], none[..., self.dimensions :], answers
+        )
 
 
 def unit(x: NDArray[np.float64]) -> NDArray[np.float64]:

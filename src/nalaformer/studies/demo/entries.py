@@ -44,7 +44,7 @@ class DemoTask:
 # accuracy at the first grows smoothly with how sharp attention can be; at the second all weights should be alike
 TASKS = (
     DemoTask(name="pointing", recipe="pointing", needs="sharp", steps=500, data_options={"keys": 32}),
-    DemoTask(name="counting", recipe="pointing_control", needs="flat", steps=400, data_options={"keys": 32, "most": 3}),
+    DemoTask(name="majority", recipe="majority", needs="flat", steps=200, data_options={"keys": 32}),
 )
 
 

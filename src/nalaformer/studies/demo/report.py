@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 COLUMNS = (
     ("attention", "The feature map; norm, gate, convolutions and positions inside attention are off for all."),
     ("pointing", "Accuracy on held-out sequences at the end: mean over seeds, and the 95% interval of the mean."),
-    ("counting", "The same of the task that needs flat attention."),
+    ("majority", "The same of the task that needs flat attention."),
     ("nearest", "Mean weight that the best head of a probe puts on the nearest of 32 keys."),
     ("sharper", "Nats of entropy that attention loses when queries grow from half to twice their norm."),
     (f"ms at {TOKENS[-1] // 1024}K", f"Time of one sequence of {TOKENS[-1]:,} tokens through the network, in inference."),
 )
 HOW_TO_READ = (
-    "pointing, counting: accuracy, mean over seeds ± 95% interval; nearest: weight on the nearest of 32 keys; sharper: entropy "
+    "pointing, majority: accuracy, mean over seeds ± 95% interval; nearest: weight on the nearest of 32 keys; sharper: entropy "
     f"that attention loses when queries double twice, in nats; ms: one sequence of {TOKENS[-1]:,} tokens."
 )
 
@@ -116,8 +116,8 @@ img {{ max-width: 100%; }} dt {{ font-weight: 600; }} dd {{ margin: 0 0 .4rem 1r
 <h1>Which attention can point?</h1>
 <p>A sequence holds 32 keys: a direction and a class each. A probe shows a direction near one of them; the answer is the class
 of the nearest key. Only attention that singles out one of 32 tokens can give it, and accuracy grows with how sharp attention
-can be. Counting is the opposite: how many keys have the class that a probe shows? There all weights should be alike. The same
-two-block network is trained with each attention, and the feature map is all that differs: {title}.</p>
+can be. The majority is the opposite: which class do most keys have? There all weights should be alike. The same two-block
+network is trained with each attention, and the feature map is all that differs: {title}.</p>
 {table}
 <h2>What the figures bear</h2><ul>{findings}</ul>
 <h2>Scores</h2>{scores}

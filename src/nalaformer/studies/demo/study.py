@@ -56,7 +56,7 @@ class DemoResult:
 
     def findings(self) -> list[str]:
         """In words, only what the figures bear."""
-        lines = [self.on_pointing(), *self.against("linear (ReLU)"), self.on_counting(), self.on_norms(), self.on_cost()]
+        lines = [self.on_pointing(), *self.against("linear (ReLU)"), self.on_majority(), self.on_norms(), self.on_cost()]
         return [line for line in lines if line]
 
     def on_pointing(self) -> str:
@@ -77,15 +77,15 @@ class DemoResult:
         rivals = {f.entry.label: f for f in (by_label.get(other), best) if f is not None}
         return [f"At pointing {verdict(nala, rival, 'pointing')}" for rival in rivals.values()]
 
-    def on_counting(self) -> str:
+    def on_majority(self) -> str:
         by_label = {finding.entry.label: finding for finding in self.found}
         softmax = by_label.get("softmax")
         if softmax is None:
             return ""
-        against = {f.entry.label: difference_of(f.accuracies["counting"], softmax.accuracies["counting"]) for f in self.found}
+        against = {f.entry.label: difference_of(f.accuracies["majority"], softmax.accuracies["majority"]) for f in self.found}
         behind = [f"{label} ({each.middle:+.2f})" for label, each in against.items() if each.is_negative]
         told = f"behind it by more than the seeds' spread: {', '.join(behind)}" if behind else "no other is behind it"
-        return f"Counting needs flat attention: softmax reaches {mean(softmax, 'counting'):.2f}; {told}."
+        return f"The majority needs flat attention: softmax reaches {mean(softmax, 'majority'):.2f}; {told}."
 
     def on_norms(self) -> str:
         sharpen = {f.entry.label: f.diagnosis.sharpening for f in self.found}
