@@ -1,5 +1,7 @@
 """Linear attention that keeps what softmax has: it sharpens with the query norm and keeps the negative half."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import attention, feature_maps, ops, published
 from .conversion import convert, plan_conversion
 from .feature_maps import FEATURE_MAPS, FeatureMap, feature_map
@@ -18,6 +20,9 @@ from .ops import (
 )
 from .when_imported import when_imported
 
+if TYPE_CHECKING:
+    from .models.diffusion import NaLaDiT, NaLaDiTPipeline
+
 # the backbones enter timm's registry as soon as both packages are imported, in either order
 when_imported("timm", "nalaformer.models.vision")
 # the language models enter the Auto classes with the modules that hold their tables; `import transformers` alone loads neither
@@ -28,10 +33,22 @@ when_imported("transformers.models.auto.modeling_auto", "nalaformer.models.hybri
 
 __version__ = "0.1.0.dev0"
 
+
+def __getattr__(name: str) -> Any:
+    """The models that diffusers looks for in this package, by the names that it writes into a pipeline's folder."""
+    if name not in ("NaLaDiT", "NaLaDiTPipeline"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .models import diffusion
+
+    return getattr(diffusion, name)
+
+
 __all__ = [
     "FEATURE_MAPS",
     "FeatureMap",
     "LinearState",
+    "NaLaDiT",
+    "NaLaDiTPipeline",
     "Rotary",
     "attention",
     "attention_weights",

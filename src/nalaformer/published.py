@@ -11,17 +11,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .published_names import FAMILIES, is_published_model, translate
+from .published_names import FAMILIES, is_published_dit, is_published_model, translate, translate_dit
 from .registry import unknown_name
 from .whole_files import whole_file
 
 if TYPE_CHECKING:
+    from .models.diffusion import NaLaDiT
     from .models.vision import Backbone
 
-__all__ = ["FAMILIES", "convert_file", "load", "read", "translate"]
+__all__ = ["FAMILIES", "convert_file", "load", "load_dit", "read", "translate"]
 
 # under which key training programs keep the weights of a checkpoint: the averaged ones are those that were evaluated
-INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
+INSIDE = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")
 # how training programs keep their settings beside the weights: plain containers, read as such and then left aside
 SETTINGS = [Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
@@ -49,6 +50,47 @@ def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any)
         config = {"family": family, "attention": family} | config
     model = build_from(layout, **config)
     model.load_state_dict(translated)
+    return model.eval()
+
+
+def load_dit(weights: Mapping[str, Tensor] | str | Path, *, num_heads: int = 0, **config: Any) -> "NaLaDiT":
+    """The softmax NaLaDiT with published DiT weights: a file (see `read`) or a state dict, in the names of the DiT repository.
+
+    Sizes are read off the weights. num_heads: 0 where the width is one of DiT-S, B, L or XL. `config`: other arguments of
+    NaLaDiT, such as class_names.
+    """
+    from .models.diffusion import NaLaDiT
+    from .models.diffusion.network import SIZES, sin_cos_positions
+
+    if isinstance(weights, str | Path):
+        weights = read(weights)
+    if not is_published_dit(weights):
+        raise ValueError(
+            f"weights must be a published DiT's, with x_embedder.proj.weight, got {', '.join(list(weights)[:3])}, ..."
+        )
+    ours = translate_dit(weights)
+    dim, channels, patch_size = ours["patches.weight"].shape[:3]
+    heads = num_heads or next((heads for _, width, heads in SIZES.values() if width == dim), 0)
+    if not heads:
+        raise ValueError(
+            f"the heads of a DiT of {dim} channels cannot be read off its weights, got num_heads=0; give num_heads"
+        )
+    sizes = {"dim": dim, "channels": channels, "patch_size": patch_size, "num_heads": heads}
+    sizes["depth"] = 1 + max(int(name.split(".")[1]) for name in ours if name.startswith("blocks."))
+    # the last row of the table is "no class"
+    sizes["num_classes"] = ours["classes.weight"].shape[0] - 1
+    table = weights.get("pos_embed")
+    if table is not None:
+        side = round(table.shape[1] ** 0.5)
+        if table.shape != (1, side**2, dim) or (table[0] - sin_cos_positions(side, side, dim)).abs().max() > 1e-4:
+            raise ValueError(
+                f"pos_embed must hold the sines and cosines of a square grid, got another table of shape {tuple(table.shape)}; "
+                "positions are computed here, for any size"
+            )
+        sizes |= {"height": side * patch_size, "width": side * patch_size}
+    doubled = ours["pixels.bias"].shape[0] == 2 * channels * patch_size**2
+    model = NaLaDiT(**(sizes | {"attention": "softmax", "objective": "ddpm" if doubled else "flow"} | config))
+    model.load_state_dict(ours)
     return model.eval()
 
 

@@ -191,6 +191,44 @@ def _prefixes(names: Iterable[str], ending: str) -> list[str]:
     return [name.removesuffix(ending) for name in names if name == ending or name.endswith(f".{ending}")]
 
 
+def is_published_dit(names: Iterable[str]) -> bool:
+    """Whether these are the names of a published diffusion transformer."""
+    return "x_embedder.proj.weight" in set(names)
+
+
+def translate_dit(published: Mapping[str, Tensor]) -> Weights:
+    """DiT's names -> those of our diffusion transformer with softmax attention; its position table is computed here."""
+    ours, unknown = {}, []
+    for name, value in published.items():
+        if name == "pos_embed":
+            continue
+        new = name
+        for pattern, replacement in DIT:
+            new, found = re.subn(pattern, replacement, name)
+            if found:
+                break
+        else:
+            unknown.append(name)
+        ours[new] = value
+    if unknown:
+        raise ValueError(f"every name must be one of a published DiT, got {len(unknown)} others: {', '.join(unknown[:3])}")
+    return ours
+
+
+# each name fits one rule
+DIT = (
+    (r"^x_embedder\.proj\.", "patches."),
+    (r"^t_embedder\.mlp\.([02])\.", r"time.\1."),
+    (r"^y_embedder\.embedding_table\.", "classes."),
+    (r"^(blocks\.\d+)\.attn\.qkv\.", r"\1.attention.qkvg."),
+    (r"^(blocks\.\d+)\.attn\.proj\.", r"\1.attention.projection."),
+    (r"^(blocks\.\d+)\.mlp\.(fc[12])\.", r"\1.\2."),
+    (r"^(blocks\.\d+)\.adaLN_modulation\.1\.", r"\1.modulation.linear."),
+    (r"^final_layer\.adaLN_modulation\.1\.", "last_modulation.linear."),
+    (r"^final_layer\.linear\.", "pixels."),
+)
+
+
 FAMILIES: dict[str, Callable[[Weights], Weights]] = {
     "nalaformer": _nalaformer,
     "polaformer": _flatten,

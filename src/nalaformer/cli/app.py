@@ -18,6 +18,7 @@ HELP = "Linear attention that keeps what softmax has: it sharpens with the query
 EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "cli"}
 EXTRAS |= {"timm": "vision", "torchvision": "vision", "PIL": "vision"}
 EXTRAS |= {"segmentation_models_pytorch": "segmentation"}
+EXTRAS |= {"diffusers": "diffusion"}
 EXTRAS |= {"transformers": "language", "tokenizers": "language", "peft": "language"}
 EXTRAS |= {"lm_eval": "evaluation", "datasets": "evaluation"}
 

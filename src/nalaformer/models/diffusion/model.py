@@ -1,0 +1,75 @@
+"""The diffusion transformer as diffusers knows models: with a config, saved and loaded, called with its argument names."""
+
+from typing import Any
+
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor
+
+from .network import DiffusionTransformer, layout_of
+from .objectives import OBJECTIVES
+
+
+class NaLaDiT(ModelMixin, DiffusionTransformer, ConfigMixin):
+    """A DiffusionTransformer that diffusers saves, loads and calls; the arguments are those of the network, and
+
+    objective: what it was trained for, "ddpm" or "flow"; it decides which samplers fit, and learned_variance.
+    height, width: of the images that it makes unless told, in its own pixels (those of latents where it makes latents).
+    class_names: of its labels, so that images can be asked for by name.
+    """
+
+    _supports_gradient_checkpointing = True
+    _no_split_modules = ["ModulatedBlock"]
+    _keys_to_ignore_on_load_unexpected: list[str] = []
+
+    @register_to_config
+    def __init__(
+        self,
+        *,
+        depth: int = 12,
+        dim: int = 384,
+        num_heads: int = 6,
+        patch_size: int = 2,
+        channels: int = 4,
+        num_classes: int = 1000,
+        class_dropout: float = 0.1,
+        mlp_ratio: float = 4.0,
+        attention: str = "nalaformer",
+        attention_options: dict[str, Any] | None = None,
+        objective: str = "ddpm",
+        height: int = 32,
+        width: int = 32,
+        class_names: list[str] | None = None,
+    ) -> None:
+        # ModelMixin's own initialiser would go on to the network's without its arguments
+        DiffusionTransformer.__init__(
+            self,
+            depth=depth,
+            dim=dim,
+            num_heads=num_heads,
+            patch_size=patch_size,
+            channels=channels,
+            num_classes=num_classes,
+            class_dropout=class_dropout,
+            learned_variance=OBJECTIVES[objective].learned_variance,
+            mlp_ratio=mlp_ratio,
+            attention=attention,
+            attention_options=attention_options,
+        )
+        self._gradient_checkpointing_func = None
+        if class_names is not None and len(class_names) != num_classes:
+            raise ValueError(f"class_names must name each of {num_classes} classes, got {len(class_names)} names")
+
+    @classmethod
+    def from_size(cls, name: str, **options: Any) -> "NaLaDiT":
+        """The published layout of that name, "dit_s2" .. "dit_xl8"; options change it."""
+        return cls(**(layout_of(name) | options))
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor, return_dict: bool = True
+    ) -> Transformer2DModelOutput | tuple[Tensor]:
+        """As diffusers' DiT is called: images [B, C, H, W], times in 0..1000 [] or [B], labels [B]."""
+        times = timestep.expand(len(hidden_states))
+        sample = self.predict(hidden_states, times, class_labels)
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)

@@ -1,0 +1,112 @@
+"""Images by label, from a trained network: saved and loaded as diffusers' pipelines are."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput
+from torch import Tensor
+
+from ...registry import unknown_name
+from .model import NaLaDiT
+from .samplers import denoise, to_rgb
+
+
+class NaLaDiTPipeline(DiffusionPipeline):
+    """A NaLaDiT and, where it makes latents, the autoencoder that turns them into images.
+
+    save_pretrained(folder) writes both; NaLaDiTPipeline.from_pretrained(folder) reads them. diffusers' own
+    DiffusionPipeline.from_pretrained looks for classes in diffusers alone and does not find this one.
+    """
+
+    _optional_components = ["vae"]
+    model_cpu_offload_seq = "transformer->vae"
+
+    def __init__(self, transformer: NaLaDiT, vae: AutoencoderKL | None = None) -> None:
+        super().__init__()
+        check_channels(vae, transformer.channels)
+        self.register_modules(transformer=transformer.eval(), vae=vae)
+
+    def __call__(self, labels: Sequence[int | str], **options: Any) -> ImagePipelineOutput:
+        """`sample` with Pillow's images, as diffusers' pipelines give them: pipeline(["circle"]).images[0].save(...)."""
+        from PIL import Image
+
+        pixels = self.sample(labels, **options).permute(0, 2, 3, 1).numpy()
+        return ImagePipelineOutput(images=[Image.fromarray(each) for each in pixels])
+
+    def sample(
+        self,
+        labels: Sequence[int | str],
+        *,
+        guidance: float = 1.0,
+        steps: int = 50,
+        sampler: str = "",
+        seed: int = 0,
+        height: int = 0,
+        width: int = 0,
+        advance: Callable[[int], object] = lambda images: None,
+    ) -> Tensor:
+        """uint8 RGB [N, 3, H, W] on the host, an image for each label, by number or name.
+
+        Image i follows from (seed, i), whatever is made beside it. height, width: 0 as trained; of a latent model those of the
+        latents. The other options as in `samplers.denoise`.
+        """
+        config = self.transformer.config
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}")
+        images = denoise(
+            self.transformer,
+            torch.tensor([self.number_of(label) for label in labels], dtype=torch.long),
+            objective=config.objective,
+            height=height or config.height,
+            width=width or config.width,
+            clip=self.vae is None,
+            steps=steps,
+            guidance=guidance,
+            sampler=sampler,
+            seeds=[(seed, index) for index in range(len(labels))],
+            advance=advance,
+        )
+        if self.vae is not None:
+            images = decode(self.vae, images.to(self.vae.dtype)).float()
+        return to_rgb(images).cpu()
+
+    def number_of(self, label: int | str) -> int:
+        """The number of a class, given by number or name."""
+        if isinstance(label, int):
+            return label
+        names = self.transformer.config.class_names or []
+        if label in names:
+            return names.index(label)
+        if label.isdigit():
+            return int(label)
+        raise unknown_name("label", label, names or [f"0 .. {self.transformer.num_classes - 1}"])
+
+
+@torch.no_grad()
+def decode(autoencoder: AutoencoderKL, latents: Tensor) -> Tensor:
+    """Scaled latents [N, C, h, w] -> images [N, 3, H, W], about in -1..1, one by one: pixels take more memory than latents."""
+    config = autoencoder.config
+    shift = config.shift_factor or 0.0
+    return torch.cat([autoencoder.decode(each[None] / config.scaling_factor + shift).sample for each in latents])
+
+
+def check_channels(autoencoder: AutoencoderKL | None, channels: int) -> None:
+    """Refuse an autoencoder whose latents are not those of the network; without one the network must make pixels."""
+    if autoencoder is None:
+        if channels not in (1, 3):
+            raise ValueError(
+                f"a network of {channels} channels makes latents and needs the autoencoder that encoded them, got none; pass "
+                "its AutoencoderKL"
+            )
+        return
+    if not isinstance(autoencoder, AutoencoderKL):
+        raise ValueError(
+            f"the autoencoder must be an AutoencoderKL of diffusers, got {type(autoencoder).__name__}; others have latents of "
+            "another kind"
+        )
+    if autoencoder.config.latent_channels != channels:
+        raise ValueError(
+            f"the autoencoder must have the channels of the network's latents, {channels}, got "
+            f"{autoencoder.config.latent_channels}; name the one that encoded the data"
+        )

@@ -1,0 +1,160 @@
+"""Samplers of diffusers by name, and images from a network: noise, denoised step by step under guidance."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...registry import unknown_name
+from .network import DiffusionTransformer, check_size
+from .objectives import FIRST_BETA, LAST_BETA, OBJECTIVES, TRAINED_STEPS
+
+# one latent image of 65,536 tokens is as much as 64 small ones
+MOST_TOKENS_AT_ONCE = 65_536
+
+
+class LearnedRangeDDPM(diffusers.DDPMScheduler):
+    """diffusers' ancestral sampler with the learned variance in its bounds for any number of steps.
+
+    The upper bound is the beta of the step that is taken, 1 - a_t / a_before; diffusers takes that of a step of 1000 always.
+    """
+
+    def _get_variance(self, t: int, predicted_variance: Tensor | None = None, variance_type: str | None = None) -> Tensor:
+        before = self.previous_timestep(t)
+        signal = self.alphas_cumprod[t]
+        signal_before = self.alphas_cumprod[before] if before >= 0 else self.one
+        beta = 1 - signal / signal_before
+        smallest = (beta * (1 - signal_before) / (1 - signal)).clamp(min=1e-20)
+        if predicted_variance is None:
+            return smallest
+        fraction = (predicted_variance + 1) / 2
+        return fraction * beta.log() + (1 - fraction) * smallest.log()
+
+
+def make_sampler(name: str, objective: str, *, clip: bool) -> Any:
+    """The sampler of that name for networks of the objective; clip: keep the estimated image in -1..1 on the way."""
+    fitting = OBJECTIVES[objective].samplers
+    if name not in fitting:
+        owner = next((each for each in OBJECTIVES.names() if name in OBJECTIVES[each].samplers), None)
+        if owner is None:
+            raise unknown_name("sampler", name, fitting)
+        raise ValueError(
+            f"a network trained for the objective {objective} needs one of its samplers, {', '.join(fitting)}, got {name}, "
+            f"which is for {owner}; choose {fitting[0]}"
+        )
+    noise = {
+        "num_train_timesteps": TRAINED_STEPS,
+        "beta_start": FIRST_BETA,
+        "beta_end": LAST_BETA,
+        "beta_schedule": "linear",
+        # the first step starts from noise alone, however few there are
+        "timestep_spacing": "trailing",
+    }
+    if name == "ddpm":
+        return LearnedRangeDDPM(**noise, variance_type="learned_range", clip_sample=clip)
+    if name == "ddim":
+        return diffusers.DDIMScheduler(**noise, clip_sample=clip)
+    if name == "dpm_solver":
+        return diffusers.DPMSolverMultistepScheduler(**noise)
+    if name == "unipc":
+        return diffusers.UniPCMultistepScheduler(**noise)
+    kinds = {"flow_euler": "FlowMatchEulerDiscreteScheduler", "flow_heun": "FlowMatchHeunDiscreteScheduler"}
+    return getattr(diffusers, kinds[name])(num_train_timesteps=TRAINED_STEPS)
+
+
+@torch.no_grad()
+def denoise(
+    network: DiffusionTransformer,
+    labels: Tensor,
+    *,
+    objective: str,
+    height: int,
+    width: int,
+    clip: bool,
+    steps: int = 50,
+    guidance: float = 1.0,
+    sampler: str = "",
+    seeds: Sequence[Sequence[int]],
+    advance: Callable[[int], object] = lambda images: None,
+) -> Tensor:
+    """Images [N, C, height, width] of the labels [N], float32; each follows from its own seed, whatever is made beside it.
+
+    guidance: prediction = p(no class) + guidance (p(class) - p(no class)); 1 asks for the class alone, in half the time.
+    sampler: a name; empty: the usual one. advance: told after each step of how many images. A device sums in its own order, so
+    another device, or another number of images at once, gives the same images up to rounding.
+    """
+    check_size(height, width, network.patch_size)
+    network.check_labels(labels)
+    if steps < 1 or steps > TRAINED_STEPS:
+        raise ValueError(f"steps must lie in 1 .. {TRAINED_STEPS}, got {steps}")
+    if guidance < 0:
+        raise ValueError(f"guidance must not be negative, got {guidance}; 1 is none, DiT takes 4")
+    if guidance != 1 and network.no_class is None:
+        raise ValueError(
+            f"guidance needs a network that was trained with class_dropout above 0, got guidance={guidance} for one without; "
+            "use guidance=1, or train with class_dropout=0.1"
+        )
+    name = sampler or OBJECTIVES[objective].samplers[0]
+    tokens = height * width // network.patch_size**2
+    at_once = max(1, MOST_TOKENS_AT_ONCE // tokens)
+    done = []
+    for start in range(0, len(labels), at_once):
+        part = slice(start, start + at_once)
+        schedule = make_sampler(name, objective, clip=clip)
+        shape = (network.channels, height, width)
+        done.append(_denoised(network, labels[part], schedule, shape, steps, guidance, seeds[part], advance))
+    return torch.cat(done) if done else torch.empty(0, network.channels, height, width)
+
+
+def _denoised(
+    network: DiffusionTransformer,
+    labels: Tensor,
+    schedule: Any,
+    shape: tuple[int, int, int],
+    steps: int,
+    guidance: float,
+    seeds: Sequence[Sequence[int]],
+    advance: Callable[[int], object],
+) -> Tensor:
+    parameter = next(network.parameters())
+    device, labels = parameter.device, labels.to(parameter.device)
+    # drawn on the host, one stream an image: the same on every device and in every batch
+    generators = [torch.Generator().manual_seed(first_word(seed)) for seed in seeds]
+    images = torch.stack([torch.randn(shape, generator=each) for each in generators]).to(device)
+    schedule.set_timesteps(steps, device=device)
+    is_random = isinstance(schedule, LearnedRangeDDPM)
+    options = {"generator": generators} if is_random else {}
+    for time in schedule.timesteps:
+        scaled = schedule.scale_model_input(images, time) if hasattr(schedule, "scale_model_input") else images
+        output = guided(network, scaled.to(parameter.dtype), time, labels, guidance).float()
+        # only the ancestral sampler reads the variance
+        prediction = output if is_random else output[:, : network.channels]
+        images = schedule.step(prediction, time, images, **options).prev_sample
+        advance(len(images))
+    return images.float()
+
+
+def guided(network: DiffusionTransformer, images: Tensor, time: Tensor, labels: Tensor, guidance: float) -> Tensor:
+    """The network's prediction under guidance; a variance is that of the class."""
+    times = time.expand(len(images))
+    if guidance == 1:
+        return network.predict(images, times, labels)
+    nothing = torch.full_like(labels, network.num_classes)
+    both = network.predict(images.repeat(2, 1, 1, 1), times.repeat(2), torch.cat((labels, nothing)))
+    of_class, of_none = both.chunk(2)
+    channels = network.channels
+    apart = of_class[:, :channels] - of_none[:, :channels]
+    return torch.cat((of_none[:, :channels] + guidance * apart, of_class[:, channels:]), dim=1)
+
+
+def first_word(seed: Sequence[int]) -> int:
+    """A seed for torch from several whole numbers, at least 0."""
+    return int(np.random.SeedSequence(tuple(seed)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def to_rgb(images: Tensor) -> Tensor:
+    """[N, 1 or 3, H, W] in -1..1 -> uint8 [N, 3, H, W]."""
+    return ((images + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).expand(-1, 3, -1, -1)
