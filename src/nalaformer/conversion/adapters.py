@@ -56,6 +56,27 @@ class TransformersNestedAttention(TransformersAttention):
         return super().forward(hidden_states, attention_mask)[0]
 
 
+class DiffusersAttention(nn.Module):
+    """Called as the blocks of diffusers' transformers call their attention over an image's own tokens."""
+
+    def __init__(self, attention: Attention, dropout: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.dropout = attention, dropout
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        if encoder_hidden_states is not None:
+            raise ValueError("this attention was converted for the tokens of the image alone, got encoder_hidden_states")
+        # the mask is [batch, 1, tokens] here
+        mask = attention_mask[:, None] if attention_mask is not None and attention_mask.dim() == 3 else attention_mask
+        return self.dropout(self.attention(hidden_states, key_mask=key_mask_of(mask, hidden_states)))
+
+
 def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
     """[B, N] bool from an attention mask that hides keys from all queries alike, [B or 1, 1, 1, N], bool or added to scores."""
     if mask is None:

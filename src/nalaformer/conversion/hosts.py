@@ -10,7 +10,7 @@ from torch import nn
 from ..attention import Attention, AttentionConfig, configure
 from ..feature_maps import map_options_of
 from ..registry import unknown_name
-from .adapters import TimmAttention, TimmWindowAttention, TransformersAttention, TransformersNestedAttention
+from .adapters import DiffusersAttention, TimmAttention, TimmWindowAttention, TransformersAttention, TransformersNestedAttention
 
 # parts that would need weights which the model does not have
 WITHOUT_NEW_PROJECTIONS = {"gate": "none", "norm": False}
@@ -24,6 +24,8 @@ TRANSFORMERS_KINDS = (
     "ViTMAEAttention",
     "ViTMSNAttention",
 )
+# plain attention; any other processor computes something else
+DIFFUSERS_PROCESSORS = ("AttnProcessor", "AttnProcessor2_0")
 HEADS = ("num_heads", "num_attention_heads", "heads")
 
 
@@ -52,9 +54,13 @@ def host_of(module: nn.Module) -> Host | None:
         return TIMM_SWIN
     if kind in TRANSFORMERS_KINDS and package.startswith("transformers.models."):
         return TRANSFORMERS_VIT if hasattr(module, "q_proj") else TRANSFORMERS_NESTED_VIT
+    if kind == "Attention" and package == "diffusers.models.attention_processor":
+        return DIFFUSERS
+    if "attention" not in kind.lower():
+        return None
     has_heads = any(isinstance(getattr(module, name, None), int) for name in HEADS)
     projects = any(isinstance(layer, nn.Linear) for layer in module.modules())
-    return UNKNOWN if "attention" in kind.lower() and has_heads and projects else None
+    return UNKNOWN if has_heads and projects else None
 
 
 # --- our layer in the place of another -----------------------------------------------------------------------------------
@@ -160,6 +166,35 @@ def convert_transformers_nested_vit(module: Any, attention: str, options: dict[s
     return TransformersNestedAttention(layer)
 
 
+def diffusers_obstacle(module: Any) -> str:
+    processor = type(module.processor).__name__
+    if module.is_cross_attention or module.only_cross_attention:
+        return "attends to a text or another input, and linear attention here to the image's own tokens alone"
+    if module.added_kv_proj_dim is not None:
+        return "attends to image and text together, with projections that linear attention has no place for"
+    if processor not in DIFFUSERS_PROCESSORS:
+        return f"computes what its {processor} says, which is not plain softmax attention"
+    if module.norm_q is not None or module.norm_k is not None:
+        return "normalises queries and keys with weights that linear attention has no place for"
+    if module.group_norm is not None or module.spatial_norm is not None or module.residual_connection:
+        return "normalises its input or adds it to its output, as an autoencoder's attention does"
+    if module.is_causal:
+        return "is causal"
+    if module.rescale_output_factor != 1:
+        return f"divides its output by {module.rescale_output_factor:g}"
+    if module.to_k.out_features != module.to_q.out_features:
+        return "has fewer heads of keys than of queries"
+    return projections_obstacle(module.heads, module.to_q.in_features, module.to_out[0])
+
+
+def convert_diffusers(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
+    """DiT has no set_attn_processor for the whole model, and a processor has no place for projections of a gate: the
+    module itself is replaced."""
+    config = settled_without_grid(attention, options, bias=module.to_q.bias is not None)
+    layer = filled(config, module.heads, (module.to_q, module.to_k, module.to_v), module.to_out[0])
+    return DiffusersAttention(layer, module.to_out[1])
+
+
 def our_obstacle(module: Attention) -> str:
     if module.map is not None:
         return "is linear already"
@@ -191,4 +226,5 @@ TIMM_VIT = Host(timm_vit_obstacle, convert_timm_vit)
 TIMM_SWIN = Host(timm_swin_obstacle, convert_timm_swin)
 TRANSFORMERS_VIT = Host(transformers_vit_obstacle, convert_transformers_vit)
 TRANSFORMERS_NESTED_VIT = Host(transformers_nested_vit_obstacle, convert_transformers_nested_vit)
+DIFFUSERS = Host(diffusers_obstacle, convert_diffusers)
 UNKNOWN = Host(lambda module: "of a kind that is not known here", lambda module, attention, options: module)
