@@ -7,6 +7,7 @@ import math
 import diffusers
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nalaformer
 from helpers.option_effects import Effects
@@ -154,6 +155,29 @@ def test_every_attention_runs_and_learns_on_a_rectangle(method):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
 
 
+class LargestTensor(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that any operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        made = operation(*arguments, **(options or {}))
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return made
+
+
+def test_65536_tokens_make_no_table_of_pairs_of_tokens():
+    network = moved(DiffusionTransformer(**(TINY | {"depth": 1, "dim": 16}), mlp_ratio=1.0))
+    largest = LargestTensor()
+    with torch.no_grad(), largest:
+        output = network(*inputs(512, 512, batch=1))
+    assert output.isfinite().all()
+    # q, k, v and gate side by side
+    assert largest.numbers <= 65_536 * 16 * 4
+
+
 def test_positions_are_those_of_rows_and_columns():
     table = sin_cos_positions(3, 5, 8).unflatten(0, (3, 5))
     # speeds 1 and 1/100, of the column first
@@ -256,6 +280,22 @@ def test_the_network_starts_as_zero_and_its_blocks_as_the_identity():
     assert not network(*inputs()).any()
     tokens, condition = torch.randn(2, 24, 32), torch.randn(2, 32)
     assert torch.equal(network.blocks[0](tokens, condition, (4, 6)), tokens)
+
+
+def test_low_precision_stays_near_float32():
+    network = moved(DiffusionTransformer(**TINY))
+    sums = []
+    network.blocks[1].register_forward_hook(lambda block, inputs, output: sums.append(output.dtype))
+    images, times, labels = inputs()
+    with torch.no_grad():
+        exact = network(images, times, labels)
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = network(images, times, labels)
+        low = network.bfloat16()(images.bfloat16(), times, labels)
+    assert sums == [torch.float32, torch.float32, torch.bfloat16]
+    for output in (mixed, low):
+        # bfloat16 has steps of 1/256, and errors here are below 0.008
+        assert (output.float() - exact).abs().max() < 0.03 * exact.abs().max()
 
 
 def test_recomputed_activations_change_no_gradient():

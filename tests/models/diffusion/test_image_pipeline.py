@@ -178,7 +178,7 @@ def test_guidance_without_no_class_is_refused():
 def test_each_step_is_told(pipeline):
     told = []
     pipeline.sample([0, 1], steps=5, advance=told.append)
-    assert told == [2] * 5
+    assert told == [2 / 5] * 5
     with pytest.raises(ValueError, match=r"steps must lie in 1 \.\. 1000, got 0"):
         pipeline.sample([0], steps=0)
 

@@ -115,7 +115,8 @@ class DiffusionTransformer(nn.Module):
         grid = self._checked_grid(images, times, labels)
         tokens = self.patches(images).flatten(2).transpose(1, 2)
         positions = kept_positions(*grid, tokens.shape[-1], device=tokens.device)
-        tokens = tokens + positions.to(tokens.dtype)
+        # under autocast the sum over the blocks stays in the precision of the weights
+        tokens = tokens + positions.to(self.patches.weight.dtype)
         condition = self.time(time_waves(times).to(self.classes.weight.dtype)) + self.classes(self._dropped(labels))
         for block in self.blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():

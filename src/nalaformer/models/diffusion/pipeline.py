@@ -44,7 +44,7 @@ class NaLaDiTPipeline(DiffusionPipeline):
         seed: int = 0,
         height: int = 0,
         width: int = 0,
-        advance: Callable[[int], object] = lambda images: None,
+        advance: Callable[[float], object] = lambda images: None,
     ) -> Tensor:
         """uint8 RGB [N, 3, H, W] on the host, an image for each label, by number or name.
 

@@ -78,13 +78,13 @@ def denoise(
     guidance: float = 1.0,
     sampler: str = "",
     seeds: Sequence[Sequence[int]],
-    advance: Callable[[int], object] = lambda images: None,
+    advance: Callable[[float], object] = lambda images: None,
 ) -> Tensor:
     """Images [N, C, height, width] of the labels [N], float32; each follows from its own seed, whatever is made beside it.
 
     guidance: prediction = p(no class) + guidance (p(class) - p(no class)); 1 asks for the class alone, in half the time.
-    sampler: a name; empty: the usual one. advance: told after each step of how many images. A device sums in its own order, so
-    another device, or another number of images at once, gives the same images up to rounding.
+    sampler: a name; empty: the usual one. advance: told after each step how many more images are done, in fractions. Devices
+    sum in orders of their own: another device, or another number of images at once, gives the same images up to rounding.
     """
     check_size(height, width, network.patch_size)
     network.check_labels(labels)
@@ -117,7 +117,7 @@ def _denoised(
     steps: int,
     guidance: float,
     seeds: Sequence[Sequence[int]],
-    advance: Callable[[int], object],
+    advance: Callable[[float], object],
 ) -> Tensor:
     parameter = next(network.parameters())
     device, labels = parameter.device, labels.to(parameter.device)
@@ -133,7 +133,8 @@ def _denoised(
         # only the ancestral sampler reads the variance
         prediction = output if is_random else output[:, : network.channels]
         images = schedule.step(prediction, time, images, **options).prev_sample
-        advance(len(images))
+        # some samplers ask the network twice a step
+        advance(len(images) / len(schedule.timesteps))
     return images.float()
 
 
