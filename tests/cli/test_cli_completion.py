@@ -52,6 +52,7 @@ def starting(names, start):
         ("nalaformer train no_such_recipe learning", []),
         ("nalaformer eval run --split t", ["test"]),
         ("nalaformer generate text --device c", ["cpu", "cuda"]),
+        ("nalaformer generate images --sampler flow", ["flow_euler", "flow_heun"]),
         ("nalaformer scor", ["scoreboard"]),
     ],
 )

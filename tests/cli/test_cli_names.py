@@ -201,6 +201,7 @@ def test_what_a_run_says_is_printed_as_it_is(tmp_path, terminal):
         ("convert", f"{FOLDER}.safetensors", "--family", "nalaformer", "--out", "a.safetensors"),
         ("tokenize", FOLDER, "--out", "o", "--train-vocab", "300"),
         ("generate", "text", "--model", FOLDER, "--prompt", "a"),
+        ("generate", "images", "--run", FOLDER),
         ("linearize", FOLDER, "--data", FOLDER),
         ("train", FOLDER),
         ("models", FOLDER),

@@ -41,7 +41,7 @@ def test_no_setting_is_without_a_test_of_its_effect():
 ONE_OF_EACH_TASK = {task_name(RECIPES[name]().task): name for name in RECIPES.names()}
 # of those that there are
 OTHER_NAMES = {"precision": "bf16", "on_corrupt": "stop", "schedule": "linear", "initial_weights": "torch", "packing": "whole"}
-OTHER_NAMES |= {"detector": "mask_rcnn"}
+OTHER_NAMES |= {"detector": "mask_rcnn", "objective": "ddpm"}
 
 
 def another(name, value):
@@ -177,6 +177,7 @@ DATA_OF_RECIPES = {
     **{f"div2k_x{scale}": "DIV2K" for scale in (2, 3, 4)},
     **{"super_resolution_small": "scenes", "super_resolution": "photographs"},
     **{"shapes_retinanet": "overlapping_shapes", "shapes_mask_rcnn": "overlapping_shapes", "detection": "my_objects"},
+    **{"shapes_dit_tiny": "shapes", "shapes_dit": "shapes", "own_images_dit": "images"},
     **{f"coco_{detector}_{schedule}": "coco" for detector in ("retinanet", "mask_rcnn") for schedule in ("1x", "3x")},
 }
 

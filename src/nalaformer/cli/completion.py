@@ -55,6 +55,12 @@ def families() -> Iterable[str]:
     return FAMILIES
 
 
+def samplers() -> Iterable[str]:
+    from ..models.diffusion import OBJECTIVES
+
+    return [sampler for name in OBJECTIVES.names() for sampler in OBJECTIVES[name].samplers]
+
+
 def attentions() -> Iterable[str]:
     """What `attention=` and a scoreboard's methods take: methods, and feature maps by themselves."""
     from ..attention import METHODS

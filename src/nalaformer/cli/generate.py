@@ -1,13 +1,15 @@
 """`nalaformer generate ...`: what trained models make."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from .console import make_console
 
 if TYPE_CHECKING:
     import typer
+    from torch import Tensor
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -35,6 +37,79 @@ def add_to(app: "typer.Typer") -> None:
     ) -> None:
         """Continue a text, streamed as it is written, in memory that does not grow with it."""
         run_text(model, prompt, max_new_tokens, temperature, top_p, seed, device)
+
+    @generate.command("images")
+    def images(
+        run: Annotated[Path, typer.Option(help="Folder of a run that learned to make images, or of a saved pipeline.")],
+        label: Annotated[
+            list[str] | None, typer.Option(help="Class, by name or number; repeatable.", show_default="every class")
+        ] = None,
+        count: Annotated[int, typer.Option(help="Images of each label: a row of the grid.")] = 8,
+        guidance: Annotated[float, typer.Option(help="How much the class counts; 1: no guidance, in half the time.")] = 1.0,
+        steps: Annotated[int, typer.Option(help="Steps of the sampler.")] = 50,
+        sampler: Annotated[
+            str,
+            typer.Option(
+                help="One that fits the run's objective; a wrong one lists them.",
+                show_default="the usual one",
+                autocompletion=completion.completing(completion.samplers),
+            ),
+        ] = "",
+        seed: Annotated[int, typer.Option(help="Of the noise; the same seed gives the same images.")] = 0,
+        height: Annotated[int, typer.Option(help="In pixels, of latents where the run makes latents; 0: as trained.")] = 0,
+        width: Annotated[int, typer.Option(help="As height.")] = 0,
+        autoencoder: Annotated[
+            Path | None, typer.Option(help="Folder of the AutoencoderKL that encoded the run's data.")
+        ] = None,
+        out: Annotated[
+            Path | None,
+            typer.Option(
+                help=".png: a grid; .npz: images and labels, as `eval images` reads them.", show_default="RUN/samples.png"
+            ),
+        ] = None,
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
+    ) -> None:
+        """Draw images from a trained diffusion transformer."""
+        options = {"guidance": guidance, "steps": steps, "sampler": sampler, "seed": seed, "height": height, "width": width}
+        run_images(run, label or [], count, autoencoder, out or run / "samples.png", device, options)
+
+
+def run_images(
+    run: Path, labels: list[str], count: int, autoencoder: Path | None, out: Path, device: str, options: dict[str, Any]
+) -> None:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from ..recipes import load_pipeline
+
+    if out.suffix not in (".png", ".npz"):
+        raise ValueError(f"--out must end in .png, a grid, or .npz, images and labels, got {out}")
+    if count < 1:
+        raise ValueError(f"--count must be positive, got {count}")
+    console = make_console()
+    pipeline = load_pipeline(run, autoencoder=autoencoder, device=device)
+    chosen: Sequence[int | str] = labels or range(pipeline.transformer.num_classes)
+    numbers = [pipeline.number_of(label) for label in chosen for _ in range(count)]
+    columns = (TextColumn("images"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(numbers))
+        made = pipeline.sample(numbers, **options, advance=lambda images: progress.advance(bar, images))
+    write_images(made, numbers, out, columns=count)
+    console.print(f"{len(numbers)} images of {len(chosen)} labels: {out}", soft_wrap=True)
+
+
+def write_images(images: "Tensor", labels: Sequence[int], out: Path, *, columns: int) -> None:
+    """A grid, or an .npz file with images [N, H, W, 3] and labels [N]; whole or not there."""
+    import numpy as np
+
+    from ..recipes import grid_of
+    from ..whole_files import whole_file
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(out) as aside, aside.open("wb") as file:
+        if out.suffix == ".png":
+            grid_of(images, columns=columns).save(file, format="PNG")
+        else:
+            np.savez_compressed(file, images=images.permute(0, 2, 3, 1).numpy(), labels=np.array(labels))
 
 
 def run_text(

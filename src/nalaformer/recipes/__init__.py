@@ -4,6 +4,7 @@
 from . import (  # noqa: F401
     detection,
     generated,
+    generation,
     imagenet,
     language,
     long_range,
@@ -15,6 +16,7 @@ from .export import export_run
 from .overrides import Setting, changed, settings_of
 from .recipe import RECIPES, Recipe, describe, recipe_with
 from .run import LoadedRun, build_model, load_run, make_trainer
+from .sampling import grid_of, load_pipeline
 from .use import Evaluation, Prediction, answers_of, evaluate_run, load_answering_run, predict
 
 __all__ = [
@@ -30,7 +32,9 @@ __all__ = [
     "describe",
     "evaluate_run",
     "export_run",
+    "grid_of",
     "load_answering_run",
+    "load_pipeline",
     "load_run",
     "make_trainer",
     "predict",

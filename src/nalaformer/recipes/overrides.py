@@ -50,10 +50,11 @@ def settings_of(config: Any) -> list[Setting]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The string under each field of a dataclass, which Python does not keep."""
+    """The string under each field of a dataclass and of those that it extends, which Python does not keep."""
+    inherited = [field_docs(base) for base in kind.__bases__ if is_dataclass(base)]
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
-    docs = {}
+    docs = {name: meaning for each in inherited for name, meaning in each.items()}
     for line, after in zip(body.body, body.body[1:], strict=False):
         named = isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
         if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):

@@ -3,6 +3,7 @@
 from .base import TASKS, Answer, Gather, ImageTask, Loss, Metrics, RecipeTask, SummedMetrics, Task, task_name
 from .classification import Classification, ClassificationConfig, TopAccuracy
 from .detection import Detection, DetectionConfig
+from .generation import Generation, GenerationConfig
 from .language import LanguageConfig, LanguageModelling
 from .segmentation import Segmentation, SegmentationConfig
 from .sequences import AnswerAccuracy, Sequences, SequencesConfig, answer_sums, answered
@@ -17,6 +18,8 @@ __all__ = [
     "Detection",
     "DetectionConfig",
     "Gather",
+    "Generation",
+    "GenerationConfig",
     "ImageQuality",
     "ImageTask",
     "LanguageConfig",
