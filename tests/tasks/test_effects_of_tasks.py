@@ -41,7 +41,7 @@ def test_no_setting_is_without_a_test_of_its_effect():
 ONE_OF_EACH_TASK = {task_name(RECIPES[name]().task): name for name in RECIPES.names()}
 # of those that there are
 OTHER_NAMES = {"precision": "bf16", "on_corrupt": "stop", "schedule": "linear", "initial_weights": "torch", "packing": "whole"}
-OTHER_NAMES |= {"detector": "mask_rcnn", "objective": "ddpm"}
+OTHER_NAMES |= {"detector": "mask_rcnn", "objective": "ddpm", "levels": "uniform"}
 
 
 def another(name, value):

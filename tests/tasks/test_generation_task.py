@@ -39,6 +39,7 @@ def test_defaults_of_generation_are_those_that_figures_were_measured_with():
     config = GenerationConfig(data="d")
     assert {name: getattr(config, name) for name in OWN} == {
         "objective": "flow",
+        "levels": "uniform",
         "judged": 0,
         "judged_steps": 50,
         "judged_guidance": 1.0,
@@ -81,6 +82,18 @@ def test_the_loss_is_that_of_the_objective(objective):
     assert model.pixels.weight.grad.abs().amax(1).min() > 0
 
 
+@GENERATION.of("levels")
+def test_levels_are_uniform_or_gather_in_the_middle():
+    images, labels = torch.zeros(4000, 3, 8, 8), torch.zeros(4000, dtype=torch.long)
+    shares = []
+    for levels in ("uniform", "middle"):
+        seen = []
+        task_of(levels=levels).loss(lambda noisy, times, labels, seen=seen: seen.append(times) or noisy, (images, labels))
+        shares.append(((seen[0] > 250) & (seen[0] < 750)).float().mean().item())
+    # of a normal number, 72.8% lie between -log 3 and log 3; four standard deviations of 4000 draws
+    assert shares == [pytest.approx(0.5, abs=0.032), pytest.approx(0.728, abs=0.03)]
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES.names())
 def test_a_network_that_predicts_zero_explains_nothing(objective):
     task = task_of(objective=objective)
@@ -98,6 +111,14 @@ def test_held_out_figures_do_not_depend_on_batches_and_repeat():
     assert whole == pytest.approx(parts, rel=1e-4)
     assert set(whole) == {"explained", "loss", "error_0_25", "error_25_50", "error_50_75", "error_75_100"}
     assert whole["loss"] != evaluate(model_for(task, depth=2), task.eval_data, task.metrics(), batch_size=7)["loss"]
+
+
+def test_noise_of_held_out_images_is_theirs_alone():
+    data = task_of().eval_data
+    first, again, other = data[1], data[1], data[2]
+    assert torch.equal(first[2], again[2])
+    assert first[3] == again[3]
+    assert not torch.equal(first[2], other[2])
 
 
 def test_errors_are_told_by_noise_level():
@@ -135,6 +156,8 @@ def test_samples_of_the_first_held_out_labels_are_judged(monkeypatch):
     ((images, labels),) = seen
     assert (images.shape, images.dtype) == ((3, 3, 32, 32), torch.uint8)
     assert labels.tolist() == [data[index][1] for index in range(3)]
+    # each from noise of its own
+    assert (images[0].float() - images[1].float()).abs().mean() > 20
     # of eight images in batches of two, three are also sampled, in two steps
     assert sorted(calls) == [1, 1, 2, 2, 2, 2, 2, 2]
     # another cut into batches, the same samples
@@ -162,6 +185,7 @@ def test_data_that_cannot_judge_is_refused_before_the_run(tmp_path):
     ("settings", "message"),
     [
         ({"objective": "flw"}, "unknown objective 'flw'"),
+        ({"levels": "midle"}, "unknown noise levels 'midle'; did you mean 'middle'"),
         ({"judged": -1}, "judged must not be negative"),
         ({"judged_steps": 0}, "judged_steps must be positive"),
         ({"judged_guidance": -1.0}, "judged_guidance must not be negative"),

@@ -17,7 +17,7 @@ def shapes_dit_tiny() -> Recipe:
         model="dit_s4",
         attention="nalaformer",
         model_options={"depth": 3, "dim": 64, "num_heads": 2},
-        task=GenerationConfig(data="shapes", objective="flow", eval_samples=256, judged=64, judged_steps=20),
+        task=GenerationConfig(data="shapes", objective="flow", levels="middle", eval_samples=256, judged=64, judged_steps=20),
         training=TrainingConfig(
             steps=2_000,
             batch_size=64,
@@ -45,7 +45,7 @@ def shapes_dit() -> Recipe:
         model="dit_s2",
         attention="nalaformer",
         model_options={"depth": 6, "dim": 192, "num_heads": 3},
-        task=GenerationConfig(data="shapes", objective="flow", train_samples=1_000_000, judged=1_000),
+        task=GenerationConfig(data="shapes", objective="flow", levels="middle", train_samples=1_000_000, judged=1_000),
         training=TrainingConfig(
             steps=6_000,
             batch_size=256,

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from ..data.generation import GenerationData, GenerationDataConfig, open_generation_data
 from ..models.diffusion import OBJECTIVES, DiffusionTransformer, Objective, layout_of, need_diffusers
 from ..models.diffusion.network import check_size
+from ..registry import unknown_name
 from .base import TASKS, Gather, Loss, SummedMetrics
 
 # errors are told for as many equal parts of the noise levels
 PARTS = 4
+LEVELS = ("uniform", "middle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,9 @@ class GenerationConfig(GenerationDataConfig):
 
     objective: str = "flow"
     """"flow": the way from image to noise; "ddpm": the noise, with a learned variance, as DiT was trained."""
+    levels: str = "uniform"
+    """Noise levels in training: "uniform", as DiT was trained; "middle": the sigmoid of a normal number, where short runs learn
+    most about shapes."""
     judged: int = 0
     """Samples that each evaluation draws, for the labels of the first held-out images, and has judged by the data, where it
     can (shapes); needs nalaformer[diffusion]; 0: none."""
@@ -34,6 +39,8 @@ class GenerationConfig(GenerationDataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         OBJECTIVES[self.objective]
+        if self.levels not in LEVELS:
+            raise unknown_name("noise levels", self.levels, LEVELS)
         if self.judged < 0:
             raise ValueError(f"judged must not be negative, got {self.judged}")
         if self.judged_steps < 1:
@@ -85,9 +92,10 @@ class Generation:
         return network
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-        """The objective's loss with fresh noise at uniform levels; part: "error", its mean square alone."""
+        """The objective's loss with fresh noise at random levels; part: "error", its mean square alone."""
         images, labels = batch
-        noise, levels = torch.randn_like(images), torch.rand(len(images), device=images.device)
+        noise, place = torch.randn_like(images), {"size": (len(images),), "device": images.device}
+        levels = torch.rand(**place) if self.config.levels == "uniform" else torch.randn(**place).sigmoid()
         errors = self.objective.errors(model, images, labels, noise, levels)
         return Loss(total=errors.loss.mean(), weight=len(images), parts={"error": errors.error.mean()})
 
