@@ -27,8 +27,8 @@ from nalaformer.training.log import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# their options are seen to with what they do: linearization, language models, published weights, benchmarks
-ELSEWHERE = ("linearize", "generate", "eval language", "convert", "bench")
+# their options are seen to with what they do: linearization, language models, samples, published weights, benchmarks
+ELSEWHERE = ("linearize", "generate", "eval language", "eval images", "data encode", "data unpack", "convert", "bench")
 
 
 def commands(command, path=()):

@@ -74,6 +74,34 @@ def add_to(app: "typer.Typer") -> None:
             names = [name.strip() for name in tasks.split(",")]
             show_tasks(loaded, model, names, data, limit, shots, window, batch_size)
 
+    @group.command()
+    def images(
+        samples: Annotated[Path, typer.Argument(help="Generated images: a folder, or a .npz file with images and labels.")],
+        reference: Annotated[
+            str, typer.Option(help='What they should be like: a folder, a .npz file, or "shapes", which needs no extractor.')
+        ],
+        extractor: Annotated[
+            Path | None, typer.Option(help="Inception weights of FID (.pth), or the folder of a classifier's run.")
+        ] = None,
+        figure: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="fid, kid, frechet, kernel, precision, recall or accuracy; repeatable.", show_default="all that fit"
+            ),
+        ] = None,
+        split: Annotated[str, typer.Option(help="Of the reference: train or val.", autocompletion=completion.splits)] = "val",
+        size: Annotated[int, typer.Option(help="Cut and resize images of folders to this side; 0: as they are.")] = 0,
+        limit: Annotated[int, typer.Option(help="Images of each set, spread over it; 0: all.")] = 0,
+        neighbours: Annotated[int, typer.Option(help="Of precision and recall.")] = 3,
+        batch_size: Annotated[int, typer.Option(help="Images at once.")] = 64,
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
+    ) -> None:
+        """How good generated images are: FID and its like, or what a reader of shapes reads. Nothing is downloaded."""
+        from .image_figures import show_image_figures
+
+        options = {"figures": figure or [], "neighbours": neighbours, "batch_size": batch_size}
+        show_image_figures(samples, reference, extractor, split, size, limit, device, options)
+
 
 def run_eval(run: Path, data: str | None, step: int | None, split: str, device: str) -> None:
     from rich.text import Text

@@ -13,12 +13,13 @@ def add_to(app: "typer.Typer") -> None:
     """Enter the commands."""
     import typer
 
-    from . import completion
+    from . import completion, generation_data
 
     of_data, of_tasks = (completion.completing(names) for names in (completion.sequences, completion.sequence_recipes))
 
     data = typer.Typer(no_args_is_help=True, help="Data made on this machine.")
     app.add_typer(data, name="data")
+    generation_data.add_to(data)
 
     @data.command("make")
     def make(

@@ -28,11 +28,11 @@ def encode_images(
     *,
     batch_size: int = 16,
     device: str = "cpu",
-    advance: Callable[[int], object] | None = None,
+    advance: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
     """Encode the images of both splits with an AutoencoderKL folder into `out`; the same call goes on after a stop.
 
-    Images that cannot be read are left out. advance: told how many more images are done.
+    Images that cannot be read are left out. advance: told how many more images are done, and of how many.
     Returns what about.json says: among others "counts", latents by split, and "left_out", a line for each image.
     """
     splits = {split: open_generation_data(replace(config, flip=False), split) for split in SPLITS}
@@ -69,7 +69,7 @@ def encode_images(
                 places = range(start, min(start + SHARD, len(data)))
                 notes.append(encode_shard(encoder, data, places, shard_path(aside, split, number), batch_size))
                 if advance is not None:
-                    advance(len(places))
+                    advance(len(places), sum(asked["images"].values()))
             shards[split] = len(notes)
             counts[split] = sum(len(each["labels"]) for each in notes)
             left_out += [line for each in notes for line in each["left_out"]]
