@@ -81,6 +81,9 @@ def test_bench_models_measures_the_case_that_is_named(tmp_path, monkeypatch):
     run("models", "--case", "super_resolution", "--size", 20)
     assert {row["tokens"] for row in rows_of("benchmarks/results/super_resolution_cpu.csv")} == {"400"}
     assert Path("benchmarks/results/super_resolution_cpu.png").is_file()
+    run("models", "--case", "generation", "--size", 320)
+    assert {row["tokens"] for row in rows_of("benchmarks/results/generation_cpu.csv")} == {"400"}
+    assert Path("benchmarks/results/generation_cpu.png").is_file()
 
 
 @BENCH.of(

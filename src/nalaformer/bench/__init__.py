@@ -1,6 +1,7 @@
 """Speed and memory of the ops and of whole models, side by side with their peers in one run."""
 
 from .cases import Case, cases_for
+from .generation import run_generation
 from .implementations import IMPLEMENTATIONS, Implementation
 from .language import run_language
 from .machine import describe_machine, extras
@@ -14,6 +15,6 @@ from .timing import median_ms
 
 __all__ = [
     "IMPLEMENTATIONS", "MODEL_VARIANTS", "CallMeasurement", "Case", "Implementation", "Measurement", "ModelMeasurement",
-    "OpMeasurement", "Result", "cases_for", "describe_machine", "extras", "left_out", "measure", "median_ms", "run_language",
-    "run_models", "run_super_resolution",
+    "OpMeasurement", "Result", "cases_for", "describe_machine", "extras", "left_out", "measure", "median_ms", "run_generation",
+    "run_language", "run_models", "run_super_resolution",
 ]  # fmt: skip

@@ -39,7 +39,11 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
         seconds: Annotated[float, typer.Option(help="Of timing per measurement.")] = 3.0,
         case: Annotated[
-            str, typer.Option(help="backbones, or super_resolution: whole images of up to 280K tokens, with a picture.")
+            str,
+            typer.Option(
+                help="backbones; super_resolution: whole images of up to 280K tokens, with a picture; or generation: a "
+                "denoising step of up to 65K tokens, with a picture."
+            ),
         ] = "backbones",
     ) -> None:
         """Images per second and memory of NaLaFormer-T: linear, its reference path, softmax, and as released."""
@@ -152,13 +156,17 @@ def run_bench_ops(device: str, out: Path, quick: bool) -> None:
 
 
 def run_bench_models(device: str, out: Path | None, sizes: list[int] | None, seconds: float, case: str) -> None:
-    from ..bench import run_models, run_super_resolution
+    from ..bench import run_generation, run_models, run_super_resolution
     from ..registry import unknown_name
 
-    cases: dict[str, Callable[..., Sequence[Any]]] = {"backbones": run_models, "super_resolution": run_super_resolution}
+    cases: dict[str, Callable[..., Sequence[Any]]] = {
+        "backbones": run_models,
+        "super_resolution": run_super_resolution,
+        "generation": run_generation,
+    }
     if case not in cases:
         raise unknown_name("case", case, cases)
-    if case == "super_resolution":
+    if case != "backbones":
         # the picture comes last
         need("matplotlib")
     exit_by(cases[case](device, out, sizes or None, seconds=seconds))
