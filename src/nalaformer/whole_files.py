@@ -61,9 +61,10 @@ def sync_tree(folder: Path) -> None:
         sync(Path(place))
 
 
-def put_in_place(aside: Path, path: Path) -> None:
+def put_in_place(aside: Path, path: Path, *, wait_for_disk: bool = True) -> None:
     """Rename a folder that was written aside, once all of it has reached the disk; an older one of that name goes."""
-    sync_tree(aside)
+    if wait_for_disk:
+        sync_tree(aside)
     if path.is_dir() and any(path.iterdir()):
         remove_folder(path)
     aside.replace(path)
@@ -78,11 +79,12 @@ def remove_folder(path: Path) -> None:
 
 
 @contextmanager
-def whole_folder(path: str | Path, *, keep_unfinished: bool = False) -> Iterator[Path]:
+def whole_folder(path: str | Path, *, keep_unfinished: bool = False, wait_for_disk: bool = True) -> Iterator[Path]:
     """A folder to write into, which gets its name `path` at the end; after an error nothing is left of it.
 
     A folder of that name that holds something, or that another process is writing, is refused before anything is written.
     keep_unfinished: what was written before an error stays aside, and the next call finds it in its folder.
+    wait_for_disk: False for many small files that can be made again; a machine that loses power may lose some of them.
     """
     path = Path(path)
     refuse_content(path)
@@ -96,7 +98,7 @@ def whole_folder(path: str | Path, *, keep_unfinished: bool = False) -> Iterator
         try:
             aside.mkdir(exist_ok=True)
             yield aside
-            put_in_place(aside, path)
+            put_in_place(aside, path, wait_for_disk=wait_for_disk)
         except BaseException:
             if not keep_unfinished:
                 shutil.rmtree(aside, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How good a language model is: perplexity over a text, and lm-eval's tasks on local files."""
+"""How good models are. Language: perplexity over a text, and lm-eval's tasks on local files; `images`: figures of samples."""
 
 from .harness import HARNESS_TASKS, HarnessResult, evaluate_tasks
 from .loading import LanguageModel, load_language_model

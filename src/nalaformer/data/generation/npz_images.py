@@ -158,7 +158,8 @@ def unpack_images(path: str | Path, out: str | Path, *, holdout: float = 0.0, se
     # numbers of equal length, so that the order of the names is the order of the labels
     digits = len(str(len(class_names) - 1))
     folders = [name if not name.isdigit() else name.zfill(digits) for name in class_names]
-    with whole_folder(out) as aside:
+    # to wait for 70,000 files one by one takes minutes
+    with whole_folder(out, wait_for_disk=False) as aside:
         for split, (images, labels) in splits.items():
             for name in folders:
                 (aside / split / name).mkdir(parents=True)

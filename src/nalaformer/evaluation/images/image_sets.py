@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...data import SUFFIXES, BadSample, read_image
@@ -86,7 +87,8 @@ def of_folder(root: Path, split: str, size: int) -> ImageSet:
     root = root / split if (root / split).is_dir() else root
     classes = sorted(path.name for path in subfolders(root))
     places = [root / name for name in classes] or [root]
-    images, labels = [], []
+    images: list[NDArray[np.uint8]] = []
+    labels: list[int] = []
     for label, place in enumerate(places):
         for path in sorted(path for path in place.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
             image = read_image(path)
