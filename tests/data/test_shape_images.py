@@ -98,6 +98,20 @@ def blob(size):
     return image
 
 
+def dirty(pixels):
+    """A clean circle, and so many single pixels beside it."""
+    image = drawn()
+    image[:, 15 : 15 + 2 * pixels : 2, 25] = torch.tensor(PALETTE["red"], dtype=torch.uint8)[:, None]
+    return image
+
+
+def dark():
+    """A circle that is rather red than nothing, and yet no red."""
+    image = drawn()
+    image[0] = image[0].clamp(max=135)
+    return image
+
+
 def mixed(one, other):
     return torch.where(one != 32, one, other)
 
@@ -116,8 +130,10 @@ def mixed(one, other):
         (drawn(things=((1, 1, 9), (6, 6, 9))), "none of circle"),
         ((drawn().float() * 0.5 + drawn(things=()).float() * 0.5).to(torch.uint8), "blank|differ|none of"),
         (drawn().roll(-5, dims=2), "none of circle|1 to 3|one shape"),
+        (dirty(5), "5 pixels differ from the scene that is nearest, at most 4 may"),
+        (dark(), "pixels differ from the scene that is nearest"),
     ],
-    ids=["blank", "white", "grey", "bar", "blob", "colours", "shapes", "four", "overlap", "pale", "cut"],
+    ids=["blank", "white", "grey", "bar", "blob", "colours", "shapes", "four", "overlap", "pale", "cut", "dirt", "dark"],
 )
 def test_what_shows_no_scene_is_refused(image, reason):
     with pytest.raises(Unreadable, match=reason):
