@@ -3,22 +3,35 @@
 from .compare import Method, Row, compare_methods, methods
 from .crops import draw_crops
 from .entropy import attention_entropy, channel_entropy, effective_rank, entropy_drop, norm_sweep, spearman
+from .layers import AttentionLayer, attention_layers, record
+from .maps import attention_map, enlarge, map_of, rollout
 from .pictures import draw_entropy_against_norm
+from .records import LayerRecord
+from .statistics import HeadStatistics
 from .tables import HOW_TO_READ, comparison_table
 
 __all__ = [
     "HOW_TO_READ",
+    "AttentionLayer",
+    "HeadStatistics",
+    "LayerRecord",
     "Method",
     "Row",
     "attention_entropy",
+    "attention_layers",
+    "attention_map",
     "channel_entropy",
     "compare_methods",
     "comparison_table",
     "draw_crops",
     "draw_entropy_against_norm",
     "effective_rank",
+    "enlarge",
     "entropy_drop",
+    "map_of",
     "methods",
     "norm_sweep",
+    "record",
+    "rollout",
     "spearman",
 ]

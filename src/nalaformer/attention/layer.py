@@ -97,7 +97,7 @@ class Attention(nn.Module):
         q, k, v, gate, key_grid = self.project(x, grid, key_mask)
         if self.table is not None:
             k = k + self.table(key_grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
-        out = self._attend(q, k, v, grid, key_grid, key_mask, parts).flatten(2)
+        out = self.attend(q, k, v, grid, key_grid, key_mask, parts).flatten(2)
         if self.local_mix is not None:
             # padding must not reach its neighbours through the convolution either
             v = hide(v, key_mask)
@@ -135,10 +135,10 @@ class Attention(nn.Module):
         k, v = self.kv(self.reduce_norm(image.flatten(2).transpose(1, 2))).split(self.dim, dim=-1)
         return heads(q), heads(k), heads(v), gate[0] if gate else None, key_grid
 
-    def _attend(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Groups | None
     ) -> Tensor:
-        """[B, N, H, D]."""
+        """The values [B, N, H, D] that queries gather by their weights; `nalaformer.analysis` listens here."""
         if not self.config.window:
             return self._attend_globally(q, k, v, grid, key_grid, key_mask, groups)
         windows = Windows(grid, size=self.config.window, shifted=self.config.shifted)

@@ -1,0 +1,356 @@
+"""Where a model attends, and what its attention layers did in a pass."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..attention import Attention
+from ..attention.hybrid import HybridAttention
+from ..attention.windows import Windows
+from ..feature_maps import FEATURE_MAPS
+from .records import Grid, HybridRecord, LayerRecord, LinearRecord, SoftmaxRecord
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayer:
+    """An attention layer of a model."""
+
+    name: str
+    """Where it is in the model."""
+    kind: str
+    """"softmax", "linear" or "hybrid"."""
+    method: str
+    """The name of the feature map, or the kind."""
+    module: nn.Module = field(repr=False)
+
+
+def attention_layers(model: nn.Module) -> list[AttentionLayer]:
+    """Attention of a model in the order of its modules: ours, converted, and softmax of timm, transformers and others.
+
+    Delta rules are none: what they remember of a token depends on later ones, so they have no weights.
+    """
+    found = [layer for name, module in model.named_modules() if (layer := _layer_of(name, module)) is not None]
+    # of a wrapper and what it wraps, the latter attends; a converted attention has its old one inside, which does not
+    hybrids = tuple(f"{layer.name.rpartition('.')[0]}." for layer in found if layer.kind == "hybrid")
+    return [
+        layer
+        for layer in found
+        if not any(other.name.startswith(f"{layer.name}.") for other in found)
+        and not (layer.kind == "softmax" and layer.name.startswith(hybrids))
+    ]
+
+
+def _layer_of(name: str, module: nn.Module) -> AttentionLayer | None:
+    kind = method = "softmax"
+    if isinstance(module, HybridAttention):
+        kind = method = "hybrid"
+    elif (isinstance(module, Attention) and module.map is not None) or _is_mixer(module, "LinearMixer"):
+        kind, method = "linear", next(key for key in FEATURE_MAPS.names() if FEATURE_MAPS[key] is type(module.map))
+    elif not isinstance(module, Attention) and not _is_mixer(module, "SoftmaxMixer") and not _is_foreign(module):
+        return None
+    return AttentionLayer(name=name, kind=kind, method=method, module=module)
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    """Whether it is attention of another library, by its name and its projections."""
+    if type(module).__module__.startswith("nalaformer.") or "attention" not in type(module).__name__.lower():
+        return False
+    return any(isinstance(layer, nn.Linear) for layer in module.modules())
+
+
+def _is_mixer(module: nn.Module, name: str) -> bool:
+    """Whether it is a mixer of our language models; a model that has one has imported them."""
+    mixers = sys.modules.get("nalaformer.models.language.mixers")
+    return mixers is not None and isinstance(module, getattr(mixers, name))
+
+
+def record(model: nn.Module, inputs: Inputs, layers: Sequence[str] | None = None) -> list[LayerRecord]:
+    """Run the model once, in evaluation mode and without gradients, and keep what its attention layers did.
+
+    inputs: a tensor, a sequence of positional arguments, or a mapping of keyword arguments. layers: names, all by default.
+    Memory is that of the queries and keys: linear in the number of tokens.
+    """
+    with torch.no_grad(), Recorder(model, layers, image=_image_of(inputs)) as recorder:
+        call(model, inputs)
+    return recorder.records
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+
+
+class Recorder(TorchFunctionMode):
+    """Listens to the attention layers of a model while it is entered; the model is in evaluation mode meanwhile."""
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[str] | None = None, *, image: Grid | None = None, keep_values: bool = False
+    ) -> None:
+        super().__init__()
+        known = attention_layers(model)
+        if not known:
+            raise ValueError(f"{type(model).__name__} has no attention layer that is known here; see attention_layers")
+        for name in layers or ():
+            if name not in [layer.name for layer in known]:
+                raise ValueError(f"no attention layer {name!r}; there are {', '.join(layer.name for layer in known)}")
+        self.model, self.image, self.keep_values = model, image, keep_values
+        self.layers = [layer for layer in known if layers is None or layer.name in layers]
+        self.records: list[LayerRecord] = []
+        self._running: list[AttentionLayer] = []
+        self._windows: dict[str, tuple[Tensor, Grid]] = {}
+        self._undo: list[Callable[[], object]] = []
+
+    def __enter__(self) -> "Recorder":
+        for module, mode in [(module, module.training) for module in self.model.modules()]:
+            self._undo.append(lambda module=module, mode=mode: setattr(module, "training", mode))
+        self.model.eval()
+        for layer in self.layers:
+            self._listen(layer)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        if error[0] is None and not self.records:
+            raise ValueError(
+                "no attention was seen: the layers attend by their own code; choose fused attention "
+                "(timm: fused_attn, transformers: attn_implementation='sdpa')"
+            )
+
+    def _listen(self, layer: AttentionLayer) -> None:
+        module = layer.module
+        if isinstance(module, Attention):
+            self._replace(module, "attend", self._listen_to_ours(layer, module.attend))
+        elif _is_mixer(module, "LinearMixer"):
+            self._replace(module, "mix", self._listen_to_mixer(layer, module.mix))
+        elif isinstance(module, HybridAttention):
+            self._replace(module, "forward", self._listen_to_hybrid(layer, module.forward))
+        # exact attention by torch's fused function, which __torch_function__ sees
+        if getattr(module, "fused_attn", None) is False:
+            self._replace(module, "fused_attn", True)
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", "sdpa") == "eager":
+            config._attn_implementation = "sdpa"
+            self._undo.append(lambda: setattr(config, "_attn_implementation", "eager"))
+        begin = module.register_forward_pre_hook(lambda *_: self._running.append(layer))
+        end = module.register_forward_hook(lambda *_: self._running.pop() and None, always_call=True)
+        self._undo += [begin.remove, end.remove]
+        parent = self.model
+        for step in layer.name.split(".")[:-1]:
+            parent = parent.get_submodule(step)
+            if type(parent).__name__ == "SwinTransformerBlock" and type(parent).__module__.startswith("timm."):
+                swin = parent.register_forward_pre_hook(lambda block, inputs: self._note_swin(layer, block, inputs[0]))
+                self._undo.append(swin.remove)
+
+    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
+        known = name in module.__dict__
+        before = module.__dict__.get(name)
+        module.__dict__[name] = value
+        self._undo.append(lambda: module.__dict__.__setitem__(name, before) if known else module.__dict__.pop(name, None))
+
+    def _note_swin(self, layer: AttentionLayer, block: Any, x: Tensor) -> None:
+        """Which tokens stand in the windows of timm's Swin: it rolls first and pads then."""
+        grid = (x.shape[1], x.shape[2])
+        numbers = torch.arange(grid[0] * grid[1], device=x.device).view(grid)
+        numbers = numbers.roll((-block.shift_size[0], -block.shift_size[1]), dims=(0, 1))
+        height, width = block.window_size
+        numbers = F.pad(numbers, (0, -grid[1] % width, 0, -grid[0] % height), value=-1)
+        cells = numbers.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
+        self._windows[layer.name] = (cells.flatten(2).flatten(0, 1), grid)
+
+    # --- what layers do ------------------------------------------------------------------------------------------------------
+
+    def _listen_to_ours(self, layer: AttentionLayer, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        module: Any = layer.module
+
+        def listening(q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Any, groups: Any) -> Tensor:
+            seen = len(self.records)
+            out = attend(q, k, v, grid, key_grid, key_mask, groups)
+            windows = None
+            if module.config.window:
+                cut = Windows(grid, size=module.config.window, shifted=module.config.shifted)
+                groups, key_mask = cut.groups(q), cut.visible(key_mask, q)
+                # from 1, so that padding, which is 0, becomes -1
+                windows = cut.split(torch.arange(1, grid[0] * grid[1] + 1, device=q.device)[None, :, None])[..., 0] - 1
+                q, k = cut.split(q), cut.split(k)
+            if module.map is None:
+                for found in self.records[seen:]:
+                    found.windows, found.heads_first = windows, False
+                    if self.keep_values:
+                        found.values, found.gathered = v, out
+                    self._place(found, layer, grid, key_grid)
+                return out
+            rotary = None
+            if module.config.position == "rotary":
+                channels = module.head_dim * (2 if module.config.rotary_over == "features" else 1)
+                sides = (cut.shape, cut.shape) if module.config.window else (grid, key_grid)
+                rotary = tuple(module._rotary(side, channels, q) for side in sides)
+            found = LinearRecord(
+                name=layer.name,
+                method=layer.method,
+                q=q.detach(),
+                k=k.detach(),
+                feature_map=module.map,
+                rotary=rotary,
+                causal=module.config.causal,
+                key_mask=key_mask,
+                groups=groups,
+                windows=windows,
+                values=v,
+                gathered=out,
+            )
+            self._add(found, layer, grid, key_grid)
+            return out
+
+        return listening
+
+    def _listen_to_mixer(self, layer: AttentionLayer, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        module: Any = layer.module
+
+        def listening(x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Any, cache: Any) -> Tensor:
+            out = mix(x, q, k, v, tokens, cache)
+            found = LinearRecord(
+                name=layer.name,
+                method=layer.method,
+                q=q.detach(),
+                k=for_heads(k, q).detach(),
+                feature_map=module.map,
+                rotary=tokens.rotary if module.has_rotary else None,
+                causal=True,
+                key_mask=tokens.key_mask,
+                values=v,
+                gathered=out,
+            )
+            self._add(found, layer)
+            return out
+
+        return listening
+
+    def _listen_to_hybrid(self, layer: AttentionLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
+        module: Any = layer.module
+
+        def listening(
+            q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, key_mask: Any = None, scale: Any = None, state: Any = None
+        ) -> Any:
+            out, after = forward(q, k, v, x, key_mask=key_mask, scale=scale, state=state)
+            scores = module.scores(q, k, x, scale=scale, state=state)
+            found = HybridRecord(
+                name=layer.name,
+                method=layer.method,
+                q=q.detach(),
+                k=for_heads(k, q).detach(),
+                feature_map=module.map,
+                settings=module.settings,
+                gate=module.gates(x),
+                scores=None if scores is None else scores.repeat_interleave(q.shape[2] // scores.shape[2], dim=2).detach(),
+                key_mask=key_mask,
+                scale=scale,
+                values=v,
+                gathered=out,
+            )
+            self._add(found, layer)
+            return out, after
+
+        return listening
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        if function is F.scaled_dot_product_attention and self._running and self._running[-1].kind == "softmax":
+            self._add_softmax(self._running[-1], out, *args, **kwargs)
+        return out
+
+    def _add_softmax(
+        self,
+        layer: AttentionLayer,
+        out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+        q, k = query.transpose(1, 2), key.transpose(1, 2)
+        found = SoftmaxRecord(
+            name=layer.name,
+            method=layer.method,
+            q=q.detach(),
+            k=for_heads(k, q).detach(),
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            bias=None if attn_mask is None else attn_mask.detach(),
+            causal=is_causal,
+            values=value,
+            gathered=out,
+            heads_first=True,
+        )
+        self._add(found, layer)
+
+    def _add(self, found: LayerRecord, layer: AttentionLayer, grid: Grid | None = None, key_grid: Grid | None = None) -> None:
+        self._place(found, layer, grid, key_grid)
+        times = sum(known.name.partition("#")[0] == found.name for known in self.records)
+        if times:
+            found.name = f"{found.name}#{times + 1}"
+        if not self.keep_values:
+            found.values = found.gathered = None
+        self.records.append(found)
+
+    def _place(self, found: LayerRecord, layer: AttentionLayer, grid: Grid | None, key_grid: Grid | None) -> None:
+        """Where the tokens lie in the image."""
+        found.prefix = 0
+        if layer.name in self._windows:
+            found.windows, found.grid = self._windows[layer.name]
+            found.key_grid = found.grid
+            return
+        tokens = found.num_tokens
+        if grid is not None and (grid[0] > 1 or tokens == 1):
+            found.grid, found.key_grid = grid, key_grid
+        elif self.image is not None:
+            known = getattr(self.model, "num_prefix_tokens", None)
+            for prefix in (known,) if isinstance(known, int) else range(6):
+                if (fitting := grid_of(tokens - prefix, self.image)) is not None:
+                    found.grid = found.key_grid = fitting
+                    found.prefix = prefix
+                    break
+
+
+def grid_of(tokens: int, image: Grid) -> Grid | None:
+    """Rows and columns of so many tokens with the proportions of the image; None where none fit."""
+    if tokens < 1:
+        return None
+    height = math.isqrt(round(tokens * image[0] / image[1]))
+    for rows in (height, height + 1):
+        if rows and tokens % rows == 0 and abs(rows * image[1] - tokens // rows * image[0]) < max(image):
+            return rows, tokens // rows
+    return None
+
+
+def _image_of(inputs: Inputs) -> Grid | None:
+    """Height and width, if the inputs are images."""
+    if isinstance(inputs, Mapping):
+        inputs = inputs.get("pixel_values", next(iter(inputs.values()), torch.empty(0)))
+    elif not isinstance(inputs, Tensor):
+        inputs = inputs[0]
+    return (inputs.shape[2], inputs.shape[3]) if isinstance(inputs, Tensor) and inputs.dim() == 4 else None
+
+
+def for_heads(k: Tensor, q: Tensor) -> Tensor:
+    """Keys [B, M, K, D] repeated for the heads of q that share them."""
+    return k if k.shape[2] == q.shape[2] else k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)

@@ -1,0 +1,123 @@
+"""Where a token of an image looks: in one layer, and through all layers."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .layers import attention_layers, record
+from .records import Grid, LayerRecord
+
+Token = tuple[int, int] | int | str
+"""(row, column) in the grid of the layer, the number of a token, "mean" of all tokens of the grid, or "class" for the first."""
+
+
+def attention_map(
+    model: nn.Module, image: Tensor, *, token: Token = "mean", layer: str | int = -1, head: int | None = None
+) -> Tensor:
+    """Shares of its attention that a token gives to each place of the image: [h, w], summing to one without the prefix's part.
+
+    image: [3, H, W] or [1, 3, H, W]. layer: a name, or a number in the order of `attention_layers`. head: None is the mean.
+    """
+    layers = attention_layers(model)
+    name = layers[layer].name if isinstance(layer, int) else layer
+    found = record(model, image if image.dim() == 4 else image[None], [name])[0]
+    return map_of(found, token, head=head)[0]
+
+
+def map_of(found: LayerRecord, token: Token, *, head: int | None = None) -> Tensor:
+    """The same of a record: [B, h, w]."""
+    if head is not None and not 0 <= head < found.num_heads:
+        raise ValueError(f"head must be below the {found.num_heads} heads of {found.name}, got {head}")
+    pulled = found.pull(start_at(found, token))  # [B, H, M]
+    return as_map(pulled.mean(1) if head is None else pulled[:, head], found.key_grid, found)
+
+
+def rollout(records: Sequence[LayerRecord], token: Token = "mean") -> Tensor:
+    """What reaches a token of the last layer from each place of the first, through attention and residuals: [B, h, w].
+
+    From the last layer to the first, v <- (v A + v) / 2, A the mean of the heads' shares (Abnar and Zuidema, 2020): one vector
+    per sample, never a matrix. Between grids of different size the amount of a coarse cell is spread evenly over the fine cells
+    that it covers. `token` is one of the last layer. The map has the grid of the first layer, without its prefix.
+    """
+    if not records:
+        raise ValueError("a rollout needs the records of at least one layer, got none")
+    amounts = start_at(records[-1], token)
+    for after, found in zip([None, *records[:0:-1]], records[::-1], strict=True):
+        if after is not None:
+            amounts = moved(amounts, after, found)
+        amounts = (amounts + spread_keys(found.pull(amounts).mean(1), found)) / 2
+    return as_map(amounts, records[0].grid, records[0])
+
+
+def start_at(found: LayerRecord, token: Token) -> Tensor:
+    """[B, N] with 1 at the token, or shared by all tokens of the grid."""
+    amounts = torch.zeros(found.batch, found.num_tokens, device=found.q.device)
+    if token == "mean":
+        amounts[:, found.prefix :] = 1 / (found.num_tokens - found.prefix)
+        return amounts
+    if token == "class":
+        if not found.prefix:
+            raise ValueError(f'{found.name} has no class token; choose a place (row, column) or "mean"')
+        token = 0
+    if isinstance(token, str) or (isinstance(token, tuple) and len(token) != 2):
+        raise ValueError(f'a token is (row, column), a number, "mean" or "class", got {token!r}')
+    number = found.token_at(*token) if isinstance(token, tuple) else token
+    if not 0 <= number < found.num_tokens:
+        raise ValueError(f"the token must be below the {found.num_tokens} tokens of {found.name}, got {number}")
+    amounts[:, number] = 1
+    return amounts
+
+
+def spread_keys(amounts: Tensor, found: LayerRecord) -> Tensor:
+    """[B, M] on the keys -> [B, N] on the tokens that they were made of."""
+    if found.num_keys == found.num_tokens:
+        return amounts
+    if found.grid is None or found.key_grid is None:
+        raise ValueError(
+            f"{found.name} has {found.num_keys} keys for {found.num_tokens} tokens, and no grid says which is where"
+        )
+    return spread(amounts, found.key_grid, found.grid)
+
+
+def moved(amounts: Tensor, after: LayerRecord, before: LayerRecord) -> Tensor:
+    """Amounts [B, N] of a later layer's tokens, on the tokens of the layer before."""
+    if after.num_tokens == before.num_tokens and after.prefix == before.prefix:
+        return amounts
+    if after.grid is None or before.grid is None:
+        raise ValueError(
+            f"{before.name} has {before.num_tokens} tokens and {after.name} {after.num_tokens}, and no grid says which is where"
+        )
+    prefix = amounts[:, : after.prefix]
+    lost = prefix.new_zeros(len(prefix), max(0, before.prefix - after.prefix))
+    prefix = torch.cat((prefix, lost), dim=1)[:, : before.prefix]
+    return torch.cat((prefix, spread(amounts[:, after.prefix :], after.grid, before.grid)), dim=1)
+
+
+def spread(amounts: Tensor, coarse: Grid, fine: Grid) -> Tensor:
+    """Share the amount of each coarse cell evenly among the fine cells that it covers: [B, n] -> [B, N], same sum.
+
+    A fine cell belongs to the coarse cell that holds its centre; strides round up, so the last cells may cover fewer.
+    """
+    strides = [max(1, -(-f // c)) for c, f in zip(coarse, fine, strict=True)]
+    rows, columns = (
+        (torch.arange(side, device=amounts.device) // stride).clamp(max=limit - 1)
+        for side, stride, limit in zip(fine, strides, coarse, strict=True)
+    )
+    index = (rows[:, None] * coarse[1] + columns).flatten()
+    covered = torch.bincount(index, minlength=coarse[0] * coarse[1]).to(amounts.dtype)
+    return (amounts / covered.clamp(min=1))[:, index]
+
+
+def as_map(amounts: Tensor, grid: Grid | None, found: LayerRecord) -> Tensor:
+    """[B, N] -> [B, h, w], without the prefix, scaled to sum to one."""
+    if grid is None:
+        raise ValueError(f"{found.name} has no grid: its tokens are no image; use rows")
+    inside = amounts[:, found.prefix :]
+    return (inside / inside.sum(1, keepdim=True).clamp(min=1e-30)).unflatten(1, grid)
+
+
+def enlarge(heat: Tensor, size: Grid) -> Tensor:
+    """A map [B, h, w] on the pixels of the image, [B, H, W]: each cell as it is."""
+    return F.interpolate(heat[:, None], size=size, mode="nearest")[:, 0]

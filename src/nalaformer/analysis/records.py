@@ -1,0 +1,331 @@
+"""What one attention layer did in one pass: exact rows of its weights, and products with them, never all pairs at once.
+
+A record keeps queries and keys in pieces: one per image, or one per window of an image. Weights are computed from them for some
+queries at a time.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention.hybrid import HybridSettings, hybrid_attention
+from ..attention.windows import Groups
+from ..feature_maps import FeatureMap
+from ..ops import Rotary, attention_weights, compute_dtype
+from ..ops.features import key_features, key_log_scale, query_features
+
+if TYPE_CHECKING:
+    from .statistics import HeadStatistics
+
+Grid = tuple[int, int]
+# Queries whose weights exist at the same time.
+CHUNK = 256
+
+
+@dataclass(kw_only=True, eq=False)
+class LayerRecord:
+    """Queries and keys of a layer, after projection and position, and how its weights follow from them.
+
+    q: [P, T, H, D], k: [P, S, H, D]: P pieces of T queries and S keys. Without windows a piece is an image, P = B, T = N.
+    """
+
+    name: str
+    """Where the layer is in the model."""
+    method: str
+    """"softmax", "hybrid", or the name of the feature map."""
+    q: Tensor = field(repr=False)
+    k: Tensor = field(repr=False)
+    grid: Grid | None = None
+    """Height and width of the tokens behind the prefix; None where they are no image."""
+    key_grid: Grid | None = None
+    """The same of the keys, which are fewer where a layer reduces them."""
+    prefix: int = 0
+    """Tokens in front of the grid, such as a class token."""
+    windows: Tensor | None = field(default=None, repr=False)
+    """[count, T]: which token of the image stands at each place of each window, -1 for padding; None: no windows."""
+    values: Tensor | None = field(default=None, repr=False)
+    """What the queries gather, as the layer passed it; kept for explanations alone."""
+    gathered: Tensor | None = field(default=None, repr=False)
+    """What they got, in the same layout: gathered = weights @ values."""
+    heads_first: bool = False
+    """Whether values and gathered are [P, H, T, V] and not [P, T, H, V]."""
+
+    kind = ""
+
+    @abstractmethod
+    def piece_weights(self, places: Tensor) -> Tensor:
+        """Weights of the queries at these places of every piece, as they meet the values: [P, H, R, S]."""
+
+    @abstractmethod
+    def log_denominators(self) -> Tensor:
+        """Logarithm of what the weights of each query are divided by: [P, H, T], or more of them where a map has streams."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.windows is None else self.q.shape[0] // len(self.windows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an image or a text, the prefix included."""
+        if self.windows is not None:
+            return int(self.windows.max()) + 1
+        return self.q.shape[1]
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_tokens if self.windows is not None else self.k.shape[1]
+
+    def rows(self, queries: Tensor) -> Tensor:
+        """Exact attention of some tokens: queries [R], numbers of tokens -> [B, H, R, M] in float32 or wider.
+
+        Rows sum to one, but for eps of linear attention and the padding of windows. Keys that a query does not see have 0.
+        With rotary positions in the numerator alone, as published, weights can be negative; `shares` are not.
+        """
+        queries = torch.as_tensor(queries, device=self.q.device)
+        if queries.dim() != 1 or queries.is_floating_point() or not bool(((queries >= 0) & (queries < self.num_tokens)).all()):
+            raise ValueError(
+                f"queries must be a list of token numbers from 0 to {self.num_tokens - 1}, got {queries.tolist()!r}; "
+                "`token_at` gives the number of a place in the image"
+            )
+        if self.windows is None:
+            return self.piece_weights(queries)
+        flat = self.windows.flatten()
+        where = torch.empty(self.num_tokens, dtype=torch.long, device=flat.device)
+        where[flat[flat >= 0]] = torch.arange(len(flat), device=flat.device)[flat >= 0]
+        window, place = where[queries] // self.windows.shape[1], where[queries] % self.windows.shape[1]
+        number = torch.arange(len(queries), device=flat.device)
+        pieces = self.piece_weights(place).unflatten(0, (self.batch, -1))  # [B, count, H, R, T]
+        found = pieces.permute(1, 3, 0, 2, 4)[window, number].permute(1, 2, 0, 3)  # [B, H, R, T]
+        # padding goes into a column of its own, which is cut off
+        index = torch.where(self.windows < 0, self.num_tokens, self.windows)[window].expand_as(found)
+        out = found.new_zeros(*found.shape[:3], self.num_tokens + 1).scatter_(-1, index, found)
+        return out[..., :-1]
+
+    def shares(self, queries: Tensor) -> Tensor:
+        """Rows as shares of what a query gathers: absolute weights that sum to one, [B, H, R, M]."""
+        return as_shares(self.rows(queries))
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """All queries of the pieces, some at a time: places [R], weights [P, H, R, S]."""
+        for places in torch.arange(self.q.shape[1], device=self.q.device).split(CHUNK):
+            yield places, self.piece_weights(places)
+
+    def pull(self, amounts: Tensor) -> Tensor:
+        """Hand what stands at the queries to the keys that they looked at, by their shares: [B, N] -> [B, H, M].
+
+        pulled_j = sum_i amounts_i share_ij for each head: a product with the whole matrix, which never exists.
+        """
+        inside = self.to_pieces(amounts)
+        total = sum(torch.einsum("pr,phrs->phs", inside[:, places], as_shares(weights)) for places, weights in self.chunks())
+        assert isinstance(total, Tensor)
+        return self.from_pieces(total)
+
+    def to_pieces(self, amounts: Tensor) -> Tensor:
+        """[B, N] -> [P, T]; padding of windows has 0."""
+        if self.windows is None:
+            return amounts
+        padded = torch.cat((amounts, amounts.new_zeros(len(amounts), 1)), dim=1)
+        return padded[:, self.windows].flatten(0, 1)
+
+    def from_pieces(self, amounts: Tensor) -> Tensor:
+        """[P, ..., S] -> [B, ..., M]; what lies on padding is dropped."""
+        if self.windows is None:
+            return amounts
+        split = amounts.unflatten(0, (self.batch, -1)).movedim(1, -2).flatten(-2)  # [B, ..., count * T]
+        index = torch.where(self.windows < 0, self.num_tokens, self.windows).flatten()
+        out = split.new_zeros(*split.shape[:-1], self.num_tokens + 1)
+        return out.index_add_(-1, index, split)[..., :-1]
+
+    def statistics(self) -> "list[HeadStatistics]":
+        """Of each head, over all queries: see `HeadStatistics`."""
+        from .statistics import head_statistics
+
+        return head_statistics(self)
+
+    def token_at(self, y: int, x: int) -> int:
+        """The number of the token at a row and column of the grid."""
+        if self.grid is None:
+            raise ValueError(f"{self.name} has no grid: its tokens are no image; name a token by its number")
+        if not (0 <= y < self.grid[0] and 0 <= x < self.grid[1]):
+            raise ValueError(f"the token must lie in the grid of {self.grid[0]} x {self.grid[1]}, got ({y}, {x})")
+        return self.prefix + y * self.grid[1] + x
+
+
+@dataclass(kw_only=True, eq=False)
+class SoftmaxRecord(LayerRecord):
+    """weights = softmax(scale q k^T + bias)."""
+
+    scale: float
+    bias: Tensor | None = field(default=None, repr=False)
+    """[P or 1, H or 1, T or 1, S], added to the logits; -inf hides."""
+    causal: bool = False
+    kind = "softmax"
+
+    def logits(self, places: Tensor) -> Tensor:
+        dtype = compute_dtype(self.q)
+        q = self.q.index_select(1, places).to(dtype)
+        logits = self.scale * torch.einsum("pihd,pjhd->phij", q, self.k.to(dtype))
+        if self.bias is not None:
+            bias = self.bias.index_select(-2, places) if self.bias.shape[-2] > 1 else self.bias
+            logits = logits + bias.to(dtype)
+        if self.causal:
+            keys = torch.arange(self.k.shape[1], device=places.device)
+            logits = logits.masked_fill(keys > places[:, None], -torch.inf)
+        return logits
+
+    @torch.no_grad()
+    def piece_weights(self, places: Tensor) -> Tensor:
+        # a query that sees nothing has no weights
+        return self.logits(places).softmax(-1).nan_to_num(0.0)
+
+    def log_denominators(self) -> Tensor:
+        places = torch.arange(self.q.shape[1], device=self.q.device)
+        return torch.cat([self.logits(part).logsumexp(-1) for part in places.split(CHUNK)], dim=-1)
+
+
+@dataclass(kw_only=True, eq=False)
+class LinearRecord(LayerRecord):
+    """weights = phi(q) phi(k)^T / (phi(q) sum phi(k) + eps n); of maps with two streams the mean, which a mean value meets."""
+
+    feature_map: FeatureMap = field(repr=False)
+    rotary: "Rotary | tuple[Rotary, Rotary] | None" = field(default=None, repr=False)
+    causal: bool = False
+    key_mask: Tensor | None = field(default=None, repr=False)
+    """[P, S]."""
+    groups: Groups | None = field(default=None, repr=False)
+    """Tokens that see those of their group alone."""
+    eps: float = 1e-6
+    kind = "linear"
+
+    def visible(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Pairs (queries [P, T], keys [P, S]) that see each other; None: all."""
+        if self.groups is None:
+            return [(None, self.key_mask)]
+        pairs: list[tuple[Tensor | None, Tensor | None]] = []
+        for number in self.groups.numbers:
+            inside = self.groups.of_tokens == number
+            pairs.append((inside, inside if self.key_mask is None else inside & self.key_mask))
+        return pairs
+
+    @torch.no_grad()
+    def piece_weights(self, places: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for queries, keys in self.visible():
+            streams = [
+                attention_weights(
+                    self.q,
+                    self.k,
+                    feature_map=self.feature_map,
+                    rows=places,
+                    stream=stream,
+                    causal=self.causal,
+                    rotary=self.rotary,
+                    key_mask=keys,
+                    query_mask=None if self.causal else keys,
+                    eps=self.eps,
+                )
+                for stream in range(self.feature_map.streams)
+            ]
+            weights = sum(streams[1:], streams[0]) / len(streams)
+            if queries is not None:
+                weights = weights * queries[:, None, places, None]
+            total = weights if total is None else total + weights
+        assert total is not None
+        return total
+
+    @torch.no_grad()
+    def log_denominators(self) -> Tensor:
+        return torch.cat([form.log_denominators for form in linear_forms(self)], dim=-1)
+
+
+@dataclass(kw_only=True, eq=False)
+class HybridRecord(LayerRecord):
+    """Exact for the near and the salient, linear for the rest; weights are found as the gradient of the output by the values.
+
+    A gate of channels counts by its mean.
+    """
+
+    feature_map: FeatureMap = field(repr=False)
+    settings: HybridSettings
+    gate: Tensor | None = field(default=None, repr=False)
+    scores: Tensor | None = field(default=None, repr=False)
+    key_mask: Tensor | None = field(default=None, repr=False)
+    scale: float | None = None
+    kind = "hybrid"
+
+    def piece_weights(self, places: Tensor) -> Tensor:
+        # gathered[i, r] = sum_j w_ij values[j, r]: the gradient of gathered[place r, r] by the values is row r
+        rows = len(places)
+        shape = (*self.k.shape[:3], rows)
+        with torch.enable_grad():
+            values = torch.zeros(shape, dtype=compute_dtype(self.q), device=self.q.device, requires_grad=True)
+            gathered = hybrid_attention(
+                self.q.to(values.dtype),
+                self.k.to(values.dtype),
+                values,
+                feature_map=self.feature_map,
+                settings=self.settings,
+                gate=None if self.gate is None else self.gate.mean(-1, keepdim=True).to(values.dtype),
+                scores=self.scores,
+                key_mask=self.key_mask,
+                scale=self.scale,
+            )
+            chosen = gathered[:, places, :, torch.arange(rows, device=places.device)]  # [R, P, H]
+            found = torch.autograd.grad(chosen.sum(), values)[0]
+        return found.permute(0, 2, 3, 1)
+
+    def log_denominators(self) -> Tensor:
+        """Of the exact part alone the logits' size is known: not a number here."""
+        return torch.full((self.q.shape[0], self.num_heads, self.q.shape[1]), torch.nan, device=self.q.device)
+
+
+def as_shares(weights: Tensor) -> Tensor:
+    """Absolute weights scaled to sum to one over the keys; a row without weight stays zero."""
+    size = weights.abs()
+    total = size.sum(-1, keepdim=True)
+    return size / torch.where(total == 0, 1.0, total)
+
+
+class LinearForm(NamedTuple):
+    """One stream of linear attention as a product: weights = exp(-log_denominators) (queries keys^T) up to scales."""
+
+    queries: Tensor
+    """[P, H, T, F], divided by the denominators."""
+    keys: Tensor
+    """[P, H, S, F]."""
+    log_denominators: Tensor
+    """[P, H, T]."""
+
+
+def linear_forms(record: LinearRecord) -> list[LinearForm]:
+    """The factors of the weights of each stream, for those who need no weight: ranks and denominators.
+
+    Groups have denominators of their own, which are those of all keys here.
+    """
+    dtype, causal, mask = compute_dtype(record.q), record.causal, record.key_mask
+    of_queries = None if causal else mask
+    mapped = record.feature_map.given(record.q, record.k, key_mask=mask, query_mask=of_queries, causal=causal)
+    turns = record.rotary if isinstance(record.rotary, tuple) else (record.rotary, record.rotary)
+    scales = key_log_scale(mapped, record.k, mask, dtype)
+    scale = None if scales is None else scales.amax(dim=1, keepdim=True)  # [P, 1, H, 1]
+    keys = key_features(mapped, record.k, record.k, key_mask=mask, rotary=turns[1], log_scale=scale, dtype=dtype)
+    seen = keys.plain.cumsum(1) if causal else keys.plain.sum(1, keepdim=True)
+    count = torch.arange(1, seen.shape[1] + 1, device=seen.device) if causal else keys.visible[:, None]
+    forms = []
+    for queries in query_features(mapped, record.q, turns[0], dtype):
+        log_scale = sum(part[..., 0] for part in (queries.log_scale, scale) if part is not None)
+        small = record.eps * count[..., None] * torch.exp(-torch.as_tensor(log_scale, dtype=dtype, device=seen.device))
+        denominators = (queries.plain * seen).sum(-1) + small  # [P, T, H]
+        divided = queries.rotated / torch.where(denominators == 0, 1.0, denominators)[..., None]
+        forms.append(
+            LinearForm(divided.transpose(1, 2), keys.rotated.transpose(1, 2), (denominators.log() + log_scale).transpose(1, 2))
+        )
+    return forms

@@ -1,0 +1,165 @@
+"""Figures of each head of a recorded layer, computed over some queries at a time."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .compare import LEAST_DROP
+from .entropy import attention_entropy, effective_rank, entropy_drop, spearman
+from .records import LayerRecord, LinearForm, LinearRecord, as_shares, linear_forms
+
+CURVE_POINTS = 24
+# Pieces and rows that ranks are taken of: a singular value decomposition each.
+RANKED_PIECES, RANKED_ROWS = 8, 128
+# A channel is lost where opposite signs move its product by less than this part of what equal signs do.
+LEAST_RESPONSE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadStatistics:
+    """What one head of one layer did, over all queries of all samples. Entropies in nats."""
+
+    entropy: float
+    """Mean entropy of the shares: 0 for one token, log of the number of keys for all alike."""
+    spearman: float
+    """Rank correlation of query norm and entropy; 0 where the entropy changes by less than 0.02 nats."""
+    entropy_drop: float
+    """Entropy at the 10th percentile of the query norms minus that at the 90th."""
+    key_norm_correlation: float
+    """Rank correlation of the norm of a key and the attention that it receives."""
+    effective_rank: float
+    """exp of the entropy of the singular values of the weights, mean over samples; see `head_statistics`."""
+    lost_products: float
+    """Share of |q_c k_c|, over all pairs and channels, whose factors differ in sign and that the map does not see."""
+    smallest_weight: float
+    negative_share: float
+    """Share of the weights' size that is negative: rotary positions in the numerator alone make such weights."""
+    log_denominators: tuple[float, float]
+    """Smallest and largest logarithm of what weights are divided by."""
+    query_norm: float
+    """Mean."""
+    query_norm_spread: float
+    """Standard deviation over the mean."""
+    key_norm: float
+    norms: tuple[float, ...]
+    """The curve: mean query norm in bins of as many queries each ..."""
+    entropies: tuple[float, ...]
+    """... and the mean entropy there."""
+
+
+@torch.no_grad()
+def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
+    """One entry per head.
+
+    The effective rank of linear attention that sees all keys follows from its features: a QR decomposition of those of the
+    queries (divided by the denominators) and of the keys, and the singular values of the product of both triangles. Of other
+    attention it is taken of at most 128 rows, evenly spaced, and cannot exceed that.
+    """
+    pieces, places, heads, _ = record.q.shape
+    real = _real_queries(record)
+    entropy = torch.zeros(pieces, heads, places, dtype=torch.float64, device=record.q.device)
+    received = torch.zeros(pieces, heads, record.k.shape[1], dtype=torch.float64, device=record.q.device)
+    smallest = torch.full((heads,), torch.inf, dtype=torch.float64, device=record.q.device)
+    negative = torch.zeros(pieces, heads, places, dtype=torch.float64, device=record.q.device)
+    for chunk, weights in record.chunks():
+        shares = as_shares(weights)
+        entropy[:, :, chunk] = attention_entropy(shares).double()
+        negative[:, :, chunk] = (shares * (weights < 0)).sum(-1).double()
+        visible = torch.where(real[:, None, chunk, None], weights, torch.inf)
+        smallest = torch.minimum(smallest, visible.amin((0, 2, 3)).double())
+        received += (shares * real[:, None, chunk, None]).sum(2).double()
+    query_norms, key_norms = (x.double().norm(dim=-1).transpose(1, 2) for x in (record.q, record.k))  # [P, H, T]
+    rank = _effective_rank(record)
+    lost = _lost_products(record)
+    denominators = record.log_denominators().double()
+    found = []
+    for head in range(heads):
+        norms, of_head = query_norms[:, head][real], entropy[:, head][real]
+        order = norms.argsort()
+        drop = entropy_drop(norms, of_head).item() if len(norms) >= 10 else 0.0
+        bins = [part for part in order.tensor_split(CURVE_POINTS) if len(part)]
+        low, high = denominators[:, head].amin().item(), denominators[:, head].amax().item()
+        found.append(
+            HeadStatistics(
+                entropy=of_head.mean().item(),
+                spearman=spearman(norms, of_head).item() if abs(drop) >= LEAST_DROP else 0.0,
+                entropy_drop=drop,
+                key_norm_correlation=spearman(key_norms[:, head].flatten(), received[:, head].flatten()).item(),
+                effective_rank=rank[head].item(),
+                lost_products=lost[head].item(),
+                smallest_weight=smallest[head].item(),
+                negative_share=negative[:, head][real].mean().item(),
+                log_denominators=(low, high),
+                query_norm=norms.mean().item(),
+                query_norm_spread=(norms.std(correction=0) / norms.mean().clamp(min=1e-30)).item(),
+                key_norm=key_norms[:, head].mean().item(),
+                norms=tuple(norms[part].mean().item() for part in bins),
+                entropies=tuple(of_head[part].mean().item() for part in bins),
+            )
+        )
+    return found
+
+
+def _real_queries(record: LayerRecord) -> Tensor:
+    """[P, T] bool: which queries are tokens and no padding."""
+    real = torch.ones(record.q.shape[:2], dtype=torch.bool, device=record.q.device)
+    mask = getattr(record, "key_mask", None)
+    if mask is not None and mask.shape == real.shape:
+        real = real & mask
+    if record.windows is not None:
+        real = real & (record.windows >= 0).repeat(record.batch, 1)
+    return real
+
+
+def _effective_rank(record: LayerRecord) -> Tensor:
+    """[H]."""
+    pieces = torch.linspace(0, record.q.shape[0] - 1, min(RANKED_PIECES, record.q.shape[0])).round().long().unique()
+    if isinstance(record, LinearRecord) and not record.causal and record.groups is None:
+        ranks = [_rank_of_product(form, pieces.to(record.q.device)) for form in linear_forms(record)]
+        return torch.stack(ranks).mean(0)
+    rows = torch.linspace(0, record.q.shape[1] - 1, min(RANKED_ROWS, record.q.shape[1])).round().long().unique()
+    weights = record.piece_weights(rows.to(record.q.device))[pieces.to(record.q.device)]
+    return effective_rank(weights.double()).mean(0)
+
+
+def _rank_of_product(form: LinearForm, pieces: Tensor) -> Tensor:
+    """exp of the entropy of the singular values of queries keys^T: those of the product of the triangles of both. [H]."""
+    queries, keys = (torch.linalg.qr(x[pieces].double(), mode="r").R for x in (form.queries, form.keys))
+    return effective_rank(queries @ keys.mT).mean(0)
+
+
+def _lost_products(record: LayerRecord) -> Tensor:
+    """[H]: share of the size of opposite products whose channel the map maps to nothing.
+
+    The size over all pairs follows from sums per channel: of the positive and of the negative parts of q and of k.
+    """
+    if not isinstance(record, LinearRecord):
+        return torch.zeros(record.num_heads, dtype=torch.float64)
+    sums = [(x.double().clamp(min=0).sum(1), (-x.double()).clamp(min=0).sum(1)) for x in (record.q, record.k)]
+    (q_up, q_down), (k_up, k_down) = sums  # [P, H, D] each
+    total = ((q_up + q_down) * (k_up + k_down)).sum((0, 2)).clamp(min=1e-30)
+    up_lost, down_lost = (~seen for seen in _seen_opposites(record))
+    return (q_up * k_down * up_lost + q_down * k_up * down_lost).sum((0, 2)) / total
+
+
+def _seen_opposites(record: LinearRecord) -> list[Tensor]:
+    """For queries that are positive in one channel, and for negative ones: [H, D] bool, whether the other sign of a key counts.
+
+    It counts where the product of features differs from that with a key of zero, beside the largest such difference.
+    """
+    heads, size = record.num_heads, record.q.shape[-1]
+    mapped = record.feature_map.given(record.q, record.k, key_mask=None, causal=record.causal)
+    unit = torch.eye(size, dtype=torch.float64, device=record.q.device)[None, :, None].expand(1, size, heads, size)
+    query, key = (x.double().square().mean().sqrt() * unit for x in (record.q, record.k))
+    positive, negative, zero = (mapped.key(sign * key) for sign in (1.0, -1.0, 0.0))
+
+    def responses(sign: float) -> Tensor:
+        """How much equal and opposite keys differ from none, by the stream that sees them best: [2, D, H]."""
+        keys = (positive, negative) if sign > 0 else (negative, positive)
+        streams = [stream.value for stream in mapped.query_streams(sign * query)]
+        return torch.stack([torch.stack([(x * (y - zero)).sum(-1)[0].abs() for x in streams]).amax(0) for y in keys])
+
+    both = torch.stack([responses(1.0), responses(-1.0)])  # [sign, equal or opposite, D, H]
+    seen = both[:, 1] > LEAST_RESPONSE * both.amax((0, 1))
+    return [of_sign.T for of_sign in seen]
