@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from . import attention, feature_maps, ops, published
-from .conversion import convert, plan_conversion
+from .conversion import convert, filter_tokens, plan_conversion
 from .feature_maps import FEATURE_MAPS, FeatureMap, feature_map
 from .ops import (
     LinearState,
@@ -57,6 +57,7 @@ __all__ = [
     "delta_step_",
     "feature_map",
     "feature_maps",
+    "filter_tokens",
     "get_backend",
     "linear_attention",
     "ops",

@@ -3,6 +3,7 @@
 from .compare import Method, Row, compare_methods, methods
 from .crops import draw_crops
 from .entropy import attention_entropy, channel_entropy, effective_rank, entropy_drop, norm_sweep, spearman
+from .explanations import explain
 from .layers import AttentionLayer, attention_layers, record
 from .maps import attention_map, enlarge, map_of, rollout
 from .pictures import draw_entropy_against_norm
@@ -28,6 +29,7 @@ __all__ = [
     "effective_rank",
     "enlarge",
     "entropy_drop",
+    "explain",
     "map_of",
     "methods",
     "norm_sweep",

@@ -7,7 +7,7 @@ queries at a time.
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch import Tensor
 from ..attention.hybrid import HybridSettings, hybrid_attention
 from ..attention.windows import Groups
 from ..feature_maps import FeatureMap
-from ..ops import Rotary, attention_weights, compute_dtype
-from ..ops.features import key_features, key_log_scale, query_features
+from ..ops import Rotary, attention_weights, compute_dtype, linear_form
+from ..ops.linear_form import LinearForm
 
 if TYPE_CHECKING:
     from .statistics import HeadStatistics
@@ -294,38 +294,15 @@ def as_shares(weights: Tensor) -> Tensor:
     return size / torch.where(total == 0, 1.0, total)
 
 
-class LinearForm(NamedTuple):
-    """One stream of linear attention as a product: weights = exp(-log_denominators) (queries keys^T) up to scales."""
-
-    queries: Tensor
-    """[P, H, T, F], divided by the denominators."""
-    keys: Tensor
-    """[P, H, S, F]."""
-    log_denominators: Tensor
-    """[P, H, T]."""
-
-
 def linear_forms(record: LinearRecord) -> list[LinearForm]:
-    """The factors of the weights of each stream, for those who need no weight: ranks and denominators.
-
-    Groups have denominators of their own, which are those of all keys here.
-    """
-    dtype, causal, mask = compute_dtype(record.q), record.causal, record.key_mask
-    of_queries = None if causal else mask
-    mapped = record.feature_map.given(record.q, record.k, key_mask=mask, query_mask=of_queries, causal=causal)
+    """The factors of the weights of each stream. Groups have denominators of their own, which are those of all keys here."""
     turns = record.rotary if isinstance(record.rotary, tuple) else (record.rotary, record.rotary)
-    scales = key_log_scale(mapped, record.k, mask, dtype)
-    scale = None if scales is None else scales.amax(dim=1, keepdim=True)  # [P, 1, H, 1]
-    keys = key_features(mapped, record.k, record.k, key_mask=mask, rotary=turns[1], log_scale=scale, dtype=dtype)
-    seen = keys.plain.cumsum(1) if causal else keys.plain.sum(1, keepdim=True)
-    count = torch.arange(1, seen.shape[1] + 1, device=seen.device) if causal else keys.visible[:, None]
-    forms = []
-    for queries in query_features(mapped, record.q, turns[0], dtype):
-        log_scale = sum(part[..., 0] for part in (queries.log_scale, scale) if part is not None)
-        small = record.eps * count[..., None] * torch.exp(-torch.as_tensor(log_scale, dtype=dtype, device=seen.device))
-        denominators = (queries.plain * seen).sum(-1) + small  # [P, T, H]
-        divided = queries.rotated / torch.where(denominators == 0, 1.0, denominators)[..., None]
-        forms.append(
-            LinearForm(divided.transpose(1, 2), keys.rotated.transpose(1, 2), (denominators.log() + log_scale).transpose(1, 2))
-        )
-    return forms
+    return linear_form.linear_forms(
+        record.q,
+        record.k,
+        feature_map=record.feature_map,
+        causal=record.causal,
+        rotary=turns,
+        key_mask=record.key_mask,
+        eps=record.eps,
+    )

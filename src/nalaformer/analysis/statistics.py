@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ops.linear_form import LinearForm
 from .compare import LEAST_DROP
 from .entropy import attention_entropy, effective_rank, entropy_drop, spearman
-from .records import LayerRecord, LinearForm, LinearRecord, as_shares, linear_forms
+from .records import LayerRecord, LinearRecord, as_shares, linear_forms
 
 CURVE_POINTS = 24
 # Pieces and rows that ranks are taken of: a singular value decomposition each.

@@ -1,12 +1,15 @@
 """The one attention layer: project, map, attend, mix nearby, normalise, gate, project."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..feature_maps import Reflection, feature_map
-from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention
+from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention, received_attention
 from ..ops.kept_tensors import kept
+from .cells import cells_at, on_grid
 from .config import AttentionConfig
 from .layer_norm import LayerNorm
 from .local_mix import LocalMix, resize_values
@@ -104,6 +107,43 @@ class Attention(nn.Module):
             if self.config.key_reduction > 1:
                 v = resize_values(v, key_grid, grid, self.config.value_upsampling)
             out = self._mix_nearby(v, grid, parts, out)
+        return self._output(out, gate)
+
+    def forward_at(self, x: Tensor, grid: Grid, places: Tensor) -> Tensor:
+        """The same for some tokens of a grid: x [B, n, C] stand in the cells `places` [B, n], the other cells are empty."""
+        if self.config.window or self.config.key_reduction > 1 or self.config.causal:
+            raise ValueError("some tokens of a grid attend globally: use window=0, key_reduction=1 and causal=False")
+        q, k, v, gate, _ = self.project(x, (1, x.shape[1]), None)
+        if self.table is not None:
+            table = self.table(grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
+            k = k + cells_at(table.expand(len(x), *table.shape[1:]), places)
+        rotary = None
+        if self.config.position == "rotary":
+            wide = self.map is not None and self.config.rotary_over == "features"
+            whole = self._rotary(grid, self.head_dim * (2 if wide else 1), q)
+            rotary = replace(whole, positions=whole.positions[places])
+        if self.map is not None:
+            out = linear_attention(q, k, v, feature_map=self.map, rotary=rotary)
+        else:
+            if rotary is not None:
+                q, k = (rotary.rotate(y.to(compute_dtype(y))).to(y.dtype) for y in (q, k))
+            q, k, heads = (y.transpose(1, 2) for y in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, heads).transpose(1, 2)
+        out = out.flatten(2)
+        if self.local_mix is not None:
+            out = out + cells_at(self.local_mix(on_grid(v, grid, places), grid), places)
+        return self._output(out, gate)
+
+    @torch.no_grad()
+    def received(self, x: Tensor, grid: Grid | None = None) -> Tensor:
+        """How much attention each token gets, [B, N], by `ops.received_attention`; x: [B, N, C]."""
+        q, k, _, _, key_grid = self.project(x, self._checked_grid(x, grid), None)
+        if self.table is not None:
+            k = k + self.table(key_grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
+        return received_attention(q, k, feature_map=self.map)
+
+    def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
+        """[B, N, C]: norm, gate and the last projection."""
         if self.norm is not None and self.config.gate == "silu":
             return self.projection(self.norm(out, gate))
         if self.norm is not None:

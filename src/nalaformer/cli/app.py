@@ -20,6 +20,7 @@ EXTRAS |= {"timm": "vision", "torchvision": "vision", "PIL": "vision"}
 EXTRAS |= {"segmentation_models_pytorch": "segmentation"}
 EXTRAS |= {"diffusers": "diffusion"}
 EXTRAS |= {"transformers": "language", "tokenizers": "language", "peft": "language"}
+EXTRAS |= {"captum": "explain"}
 EXTRAS |= {"lm_eval": "evaluation", "datasets": "evaluation"}
 
 

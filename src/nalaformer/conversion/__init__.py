@@ -2,13 +2,16 @@
 
 from .adapters import DiffusersAttention, TimmAttention, TimmWindowAttention, TransformersAttention
 from .plan import Replacement, convert, plan_conversion
+from .token_filter import TokenFilter, filter_tokens
 
 __all__ = [
     "DiffusersAttention",
     "Replacement",
     "TimmAttention",
     "TimmWindowAttention",
+    "TokenFilter",
     "TransformersAttention",
     "convert",
+    "filter_tokens",
     "plan_conversion",
 ]

@@ -8,6 +8,7 @@ from .features import FeatureMapLike, ScaledFeatures, cheap_to_look_at, compute_
 from .interface import attention_weights, linear_attention, recurrent_linear_attention, recurrent_step_
 from .kernel_spec import KernelSpec
 from .layer_norm import layer_norm
+from .linear_form import received_attention
 from .residual import scaled_residual
 from .rotary import Rotary, rotary_frequencies
 from .state import LinearState
@@ -30,6 +31,7 @@ __all__ = [
     "layer_norm",
     "linear_attention",
     "outside_autocast",
+    "received_attention",
     "recurrent_linear_attention",
     "recurrent_step_",
     "rotary_frequencies",

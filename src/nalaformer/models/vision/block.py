@@ -1,9 +1,11 @@
 """The one block of every backbone, and its feed-forward network."""
 
+import torch
 from timm.layers import DropPath, LayerScale
 from torch import Tensor, nn
 
 from ...attention import Attention, AttentionConfig, DepthwiseConv, LayerNorm
+from ...attention.cells import cells_at, on_grid, put_back
 from ...ops import scaled_residual
 
 Grid = tuple[int, int]
@@ -39,13 +41,31 @@ class Block(nn.Module):
         self.scale2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid, kept: Tensor | None = None) -> Tensor:
+        """kept: [B, n], the only tokens that this block changes and that see each other; convolutions see all."""
+        if kept is not None:
+            return self._forward_kept(x, grid, kept)
         if self.local1 is not None:
             x = self.local1(x, grid, plus=x)
         x = self._add(x, self.attention(self.norm1(x), grid), self.scale1)
         if self.local2 is not None:
             x = self.local2(x, grid, plus=x)
         return self._add(x, self.feed_forward(self.norm2(x), grid), self.scale2)
+
+    def _forward_kept(self, x: Tensor, grid: Grid, kept: Tensor) -> Tensor:
+        nearby = x if self.local1 is None else self.local1(x, grid, plus=x)
+        tokens = cells_at(nearby, kept)
+        tokens = self._add(tokens, self.attention.forward_at(self.norm1(tokens), grid, kept), self.scale1)
+        if self.local2 is not None:
+            nearby = put_back(x, tokens, kept)
+            tokens = cells_at(self.local2(nearby, grid, plus=nearby), kept)
+        tokens = self._add(tokens, self.feed_forward(self.norm2(tokens), grid, kept), self.scale2)
+        return put_back(x, tokens, kept)
+
+    @torch.no_grad()
+    def received(self, x: Tensor, grid: Grid) -> Tensor:
+        """How much attention each token would get in this block, [B, N]."""
+        return self.attention.received(self.norm1(x if self.local1 is None else self.local1(x, grid, plus=x)), grid)
 
     def _add(self, x: Tensor, branch: Tensor, scale: nn.Module) -> Tensor:
         """x + drop_path(scale(branch)) in one pass over the tokens."""
@@ -67,9 +87,12 @@ class FeedForward(nn.Module):
         self.local = DepthwiseConv(hidden, 3) if mix else None
         self.fc2 = nn.Linear(hidden, dim)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid, kept: Tensor | None = None) -> Tensor:
+        """kept: the cells of the grid in which the tokens of x stand; the others are empty."""
         x = self.activation(self.fc1(x))
-        if self.local is not None:
+        if self.local is not None and kept is not None:
+            x = x + cells_at(self.local(on_grid(x, grid, kept), grid), kept)
+        elif self.local is not None:
             x = self.local(x, grid, plus=x)
         return self.fc2(x)
 

@@ -1,0 +1,154 @@
+"""Fewer tokens for the blocks of a vision model: the least attended are left out, and keep the values that they had."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention
+from ..attention.cells import cells_at, put_back
+from ..ops import received_attention
+from ..registry import unknown_name
+from .adapters import TimmAttention
+
+RULES = ("attention", "random")
+
+
+class TokenFilter:
+    """The filter of a model: `remove` takes it off, and `kept` tells which tokens each stage or block kept in the last pass."""
+
+    def __init__(self, *, by: str) -> None:
+        self.by = by
+        self.kept: dict[int, Tensor] = {}
+        """Numbers of the kept tokens, [B, n] in ascending order, by stage or block."""
+        self._handles: list[Any] = []
+
+    def remove(self) -> None:
+        """The model is as it was before."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+@dataclass
+class FilteredBlock:
+    """What happens around one block: tokens are chosen or taken over from an earlier one, and put back behind it."""
+
+    filter: TokenFilter
+    start: int
+    """The stage or block whose choice this block follows."""
+    share: float
+    prefix: int
+    score: Callable[..., Tensor] | None
+    """The attention that each token gets; None: follow the choice that was made before."""
+    is_ours: bool
+    """Our blocks take the kept tokens as an argument: they look around with convolutions."""
+    whole: Tensor | None = None
+
+    def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, *rest = args
+        if self.score is not None:
+            self.filter.kept[self.start] = self.chosen(x, self.score(block, x, *rest))
+        kept = self.filter.kept[self.start]
+        if self.is_ours:
+            return (x, *rest, kept), kwargs
+        self.whole = x
+        return (cells_at(x, kept), *rest), kwargs
+
+    def after(self, block: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        if self.is_ours:
+            return out
+        assert self.whole is not None
+        whole, self.whole = self.whole, None
+        return put_back(whole, out, self.filter.kept[self.start])
+
+    @torch.no_grad()
+    def chosen(self, x: Tensor, score: Tensor) -> Tensor:
+        """[B, n] in ascending order; prefix tokens are always kept."""
+        tokens = x.shape[1] - self.prefix
+        count = max(1, math.ceil(self.share * tokens))
+        if self.filter.by == "random":
+            score = torch.rand_like(score)
+        best = score[:, self.prefix :].topk(count, dim=1).indices + self.prefix
+        first = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
+        return torch.cat((first, best), dim=1).sort(dim=1).values
+
+
+def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "attention") -> TokenFilter:
+    """Let the blocks of a vision model work on the most attended tokens alone, in place; the filter that is returned undoes it.
+
+    keep: which share of the tokens goes on, by stage for our backbones (all blocks of that stage), by block for timm's plain
+    ViTs (from that block on, until the next one named). Chosen are the tokens that get the most attention in the first of
+    those blocks, mean over heads and queries; class tokens always stay. by="random" is the baseline.
+
+    The other tokens keep the values that they had and are put back behind every block, so feature maps stay whole, and a later
+    choice may take them in again. Works without training; trained so, the model gets used to it. State dicts do not change.
+    """
+    if by not in RULES:
+        raise unknown_name("rule of a token filter", by, RULES)
+    groups, is_ours = _groups_of(model)
+    for place, share in keep.items():
+        if place not in range(len(groups)):
+            what = "stages" if is_ours else "blocks"
+            raise ValueError(f"keep names {what} by number, 0 to {len(groups) - 1}, got {place!r}")
+        if not 0 < share <= 1:
+            raise ValueError(f"a share of tokens must be above 0 and at most 1, got {share!r} for {place}")
+    found = TokenFilter(by=by)
+    prefix = int(getattr(model, "num_prefix_tokens", 0))
+    current: int | None = None
+    # checked before the first hook: an error leaves the model as it was
+    plan: list[tuple[nn.Module, FilteredBlock]] = []
+    for number, blocks in enumerate(groups):
+        if number in keep:
+            current = number
+        elif is_ours:
+            current = None
+        if current is None or keep[current] == 1:
+            continue
+        for index, block in enumerate(blocks):
+            score = _score_of(block, is_ours) if number in keep and index == 0 else None
+            plan.append((block, FilteredBlock(found, current, keep[current], prefix, score, is_ours)))
+    for block, around in plan:
+        found._handles.append(block.register_forward_pre_hook(around.before, with_kwargs=True))
+        found._handles.append(block.register_forward_hook(around.after))
+    return found
+
+
+def _groups_of(model: nn.Module) -> tuple[list[list[nn.Module]], bool]:
+    """Blocks by stage and True for our backbones; single blocks and False for plain ViTs."""
+    stages, blocks = getattr(model, "stages", None), getattr(model, "blocks", None)
+    if stages is not None and all(hasattr(stage, "blocks") for stage in stages):
+        groups = [list(stage.blocks) for stage in stages]
+        if all("kept" in inspect.signature(block.forward).parameters for group in groups for block in group):
+            return groups, True
+    if blocks is not None and all(hasattr(block, "attn") and hasattr(block, "norm1") for block in blocks):
+        return [[block] for block in blocks], False
+    raise ValueError(f"tokens can be filtered in our backbones and in timm's plain ViTs, got {type(model).__name__}")
+
+
+def _score_of(block: Any, is_ours: bool) -> Callable[..., Tensor]:
+    """score(block, x, ...) -> [B, N]."""
+    if is_ours:
+        config = block.attention.config
+        if config.window or config.key_reduction > 1:
+            raise ValueError(
+                "tokens can be filtered where all of them see each other, got windows or reduced keys in this stage"
+            )
+        return lambda block, x, grid: block.received(x, grid)
+    attention = block.attn
+    if isinstance(attention, TimmAttention):
+        return lambda block, x, *_: block.attn.attention.received(block.norm1(x))
+    if isinstance(attention, Attention) or not hasattr(attention, "qkv") or not hasattr(block, "ls1"):
+        raise ValueError(f"no rule for the attention of {type(attention).__name__}; timm's plain ViT has one")
+    return _received_by_timm
+
+
+@torch.no_grad()
+def _received_by_timm(block: Any, x: Tensor, *_: Any) -> Tensor:
+    attention = block.attn
+    q, k, _ = attention.qkv(block.norm1(x)).unflatten(-1, (3, attention.num_heads, -1)).unbind(2)
+    return received_attention(attention.q_norm(q), attention.k_norm(k), feature_map=None, scale=attention.scale)

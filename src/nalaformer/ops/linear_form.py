@@ -1,0 +1,76 @@
+"""Linear attention as a product of two factors, for those who need sums of weights and no single one."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .features import FeatureMapLike, compute_dtype, key_features, key_log_scale, outside_autocast, query_features
+from .rotary import Rotary
+
+# Queries of exact attention whose weights exist at the same time.
+CHUNK = 256
+
+
+class LinearForm(NamedTuple):
+    """One stream of linear attention: weights = queries keys^T."""
+
+    queries: Tensor
+    """[B, H, N, F], divided by the denominators."""
+    keys: Tensor
+    """[B, H, M, F]."""
+    log_denominators: Tensor
+    """[B, H, N]."""
+
+
+def linear_forms(
+    q: Tensor,
+    k: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    causal: bool = False,
+    rotary: tuple[Rotary | None, Rotary | None] = (None, None),
+    key_mask: Tensor | None = None,
+    eps: float = 1e-6,
+) -> list[LinearForm]:
+    """The factors of the weights of each stream: q [B, N, H, D], k [B, M, H, D].
+
+    causal: the denominators are those of the keys that a query sees; the product still holds all pairs.
+    """
+    with outside_autocast(q):
+        dtype = compute_dtype(q, k)
+        # self-attention: a token that is no key is no query either
+        query_mask = key_mask if key_mask is not None and key_mask.shape == q.shape[:2] and not causal else None
+        mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
+        scales = key_log_scale(mapped, k, key_mask, dtype)
+        scale = None if scales is None else scales.amax(dim=1, keepdim=True)  # [B, 1, H, 1]
+        keys = key_features(mapped, k, k, key_mask=key_mask, rotary=rotary[1], log_scale=scale, dtype=dtype)
+        seen = keys.plain.cumsum(1) if causal else keys.plain.sum(1, keepdim=True)
+        count = torch.arange(1, seen.shape[1] + 1, device=seen.device) if causal else keys.visible[:, None]
+        forms = []
+        for queries in query_features(mapped, q, rotary[0], dtype):
+            log_scale = seen.new_zeros(())
+            for part in (queries.log_scale, scale):
+                log_scale = log_scale if part is None else log_scale + part[..., 0]
+            denominators = (queries.plain * seen).sum(-1) + eps * count[..., None] * torch.exp(-log_scale)  # [B, N, H]
+            divided = queries.rotated / torch.where(denominators == 0, 1.0, denominators)[..., None]
+            logs = denominators.log() + log_scale
+            forms.append(LinearForm(divided.transpose(1, 2), keys.rotated.transpose(1, 2), logs.transpose(1, 2)))
+        return forms
+
+
+def received_attention(q: Tensor, k: Tensor, *, feature_map: FeatureMapLike | None, scale: float | None = None) -> Tensor:
+    """The mean weight that each key gets from all queries: [B, M], mean over the heads, and 1 / M if all are attended alike.
+
+    Linear attention: sum_i w_ij = phi(k_j) . sum_i phi(q_i) / d_i, in time linear in the number of tokens. Without a map it is
+    softmax attention, some queries at a time. Positions that turn the features do not count.
+    """
+    if feature_map is None:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        parts = [torch.einsum("bihd,bjhd->bhij", scale * part, k).softmax(-1).sum((1, 2)) for part in q.split(CHUNK, dim=1)]
+        total = sum(parts[1:], parts[0])
+    else:
+        forms = linear_forms(q, k, feature_map=feature_map)
+        sums = [torch.einsum("bhf,bhjf->bj", form.queries.sum(2), form.keys) for form in forms]
+        total = sum(sums[1:], sums[0]) / len(sums)
+    return total / (q.shape[1] * q.shape[2])
