@@ -1,0 +1,16 @@
+"""`python -m nalaformer.studies.evidence explanations|filtering FILE.csv`."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from . import study_explanations, study_filtering
+
+STUDIES = {"explanations": study_explanations, "filtering": study_filtering}
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in STUDIES:
+        sys.exit(f"usage: python -m nalaformer.studies.evidence {'|'.join(STUDIES)} FILE.csv")
+    torch.set_num_threads(1)
+    STUDIES[sys.argv[1]](Path(sys.argv[2]))
