@@ -13,8 +13,9 @@ from .records import LayerRecord, LinearRecord, as_shares, linear_forms
 CURVE_POINTS = 24
 # Pieces and rows that ranks are taken of: a singular value decomposition each.
 RANKED_PIECES, RANKED_ROWS = 8, 128
-# A channel is lost where opposite signs move its product by less than this part of what equal signs do.
+# Opposite signs are lost where they get less than this part of the weight of equal ones.
 LEAST_RESPONSE = 1e-3
+PROBES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
         smallest = torch.minimum(smallest, visible.amin((0, 2, 3)).double())
         received += (shares * real[:, None, chunk, None]).sum(2).double()
     query_norms, key_norms = (x.double().norm(dim=-1).transpose(1, 2) for x in (record.q, record.k))  # [P, H, T]
+    keys = real if record.k.shape[1] == places else torch.ones_like(received[:, 0], dtype=torch.bool)
     rank = _effective_rank(record)
     lost = _lost_products(record)
     denominators = record.log_denominators().double()
@@ -86,7 +88,7 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
                 entropy=of_head.mean().item(),
                 spearman=spearman(norms, of_head).item() if abs(drop) >= LEAST_DROP else 0.0,
                 entropy_drop=drop,
-                key_norm_correlation=spearman(key_norms[:, head].flatten(), received[:, head].flatten()).item(),
+                key_norm_correlation=spearman(key_norms[:, head][keys], received[:, head][keys]).item(),
                 effective_rank=rank[head].item(),
                 lost_products=lost[head].item(),
                 smallest_weight=smallest[head].item(),
@@ -94,7 +96,7 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
                 log_denominators=(low, high),
                 query_norm=norms.mean().item(),
                 query_norm_spread=(norms.std(correction=0) / norms.mean().clamp(min=1e-30)).item(),
-                key_norm=key_norms[:, head].mean().item(),
+                key_norm=key_norms[:, head][keys].mean().item(),
                 norms=tuple(norms[part].mean().item() for part in bins),
                 entropies=tuple(of_head[part].mean().item() for part in bins),
             )
@@ -131,7 +133,7 @@ def _rank_of_product(form: LinearForm, pieces: Tensor) -> Tensor:
 
 
 def _lost_products(record: LayerRecord) -> Tensor:
-    """[H]: share of the size of opposite products whose channel the map maps to nothing.
+    """[H]: share of the size of opposite products, if the map maps them to nothing.
 
     The size over all pairs follows from sums per channel: of the positive and of the negative parts of q and of k.
     """
@@ -140,27 +142,20 @@ def _lost_products(record: LayerRecord) -> Tensor:
     sums = [(x.double().clamp(min=0).sum(1), (-x.double()).clamp(min=0).sum(1)) for x in (record.q, record.k)]
     (q_up, q_down), (k_up, k_down) = sums  # [P, H, D] each
     total = ((q_up + q_down) * (k_up + k_down)).sum((0, 2)).clamp(min=1e-30)
-    up_lost, down_lost = (~seen for seen in _seen_opposites(record))
-    return (q_up * k_down * up_lost + q_down * k_up * down_lost).sum((0, 2)) / total
+    return (q_up * k_down + q_down * k_up).sum((0, 2)) / total * ~_sees_opposites(record)
 
 
-def _seen_opposites(record: LinearRecord) -> list[Tensor]:
-    """For queries that are positive in one channel, and for negative ones: [H, D] bool, whether the other sign of a key counts.
+def _sees_opposites(record: LinearRecord) -> Tensor:
+    """[H] bool: whether keys that differ from a query in the sign of every channel get any weight, beside the query itself.
 
-    It counts where the product of features differs from that with a key of zero, beside the largest such difference.
+    Tried on random signs in all channels, of the size that queries and keys have in the record.
     """
-    heads, size = record.num_heads, record.q.shape[-1]
+    shape = (1, PROBES, record.num_heads, record.q.shape[-1])
+    signs = 2.0 * torch.randint(2, shape, generator=torch.Generator().manual_seed(0)).double().to(record.q.device) - 1
     mapped = record.feature_map.given(record.q, record.k, key_mask=None, causal=record.causal)
-    unit = torch.eye(size, dtype=torch.float64, device=record.q.device)[None, :, None].expand(1, size, heads, size)
-    query, key = (x.double().square().mean().sqrt() * unit for x in (record.q, record.k))
-    positive, negative, zero = (mapped.key(sign * key) for sign in (1.0, -1.0, 0.0))
-
-    def responses(sign: float) -> Tensor:
-        """How much equal and opposite keys differ from none, by the stream that sees them best: [2, D, H]."""
-        keys = (positive, negative) if sign > 0 else (negative, positive)
-        streams = [stream.value for stream in mapped.query_streams(sign * query)]
-        return torch.stack([torch.stack([(x * (y - zero)).sum(-1)[0].abs() for x in streams]).amax(0) for y in keys])
-
-    both = torch.stack([responses(1.0), responses(-1.0)])  # [sign, equal or opposite, D, H]
-    seen = both[:, 1] > LEAST_RESPONSE * both.amax((0, 1))
-    return [of_sign.T for of_sign in seen]
+    size_of_query, size_of_key = (x.double().square().mean().sqrt() for x in (record.q, record.k))
+    same, opposite = (mapped.key(sign * size_of_key * signs) for sign in (1.0, -1.0))
+    streams = [stream.value for stream in mapped.query_streams(size_of_query * signs)]
+    # of two streams one sees equal signs and one opposite ones
+    products = torch.stack([torch.stack([(x * y).sum(-1)[0] for y in (same, opposite)]) for x in streams])  # [., 2, probes, H]
+    return (products[:, 1].abs().amax(0) > LEAST_RESPONSE * products.abs().amax((0, 1))).any(0)

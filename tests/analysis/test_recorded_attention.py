@@ -1,0 +1,289 @@
+"""What records say of attention, against what the layers computed and against all pairs written out."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nalaformer
+from helpers.looked_at_models import IMAGE_MODELS, TEXT_MODELS, looked_at, pyramid, timm_vit, transformers_vit
+from nalaformer.analysis import attention_entropy, attention_layers, effective_rank, entropy_drop, record, spearman
+from nalaformer.analysis.layers import Recorder, call, grid_of
+from nalaformer.analysis.records import LinearRecord
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def dense(found):
+    """All pairs, from rows: [B, H, N, M]."""
+    return found.rows(torch.arange(found.num_tokens))
+
+
+def by_tokens(found, x):
+    """Values or gathered [B, N, H, V], out of windows."""
+    x = x.detach().transpose(1, 2) if found.heads_first else x.detach()
+    if found.windows is None or len(x) == found.batch:
+        return x
+    flat = x.unflatten(0, (found.batch, -1)).flatten(1, 2)
+    whole = torch.zeros(found.batch, found.num_tokens, *x.shape[2:])
+    for place, token in enumerate(found.windows.flatten().tolist()):
+        if token >= 0:
+            whole[:, token] = flat[:, place]
+    return whole
+
+
+# padding of timm's windows is attended there, and has no place in the image
+@pytest.mark.parametrize(
+    "name", [name for name in (*IMAGE_MODELS, *TEXT_MODELS) if name not in ("timm swin", "converted swin")]
+)
+def test_rows_times_values_is_what_the_layer_gathered(name):
+    model, inputs = looked_at(name)
+    with torch.no_grad(), Recorder(model, keep_values=True) as recorder:
+        call(model, inputs)
+    assert len(recorder.records) == len(attention_layers(model))
+    for found in recorder.records:
+        values, gathered = by_tokens(found, found.values), by_tokens(found, found.gathered)
+        values = values.repeat_interleave(found.num_heads // values.shape[2], dim=2)
+        if name == "still":
+            # a gate per channel counts by its mean: without it the rows are exact
+            found.gate = None
+            with torch.no_grad():
+                module = model.get_submodule(found.name)
+                module.gate = None
+                gathered = module(found.q, found.k, values, torch.zeros(2, 27, 32), scale=found.scale)[0]
+        expected = torch.einsum("bhij,bjhv->bihv", dense(found), values)
+        torch.testing.assert_close(expected, gathered, atol=3e-5, rtol=3e-4)
+
+
+@pytest.mark.parametrize("name", ["timm swin", "converted swin"])
+def test_rows_of_windows_are_those_of_the_windows(name):
+    model, images = looked_at(name)
+    with torch.no_grad(), Recorder(model, keep_values=True) as recorder:
+        model(images)
+    assert [found.grid for found in recorder.records] == [(10, 10), (10, 10), (5, 5), (5, 5)]
+    for found in recorder.records:
+        pieces = found.piece_weights(torch.arange(found.q.shape[1]))
+        values, gathered = (x.transpose(1, 2) if found.heads_first else x for x in (found.values, found.gathered))
+        expected = torch.einsum("phij,pjhv->pihv", pieces, values)
+        torch.testing.assert_close(expected, gathered, atol=3e-5, rtol=3e-4)
+        rows = dense(found)
+        for place, (i, j) in enumerate(((0, 0), (0, 5), (7, 15))):
+            window = min(place, len(found.windows) - 1)
+            query, key = found.windows[window, i].item(), found.windows[window, j].item()
+            if query >= 0 and key >= 0:
+                assert rows[1, 0, query, key].item() == pieces[len(found.windows) + window, 0, i, j].item()
+
+
+def test_a_token_of_a_window_sees_nothing_outside_it():
+    model, images = looked_at("swin")
+    found = record(model, images)[0]
+    row = found.rows(torch.tensor([0]))[0, 0, 0].view(10, 10)
+    assert row[:4, :4].sum().item() == pytest.approx(1, abs=1e-5)
+    assert row[4:].abs().sum() + row[:, 4:].abs().sum() == 0
+
+
+def test_rows_of_two_streams_are_their_mean():
+    model = pyramid("polaformer_pvt_t", attention_stages="ll")
+    found = record(model, torch.randn(1, 3, 40, 40))[0]
+    streams = [
+        nalaformer.attention_weights(found.q, found.k, feature_map=found.feature_map, stream=number) for number in (0, 1)
+    ]
+    torch.testing.assert_close(dense(found), (streams[0] + streams[1]).detach() / 2)
+    assert not torch.allclose(streams[0], streams[1])
+
+
+def test_every_kind_of_layer_is_found_under_its_name():
+    model, _ = looked_at("nalaformer")
+    found = [(layer.name, layer.kind, layer.method) for layer in attention_layers(model)]
+    assert found == [
+        ("stages.0.blocks.0.attention", "linear", "norm_aware"),
+        ("stages.1.blocks.0.attention", "softmax", "softmax"),
+        ("stages.1.blocks.1.attention", "softmax", "softmax"),
+    ]
+    assert {layer.kind for layer in attention_layers(looked_at("still")[0])} == {"hybrid"}
+    assert attention_layers(torch.nn.Linear(2, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "grids", "prefix"),
+    [
+        ("nalaformer", [(10, 10), (5, 5), (5, 5)], 0),
+        ("timm vit", [(3, 3)] * 2, 1),
+        ("converted vit", [(3, 3)] * 2, 1),
+        ("transformers vit", [(3, 3)] * 2, 1),
+        ("language", [None, None], 0),
+    ],
+)
+def test_tokens_lie_where_the_image_has_them(name, grids, prefix):
+    model, inputs = looked_at(name)
+    records = record(model, inputs)
+    assert [found.grid for found in records] == grids
+    assert {found.prefix for found in records} == {prefix}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "image", "grid"),
+    [(196, (224, 224), (14, 14)), (6, (32, 48), (2, 3)), (6, (48, 32), (3, 2)), (7, (64, 64), None), (0, (8, 8), None)],
+)
+def test_a_grid_has_the_proportions_of_the_image(tokens, image, grid):
+    assert grid_of(tokens, image) == grid
+
+
+@pytest.mark.parametrize("name", ["nalaformer", "timm vit", "transformers vit", "language", "still"])
+def test_recording_leaves_the_model_as_it_was(name):
+    model, inputs = looked_at(name)
+    model.eval()
+    before = [(set(module.__dict__), len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    expected = call(model, inputs)
+    model.train()
+    record(model, inputs)
+    assert all(module.training for module in model.modules())
+    model.eval()
+    after = [(set(module.__dict__), len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    assert after == before
+    out, expected = (getattr(x, "logits", x) for x in (call(model, inputs), expected))
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def test_eager_attention_of_transformers_is_seen_and_stays_eager():
+    model = transformers_vit("eager")
+    assert len(record(model, {"pixel_values": torch.randn(1, 3, 48, 48)})) == 2
+    assert model.config._attn_implementation == "eager"
+
+
+def test_unfused_attention_of_timm_is_seen_and_stays_unfused():
+    model = timm_vit()
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    assert len(record(model, torch.randn(1, 3, 48, 48))) == 2
+    assert not any(block.attn.fused_attn for block in model.blocks)
+
+
+def test_only_the_chosen_layers_are_kept():
+    model, images = looked_at("nalaformer")
+    assert [found.name for found in record(model, images, ["stages.1.blocks.1.attention"])] == ["stages.1.blocks.1.attention"]
+    with pytest.raises(ValueError, match=r"no attention layer 'blocks'; there are stages.0"):
+        record(model, images, ["blocks"])
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(ValueError, match="no attention layer"):
+        record(torch.nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("queries", [torch.tensor([25]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([[1]])])
+def test_a_token_that_does_not_exist_is_refused(queries):
+    model, images = looked_at("nalaformer")
+    with pytest.raises(ValueError, match="from 0 to 24"):
+        record(model, images)[-1].rows(queries)
+
+
+# --- statistics ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nalaformer", "mirrorla", "reduced keys", "swin", "timm vit"])
+def test_statistics_are_those_of_all_pairs(name):
+    model, images = looked_at(name)
+    for found in record(model, images)[:2]:
+        weights = dense(found).double()
+        sizes = weights.abs()
+        entropy = attention_entropy(sizes).movedim(1, 0).flatten(1)  # [H, B * N]
+        where = found.windows
+        q, k = (found.q, found.k)
+        if where is not None:
+            q, k = by_tokens(found, q), by_tokens(found, k)
+        norms = q.double().norm(dim=-1).permute(2, 0, 1).flatten(1)
+        key_norms = k.double().norm(dim=-1).permute(2, 0, 1).flatten(1)
+        received = (sizes / sizes.sum(-1, keepdim=True)).sum(2).movedim(1, 0).flatten(1)
+        for head, told in enumerate(found.statistics()):
+            assert told.entropy == pytest.approx(entropy[head].mean().item(), rel=1e-4)
+            drop = entropy_drop(norms[head], entropy[head]).item()
+            assert told.entropy_drop == pytest.approx(drop, abs=1e-4)
+            if abs(drop) > 0.03:
+                assert told.spearman == pytest.approx(spearman(norms[head], entropy[head]).item(), abs=0.01)
+            assert told.key_norm_correlation == pytest.approx(spearman(key_norms[head], received[head]).item(), abs=0.01)
+            if where is None:
+                assert told.smallest_weight == pytest.approx(weights[:, head].min().item(), abs=1e-6)
+                assert told.effective_rank == pytest.approx(effective_rank(weights[:, head]).mean().item(), rel=2e-3)
+            assert told.query_norm == pytest.approx(norms[head].mean().item(), rel=1e-5)
+            assert told.query_norm_spread == pytest.approx(
+                (norms[head].std(correction=0) / norms[head].mean()).item(), rel=1e-4
+            )
+            assert told.key_norm == pytest.approx(key_norms[head].mean().item(), rel=1e-5)
+            assert math.fsum(told.entropies) / len(told.entropies) == pytest.approx(told.entropy, rel=0.05)
+            assert list(told.norms) == sorted(told.norms)
+
+
+def simple(feature_map, q, k, **options):
+    phi = nalaformer.feature_map(feature_map, num_heads=q.shape[2], head_dim=q.shape[3], **options)
+    return LinearRecord(name="layer", method=feature_map, q=q, k=k, feature_map=phi)
+
+
+def test_denominators_are_sums_over_the_keys():
+    q, k = torch.rand(2, 1, 9, 1, 4)
+    found = simple("relu", q, k).statistics()[0]
+    sums = torch.einsum("id,jd->i", q[0, :, 0], k[0, :, 0])
+    assert found.log_denominators == pytest.approx((sums.min().log().item(), sums.max().log().item()), abs=1e-4)
+
+
+def test_denominators_of_softmax_are_sums_of_exponentials():
+    found = record(timm_vit(), torch.randn(1, 3, 48, 48))[0]
+    logits = found.scale * torch.einsum("ihd,jhd->hij", found.q[0], found.k[0])
+    sums = logits.exp().sum(-1).log()[0]
+    told = found.statistics()[0].log_denominators
+    assert told == pytest.approx((sums.min().item(), sums.max().item()), abs=1e-4)
+
+
+def test_half_of_random_products_are_lost_by_relu_and_none_by_polarity_or_elu():
+    q, k = torch.randn(2, 1, 64, 2, 8, generator=torch.Generator().manual_seed(0))
+    signs = (q[0, :, None] * k[0, None]).double()  # [N, N, H, D]
+    expected = (signs.abs() * (signs < 0)).sum((0, 1, 3)) / signs.abs().sum((0, 1, 3))
+    for name in ("relu", "split", "norm_aware", "focused"):
+        told = [head.lost_products for head in simple(name, q, k).statistics()]
+        assert told == pytest.approx(expected.tolist(), abs=1e-6), name
+    for name in ("polarity", "elu", "hedgehog"):
+        assert [head.lost_products for head in simple(name, q, k).statistics()] == [0, 0], name
+
+
+def test_the_cosine_direction_sees_opposite_signs_that_the_split_loses():
+    q, k = torch.randn(2, 1, 16, 1, 64, generator=torch.Generator().manual_seed(0))
+    lost = [simple("norm_aware", q, k, direction=name).statistics()[0].lost_products for name in ("split", "cosine")]
+    assert lost[0] > 0.3
+    assert lost[1] == 0
+
+
+def test_rotary_in_the_numerator_alone_shows_as_negative_weight():
+    images = torch.randn(1, 3, 40, 40)
+    shares = []
+    for normalised in (False, True):
+        torch.manual_seed(0)
+        model = pyramid(attention_options={"normalised_rotary": normalised})
+        shares.append(record(model, images)[0].statistics()[0].negative_share)
+    assert shares[0] > 0.01
+    assert shares[1] == 0
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that a tensor had."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.most = max(self.most, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@pytest.mark.parametrize("stages", ["ll", "vv"])
+def test_no_step_of_the_analysis_holds_all_pairs(stages):
+    model = pyramid(attention_stages=stages, depths=(1, 1), img_size=144)
+    tokens = 36 * 36
+    with LargestTensor() as seen:
+        found = record(model, torch.randn(1, 3, 144, 144), ["stages.0.blocks.0.attention"])[0]
+        found.statistics()
+        found.pull(torch.ones(1, tokens))
+    assert found.num_tokens == tokens
+    assert seen.most < tokens**2 / 2
