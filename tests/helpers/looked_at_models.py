@@ -28,8 +28,9 @@ def pyramid(variant="nalaformer_xt", **options):
     return build(variant, **(SMALL | {"img_size": 40} | options))
 
 
-def timm_vit(**options):
-    return timm.create_model("vit_tiny_patch16_224", img_size=48, embed_dim=16, depth=2, num_heads=2, num_classes=3, **options)
+def timm_vit(depth=2):
+    size = {"img_size": 48, "embed_dim": 16, "depth": depth, "num_heads": 2}
+    return timm.create_model("vit_tiny_patch16_224", num_classes=3, **size)
 
 
 def timm_swin():
