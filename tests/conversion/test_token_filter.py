@@ -68,6 +68,30 @@ def test_received_attention_is_the_mean_of_each_column(name):
         weights = sum(streams) / len(streams)
     received = received_attention(q, k, feature_map=phi)
     torch.testing.assert_close(received, weights.mean((1, 2)), atol=1e-6, rtol=1e-4)
+    asked = received_attention(q, k, feature_map=phi, prefix=2)
+    torch.testing.assert_close(asked, weights[:, :, :2].mean((1, 2)), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_tells_what_its_tokens_receive(method):
+    layer = away_from_start(nalaformer.attention.build(method, dim=16, num_heads=2, table_grid=(3, 4)))
+    x = torch.randn(2, 12, 16)
+    q, k, *_ = layer.project(x, (3, 4), None)
+    if layer.table is not None:
+        k = k + layer.table((3, 4)).unflatten(-1, (2, 8))
+    expected = received_attention(q, k, feature_map=layer.map, prefix=1)
+    torch.testing.assert_close(layer.received(x, (3, 4), prefix=1), expected, atol=1e-6, rtol=1e-4)
+
+
+def test_a_converted_vit_asks_its_class_token():
+    model = away_from_start(nalaformer.convert(timm_vit()))
+    seen = []
+    model.blocks[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    found = nalaformer.filter_tokens(model, {1: 0.3})
+    model(torch.randn(2, 3, 48, 48))
+    block = model.blocks[1]
+    received = block.attn.attention.received(block.norm1(seen[0]), prefix=1)[:, 1:]
+    assert torch.equal(found.kept[1][:, 1:], received.topk(3).indices.sort(1).values + 1)
 
 
 @pytest.mark.parametrize("variant", ["nalaformer_xt", "polaformer_pvt_t", "vit_nala_tiny_patch16"])
@@ -97,7 +121,7 @@ def test_a_plain_vit_goes_on_with_the_most_attended_tokens_and_the_class_token()
     x = model.blocks[0](model._pos_embed(model.patch_embed(images)))
     block = model.blocks[1]
     q, k, _ = block.attn.qkv(block.norm1(x)).reshape(2, 10, 3, 2, 8).unbind(2)
-    weights = torch.einsum("bihd,bjhd->bhij", q, k).mul(8**-0.5).softmax(-1).mean((1, 2))
+    weights = torch.einsum("bhd,bjhd->bhj", q[:, 0], k).mul(8**-0.5).softmax(-1).mean(1)  # of the class token
     best = weights[:, 1:].argsort(dim=1, descending=True)[:, :5] + 1
     expected = torch.cat((torch.zeros(2, 1, dtype=torch.long), best), dim=1).sort(1).values
     assert torch.equal(kept, expected)

@@ -135,12 +135,18 @@ class Attention(nn.Module):
         return self._output(out, gate)
 
     @torch.no_grad()
-    def received(self, x: Tensor, grid: Grid | None = None) -> Tensor:
+    def received(self, x: Tensor, grid: Grid | None = None, *, prefix: int = 0) -> Tensor:
         """How much attention each token gets, [B, N], by `ops.received_attention`; x: [B, N, C]."""
-        q, k, _, _, key_grid = self.project(x, self._checked_grid(x, grid), None)
+        if self.config.window or self.config.key_reduction > 1:
+            raise ValueError("received attention needs tokens that all see each other: use window=0 and key_reduction=1")
+        grid = self._checked_grid(x, grid)
+        # queries and keys alone: no values, no gate
+        bias = None if self.qkvg.bias is None else self.qkvg.bias[: 2 * self.dim]
+        both = F.linear(x, self.qkvg.weight[: 2 * self.dim], bias)
+        q, k = both.unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
         if self.table is not None:
-            k = k + self.table(key_grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
-        return received_attention(q, k, feature_map=self.map)
+            k = k + self.table(grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
+        return received_attention(q, k, feature_map=self.map, prefix=prefix)
 
     def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
         """[B, N, C]: norm, gate and the last projection."""

@@ -4,9 +4,11 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import Attention
@@ -52,7 +54,9 @@ class FilteredBlock:
     def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, *rest = args
         if self.score is not None:
-            self.filter.kept[self.start] = self.chosen(x, self.score(block, x, *rest))
+            self.filter.kept[self.start] = self.chosen(
+                x, self.score(block, x, *rest) if self.filter.by == "attention" else None
+            )
         kept = self.filter.kept[self.start]
         if self.is_ours:
             return (x, *rest, kept), kwargs
@@ -67,12 +71,12 @@ class FilteredBlock:
         return put_back(whole, out, self.filter.kept[self.start])
 
     @torch.no_grad()
-    def chosen(self, x: Tensor, score: Tensor) -> Tensor:
-        """[B, n] in ascending order; prefix tokens are always kept."""
+    def chosen(self, x: Tensor, score: Tensor | None) -> Tensor:
+        """[B, n] in ascending order, at random without scores; prefix tokens are always kept."""
         tokens = x.shape[1] - self.prefix
         count = max(1, math.ceil(self.share * tokens))
-        if self.filter.by == "random":
-            score = torch.rand_like(score)
+        if score is None:
+            score = torch.rand(x.shape[:2], device=x.device)
         best = score[:, self.prefix :].topk(count, dim=1).indices + self.prefix
         first = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
         return torch.cat((first, best), dim=1).sort(dim=1).values
@@ -83,7 +87,8 @@ def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "att
 
     keep: which share of the tokens goes on, by stage for our backbones (all blocks of that stage), by block for timm's plain
     ViTs (from that block on, until the next one named). Chosen are the tokens that get the most attention in the first of
-    those blocks, mean over heads and queries; class tokens always stay. by="random" is the baseline.
+    those blocks, mean over heads: from the class token, or from all tokens where there is none. Class tokens always stay.
+    by="random" is the baseline.
 
     The other tokens keep the values that they had and are put back behind every block, so feature maps stay whole, and a later
     choice may take them in again. Works without training; trained so, the model gets used to it. State dicts do not change.
@@ -110,7 +115,7 @@ def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "att
         if current is None or keep[current] == 1:
             continue
         for index, block in enumerate(blocks):
-            score = _score_of(block, is_ours) if number in keep and index == 0 else None
+            score = _score_of(block, is_ours, prefix) if number in keep and index == 0 else None
             plan.append((block, FilteredBlock(found, current, keep[current], prefix, score, is_ours)))
     for block, around in plan:
         found._handles.append(block.register_forward_pre_hook(around.before, with_kwargs=True))
@@ -130,7 +135,7 @@ def _groups_of(model: nn.Module) -> tuple[list[list[nn.Module]], bool]:
     raise ValueError(f"tokens can be filtered in our backbones and in timm's plain ViTs, got {type(model).__name__}")
 
 
-def _score_of(block: Any, is_ours: bool) -> Callable[..., Tensor]:
+def _score_of(block: Any, is_ours: bool, prefix: int) -> Callable[..., Tensor]:
     """score(block, x, ...) -> [B, N]."""
     if is_ours:
         config = block.attention.config
@@ -141,14 +146,22 @@ def _score_of(block: Any, is_ours: bool) -> Callable[..., Tensor]:
         return lambda block, x, grid: block.received(x, grid)
     attention = block.attn
     if isinstance(attention, TimmAttention):
-        return lambda block, x, *_: block.attn.attention.received(block.norm1(x))
+        return lambda block, x, *_: block.attn.attention.received(block.norm1(x), prefix=prefix)
     if isinstance(attention, Attention) or not hasattr(attention, "qkv") or not hasattr(block, "ls1"):
         raise ValueError(f"no rule for the attention of {type(attention).__name__}; timm's plain ViT has one")
-    return _received_by_timm
+    return partial(_received_by_timm, prefix=prefix)
 
 
 @torch.no_grad()
-def _received_by_timm(block: Any, x: Tensor, *_: Any) -> Tensor:
+def _received_by_timm(block: Any, x: Tensor, *_: Any, prefix: int) -> Tensor:
     attention = block.attn
-    q, k, _ = attention.qkv(block.norm1(x)).unflatten(-1, (3, attention.num_heads, -1)).unbind(2)
-    return received_attention(attention.q_norm(q), attention.k_norm(k), feature_map=None, scale=attention.scale)
+    x = block.norm1(x)
+    width = attention.qkv.out_features // 3
+    sides = []
+    # queries and keys alone, and no more queries than are asked
+    for number, tokens in enumerate((x[:, :prefix] if prefix else x, x)):
+        rows = slice(number * width, (number + 1) * width)
+        bias = None if attention.qkv.bias is None else attention.qkv.bias[rows]
+        sides.append(F.linear(tokens, attention.qkv.weight[rows], bias).unflatten(-1, (attention.num_heads, -1)))
+    q, k = attention.q_norm(sides[0]), attention.k_norm(sides[1])
+    return received_attention(q, k, feature_map=None, scale=attention.scale)

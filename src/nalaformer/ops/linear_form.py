@@ -59,18 +59,25 @@ def linear_forms(
         return forms
 
 
-def received_attention(q: Tensor, k: Tensor, *, feature_map: FeatureMapLike | None, scale: float | None = None) -> Tensor:
-    """The mean weight that each key gets from all queries: [B, M], mean over the heads, and 1 / M if all are attended alike.
+def received_attention(
+    q: Tensor, k: Tensor, *, feature_map: FeatureMapLike | None, prefix: int = 0, scale: float | None = None
+) -> Tensor:
+    """The mean weight that each key gets: [B, M], mean over the heads and queries, 1 / M if all are attended alike.
 
-    Linear attention: sum_i w_ij = phi(k_j) . sum_i phi(q_i) / d_i, in time linear in the number of tokens. Without a map it is
-    softmax attention, some queries at a time. Positions that turn the features do not count.
+    prefix: only so many queries in front are asked, such as a class token; 0 asks all. Linear attention: sum_i w_ij =
+    phi(k_j) . sum_i phi(q_i) / d_i, in time linear in the number of tokens. Without a map it is softmax attention, some queries
+    at a time. Positions that turn the features do not count.
     """
+    asked = prefix or q.shape[1]
     if feature_map is None:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        parts = [torch.einsum("bihd,bjhd->bhij", scale * part, k).softmax(-1).sum((1, 2)) for part in q.split(CHUNK, dim=1)]
+        parts = [
+            torch.einsum("bihd,bjhd->bhij", scale * part, k).softmax(-1).sum((1, 2))
+            for part in q[:, :asked].split(CHUNK, dim=1)
+        ]
         total = sum(parts[1:], parts[0])
     else:
         forms = linear_forms(q, k, feature_map=feature_map)
-        sums = [torch.einsum("bhf,bhjf->bj", form.queries.sum(2), form.keys) for form in forms]
+        sums = [torch.einsum("bhf,bhjf->bj", form.queries[:, :, :asked].sum(2), form.keys) for form in forms]
         total = sum(sums[1:], sums[0]) / len(sums)
-    return total / (q.shape[1] * q.shape[2])
+    return total / (asked * q.shape[2])

@@ -21,7 +21,7 @@ from ...conversion import filter_tokens
 from ...whole_files import write_csv
 from .glyph_pair import GlyphPair, make_pyramid, make_vit, pair_accuracy, pair_batch, pair_loss, train
 
-SHARES = (1.0, 0.5, 0.25, 0.1, 0.05)
+SHARES = (1.0, 0.5, 0.25, 0.1)
 # where tokens are dropped: before the second block of the ViTs, before the coarse stage of the pyramid
 PLACE = 1
 COLUMNS = (
@@ -31,7 +31,7 @@ COLUMNS = (
 
 
 def study_filtering(
-    out: Path, *, steps: int = 250, tuning_steps: int = 40, images: int = 256, seed: int = 0, say: Say = say_on_stdout
+    out: Path, *, steps: int = 250, tuning_steps: int = 30, images: int = 256, seed: int = 0, say: Say = say_on_stdout
 ) -> list[dict[str, object]]:
     """Train, filter, measure; writes the rows and, beside them, the curves as PNG and SVG."""
     facts = describe_machine().columns("cpu") | {"date": datetime.now(UTC).date().isoformat()}
@@ -51,8 +51,8 @@ def filtering_rows(*, seed: int, steps: int, tuning_steps: int, images: int) -> 
     shown, kinds, _ = pair_batch(GlyphPair(split="val", samples=images, seed=seed), range(images))
     networks = {
         "vit softmax": partial(make_vit, patch_size=4, depth=3),
-        "vit nalaformer": partial(make_vit, patch_size=4, depth=3),
         "pyramid nalaformer": partial(make_pyramid, embed_dims=(16, 96), depths=(1, 4)),
+        "vit nalaformer": partial(make_vit, patch_size=4, depth=3),
     }
     for name, make in networks.items():
         torch.manual_seed(seed)
