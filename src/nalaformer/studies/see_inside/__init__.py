@@ -1,0 +1,18 @@
+"""See inside: one page that shows where a model's attention looks, in a folder or served on this machine."""
+
+from .look import Look, look_into, read_images
+from .report import explorer_of, write_report
+from .server import ExploreServer, serve
+from .subject import Subject, load_subject
+
+__all__ = [
+    "ExploreServer",
+    "Look",
+    "Subject",
+    "explorer_of",
+    "load_subject",
+    "look_into",
+    "read_images",
+    "serve",
+    "write_report",
+]

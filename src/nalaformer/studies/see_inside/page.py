@@ -1,0 +1,176 @@
+"""One page that needs nothing beside itself: style, program, figures and maps are inside, and it asks nobody for anything."""
+
+import base64
+import hashlib
+import html
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from ... import __version__
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A figure of every head of every layer."""
+
+    name: str
+    meaning: str
+    heads: Sequence[Sequence[float]]
+    """For each layer a number for each head; NaN where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOnPage:
+    """What the page shows of one model."""
+
+    name: str
+    notes: Sequence[str]
+    is_random: bool
+    images: Sequence[dict[str, Any]]
+    """name, picture (a data address), answer."""
+    layers: Sequence[dict[str, Any]]
+    """As `Layer.described`, with rows for each image where the page holds them."""
+    columns: Sequence[Column] = ()
+    figures: Sequence[str] = ()
+    """SVG elements, one for each layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """All that is on it."""
+
+    models: Sequence[ModelOnPage]
+    lead: str
+    accuracy: str
+    is_live: bool = False
+    """Whether the maps are asked of the server that the page comes from."""
+    start: int = 0
+    """The place of the slider at first."""
+    depth_figure: str = ""
+    footer: Sequence[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """The document. Whatever comes from a user is escaped."""
+        script, style = (HERE / "page.js").read_text(), (HERE / "page.css").read_text()
+        heading = " beside ".join(model.name for model in self.models)
+        return Template((HERE / "page.html").read_text()).substitute(
+            policy=policy(script, is_live=self.is_live),
+            title=html.escape(f"See inside {heading}"),
+            style=style,
+            heading=html.escape(heading),
+            lead=html.escape(self.lead),
+            notes="".join(notes_of(model) for model in self.models),
+            accuracy=html.escape(self.accuracy),
+            figures=figures_of(self),
+            tables="".join(table_of(model, number) for number, model in enumerate(self.models) if model.columns),
+            footer=html.escape(" ".join([f"Made by nalaformer {__version__}.", *self.footer])),
+            data=as_script_data({"live": self.is_live, "start": self.start, "models": [shown(model) for model in self.models]}),
+            script=script,
+        )
+
+
+def policy(script: str, *, is_live: bool) -> str:
+    """What the browser may do for this page: run this one program, show pictures that are inside, and nothing else."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    connect = "connect-src 'self'; " if is_live else ""
+    return (
+        f"default-src 'none'; {connect}script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def as_script_data(value: Any) -> str:
+    """JSON that cannot end its script element, whatever the text in it."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def shown(model: ModelOnPage) -> dict[str, Any]:
+    return {"name": model.name, "images": list(model.images), "layers": list(model.layers)}
+
+
+def notes_of(model: ModelOnPage) -> str:
+    name, words = html.escape(model.name), html.escape("; ".join(model.notes))
+    if model.is_random:
+        return f'<p class="warning" role="note"><strong>⚠ Random weights: {name}</strong> {words}.</p>'
+    return f'<p class="facts"><b>{name}</b>: {words}.</p>' if words else ""
+
+
+def figures_of(page: Page) -> str:
+    if not page.depth_figure:
+        return ""
+    parts = [
+        '<section id="figures"><h2>How sharply does it look?</h2>',
+        '<p class="hint">Entropy is low where a query looks at few tokens and highest where it looks at all of them alike. A '
+        "mark stands for a head, the line for their mean.</p>",
+        f'<div class="plot wide" tabindex="0" role="region" aria-label="Entropy by layer">{page.depth_figure}</div>',
+        "<h2>Does attention sharpen as the query grows?</h2>",
+        '<p class="hint">Queries in order of their norm, in parts of equal size; a line for each head, its number at the end. A line '
+        "that falls means: the longer the query, the sharper its attention.</p>",
+    ]
+    for model in page.models:
+        if len(page.models) > 1:
+            parts.append(f"<h3>{html.escape(model.name)}</h3>")
+        parts.append(
+            '<div class="plots">' + "".join(f'<div class="plot">{figure}</div>' for figure in model.figures) + "</div>"
+        )
+    return "".join(parts) + "</section>"
+
+
+def table_of(model: ModelOnPage, number: int) -> str:
+    """A row for each layer: the mean of its heads, below it lowest and highest; each head in a table of its own."""
+    names = [column.name for column in model.columns]
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in ("layer", "attention", "tokens", "heads", *names))
+    rows, details = [], []
+    for place, layer in enumerate(model.layers):
+        facts = (layer["name"], layer["kind"], layer["keys"], layer["heads"])
+        cells = [cell_of(column.heads[place]) for column in model.columns]
+        rows.append("<tr>" + "".join(f"<td>{html.escape(str(fact))}</td>" for fact in facts) + "".join(cells) + "</tr>")
+        for index in range(layer["heads"]):
+            values = "".join(f"<td>{number_of(column.heads[place][index])}</td>" for column in model.columns)
+            details.append(f"<tr><td>{html.escape(layer['name'])}</td><td>head {index + 1}</td>{values}</tr>")
+    legend = "".join(f"<dt>{html.escape(column.name)}</dt><dd>{html.escape(column.meaning)}</dd>" for column in model.columns)
+    title = f"table-{number}"
+    inner = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in ("layer", "head", *names))
+    return (
+        f'<section aria-labelledby="{title}"><h2 id="{title}">Layer by layer: {html.escape(model.name)}</h2>'
+        '<p class="small">The mean over the heads; below it the lowest and the highest head.</p>'
+        f'<div class="scroll" tabindex="0" role="region" aria-labelledby="{title}"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div><dl>{legend}</dl>"
+        f'<details><summary>Every head</summary><div class="scroll" tabindex="0" role="region" aria-label="Every head">'
+        f"<table><thead><tr>{inner}</tr></thead><tbody>{''.join(details)}</tbody></table></div></details></section>"
+    )
+
+
+def cell_of(values: Sequence[float]) -> str:
+    known = [value for value in values if value == value]
+    if not known:
+        return "<td>-</td>"
+    mean = sum(known) / len(known)
+    spread = f"<small>{number_of(min(known))} to {number_of(max(known))}</small>" if len(known) > 1 else ""
+    return f"<td>{number_of(mean)}{spread}</td>"
+
+
+def number_of(value: float) -> str:
+    if value != value:
+        return "-"
+    # no minus in front of a rounded zero
+    return f"{value:.3g}" if abs(value) >= 5e-4 or value == 0 else f"{value:.1e}"
+
+
+def as_address(picture: "Image") -> str:
+    """The picture inside an address: small ones to the last bit, photographs as JPEG."""
+    buffer = io.BytesIO()
+    is_small = max(picture.size) <= 128
+    picture.save(buffer, **({"format": "PNG"} if is_small else {"format": "JPEG", "quality": 90}))
+    kind = "png" if is_small else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

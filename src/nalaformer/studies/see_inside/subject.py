@@ -1,0 +1,146 @@
+"""The model that a user wants to see inside, and how it looks at an image."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...attention import METHODS
+from ...conversion import convert
+from ...data import eval_transform, seed_everything
+from ...recipes import load_run
+from ...recipes.initial_weights import backbone_of, load_weights
+from ...registry import unknown_name
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# of the images that backbones of detectors and segmenters are shown
+SIDE = 224
+GRAMMAR = (
+    "give the folder of a run, the NAME of a backbone or of timm's models, NAME@FILE for weights, NAME:ATTENTION to convert "
+    "its softmax attention; what stands first is done first"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to look into."""
+
+    name: str
+    """As the user named it."""
+    model: nn.Module
+    prepare: "Callable[[Image], Tensor]"
+    """An image as the model's input, [3, height, width]."""
+    mean: tuple[float, ...]
+    """Subtracted from each channel by `prepare`."""
+    spread: tuple[float, ...]
+    """By which `prepare` divides each channel."""
+    notes: list[str] = field(default_factory=list)
+    """Where its weights are from."""
+    is_random: bool = False
+    """True: it has learned nothing."""
+    answer: "Callable[[Image], str] | None" = None
+    """What it says of an image, where it names images."""
+
+    def picture(self, pixels: Tensor) -> "Image":
+        """The input [3, height, width] as an image again: what the model saw, cut as it was."""
+        from PIL import Image
+
+        mean, spread = (torch.tensor(each, device=pixels.device)[:, None, None] for each in (self.mean, self.spread))
+        bright = (pixels * spread + mean).clamp(0, 1) * 255
+        return Image.fromarray(bright.round().to(torch.uint8).permute(1, 2, 0).cpu().numpy())
+
+
+def load_subject(text: str, *, device: torch.device | str = "cpu") -> Subject:
+    """The model that the text names: a run's folder, or NAME with @FILE and :ATTENTION after it, in either order."""
+    subject = subject_of_run(Path(text)) if Path(text).is_dir() else subject_of_name(text)
+    subject.model.eval().to(device)
+    return subject
+
+
+def subject_of_run(folder: Path) -> Subject:
+    """A trained model; of detectors, segmenters and the like their backbone."""
+    run = load_run(folder)
+    task: Any = run.task
+    name, notes = str(folder), [f"trained: {run.recipe.model}, step {run.step}"]
+    if not hasattr(task, "answer"):
+        raise ValueError(f"a run to look into must have learned from images, got {folder}")
+    if not hasattr(task, "prepare"):
+        notes.append(f"its backbone, on images of {SIDE} pixels")
+        network = backbone_of(task, run.model)
+        return Subject(name=name, model=network, prepare=eval_transform(SIDE), notes=notes, **image_net_numbers())
+    # generated images are not scaled by ImageNet's numbers
+    numbers = {"mean": (0.5,) * 3, "spread": (1.0,) * 3} if task.is_generated else image_net_numbers()
+
+    def answer(image: "Image") -> str:
+        return ", ".join(task.answer(run.model, image, run.facts, task.AnswerOptions()).cells[:2])
+
+    return Subject(name=name, model=run.model, prepare=task.prepare, notes=notes, answer=answer, **numbers)
+
+
+def subject_of_name(text: str) -> Subject:
+    """A model of timm by its name, with weights of a file and converted as the text asks."""
+    import timm
+    from timm.data import create_transform, resolve_model_data_config
+
+    name, actions = parse(text)
+    if not timm.is_model(name):
+        near = get_close_matches(name, timm.list_models(), n=3, cutoff=0.6)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"a model must be known by its name, got {name!r}; {hint}{GRAMMAR}")
+    seed_everything(0)
+    model = timm.create_model(name)
+    notes, is_random = [], True
+    for kind, value in actions:
+        if kind == "weights":
+            notes.append(load_weights(model, None, value))
+            is_random = False
+        else:
+            convert(model, value)
+            notes.append(f"softmax attention replaced by {value}")
+            if not is_random:
+                notes.append("its projections are those of the file, its feature maps are untrained")
+    if is_random:
+        notes.insert(0, "it has learned nothing, so what you see is its start and not a trained model; NAME@FILE loads weights")
+    settings = resolve_model_data_config(model)
+    return Subject(
+        name=text,
+        model=model,
+        prepare=create_transform(**settings, is_training=False),
+        mean=settings["mean"],
+        spread=settings["std"],
+        notes=notes,
+        is_random=is_random,
+    )
+
+
+def parse(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Name, and what to do with it in order: NAME@FILE:ATTENTION -> [("weights", FILE), ("attention", ATTENTION)]."""
+    start, at, file = text.partition("@")
+    name, colon, attention = start.partition(":")
+    actions = [("attention", attention)] if colon else []
+    if at:
+        # a colon may belong to the file's name
+        before, colon, last = file.rpartition(":")
+        is_converted = bool(colon) and last in METHODS
+        file = before if is_converted else file
+        if not Path(file).is_file():
+            raise ValueError(f"weights must be a file, got {file!r} in {text!r}; {GRAMMAR}")
+        actions.append(("weights", file))
+        if is_converted:
+            actions.append(("attention", last))
+    for kind, value in actions:
+        if kind == "attention" and value not in METHODS:
+            raise unknown_name("attention", value, METHODS)
+    return name, actions
+
+
+def image_net_numbers() -> dict[str, Any]:
+    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+    return {"mean": IMAGENET_DEFAULT_MEAN, "spread": IMAGENET_DEFAULT_STD}
