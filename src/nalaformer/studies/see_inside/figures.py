@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 INK, PAPER = "#101010", "#fefefe"
 HEAD_COLOURS = (BLUE, *OTHER_COLOURS[:4])
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-FONTS = {"svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
+FONTS: Any = {"svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
 COLUMNS = 4
 
 
@@ -115,9 +115,9 @@ def draw_depth(models: Sequence[tuple[str, Sequence[Sequence[float]]]]) -> "Figu
     """
     figure = new_figure(8, 2.9)
     axes = figure.add_subplot()
+    deepest = max(len(each) for _, each in models) - 1
     for number, (name, layers) in enumerate(models):
         colour, marker, line = ((VERMILION, "o", "-"), (BLUE, "s", "--"))[number % 2]
-        deepest = max(len(each) for _, each in models) - 1
         # as on the slider: the same part of the depth stands at the same place
         places = [1 + deepest * layer / max(1, len(layers) - 1) for layer in range(len(layers))]
         for place, heads in zip(places, layers, strict=True):
@@ -127,7 +127,7 @@ def draw_depth(models: Sequence[tuple[str, Sequence[Sequence[float]]]]) -> "Figu
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     axes.set_ylim(-0.03, 1.06)
     axes.set_xlabel("layer")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks(range(1, deepest + 2))
     axes.set_ylabel("entropy / entropy of equal weights")
     finish(axes)
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="lower left")
@@ -141,17 +141,17 @@ def draw_maps(picture: "Image", maps: Sequence[tuple[str, Tensor]], title: str) 
     figure = new_figure(2.1 * columns, 2.6 * rows + 0.8)
     extent = (0, picture.width, picture.height, 0)
     grey = picture.convert("L")
-    for number, (name, heat) in enumerate([("the middle patch of", None), *maps]):
-        axes = figure.add_subplot(rows, columns, number + 1)
-        axes.set_title(name, loc="left", fontsize=8, color=INK)
-        axes.set_axis_off()
-        if heat is None:
-            axes.imshow(picture, extent=extent)
-            axes.plot(picture.width / 2, picture.height / 2, marker="s", markersize=9, markerfacecolor="none", color="#3df0ff")
-            continue
+    first = figure.add_subplot(rows, columns, 1)
+    first.imshow(picture, extent=extent)
+    first.plot(picture.width / 2, picture.height / 2, marker="s", markersize=9, markerfacecolor="none", color="#3df0ff")
+    first.set_title("the middle patch of", loc="left", fontsize=8, color=INK)
+    first.set_axis_off()
+    for number, (name, heat) in enumerate(maps, 2):
+        axes = figure.add_subplot(rows, columns, number)
         axes.imshow(grey, extent=extent, cmap="gray")
         shown = axes.imshow(heat.numpy(), extent=extent, cmap="inferno", alpha=0.75, vmin=0, interpolation="nearest")
         axes.set_title(f"{name}\nlargest {heat.max():.2g}", loc="left", fontsize=8, color=INK)
+        axes.set_axis_off()
     bar = figure.colorbar(shown, ax=figure.axes, location="bottom", shrink=0.4, aspect=40, pad=0.02)
     bar.set_ticks([0, heat.max().item()], labels=["0", "largest weight of each map"])
     bar.ax.tick_params(labelsize=8, colors=INK)

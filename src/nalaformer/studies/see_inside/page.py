@@ -114,8 +114,8 @@ def figures_of(page: Page) -> str:
         "mark stands for a head, the line for their mean.</p>",
         f'<div class="plot wide" tabindex="0" role="region" aria-label="Entropy by layer">{page.depth_figure}</div>',
         "<h2>Does attention sharpen as the query grows?</h2>",
-        '<p class="hint">Queries in order of their norm, in parts of equal size; a line for each head, its number at the end. A line '
-        "that falls means: the longer the query, the sharper its attention.</p>",
+        '<p class="hint">Queries in order of their norm, in parts of equal size; a line for each head, its number at the end. '
+        "A line that falls means: the longer the query, the sharper its attention.</p>",
     ]
     for model in page.models:
         if len(page.models) > 1:

@@ -152,8 +152,8 @@ class ExploreServer(ThreadingHTTPServer):
 def serve(explorer: Explorer, *, port: int, say: Callable[[str], None]) -> None:
     """Answer until Ctrl-C; `say` gets the address once it can be opened."""
     with ExploreServer(explorer, port=port) as server:
-        say(server.url)
         try:
+            say(server.url)
             server.serve_forever(poll_interval=0.1)
         except KeyboardInterrupt:
             say("")
