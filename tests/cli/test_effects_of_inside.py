@@ -77,6 +77,25 @@ def test_analyze_names_an_image_that_it_leaves_out(images, tmp_path):
     assert [image["name"] for image in found[0]["images"]] == ["0.png", "2.png"]
 
 
+SMALL = {
+    **{"embed_dims": [16], "depths": [1], "num_heads": [2], "mlp_ratios": 1, "attention_stages": "l", "layer_scale": [None]},
+    **{"key_reduction": 1, "softmax_key_reduction": 1, "patch_size": 8, "img_size": 32, "global_pool": "max"},
+}
+
+
+def test_a_run_is_shown_with_its_trained_weights_and_what_it_says(images, tmp_path):
+    settings = ("steps=1", "warmup=0", "batch_size=2", "eval_every=0", "save_every=0", "train_samples=4", "eval_samples=2")
+    options = ('data_options={"cells": 4}', f"model_options={json.dumps(SMALL)}", "device=cpu")
+    run("train", "cue_grid", *settings, *options, "--out", tmp_path / "run")
+    said = run("analyze", tmp_path / "run", "--images", images / "0.png", "--out", tmp_path / "out", "--device", "cpu")
+    assert "random weights" not in said
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "trained: vit_nala_tiny_patch16, step 1" in page
+    (found,) = models_of(page)
+    assert found["layers"][0]["grid"] == [4, 4]
+    assert re.fullmatch(r"\w+ [\d.]+%, \w+ [\d.]+%", found["images"][0]["answer"])
+
+
 @ANALYZE.of("device")
 @EXPLORE.of("device")
 def test_a_device_that_is_not_there_is_refused(images, monkeypatch):

@@ -9,7 +9,7 @@ from nalaformer.studies.see_inside import Look, Subject, look_into
 
 SIDE, PATCH = 32, 8
 # what a hostile file or folder could be called
-HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">&amp;<b>"
+HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">&amp;<b>$\\frac{$"
 
 
 def small_subject(name: str = "small", *, attention: str = "", depth: int = 2) -> Subject:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from helpers.small_vit import HOSTILE, small_images, small_look, small_subject, softmax_weights
 from nalaformer.conversion import convert
-from nalaformer.studies.see_inside import ExploreServer, explorer_of, load_subject, serve, write_report
+from nalaformer.studies.see_inside import ExploreServer, explorer_of, load_subject, read_images, serve, write_report
 from nalaformer.studies.see_inside.maps import MOST_BYTES, Layer, fitting, maps_of, pooling
 from nalaformer.studies.see_inside.report import stored_page
 
@@ -161,6 +161,16 @@ def test_pictures_lie_beside_the_page_as_png_and_svg(look, tmp_path):
         start = path.read_bytes()[:300]
         assert start.startswith(b"\x89PNG") if path.suffix == ".png" else b"<svg" in start
     assert {path.suffix for path in others} == {".png", ".svg"}
+
+
+def test_a_file_name_that_is_no_text_is_spelt_out(look, tmp_path):
+    import os
+
+    path = tmp_path / os.fsdecode(b"\xff$.png")
+    small_images(1)[0][1].save(path)
+    (name, _), *_ = read_images([path])[0]
+    assert name == "\\udcff$.png"
+    stored_page([replace(look, images=[image | {"name": name} for image in look.images])]).text().encode()
 
 
 # ---- which model

@@ -159,6 +159,16 @@ def draw_maps(picture: "Image", maps: Sequence[tuple[str, Tensor]], title: str) 
     return figure
 
 
+def as_written(figure: "Figure") -> "Figure":
+    """Names come from users: a dollar in them begins no formula."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_parse_math(False)
+    return figure
+
+
 def as_inline_svg(figure: "Figure", label: str) -> str:
     """The figure as an element of a page: text in the page's colour and fonts, no background, no links."""
     from html import escape
@@ -168,7 +178,7 @@ def as_inline_svg(figure: "Figure", label: str) -> str:
     buffer = io.StringIO()
     # clip paths are named by content and salt: two figures of a page must not share a name
     with rc_context({**FONTS, "svg.hashsalt": label}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        as_written(figure).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = text.replace(INK, "currentColor")
@@ -183,5 +193,5 @@ def save_png_and_svg(figure: "Figure", path: Path) -> list[Path]:
     files = [path.with_name(f"{path.name}{suffix}") for suffix in (".png", ".svg")]
     for file in files:
         with rc_context({**FONTS, "svg.hashsalt": path.name}):
-            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+            as_written(figure).savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files

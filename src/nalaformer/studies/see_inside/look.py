@@ -13,7 +13,7 @@ from ...data import CorruptImage, read_image
 from .figures import Curve, as_inline_svg, draw_one_curve
 from .maps import Layer, layer_of, maps_of
 from .page import Column, ModelOnPage, as_address
-from .subject import Subject
+from .subject import Subject, as_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -118,7 +118,7 @@ def read_images(paths: Sequence[Path]) -> tuple[list[tuple[str, Any]], list[str]
     found, left_out = [], []
     for path in paths:
         try:
-            found.append((path.name, read_image(path)))
+            found.append((as_text(path.name), read_image(path)))
         except CorruptImage as error:
             left_out.append(str(error))
     if not found:

@@ -126,7 +126,7 @@ function draw(canvas, picture, layer, row, range, marked = []) {
   drawPicture(canvas, picture, "grayscale(1)");
   const [rows, columns] = layer.cells;
   const map = new OffscreenCanvas(columns, rows), pixels = new ImageData(columns, rows);
-  row.weights.forEach((weight, cell) => pixels.data.set([...colourOf(partOf(weight, range)), 190], 4 * cell));
+  row.weights.forEach((weight, cell) => pixels.data.set([...colourOf(partOf(weight, range)), 175], 4 * cell));
   map.getContext("2d").putImageData(pixels, 0, 0);
   context.imageSmoothingEnabled = false;
   context.drawImage(map, 0, 0, width, height);

@@ -56,6 +56,11 @@ class Subject:
         return Image.fromarray(bright.round().to(torch.uint8).permute(1, 2, 0).cpu().numpy())
 
 
+def as_text(name: str) -> str:
+    """A name may hold bytes that are no text: they are spelt out."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def load_subject(text: str, *, device: torch.device | str = "cpu") -> Subject:
     """The model that the text names: a run's folder, or NAME with @FILE and :ATTENTION after it, in either order."""
     subject = subject_of_run(Path(text)) if Path(text).is_dir() else subject_of_name(text)
@@ -67,7 +72,7 @@ def subject_of_run(folder: Path) -> Subject:
     """A trained model; of detectors, segmenters and the like their backbone."""
     run = load_run(folder)
     task: Any = run.task
-    name, notes = str(folder), [f"trained: {run.recipe.model}, step {run.step}"]
+    name, notes = as_text(str(folder)), [f"trained: {run.recipe.model}, step {run.step}"]
     if not hasattr(task, "answer"):
         raise ValueError(f"a run to look into must have learned from images, got {folder}")
     if not hasattr(task, "prepare"):
