@@ -224,6 +224,30 @@ def test_a_model_that_cannot_be_looked_into_is_refused(text, error):
         look_into(load_subject(text), small_images(1))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "facts", "side", "grids"),
+    [
+        ("super_resolution_small", {"scale": 2}, 64, {(64, 64)}),
+        ("scenes", {"classes": ["a", "b"]}, 224, {(56, 56), (28, 28), (14, 14), (7, 7)}),
+    ],
+)
+def test_a_run_of_a_dense_task_shows_its_network(monkeypatch, tmp_path, recipe, facts, side, grids):
+    """Built as `load_run` builds it; what is trained does not matter here."""
+    from nalaformer.analysis import record
+    from nalaformer.recipes import RECIPES, LoadedRun, build_model
+    from nalaformer.studies.see_inside import subject as subjects
+    from nalaformer.tasks import TASKS, task_name
+
+    chosen = RECIPES[recipe]()
+    task = TASKS[task_name(chosen.task)](chosen.task)
+    run = LoadedRun(recipe=chosen, model=build_model(chosen, facts), task=task, facts=facts, step=1)
+    monkeypatch.setattr(subjects, "load_run", lambda folder: run)
+    subject = load_subject(str(tmp_path))
+    pixels = subject.prepare(small_images(1)[0][1])
+    assert pixels.shape == (3, side, side)
+    assert {found.grid for found in record(subject.model, pixels[None])} == grids
+
+
 def test_the_picture_is_what_the_model_saw():
     subject, (_, image) = small_subject(), small_images(1)[0]
     assert subject.picture(subject.prepare(image)).tobytes() == image.tobytes()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # of the images that backbones of detectors and segmenters are shown
 SIDE = 224
+# the same of super-resolution
+PIXEL_SIDE = 64
 GRAMMAR = (
     "give the folder of a run, the NAME of a backbone or of timm's models, NAME@FILE for weights, NAME:ATTENTION to convert "
     "its softmax attention; what stands first is done first"
@@ -75,6 +77,9 @@ def subject_of_run(folder: Path) -> Subject:
     name, notes = as_text(str(folder)), [f"trained: {run.recipe.model}, step {run.step}"]
     if not hasattr(task, "answer"):
         raise ValueError(f"a run to look into must have learned from images, got {folder}")
+    if "scale" in run.facts:
+        notes.append(f"on images of {PIXEL_SIDE} pixels: each pixel is a token")
+        return Subject(name=name, model=run.model, prepare=unscaled, mean=(0.0,) * 3, spread=(1.0,) * 3, notes=notes)
     if not hasattr(task, "prepare"):
         notes.append(f"its backbone, on images of {SIDE} pixels")
         network = backbone_of(task, run.model)
@@ -86,6 +91,13 @@ def subject_of_run(folder: Path) -> Subject:
         return ", ".join(task.answer(run.model, image, run.facts, task.AnswerOptions()).cells[:2])
 
     return Subject(name=name, model=run.model, prepare=task.prepare, notes=notes, answer=answer, **numbers)
+
+
+def unscaled(image: "Image") -> Tensor:
+    """As super-resolution reads images: [3, 64, 64] from 0 to 1."""
+    from torchvision.transforms.functional import pil_to_tensor
+
+    return pil_to_tensor(image.resize((PIXEL_SIDE, PIXEL_SIDE))) / 255
 
 
 def subject_of_name(text: str) -> Subject:
