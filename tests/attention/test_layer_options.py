@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.attention_formula import EXACT, Turning, distance, formula, grid_positions
+from helpers.contrast_formula import rala_weight, weighted_and_contrasted
 from helpers.option_effects import Effects
 from nalaformer import FEATURE_MAPS, Rotary, feature_map, linear_attention
 from nalaformer.attention import METHODS, Attention, AttentionConfig, build
@@ -67,6 +68,58 @@ def test_no_map_is_softmax():
     weights = (torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5).softmax(-1)
     expected = torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
     assert distance(layer(x), layer.projection(expected)) < EXACT
+
+
+@PARTS.of("contrast")
+@pytest.mark.parametrize("contrast", ["mean_score", "learned"])
+def test_a_contrast_moves_outputs_away_from_the_mean_value(contrast):
+    layer, x = make(feature_map="elu", contrast=contrast), tokens()
+    q, k, v = map(heads, layer.qkvg(x).chunk(3, -1))
+    plain = formula(layer.map, q, k, v)
+    phi_q, phi_k = layer.map.query(q), layer.map.key(k)
+    strength = torch.einsum("bihf,bhf->bih", phi_q, phi_k.mean(1)) / 8**0.5
+    if contrast == "learned":
+        strength = F.softplus(layer.contrast.offset + layer.contrast.slope * q.square().mean(-1).sqrt())
+    expected = plain + strength[..., None] * (plain - v.mean(1, keepdim=True))
+    assert distance(layer(x), layer.projection(expected.flatten(2))) < EXACT
+
+
+@PARTS.of("key_weight")
+def test_the_weight_of_a_key_is_what_all_queries_give_it():
+    layer, x = make(feature_map="elu", key_weight="global_query"), tokens()
+    q, k, v = map(heads, layer.qkvg(x).chunk(3, -1))
+    weight = rala_weight(layer.map, q, k)
+    expected = weighted_and_contrasted(layer.map, q, k, v, key_weight=weight, eps=1e-6)
+    assert distance(layer(x), layer.projection(expected.flatten(2))) < EXACT
+
+
+@PARTS.of("contrast", "key_weight")
+@pytest.mark.parametrize("method", ["rala", "mala"])
+def test_groups_and_padding_have_means_and_weights_of_their_own(method):
+    layer = make(method, position="none", local_mix="none")
+    x = tokens()
+    groups = torch.tensor([0] * 6 + [1] * 9).expand(2, -1)
+    visible = torch.ones(2, 15, dtype=torch.bool)
+    visible[:, 4] = False
+    found = layer(x, key_mask=visible, groups=groups)
+    for part in (slice(0, 6), slice(6, 15)):
+        for sample in range(2):
+            shown = visible[sample, part]
+            alone = layer(x[sample, part][shown][None])[0]
+            assert distance(found[sample, part][shown], alone) < EXACT
+
+
+@PARTS.of("contrast", "key_weight")
+def test_softmax_has_neither_contrast_nor_weights_and_rala_is_never_causal():
+    for option in ({"contrast": "mean_score"}, {"key_weight": "global_query"}):
+        with pytest.raises(ValueError, match="parts of linear attention"):
+            make("softmax", **option)
+    with pytest.raises(ValueError, match=r"looks at all queries, later ones too, and cannot be causal \(RALA\)"):
+        make(feature_map="elu", key_weight="global_query", causal=True)
+    layer, x = make(feature_map="elu", contrast="mean_score", causal=True), tokens()
+    later = x.clone()
+    later[:, 9:] += 1
+    assert torch.equal(layer(x)[:, :9], layer(later)[:, :9])
 
 
 @PARTS.of("position", "rotary_over", "normalised_rotary")
@@ -241,8 +294,11 @@ def by_hand(layer: Attention, x: Tensor, grid: tuple[int, int]) -> Tensor:
     if layer.map is None:
         weights = (torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5).softmax(-1)
         out = torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
-    else:
+    elif config.contrast == config.key_weight == "none":
         out = formula(layer.map, q, k, v, turning=turns).flatten(2)
+    else:
+        given = {"contrast": "mean_score"} if config.contrast != "none" else {"key_weight": rala_weight(layer.map, q, k)}
+        out = weighted_and_contrasted(layer.map, q, k, v, turning=turns, eps=1e-6, **given).flatten(2)
     if layer.local_mix is not None:
         full = v if size == 1 else resize_values(v, key_grid, grid, config.value_upsampling)
         conv = layer.local_mix.conv

@@ -9,7 +9,8 @@ from .local_mix import DepthwiseConv
 
 
 def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:
-    """The attention layer of a method: "softmax", "linear", "flatten", "polaformer", "polaformerpp", "nalaformer", "mirrorla".
+    """The attention layer of a method: "softmax", "linear", "flatten", "polaformer", "polaformerpp", "nalaformer", "rala",
+    "mala", "mirrorla".
 
     Options change its parts (the fields of AttentionConfig); any other option goes to its feature map:
     build("nalaformer", dim=64, num_heads=2, gate="none", direction="cosine").

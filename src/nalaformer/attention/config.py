@@ -16,6 +16,11 @@ class AttentionConfig:
     """Name of the feature map; None is exact softmax attention."""
     map_options: dict[str, Any] = field(default_factory=dict)
     """Options of the feature map."""
+    contrast: str = "none"
+    """Moves outputs away from the mean value, o + z (o - mean v): "none", "mean_score" (z = D^-1/2 phi(q) . mean phi(k), MALA)
+    or "learned" (z = softplus(a + b |q| / sqrt D), a and b per head)."""
+    key_weight: str = "none"
+    """Factor of each key: "none" or "global_query" (a softmax over the keys for the mean of all queries, RALA)."""
     position: str = "none"
     """"none", "rotary" (2-D rotation of the features), "table" (learned, added to the keys, interpolated to any grid) or
     "relative" (learned bias per offset inside a window; softmax only)."""
@@ -61,6 +66,16 @@ class AttentionConfig:
             raise ValueError(f"key_reduction must be at least 1, got {self.key_reduction}")
         if self.causal and (self.local_mix != "none" or self.key_reduction > 1):
             raise ValueError('a causal layer cannot look around: use local_mix="none" and key_reduction=1')
+        if self.feature_map is None and (self.contrast != "none" or self.key_weight != "none"):
+            raise ValueError(
+                f"contrast and key_weight are parts of linear attention, got {self.contrast!r} and {self.key_weight!r} without "
+                'a feature map; use "none" for both, or name a feature_map'
+            )
+        if self.causal and self.key_weight == "global_query":
+            raise ValueError(
+                'key_weight="global_query" looks at all queries, later ones too, and cannot be causal (RALA); '
+                'use key_weight="none", or causal=False'
+            )
         if self.window < 0:
             raise ValueError(f"window must be the side of a window in tokens, or 0 for none, got {self.window}; Swin has 7")
         if self.feature_map is not None and self.position == "relative":
@@ -75,6 +90,8 @@ class AttentionConfig:
 
 
 CHOICES = {
+    "contrast": ("none", "mean_score", "learned"),
+    "key_weight": ("none", "global_query"),
     "position": ("none", "rotary", "table", "relative"),
     "rotary_over": ("head", "features"),
     "local_mix": ("none", "channels", "heads"),
@@ -91,6 +108,10 @@ METHODS = {
         feature_map="polarity_exp", position="rotary", rotary_over="features", local_mix="channels", gate="linear"
     ),
     "nalaformer": AttentionConfig(feature_map="norm_aware", position="rotary", local_mix="channels", norm=True, gate="silu"),
+    "rala": AttentionConfig(
+        feature_map="elu", key_weight="global_query", position="rotary", local_mix="channels", gate="linear"
+    ),
+    "mala": AttentionConfig(feature_map="elu", contrast="mean_score", position="rotary", local_mix="channels", gate="linear"),
     # a reconstruction: position, local mix and gate are not in the published material
     "mirrorla": AttentionConfig(
         feature_map="reflection",

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from ..feature_maps import Reflection, feature_map
 from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention, received_attention
+from ..ops import Rotary, check_key_mask, compute_dtype, global_query_weight, hide, linear_attention
 from ..ops.kept_tensors import kept
 from .cells import cells_at, on_grid
 from .config import AttentionConfig
 from .layer_norm import LayerNorm
+from .learned_contrast import LearnedContrast
 from .local_mix import LocalMix, resize_values
 from .position_table import PositionTable
 from .windows import Groups, RelativeBias, Windows
@@ -52,6 +54,7 @@ class Attention(nn.Module):
                     f"{config.feature_map} reads the values in {self.map.streams} equal parts and needs head sizes that "
                     f"divide so, got {head_dim} (dim {dim} / {num_heads} heads)"
                 )
+        self.contrast = LearnedContrast(num_heads=num_heads) if config.contrast == "learned" else None
         gates = 0 if config.gate == "none" else 1
         if config.key_reduction == 1:
             self.qkvg = nn.Linear(dim, (3 + gates) * dim, bias=config.qkv_bias)
@@ -204,21 +207,34 @@ class Attention(nn.Module):
             rotary = self._rotary(grid, channels, q)
             if key_grid != grid:
                 rotary = (rotary, self._rotary(key_grid, channels, k))  # type: ignore[assignment]
-        causal = self.config.causal
-        if groups is None:
+        contrast = self._contrast(q)
+
+        def attend_to(visible: Tensor | None) -> Tensor:
             # self-attention: a token that is no key is no query either
+            weight = None
+            if self.config.key_weight == "global_query":
+                weight = global_query_weight(q, k, feature_map=mapped, key_mask=visible, query_mask=visible)
             return linear_attention(
-                q, k, v, feature_map=mapped, causal=causal, rotary=rotary, key_mask=key_mask, query_mask=key_mask
+                *(q, k, v),
+                feature_map=mapped,
+                causal=self.config.causal,
+                rotary=rotary,
+                key_mask=visible,
+                query_mask=visible,
+                contrast=contrast,
+                key_weight=weight,
             )
 
+        if groups is None:
+            return attend_to(key_mask)
         # the state sums over keys and cannot tell queries apart: one pass for each group
-        def attend(inside: Tensor) -> Tensor:
-            visible = inside if key_mask is None else inside & key_mask
-            return linear_attention(
-                q, k, v, feature_map=mapped, causal=causal, rotary=rotary, key_mask=visible, query_mask=visible
-            )
+        return groups.join(lambda inside: attend_to(inside if key_mask is None else inside & key_mask), q)
 
-        return groups.join(attend, q)
+    def _contrast(self, q: Tensor) -> Tensor | str | None:
+        """As linear_attention takes it."""
+        if self.contrast is not None:
+            return self.contrast(q)
+        return None if self.config.contrast == "none" else self.config.contrast
 
     def _softmax(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Groups | None

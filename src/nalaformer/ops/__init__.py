@@ -7,6 +7,7 @@ from .depthwise import depthwise_conv
 from .features import FeatureMapLike, ScaledFeatures, cheap_to_look_at, compute_dtype, hide, outside_autocast
 from .interface import attention_weights, linear_attention, recurrent_linear_attention, recurrent_step_
 from .kernel_spec import KernelSpec
+from .key_weight import global_query_weight
 from .layer_norm import layer_norm
 from .linear_form import received_attention
 from .residual import scaled_residual
@@ -27,6 +28,7 @@ __all__ = [
     "delta_step_",
     "depthwise_conv",
     "get_backend",
+    "global_query_weight",
     "hide",
     "layer_norm",
     "linear_attention",

@@ -82,6 +82,7 @@ def choose(
     rotary: tuple[Rotary | None, Rotary | None],
     samples: int | None = None,
     is_step: bool = False,
+    is_plain: bool = True,
 ) -> Choice:
     """The backend for this call; an explicit "triton" that cannot serve it raises with the reason.
 
@@ -89,7 +90,8 @@ def choose(
     """
     if _setting in ("reference", "chunked"):
         return Choice(_setting)
-    reason = why_not_on(q) or why_not_on(k) or why_not_on(v)
+    reason = None if is_plain else "a contrast and weights of keys have no kernel"
+    reason = reason or why_not_on(q) or why_not_on(k) or why_not_on(v)
     if reason is None:
         # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
         is_normalised = rotary[0] is not None and rotary[0].normalised

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .contrast import MEAN_SCORE
 from .features import FeatureMapLike, compute_dtype
 from .rotary import Rotary
 from .state import LinearState
@@ -127,6 +128,33 @@ def check_query_mask(query_mask: Tensor | None, q: Tensor) -> None:
         raise ValueError(
             f"query_mask must be bool [batch, queries] = {tuple(q.shape[:2])}, True where a query is a token and not padding, "
             f"got {query_mask.dtype} {tuple(query_mask.shape)}"
+        )
+
+
+def check_contrast(contrast: Tensor | str | None, q: Tensor) -> None:
+    if contrast is None or (isinstance(contrast, str) and contrast == MEAN_SCORE):
+        return
+    if not isinstance(contrast, Tensor):
+        raise ValueError(f'contrast must be None, "{MEAN_SCORE}" or a tensor with a number for each query, got {contrast!r}')
+    if contrast.shape != q.shape[:-1] or not contrast.is_floating_point():
+        raise ValueError(
+            f"contrast must hold a float for each token and head of q, {tuple(q.shape[:-1])}, "
+            f"got {contrast.dtype} {tuple(contrast.shape)}"
+        )
+
+
+def check_key_weight(key_weight: Tensor | None, q: Tensor, k: Tensor) -> None:
+    if key_weight is None:
+        return
+    if not isinstance(key_weight, Tensor) or not key_weight.is_floating_point():
+        raise ValueError(
+            f"key_weight must be a float tensor, got {key_weight!r}; nalaformer.global_query_weight makes that of RALA"
+        )
+    allowed = [(*k.shape[:-2], heads) for heads in (k.shape[-2], q.shape[-2])]
+    if tuple(key_weight.shape) not in allowed:
+        raise ValueError(
+            f"key_weight must hold a number for each key and head of k or of q, {allowed[0]} or {allowed[1]}, "
+            f"got {tuple(key_weight.shape)}"
         )
 
 

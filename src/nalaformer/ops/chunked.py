@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .contrast import Contrast
 from .features import (
     FeatureMapLike,
     Keys,
@@ -50,6 +51,8 @@ def linear_attention(
     key_mask: Tensor | None,
     eps: float,
     recompute: bool,
+    contrast: Contrast | None = None,
+    key_weight: Tensor | None = None,
     piece: int | None = None,
 ) -> Tensor:
     """Bidirectional; shapes as in the reference, output in the dtype of q."""
@@ -58,27 +61,32 @@ def linear_attention(
     dtype = compute_dtype(q, k, v)
     run = recomputing if recompute else direct
 
-    def state_of_piece(k: Tensor, v: Tensor, mask: Tensor | None, rotary: Rotary | None) -> LinearState:
+    def state_of_piece(k: Tensor, v: Tensor, mask: Tensor | None, rotary: Rotary | None, weight: Tensor | None) -> LinearState:
         scales = key_log_scale(feature_map, k, mask, dtype)
         scale = None if scales is None or all_zero(scales) else scales.amax(dim=1, keepdim=True)
-        return state_of(key_features(feature_map, k, v, key_mask=mask, rotary=rotary, log_scale=scale, dtype=dtype), scale)
+        keys = key_features(feature_map, k, v, key_mask=mask, rotary=rotary, log_scale=scale, dtype=dtype, weight=weight)
+        return state_of(keys, scale)
 
-    def read_piece(q: Tensor, state: LinearState, rotary: Rotary | None, out: Tensor | None) -> Tensor:
-        return read(state, query_features(feature_map, q, rotary, dtype), eps, out).to(q.dtype)
+    def read_piece(
+        q: Tensor, rotary: Rotary | None, strength: Tensor | None, state: LinearState, mean: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        against = None if mean is None else Contrast(strength, mean, head_dim)
+        return read(state, query_features(feature_map, q, rotary, dtype), eps, out, against).to(q.dtype)
 
+    strength, mean = (None, None) if contrast is None else contrast[:2]
     state = None
-    for tokens in pieces(piece, k, v, key_mask, rotary[1]):
+    for tokens in pieces(piece, k, v, key_mask, rotary[1], key_weight):
         part = run(state_of_piece, *tokens)
         state = part if state is None else LinearState.merge(state, part)
     assert state is not None
-    tokens_of_queries = pieces(piece, q, rotary[0])
+    tokens_of_queries = pieces(piece, q, rotary[0], strength)
     if recompute or len(tokens_of_queries) == 1:
-        parts = [run(read_piece, *tokens[:1], state, *tokens[1:], None) for tokens in tokens_of_queries]
+        parts = [run(read_piece, *tokens, state, mean, None) for tokens in tokens_of_queries]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     # where no gradient is wanted each piece is written to its place: the outputs are never held twice
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    for (q_piece, rotary_piece), place in zip(tokens_of_queries, out.split(piece, dim=1), strict=True):
-        read_piece(q_piece, state, rotary_piece, place)
+    for tokens, place in zip(tokens_of_queries, out.split(piece, dim=1), strict=True):
+        read_piece(*tokens, state, mean, place)
     return out
 
 
@@ -93,6 +101,8 @@ def causal_linear_attention(
     key_mask: Tensor | None,
     eps: float,
     recompute: bool,
+    contrast: Contrast | None = None,
+    key_weight: Tensor | None = None,
     piece: int | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Causal, from an earlier state (None: no earlier token) to the state after the last token."""
@@ -106,19 +116,24 @@ def causal_linear_attention(
         mask: Tensor | None,
         rotary_q: Rotary | None,
         rotary_k: Rotary | None,
+        strength: Tensor | None,
+        mean: Tensor | None,
+        weight: Tensor | None,
         state: LinearState | None,
     ) -> tuple[Tensor, LinearState]:
         scales = key_log_scale(feature_map, k, mask, dtype)
-        keys = key_features(feature_map, k, v, key_mask=mask, rotary=rotary_k, log_scale=scales, dtype=dtype)
+        keys = key_features(feature_map, k, v, key_mask=mask, rotary=rotary_k, log_scale=scales, dtype=dtype, weight=weight)
         queries = query_features(feature_map, q, rotary_q, dtype)
         if state is None:
             state = LinearState.empty(k.shape[0], k.shape[2], keys.rotated.shape[-1], v.shape[-1], dtype=dtype, device=k.device)
         if scales is not None and all_zero(scales, state.log_scale):
             scales = None
-        return causal_step(state, queries, keys, scales, mask, eps, q.dtype)
+        against = None if mean is None else Contrast(strength, mean, q.shape[3])
+        return causal_step(state, queries, keys, scales, mask, eps, q.dtype, against)
 
     size = piece or CAUSAL_PIECE
-    cut = pieces(size, q, k, v, key_mask, rotary[0], rotary[1])
+    strength, mean = (None, None) if contrast is None else contrast[:2]
+    cut = pieces(size, q, k, v, key_mask, rotary[0], rotary[1], strength, mean, key_weight)
     if recompute or len(cut) == 1:
         parts = []
         for tokens in cut:
@@ -142,12 +157,20 @@ def state_of(keys: Keys, log_scale: Tensor | None) -> LinearState:
     return LinearState(state, key_sum, keys.visible, scale)
 
 
-def read(state: LinearState, streams: list[Queries], eps: float, out: Tensor | None = None) -> Tensor:
+def read(
+    state: LinearState,
+    streams: list[Queries],
+    eps: float,
+    out: Tensor | None = None,
+    contrast: Contrast | None = None,
+) -> Tensor:
     """What queries that see every token of the state get: [B, N, H, V], put into `out` if there is one."""
     kv_heads = state.state.shape[1]
     places = [None] * len(streams) if out is None else out.chunk(len(streams), dim=-1)
+    contrasts = [None] * len(streams) if contrast is None else contrast.of_streams(len(streams))
     outputs = []
-    for queries, stream_state, place in zip(streams, state.state.chunk(len(streams), dim=-1), places, strict=True):
+    sums = state.state.chunk(len(streams), dim=-1)
+    for queries, stream_state, place, against in zip(streams, sums, places, contrasts, strict=True):
         rotated = grouped(queries.rotated, kv_heads)
         if queries.plain is queries.rotated:
             # the key sum as one more column of the state: a product of its own would read the features again
@@ -167,6 +190,7 @@ def read(state: LinearState, streams: list[Queries], eps: float, out: Tensor | N
                 key_scale=state.log_scale.repeat_interleave(rotated.shape[3], dim=1)[:, None],
                 is_turned=queries.rotated is not queries.plain,
                 out=place,
+                contrast=against,
             )
         )
     if out is not None:
@@ -182,6 +206,7 @@ def causal_step(
     key_mask: Tensor | None,
     eps: float,
     out_dtype: torch.dtype,
+    contrast: Contrast | None = None,
 ) -> tuple[Tensor, LinearState]:
     """One piece of tokens: what came before through the state, the piece itself through its matrix of weights."""
     kv_heads, num_tokens = state.state.shape[1], keys.values.shape[1]
@@ -204,8 +229,9 @@ def causal_step(
 
     outputs = []
     zero = torch.zeros((), dtype=keys.values.dtype, device=device)
-    values = zip(state.state.chunk(len(streams), -1), keys.values.chunk(len(streams), -1), strict=True)
-    for queries, (stream_state, stream_values) in zip(streams, values, strict=True):
+    contrasts = [None] * len(streams) if contrast is None else contrast.of_streams(len(streams))
+    values = zip(state.state.chunk(len(streams), -1), keys.values.chunk(len(streams), -1), contrasts, strict=True)
+    for queries, (stream_state, stream_values, against) in zip(streams, values, strict=True):
         rotated, plain = grouped(queries.rotated, kv_heads), grouped(queries.plain, kv_heads)
         within = [torch.einsum("bikgf,bjkf->bkgij", x, y) for x, y in ((rotated, keys.rotated), (plain, keys.plain))]
         if keep_keys is not None:
@@ -225,6 +251,7 @@ def causal_step(
             query_scale=None if queries.log_scale is None else queries.log_scale[..., 0],
             key_scale=None if row_scale is None else row_scale.repeat_interleave(group, dim=2),
             is_turned=queries.rotated is not queries.plain,
+            contrast=against,
         )
         outputs.append(out.to(out_dtype))
 

@@ -6,7 +6,7 @@ Ordinary inputs have log_scale = 0, where nothing changes at all.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from .kept_tensors import is_ordinary
 from .kernel_spec import KernelSpec
 from .rotary import Rotary
+
+if TYPE_CHECKING:
+    from .contrast import Contrast
 
 # A query may weigh nothing but features that the largest key made tiny. Its gradient is divided by no less than this: towards
 # channels of that key it would leave float32.
@@ -97,11 +100,14 @@ def key_features(
     rotary: Rotary | None,
     log_scale: Tensor | None,
     dtype: torch.dtype,
+    weight: Tensor | None = None,
 ) -> Keys:
-    """Features of the keys divided by exp(log_scale), which broadcasts to [B, N, H, 1]."""
+    """Features of the keys times their weight [B, N, H], divided by exp(log_scale), which broadcasts to [B, N, H, 1]."""
     # hidden before the map as well as after: NaN in padding must reach neither the sums nor their gradients
     k = hide(k, key_mask).to(dtype)
     features = feature_map.key(k) if log_scale is None else feature_map.key(k, log_scale)
+    if weight is not None:
+        features = features * hide(weight[..., None], key_mask).to(dtype)
     rotated, plain = rotate(features, rotary)
     both_alike = plain is rotated
     rotated = hide(rotated, key_mask)
@@ -109,6 +115,18 @@ def key_features(
     batch, num_tokens = k.shape[:2]
     every = torch.full((batch,), num_tokens, dtype=torch.int64, device=k.device)
     return Keys(rotated, plain, hide(v, key_mask).to(dtype), every if key_mask is None else key_mask.sum(1))
+
+
+def heads_for(feature_map: FeatureMapLike, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every query head its own keys where the map treats heads that share keys differently."""
+    if not feature_map.heads_have_own_keys or feature_map.num_heads == k.shape[2]:
+        return k, v
+    return repeated(q, k), repeated(q, v)
+
+
+def repeated(q: Tensor, x: Tensor) -> Tensor:
+    """x [B, M, K, *] with a head for each head of q, [B, M, H, *]."""
+    return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
 def cheap_to_look_at(x: Tensor) -> bool:
@@ -155,13 +173,16 @@ def normalise(
     key_scale: Tensor | None,
     is_turned: bool,
     out: Tensor | None = None,
+    contrast: "Contrast | None" = None,
 ) -> Tensor:
     """numerator [..., V] / (denominator [...] + eps * count), eps in the units of the scaled features.
 
     count and the scales broadcast to the denominator. is_turned: rotary is in the numerator alone.
     A row that sees no key has both sums zero and gives zero.
     `out`, where no gradient is wanted: the place for the result, in any float dtype.
+    contrast: what moves the result away from the mean value, for the values of this stream.
     """
+    plain_sum = denominator
     amount = eps * count.to(denominator.dtype)
     scales = [scale for scale in (query_scale, key_scale) if scale is not None]
     is_plain = all(cheap_to_look_at(scale) and not bool(scale.any()) for scale in scales)
@@ -171,9 +192,13 @@ def normalise(
     divisor = torch.where(denominator == 0, 1.0, denominator)[..., None]
     if is_turned and not is_plain:
         divisor = torch.maximum(divisor, numerator.detach().abs().amax(-1, keepdim=True) / LARGEST_TURNED_OUTPUT)
-    if out is not None:
+    if out is not None and contrast is None:
         return torch.div(numerator, divisor, out=out)
-    return numerator / divisor if is_plain else quotient_with_bounded_gradient(numerator, divisor)
+    result = numerator / divisor if is_plain else quotient_with_bounded_gradient(numerator, divisor)
+    if contrast is None:
+        return result
+    result = contrast.moved(result, plain_sum, count=count, scales=[] if is_plain else scales)
+    return result if out is None else out.copy_(result)
 
 
 def quotient_with_bounded_gradient(numerator: Tensor, divisor: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ from .backend import Choice, choose, get_backend
 from .checks import (
     RotaryArgument,
     check_call,
+    check_contrast,
     check_cu_seqlens,
+    check_key_weight,
     check_options,
     check_query_mask,
     check_rotary_pair,
@@ -19,7 +21,8 @@ from .checks import (
     check_state,
     check_tensors,
 )
-from .features import FeatureMapLike, outside_autocast
+from .contrast import contrast_of
+from .features import FeatureMapLike, compute_dtype, heads_for, outside_autocast, repeated
 from .state import LinearState
 
 
@@ -34,6 +37,8 @@ def linear_attention(
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    contrast: Tensor | str | None = None,
+    key_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Attention in time and memory linear in the number of tokens.
@@ -51,36 +56,51 @@ def linear_attention(
     query_mask: [B, N] bool, True = a token, not padding. Only the variance-aware reflection asks, which looks at all queries:
         in self-attention it is the key_mask.
     cu_seqlens: [S + 1] running total of lengths, beginning with 0. Then q, k, v are [T, H, D]: S sequences back to back.
+    contrast: moves each output away from the mean of the values that it sees, out_i + z_i (out_i - mean_j v_j). "mean_score":
+        z_i = D^-1/2 phi_q(q_i) . mean_j phi_k(k_j) (MALA); or z itself, [B, N, H].
+    key_weight: [B, M, K] or [B, M, H], >= 0: multiplies phi_k(k_j); `global_query_weight` makes that of RALA.
     eps: times the n visible keys; 0 makes the weights sum to one however small the keys are.
     """
     if cu_seqlens is not None:
-        return _packed(q, k, v, feature_map, causal, rotary, key_mask, query_mask, cu_seqlens, eps)
+        return _packed(q, k, v, feature_map, causal, rotary, key_mask, query_mask, cu_seqlens, contrast, key_weight, eps)
     turns = check_call(q, k, v, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
     check_query_mask(query_mask, q)
-    needs_grad = _needs_grad(q, k, v, feature_map)
-    k, v = _heads_for(feature_map, q, k, v)
+    check_contrast(contrast, q)
+    check_key_weight(key_weight, q, k)
+    needs_grad = _needs_grad(q, k, v, feature_map, contrast, key_weight)
+    k, v = heads_for(feature_map, q, k, v)
+    key_weight, k, v = _weight_for(q, k, v, key_weight)
     # low-precision matmuls under autocast would undo the float32 sums
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
-        backend, spec = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns)
+        backend, spec = choose(
+            q, k, v, feature_map=mapped, causal=causal, rotary=turns, is_plain=contrast is None and key_weight is None
+        )
         if backend == "triton":
             # imported where used: Triton may be missing
             from . import kernels
 
             ready = kernels.prepare(q, k, v, feature_map=mapped, spec=spec, rotary=turns, key_mask=key_mask, eps=eps)
             return kernels.attend(ready, causal=causal, keep=needs_grad).to(q.dtype)
+        against = contrast_of(contrast, q, v, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k, v))
         if backend == "reference":
             out = reference.linear_attention(
-                q, k, v, feature_map=mapped, causal=causal, rotary=turns, key_mask=key_mask, eps=eps
+                *(q, k, v),
+                feature_map=mapped,
+                causal=causal,
+                rotary=turns,
+                key_mask=key_mask,
+                eps=eps,
+                contrast=against,
+                key_weight=key_weight,
             )
             return out.to(q.dtype)
+        options = {"contrast": against, "key_weight": key_weight, "eps": eps, "recompute": needs_grad}
         if causal:
             return chunked.causal_linear_attention(
-                q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, eps=eps, recompute=needs_grad
+                q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, **options
             )[0]
-        return chunked.linear_attention(
-            q, k, v, feature_map=mapped, rotary=turns, key_mask=key_mask, eps=eps, recompute=needs_grad
-        )
+        return chunked.linear_attention(q, k, v, feature_map=mapped, rotary=turns, key_mask=key_mask, **options)
 
 
 def recurrent_linear_attention(
@@ -100,7 +120,7 @@ def recurrent_linear_attention(
     the state passed in is not changed. Rotary positions count on: Rotary.sequence(n, dim, start=tokens_before).
     """
     turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps)
-    k, v = _heads_for(feature_map, q, k, v)
+    k, v = heads_for(feature_map, q, k, v)
     check_state(state, q, k, v, feature_map, turns[1])
     recompute = _needs_grad(q, k, v, feature_map, state)
     with outside_autocast(q):
@@ -150,7 +170,7 @@ def recurrent_step_(
         raise ValueError(f"a step takes one token, got {q.shape[1]}; use recurrent_linear_attention for more")
     if state is None:
         raise TypeError("a step changes a state, got None; start from LinearState.empty or the state of a prompt")
-    k, v = _heads_for(feature_map, q, k, v)
+    k, v = heads_for(feature_map, q, k, v)
     check_state(state, q, k, v, feature_map, turns[1])
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=None, causal=True)
@@ -187,19 +207,24 @@ def attention_weights(
     rotary: RotaryArgument = None,
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
+    contrast: Tensor | str | None = None,
+    key_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """The exact weights that linear attention gives to each value: [B, H, R, M], for diagnostics.
 
     rows: the queries to look at (all by default: a quadratic amount of memory). stream: which half of the values, for maps
-    with two streams. Without rotary every weight is >= 0 and a row sums to one but for eps.
+    with two streams. Without rotary and contrast every weight is >= 0; without rotary a row sums to one but for eps.
     """
     turns = check_call(q, k, None, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
     if not isinstance(stream, int) or not 0 <= stream < feature_map.streams:
         raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream!r}")
     check_query_mask(query_mask, q)
+    check_contrast(contrast, q)
+    check_key_weight(key_weight, q, k)
     index = None if rows is None else check_rows(rows, q)
-    k, _ = _heads_for(feature_map, q, k, k)
+    k, _ = heads_for(feature_map, q, k, k)
+    key_weight, k, _ = _weight_for(q, k, k, key_weight)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
         return reference.attention_weights(
@@ -211,6 +236,8 @@ def attention_weights(
             key_mask=key_mask,
             eps=eps,
             rows=index,
+            contrast=contrast_of(contrast, q, k, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k)),
+            key_weight=key_weight,
         )[stream]
 
 
@@ -226,6 +253,8 @@ def _packed(
     key_mask: Tensor | None,
     query_mask: Tensor | None,
     cu_seqlens: Tensor,
+    contrast: Tensor | str | None,
+    key_weight: Tensor | None,
     eps: float,
 ) -> Tensor:
     """Each sequence by itself; the tensors are only cut, never padded."""
@@ -242,15 +271,20 @@ def _packed(
                 f"got shape {tuple(x.shape)}; drop the batch dimension"
             )
     lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
+    check_contrast(contrast, q)
+    check_key_weight(key_weight, q, k)
     pair = check_rotary_pair(rotary, q[None], k[None])
     if q.shape[0] == 0:
         return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * v.sum()
     with outside_autocast(q):
         check_tensors(q[None], k[None], v[None], feature_map)
-        spread_k, spread_v = _heads_for(feature_map, q[None], k[None], v[None])
+        spread_k, spread_v = heads_for(feature_map, q[None], k[None], v[None])
         # a map that looks at all tokens must see each sequence by itself
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
-        of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
+        is_plain = contrast is None and key_weight is None
+        of_all = partial(
+            choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths), is_plain=is_plain
+        )
         backend, spec = of_all(feature_map=feature_map) if is_same else Choice("chunked")
         if backend == "triton":
             from . import kernels
@@ -265,35 +299,51 @@ def _packed(
                 longest=max(lengths),
             )
             return kernels.attend(ready, causal=causal, keep=_needs_grad(q, k, v, feature_map)).to(q.dtype)
+
+    def of_sequences(x: Tensor | str | None) -> Sequence[Tensor | str | None]:
+        """Each sequence as a batch of one; what is no tensor serves all."""
+        # split rather than slice: the gradient of n slices is n tensors of full size
+        return [part[None] for part in x.split(lengths)] if isinstance(x, Tensor) else [x] * len(lengths)
+
     outputs = []
     start = 0
-    parts = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    for length, q_part, k_part, v_part in parts:
+    parts = zip(lengths, *(of_sequences(x) for x in (q, k, v, contrast, key_weight)), strict=True)
+    for length, q_part, k_part, v_part, contrast_part, weight_part in parts:
         turns = tuple(None if turn is None else turn.tokens(start, start + length) for turn in pair)
         start += length
         if length:
             out = linear_attention(
-                q_part[None],
-                k_part[None],
-                v_part[None],
+                q_part,
+                k_part,
+                v_part,
                 feature_map=feature_map,
                 causal=causal,
                 rotary=turns,  # type: ignore[arg-type]
+                contrast=contrast_part,
+                key_weight=weight_part,
                 eps=eps,
             )
             outputs.append(out[0])
     return torch.cat(outputs)
 
 
-def _heads_for(feature_map: FeatureMapLike, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every query head its own keys where the map treats heads that share keys differently."""
-    if not feature_map.heads_have_own_keys or feature_map.num_heads == k.shape[2]:
-        return k, v
-    group = q.shape[2] // k.shape[2]
-    return k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+def _weight_for(q: Tensor, k: Tensor, v: Tensor, key_weight: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The weight, keys and values with as many heads: those of the queries where either has them."""
+    if key_weight is None or key_weight.shape[2] == k.shape[2]:
+        return key_weight, k, v
+    return repeated(q, key_weight), repeated(q, k), repeated(q, v)
 
 
-def _needs_grad(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, state: LinearState | None = None) -> bool:
+def _needs_grad(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: FeatureMapLike,
+    *others: Tensor | str | LinearState | None,
+) -> bool:
+    """Whether a gradient is wanted of the tensors, the parameters of the map, or the others; a state: of what it sums."""
     parameters = feature_map.parameters() if isinstance(feature_map, torch.nn.Module) else ()
-    sums = () if state is None else state.tensors().values()
-    return torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *parameters, *sums))
+    tensors = [q, k, v, *parameters, *(x for x in others if isinstance(x, Tensor))]
+    for other in others:
+        tensors += other.tensors().values() if isinstance(other, LinearState) else ()
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

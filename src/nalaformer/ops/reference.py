@@ -2,13 +2,15 @@
 
     out_i = rot(phi_q(q_i)) . sum_j rot(phi_k(k_j)) v_j^T  /  ( phi_q(q_i) . sum_j phi_k(k_j)  +  eps * n )
 
-n = number of keys that token i sees. Every other backend is judged against this one in float64. The causal form computes
-the whole matrix of weights: quadratic, and clear.
+n = number of keys that token i sees. Weights of keys multiply their features, and a contrast (contrast.py) may follow. Every
+other backend is judged against this one in float64. The causal form computes the whole matrix of weights: quadratic, and
+clear.
 """
 
 import torch
 from torch import Tensor
 
+from .contrast import Contrast, contrasted, mean_score
 from .features import (
     FeatureMapLike,
     compute_dtype,
@@ -17,6 +19,7 @@ from .features import (
     key_log_scale,
     normalise,
     query_features,
+    repeated,
     weighted_values,
     without_infinity,
 )
@@ -34,13 +37,23 @@ def linear_attention(
     rotary: tuple[Rotary | None, Rotary | None],
     key_mask: Tensor | None,
     eps: float,
+    contrast: Contrast | None = None,
+    key_weight: Tensor | None = None,
 ) -> Tensor:
     """q [B, N, H, D], k [B, M, K, D], v [B, M, K, V] with K dividing H -> [B, N, H, V] in the compute dtype."""
     if causal:
         weights = attention_weights(
-            q, k, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps, rows=None
+            *(q, k),
+            feature_map=feature_map,
+            causal=True,
+            rotary=rotary,
+            key_mask=key_mask,
+            eps=eps,
+            rows=None,
+            contrast=contrast,
+            key_weight=key_weight,
         )
-        values = hide(v, key_mask).to(weights[0].dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        values = repeated(q, hide(v, key_mask).to(weights[0].dtype))
         lower = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
         outputs = [
             weighted_values(w[:, :, None], x, lower)[..., 0, :]
@@ -52,7 +65,7 @@ def linear_attention(
     kv_heads = k.shape[2]
     scales = key_log_scale(feature_map, k, key_mask, dtype)
     scale = None if scales is None else scales.amax(dim=1, keepdim=True)  # [B, 1, K, 1]
-    keys = key_features(feature_map, k, v, key_mask=key_mask, rotary=rotary[1], log_scale=scale, dtype=dtype)
+    keys = key_features(feature_map, k, v, key_mask=key_mask, rotary=rotary[1], log_scale=scale, dtype=dtype, weight=key_weight)
     state = without_infinity(torch.einsum("bjkf,bjkv->bkfv", keys.rotated, keys.values))
     key_sum = keys.plain.sum(dim=1)
     if scale is not None:
@@ -60,7 +73,9 @@ def linear_attention(
 
     outputs = []
     values_of_stream = state.chunk(feature_map.streams, dim=-1)
-    for queries, stream_state in zip(query_features(feature_map, q, rotary[0], dtype), values_of_stream, strict=True):
+    contrasts = [None] * feature_map.streams if contrast is None else contrast.of_streams(feature_map.streams)
+    streams = query_features(feature_map, q, rotary[0], dtype)
+    for queries, stream_state, stream_contrast in zip(streams, values_of_stream, contrasts, strict=True):
         query_scale = None if queries.log_scale is None else queries.log_scale[..., 0]
         grouped_rotated = queries.rotated.unflatten(2, (kv_heads, -1))  # [B, N, K, H/K, F]
         grouped_plain = queries.plain.unflatten(2, (kv_heads, -1))
@@ -76,6 +91,7 @@ def linear_attention(
                 query_scale=query_scale,
                 key_scale=scale,
                 is_turned=queries.rotated is not queries.plain,
+                contrast=stream_contrast,
             )
         )
     return torch.cat(outputs, dim=-1)
@@ -161,8 +177,13 @@ def attention_weights(
     key_mask: Tensor | None,
     eps: float,
     rows: Tensor | None,
+    contrast: Contrast | None = None,
+    key_weight: Tensor | None = None,
 ) -> list[Tensor]:
-    """The weights that the formula gives to each value, one [B, H, R, M] per stream; rows = None means all."""
+    """The weights that the formula gives to each value, one [B, H, R, M] per stream; rows = None means all.
+
+    A contrast moves them away from equal ones: w_ij + z_i (w_ij - 1/n).
+    """
     dtype = compute_dtype(q, k)
     group = q.shape[2] // k.shape[2]
     positions = torch.arange(q.shape[1], device=q.device) if rows is None else rows
@@ -172,7 +193,9 @@ def attention_weights(
         rotary_q = None if rotary_q is None else rotary_q.select(rows)
 
     scales = key_log_scale(feature_map, k, key_mask, dtype)
-    keys = key_features(feature_map, k, k, key_mask=key_mask, rotary=rotary[1], log_scale=scales, dtype=dtype)
+    keys = key_features(
+        feature_map, k, k, key_mask=key_mask, rotary=rotary[1], log_scale=scales, dtype=dtype, weight=key_weight
+    )
     visible = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
     visible = visible[:, None, None, :]  # [B, 1, 1, M]
     if causal:
@@ -200,15 +223,21 @@ def attention_weights(
         zero = torch.zeros((), dtype=dtype, device=q.device)
         rotated, plain = torch.where(visible, rotated, zero), torch.where(visible, plain, zero)
         query_scale = None if queries.log_scale is None else queries.log_scale[..., 0].transpose(1, 2)  # [B, H, R]
-        weights.append(
-            normalise(
-                rotated,
-                plain.sum(-1),
-                eps=eps,
-                count=count,
-                query_scale=query_scale,
-                key_scale=key_scale,
-                is_turned=queries.rotated is not queries.plain,
-            )
+        found = normalise(
+            rotated,
+            plain.sum(-1),
+            eps=eps,
+            count=count,
+            query_scale=query_scale,
+            key_scale=key_scale,
+            is_turned=queries.rotated is not queries.plain,
         )
+        if contrast is not None:
+            scales_of_rows = [x for x in (query_scale, key_scale) if x is not None]
+            if contrast.strength is None:
+                strength = mean_score(plain.sum(-1), head_dim=contrast.head_dim, count=count, scales=scales_of_rows)
+            else:
+                strength = contrast.strength.index_select(1, positions).transpose(1, 2)
+            found = contrasted(found, visible.to(dtype) / count.clamp(min=1)[..., None], strength)
+        weights.append(found)
     return weights

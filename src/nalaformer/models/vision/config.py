@@ -8,6 +8,8 @@ from ...field_types import check_field_types
 from ...published_names import FAMILIES
 from ...registry import unknown_name
 
+# what a softmax stage lacks
+NO_MAP: dict[str, Any] = {"feature_map": None, "map_options": {}, "contrast": "none", "key_weight": "none"}
 ATTENTION_PARTS = {part.name for part in fields(AttentionConfig)}
 
 
@@ -56,9 +58,13 @@ class BackboneConfig:
     layer_scale: tuple[float | None, ...] | float | None = None
     """Start of the learned scale of each residual branch, per stage or for all; None is no such scale."""
     projection: int | None = 1024
-    """Channels of the head before pooling (linear, BatchNorm, SiLU); None is pooling and the classifier alone."""
+    """Channels of the head before pooling (linear, BatchNorm, SiLU); None, or 0 since timm.create_model passes no None on, is
+    pooling and the classifier alone."""
     final_norm: bool = False
     """LayerNorm after the last stage."""
+    output_norms: bool = False
+    """LayerNorm of the features of each stage as they are given out, not of what the next stage sees: the norms that published
+    files of detectors and segmenters have. Logits do not pass them."""
     norm_eps: float = 1e-6
     """Of the LayerNorms of the blocks and the head."""
     img_size: tuple[int, int] | int = 224
@@ -127,7 +133,7 @@ class BackboneConfig:
         if self.softmax_window:
             parts |= {"window": self.softmax_window, "shifted": block % 2 == 1, "position": "relative"}
         parts |= {key: value for key, value in self.attention_options.items() if key in ATTENTION_PARTS}
-        return configure(self.softmax_shell, parts | {"feature_map": None, "map_options": {}})
+        return configure(self.softmax_shell, parts | NO_MAP)
 
 
 PER_STAGE = ("embed_dims", "depths", "num_heads", "mlp_ratios", "key_reduction", "softmax_key_reduction", "layer_scale")

@@ -1,0 +1,26 @@
+"""A contrast whose strength is learned from the norm of the query."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..feature_maps.norm_preserving import norm
+from ..ops import compute_dtype
+
+
+class LearnedContrast(nn.Module):
+    """z = softplus(a + b |q| / sqrt D), a and b learned per head: q [B, N, H, D] -> [B, N, H].
+
+    A form of our own. MALA's strength, the mean score, grows with the width of a head and is not learned; this one starts
+    near 1 for queries of unit variance, and b decides whether a larger query attends more sharply.
+    """
+
+    def __init__(self, *, num_heads: int) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(num_heads))
+        self.slope = nn.Parameter(torch.ones(num_heads))
+
+    def forward(self, q: Tensor) -> Tensor:
+        dtype = compute_dtype(q)
+        size = norm(q.to(dtype))[..., 0] * q.shape[-1] ** -0.5
+        return F.softplus(self.offset.to(dtype) + self.slope.to(dtype) * size)

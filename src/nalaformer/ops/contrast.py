@@ -1,0 +1,74 @@
+"""The contrast of MALA (arXiv 2507.00698): attention plus its distance from the mean value.
+
+    out_i = o_i + z_i (o_i - mean_j v_j)
+
+o is normalised linear attention, z_i >= 0 a number per token: how far its output moves away from the mean, which is what a
+query of small norm gets from softmax. MALA takes the mean score, z_i = D^-1/2 phi_q(q_i) . mean_j phi_k(k_j), so that
+a larger query attends more sharply. Means are over the keys that token i sees.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .features import hide, repeated
+
+MEAN_SCORE = "mean_score"
+# a mean score may be the product of two features that fit into no float32
+LARGEST_STRENGTH = 1e12
+LARGEST_LOG_SCALE = 60.0
+
+
+class Contrast(NamedTuple):
+    """What a backend needs for it besides the sums of attention."""
+
+    strength: Tensor | None
+    """z, [B, N, H]; None: the mean score."""
+    mean: Tensor
+    """Mean of the visible values, [B, 1, K, V], or as each token sees them, [B, N, K, V], if causal."""
+    head_dim: int
+
+    def of_streams(self, streams: int) -> "list[Contrast]":
+        """One for the share of the values that each stream reads."""
+        return [self._replace(mean=mean) for mean in self.mean.chunk(streams, dim=-1)]
+
+    def moved(self, out: Tensor, denominator: Tensor, *, count: Tensor, scales: list[Tensor]) -> Tensor:
+        """out [B, N, H, V] away from the mean; denominator = phi_q . sum_j phi_k, features divided by exp(sum of scales)."""
+        strength = self.strength
+        if strength is None:
+            strength = mean_score(denominator, head_dim=self.head_dim, count=count, scales=scales)
+        return contrasted(out, repeated(out, self.mean), strength)
+
+
+def contrast_of(
+    contrast: Tensor | str | None, q: Tensor, v: Tensor, *, key_mask: Tensor | None, causal: bool, dtype: torch.dtype
+) -> Contrast | None:
+    """The argument of a call in the form that backends take."""
+    if contrast is None:
+        return None
+    strength = contrast.to(dtype) if isinstance(contrast, Tensor) else None
+    return Contrast(strength, mean_value(v, key_mask=key_mask, causal=causal, dtype=dtype), q.shape[-1])
+
+
+def mean_value(v: Tensor, *, key_mask: Tensor | None, causal: bool, dtype: torch.dtype) -> Tensor:
+    """v [B, M, K, V] -> the mean over visible tokens [B, 1, K, V], or the running mean [B, M, K, V] if causal."""
+    if key_mask is None and not causal:
+        return v.mean(1, keepdim=True, dtype=dtype)
+    visible = torch.ones(v.shape[:2], dtype=torch.bool, device=v.device) if key_mask is None else key_mask
+    shown = hide(v, key_mask).to(dtype)
+    total, count = (shown.cumsum(1), visible.cumsum(1)) if causal else (shown.sum(1, True), visible.sum(1, True))
+    return total / count.clamp(min=1)[:, :, None, None]
+
+
+def mean_score(denominator: Tensor, *, head_dim: int, count: Tensor, scales: list[Tensor]) -> Tensor:
+    """z = D^-1/2 phi_q . mean_j phi_k, from phi_q . sum_j phi_k of features divided by exp(sum of scales)."""
+    strength = denominator * head_dim**-0.5 / count.clamp(min=1)
+    if scales:
+        strength = strength * sum(scales[1:], scales[0]).clamp(max=LARGEST_LOG_SCALE).exp()
+    return strength.clamp(max=LARGEST_STRENGTH)
+
+
+def contrasted(out: Tensor, mean: Tensor, strength: Tensor) -> Tensor:
+    """out + z (out - mean). out: [..., V]; mean broadcasts to it; strength: [...]."""
+    return out + strength[..., None] * (out - mean)

@@ -1,0 +1,104 @@
+"""The weight of a key in RALA (arXiv 2411.07635): how much all queries together look at it."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .checks import check_call, check_cu_seqlens, check_query_mask
+from .chunked import direct, piece_size, pieces, recomputing
+from .features import FeatureMapLike, compute_dtype, heads_for, hide, key_features, key_log_scale, outside_autocast
+
+# products of two features of at most this size fit into float32, whatever their signs
+LARGEST_FEATURE = 1e17
+
+
+def global_query_weight(
+    q: Tensor,
+    k: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """RALA's weight of each key, for `linear_attention(..., key_weight=)`: a softmax over the keys for the mean query.
+
+        a_j = n softmax_j( D^-1/2 mean_i phi_q(q_i) . phi_k(k_j) )
+
+    q: [B, N, H, D]; k: [B, M, K, D] with K dividing H -> [B, M, H], float32 (float64 for float64 inputs); the mean over the n
+    visible keys is 1, and hidden ones get 0. The masks are those of `linear_attention`; both means are over visible tokens
+    alone. cu_seqlens: then q and k are [T, H, D], and the result [T, H]. Of a map with two streams the first one is taken.
+    It looks at all queries, so causal attention cannot use it.
+    """
+    if cu_seqlens is not None:
+        return _of_packed(q, k, feature_map, cu_seqlens)
+    check_call(q, k, None, feature_map=feature_map, causal=False, rotary=None, key_mask=key_mask, eps=0.0)
+    check_query_mask(query_mask, q)
+    if key_mask is not None and query_mask is None and q.shape[1] == k.shape[1]:
+        raise ValueError(
+            "the weight of a key looks at all queries and cannot know which of them are padding, got a key_mask for as many "
+            f"keys as queries ({q.shape[1]}) and no query_mask; pass query_mask=key_mask in self-attention, and in "
+            "cross-attention the mask of the queries (all True if there is no padding)"
+        )
+    k, _ = heads_for(feature_map, q, k, k)
+    with outside_autocast(q):
+        mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=False)
+        mean = mean_query(mapped, q, query_mask, compute_dtype(q, k))
+        return softmax_over_keys(key_logits(mapped, mean, k, key_mask), key_mask)
+
+
+def mean_query(feature_map: FeatureMapLike, q: Tensor, query_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """D^-1/2 mean_i phi_q(q_i) over the tokens that the mask shows, [B, H, F]."""
+
+    def sum_of_piece(q: Tensor, mask: Tensor | None) -> Tensor:
+        features = feature_map.query_streams(hide(q, mask).to(dtype))[0]
+        return hide(bounded(features.value, features.log_scale), mask).sum(1)
+
+    run = recomputing if torch.is_grad_enabled() else direct
+    size = piece_size(q.shape[0], q.shape[2], q.shape[3])
+    parts = [run(sum_of_piece, *piece) for piece in pieces(size, q, query_mask)]
+    count = q.shape[1] if query_mask is None else query_mask.sum(1).clamp(min=1)[:, None, None]
+    return sum(parts[1:], parts[0]) / count * q.shape[3] ** -0.5
+
+
+def key_logits(feature_map: FeatureMapLike, mean: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """mean . phi_k(k_j), [B, M, H]; mean: [B, H, F]."""
+    dtype = mean.dtype
+
+    def logits_of_piece(k: Tensor, mask: Tensor | None, mean: Tensor) -> Tensor:
+        scales = key_log_scale(feature_map, k, mask, dtype)
+        keys = key_features(feature_map, k, k, key_mask=mask, rotary=None, log_scale=scales, dtype=dtype)
+        by_key_head = mean.unflatten(1, (k.shape[2], -1))
+        return torch.einsum("bjkf,bkgf->bjkg", bounded(keys.plain, scales), by_key_head).flatten(2)
+
+    run = recomputing if torch.is_grad_enabled() else direct
+    size = piece_size(k.shape[0], mean.shape[1], k.shape[3])
+    return torch.cat([run(logits_of_piece, *piece, mean) for piece in pieces(size, k, key_mask)], dim=1)
+
+
+def bounded(features: Tensor, log_scale: Tensor | None) -> Tensor:
+    """The true features, as far as their products stay finite."""
+    if log_scale is not None:
+        features = features * log_scale.clamp(max=math.log(LARGEST_FEATURE)).exp()
+    return features.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)
+
+
+def softmax_over_keys(logits: Tensor, key_mask: Tensor | None) -> Tensor:
+    """n times the softmax over the n visible tokens of [B, M, H]; 0 for hidden ones."""
+    if key_mask is None:
+        return logits.softmax(1) * logits.shape[1]
+    shown = key_mask[:, :, None]
+    # the lowest number and not minus infinity: a row without any visible key must stay finite
+    weights = torch.where(shown, logits, torch.finfo(logits.dtype).min).softmax(1)
+    return torch.where(shown, weights * key_mask.sum(1)[:, None, None], 0.0)
+
+
+def _of_packed(q: Tensor, k: Tensor, feature_map: FeatureMapLike, cu_seqlens: Tensor) -> Tensor:
+    """Each sequence by itself."""
+    lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
+    parts = zip(q.split(lengths), k.split(lengths), strict=True)
+    weights = [
+        global_query_weight(q_part[None], k_part[None], feature_map=feature_map)[0] for q_part, k_part in parts if len(q_part)
+    ]
+    return torch.cat(weights) if weights else q.new_zeros(0, q.shape[1], dtype=compute_dtype(q, k))
