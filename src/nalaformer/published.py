@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .published_names import FAMILIES, is_published_dit, is_published_model, translate, translate_dit
+from .published_names import FAMILIES, backbone_part, is_published_model, translate, warn_of_others
 from .registry import unknown_name
 from .whole_files import whole_file
 
@@ -32,6 +33,7 @@ def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any)
 
     `config`: what differs from the family's tiny model, as fields of models.BackboneConfig; classes are counted on the
     weights. The published variants have names: timm.create_model("nalaformer_s", checkpoint_path=file) does the same.
+    The file of a detector or segmenter gives the backbone without a head; a warning says what else was in it.
     """
     from .models.vision import LAYOUTS
     from .models.vision.variants import build_from
@@ -40,9 +42,10 @@ def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any)
         raise unknown_name("family of published weights", family, FAMILIES)
     if isinstance(weights, str | Path):
         weights = read(weights)
+    weights, others = backbone_part(weights)
+    warn_of_others(others)
     translated = translate(weights, family)
-    if "head.fc.weight" in translated:
-        config.setdefault("num_classes", translated["head.fc.weight"].shape[0])
+    config = facts_of(translated) | config
     if family in LAYOUTS:
         layout = LAYOUTS[family]
     else:
@@ -92,6 +95,15 @@ def load_dit(weights: Mapping[str, Tensor] | str | Path, *, num_heads: int = 0, 
     model = NaLaDiT(**(sizes | {"attention": "softmax", "objective": "ddpm" if doubled else "flow"} | config))
     model.load_state_dict(ours)
     return model.eval()
+def facts_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What weights with our names say of their network: classes, head, norms of what the stages give out."""
+    facts: dict[str, Any] = {}
+    if "head.fc.weight" in weights:
+        facts["num_classes"] = weights["head.fc.weight"].shape[0]
+    elif any(name.startswith("output_norms.") for name in weights):
+        # as in detection and segmentation: the stages alone
+        facts |= {"num_classes": 0, "projection": None, "output_norms": True}
+    return facts
 
 
 def convert_file(source: str | Path, out: str | Path, family: str, *, model: str = "") -> list[str]:
@@ -102,7 +114,8 @@ def convert_file(source: str | Path, out: str | Path, family: str, *, model: str
     source, out = Path(source), Path(out)
     if out.suffix != ".safetensors":
         raise ValueError(f"out must end in .safetensors, got {out.name}")
-    published = read(source)
+    published, others = backbone_part(read(source))
+    warn_of_others(others)
     if not is_published_model(published):
         some = ", ".join(list(published)[:3])
         raise ValueError(f"{source} holds no published backbone: none of its names begins with patch_embed, but {some}, ...")
@@ -110,8 +123,8 @@ def convert_file(source: str | Path, out: str | Path, family: str, *, model: str
     if model:
         from .models.vision import build
 
-        classes = weights["head.fc.weight"].shape[0] if "head.fc.weight" in weights else 0
-        expected = {name: value.shape for name, value in build(model, device="meta", num_classes=classes).state_dict().items()}
+        facts = {"num_classes": 0} | facts_of(weights)
+        expected = {name: value.shape for name, value in build(model, device="meta", **facts).state_dict().items()}
         wrong = sorted(name for name in expected.keys() | weights.keys() if not _same(expected.get(name), weights.get(name)))
         if wrong:
             raise ValueError(f"{source} does not fit {model}: {len(wrong)} tensors differ, the first is {wrong[0]}")

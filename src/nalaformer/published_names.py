@@ -5,6 +5,8 @@ is one, then each attention layer, which is found by the last dot-separated part
 """
 
 import re
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -16,7 +18,7 @@ Weights = dict[str, Tensor]
 
 
 def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
-    """Published names -> ours, for "nalaformer", "polaformer", "polaformerpp" or "flatten"."""
+    """Published names -> ours, for "nalaformer", "polaformer", "polaformerpp", "flatten", "rala" or "mala"."""
     if family not in FAMILIES:
         raise unknown_name("family of published weights", family, FAMILIES)
     weights = dict(state_dict)
@@ -50,7 +52,7 @@ _ATTENTION = (
 _BLOCK = rf"((local[12]|norm[12]|feed_forward\.(fc1|fc2|local))\.{_LINEAR}|scale[12]\.gamma|attention\.{_ATTENTION})"
 _STAGE = rf"(downsampling\.(reduction\.{_LINEAR}|norm\.{_NORM})|positions\.table|blocks\.\d+\.{_BLOCK})"
 OUR_MODEL = re.compile(
-    rf"^(stem\.\d+\.{_NORM}|stages\.\d+\.{_STAGE}|norm\.{_LINEAR}|projection\.\d\.{_NORM}|head\.fc\.{_LINEAR})$"
+    rf"^(stem\.\d+\.{_NORM}|stages\.\d+\.{_STAGE}|norm\.{_LINEAR}|output_norms\.\d\.{_LINEAR}|projection\.\d\.{_NORM}|head\.fc\.{_LINEAR})$"
 )
 # a layer by itself, whatever stands before it, or a model that has our names already
 OUR_LAYER = re.compile(rf"(^|\.){_ATTENTION}$|{OUR_MODEL.pattern}")
@@ -59,6 +61,24 @@ OUR_LAYER = re.compile(rf"(^|\.){_ATTENTION}$|{OUR_MODEL.pattern}")
 def is_published_model(names: Iterable[str]) -> bool:
     """Whether these are the names of a whole published model: all of them begin with a patch embedding, ours with a stem."""
     return any(name.startswith("patch_embed") for name in names)
+
+
+def backbone_part(weights: Mapping[str, Tensor]) -> tuple[Weights, dict[str, int]]:
+    """The published backbone in the file of a detector or segmenter, and how many tensors each other part of it has.
+
+    There its names stand behind `backbone.`; the weights of a backbone by itself, or of anything else, come back as they are.
+    """
+    inside = {name.removeprefix("backbone."): value for name, value in weights.items() if name.startswith("backbone.")}
+    if not is_published_model(inside):
+        return dict(weights), {}
+    return inside, dict(Counter(name.split(".")[0] for name in weights if not name.startswith("backbone.")))
+
+
+def warn_of_others(others: Mapping[str, int]) -> None:
+    """Say what a file holds besides the backbone; nothing is left out silently."""
+    if others:
+        listed = ", ".join(f"{name} ({count} tensors)" for name, count in others.items())
+        warnings.warn(f"only the backbone of the file is used; left out: {listed}", stacklevel=3)
 
 
 def _frame(published: Weights) -> Weights:
@@ -88,6 +108,7 @@ FRAME: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"^layers\.(\d+)\.downsample\.", lambda m: f"stages.{int(m[1]) + 1}.downsampling."),
     (r"^layers\.(\d+)\.", r"stages.\1."),
     (r"^proj\.", "projection.0."),
+    (r"^extra_norms\.(\d)\.(?:norm\.)?", r"output_norms.\1."),
     # Swin has the stages of the above and a stem of its own
     (r"^patch_embed\.proj\.", "stem.0."),
     (r"^patch_embed\.norm\.", "stem.1."),
@@ -141,6 +162,13 @@ def _polaformerpp(published: Weights) -> Weights:
         ours[f"{prefix}map.same"] = ours.pop(f"{prefix}s1")[0, :, 0]
         ours[f"{prefix}map.opposite"] = ours.pop(f"{prefix}s2")[0, :, 0]
     return ours
+
+
+def _rala(published: Weights) -> Weights:
+    """Also MALA's. Their linear layers are 1x1 convolutions."""
+    ours = _renamed(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvo": "qkvg"})
+    is_linear = re.compile(r"(^|\.)(qkvg|projection|feed_forward\.fc[12])\.weight$")
+    return {name: value.flatten(1) if is_linear.search(name) else value for name, value in ours.items()}
 
 
 def _flatten(published: Weights) -> Weights:
@@ -234,4 +262,6 @@ FAMILIES: dict[str, Callable[[Weights], Weights]] = {
     "polaformer": _flatten,
     "polaformerpp": _polaformerpp,
     "flatten": _flatten,
+    "rala": _rala,
+    "mala": _rala,
 }

@@ -17,6 +17,8 @@ LAYERS = {
     "pola_swin_attention": ("polaformer", {"table_grid": (7, 7)}),
     "flatten_pvt_attention_sr1": ("flatten", {"table_grid": (8, 8)}),
     "flatten_pvt_attention_sr2": ("flatten", PVT),
+    "rala_attention": ("rala", {}),
+    "mala_attention": ("mala", {}),
 }
 
 

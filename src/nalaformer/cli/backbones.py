@@ -30,7 +30,7 @@ def add_to(app: "typer.Typer") -> None:
     def convert(
         file: Annotated[Path, typer.Argument(help="The authors' checkpoint, .pth or .safetensors.")],
         family: Annotated[
-            str, typer.Option(help="nalaformer, polaformer, polaformerpp or flatten.", autocompletion=of_families)
+            str, typer.Option(help="nalaformer, polaformer, polaformerpp, flatten, rala or mala.", autocompletion=of_families)
         ],
         out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
         model: Annotated[

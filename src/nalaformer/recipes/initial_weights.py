@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..published import read
 from ..published_names import is_published_dit, is_published_model, translate, translate_dit
+from ..published_names import backbone_part, is_published_model, translate
 
 # names that a report spells out
 MOST_NAMES = 3
@@ -28,6 +29,9 @@ def load_weights(model: nn.Module, task: Any, source: str | Path, weights: Mappi
         given = translate(given, family)
     elif is_published_dit(given):
         given = translate_dit(given)
+    published, others = backbone_part(given) if family is not None else (given, {})
+    if family is not None and is_published_model(published):
+        given = translate(published, family)
     wanted = backbone.state_dict()
     prefix = common_prefix(given, wanted)
     given = {name.removeprefix(prefix): value for name, value in given.items()}
@@ -48,6 +52,8 @@ def load_weights(model: nn.Module, task: Any, source: str | Path, weights: Mappi
         ("in the file and not used", [name for name in given if name not in used]),
     )
     told = "".join(f"; {len(names)} {what}: {some(names)}" for what, names in parts if names)
+    if others:
+        told += f"; {sum(others.values())} of other parts of the file and left out: {some(others)}"
     return f"{len(fitting)} of {len(wanted)} tensors start from {source}{told}"
 
 

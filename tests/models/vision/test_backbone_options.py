@@ -71,7 +71,7 @@ def by_hand(model, x: Tensor) -> Tensor:
         x = tokens.transpose(1, 2).unflatten(2, grid)
     if config.final_norm:
         x = channel_norm(x, model.norm, config.norm_eps)
-    if config.projection is not None:
+    if config.projection:
         assert model.projection[0].out_channels == config.projection
         x = F.silu(batch_norm(F.conv2d(x, model.projection[0].weight, model.projection[0].bias), model.projection[1]))
     return F.linear(x.mean((2, 3)), model.head.fc.weight, model.head.fc.bias)
@@ -167,6 +167,7 @@ def test_every_option_of_a_backbone_is_seen_to():
         {"layer_scale": 0.3},
         {"layer_scale": (None, 0.1, None)},
         {"projection": None},
+        {"projection": 0},
         {"final_norm": True},
         {"norm_eps": 0.5, "final_norm": True},
     ],
@@ -178,6 +179,18 @@ def test_a_backbone_is_its_formula_whatever_its_options(changes):
     logits = model(image)
     assert logits.shape == (2, 5)
     torch.testing.assert_close(logits, by_hand(model, image), rtol=1e-9, atol=1e-9)
+
+
+@CONFIG.of("output_norms")
+@torch.no_grad()
+def test_norms_of_outputs_change_the_features_and_not_what_follows():
+    model, image = make(output_norms=True), images()
+    end, normed = model.forward_intermediates(image)
+    norms, model.output_norms = model.output_norms, None
+    same_end, plain = model.forward_intermediates(image)
+    assert torch.equal(end, same_end)
+    for found, features, norm in zip(normed, plain, norms, strict=True):
+        torch.testing.assert_close(found, channel_norm(features, norm, 1e-6), rtol=1e-9, atol=1e-9)
 
 
 @CONFIG.of("layer_scale")
@@ -203,6 +216,11 @@ def test_linear_stages_have_the_method_and_softmax_stages_the_shell():
         assert found == expected
     shell = configure("nalaformer", {"feature_map": None, "map_options": {}, "table_grid": second[0].table_grid})
     assert second == [shell] * 2
+    # neither a contrast nor weights of keys where there is no feature map
+    for method in ("rala", "mala"):
+        linear, exact, _ = layers_of(attention=method, attention_stages="lvl", softmax_shell=method)
+        assert (linear[0].gate, linear[0].contrast, linear[0].key_weight) != ("linear", "none", "none")
+        assert (exact[0].gate, exact[0].contrast, exact[0].key_weight) == ("linear", "none", "none")
     assert [layer.table_grid for layer in (first[0], second[0], third[0])] == [(8, 8), (4, 4), (2, 2)]
     # "softmax" makes every stage exact
     assert {layer.feature_map for stage in layers_of(attention="softmax") for layer in stage} == {None}

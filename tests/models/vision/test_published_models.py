@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 import nalaformer
 from helpers.golden_models import golden
 from nalaformer import cli
+from nalaformer.models.vision.detectors import DetectorConfig, build_detector
+from nalaformer.models.vision.features import network_of
 from nalaformer.recipes.initial_weights import load_weights
-from nalaformer.tasks import Classification
+from nalaformer.tasks import Classification, Detection
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,6 +26,17 @@ MODELS = {
     "nalaformer_linear": "nalaformer",
     "pola_pvt_model": "polaformer",
     "flatten_pvt_model": "flatten",
+    "rala_hybrid": "rala",
+    "rala_linear": "rala",
+    "mala_hybrid": "mala",
+    "mala_linear": "mala",
+}
+VARIANT_OF = {
+    "nalaformer": "nalaformer_t",
+    "polaformer": "polaformer_pvt_t",
+    "flatten": "flatten_pvt_t",
+    "rala": "ravlt_t",
+    "mala": "mavit_t",
 }
 
 
@@ -50,7 +63,7 @@ def test_a_published_file_loads_by_path_and_through_timm(name, key, tmp_path):
     path = tmp_path / "published.pth"
     torch.save(weights if key is None else {key: weights, "epoch": 3}, path)
     by_path = nalaformer.published.load(path, MODELS[name], **config)
-    variant = {"polaformer": "polaformer_pvt_t", "flatten": "flatten_pvt_t"}.get(MODELS[name], "nalaformer_t")
+    variant = VARIANT_OF[MODELS[name]]
     by_timm = timm.create_model(variant, checkpoint_path=str(path), num_classes=10, **config).eval()
     with torch.no_grad():
         assert relative_error(by_path(tensors["input"]), tensors["output"]) < 2e-6
@@ -62,7 +75,7 @@ def test_a_published_file_is_one_to_start_from(name, tmp_path):
     weights, config, tensors = golden(name)
     path = tmp_path / "published.pth"
     torch.save({"model": weights, "epoch": 3}, path)
-    variant = {"polaformer": "polaformer_pvt_t", "flatten": "flatten_pvt_t"}.get(MODELS[name], "nalaformer_t")
+    variant = VARIANT_OF[MODELS[name]]
     model = timm.create_model(variant, num_classes=3, **config).eval()
     told = load_weights(model, Classification, path)
     assert "2 of another shape and left out: head.fc.weight, head.fc.bias" in told
@@ -181,6 +194,84 @@ def test_swin_with_softmax_everywhere_is_timms_swin(size):
     assert relative_error(ours_in.grad, theirs_in.grad) < 1e-10
 
 
+# --- files of detectors and segmenters ----------------------------------------------------------------------------------
+
+
+def file_of_a_detector(path, name="mala_hybrid", wrapped=""):
+    """The golden model as its authors' detection code would save it: behind `backbone.`, norms of outputs, no head, a neck."""
+    weights, config, tensors = golden(name)
+    weights = {key: value for key, value in weights.items() if not key.startswith(("proj.", "norm.", "head."))}
+    for stage, channels in enumerate(config["embed_dims"]):
+        weights[f"extra_norms.{stage}.{wrapped}weight"] = torch.rand(channels)
+        weights[f"extra_norms.{stage}.{wrapped}bias"] = torch.randn(channels)
+    weights = {f"backbone.{key}": value for key, value in weights.items()}
+    others = {"neck.lateral_convs.0.conv.weight": torch.zeros(2), "bbox_head.bias": torch.zeros(3)}
+    torch.save({"meta": {"epoch": 12}, "state_dict": weights | others}, path)
+    return weights, {key: value for key, value in config.items() if key != "projection"}, tensors
+
+
+LEFT_OUT = r"left out: neck \(1 tensors\), bbox_head \(1 tensors\)"
+
+
+@pytest.mark.parametrize("wrapped", ["", "norm."])
+@torch.no_grad()
+def test_the_backbone_of_a_detectors_file_loads_with_its_norms_and_says_what_is_left_out(wrapped, tmp_path):
+    path = tmp_path / "detector.pth"
+    given, config, tensors = file_of_a_detector(path, wrapped=wrapped)
+    with pytest.warns(UserWarning, match=LEFT_OUT):
+        model = nalaformer.published.load(path, "mala", **config)
+    rope = [name for name in given if "RoPE" in name]
+    assert len(model.state_dict()) == len(given) - len(rope)
+    classifier = nalaformer.published.load(golden("mala_hybrid")[0], "mala", **config, projection=64)
+    found = model.forward_intermediates(tensors["input"], intermediates_only=True)
+    plain = classifier.forward_intermediates(tensors["input"], intermediates_only=True)
+    for stage, (features, before) in enumerate(zip(found, plain, strict=True)):
+        norm = [given[f"backbone.extra_norms.{stage}.{wrapped}{part}"] for part in ("weight", "bias")]
+        expected = torch.nn.functional.layer_norm(before.movedim(1, -1), before.shape[1:2], *norm, eps=1e-6)
+        assert relative_error(features, expected.movedim(-1, 1)) < 1e-6
+
+
+@torch.no_grad()
+def test_a_detectors_file_loads_through_timm_and_into_another_detector(tmp_path):
+    path = tmp_path / "detector.pth"
+    _, config, tensors = file_of_a_detector(path)
+    with pytest.warns(UserWarning, match=LEFT_OUT):
+        expected = nalaformer.published.load(path, "mala", **config)
+    with pytest.warns(UserWarning, match=LEFT_OUT):
+        by_timm = timm.create_model(
+            "mavit_t", checkpoint_path=str(path), num_classes=0, projection=0, output_norms=True, **config
+        ).eval()
+    config_of_detector = DetectorConfig(kind="mask_rcnn", classes=2, channels=16, hidden=8)
+    detector = build_detector(config_of_detector, "mavit_t", config | {"output_norms": True}).eval()
+    told = load_weights(detector, Detection, path)
+    assert "not in the file" not in told
+    assert "not used" not in told
+    assert "2 of other parts of the file and left out: neck, bbox_head" in told
+    wanted = expected.forward_intermediates(tensors["input"], intermediates_only=True)
+    pairs = zip(wanted, by_timm.forward_intermediates(tensors["input"], intermediates_only=True), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    features = network_of(Detection.backbone(detector)).forward_intermediates(tensors["input"], intermediates_only=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(wanted, features, strict=True))
+
+
+def test_the_command_converts_a_detectors_file_and_names_what_it_leaves_out(tmp_path):
+    path, out = tmp_path / "detector.pth", tmp_path / "ours.safetensors"
+    given, config, _ = file_of_a_detector(path)
+    with pytest.warns(UserWarning, match=LEFT_OUT):
+        result = nalaformer_command("convert", path, "--family", "mala", "--out", out)
+    assert result.exit_code == 0, result.output
+    model = timm.create_model("mavit_t", checkpoint_path=str(out), num_classes=0, projection=0, output_norms=True, **config)
+    assert torch.equal(model.output_norms[2].weight, given["backbone.extra_norms.2.weight"])
+
+
+def test_a_name_that_no_published_backbone_has_is_refused(tmp_path):
+    path = tmp_path / "detector.pth"
+    weights, config, _ = file_of_a_detector(path)
+    torch.save(weights | {"backbone.extra_layers.0.weight": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match=r"got 1 others: extra_layers\.0\.weight"):
+        nalaformer.published.load(path, "mala", **config)
+
+
 # --- the command --------------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +335,17 @@ SMALL = {"embed_dims": (16, 16, 32, 32), "depths": (1, 1, 2, 1), "num_heads": (1
 
 
 @pytest.mark.parametrize(
-    "name", ["nalaformer_t", "polaformerpp_b0", "polaformer_pvt_t", "flatten_pvt_t", "polaformer_swin_t", "flatten_swin_t"]
+    "name",
+    [
+        "nalaformer_t",
+        "polaformerpp_b0",
+        "polaformer_pvt_t",
+        "flatten_pvt_t",
+        "polaformer_swin_t",
+        "flatten_swin_t",
+        "ravlt_t",
+        "mavit_t",
+    ],
 )
 def test_every_published_name_finds_its_place(name):
     # no published model of every kind is at hand: our weights under the names that the authors' code gives them
@@ -259,7 +360,7 @@ def test_every_published_name_finds_its_place(name):
     # what their state dicts hold besides
     extra = {"layers.0.RoPE.angle", "layers.0.RoPE_linear.angle", "layers.2.blocks.1.attn_mask"}
     published |= {key: torch.zeros(3) for key in extra if "pvt" not in name}
-    family = name.split("_")[0]
+    family = {"ravlt": "rala", "mavit": "mala"}.get(name.split("_")[0], name.split("_")[0])
     again = nalaformer.published.load(published, family, **SMALL)
     image = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
@@ -284,7 +385,8 @@ def to_published(name, value, model):
             (r"^stages\.(\d)\.downsampling", lambda m: f"layers.{int(m[1]) - 1}.downsample"),
             (r"^stages\.", "layers."),
         )
-    plus = model.startswith("polaformerpp")
+    by_convolutions = model.startswith(("ravlt", "mavit"))
+    plus = model.startswith("polaformerpp") or by_convolutions
     for pattern, published in (
         *frame,
         (r"^projection\.0\.", "proj."),
@@ -314,7 +416,11 @@ def to_published(name, value, model):
         value = value[None, :, None]
     elif last == "scale":
         value = value.flatten()[None, None]
-    elif name == "proj.weight":
+    elif by_convolutions and re.search(r"\.(qkvg|proj|fc[12])\.weight$", name) and "patch_embed" not in name:
+        return {name.replace("qkvg", "qkvo"): value[:, :, None, None]}
+    elif by_convolutions and ".qkvg." in name:
+        return {name.replace("qkvg", "qkvo"): value}
+    elif name == "proj.weight" and not by_convolutions:
         value = value.flatten(1)
     elif name == "head.weight" and "pvt" not in model and "swin" not in model:
         value = value[:, :, None, None]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...attention.position_table import PositionTable
-from ...published_names import is_published_model, translate
+from ...published_names import backbone_part, is_published_model, translate, warn_of_others
 from .block import Block, as_image, as_tokens, parameters_without_decay
 from .config import BackboneConfig
 from .resolution import ChannelNorm, make_downsampling, make_stem
@@ -40,8 +40,11 @@ class Backbone(nn.Module):
             self.stem = make_stem(config, in_chans)
             self.stages = nn.Sequential(*(Stage(config, index) for index in range(len(dims))))
             self.norm = ChannelNorm(dims[-1], eps=config.norm_eps) if config.final_norm else nn.Identity()
+            self.output_norms = None
+            if config.output_norms:
+                self.output_norms = nn.ModuleList(ChannelNorm(dim, eps=config.norm_eps) for dim in dims)
             self.projection: nn.Module = nn.Identity()
-            if config.projection is not None:
+            if config.projection:
                 layers = nn.Conv2d(dims[-1], config.projection, 1), nn.BatchNorm2d(config.projection), nn.SiLU()
                 self.projection = nn.Sequential(*layers)
             self.num_features = dims[-1]
@@ -87,7 +90,8 @@ class Backbone(nn.Module):
             is_end = index == len(self.stages) - 1
             if index in taken:
                 # the norm belongs to the last stage: earlier ones have other channels
-                intermediates.append(self.norm(x) if norm and is_end else x)
+                found = self.norm(x) if norm and is_end else x
+                intermediates.append(found if self.output_norms is None else self.output_norms[index](found))
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def prune_intermediate_layers(
@@ -96,6 +100,8 @@ class Backbone(nn.Module):
         """Drop what the features of `indices` do not need; the indices that remain valid."""
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
+        if self.output_norms is not None:
+            self.output_norms = self.output_norms[: last + 1]
         if prune_norm:
             self.norm = nn.Identity()
         if prune_head:
@@ -119,7 +125,7 @@ class Backbone(nn.Module):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """How parameters group by depth, for layer-wise learning rates."""
         fine = [(r"^stages\.(\d+)\.(?:downsampling|positions)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
-        last = (r"^(?:norm|projection)", (99999,))
+        last = (r"^(?:norm|output_norms|projection)", (99999,))
         return {"stem": r"^stem", "blocks": [(r"^stages\.(\d+)", None), last] if coarse else [*fine, last]}
 
     def no_weight_decay(self) -> set[str]:
@@ -194,7 +200,11 @@ def _drop_path(config: BackboneConfig, stage: int, block: int) -> float:
 
 def _translate_published_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     # only a whole model by itself: inside another module the names have a prefix that no published file has
-    if not prefix and is_published_model(state_dict):
-        ours = translate(state_dict, model.config.family)  # type: ignore[union-attr, arg-type]
+    if prefix:
+        return
+    published, others = backbone_part(state_dict)
+    if is_published_model(published):
+        warn_of_others(others)
+        ours = translate(published, model.config.family)  # type: ignore[union-attr, arg-type]
         state_dict.clear()
         state_dict.update(ours)

@@ -11,7 +11,8 @@ def count_multiply_adds(model: nn.Module, image_size: tuple[int, int]) -> int:
     """Multiply-adds of convolutions, linear layers and attention products for one image; norms and activations are free.
 
     Attention over N queries and M keys with H heads of size D: softmax 2 H N M D; linear H (N + M) F D for the state and
-    its reading, and H N F for each stream's normaliser. The model lies on any device, "meta" included (no arithmetic then).
+    its reading, and H N F for each stream's normaliser; weights of keys add H M F, a contrast H N D. The model lies on any
+    device, "meta" included (no arithmetic then).
     """
     total = 0
 
@@ -54,7 +55,9 @@ def _pair_multiply_adds(layer: Attention, queries: int, keys: int) -> int:
     # ask the map itself: one token of zeros tells its feature size
     probe = torch.zeros(1, 1, layer.num_heads, layer.head_dim, device=layer.projection.weight.device)
     features = layer.map.given(probe, probe, key_mask=None, causal=False).key(probe).shape[-1]
-    return (queries + keys) * features * layer.dim + layer.num_heads * queries * features * layer.map.streams
+    total = (queries + keys) * features * layer.dim + layer.num_heads * queries * features * layer.map.streams
+    total += layer.num_heads * keys * features if layer.config.key_weight != "none" else 0
+    return total + (queries * layer.dim if layer.config.contrast != "none" else 0)
 
 
 def _grid(inputs: tuple) -> tuple[int, int]:

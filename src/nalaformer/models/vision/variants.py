@@ -38,6 +38,8 @@ POLAFORMERPP = replace(
     local_positions=1,
     projection=2048,
 )
+RAVLT = replace(POLAFORMERPP, family="rala", attention="rala", softmax_shell="rala", projection=1024)
+MAVIT = replace(RAVLT, family="mala", attention="mala", softmax_shell="mala", projection=2048)
 # its published form has a last norm among its weights and does not use it
 PVT = BackboneConfig(
     family="polaformer",
@@ -90,7 +92,15 @@ VIT = BackboneConfig(
     projection=None,
     final_norm=True,
 )
-LAYOUTS = {"nalaformer": NALAFORMER, "polaformerpp": POLAFORMERPP, "pvt": PVT, "swin": SWIN, "vit": VIT}
+LAYOUTS = {
+    "nalaformer": NALAFORMER,
+    "polaformerpp": POLAFORMERPP,
+    "rala": RAVLT,
+    "mala": MAVIT,
+    "pvt": PVT,
+    "swin": SWIN,
+    "vit": VIT,
+}
 
 
 def _four_stage() -> dict[str, Variant]:
@@ -187,6 +197,46 @@ def _polaformerpp() -> dict[str, Variant]:
     }
 
 
+def _ravlt_and_mavit() -> dict[str, Variant]:
+    """RALA's and MALA's backbones, whose authors have released weights, and all-linear forms."""
+    sizes = {
+        "t": {"embed_dims": (64, 128, 256, 512), "depths": (2, 2, 6, 2), "num_heads": (1, 2, 4, 8)},
+        "s": {
+            "embed_dims": (64, 128, 320, 512),
+            "depths": (3, 5, 9, 3),
+            "num_heads": (1, 2, 5, 8),
+            "drop_path_rate": 0.15,
+        },
+        "b": {
+            "embed_dims": (96, 192, 384, 512),
+            "depths": (4, 6, 12, 6),
+            "num_heads": (1, 2, 6, 8),
+            "layer_scale": (1.0, 1.0, 1e-6, 1e-6),
+            "drop_path_rate": 0.4,
+        },
+        "l": {
+            "embed_dims": (96, 192, 448, 640),
+            "depths": (4, 7, 19, 8),
+            "num_heads": (1, 2, 7, 10),
+            "layer_scale": 1e-6,
+            "drop_path_rate": 0.55,
+        },
+    }
+    published = {
+        "ravlt": (RAVLT, {"s": 84.4, "b": 85.5, "l": 85.8}),
+        "mavit": (MAVIT, {"s": 84.7, "b": 85.7, "l": 86.0}),
+    }
+    found = {}
+    for name, (layout, accuracy) in published.items():
+        for size, parts in sizes.items():
+            config = replace(layout, **parts)
+            if (name, size) == ("mavit", "l"):
+                config = replace(config, projection=2560)
+            found[f"{name}_{size}"] = Variant(config=config, published_top1=accuracy.get(size))
+            found[f"{name}_{size}_linear"] = Variant(config=replace(config, attention_stages="llll"))
+    return found
+
+
 def _pvt() -> dict[str, Variant]:
     sizes = {"t": ((2, 2, 2, 2), 0.1), "s": ((3, 4, 6, 3), 0.1), "m": ((3, 4, 18, 3), 0.3), "l": ((3, 8, 27, 3), 0.3)}
     published = {"polaformer_pvt_t": 78.8, "polaformer_pvt_s": 81.9, "flatten_pvt_t": 77.8}
@@ -226,7 +276,7 @@ def _vit() -> dict[str, Variant]:
     }
 
 
-VARIANTS: dict[str, Variant] = _four_stage() | _polaformerpp() | _pvt() | _swin() | _vit()
+VARIANTS: dict[str, Variant] = _four_stage() | _polaformerpp() | _ravlt_and_mavit() | _pvt() | _swin() | _vit()
 
 
 def build(variant: str, **options: Any) -> Backbone:
