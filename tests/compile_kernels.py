@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 import nalaformer
 import nalaformer.ops.kernels
+import nalaformer.ops.kernels.linear.global_query_op
 from nalaformer import Rotary
 from nalaformer.ops import backend
 from nalaformer.ops.kernels.common import launch
@@ -82,6 +83,14 @@ def bidirectional():
     attend("polarity", torch.float32)
     attend("polarity", torch.bfloat16, size=128, rotary=Rotary.sequence(80, 128))
     attend("focused", torch.float16, options={"norm_over": "head"})
+    # contrast and weights of keys, in several launches and in one
+    extended = {"contrast": "mean_score", "key_weight": torch.ones(1, 80, 2)}
+    attend("elu", torch.bfloat16, size=64, rotary=Rotary.sequence(80, 64), **extended)
+    call.WHOLE_TOKENS = 256
+    attend("elu", torch.bfloat16, size=64, backward=False, **extended)
+    q, k = (torch.zeros(1, 80, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    split = nalaformer.feature_map("split", num_heads=2, head_dim=64)
+    nalaformer.global_query_weight(q, k, feature_map=split).sum().backward()
 
 
 def causal():

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nalaformer
-from nalaformer import LinearState, feature_map, linear_attention, recurrent_linear_attention
+from nalaformer import LinearState, feature_map, global_query_weight, linear_attention, recurrent_linear_attention
 from nalaformer.attention.hybrid import HybridSettings, function, recurrent_hybrid_attention
 from nalaformer.ops import chunked, depthwise_conv, layer_norm, scaled_residual
 from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND
@@ -48,6 +48,15 @@ def hybrid(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, feature_map: nalafo
     return out
 
 
+def contrasted(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, feature_map: nalaformer.FeatureMap) -> Tensor:
+    return linear_attention(q, k, v, feature_map=feature_map, contrast="mean_score", key_weight=weight)
+
+
+def weights(q: Tensor, k: Tensor) -> Tensor:
+    # squared: weights have a mean of 1, so the gradient of their sum is zero
+    return global_query_weight(q, k, feature_map=feature_map("elu", num_heads=2, head_dim=4)).square()
+
+
 def tokens(count: int) -> list[tuple[int, ...]]:
     return [(1, count, 2, 4)] * 3
 
@@ -64,6 +73,8 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "gated layer norm": (lambda x, g, w, b: layer_norm(x, w, b, eps=1e-6, gate=g), [(3, 4), (3, 4), (4,), (4,)]),
     "residual": (lambda x, y, s: scaled_residual(x, y, scale=s), [(1, 3, 4), (1, 3, 4), (4,)]),
     "bidirectional": (with_map("norm_aware", linear_attention), tokens(5)),
+    "contrast and weights": (with_map("elu", contrasted), [*tokens(5), (1, 5, 2)]),
+    "weights of the global query": (weights, tokens(5)[:2]),
     "causal": (with_map("split", lambda *qkv, **map_: linear_attention(*qkv, causal=True, **map_)), tokens(5)),
     "continued": (with_map("elu", continued), [*tokens(3), (1, 2, 4, 4), (1, 2, 4)]),
     "across heads": (with_map("focused", linear_attention), tokens(5)),

@@ -82,21 +82,26 @@ def choose(
     rotary: tuple[Rotary | None, Rotary | None],
     samples: int | None = None,
     is_step: bool = False,
-    is_plain: bool = True,
+    has_contrast: bool = False,
+    has_weight: bool = False,
 ) -> Choice:
     """The backend for this call; an explicit "triton" that cannot serve it raises with the reason.
 
     samples: packed sequences; q's by default. is_step: one token after a state, which has a kernel of its own.
+    has_contrast: of the mean score, inside the kernels; a given strength is applied to what they return.
     """
     if _setting in ("reference", "chunked"):
         return Choice(_setting)
-    reason = None if is_plain else "a contrast and weights of keys have no kernel"
-    reason = reason or why_not_on(q) or why_not_on(k) or why_not_on(v)
+    reason = why_not_on(q) or why_not_on(k) or why_not_on(v)
     if reason is None:
         # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
         is_normalised = rotary[0] is not None and rotary[0].normalised
         spec = None if is_normalised else feature_map.kernel_spec(q.device)
         reason = why_not_triton(q, k, v, feature_map, spec, causal, rotary, samples or q.shape[0], is_step)
+        if causal and (has_contrast or has_weight):
+            reason = "a contrast by the mean score and weights of keys have no causal kernel"
+        if has_contrast and spec is not None and spec.is_guarded:
+            reason = "features without a bound have no mean score in the kernels"
         if reason is None:
             return Choice("triton", spec)
     if _setting == "triton":

@@ -35,10 +35,15 @@ class Contrast(NamedTuple):
 
     def moved(self, out: Tensor, denominator: Tensor, *, count: Tensor, scales: list[Tensor]) -> Tensor:
         """out [B, N, H, V] away from the mean; denominator = phi_q . sum_j phi_k, features divided by exp(sum of scales)."""
-        strength = self.strength
-        if strength is None:
-            strength = mean_score(denominator, head_dim=self.head_dim, count=count, scales=scales)
+        if self.strength is not None:
+            return self.moved_by_strength(out)
+        strength = mean_score(denominator, head_dim=self.head_dim, count=count, scales=scales)
         return contrasted(out, repeated(out, self.mean), strength)
+
+    def moved_by_strength(self, out: Tensor) -> Tensor:
+        """The same by the strength that was given, which needs no sums."""
+        assert self.strength is not None
+        return contrasted(out, repeated(out, self.mean), self.strength)
 
 
 def contrast_of(

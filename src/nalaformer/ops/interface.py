@@ -73,16 +73,28 @@ def linear_attention(
     # low-precision matmuls under autocast would undo the float32 sums
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
-        backend, spec = choose(
-            q, k, v, feature_map=mapped, causal=causal, rotary=turns, is_plain=contrast is None and key_weight is None
-        )
+        has_score = isinstance(contrast, str)
+        facts = {"has_contrast": has_score, "has_weight": key_weight is not None}
+        backend, spec = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns, **facts)
+        against = None
+        if backend != "triton" or not has_score:
+            against = contrast_of(contrast, q, v, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k, v))
         if backend == "triton":
             # imported where used: Triton may be missing
             from . import kernels
 
-            ready = kernels.prepare(q, k, v, feature_map=mapped, spec=spec, rotary=turns, key_mask=key_mask, eps=eps)
-            return kernels.attend(ready, causal=causal, keep=needs_grad).to(q.dtype)
-        against = contrast_of(contrast, q, v, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k, v))
+            ready = kernels.prepare(
+                *(q, k, v),
+                feature_map=mapped,
+                spec=spec,
+                rotary=turns,
+                key_mask=key_mask,
+                eps=eps,
+                has_contrast=has_score,
+                key_weight=key_weight,
+            )
+            out = kernels.attend(ready, causal=causal, keep=needs_grad)
+            return (out if against is None else against.moved_by_strength(out)).to(q.dtype)
         if backend == "reference":
             out = reference.linear_attention(
                 *(q, k, v),
@@ -281,11 +293,11 @@ def _packed(
         spread_k, spread_v = heads_for(feature_map, q[None], k[None], v[None])
         # a map that looks at all tokens must see each sequence by itself
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
-        is_plain = contrast is None and key_weight is None
-        of_all = partial(
-            choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths), is_plain=is_plain
-        )
-        backend, spec = of_all(feature_map=feature_map) if is_same else Choice("chunked")
+        weight, spread_k, spread_v = _weight_for(q[None], spread_k, spread_v, None if key_weight is None else key_weight[None])
+        facts = {"has_contrast": isinstance(contrast, str), "has_weight": weight is not None}
+        of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths), **facts)
+        is_one_call = is_same and not isinstance(contrast, Tensor)
+        backend, spec = of_all(feature_map=feature_map) if is_one_call else Choice("chunked")
         if backend == "triton":
             from . import kernels
 
@@ -297,8 +309,10 @@ def _packed(
                 eps=eps,
                 cu_seqlens=cu_seqlens.to(q.device),
                 longest=max(lengths),
+                has_contrast=contrast is not None,
+                key_weight=None if weight is None else weight[0],
             )
-            return kernels.attend(ready, causal=causal, keep=_needs_grad(q, k, v, feature_map)).to(q.dtype)
+            return kernels.attend(ready, causal=causal, keep=_needs_grad(q, k, v, feature_map, key_weight)).to(q.dtype)
 
     def of_sequences(x: Tensor | str | None) -> Sequence[Tensor | str | None]:
         """Each sequence as a batch of one; what is no tensor serves all."""

@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from .backend import LARGEST_HEAD, MOST_ROWS, runs_kernels
 from .checks import check_call, check_cu_seqlens, check_query_mask
 from .chunked import direct, piece_size, pieces, recomputing
-from .features import FeatureMapLike, compute_dtype, heads_for, hide, key_features, key_log_scale, outside_autocast
+from .features import FeatureMapLike, compute_dtype, heads_for, hide, key_features, key_log_scale, outside_autocast, repeated
 
 # products of two features of at most this size fit into float32, whatever their signs
 LARGEST_FEATURE = 1e17
@@ -44,6 +45,13 @@ def global_query_weight(
     k, _ = heads_for(feature_map, q, k, k)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=False)
+        if runs_kernels(q) and runs_kernels(k) and q.shape[0] * q.shape[2] <= MOST_ROWS and q.shape[3] <= LARGEST_HEAD:
+            from .kernels.linear import global_query_op
+
+            spec = mapped.kernel_spec(q.device)
+            if spec is not None and spec.name in global_query_op.MAPS:
+                logits = global_query_op.key_logits(q, repeated(q, k), query_mask, key_mask, spec.name, spec.parts)
+                return softmax_over_keys(logits, key_mask)
         mean = mean_query(mapped, q, query_mask, compute_dtype(q, k))
         return softmax_over_keys(key_logits(mapped, mean, k, key_mask), key_mask)
 

@@ -49,18 +49,29 @@ def test_result_does_not_depend_on_tiles(longest_whole, monkeypatch):
         assert relative_error(x, y.double()) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["norm_aware", "polarity"])
-def test_operator_keeps_the_contract_of_torch_library(name):
+@pytest.mark.parametrize(("name", "contrast"), [("norm_aware", 0.0), ("polarity", 0.0), ("norm_aware", 0.25)])
+def test_operator_keeps_the_contract_of_torch_library(name, contrast):
     from nalaformer.ops.kernels.linear import bidirectional_op
 
     spec = nalaformer.feature_map(name, num_heads=2, head_dim=8).to(DEVICE).kernel_spec(torch.device(DEVICE))
     q, k, v = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 3))
-    settings = spec.settings(streams=spec.parts if name == "polarity" else 1, eps=1e-6)
-    arguments = (q, k, v, spec.parameters.detach(), *[None] * 6, 0, *settings, True)
+    weight = torch.rand(1, 2, 9 if contrast else 0, device=DEVICE, requires_grad=contrast > 0)
+    extended = {"contrast": contrast, "has_weight": contrast > 0}
+    settings = spec.settings(streams=spec.parts if name == "polarity" else 1, eps=1e-6, **extended)
+    arguments = (q, k, v, spec.parameters.detach(), weight, *[None] * 6, 0, *settings, True)
     # aot_dispatch repeats what tests/test_export.py asks of torch.compile, minutes long in the interpreter
     torch.library.opcheck(
         bidirectional_op.forward, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
     )
+
+
+def test_products_with_the_mean_query_keep_the_contract_of_torch_library():
+    from nalaformer.ops.kernels.linear.global_query_op import forward
+
+    q, k = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 2))
+    mask = torch.ones(1, 9, dtype=torch.bool, device=DEVICE)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(forward, (q, k, mask, None, "split", 2), test_utils=checks)
 
 
 @pytest.mark.parametrize("name", ["focused", "reflection"])
@@ -336,7 +347,11 @@ if INTERPRETING:
     @pytest.mark.parametrize(
         ("calls", "kernels"),
         [
-            ("bidirectional", "dk_kernel dq_kernel dsums_kernel merge_kernel output_kernel state_kernel whole_kernel"),
+            (
+                "bidirectional",
+                "dk_kernel dq_kernel dsums_kernel feature_gradient_kernel feature_products_kernel feature_sums_kernel "
+                "merge_kernel output_kernel state_kernel whole_kernel",
+            ),
             (
                 "causal",
                 "causal_dk_kernel causal_dq_kernel causal_dv_kernel causal_kernel dsums_kernel prefix_kernel state_kernel",

@@ -25,6 +25,8 @@ class Prepared(NamedTuple):
     parameters: Tensor
     layout: TokenLayout
     settings: MapSettings
+    weight: Tensor
+    """float32 [B, K, M] or [K, T], empty where keys have none; for bidirectional attention."""
 
 
 def prepare(
@@ -39,11 +41,15 @@ def prepare(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     longest: int = 0,
+    has_contrast: bool = False,
+    key_weight: Tensor | None = None,
 ) -> Prepared:
     """[B, N, H, D] inputs, or [T, H, D] with cu_seqlens, whose longest sequence has so many tokens.
 
+    has_contrast: that of the mean score. key_weight: [B, M, K] or [T, K].
     Maps that the kernels do not know, or not for a head by itself, are computed here; the others are left to them.
     """
+    contrast = q.shape[-1] ** -0.5 if has_contrast else 0.0
     if spec is None:
         is_normalised = rotary[0] is not None and rotary[0].normalised
         q, k = mapped(feature_map, q, k, rotary if is_normalised else (None, None), key_mask)
@@ -65,20 +71,24 @@ def prepare(
     if parameters is None:
         parameters = q.new_empty(1, 0, dtype=torch.float32)
     layout = TokenLayout(*angles, None if key_mask is None else key_mask.contiguous(), cu_seqlens, longest)
-    return Prepared(q, k, v, parameters, layout, spec.settings(streams=feature_map.streams, eps=eps))
+    has_weight = key_weight is not None
+    settings = spec.settings(streams=feature_map.streams, eps=eps, contrast=contrast, has_weight=has_weight)
+    # tokens side by side, as the kernels read numbers per token
+    weight = q.new_empty(0, dtype=torch.float32) if key_weight is None else key_weight.float().transpose(-2, -1).contiguous()
+    return Prepared(q, k, v, parameters, layout, settings, weight)
 
 
 def attend(ready: Prepared, *, causal: bool, keep: bool) -> Tensor:
     """The output, [B, N, H, V] or [T, H, V] if packed. `keep`: a backward pass may follow."""
+    *tensors, layout, settings, weight = ready
     if not causal:
-        return bidirectional_op.attend(*ready, keep)
-    *tensors, layout, settings = ready
+        return bidirectional_op.attend(*tensors, weight, layout, settings, keep)
     return causal_op.attend(*tensors, None, layout, settings, False, keep)[0]
 
 
 def attend_after(ready: Prepared, state: LinearState | None, *, keep: bool) -> tuple[Tensor, LinearState]:
     """Causal attention of a batch after `state`, and the state after the last token."""
-    *tensors, layout, settings = ready
+    *tensors, layout, settings, _ = ready
     unit = 2.0**settings.log2_key_shift
     initial = None if state is None else sums_of(state, settings.parts, unit)
     out, total = causal_op.attend(*tensors, initial, layout, settings, True, keep)

@@ -7,7 +7,8 @@ from ..common.launch import strides
 from ..common.split_sums_launch import merge, merge_scaled
 from .call import Call, TokenLayout, angle_stride, parameter_row
 from .compiled.bidirectional import output_kernel, state_kernel, whole_kernel
-from .compiled.bidirectional_gradient import dk_kernel, dq_kernel, dsums_kernel
+from .compiled.bidirectional_gradient import dq_kernel, dsums_kernel
+from .compiled.bidirectional_gradient_of_keys import dk_kernel
 
 
 def forward(
@@ -16,6 +17,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     parameters: Tensor,
+    weight: Tensor,
     layout: TokenLayout,
     out: Tensor,
     keep: bool,
@@ -29,7 +31,7 @@ def forward(
         call.start(
             ("whole", keep),
             whole_kernel,
-            (q, k, v, mask, parameters, cos_q, sin_q, cos_k, sin_k, out, inverse, sums, scale),
+            (q, k, v, mask, weight, parameters, cos_q, sin_q, cos_k, sin_k, out, inverse, sums, scale),
             lambda: (
                 "whole",
                 (call.samples * call.heads,),
@@ -38,7 +40,7 @@ def forward(
                     *(*strides(q), *strides(k), *strides(v), *strides(out)),
                     *(angle_stride(layout.cos_q), angle_stride(layout.cos_k)),
                     *parameter_row(call.heads, parameters),
-                    *call.scalars,
+                    *(*call.scalars, call.settings.contrast),
                 ),
                 {"KEEP": keep},
             ),
@@ -46,7 +48,7 @@ def forward(
         return sums, scale, inverse
 
     count, stretch = call.splits("state", call.num_keys, call.kv_heads)
-    partial, partial_scale = sums_of_keys(call, k, v, parameters, layout, count, stretch)
+    partial, partial_scale = sums_of_keys(call, k, v, parameters, weight, layout, count, stretch)
     if call.settings.is_guarded:
         sums, scale = merge_scaled(call.launches, partial, partial_scale)
     else:
@@ -64,7 +66,7 @@ def forward(
                 *call.query_sizes(stretch_q),
                 *(*strides(q), *strides(out), angle_stride(layout.cos_q)),
                 *parameter_row(call.heads, parameters),
-                *call.scalars,
+                *(*call.scalars, call.settings.contrast),
             ),
             {"KEEP": keep},
         ),
@@ -77,6 +79,7 @@ def sums_of_keys(
     k: Tensor,
     v: Tensor,
     parameters: Tensor,
+    weight: Tensor,
     layout: TokenLayout,
     count: int,
     stretch: int,
@@ -88,12 +91,12 @@ def sums_of_keys(
     call.start(
         ("state", stretch),
         state_kernel,
-        (k, v, mask, bounds, parameters, cos, sin, sums, scale),
+        (k, v, mask, weight, bounds, parameters, cos, sin, sums, scale),
         lambda: (
             "state",
             (count, call.samples * call.kv_heads),
             (
-                *(call.num_keys, call.kv_heads, stretch),
+                *(call.num_key_rows, call.num_keys, call.kv_heads, stretch),
                 *(*strides(k), *strides(v), angle_stride(layout.cos_k)),
                 *parameter_row(call.kv_heads, parameters),
                 call.scalars[1],
@@ -136,7 +139,7 @@ def sums_of_gradients(
                 *call.query_sizes(stretch),
                 *(*strides(q), *strides(dout), angle_stride(layout.cos_q)),
                 *parameter_row(call.heads, parameters),
-                *call.scalars,
+                *(*call.scalars, call.settings.contrast),
             ),
             {"IS_KNOWN": kernel == "causal_dsums"},
         ),
@@ -152,12 +155,13 @@ def backward(
     dout: Tensor,
     inverse: Tensor,
     parameters: Tensor,
+    weight: Tensor,
     layout: TokenLayout,
     sums: Tensor,
     scale: Tensor,
     is_learned: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dv; and for learned maps the gradients of the query's [4, D] and the key's [2, D] parameters per head."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dv, that of the weight; and for learned maps those of the query's [4, D] and key's [2, D] parameters per head."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     # the strides of what comes from outside are part of a launch; dout's layout is chosen by the next layer
     kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned)
@@ -190,26 +194,26 @@ def backward(
                 *call.query_sizes(stretch),
                 *(*strides(q), *strides(dout), *strides(dq), angle_stride(layout.cos_q)),
                 *parameter_row(call.heads, parameters),
-                *call.scalars[:2],
+                *(*call.scalars, call.settings.contrast),
             ),
             {"LEARNED": is_learned},
         ),
     )
     # what is no longer needed goes before the next gradients come: less memory at the peak
     del drop
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v))
+    dk, dv, dweight = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v, weight))
 
     key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)
     dkey = parameter_buffer(key_count, call.kv_heads, 2)
     call.start(
         ("dk", is_learned),
         dk_kernel,
-        (k, v, mask, bounds, parameters, cos_k, sin_k, dsums, scale, dk, dv, dkey),
+        (k, v, mask, weight, bounds, parameters, cos_k, sin_k, dsums, scale, dk, dv, dweight, dkey),
         lambda: (
             "dk",
             (key_count, call.samples * call.kv_heads),
             (
-                *(call.num_keys, call.kv_heads, key_stretch),
+                *(call.num_key_rows, call.num_keys, call.kv_heads, key_stretch),
                 *(*strides(k), *strides(v), *strides(dk), *strides(dv), angle_stride(layout.cos_k)),
                 *parameter_row(call.kv_heads, parameters),
                 call.scalars[1],
@@ -218,5 +222,5 @@ def backward(
         ),
     )
     if not is_learned:
-        return dq, dk, dv, None, None
-    return dq, dk, dv, dquery.sum((0, 1)), dkey.sum((0, 1))
+        return dq, dk, dv, dweight, None, None
+    return dq, dk, dv, dweight, dquery.sum((0, 1)), dkey.sum((0, 1))

@@ -15,19 +15,29 @@ ROWS_OF_BOTH = {"focused": 1, "reflection": 2, "reflection_across": 2, "reflecti
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, layout: TokenLayout, settings: MapSettings, keep: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    weight: Tensor,
+    layout: TokenLayout,
+    settings: MapSettings,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output [B, N, H, V] (or [T, H, V]), sums, their scale, and (if a backward pass follows) 1 / denominator per row."""
+    """Output [B, N, H, V] (or [T, H, V]), sums, their scale, and (if a backward pass follows) 1 / denominator per row.
+
+    weight: float32 [B, K, M] (or [K, T]); empty where keys have none.
+    """
     call = call_for(q, k, v, parameters, layout, settings)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1], device=q.device)
-    return out, *bidirectional_launch.forward(call, q, k, v, parameters, layout, out, keep)
+    return out, *bidirectional_launch.forward(call, q, k, v, parameters, weight, layout, out, keep)
 
 
-def shapes(q: Any, k: Any, v: Any, parameters: Any, layout: Any, settings: Any, keep: Any) -> Any:
+def shapes(q: Any, k: Any, v: Any, parameters: Any, weight: Any, layout: Any, settings: Any, keep: Any) -> Any:
     call = new_call(q, k, v, layout, settings)
     rows = call.samples * call.kv_heads
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1])
-    sums = q.new_empty(rows, settings.parts, call.head_dim, call.value_dim + 2, dtype=torch.float32)
+    sums = q.new_empty(rows, *call.shape_of_sums, dtype=torch.float32)
     inverse = q.new_empty(call.per_row if keep else 0, dtype=torch.float32)
     return out, sums, q.new_empty(rows, dtype=torch.float32), inverse
 
@@ -38,25 +48,26 @@ def run_backward(
     k: Tensor,
     v: Tensor,
     parameters: Tensor,
+    weight: Tensor,
     layout: TokenLayout,
     settings: MapSettings,
     sums: Tensor,
     scale: Tensor,
     inverse: Tensor,
     is_learned: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and the gradient of the parameters (empty if they are not learned)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and the gradients of the parameters (empty if they are not learned) and of the weight."""
     call = call_for(q, k, v, parameters, layout, settings)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    dq, dk, dv, dquery, dkey = bidirectional_launch.backward(
-        call, q, k, v, dout, inverse, parameters, layout, sums, scale, is_learned
+    dq, dk, dv, dweight, dquery, dkey = bidirectional_launch.backward(
+        call, q, k, v, dout, inverse, parameters, weight, layout, sums, scale, is_learned
     )
-    return dq, dk, dv, parameter_gradient(settings.name, parameters, dquery, dkey)
+    return dq, dk, dv, parameter_gradient(settings.name, parameters, dquery, dkey), dweight
 
 
-def gradient_shapes(dout: Any, q: Any, k: Any, v: Any, parameters: Any, *rest: Any) -> Any:
+def gradient_shapes(dout: Any, q: Any, k: Any, v: Any, parameters: Any, weight: Any, *rest: Any) -> Any:
     dparameters = torch.empty_like(parameters) if rest[-1] else parameters.new_empty(0)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dparameters
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dparameters, weight.new_empty(weight.shape)
 
 
 def parameter_gradient(name: str, parameters: Tensor, dquery: Tensor | None, dkey: Tensor | None) -> Tensor:
@@ -86,8 +97,8 @@ def save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def gradients(ctx: Any, run: Any, dout: Any) -> Any:
     saved = ctx.saved_tensors
-    layout = TokenLayout._make((*saved[4:10], ctx.longest))
-    return run(dout, *saved[:4], layout, ctx.settings, *saved[10:], ctx.needs_input_grad[3])
+    layout = TokenLayout._make((*saved[5:11], ctx.longest))
+    return run(dout, *saved[:5], layout, ctx.settings, *saved[11:], ctx.needs_input_grad[3])
 
 
 with_gradients, forward, backward = operator(

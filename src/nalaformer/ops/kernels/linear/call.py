@@ -5,6 +5,7 @@ therefore remembers, per kernel, the compiled code and its numbers; the next cal
 types and alignment only hands over the pointers.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -91,6 +92,8 @@ class Call:
     num_keys: int
     num_rows: int
     """Queries in a row of numbers: of a sample, or of all of them if packed."""
+    num_key_rows: int
+    """The same of keys."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -189,6 +192,8 @@ class Call:
             "PAIRS": self.pairs,
             "CUBE": self.settings.is_cube,
             "HAS_MASK": self.has_mask,
+            "HAS_WEIGHT": self.settings.has_weight,
+            "CONTRAST": self.settings.contrast > 0,
             "PACKED": self.is_packed,
             "GUARD": self.settings.is_guarded,
             "DOT": tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
@@ -198,8 +203,13 @@ class Call:
         }
 
     def sums(self, splits: int, heads: int) -> Tensor:
-        shape = (splits, self.samples * heads, self.settings.parts, self.head_dim, self.value_dim + 2)
-        return torch.empty(shape, dtype=torch.float32, device=self.device)
+        return torch.empty((splits, self.samples * heads, *self.shape_of_sums), dtype=torch.float32, device=self.device)
+
+    @property
+    def shape_of_sums(self) -> tuple[int, ...]:
+        """Of a sample and head: [PARTS, D, V + 2], or with a contrast those numbers and V more in one row."""
+        shape = self.settings.parts, self.head_dim, self.value_dim + 2
+        return shape if not self.settings.contrast else (math.prod(shape) + self.value_dim,)
 
     def start(
         self,
@@ -269,6 +279,7 @@ def new_call(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, settings: Map
         num_queries=q.shape[1] if bounds is None else longest,
         num_keys=k.shape[1] if bounds is None else longest,
         num_rows=q.shape[1] if bounds is None else q.shape[0],
+        num_key_rows=k.shape[1] if bounds is None else k.shape[0],
         heads=q.shape[-2],
         kv_heads=k.shape[-2],
         head_dim=q.shape[-1],

@@ -35,7 +35,7 @@ def forward(
         sums = call.sums(1, call.kv_heads).zero_()
         total = sums[0]
     else:
-        sums, _ = sums_of_keys(call, k, v, parameters, layout, count, stretch)
+        sums, _ = sums_of_keys(call, k, v, parameters, parameters, layout, count, stretch)
         total = prefix(call.launches, sums, initial, reverse=False)
     call.start(
         ("causal", keep, has_total),

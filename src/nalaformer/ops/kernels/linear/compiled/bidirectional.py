@@ -8,7 +8,8 @@
     dk kernel       k, v, those   -> dk, dv
 
 The sums of a sample and head are float32 [PARTS, D, V + 2]: S, then the key sum z as column V, then the number of visible
-keys as column V + 1. Their gradients have the same shape (last column unused). Features exist in registers only.
+keys as column V + 1. Their gradients have the same shape (last column unused). Features exist in registers only. With a
+contrast (compiled/contrast.py) the sum of the values, V numbers, follows them.
 
 Rows are tokens. DOT is the type of matrix operands: bfloat16 for bfloat16 inputs, float32 otherwise; sums are float32 always.
 Each loop runs in a fixed order and nothing is added atomically, so results are the same in every run.
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ...common.compiled.fastmath import constant, exp2
-from ...common.compiled.maps import is_elementwise, is_unbounded, key_excess, phi_key, phi_query
+from ...common.compiled.maps import is_unbounded, phi_query
 from ...common.compiled.products import high_and_low, is_lean, unit_matrix, widened
 from ...common.compiled.tiles import (
     angles_of,
@@ -33,103 +34,12 @@ from ...common.compiled.tiles import (
     store_per_row,
     store_rows,
 )
+from .contrast import LARGEST_STRENGTH, load_value_sum, size_of_sums, store_value_sum
+from .key_sums import sum_keys
 
 # of maps without a bound, as in ops.features: LARGEST_TURNED_OUTPUT and 1 / SMALLEST_DIVISOR
 LARGEST_TURNED_OUTPUT = constant(1e12)
 LARGEST_INVERSE = constant(1e18)
-
-
-@triton.jit
-def add_tile(s, z, features, plain, v, ones, ACROSS: tl.constexpr, PRECISION: tl.constexpr):
-    """S and z with a tile of keys; z is a product with ones, since a sum over rows would make the warps wait for each other.
-
-    ACROSS: the features lie where a product takes its left operand, S is [BD, BV]. Otherwise they are the right one, for which
-    they go through memory, and S is [BV, BD]; as left one their turn would split the product into many that wait.
-    """
-    if ACROSS:
-        z = tl.dot(tl.trans(plain), ones, z, input_precision=PRECISION)
-        s = tl.dot(tl.trans(features), v, s, input_precision=PRECISION)
-    else:
-        z = tl.dot(ones, plain, z, input_precision=PRECISION)
-        s = tl.dot(tl.trans(v), features, s, input_precision=PRECISION)
-    return s, z
-
-
-@triton.jit
-def sum_keys(
-    k_ptr,
-    v_ptr,
-    mask_ptr,
-    param_ptr,
-    cos_ptr,
-    sin_ptr,
-    start,
-    stop,
-    stride_k,
-    stride_v,
-    alpha,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BN: tl.constexpr,
-    MAP: tl.constexpr,
-    PARTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CUBE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    GUARD: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The sums over keys start .. stop - 1."""
-    channels = tl.arange(0, BD)
-    columns = tl.arange(0, BV)
-    rows = tl.arange(0, BN)
-    in_head = channels < D
-    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
-    # features as operands, unless they are turned first
-    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
-    ACROSS: tl.constexpr = LEAN and PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
-    unit = unit_matrix(BD, DOT)
-    if ACROSS:
-        s_a = tl.zeros([BD, BV], tl.float32)
-        z_a = tl.zeros([BD, 16], tl.float32)
-        ones = tl.full([BN, 16], 1.0, DOT)
-    else:
-        s_a = tl.zeros([BV, BD], tl.float32)
-        z_a = tl.zeros([16, BD], tl.float32)
-        ones = tl.full([16, BN], 1.0, DOT)
-    s_b = s_a
-    z_b = z_a
-    count = tl.zeros([BN], tl.float32)
-    log_scale = 0.0
-    for first in range(start, stop, BN):
-        ok = rows < stop - first
-        if HAS_MASK:
-            ok = ok & (tl.load(mask_ptr + first + rows, mask=ok, other=0) != 0)
-        x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k)
-        x = tl.trans(tl.dot(unit, tl.trans(x))) if ACROSS else widened(x, unit, LEAN)
-        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-        if GUARD:
-            larger = tl.maximum(log_scale, key_excess(x, param_ptr, channels, D, MAP))
-            keep = exp2(log_scale - larger)
-            s_a *= keep
-            s_b *= keep
-            z_a *= keep
-            z_b *= keep
-            log_scale = larger
-        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE, TYPE)
-        turned = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
-        s_a, z_a = add_tile(s_a, z_a, turned, a.to(DOT), v, ones, ACROSS, PRECISION)
-        if PARTS == 2:
-            turned = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
-            s_b, z_b = add_tile(s_b, z_b, turned, b.to(DOT), v, ones, ACROSS, PRECISION)
-        count += ok.to(tl.float32)
-    if not ACROSS:
-        s_a, s_b, z_a, z_b = tl.trans(s_a), tl.trans(s_b), tl.trans(z_a), tl.trans(z_b)
-    # the columns of z are alike, and a sixteenth is exact
-    return s_a, s_b, tl.sum(z_a, axis=1) * 0.0625, tl.sum(z_b, axis=1) * 0.0625, tl.sum(count), log_scale
 
 
 @triton.jit
@@ -148,7 +58,7 @@ def factor_of_gradients(inverse, MAP: tl.constexpr):
 def inverse_denominator(
     a, b, z_a, z_b, wide_a, wide_b, query_scale, key_scale, eps_count, PARTS: tl.constexpr, BY_PRODUCT: tl.constexpr
 ):
-    """1 / denominator, [BN, 1]; 1 where a row sees nothing, whose numerator is 0."""
+    """1 / denominator, [BN, 1], 1 where a row sees nothing, whose numerator is 0; and the denominator without eps."""
     if BY_PRODUCT:
         wide = tl.dot(a, wide_a)
         if PARTS == 2:
@@ -158,8 +68,8 @@ def inverse_denominator(
         total = tl.sum(a * z_a[None, :], axis=1)[:, None]
         if PARTS == 2:
             total += tl.sum(b * z_b[None, :], axis=1)[:, None]
-    total += eps_of(query_scale, key_scale, eps_count)
-    return 1.0 / tl.where(total == 0.0, 1.0, total)
+    below = total + eps_of(query_scale, key_scale, eps_count)
+    return 1.0 / tl.where(below == 0.0, 1.0, below), total
 
 
 @triton.jit
@@ -177,6 +87,8 @@ def write_outputs(
     z_b,
     eps_count,
     key_scale,
+    mean,  # [BV] of the values, for a contrast
+    per_score,  # its strength over the denominator
     start,
     stop,
     stride_q,
@@ -192,6 +104,7 @@ def write_outputs(
     PARTS: tl.constexpr,
     STREAMS: tl.constexpr,
     PAIRS: tl.constexpr,
+    CONTRAST: tl.constexpr,
     KEEP: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -212,7 +125,7 @@ def write_outputs(
         out = tl.zeros([BN, BV], tl.float32)
         for stream in tl.static_range(STREAMS):
             a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE)
-            inverse = inverse_denominator(
+            inverse, score = inverse_denominator(
                 a, b, z_a, z_b, wide_a, wide_b, query_scale, key_scale, eps_count, PARTS, TYPE is not None
             )
             a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
@@ -225,11 +138,14 @@ def write_outputs(
                 inverse = tl.minimum(inverse, LARGEST_TURNED_OUTPUT / tl.where(size == 0.0, 1.0, size))
             if KEEP:
                 store_per_row(inverse_ptr + stream * per_stream, inverse, first, rows, ok)
+            above *= inverse
+            if CONTRAST:
+                above += tl.minimum(per_score * score, LARGEST_STRENGTH) * (above - mean[None, :])
             if STREAMS == 1:
-                out = above * inverse
+                out = above
             else:
                 mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
-                out = tl.where(mine[None, :], above * inverse, out)
+                out = tl.where(mine[None, :], above, out)
         store_rows(out_ptr, out, first, rows, ok, columns, columns < V, stride_o)
 
 
@@ -238,12 +154,14 @@ def state_kernel(
     k_ptr,  # [B, M, K, D]
     v_ptr,  # [B, M, K, V]
     mask_ptr,  # [B, M] uint8
+    weight_ptr,  # [B, K, M] (packed: [K, T]): factors of the keys
     cu_ptr,  # [B + 1]
     param_ptr,  # [heads of the map, P]
     cos_ptr,  # [B or 1, M, PAIRS]
     sin_ptr,
     sums_ptr,  # [splits, B * K, PARTS, D, V + 2]
     scale_ptr,  # [splits, B * K]
+    num_key_rows,  # M, or T if packed
     num_keys,
     kv_heads,
     stretch,  # tokens per split, a multiple of BN
@@ -267,6 +185,8 @@ def state_kernel(
     PAIRS: tl.constexpr,
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CONTRAST: tl.constexpr,
     PACKED: tl.constexpr,
     GUARD: tl.constexpr,
     DOT: tl.constexpr,
@@ -278,17 +198,20 @@ def state_kernel(
     cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
-    s_a, s_b, z_a, z_b, count, log_scale = sum_keys(
+    s_a, s_b, z_a, z_b, count, log_scale, value_sum = sum_keys(
         k_ptr + sample_offset(sample, row, stride_kb, stride_k, PACKED) + head * stride_kh,
         v_ptr + sample_offset(sample, row, stride_vb, stride_v, PACKED) + head * stride_vh,
         mask_ptr + tl.cast(sample, tl.int64) * num_keys,
+        weight_ptr + place_per_row(sample, head, kv_heads, row, num_key_rows, PACKED),
         param_ptr + (head // param_group) * num_params,
         *(cos_ptr, sin_ptr, start, stop, stride_k, stride_v, alpha),
-        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, GUARD, DOT, PRECISION),
+        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, CONTRAST, GUARD, DOT, PRECISION),
     )
     place = place_of_program()
-    sums = sums_ptr + place * (PARTS * D * (V + 2))
+    sums = sums_ptr + place * size_of_sums(D, V, PARTS, CONTRAST)
     store_both_sums(sums, s_a, s_b, z_a, z_b, count, D, V, BD, BV, PARTS)
+    if CONTRAST:
+        store_value_sum(sums, value_sum, D, V, BV, PARTS)
     if GUARD:
         tl.store(scale_ptr + place, log_scale)
 
@@ -322,6 +245,7 @@ def output_kernel(
     norm_scale,
     alpha,
     eps,
+    contrast,
     D: tl.constexpr,
     V: tl.constexpr,
     BD: tl.constexpr,
@@ -331,6 +255,7 @@ def output_kernel(
     PARTS: tl.constexpr,
     STREAMS: tl.constexpr,
     PAIRS: tl.constexpr,
+    CONTRAST: tl.constexpr,
     PACKED: tl.constexpr,
     GUARD: tl.constexpr,
     KEEP: tl.constexpr,
@@ -345,8 +270,10 @@ def output_kernel(
     stop = tl.minimum(start + stretch, length)
     if start < stop:
         owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
-        sums = sums_ptr + owner * (PARTS * D * (V + 2))
+        sums = sums_ptr + owner * size_of_sums(D, V, PARTS, CONTRAST)
         s_a, s_b, z_a, z_b = load_both_sums(sums, D, V, BD, BV, PARTS)
+        count = tl.load(sums + V + 1)
+        mean = load_value_sum(sums, D, V, BV, PARTS, CONTRAST) / tl.maximum(count, 1.0)
         key_scale = 0.0
         if GUARD:
             key_scale = tl.load(scale_ptr + owner)
@@ -356,9 +283,9 @@ def output_kernel(
             inverse_ptr + place_per_row(sample, head, heads, row, num_rows, PACKED),
             per_stream,
             param_ptr + (head // param_group) * num_params,
-            *(cos_ptr, sin_ptr, s_a.to(DOT), s_b.to(DOT), z_a, z_b, eps * tl.load(sums + V + 1), key_scale),
-            *(start, stop, stride_q, stride_o, norm_scale, alpha),
-            *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, KEEP, DOT, PRECISION),
+            *(cos_ptr, sin_ptr, s_a.to(DOT), s_b.to(DOT), z_a, z_b, eps * count, key_scale),
+            *(mean, contrast / tl.maximum(count, 1.0), start, stop, stride_q, stride_o, norm_scale, alpha),
+            *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, CONTRAST, KEEP, DOT, PRECISION),
         )
 
 
@@ -368,6 +295,7 @@ def whole_kernel(
     k_ptr,
     v_ptr,
     mask_ptr,
+    weight_ptr,
     param_ptr,
     cos_q_ptr,
     sin_q_ptr,
@@ -399,6 +327,7 @@ def whole_kernel(
     norm_scale,
     alpha,
     eps,
+    contrast,
     D: tl.constexpr,
     V: tl.constexpr,
     BD: tl.constexpr,
@@ -410,6 +339,8 @@ def whole_kernel(
     PAIRS: tl.constexpr,
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CONTRAST: tl.constexpr,
     GUARD: tl.constexpr,
     KEEP: tl.constexpr,  # store what the backward pass needs
     DOT: tl.constexpr,
@@ -419,19 +350,22 @@ def whole_kernel(
     head = tl.program_id(0) % heads
     wide = tl.cast(sample, tl.int64)
     params = param_ptr + (head // param_group) * num_params
-    s_a, s_b, z_a, z_b, count, log_scale = sum_keys(
+    s_a, s_b, z_a, z_b, count, log_scale, value_sum = sum_keys(
         k_ptr + wide * stride_kb + head * stride_kh,
         v_ptr + wide * stride_vb + head * stride_vh,
         mask_ptr + wide * num_keys,
+        weight_ptr + tl.cast(tl.program_id(0), tl.int64) * num_keys,
         params,
         cos_k_ptr + wide * stride_angle_kb,
         sin_k_ptr + wide * stride_angle_kb,
         *(0, num_keys, stride_k, stride_v, alpha),
-        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, GUARD, DOT, PRECISION),
+        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, CONTRAST, GUARD, DOT, PRECISION),
     )
     if KEEP:
-        sums = sums_ptr + tl.cast(tl.program_id(0), tl.int64) * (PARTS * D * (V + 2))
+        sums = sums_ptr + tl.cast(tl.program_id(0), tl.int64) * size_of_sums(D, V, PARTS, CONTRAST)
         store_both_sums(sums, s_a, s_b, z_a, z_b, count, D, V, BD, BV, PARTS)
+        if CONTRAST:
+            store_value_sum(sums, value_sum, D, V, BV, PARTS)
         if GUARD:
             tl.store(scale_ptr + tl.program_id(0), log_scale)
     write_outputs(
@@ -443,6 +377,7 @@ def whole_kernel(
         cos_q_ptr + wide * stride_angle_qb,
         sin_q_ptr + wide * stride_angle_qb,
         *(s_a.to(DOT), s_b.to(DOT), z_a, z_b, eps * count, log_scale),
+        *(value_sum / tl.maximum(count, 1.0), contrast / tl.maximum(count, 1.0)),
         *(0, num_queries, stride_q, stride_o, norm_scale, alpha),
-        *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, KEEP, DOT, PRECISION),
+        *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, CONTRAST, KEEP, DOT, PRECISION),
     )

@@ -1,32 +1,29 @@
-"""The backward pass of bidirectional linear attention; see bidirectional.py for the plan and the layout of the sums.
+"""The backward pass of bidirectional linear attention, queries; see bidirectional.py for the plan and the layout of the sums.
 
 With g = dout / den the gradient of a query's features is g S^T - (g . out) z; 1 / den comes from the forward pass.
 
 Both terms grow with the mean of the values, and their difference does not: with S = C + z m it is g C^T - (g . (out - m)) z.
 So m, the values as a query sees them that favours no channel, is taken out of S before S is rounded, and out - m, which a
 rounded output would not tell, is computed from C again. With rotary m is 0: there S sums turned features and z plain ones, and
-what the mean adds does not cancel.
+what the mean adds does not cancel. So it is with a contrast, which has a mean of its own.
 """
 
 import triton
 import triton.language as tl
 
-from ...common.compiled.map_gradients import phi_key_gradient, phi_query_gradient
-from ...common.compiled.maps import is_unbounded, phi_key, phi_query
+from ...common.compiled.map_gradients import phi_query_gradient
+from ...common.compiled.maps import is_unbounded, phi_query
 from ...common.compiled.products import (
-    digits,
     high_and_low,
     is_lean,
     left_factor,
     plus_product,
     right_factor,
-    times,
     unit_matrix,
     widened,
 )
 from ...common.compiled.tiles import (
     angles_of,
-    load_both_sums,
     load_per_row,
     load_rows,
     place_of_program,
@@ -40,52 +37,10 @@ from ...common.compiled.tiles import (
     store_rows,
     store_two_parameters,
     sum_over_rows,
-    visible_rows,
 )
 from .bidirectional import LARGEST_INVERSE, eps_of, factor_of_gradients
-
-
-@triton.jit
-def grows(c, z, mean):
-    """1 where a number of c is more than twice what it was before z m was taken out, else 0."""
-    return (tl.abs(c) > 2.0 * tl.abs(c + z[:, None] * mean[None, :])).to(tl.int32)
-
-
-@triton.jit
-def centred_sums(
-    ptr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    PARTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """C = S - z m of both parts, [BD, BV]; z of both parts, [BD]; and m, [BV].
-
-    m is 0 with rotary, and in columns where it would make C larger than S: queries may look where the values have no such mean,
-    and there C would round worse than S.
-    """
-    s_a, s_b, z_a, z_b = load_both_sums(ptr, D, V, BD, BV, PARTS)
-    mean = tl.zeros([BV], tl.float32)
-    if PAIRS == 0:
-        mean = tl.sum(s_a, axis=0)
-        size = tl.sum(z_a)
-        if PARTS == 2:
-            mean += tl.sum(s_b, axis=0)
-            size += tl.sum(z_b)
-        mean = mean / tl.where(size == 0.0, 1.0, size)
-        s_a -= z_a[:, None] * mean[None, :]
-        s_b -= z_b[:, None] * mean[None, :]
-        worse = tl.max(grows(s_a, z_a, mean), axis=0)
-        if PARTS == 2:
-            worse += tl.max(grows(s_b, z_b, mean), axis=0)
-        # put back where it does not belong
-        wrong = tl.where(worse > 0, mean, 0.0)
-        mean -= wrong
-        s_a += z_a[:, None] * wrong[None, :]
-        s_b += z_b[:, None] * wrong[None, :]
-    return s_a, s_b, z_a, z_b, mean
+from .centred_sums import centred_sums
+from .contrast import drop_with_contrast, load_value_sum, size_of_sums, store_value_sum, strength_of
 
 
 @triton.jit
@@ -121,6 +76,8 @@ def dq_kernel(
     num_params,
     norm_scale,
     alpha,
+    eps,
+    contrast,
     D: tl.constexpr,
     V: tl.constexpr,
     BD: tl.constexpr,
@@ -130,6 +87,7 @@ def dq_kernel(
     PARTS: tl.constexpr,
     STREAMS: tl.constexpr,
     PAIRS: tl.constexpr,
+    CONTRAST: tl.constexpr,
     PACKED: tl.constexpr,
     LEARNED: tl.constexpr,
     DOT: tl.constexpr,
@@ -149,8 +107,10 @@ def dq_kernel(
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
     owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
-    sums = sums_ptr + owner * (PARTS * D * (V + 2))
-    s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS)
+    sums = sums_ptr + owner * size_of_sums(D, V, PARTS, CONTRAST)
+    s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS == 0 and not CONTRAST)
+    count = tl.load(sums + V + 1)
+    per_score = contrast / tl.maximum(count, 1.0)
     s_a = tl.trans(s_a.to(DOT))
     s_b = tl.trans(s_b.to(DOT))
 
@@ -172,7 +132,10 @@ def dq_kernel(
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         dx = tl.zeros([BN, BD], tl.float32)
         for stream in tl.static_range(STREAMS):
-            factor = factor_of_gradients(load_per_row(inverse_ptr + stream * per_stream, first, rows, ok), MAP)
+            inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
+            factor = factor_of_gradients(inverse, MAP)
+            if CONTRAST:
+                factor = inverse * (1.0 + strength_of(inverse, per_score, eps * count))
             drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
             share = share_of_stream(dout, columns, stream, V, STREAMS)
             # the denominator is divided out at the end, where the two halves have become one tile
@@ -236,6 +199,7 @@ def dsums_kernel(
     norm_scale,
     alpha,
     eps,
+    contrast,
     D: tl.constexpr,
     V: tl.constexpr,
     BD: tl.constexpr,
@@ -245,6 +209,7 @@ def dsums_kernel(
     PARTS: tl.constexpr,
     STREAMS: tl.constexpr,
     PAIRS: tl.constexpr,
+    CONTRAST: tl.constexpr,
     PACKED: tl.constexpr,
     GUARD: tl.constexpr,
     IS_KNOWN: tl.constexpr,
@@ -267,14 +232,19 @@ def dsums_kernel(
     param_ptr += (head // param_group) * num_params
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
+    CENTRED: tl.constexpr = PAIRS == 0 and not CONTRAST
     if not IS_KNOWN:
         owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
-        sums = sums_ptr + owner * (PARTS * D * (V + 2))
-        s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS)
+        sums = sums_ptr + owner * size_of_sums(D, V, PARTS, CONTRAST)
+        s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, CENTRED)
         s_a = s_a.to(DOT)
         s_b = s_b.to(DOT)
+        count = tl.load(sums + V + 1)
+        if CONTRAST:
+            mean = load_value_sum(sums, D, V, BV, PARTS, CONTRAST) / tl.maximum(count, 1.0)
+            per_score = contrast / tl.maximum(count, 1.0)
         wide_mean = high_and_low(tl.zeros([BV, 16], tl.float32) + mean[:, None], DOT)
-        eps_count = eps * tl.load(sums + V + 1)
+        eps_count = eps * count
         key_scale = 0.0
         if GUARD:
             key_scale = tl.load(scale_ptr + owner)
@@ -288,6 +258,7 @@ def dsums_kernel(
     # dz is a product too, with a tile of few rows: a sum over rows would cost a shuffle per channel
     dz_a = tl.zeros([16, BD], tl.float32)
     dz_b = tl.zeros([16, BD], tl.float32)
+    dvalue_sum = tl.zeros([16, BV], tl.float32)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
     unit_v = unit_matrix(BV, DOT)
@@ -300,6 +271,9 @@ def dsums_kernel(
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
             # the row's factor goes to the features: dout then needs no pass through registers
             factor = factor_of_gradients(inverse, MAP)
+            if CONTRAST:
+                strength = strength_of(inverse, per_score, eps_count)
+                factor = inverse * (1.0 + strength)
             a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE, factor)
             share = share_of_stream(dout, columns, stream, V, STREAMS)
             turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
@@ -316,12 +290,17 @@ def dsums_kernel(
                 if is_unbounded(MAP):
                     # the output, which the features with their factor gave, has the whole inverse
                     drop *= tl.maximum(inverse / LARGEST_INVERSE, 1.0)
-                if PAIRS == 0:
-                    # the mean is in the output, but for what eps takes of it
+                if CENTRED or CONTRAST:
                     along_mean = tl.sum(tl.dot(share.to(DOT), wide_mean, input_precision=PRECISION), axis=1)[:, None]
+                if CENTRED:
+                    # the mean is in the output, but for what eps takes of it
                     drop += along_mean * (eps_of(query_scale, key_scale, eps_count) * inverse)
+                if CONTRAST:
+                    drop = drop_with_contrast(drop, along_mean, strength, factor, per_score)
+                    weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + strength, DOT))
+                    dvalue_sum = tl.dot(weight, share.to(DOT), dvalue_sum, input_precision=PRECISION)
                 store_per_row(drop_ptr + stream * per_stream, drop, first, rows, ok)
-                if PAIRS == 0:
+                if CENTRED:
                     drop -= along_mean
             weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
             dz_a = tl.dot(weight, a.to(DOT), dz_a, input_precision=PRECISION)
@@ -329,120 +308,8 @@ def dsums_kernel(
             if PARTS == 2:
                 dz_b = tl.dot(weight, b.to(DOT), dz_b, input_precision=PRECISION)
                 ds_b = tl.dot(tl.trans(share.to(DOT)), turned_b, ds_b, input_precision=PRECISION)
-    dsums = dsums_ptr + place_of_program() * (PARTS * D * (V + 2))
+    dsums = dsums_ptr + place_of_program() * size_of_sums(D, V, PARTS, CONTRAST)
+    if CONTRAST:
+        store_value_sum(dsums, tl.sum(dvalue_sum, axis=0) / -tl.maximum(count, 1.0), D, V, BV, PARTS)
     dz_a, dz_b = tl.sum(dz_a, axis=0), tl.sum(dz_b, axis=0)
     store_both_sums(dsums, tl.trans(ds_a), tl.trans(ds_b), dz_a, dz_b, 0.0, D, V, BD, BV, PARTS)
-
-
-@triton.jit
-def dk_kernel(
-    k_ptr,  # [B, M, K, D]
-    v_ptr,  # [B, M, K, V]
-    mask_ptr,
-    cu_ptr,
-    param_ptr,
-    cos_ptr,
-    sin_ptr,
-    dsums_ptr,  # [B * K, PARTS, D, V + 2]
-    scale_ptr,  # [B * K]
-    dk_ptr,  # [B, M, K, D]
-    dv_ptr,  # [B, M, K, V]
-    dparam_ptr,  # [splits, B * K, 2, D]
-    num_keys,
-    kv_heads,
-    stretch,
-    stride_kb,
-    stride_k,
-    stride_kh,
-    stride_vb,
-    stride_v,
-    stride_vh,
-    stride_dkb,
-    stride_dk,
-    stride_dkh,
-    stride_dvb,
-    stride_dv,
-    stride_dvh,
-    stride_angle_b,
-    param_group,
-    num_params,
-    alpha,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BN: tl.constexpr,
-    MAP: tl.constexpr,
-    PARTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CUBE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr,
-    GUARD: tl.constexpr,
-    LEARNED: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    sample = tl.program_id(1) // kv_heads
-    head = tl.program_id(1) % kv_heads
-    row, length = sample_rows(cu_ptr, sample, num_keys, PACKED)
-    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
-    dsums = dsums_ptr + tl.cast(tl.program_id(1), tl.int64) * (PARTS * D * (V + 2))
-    ds_a, ds_b, dz_a, dz_b = load_both_sums(dsums, D, V, BD, BV, PARTS)
-    ds_a, low_a = digits(ds_a, DOT)
-    ds_b, low_b = digits(ds_b, DOT)
-    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
-    v_ptr = rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
-    mask_ptr += tl.cast(sample, tl.int64) * num_keys
-    dk_ptr = rows_of_head(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
-    dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
-    param_ptr += (head // param_group) * num_params
-    log_scale = 0.0
-    if GUARD:
-        log_scale = tl.load(scale_ptr + tl.program_id(1))
-
-    channels = tl.arange(0, BD)
-    columns = tl.arange(0, BV)
-    rows = tl.arange(0, BN)
-    in_head = channels < D
-    p0 = tl.zeros([BD], tl.float32)
-    p1 = tl.zeros([BD], tl.float32)
-    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
-    unit = unit_matrix(BD, DOT)
-    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
-    ones = left_factor(tl.full([BN, 1], 1.0, tl.float32), DOT)
-    wide_a = right_factor(dz_a[None, :], DOT)
-    wide_b = right_factor(dz_b[None, :], DOT)
-    for first in range(start, stop, BN):
-        exists = rows < stop - first
-        ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
-        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
-        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE, TYPE)
-        a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
-        dv = tl.dot(a.to(DOT), ds_a, input_precision=PRECISION)
-        if PARTS == 2:
-            b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
-            dv = tl.dot(b.to(DOT), ds_b, dv, input_precision=PRECISION)
-        # written before the gradients of the features need its registers
-        store_rows(dv_ptr, dv, first, rows, exists, columns, columns < V, stride_dv)
-        da = times(v, tl.trans(ds_a), tl.trans(low_a), PRECISION)
-        da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
-        da = plus_product(da, 1.0, dz_a, ones, wide_a, LEAN)
-        db = da
-        if PARTS == 2:
-            db = times(v, tl.trans(ds_b), tl.trans(low_b), PRECISION)
-            db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
-            db = plus_product(db, 1.0, dz_b, ones, wide_b, LEAN)
-        dx, g0, g1 = phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
-        # hidden keys get a gradient of zero, which must be written
-        store_rows(
-            dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
-        )
-        if LEARNED:
-            p0 += sum_over_rows(g0, ok, in_head)
-            p1 += sum_over_rows(g1, ok, in_head)
-    if LEARNED:
-        store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)

@@ -1,0 +1,162 @@
+"""The backward pass of bidirectional linear attention, keys and values; bidirectional.py has the plan."""
+
+import triton
+import triton.language as tl
+
+from ...common.compiled.map_gradients import phi_key_gradient
+from ...common.compiled.maps import phi_key
+from ...common.compiled.products import digits, is_lean, left_factor, plus_product, right_factor, times, unit_matrix, widened
+from ...common.compiled.tiles import (
+    angles_of,
+    load_both_sums,
+    load_per_row,
+    load_rows,
+    place_of_program,
+    place_per_row,
+    rotated,
+    rows_of_head,
+    sample_rows,
+    store_per_row,
+    store_rows,
+    store_two_parameters,
+    sum_over_rows,
+    visible_rows,
+)
+from .contrast import load_value_sum, size_of_sums
+
+
+@triton.jit
+def dk_kernel(
+    k_ptr,  # [B, M, K, D]
+    v_ptr,  # [B, M, K, V]
+    mask_ptr,
+    weight_ptr,  # [B, K, M] (packed: [K, T])
+    cu_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    dsums_ptr,  # [B * K, PARTS, D, V + 2]
+    scale_ptr,  # [B * K]
+    dk_ptr,  # [B, M, K, D]
+    dv_ptr,  # [B, M, K, V]
+    dweight_ptr,  # as weight_ptr
+    dparam_ptr,  # [splits, B * K, 2, D]
+    num_key_rows,
+    num_keys,
+    kv_heads,
+    stretch,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_dkb,
+    stride_dk,
+    stride_dkh,
+    stride_dvb,
+    stride_dv,
+    stride_dvh,
+    stride_angle_b,
+    param_group,
+    num_params,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CONTRAST: tl.constexpr,
+    PACKED: tl.constexpr,
+    GUARD: tl.constexpr,
+    LEARNED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    row, length = sample_rows(cu_ptr, sample, num_keys, PACKED)
+    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    dsums = dsums_ptr + tl.cast(tl.program_id(1), tl.int64) * size_of_sums(D, V, PARTS, CONTRAST)
+    dvalue = load_value_sum(dsums, D, V, BV, PARTS, CONTRAST)
+    place = place_per_row(sample, head, kv_heads, row, num_key_rows, PACKED)
+    ds_a, ds_b, dz_a, dz_b = load_both_sums(dsums, D, V, BD, BV, PARTS)
+    ds_a, low_a = digits(ds_a, DOT)
+    ds_b, low_b = digits(ds_b, DOT)
+    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
+    mask_ptr += tl.cast(sample, tl.int64) * num_keys
+    dk_ptr = rows_of_head(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
+    dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
+    param_ptr += (head // param_group) * num_params
+    log_scale = 0.0
+    if GUARD:
+        log_scale = tl.load(scale_ptr + tl.program_id(1))
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    p0 = tl.zeros([BD], tl.float32)
+    p1 = tl.zeros([BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
+    unit = unit_matrix(BD, DOT)
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 and not HAS_WEIGHT else None
+    ones = left_factor(tl.full([BN, 1], 1.0, tl.float32), DOT)
+    wide_a = right_factor(dz_a[None, :], DOT)
+    wide_b = right_factor(dz_b[None, :], DOT)
+    for first in range(start, stop, BN):
+        exists = rows < stop - first
+        ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
+        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+        a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE, TYPE)
+        if HAS_WEIGHT:
+            weight = load_per_row(weight_ptr + place, first, rows, ok)
+            plain_a, plain_b = a, b
+            a *= weight
+            b *= weight
+        a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
+        dv = tl.dot(a.to(DOT), ds_a, input_precision=PRECISION)
+        if PARTS == 2:
+            b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
+            dv = tl.dot(b.to(DOT), ds_b, dv, input_precision=PRECISION)
+        if CONTRAST:
+            dv += tl.where(ok[:, None], dvalue[None, :], 0.0)
+        # written before the gradients of the features need its registers
+        store_rows(dv_ptr, dv, first, rows, exists, columns, columns < V, stride_dv)
+        da = times(v, tl.trans(ds_a), tl.trans(low_a), PRECISION)
+        da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
+        da = plus_product(da, 1.0, dz_a, ones, wide_a, LEAN)
+        db = da
+        if PARTS == 2:
+            db = times(v, tl.trans(ds_b), tl.trans(low_b), PRECISION)
+            db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
+            db = plus_product(db, 1.0, dz_b, ones, wide_b, LEAN)
+        if HAS_WEIGHT:
+            dweight = da * plain_a
+            if PARTS == 2:
+                dweight += db * plain_b
+            # numbers beyond the head mean nothing
+            dweight = tl.sum(tl.where(in_head[None, :], dweight, 0.0), axis=1)[:, None]
+            store_per_row(dweight_ptr + place, dweight, first, rows, exists)
+            da *= weight
+            db *= weight
+        dx, g0, g1 = phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
+        # hidden keys get a gradient of zero, which must be written
+        store_rows(
+            dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
+        )
+        if LEARNED:
+            p0 += sum_over_rows(g0, ok, in_head)
+            p1 += sum_over_rows(g1, ok, in_head)
+    if LEARNED:
+        store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)

@@ -1,0 +1,55 @@
+"""The contrast out + z (out - mean v) of bidirectional attention, z = contrast / n * phi_q . sum_j phi_k.
+
+With den = phi_q . sum_j phi_k + eps n, o = num / den and out = (1 + z) o - z m, the gradient of num is dout times
+w = (1 + z) / den, which takes the place of 1 / den; that of den is w times
+
+    drop = -(dout . o) + (c / w) (dout . o - dout . m),     c = contrast / n
+
+and that of the mean of the values m is -sum_i z_i dout_i. The rest of the backward pass is that of attention.
+"""
+
+import triton
+import triton.language as tl
+
+from ...common.compiled.fastmath import constant
+
+# as in ops.contrast
+LARGEST_STRENGTH = constant(1e12)
+
+
+@triton.constexpr_function
+def size_of_sums(D, V, PARTS, CONTRAST):
+    """Numbers of a sample and head: S, z, count and, for a contrast, the sum of the values."""
+    return PARTS * D * (V + 2) + (V if CONTRAST else 0)
+
+
+@triton.jit
+def load_value_sum(ptr, D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, CONTRAST: tl.constexpr):
+    """What lies behind the sums of a sample and head, [BV]; zeros without a contrast."""
+    value_sum = tl.zeros([BV], tl.float32)
+    if CONTRAST:
+        columns = tl.arange(0, BV)
+        value_sum = tl.load(ptr + PARTS * D * (V + 2) + columns, mask=columns < V, other=0.0)
+    return value_sum
+
+
+@triton.jit
+def store_value_sum(ptr, value_sum, D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr):
+    columns = tl.arange(0, BV)
+    tl.store(ptr + PARTS * D * (V + 2) + columns, value_sum, mask=columns < V)
+
+
+@triton.jit
+def strength_of(inverse, per_score, eps_count):
+    """z of rows, from 1 / den, [BN, 1]; rows that do not exist have a 1 / den of 0."""
+    den = 1.0 / tl.where(inverse == 0.0, 1.0, inverse)
+    return tl.minimum(per_score * (den - eps_count), LARGEST_STRENGTH)
+
+
+@triton.jit
+def drop_with_contrast(drop, along_mean, strength, factor, per_score):
+    """The drop above, from drop = -(1 + z) dout . o, along_mean = dout . m and factor = w."""
+    drop = drop / (1.0 + strength)
+    # a strength that was cut off has no gradient; rows that do not exist have a factor of 0
+    share = tl.where(strength < LARGEST_STRENGTH, per_score, 0.0) / tl.where(factor == 0.0, 1.0, factor)
+    return drop - share * (drop + along_mean)
