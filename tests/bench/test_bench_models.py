@@ -15,7 +15,11 @@ from nalaformer.bench.memory import can_measure
 from nalaformer.bench.models import (
     FORWARD,
     LINEAR,
+    MALA,
+    MALA_REFERENCE,
     MODEL_COLUMNS,
+    RALA,
+    RALA_REFERENCE,
     REFERENCE,
     RELEASED,
     SOFTMAX,
@@ -64,14 +68,14 @@ def test_a_run_writes_a_row_and_says_a_line_per_measurement(tmp_path, in_this_pr
     assert {(row["variant"], row["direction"]) for row in written} == {
         (variant, direction) for variant in MODEL_VARIANTS for direction in (FORWARD, TRAINING)
     }
-    assert len(written) == len(results) == 8
+    assert len(written) == len(results) == 16
     for row in written:
         assert row["outcome"] == MEASURED
         assert row["dtype"] == "float32"
         assert float(row["images_per_second"]) == pytest.approx(2e3 / float(row["median_ms"]), rel=2e-3)
         # only the linear stages of the fast paths have something to be compared with
-        assert bool(row["relative_error"]) == (row["variant"] in (LINEAR, RELEASED))
-    assert any(line.startswith("[8/8] 32 px x 2") for line in said)
+        assert bool(row["relative_error"]) == (row["variant"] in (LINEAR, RELEASED, MALA, RALA))
+    assert any(line.startswith("[16/16] 32 px x 2") for line in said)
     assert said[-1] == f"results: {path}"
 
 
@@ -102,7 +106,7 @@ def test_what_the_bars_need_comes_first(monkeypatch):
     assert [(m.image_size, m.variant, m.direction) for m in plan[:6]] == [
         (size, variant, TRAINING) for size in (224, 1024) for variant in (LINEAR, REFERENCE, SOFTMAX)
     ]
-    assert len(set(map(str, plan))) == len(plan) == 4 * 4 * 2
+    assert len(set(map(str, plan))) == len(plan) == 8 * 4 * 2
     assert {(m.image_size, m.batch) for m in plan} == {(224, 512), (512, 96), (1024, 24), (2048, 6)}
     assert {m.dtype for m in plan} == {torch.bfloat16}
 
@@ -136,6 +140,8 @@ def test_variants_differ_in_the_stages_and_the_backend_they_are_named_for(monkey
         REFERENCE: ("llll", "reference"),
         SOFTMAX: ("vvvv", "auto"),
         RELEASED: ("llvv", "auto"),
+        **dict.fromkeys((MALA, RALA), ("llll", "auto")),
+        **dict.fromkeys((MALA_REFERENCE, RALA_REFERENCE), ("llll", "reference")),
     }
 
 

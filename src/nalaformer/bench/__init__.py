@@ -1,5 +1,6 @@
 """Speed and memory of the ops and of whole models, side by side with their peers in one run."""
 
+from . import mala_and_rala as mala_and_rala  # enters them
 from .cases import Case, cases_for
 from .generation import run_generation
 from .implementations import IMPLEMENTATIONS, Implementation

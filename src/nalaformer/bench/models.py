@@ -50,11 +50,16 @@ class ModelVariant:
 
 
 LINEAR, REFERENCE, SOFTMAX, RELEASED = "linear", "linear, reference path", "softmax", "released"
+MALA, MALA_REFERENCE, RALA, RALA_REFERENCE = "mala", "mala, reference path", "rala", "rala, reference path"
 MODEL_VARIANTS = {
     LINEAR: ModelVariant(model="nalaformer_t_linear"),
     REFERENCE: ModelVariant(model="nalaformer_t_linear", backend="reference"),
     SOFTMAX: ModelVariant(model="nalaformer_t", changes={"attention_stages": "vvvv"}, has_linear_stages=False),
     RELEASED: ModelVariant(model="nalaformer_t"),
+    MALA: ModelVariant(model="mavit_t_linear"),
+    MALA_REFERENCE: ModelVariant(model="mavit_t_linear", backend="reference"),
+    RALA: ModelVariant(model="ravlt_t_linear"),
+    RALA_REFERENCE: ModelVariant(model="ravlt_t_linear", backend="reference"),
 }
 # image size, against what, how many times as fast in training
 BARS = ((224, REFERENCE, 3.0), (1024, SOFTMAX, 2.0))

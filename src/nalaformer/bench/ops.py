@@ -136,7 +136,8 @@ def relative_error(measurement: OpMeasurement) -> float:
     # the first token of a causal call sees itself alone: its gradient is zero, and what rounding leaves of it is compared with
     # the small gradients of late tokens
     first = 1 if case.causal and queries > 1 else 0
-    rows = torch.linspace(first, queries - 1, min(queries - first, COMPARED_ROWS), device=measurement.device).long()
+    compared = queries if implementation.needs_all_queries else COMPARED_ROWS
+    rows = torch.linspace(first, queries - 1, min(queries - first, compared), device=measurement.device).long()
     with_gradients = measurement.direction == BOTH
     # a gradient that is zero outside the compared rows makes the gradients of k and v depend on these rows alone
     only_rows = torch.zeros(queries, device=measurement.device, dtype=out_gradient.dtype).index_fill(0, rows, 1)

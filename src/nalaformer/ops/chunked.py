@@ -85,8 +85,8 @@ def linear_attention(
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     # where no gradient is wanted each piece is written to its place: the outputs are never held twice
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    for tokens, place in zip(tokens_of_queries, out.split(piece, dim=1), strict=True):
-        read_piece(*tokens, state, mean, place)
+    for (q_piece, rotary_piece, strength_piece), place in zip(tokens_of_queries, out.split(piece, dim=1), strict=True):
+        read_piece(q_piece, rotary_piece, strength_piece, state, mean, place)
     return out
 
 

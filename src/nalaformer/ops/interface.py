@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,11 +74,14 @@ def linear_attention(
     # low-precision matmuls under autocast would undo the float32 sums
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
-        has_score = isinstance(contrast, str)
-        facts = {"has_contrast": has_score, "has_weight": key_weight is not None}
-        backend, spec = choose(q, k, v, feature_map=mapped, causal=causal, rotary=turns, **facts)
+        has_score, has_weight = isinstance(contrast, str), key_weight is not None
+        backend, spec = choose(
+            q, k, v, feature_map=mapped, causal=causal, rotary=turns, has_contrast=has_score, has_weight=has_weight
+        )
         against = None
-        if backend != "triton" or not has_score:
+        if contrast is not None and (backend != "triton" or not has_score):
+            # what reaches the values through attention and through their mean may cancel: added before it is rounded
+            v = v if backend == "triton" else v.to(compute_dtype(q, k, v))
             against = contrast_of(contrast, q, v, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k, v))
         if backend == "triton":
             # imported where used: Triton may be missing
@@ -107,7 +111,7 @@ def linear_attention(
                 key_weight=key_weight,
             )
             return out.to(q.dtype)
-        options = {"contrast": against, "key_weight": key_weight, "eps": eps, "recompute": needs_grad}
+        options: dict[str, Any] = {"contrast": against, "key_weight": key_weight, "eps": eps, "recompute": needs_grad}
         if causal:
             return chunked.causal_linear_attention(
                 q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, **options
@@ -294,8 +298,8 @@ def _packed(
         # a map that looks at all tokens must see each sequence by itself
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
         weight, spread_k, spread_v = _weight_for(q[None], spread_k, spread_v, None if key_weight is None else key_weight[None])
-        facts = {"has_contrast": isinstance(contrast, str), "has_weight": weight is not None}
-        of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths), **facts)
+        of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
+        of_all = partial(of_all, has_contrast=isinstance(contrast, str), has_weight=weight is not None)
         is_one_call = is_same and not isinstance(contrast, Tensor)
         backend, spec = of_all(feature_map=feature_map) if is_one_call else Choice("chunked")
         if backend == "triton":

@@ -199,7 +199,7 @@ def _polaformerpp() -> dict[str, Variant]:
 
 def _ravlt_and_mavit() -> dict[str, Variant]:
     """RALA's and MALA's backbones, whose authors have released weights, and all-linear forms."""
-    sizes = {
+    sizes: dict[str, dict[str, Any]] = {
         "t": {"embed_dims": (64, 128, 256, 512), "depths": (2, 2, 6, 2), "num_heads": (1, 2, 4, 8)},
         "s": {
             "embed_dims": (64, 128, 320, 512),

@@ -39,11 +39,13 @@ def launch(
     stretch = -(-tiles // splits) * tile
     splits = -(-tokens // stretch)
     sums = x.new_empty((splits if has_sums else 0, batch, heads, parts, head_dim), dtype=torch.float32)
-    tensors = [x, x if mask is None else mask]
-    if kernel is not feature_sums_kernel:
-        tensors += [row, out] if kernel is feature_products_kernel else [row, sums if numbers is None else numbers, out]
-    if kernel is not feature_products_kernel:
-        tensors.append(sums)
+    given: list[Any] = [x if mask is None else mask]
+    if kernel is feature_sums_kernel:
+        given += [sums]
+    elif kernel is feature_products_kernel:
+        given += [row, out]
+    else:
+        given += [row, sums if numbers is None else numbers, out, sums]
 
     def describe() -> Description:
         more = strides(out) if kernel is feature_gradient_kernel and out is not None else ()
@@ -59,7 +61,7 @@ def launch(
         }
         return (splits, batch * heads), (tokens, heads, stretch, *strides(x), *more), constants
 
-    start(_launches, (name, kernel.__name__, kind(x, mask, row, numbers, out)), kernel, tensors, describe)
+    start(_launches, (name, kernel.__name__, kind(x, mask, row, numbers, out)), kernel, (x, *given), describe)
     return sums.sum(0)
 
 

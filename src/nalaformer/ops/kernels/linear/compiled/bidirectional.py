@@ -34,7 +34,7 @@ from ...common.compiled.tiles import (
     store_per_row,
     store_rows,
 )
-from .contrast import LARGEST_STRENGTH, load_value_sum, size_of_sums, store_value_sum
+from .contrast import LARGEST_STRENGTH, contrasted, load_value_sum, size_of_sums, store_value_sum, without_mean
 from .key_sums import sum_keys
 
 # of maps without a bound, as in ops.features: LARGEST_TURNED_OUTPUT and 1 / SMALLEST_DIVISOR
@@ -140,7 +140,8 @@ def write_outputs(
                 store_per_row(inverse_ptr + stream * per_stream, inverse, first, rows, ok)
             above *= inverse
             if CONTRAST:
-                above += tl.minimum(per_score * score, LARGEST_STRENGTH) * (above - mean[None, :])
+                strength = tl.minimum(per_score * score, LARGEST_STRENGTH)
+                above = contrasted(above, mean, strength, score, inverse, eps_count, PAIRS == 0)
             if STREAMS == 1:
                 out = above
             else:
@@ -274,6 +275,8 @@ def output_kernel(
         s_a, s_b, z_a, z_b = load_both_sums(sums, D, V, BD, BV, PARTS)
         count = tl.load(sums + V + 1)
         mean = load_value_sum(sums, D, V, BV, PARTS, CONTRAST) / tl.maximum(count, 1.0)
+        s_a = without_mean(s_a, z_a, mean, CONTRAST and PAIRS == 0)
+        s_b = without_mean(s_b, z_b, mean, CONTRAST and PAIRS == 0)
         key_scale = 0.0
         if GUARD:
             key_scale = tl.load(scale_ptr + owner)
@@ -368,6 +371,9 @@ def whole_kernel(
             store_value_sum(sums, value_sum, D, V, BV, PARTS)
         if GUARD:
             tl.store(scale_ptr + tl.program_id(0), log_scale)
+    mean = value_sum / tl.maximum(count, 1.0)
+    s_a = without_mean(s_a, z_a, mean, CONTRAST and PAIRS == 0)
+    s_b = without_mean(s_b, z_b, mean, CONTRAST and PAIRS == 0)
     write_outputs(
         q_ptr + wide * stride_qb + head * stride_qh,
         out_ptr + wide * stride_ob + head * stride_oh,
@@ -376,8 +382,7 @@ def whole_kernel(
         params,
         cos_q_ptr + wide * stride_angle_qb,
         sin_q_ptr + wide * stride_angle_qb,
-        *(s_a.to(DOT), s_b.to(DOT), z_a, z_b, eps * count, log_scale),
-        *(value_sum / tl.maximum(count, 1.0), contrast / tl.maximum(count, 1.0)),
+        *(s_a.to(DOT), s_b.to(DOT), z_a, z_b, eps * count, log_scale, mean, contrast / tl.maximum(count, 1.0)),
         *(0, num_queries, stride_q, stride_o, norm_scale, alpha),
         *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, CONTRAST, KEEP, DOT, PRECISION),
     )

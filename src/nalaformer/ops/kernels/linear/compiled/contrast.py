@@ -6,6 +6,11 @@ w = (1 + z) / den, which takes the place of 1 / den; that of den is w times
     drop = -(dout . o) + (c / w) (dout . o - dout . m),     c = contrast / n
 
 and that of the mean of the values m is -sum_i z_i dout_i. The rest of the backward pass is that of attention.
+
+Outputs may lie near the mean, and z magnifies what rounding makes of their distance. Without rotary that distance is read from
+sums which never had the mean in them: with C = S - z_sum m and c = phi_q . C / den,
+
+    out = (1 + z) c + m (phi_q . z_sum - z eps n) / den
 """
 
 import triton
@@ -37,6 +42,24 @@ def load_value_sum(ptr, D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PART
 def store_value_sum(ptr, value_sum, D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr):
     columns = tl.arange(0, BV)
     tl.store(ptr + PARTS * D * (V + 2) + columns, value_sum, mask=columns < V)
+
+
+@triton.jit
+def without_mean(s, z, mean, CENTRED: tl.constexpr):
+    """C = S - z m where CENTRED, else S; [BD, BV]."""
+    if CENTRED:
+        s -= z[:, None] * mean[None, :]
+    return s
+
+
+@triton.jit
+def contrasted(out, mean, strength, score, inverse, eps_count, CENTRED: tl.constexpr):
+    """The formulas above, from o or, if CENTRED, from c; score = phi_q . z_sum, inverse = 1 / den."""
+    if CENTRED:
+        out = out * (1.0 + strength) + mean[None, :] * (inverse * (score - strength * eps_count))
+    else:
+        out += strength * (out - mean[None, :])
+    return out
 
 
 @triton.jit
