@@ -76,9 +76,9 @@ for _method in ("elu", "mala", "rala"):
     IMPLEMENTATIONS.register(f"{_method} attention")(Implementation(make=partial(make_ours, method=_method), **_shared))
     if _method in FORMULAS:
         _published = _shared | {"heads_first": True, "slack": 4.0}
-        IMPLEMENTATIONS.register(f"{_method}, published formula")(
+        IMPLEMENTATIONS.register(f"{_method} as published")(
             Implementation(make=partial(make_eager, method=_method), **_published)
         )
-        IMPLEMENTATIONS.register(f"{_method}, published formula, compiled")(
+        IMPLEMENTATIONS.register(f"{_method} as published, compiled")(
             Implementation(make=partial(make_compiled, method=_method), devices=("cuda",), **_published)
         )
