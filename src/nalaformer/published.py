@@ -11,8 +11,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .published_names import FAMILIES, is_published_dit, is_published_model, translate, translate_dit
-from .published_names import FAMILIES, backbone_part, is_published_model, translate, warn_of_others
+from .published_names import (
+    FAMILIES,
+    backbone_part,
+    is_published_dit,
+    is_published_model,
+    translate,
+    translate_dit,
+    warn_of_others,
+)
 from .registry import unknown_name
 from .whole_files import whole_file
 
@@ -95,6 +102,8 @@ def load_dit(weights: Mapping[str, Tensor] | str | Path, *, num_heads: int = 0, 
     model = NaLaDiT(**(sizes | {"attention": "softmax", "objective": "ddpm" if doubled else "flow"} | config))
     model.load_state_dict(ours)
     return model.eval()
+
+
 def facts_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """What weights with our names say of their network: classes, head, norms of what the stages give out."""
     facts: dict[str, Any] = {}

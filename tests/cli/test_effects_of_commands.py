@@ -27,10 +27,11 @@ from nalaformer.training.log import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# their options are seen to with what they do: linearization, language models, samples, published weights, benchmarks
-ELSEWHERE = ("linearize", "generate", "eval language", "eval images", "data encode", "data unpack", "convert", "bench")
-# their options are seen to with what they do: linearization, language models, published weights, benchmarks, attention maps
-ELSEWHERE = ("linearize", "generate", "eval language", "convert", "bench", "analyze", "explore")
+# their options are seen to with what they do: linearization, language models, samples, published weights, benchmarks, maps
+ELSEWHERE = (
+    *("linearize", "generate", "eval language", "eval images", "data encode", "data unpack", "convert", "bench"),
+    *("analyze", "explore"),
+)
 
 
 def commands(command, path=()):

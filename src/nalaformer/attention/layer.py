@@ -7,8 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..feature_maps import Reflection, feature_map
-from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention, received_attention
-from ..ops import Rotary, check_key_mask, compute_dtype, global_query_weight, hide, linear_attention
+from ..ops import (
+    Rotary,
+    check_key_mask,
+    compute_dtype,
+    global_query_weight,
+    hide,
+    linear_attention,
+    received_attention,
+)
 from ..ops.kept_tensors import kept
 from .cells import cells_at, on_grid
 from .config import AttentionConfig

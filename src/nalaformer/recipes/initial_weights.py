@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..published import read
-from ..published_names import is_published_dit, is_published_model, translate, translate_dit
-from ..published_names import backbone_part, is_published_model, translate
+from ..published_names import backbone_part, is_published_dit, is_published_model, translate, translate_dit
 
 # names that a report spells out
 MOST_NAMES = 3
@@ -25,13 +24,11 @@ def load_weights(model: nn.Module, task: Any, source: str | Path, weights: Mappi
     given = dict(weights if weights is not None else read(source))
     family = getattr(getattr(backbone, "config", None), "family", None)
     # timm's ViTs have a patch_embed too; of ours only published files have
-    if family is not None and is_published_model(given):
-        given = translate(given, family)
-    elif is_published_dit(given):
-        given = translate_dit(given)
     published, others = backbone_part(given) if family is not None else (given, {})
     if family is not None and is_published_model(published):
         given = translate(published, family)
+    elif is_published_dit(given):
+        given = translate_dit(given)
     wanted = backbone.state_dict()
     prefix = common_prefix(given, wanted)
     given = {name.removeprefix(prefix): value for name, value in given.items()}

@@ -87,7 +87,8 @@ def queries_and_keys(model: nn.Module, inputs: Tensor) -> list[tuple[Attention, 
 
     def look(layer: nn.Module, given: tuple[Tensor]) -> None:
         assert isinstance(layer, Attention)
-        q, k, *_ = layer.project(given[0], None, None)
+        # without positions inside attention the grid says nothing
+        q, k, *_ = layer.project(given[0], (1, given[0].shape[1]), None)
         found.append((layer, q, k))
 
     hooks = [module.register_forward_pre_hook(look) for module in model.modules() if isinstance(module, Attention)]

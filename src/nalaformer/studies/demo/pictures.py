@@ -20,7 +20,7 @@ COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION}
 MARKERS = "osv^D<>PX*"
 
 
-def looks(result: DemoResult) -> dict[str, dict[str, str]]:
+def looks(result: DemoResult) -> dict[str, dict[str, Any]]:
     """Colour and marker of each method."""
     others = iter(OTHER_COLOURS * len(result.found))
     return {
