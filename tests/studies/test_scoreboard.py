@@ -203,7 +203,9 @@ def test_rows_say_what_was_measured_with_what(tmp_path):
     [("mqar_small", MQAR), ("pointing", {"keys": 8, "probes": 2}), ("copying", {"length": 8, "vocabulary": 6})],
 )
 def test_every_method_has_a_row_of_every_kind_of_task(row, options, tmp_path):
-    names = ", ".join([*METHODS, *FEATURE_MAPS.names()])
+    # RALA looks at all queries, and is refused where tokens see earlier ones alone
+    methods = [name for name in METHODS if row == "pointing" or METHODS[name].key_weight == "none"]
+    names = ", ".join([*methods, *FEATURE_MAPS.names()])
     rows = board(tmp_path / "a.csv", methods=names, steps=1, recipe=recipe("train_samples=16", name=row, options=options))
     assert [each["method"] for each in rows] == names.split(", ")
     assert {each["outcome"] for each in rows} == {"finished"}
