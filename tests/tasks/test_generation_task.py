@@ -318,7 +318,7 @@ def test_options_of_sampling_change_the_images(run, drawn):
 def test_the_command_draws_rectangles(run, drawn):
     images, _ = drawn("--label", "0", "--count", "1", "--steps", "1", "--height", "8", "--width", "20")
     assert images.shape == (1, 8, 20, 3)
-    call("--run", run, "--height", 10, fails="multiples of the patch size, 4, got 10 x 32; the nearest is 8 x 32")
+    call("--run", run, "--height", 9, fails="multiples of the patch size, 2, got 9 x 32; the nearest is 8 x 32")
 
 
 @COMMAND.of("device")

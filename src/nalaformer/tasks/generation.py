@@ -94,8 +94,9 @@ class Generation:
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         """The objective's loss with fresh noise at random levels; part: "error", its mean square alone."""
         images, labels = batch
-        noise, place = torch.randn_like(images), {"size": (len(images),), "device": images.device}
-        levels = torch.rand(**place) if self.config.levels == "uniform" else torch.randn(**place).sigmoid()
+        noise, count, device = torch.randn_like(images), len(images), images.device
+        is_uniform = self.config.levels == "uniform"
+        levels = torch.rand(count, device=device) if is_uniform else torch.randn(count, device=device).sigmoid()
         errors = self.objective.errors(model, images, labels, noise, levels)
         return Loss(total=errors.loss.mean(), weight=len(images), parts={"error": errors.error.mean()})
 
