@@ -59,6 +59,13 @@ PROGRAMS = {
         "import sys, nalaformer.analysis, nalaformer.bench, nalaformer.cli, nalaformer.studies\n"
         "print(sorted({'typer', 'rich', 'matplotlib'} & set(sys.modules)))"
     ),
+    "without diffusers": (
+        "import sys; sys.modules['diffusers'] = None\n"
+        "import nalaformer, nalaformer.models.diffusion as diffusion\n"
+        "print(diffusion.DiffusionTransformer(**diffusion.layout_of('dit_s8') | {'depth': 1}).num_classes)\n"
+        "try: nalaformer.NaLaDiT\n"
+        "except ModuleNotFoundError as error: print(error)"
+    ),
     "without timm": (
         "import sys; sys.modules['timm'] = None\n"
         "import nalaformer\n"
@@ -98,6 +105,12 @@ def test_neither_package_makes_the_import_of_the_other_heavy(answers):
 
 def test_importing_the_library_loads_no_heavy_packages(answers):
     assert answers["nothing for the terminal is imported"] == "[]"
+
+
+def test_without_diffusers_networks_are_made_and_samplers_say_what_is_missing(answers):
+    first, rest = answers["without diffusers"].split("\n", 1)
+    assert first == "1000"
+    assert "pip install 'nalaformer[diffusion]'" in rest
 
 
 def test_without_timm_the_rest_works_and_the_models_say_what_is_missing(answers):
