@@ -70,7 +70,7 @@ class Judged:
 
 
 def study_explanations(
-    out: Path, *, seeds: int = 2, steps: int = 500, images: int = 96, say: Say = say_on_stdout
+    out: Path, *, seeds: int = 1, steps: int = 500, images: int = 96, say: Say = say_on_stdout
 ) -> list[dict[str, object]]:
     """Train, explain, judge; the rows are written after each model."""
     facts = describe_machine().columns("cpu") | {"date": datetime.now(UTC).date().isoformat()}
