@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,8 +112,8 @@ class Recorder(TorchFunctionMode):
         self._undo: list[Callable[[], object]] = []
 
     def __enter__(self) -> "Recorder":
-        for module, mode in [(module, module.training) for module in self.model.modules()]:
-            self._undo.append(lambda module=module, mode=mode: setattr(module, "training", mode))
+        for module in self.model.modules():
+            self._undo.append(partial(setattr, module, "training", module.training))
         self.model.eval()
         for layer in self.layers:
             self._listen(layer)
@@ -131,7 +132,7 @@ class Recorder(TorchFunctionMode):
             )
 
     def _listen(self, layer: AttentionLayer) -> None:
-        module = layer.module
+        module: Any = layer.module
         if isinstance(module, Attention):
             self._replace(module, "attend", self._listen_to_ours(layer, module.attend))
         elif _is_mixer(module, "LinearMixer"):
@@ -141,10 +142,10 @@ class Recorder(TorchFunctionMode):
         # exact attention by torch's fused function, which __torch_function__ sees
         if getattr(module, "fused_attn", None) is False:
             self._replace(module, "fused_attn", True)
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", "sdpa") == "eager":
             config._attn_implementation = "sdpa"
-            self._undo.append(lambda: setattr(config, "_attn_implementation", "eager"))
+            self._undo.append(partial(setattr, config, "_attn_implementation", "eager"))
         begin = module.register_forward_pre_hook(lambda *_: self._running.append(layer))
         end = module.register_forward_hook(lambda *_: self._running.pop() and None, always_call=True)
         self._undo += [begin.remove, end.remove]

@@ -1,13 +1,14 @@
 """`python -m nalaformer.studies.evidence explanations|filtering FILE.csv`."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from . import study_explanations, study_filtering
 
-STUDIES = {"explanations": study_explanations, "filtering": study_filtering}
+STUDIES: dict[str, Callable[[Path], object]] = {"explanations": study_explanations, "filtering": study_filtering}
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in STUDIES:

@@ -3,7 +3,7 @@
 python -m nalaformer.studies.evidence explanations benchmarks/training/explanations_cpu.csv
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -89,7 +89,11 @@ def explanation_rows(*, seed: int, steps: int, images: int) -> Iterator[dict[str
     shown, kinds, places = pair_batch(GlyphPair(split="val", samples=images, seed=seed), range(images))
     # both glyphs are asked for: an explanation that ignores the class finds one of two at best
     asked = Judged(torch.cat((shown, shown)), kinds.T.flatten(), places.T.flatten()[:, None], CELLS, True)
-    networks = {"vit softmax": make_vit, "vit nalaformer": make_vit, "pyramid nalaformer": make_pyramid}
+    networks: dict[str, Callable[[str], nn.Module]] = {
+        "vit softmax": make_vit,
+        "vit nalaformer": make_vit,
+        "pyramid nalaformer": make_pyramid,
+    }
     for name, make in networks.items():
         torch.manual_seed(seed)
         model = train(make(name.split()[1]), partial(pair_batch, data), pair_loss, steps=steps)
