@@ -278,6 +278,8 @@ def test_a_bad_sample_spoils_no_other(method):
     assert after[1].isnan().any()
 
 
+# the weights of RALA look at all queries: refused (test_layer_options.py)
+@pytest.mark.parametrize("method", [name for name, config in METHODS.items() if config.key_weight == "none"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("to", [0.5, 1e4], ids=str)
 def test_a_causal_layer_does_not_look_ahead(method, masked, to):

@@ -57,7 +57,12 @@ def test_every_method_and_map_classifies_sequences_and_learns(attention):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_recall_model_with_weights_of_all_queries_is_refused():
+    with pytest.raises(ValueError, match="looks at all queries, later ones too, and cannot be causal"):
+        recall("rala")
+
+
+@pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "rala"])
 def test_no_recall_model_sees_later_tokens(attention):
     model = recall(attention)
     tokens = torch.randint(0, 11, (2, 17))
