@@ -19,10 +19,12 @@ import nalaformer
 import nalaformer.ops.kernels
 import nalaformer.ops.kernels.linear.global_query_op
 from nalaformer import Rotary
+from nalaformer import Rotary, ops
 from nalaformer.ops import backend
 from nalaformer.ops.kernels.common import launch
 from nalaformer.ops.kernels.common.machine_code import is_miscompiled
 from nalaformer.ops.kernels.linear import call
+from nalaformer.ops.kernels.tokenwise import gated_linear_op, linear_cross_entropy_op, rms_norm_op, short_convolution_op  # noqa: F401
 
 H200 = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -109,6 +111,24 @@ def causal():
     attend("focused", torch.bfloat16, causal=True, options={"norm_over": "head"}, rotary=Rotary.sequence(80, 20))
 
 
+def language():
+    """What surrounds attention in a language model."""
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.zeros(2, 80, 192, dtype=dtype, requires_grad=True)
+        weight = torch.zeros(192, 4, dtype=dtype, requires_grad=True)
+        sequence = torch.arange(80).expand(2, 80).contiguous() // 30
+        for silu, packed in ((0, None), (1, sequence)):
+            parts = ops.short_convolution(x, weight, weight[:, 0], sizes=(64, 64, 64), silu=silu, sequence=packed)
+            sum(part.sum() for part in parts).backward()
+        with torch.no_grad():
+            ops.short_convolution(x, weight, sizes=(64, 64, 64), before=x[:, :3])
+            ops.short_convolution_step_(x[:, :3].clone(), x[:, 3:4], weight, sizes=(64, 64, 64), silu=1)
+        out = ops.rms_norm(x, weight[:, 0].contiguous(), eps=1e-6, gate=x)
+        (out + sum(ops.add_rms_norm(x, x, weight[:, 0].contiguous(), eps=1e-6))).sum().backward()
+        ops.gated_linear(x, x, x[0]).sum().backward()
+        ops.linear_cross_entropy(x[0], x[1], torch.zeros(80, dtype=torch.int64)).backward()
+
+
 backend.why_no_triton_here = lambda: None
 backend.why_not_on = lambda x: None
 original = launch.start
@@ -116,5 +136,5 @@ for module in [module for name, module in sys.modules.items() if name.startswith
     if getattr(module, "start", None) is original:
         module.start = compile_instead
 with nalaformer.use_backend("triton"):
-    {"bidirectional": bidirectional, "causal": causal}[sys.argv[1]]()
+    {"bidirectional": bidirectional, "causal": causal, "language": language}[sys.argv[1]]()
 print(*sorted(compiled))

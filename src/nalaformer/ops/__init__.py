@@ -5,13 +5,17 @@ from .checks import check_key_mask
 from .delta import delta_rule, delta_step_
 from .depthwise import depthwise_conv
 from .features import FeatureMapLike, ScaledFeatures, cheap_to_look_at, compute_dtype, hide, outside_autocast
+from .gated_linear import gated_linear
 from .interface import attention_weights, linear_attention, recurrent_linear_attention, recurrent_step_
 from .kernel_spec import KernelSpec
 from .key_weight import global_query_weight
 from .layer_norm import layer_norm
 from .linear_form import received_attention
+from .linear_cross_entropy import linear_cross_entropy
 from .residual import scaled_residual
+from .rms_norm import add_rms_norm, rms_norm
 from .rotary import Rotary, rotary_frequencies
+from .short_convolution import short_convolution, short_convolution_step_
 from .state import LinearState
 
 __all__ = [
@@ -20,6 +24,7 @@ __all__ = [
     "LinearState",
     "Rotary",
     "ScaledFeatures",
+    "add_rms_norm",
     "attention_weights",
     "cheap_to_look_at",
     "check_key_mask",
@@ -27,17 +32,22 @@ __all__ = [
     "delta_rule",
     "delta_step_",
     "depthwise_conv",
+    "gated_linear",
     "get_backend",
     "global_query_weight",
     "hide",
     "layer_norm",
     "linear_attention",
+    "linear_cross_entropy",
     "outside_autocast",
     "received_attention",
     "recurrent_linear_attention",
     "recurrent_step_",
+    "rms_norm",
     "rotary_frequencies",
     "scaled_residual",
     "set_backend",
+    "short_convolution",
+    "short_convolution_step_",
     "use_backend",
 ]

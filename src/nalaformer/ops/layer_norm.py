@@ -17,13 +17,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, gate: Ten
     if runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0:
         from .kernels.tokenwise import layer_norm_op
 
-        gates = None if gate is None else _rows(gate)
-        return layer_norm_op.normalise(_rows(x), gates, weight, bias, eps).view(x.shape)
+        gates = None if gate is None else rows_of(gate)
+        return layer_norm_op.normalise(rows_of(x), gates, weight, bias, eps).view(x.shape)
     out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return out if gate is None else out * F.silu(gate)
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """[R, C]: a view where the rows lie at even distances, as those of a slice of a projection do."""
     rows = x.flatten(0, -2)
     return rows if rows.stride(-1) == 1 else rows.contiguous()

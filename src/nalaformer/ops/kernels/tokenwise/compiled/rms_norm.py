@@ -1,0 +1,104 @@
+"""RMSNorm with the sum before it and the gate behind it: a program takes several rows at once."""
+
+import triton
+import triton.language as tl
+
+from .layer_norm import sigmoid
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,  # [R, C] rows of the given stride
+    y_ptr,  # [R, C]: added to x; not read without ADDS
+    gate_ptr,  # [R, C]; not read without GATED
+    weight_ptr,  # [C]
+    out_ptr,  # [R, C] side by side
+    total_ptr,  # [R, C] side by side: x + y; not written without ADDS
+    inverse_ptr,  # [R] float32: 1 / root mean square
+    rows,
+    x_row,
+    y_row,
+    gate_row,
+    eps,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    ADDS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """total = x [+ y]; out = total / sqrt(mean(total^2) + eps) * weight [* silu(gate)]."""
+    row = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
+    channel = tl.arange(0, BC)
+    is_row = row < rows
+    is_channel = channel < C
+    inside = is_row[:, None] & is_channel[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(y_ptr + row[:, None] * y_row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        # what the next layers see, rounded as they see it
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row[:, None] * C + channel[None, :], total, mask=inside)
+        x = total.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / C + eps)
+    weight = tl.load(weight_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)
+    out = x * inverse[:, None] * weight[None, :]
+    if GATED:
+        gate = tl.load(gate_ptr + row[:, None] * gate_row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        out = out * gate * sigmoid(gate)
+    tl.store(out_ptr + row[:, None] * C + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(inverse_ptr + row, inverse, mask=is_row)
+
+
+@triton.jit
+def rms_norm_gradient_kernel(
+    x_ptr,  # [R, C]: what was normalised
+    gate_ptr,  # [R, C]; not read without GATED
+    weight_ptr,  # [C]
+    dout_ptr,  # [R, C]
+    dtotal_ptr,  # [R, C]: the gradient of x itself, which is added; not read without ADDS
+    inverse_ptr,  # [R]
+    dx_ptr,  # [R, C] side by side
+    dgate_ptr,  # [R, C] side by side; not written without GATED
+    partial_ptr,  # [programs, C] float32: of the weight
+    rows,
+    stretch,  # steps of BR rows per program
+    x_row,
+    gate_row,
+    dout_row,
+    dtotal_row,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    ADDS: tl.constexpr,
+    GATED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Gradients of x and gate, and the sum over the program's rows for the weight."""
+    program = tl.program_id(0)
+    channel = tl.arange(0, BC)
+    is_channel = channel < C
+    weight = tl.load(weight_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BR, BC), tl.float32)
+    last = tl.minimum((program + 1) * stretch, tl.cdiv(rows, BR))
+    for step in tl.range(program * stretch, last, num_stages=STAGES):
+        row = (step * BR + tl.arange(0, BR)).to(tl.int64)
+        is_row = row < rows
+        inside = is_row[:, None] & is_channel[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        dout = tl.load(dout_ptr + row[:, None] * dout_row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_ptr + row, mask=is_row, other=0.0)
+        unit = x * inverse[:, None]
+        if GATED:
+            gate = tl.load(gate_ptr + row[:, None] * gate_row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+            part = sigmoid(gate)
+            dgate = dout * unit * weight[None, :] * part * (1.0 + gate * (1.0 - part))
+            tl.store(dgate_ptr + row[:, None] * C + channel[None, :], dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+            dout = dout * gate * part
+        dweight += dout * unit
+        dunit = dout * weight[None, :]
+        along = tl.sum(dunit * unit, axis=1) / C
+        dx = (dunit - unit * along[:, None]) * inverse[:, None]
+        if ADDS:
+            dx += tl.load(dtotal_ptr + row[:, None] * dtotal_row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row[:, None] * C + channel[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(partial_ptr + program.to(tl.int64) * C + channel, tl.sum(dweight, axis=0), mask=is_channel)

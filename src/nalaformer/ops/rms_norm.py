@@ -1,0 +1,51 @@
+"""RMSNorm, with the residual sum before it or the gate behind it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .backend import runs_kernels
+from .layer_norm import MOST_CHANNELS, rows_of
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gate: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, times silu(gate) where there is one.
+
+    x, gate: [..., C] -> [..., C] in the type of x, or in that of autocast, which the product behind it computes in.
+    """
+    dtype = product_dtype(x)
+    if _fits(x):
+        from .kernels.tokenwise import rms_norm_op
+
+        out, _ = rms_norm_op.normalise(rows_of(x), None, None if gate is None else rows_of(gate), weight, eps, dtype)
+        return out.view(x.shape)
+    out = _plain(x, weight, eps)
+    return (out if gate is None else out * F.silu(gate)).to(dtype)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, and its rms_norm. x, y: [..., C]."""
+    if _fits(x) and torch.promote_types(x.dtype, y.dtype) == x.dtype and x.shape == y.shape:
+        from .kernels.tokenwise import rms_norm_op
+
+        out, total = rms_norm_op.normalise(rows_of(x), rows_of(y), None, weight, eps, product_dtype(x))
+        return total.view(x.shape), out.view(x.shape)
+    total = x + y
+    return total, rms_norm(total, weight, eps=eps)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type in which a matrix product of x computes: that of autocast where it is on."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def _fits(x: Tensor) -> bool:
+    return runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0
+
+
+def _plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    # in one type: torch warns of two, and is slow in them
+    return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)
