@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import nalaformer
 from helpers.kernel_checks import DEVICE, make, outcome, relative_error
@@ -94,9 +95,10 @@ def test_causal_operator_keeps_the_contract_of_torch_library():
     spec = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=8).kernel_spec(torch.device(DEVICE))
     parameters, settings = spec.parameters, spec.settings(streams=1, eps=1e-6)
     q, k, v = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 3))
-    arguments = (q, k, v, parameters, *[None] * 7, 0, *settings, True, True)
+    arguments = (q, k, v, parameters, *[None] * 7, 0, *settings, True, True, False)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(causal_op.forward, arguments, test_utils=checks)
+    torch.library.opcheck(causal_op.forward, (*arguments[:-1], True), test_utils=checks)
     state = nalaformer.LinearState.empty(1, 2, 16, 8, device=DEVICE)
     token = [x[:, :1].detach() for x in (q, k, v)]
     torch.library.opcheck(step, (*token, parameters, *[None] * 4, *state.tensors().values(), *settings), test_utils=checks[::2])
@@ -143,11 +145,15 @@ def test_a_compiled_call_serves_every_number_of_tokens(causal):
         return nalaformer.linear_attention(*tensors, feature_map=feature_map, causal=causal)
 
     torch.compiler.reset()
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
     with nalaformer.use_backend("triton"):
-        for tokens in (40, 70, 131):
+        for tokens in (40, 70, 131, 520):
             tensors = make(*[(1, tokens, 2, 8)] * 3)
             assert torch.equal(compiled(*tensors), attend(*tensors))
+    if causal:
+        # with one number, then with any: not one graph for each way to cut the tokens
+        assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -160,12 +160,10 @@ class Call:
 
     def best_splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
         chosen = self.tile(kernel)
-        per_processor, steps = SPREAD[kernel]
-        at_once = per_processor * processors(self.device)
+        at_once = SPREAD[kernel][0] * processors(self.device)
         rows = max(1, self.samples * heads)
         tiles = -(-tokens // chosen.tokens)
-        # sums of large heads take as long as many tokens, however small the tiles that such heads leave room for
-        most = max(1, tokens // (steps * max(chosen.tokens, self.block_v // 4)))
+        most = max(1, tokens // self.smallest_stretch(kernel))
 
         def time(count: int) -> int:
             """In tiles: programs come in rounds, and each takes its tiles and the time to begin and end."""
@@ -176,6 +174,15 @@ class Call:
         count = min([min(most, max(1, rounds * at_once // rows)) for rounds in range(1, 5)], key=lambda n: (time(n), n))
         stretch = -(-tiles // count) * chosen.tokens
         return -(-tokens // stretch), stretch
+
+    def most_splits(self, kernel: str, tokens: int) -> int:
+        """At least as many as `splits` says, without a choice: the tokens may be a symbol of torch.compile."""
+        # never one, about which torch.compile would make a choice
+        return tokens // self.smallest_stretch(kernel) + 2
+
+    def smallest_stretch(self, kernel: str) -> int:
+        # sums of large heads take as long as many tokens, however small the tiles that such heads leave room for
+        return SPREAD[kernel][1] * max(self.tile(kernel).tokens, self.block_v // 4)
 
     def constants(self, kernel: str) -> dict[str, object]:
         """Every constant that some kernel has; each takes those that it knows."""

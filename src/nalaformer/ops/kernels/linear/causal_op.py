@@ -22,20 +22,41 @@ def run_forward(
     settings: MapSettings,
     want_total: bool,
     keep: bool,
+    is_roomy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, the sums of all tokens (empty unless wanted), those before each stretch and, if kept, 1 / denominator."""
+    """Output, the sums of all tokens (empty unless wanted), those before each stretch and, if kept, 1 / denominator.
+
+    is_roomy: room for the sums of as many stretches as there may be. How many there are follows from the tokens by a search,
+    which would tie a graph of torch.compile to some numbers of tokens.
+    """
     call = call_for(q, k, v, parameters, layout, settings)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1], device=q.device)
     total, before, inverse = causal_launch.forward(call, q, k, v, parameters, layout, initial, out, want_total, keep)
+    if is_roomy:
+        with_room = before.new_empty(call.most_splits("causal", call.num_queries), *before.shape[1:])
+        with_room[: len(before)] = before
+        before = with_room
     # an operator may not return two views of one tensor
     return out, total if want_total else total.new_empty(0), before, inverse
 
 
 def shapes(
-    q: Any, k: Any, v: Any, parameters: Any, initial: Any, layout: Any, settings: Any, want_total: Any, keep: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    parameters: Any,
+    initial: Any,
+    layout: Any,
+    settings: Any,
+    want_total: Any,
+    keep: Any,
+    is_roomy: Any,
 ) -> Any:
     call = new_call(q, k, v, layout, settings)
-    count, _ = call.splits("causal", call.num_queries, call.heads)
+    if is_roomy:
+        count = call.most_splits("causal", call.num_queries)
+    else:
+        count, _ = call.splits("causal", call.num_queries, call.heads)
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1])
     per_stretch = (count, call.samples * call.kv_heads, settings.parts, q.shape[-1], v.shape[-1] + 2)
     before = q.new_empty(per_stretch, dtype=torch.float32)
@@ -63,6 +84,8 @@ def run_backward(
         dout = v.new_zeros(*q.shape[:-1], v.shape[-1])
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dtotal = None if dtotal is None else dtotal.contiguous()
+    count, _ = call.splits("causal", call.num_queries, call.heads)
+    before = before[:count]
     dq, dk, dv, dinitial, dquery, dkey = causal_launch.backward(
         call, q, k, v, out, dout, inverse, dtotal, parameters, layout, before, is_learned
     )
@@ -87,7 +110,7 @@ def gradient_shapes(
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, _, layout, ctx.settings, ctx.want_total, _ = inputs
+    *tensors, _, layout, ctx.settings, ctx.want_total, _, _ = inputs
     *of_layout, ctx.longest = layout
     out, _, before, inverse = output
     ctx.save_for_backward(*tensors, *of_layout, out, before, inverse)
@@ -109,4 +132,6 @@ with_gradients, forward, backward = operator(
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The output and the sums of all tokens; the last input says whether a backward pass may follow."""
-    return with_gradients(*inputs) if inputs[-1] or torch.compiler.is_compiling() else run_forward(*inputs)[:2]
+    is_compiling = torch.compiler.is_compiling()
+    given = (*inputs, is_compiling)
+    return with_gradients(*given) if inputs[-1] or is_compiling else run_forward(*given)[:2]
