@@ -64,6 +64,9 @@ class NaLaConfig(PreTrainedConfig):
     """Length that the model is trained for; nothing in it ends there. Evaluation tools read it."""
     use_cache: bool = True
     """Return a cache, outside training."""
+    logits_in_training: bool = False
+    """Return logits beside the loss in training too, for whoever reads them there. Without, a training step with labels gives
+    the loss alone and never holds the logits of all tokens. Evaluation always returns them."""
     tie_word_embeddings: bool = True
     """One matrix for the embedding and the output."""
     pad_token_id: int | None = None

@@ -1,4 +1,4 @@
-"""The small parts of a block: the SwiGLU network and the short convolution."""
+"""The small parts of a block: norm, SwiGLU network and short convolution."""
 
 import math
 
@@ -7,8 +7,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization
 
+from ...ops import add_rms_norm, gated_linear, rms_norm, short_convolution, short_convolution_step_
 from .cache import RecurrentLayer
 from .tokens import Tokens
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight over the channels, times silu(gate) where one is passed."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return rms_norm(x, self.weight, eps=self._eps, gate=gate)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm."""
+        if is_as_torch_made_it(self):
+            return add_rms_norm(x, y, self.weight, eps=self._eps)
+        total = x + y
+        return total, self(total)
+
+    @property
+    def _eps(self) -> float:
+        assert self.eps is not None
+        return self.eps
 
 
 class SwiGLU(nn.Module):
@@ -21,16 +41,32 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if is_plain(self.down_proj):
+            return gated_linear(gate, up, self.down_proj.weight)
+        return self.down_proj(F.silu(gate) * up)
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether the product with its weight is all that a call does: no adapter, hook, shard or quantised weight."""
+    return type(linear) is nn.Linear and linear.bias is None and is_as_torch_made_it(linear)
+
+
+def is_as_torch_made_it(module: nn.Module) -> bool:
+    """Whether nobody changed what a call does: hooks gather shards or move weights, and must be called."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    is_changed = any(hooks) or "forward" in module.__dict__
+    return not is_changed and type(module.weight) in (nn.Parameter, Tensor)
 
 
 class ShortConvolution(nn.Module):
     """Each channel mixes its last few tokens: y_t = sum_s w_s x_{t-s}, s = 0 .. size - 1, within the sequence of t."""
 
-    def __init__(self, channels: int, size: int) -> None:
+    def __init__(self, parts: tuple[int, int, int], size: int, *, silu: int = 0) -> None:
+        """parts: the channels of q, k and v; silu: so many of them, counted from v, pass through SiLU."""
         super().__init__()
-        self.size = size
-        self.weight = nn.Parameter(torch.empty(channels, size))
+        self.parts, self.size, self.silu = parts, size, silu
+        self.weight = nn.Parameter(torch.empty(sum(parts), size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -38,36 +74,33 @@ class ShortConvolution(nn.Module):
         bound = 1 / math.sqrt(self.size)
         initialization.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
-        """x [B, N, C], zero where a token is padding -> [B, N, C]; the layer keeps the last size - 1 real tokens."""
+    def forward(self, x: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, N, C], zero where a token is padding -> q, k, v; the layer keeps the last size - 1 real tokens."""
         kept = None if layer is None else layer.tensors.get("tail")
-        before = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if kept is None else kept.to(x.dtype)
-        padded = torch.cat((before, x), dim=1)
+        with_gradients = torch.is_grad_enabled()
+        if kept is not None and x.shape[1] == 1 and tokens.key_mask is None and not with_gradients and self.size > 1:
+            out = short_convolution_step_(kept, x, self.weight, sizes=self.parts, silu=self.silu)
+            q, k, v = out.split(self.parts, dim=-1)
+            return q, k, v
+        parts = short_convolution(x, self.weight, sizes=self.parts, silu=self.silu, before=kept, sequence=tokens.sequence)
         if layer is not None:
-            tail = self._tail(padded, tokens)
-            if kept is None or torch.is_grad_enabled():
-                # a copy: a view would hold all tokens of the piece in memory
-                layer.tensors["tail"] = tail.clone()
+            tail = self._tail(x, kept, tokens)
+            if kept is None or with_gradients:
+                layer.tensors["tail"] = tail
             else:
                 # in its place, as the states of single tokens: a CUDA graph of a step goes on
                 kept.copy_(tail)
-        weight = self.weight.to(x.dtype)
-        if tokens.sequence is None:
-            return F.conv1d(padded.transpose(1, 2), weight.flip(1)[:, None], groups=x.shape[2]).transpose(1, 2)
-        # packed sequences, which have no cache: a token of another one does not count
-        sequence = F.pad(tokens.sequence, (self.size - 1, 0))
-        out = x * weight[:, 0]
-        for back in range(1, self.size):
-            window = slice(self.size - 1 - back, -back)
-            is_own = sequence[:, window] == tokens.sequence
-            out = out + torch.where(is_own[..., None], padded[:, window], 0) * weight[:, back]
-        return out
+        return parts
 
-    def _tail(self, padded: Tensor, tokens: Tokens) -> Tensor:
-        """The last size - 1 real tokens; behind those of a row that ends with padding lie zeros."""
+    def _tail(self, x: Tensor, kept: Tensor | None, tokens: Tokens) -> Tensor:
+        """A copy of the last size - 1 real tokens; behind those of a row that ends with padding lie zeros."""
+        before = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if kept is None else kept.to(x.dtype)
         if tokens.key_mask is None:
-            return padded[:, padded.shape[1] - self.size + 1 :]
-        places = torch.arange(1, tokens.key_mask.shape[1] + 1, device=padded.device)
+            # what a longer piece holds before its end is not copied
+            joined = torch.cat((before, x[:, max(0, x.shape[1] - self.size + 1) :]), dim=1)
+            return joined[:, joined.shape[1] - self.size + 1 :].clone()
+        padded = torch.cat((before, x), dim=1)
+        places = torch.arange(1, tokens.key_mask.shape[1] + 1, device=x.device)
         end = (tokens.key_mask * places).amax(1)  # tokens up to the last real one, 0 if there is none
-        window = end[:, None] + torch.arange(self.size - 1, device=padded.device)
-        return padded.gather(1, window[..., None].expand(-1, -1, padded.shape[2]))
+        window = end[:, None] + torch.arange(self.size - 1, device=x.device)
+        return padded.gather(1, window[..., None].expand(-1, -1, x.shape[2]))

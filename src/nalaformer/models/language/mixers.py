@@ -22,7 +22,7 @@ from ...ops import (
 )
 from .cache import RecurrentLayer
 from .config import NaLaConfig
-from .layers import ShortConvolution
+from .layers import RMSNorm, ShortConvolution
 from .tokens import Tokens
 
 # features below this length fade to zero instead of being blown up to a unit that their rounding has chosen
@@ -38,26 +38,29 @@ class RecurrentMixer(nn.Module):
         assert config.map_options is not None
         dim, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         self.head_dim = head_dim
-        self.sizes = [heads * head_dim, key_heads * head_dim, key_heads * head_dim]
+        self.sizes = (heads * head_dim, key_heads * head_dim, key_heads * head_dim)
         self.qkv_proj = nn.Linear(dim, sum(self.sizes), bias=False)
-        self.convolution = ShortConvolution(sum(self.sizes), config.short_convolution) if config.short_convolution else None
+        self.convolution = ShortConvolution(self.sizes, config.short_convolution) if config.short_convolution else None
         self.map = feature_map(config.feature_map, num_heads=heads, head_dim=head_dim, **config.map_options)
         self.g_proj = nn.Linear(dim, heads * head_dim, bias=False)
-        self.norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(head_dim, eps=config.rms_norm_eps)
         self.o_proj = nn.Linear(heads * head_dim, dim, bias=False)
 
     def forward(self, x: Tensor, tokens: Tokens, layer: CacheLayerMixin | None) -> Tensor:
         assert layer is None or isinstance(layer, RecurrentLayer)
         qkv = self.qkv_proj(x)
-        if self.convolution is not None:
+        if self.convolution is None:
+            parts = qkv.split(self.sizes, dim=-1)
+        else:
             if tokens.key_mask is not None:
                 qkv = torch.where(tokens.key_mask[..., None], qkv, 0)
-            qkv = self.convolution(qkv, tokens, layer)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.sizes, dim=-1))
+            parts = self.convolution(qkv, tokens, layer)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         out = self.mix(x, q, k, v, tokens, layer)
         if layer is not None:
             layer.seen += x.shape[1]
-        return self.o_proj(self.norm(out).flatten(2) * F.silu(self.g_proj(x)))
+        gate = self.g_proj(x).view_as(out)
+        return self.o_proj(self.norm(out, gate).flatten(2))
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
         """q [B, N, H, D]; k, v [B, N, K, D] -> [B, N, H, D]."""

@@ -18,7 +18,8 @@ from transformers.utils import can_return_tuple
 from ...feature_maps import FeatureMap, feature_map
 from .cache import NaLaCache
 from .config import NaLaConfig
-from .layers import ShortConvolution, SwiGLU
+from .layers import RMSNorm, ShortConvolution, SwiGLU
+from .loss import can_do_without_logits, next_token_loss
 from .mixers import MIXERS, GatedDeltaMixer
 from .tokens import Tokens, describe_tokens
 
@@ -28,16 +29,16 @@ class NaLaBlock(nn.Module):
 
     def __init__(self, config: NaLaConfig, number: int) -> None:
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mixer_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mixer = MIXERS[config.mixer_of_layers[number]](config)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.number = number
 
     def forward(self, x: Tensor, tokens: Tokens, cache: NaLaCache | None) -> Tensor:
         layer = None if cache is None else cache.layers[self.number]
-        x = x + self.mixer(self.mixer_norm(x), tokens, layer)
-        return x + self.mlp(self.mlp_norm(x))
+        x, normed = self.mlp_norm.of_sum(x, self.mixer(self.mixer_norm(x), tokens, layer))
+        return x + self.mlp(normed)
 
 
 class NaLaPreTrainedModel(PreTrainedModel):
@@ -76,7 +77,7 @@ class NaLaModel(NaLaPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(NaLaBlock(config, number) for number in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -176,6 +177,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         """As NaLaModel; labels [B, N] are the tokens themselves (shifted here), -100 where none is asked for.
 
         logits_to_keep: logits of the last so many tokens alone (0: of all), or of the tokens of that index.
+        In training, with labels, there is a loss and no logits, which would take most of the memory: config.logits_in_training.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -188,14 +190,23 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
             cu_seq_lens_q=cu_seq_lens_q,
             return_dict=True,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        hidden = outputs.last_hidden_state
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        logits = loss = None
+        if labels is not None and self.training and keeps_all and self._trains_without_logits:
+            loss = next_token_loss(hidden, self.lm_head.weight, labels, **kwargs)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, kept])
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )
+
+    @property
+    def _trains_without_logits(self) -> bool:
+        return not self.config.logits_in_training and can_do_without_logits(self.lm_head, self.loss_function)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
