@@ -113,20 +113,18 @@ def causal():
 
 def language():
     """What surrounds attention in a language model."""
-    for dtype in (torch.bfloat16, torch.float32):
-        x = torch.zeros(2, 80, 192, dtype=dtype, requires_grad=True)
-        weight = torch.zeros(192, 4, dtype=dtype, requires_grad=True)
-        sequence = torch.arange(80).expand(2, 80).contiguous() // 30
-        for silu, packed in ((0, None), (1, sequence)):
-            parts = ops.short_convolution(x, weight, weight[:, 0], sizes=(64, 64, 64), silu=silu, sequence=packed)
-            sum(part.sum() for part in parts).backward()
-        with torch.no_grad():
-            ops.short_convolution(x, weight, sizes=(64, 64, 64), before=x[:, :3])
-            ops.short_convolution_step_(x[:, :3].clone(), x[:, 3:4], weight, sizes=(64, 64, 64), silu=1)
-        out = ops.rms_norm(x, weight[:, 0].contiguous(), eps=1e-6, gate=x)
-        (out + sum(ops.add_rms_norm(x, x, weight[:, 0].contiguous(), eps=1e-6))).sum().backward()
-        ops.gated_linear(x, x, x[0]).sum().backward()
-        ops.linear_cross_entropy(x[0], x[1], torch.zeros(80, dtype=torch.int64)).backward()
+    x = torch.zeros(2, 80, 192, dtype=torch.bfloat16, requires_grad=True)
+    weight, scale = torch.zeros(192, 4, dtype=torch.float32, requires_grad=True), x[0, 0].detach()
+    sequence = torch.arange(160).view(2, 80) // 30
+    # two kernels of each: with and without SiLU
+    parts = ops.short_convolution(x, weight, weight[:, 0], sizes=(64, 64, 64), silu=1, sequence=sequence)
+    sum(part.sum() for part in parts).backward()
+    with torch.no_grad():
+        ops.short_convolution(x, weight, sizes=(64, 64, 64), before=x[:, :3])
+        ops.short_convolution_step_(x[:, :3].clone(), x[:, 3:4], weight, sizes=(64, 64, 64), silu=1)
+    (ops.rms_norm(x, scale, eps=1e-6, gate=x) + sum(ops.add_rms_norm(x, x, scale, eps=1e-6))).sum().backward()
+    ops.gated_linear(x, x, x[0]).sum().backward()
+    ops.linear_cross_entropy(x[0], x[1], torch.zeros(80, dtype=torch.int64)).backward()
 
 
 backend.why_no_triton_here = lambda: None

@@ -1,5 +1,6 @@
 """Gradients of gradients: right in plain torch, refused by the kernels, never silently wrong."""
 
+import sys
 from collections.abc import Callable
 from itertools import product
 
@@ -11,7 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nalaformer
 from nalaformer import LinearState, feature_map, global_query_weight, linear_attention, recurrent_linear_attention
 from nalaformer.attention.hybrid import HybridSettings, function, recurrent_hybrid_attention
-from nalaformer.ops import chunked, depthwise_conv, layer_norm, scaled_residual
+from nalaformer.ops import (
+    add_rms_norm,
+    chunked,
+    depthwise_conv,
+    gated_linear,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    scaled_residual,
+    short_convolution,
+)
 from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -72,6 +83,14 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "layer norm": (lambda x, w, b: layer_norm(x, w, b, eps=1e-6), [(3, 4), (4,), (4,)]),
     "gated layer norm": (lambda x, g, w, b: layer_norm(x, w, b, eps=1e-6, gate=g), [(3, 4), (3, 4), (4,), (4,)]),
     "residual": (lambda x, y, s: scaled_residual(x, y, scale=s), [(1, 3, 4), (1, 3, 4), (4,)]),
+    "short convolution": (
+        lambda x, w: torch.cat(short_convolution(x, w, sizes=(2, 1, 1), silu=1), -1),
+        [(1, 3, 4), (4, 2)],
+    ),
+    "gated RMSNorm": (lambda x, g, w: rms_norm(x, w, eps=1e-6, gate=g), [(3, 4), (3, 4), (4,)]),
+    "RMSNorm of a sum": (lambda x, y, w: sum(add_rms_norm(x, y, w, eps=1e-6)), [(3, 4), (3, 4), (4,)]),
+    "gated linear": (gated_linear, [(3, 4), (3, 4), (2, 4)]),
+    "loss": (lambda x, w: linear_cross_entropy(x, w, torch.arange(3, device=x.device)), [(3, 4), (5, 4)]),
     "bidirectional": (with_map("norm_aware", linear_attention), tokens(5)),
     "contrast and weights": (with_map("elu", contrasted), [*tokens(5), (1, 5, 2)]),
     "weights of the global query": (weights, tokens(5)[:2]),
@@ -139,7 +158,7 @@ def test_every_operator_with_gradients_is_among_the_calls(monkeypatch):
             compute(*leaves).sum().backward()
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("nalaformer::")}
     # a step changes its state in place, without gradients
-    assert names - called <= {"nalaformer::step", "nalaformer::hybrid_step"}
+    assert names - called <= {"nalaformer::step", "nalaformer::hybrid_step", "nalaformer::short_convolution_step"}
 
 
 @pytest.fixture
@@ -148,6 +167,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(chunked, "PIECE_ELEMENTS", 1)
     monkeypatch.setattr(chunked, "SMALLEST_PIECE", 2)
     monkeypatch.setattr(chunked, "CAUSAL_PIECE", 2)
+    monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "LOGITS", 10)
     monkeypatch.setattr(function, "piece_size", lambda *given, **settings: SETTINGS.chunk_size)
 
 

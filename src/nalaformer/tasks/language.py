@@ -220,8 +220,13 @@ def pretrained_model(folder: str | Path, *, vocab_size: int, dtype: torch.dtype 
 
 def next_token_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Sum of the losses of all predicted tokens, in float32, and their number."""
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    targets = batch["targets"]
+    targets, inputs = batch["targets"], {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    inner = getattr(model, "module", model)
+    if model.training and getattr(inner, "trains_without_logits", False):
+        # such a model sums the losses itself, divides by what it is told, and never holds the logits of all tokens
+        summed = {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1, "ignore_index": IGNORED}
+        return model(**inputs, **summed, use_cache=False).loss, (targets != IGNORED).sum()
+    logits = model(**inputs, use_cache=False).logits
     losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return losses, (targets != IGNORED).sum()
 

@@ -1,6 +1,7 @@
 """Language models in transformers: what they compute does not depend on padding, packing, precision or who trains them."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -255,6 +256,82 @@ def test_adapters_of_peft_learn_and_leave_the_model_alone():
     assert losses[-1] < losses[0] - 0.1
     after = adapted.unload()
     assert all(torch.equal(p, before[name]) for name, p in after.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_items_in_batch": 7},
+        {"num_items_in_batch": torch.tensor(7)},
+        {"ignore_index": 3},
+        {"shift_labels": torch.arange(22).view(2, 11)},
+    ],
+)
+def test_loss_without_logits_is_that_of_transformers(more):
+    model, tokens = make(), text(2, 11)
+    tokens[0, 3] = 3
+    labels = tokens.clone()
+    labels[0, :2] = -100
+
+    def outcome() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(tokens, labels=torch.where(labels < 0, more.get("ignore_index", -100), labels), **more).loss
+        loss.backward()
+        return [loss.double(), *(parameter.grad for parameter in model.parameters())]
+
+    expected = outcome()
+    model.train()
+    # transformers computes in float32
+    for ours, theirs in zip(outcome(), expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("change", ["hook", "adapter", "loss"])
+def test_whoever_changed_the_head_or_the_loss_is_asked(change):
+    model, tokens = make(dtype=torch.float32).train(), text(2, 11)
+    asked = []
+    if change == "hook":
+        model.lm_head.register_forward_hook(lambda *given: asked.append(change))
+    elif change == "adapter":
+        inner = model.lm_head
+        model.lm_head = torch.nn.Sequential(inner)
+        inner.register_forward_hook(lambda *given: asked.append(change))
+    else:
+        model.loss_function = lambda logits, labels, **more: asked.append(change) or logits.sum()
+    model(tokens, labels=tokens).loss.backward()
+    assert asked == [change]
+
+
+def test_hooks_of_projections_and_norms_are_called():
+    model, tokens = make(dtype=torch.float32), text(1, 5)
+    called = []
+    block = model.model.layers[0]
+    for name in ("mlp.down_proj", "mlp_norm"):
+        block.get_submodule(name).register_forward_hook(lambda *given, name=name: called.append(name))
+    expected = make(dtype=torch.float32)
+    expected.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(tokens).logits, expected(tokens).logits)
+    assert called == ["mlp_norm", "mlp.down_proj"]
+
+
+def test_trainer_of_transformers_evaluates_with_logits(tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    model = make("hybrid", dtype=torch.float32)
+    rows = [{"input_ids": row, "labels": row} for row in text(4, 12)]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=1, per_device_train_batch_size=4, report_to=[], use_cpu=True, eval_strategy="steps", eval_steps=1
+    )
+    shapes = []
+
+    def measure(prediction: Any) -> dict[str, float]:
+        shapes.append(prediction.predictions.shape)
+        return {}
+
+    Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows, compute_metrics=measure).train()
+    assert shapes == [(4, 12, VOCABULARY)]
 
 
 def test_trainer_of_transformers_lowers_the_loss(tmp_path):

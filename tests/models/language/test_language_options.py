@@ -183,6 +183,22 @@ def test_new_weights_have_the_spread_that_is_asked_for(spread):
         assert weight.std().item() == pytest.approx(spread, rel=0.1)
 
 
+@CONFIG.of("logits_in_training")
+def test_logits_come_beside_the_loss_of_training_where_the_config_says_so():
+    model, tokens = make(), text(2, 9)
+    outcomes = []
+    for is_training, wants_logits in ((False, False), (True, True), (True, False)):
+        model.train(is_training)
+        model.config.logits_in_training = wants_logits
+        outcomes.append(model(tokens, labels=tokens))
+    evaluated, with_logits, without = outcomes
+    assert without.logits is None
+    torch.testing.assert_close(with_logits.logits, evaluated.logits)
+    # transformers' own loss computes in float32
+    for out in outcomes:
+        torch.testing.assert_close(out.loss.double(), evaluated.loss.double(), rtol=1e-5, atol=0)
+
+
 @CONFIG.of("use_cache")
 @torch.no_grad()
 def test_a_cache_is_returned_where_the_config_says_so_and_never_in_training():

@@ -362,6 +362,11 @@ if INTERPRETING:
                 "causal",
                 "causal_dk_kernel causal_dq_kernel causal_dv_kernel causal_kernel dsums_kernel prefix_kernel state_kernel",
             ),
+            (
+                "language",
+                "cross_entropy_kernel gated_product_gradient_kernel gated_product_kernel rms_norm_gradient_kernel "
+                "rms_norm_kernel short_convolution_gradient_kernel short_convolution_kernel short_convolution_step_kernel",
+            ),
         ],
     )
     def test_kernels_compile_for_a_gpu_that_is_not_here(calls, kernels, tmp_path):

@@ -193,7 +193,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         hidden = outputs.last_hidden_state
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         logits = loss = None
-        if labels is not None and self.training and keeps_all and self._trains_without_logits:
+        if labels is not None and self.training and keeps_all and self.trains_without_logits:
             loss = next_token_loss(hidden, self.lm_head.weight, labels, **kwargs)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -205,7 +205,8 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         )
 
     @property
-    def _trains_without_logits(self) -> bool:
+    def trains_without_logits(self) -> bool:
+        """Whether a training step with labels gives the loss alone."""
         return not self.config.logits_in_training and can_do_without_logits(self.lm_head, self.loss_function)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
