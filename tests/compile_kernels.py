@@ -23,6 +23,7 @@ from nalaformer import Rotary, ops
 from nalaformer.ops import backend
 from nalaformer.ops.kernels.common import launch
 from nalaformer.ops.kernels.common.machine_code import is_miscompiled
+from nalaformer.ops.kernels.delta import delta_op, unit_features_op  # noqa: F401
 from nalaformer.ops.kernels.linear import call
 from nalaformer.ops.kernels.tokenwise import gated_linear_op, linear_cross_entropy_op, rms_norm_op, short_convolution_op  # noqa: F401
 
@@ -124,6 +125,10 @@ def language():
         ops.short_convolution_step_(x[:, :3].clone(), x[:, 3:4], weight, sizes=(64, 64, 64), silu=1)
     (ops.rms_norm(x, scale, eps=1e-6, gate=x) + sum(ops.add_rms_norm(x, x, scale, eps=1e-6))).sum().backward()
     ops.gated_linear(x, x, x[0]).sum().backward()
+    norm_aware = nalaformer.feature_map("norm_aware", num_heads=3, head_dim=64)
+    heads = x.unflatten(-1, (3, 64))
+    features, beta = ops.unit_features(norm_aware, heads, heads), torch.zeros(2, 80, 3, requires_grad=True)
+    ops.delta_rule(*features, heads, beta, log_decay=-beta)[0].sum().backward()
     ops.linear_cross_entropy(x[0], x[1], torch.zeros(80, dtype=torch.int64)).backward()
 
 

@@ -15,6 +15,7 @@ from nalaformer.attention.hybrid import HybridSettings, function, recurrent_hybr
 from nalaformer.ops import (
     add_rms_norm,
     chunked,
+    delta_rule,
     depthwise_conv,
     gated_linear,
     layer_norm,
@@ -22,6 +23,7 @@ from nalaformer.ops import (
     rms_norm,
     scaled_residual,
     short_convolution,
+    unit_features,
 )
 from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND
 
@@ -90,6 +92,14 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "gated RMSNorm": (lambda x, g, w: rms_norm(x, w, eps=1e-6, gate=g), [(3, 4), (3, 4), (4,)]),
     "RMSNorm of a sum": (lambda x, y, w: sum(add_rms_norm(x, y, w, eps=1e-6)), [(3, 4), (3, 4), (4,)]),
     "gated linear": (gated_linear, [(3, 4), (3, 4), (2, 4)]),
+    "unit features": (
+        lambda q, k: sum(unit_features(feature_map("split", num_heads=2, head_dim=4), q, k)),
+        tokens(3)[:2],
+    ),
+    "delta rule": (
+        lambda q, k, v, b, g: delta_rule(q, k, v, b, log_decay=-g)[0],
+        [(1, 3, 1, 4), (1, 3, 1, 4), (1, 3, 1, 2), (1, 3, 1), (1, 3, 1)],
+    ),
     "loss": (lambda x, w: linear_cross_entropy(x, w, torch.arange(3, device=x.device)), [(3, 4), (5, 4)]),
     "bidirectional": (with_map("norm_aware", linear_attention), tokens(5)),
     "contrast and weights": (with_map("elu", contrasted), [*tokens(5), (1, 5, 2)]),

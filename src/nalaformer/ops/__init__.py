@@ -17,6 +17,7 @@ from .rms_norm import add_rms_norm, rms_norm
 from .rotary import Rotary, rotary_frequencies
 from .short_convolution import short_convolution, short_convolution_step_
 from .state import LinearState
+from .unit_features import unit_features
 
 __all__ = [
     "FeatureMapLike",
@@ -49,5 +50,6 @@ __all__ = [
     "set_backend",
     "short_convolution",
     "short_convolution_step_",
+    "unit_features",
     "use_backend",
 ]

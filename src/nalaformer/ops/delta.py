@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .backend import get_backend
+from .backend import get_backend, runs_kernels
 from .checks import check_cu_seqlens, check_key_mask
 from .features import compute_dtype, hide, outside_autocast
 
@@ -64,6 +64,8 @@ def delta_rule(
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay, k, beta, state):
             return _fused(kernels, q, k, v, beta, log_decay, state, None, scale)
+        if _runs_own_kernels(q, v):
+            return _on_kernels(q, k, v, beta, log_decay, state, scale)
         return _piece(q, k, v, beta, log_decay, state, scale)
 
 
@@ -93,7 +95,8 @@ def _packed(
             start += length
             decay = None if log_decay is None else log_decay[None, cut]
             before = None if state is None else state[number : number + 1]
-            done.append(_piece(q[None, cut], k[None, cut], v[None, cut], beta[None, cut], decay, before, scale))
+            run = _on_kernels if _runs_own_kernels(q[None], v) else _piece
+            done.append(run(q[None, cut], k[None, cut], v[None, cut], beta[None, cut], decay, before, scale))
         return torch.cat([out[0] for out, _ in done]), torch.cat([after for _, after in done])
 
 
@@ -130,6 +133,21 @@ def delta_step_(
         state.add_(key * (beta[:, 0, :, None, None].to(dtype) * error))
         out = scale * (q[:, 0, :, :, None].to(dtype) * state).sum(2)
         return out[:, None].to(v.dtype)
+
+
+def _runs_own_kernels(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernels of this library serve the call: on a GPU, features and values that fit on chip."""
+    fits = v.dtype in (torch.bfloat16, torch.float16, torch.float32) and q.dtype != torch.float64
+    return fits and max(q.shape[-1], v.shape[-1]) <= LARGEST_KERNEL_FEATURES and q.numel() > 0 and runs_kernels(v)
+
+
+def _on_kernels(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    from .kernels.delta import delta_op
+
+    out, after = delta_op.attend(q, k, v, beta, log_decay, state, scale)
+    return out, after
 
 
 def _piece(
@@ -217,26 +235,11 @@ def _kernels_for(q: Tensor, v: Tensor, log_decay: Tensor | None, *others: Tensor
     if not can or get_backend() not in ("auto", "triton"):
         return None
     kernels = _kernels()
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, v, log_decay, *others))
-    if kernels is not None and learns and log_decay is not None and _gated_gradients_are_wrong(q.device):
+    if kernels is None:
         return None
-    return kernels
-
-
-@cache
-def _gated_gradients_are_wrong(device: torch.device) -> bool:
-    """On Hopper GPUs some versions of Triton compile the gradients of the gated rule wrongly, and its kernels refuse there."""
-    import triton
-
-    version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:3] if part.isdigit())
-    is_wrong = torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= version < (3, 7, 1)
-    if is_wrong:
-        warnings.warn(
-            "the gated delta rule trains in plain torch: Triton 3.4 to 3.7.0 compiles its gradients wrongly on Hopper GPUs; "
-            "with Triton 3.7.1 or newer it trains on kernels",
-            stacklevel=2,
-        )
-    return is_wrong
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, v, log_decay, *others))
+    # gradients are left to the kernels of this library, which every supported Triton compiles rightly
+    return None if learns else kernels
 
 
 def _fused(

@@ -10,27 +10,26 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...feature_maps import feature_map
 from ...ops import (
-    FeatureMapLike,
     LinearState,
     compute_dtype,
     delta_rule,
     delta_step_,
     linear_attention,
-    outside_autocast,
     recurrent_linear_attention,
     recurrent_step_,
+    unit_features,
 )
 from .cache import RecurrentLayer
 from .config import NaLaConfig
 from .layers import RMSNorm, ShortConvolution
 from .tokens import Tokens
 
-# features below this length fade to zero instead of being blown up to a unit that their rounding has chosen
-SMALLEST_LENGTH = 1e-6
-
 
 class RecurrentMixer(nn.Module):
     """projection(norm(mix(convolution(q, k, v))) * silu(gate)); the norm is over the channels of each head."""
+
+    activates_values = False
+    """Whether v passes through SiLU."""
 
     def __init__(self, config: NaLaConfig, *, key_heads: int) -> None:
         super().__init__()
@@ -40,7 +39,9 @@ class RecurrentMixer(nn.Module):
         self.head_dim = head_dim
         self.sizes = (heads * head_dim, key_heads * head_dim, key_heads * head_dim)
         self.qkv_proj = nn.Linear(dim, sum(self.sizes), bias=False)
-        self.convolution = ShortConvolution(self.sizes, config.short_convolution) if config.short_convolution else None
+        self.convolution = None
+        if config.short_convolution:
+            self.convolution = ShortConvolution(self.sizes, config.short_convolution, silu=int(self.activates_values))
         self.map = feature_map(config.feature_map, num_heads=heads, head_dim=head_dim, **config.map_options)
         self.g_proj = nn.Linear(dim, heads * head_dim, bias=False)
         self.norm = RMSNorm(head_dim, eps=config.rms_norm_eps)
@@ -50,7 +51,8 @@ class RecurrentMixer(nn.Module):
         assert layer is None or isinstance(layer, RecurrentLayer)
         qkv = self.qkv_proj(x)
         if self.convolution is None:
-            parts = qkv.split(self.sizes, dim=-1)
+            *first, last = qkv.split(self.sizes, dim=-1)
+            parts = (*first, F.silu(last) if self.activates_values else last)
         else:
             if tokens.key_mask is not None:
                 qkv = torch.where(tokens.key_mask[..., None], qkv, 0)
@@ -100,12 +102,14 @@ class LinearMixer(RecurrentMixer):
 class DeltaMixer(RecurrentMixer):
     """DeltaNet with a feature map in place of SiLU on q and k: unit features, corrections weighted by beta = sigmoid(W x)."""
 
+    activates_values = True
+
     def __init__(self, config: NaLaConfig) -> None:
         super().__init__(config, key_heads=config.num_attention_heads)
         self.b_proj = nn.Linear(config.hidden_size, config.num_attention_heads, bias=False)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
-        tensors = [*unit_features(self.map, q, k), F.silu(v), widened(self.b_proj(x)).sigmoid()]
+        tensors = [*unit_features(self.map, q, k), v, widened(self.b_proj(x)).sigmoid()]
         decay = self.log_decay(x)
         if tokens.cu_seqlens is not None:
             flat = (y.flatten(0, 1) for y in tensors)
@@ -180,18 +184,6 @@ class SoftmaxMixer(nn.Module):
 def widened(x: Tensor) -> Tensor:
     """In float32, or float64 if it is."""
     return x.to(compute_dtype(x))
-
-
-def unit_features(feature_map: FeatureMapLike, q: Tensor, k: Tensor) -> list[Tensor]:
-    """Features of q and k with length one, [B, N, H, F] in float32 (float64 for float64): the delta rule needs bounded keys."""
-    dtype = compute_dtype(q, k)
-    with outside_autocast(q):
-        q, k = q.to(dtype), k.to(dtype)
-        mapped = feature_map.given(q, k, key_mask=None, causal=True)
-        # whatever a map divides large features by cancels in the length
-        scale = mapped.key_log_scale(k.detach())
-        features = (mapped.query_streams(q)[0].value, mapped.key(k) if scale is None else mapped.key(k, scale))
-        return [x * (x.square().sum(-1, keepdim=True) + SMALLEST_LENGTH**2).rsqrt() for x in features]
 
 
 MIXERS = {"linear": LinearMixer, "delta": DeltaMixer, "gated_delta": GatedDeltaMixer, "softmax": SoftmaxMixer}

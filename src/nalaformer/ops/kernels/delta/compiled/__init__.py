@@ -1,0 +1,1 @@
+"""Code that Triton compiles; the type checker leaves it alone."""
