@@ -11,12 +11,15 @@ from helpers.option_effects import Effects, options_of_command
 from nalaformer import cli
 from nalaformer.bench import Case, Result, cases, runner
 from nalaformer.bench import language as bench_language
+from nalaformer.bench import training as bench_training
 from nalaformer.models.language import NaLaConfig
 from nalaformer.studies import linearization
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BENCH = Effects(
-    f"{name}.{option}" for name in ("ops", "models", "language", "linearize") for option in options_of_command("bench", name)
+    f"{name}.{option}"
+    for name in ("ops", "models", "language", "training", "linearize")
+    for option in options_of_command("bench", name)
 )
 
 
@@ -113,10 +116,36 @@ def test_bench_language_measures_its_plan_for_so_long_into_its_file(tmp_path, mo
     assert asked[-1] == (0.5, NaLaConfig.from_size("tiny").hidden_size)
 
 
-@BENCH.of("ops.device", "models.device", "language.device")
+@BENCH.of(*(f"training.{name}" for name in ("size", "model", "form", "shape", "seconds", "out", "profile")))
+def test_bench_training_measures_its_plan_for_so_long_into_its_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked, shown = [], []
+
+    def measure(measurement, *, seconds, prepared):
+        asked.append(seconds)
+        return Result(measurement=measurement, median_ms=5.0)
+
+    monkeypatch.setattr(runner, "measure", measure)
+    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
+    monkeypatch.setattr(bench_training, "make_step", lambda measurement: measurement)
+    monkeypatch.setattr(bench_training, "kernel_lines", lambda step, device: shown.append(step.label) or [])
+    plan = ("--model", "delta", "--model", "llama", "--form", "blocks", "--form", "whole", "--shape", "3x16", "--shape", "1x32")
+    run("training", "--size", "tiny", *plan, "--seconds", 0.25, "--out", "mine.csv")
+    rows = rows_of("mine.csv")
+    assert {row["size"] for row in rows} == {"tiny"}
+    assert {(row["model"], row["form"]) for row in rows} == {(m, f) for m in ("delta", "llama") for f in ("blocks", "whole")}
+    assert {(row["batch"], row["context"]) for row in rows} == {("3", "16"), ("1", "32")}
+    assert (set(asked), shown) == ({0.25}, [])
+    run("training", "--profile")
+    assert {row["form"] for row in rows_of("benchmarks/results/training_cpu.csv")} == {"eager"}
+    assert asked[-1] == 1.5
+    assert shown == ["linear, eager, 2 x 128 tokens"]
+
+
+@BENCH.of("ops.device", "models.device", "language.device", "training.device")
 def test_a_benchmark_without_its_device_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("ops", "models", "language"):
+    for name in ("ops", "models", "language", "training"):
         refused = CliRunner().invoke(cli.build_app(), ["bench", name, "--device", "cuda", "--out", str(tmp_path / "a.csv")])
         assert "no CUDA device was found" in str(refused.exception)
 

@@ -67,6 +67,32 @@ def add_to(app: "typer.Typer") -> None:
         """Tokens per second and memory against the context: linear, gated_delta and softmax mixers."""
         run_bench_language(device, out, seconds, {"size": size, "contexts": context, "batches": batch, "prefill": prefill})
 
+    @bench.command("training")
+    def bench_training(
+        device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+        out: Annotated[
+            Path | None, typer.Option(help="CSV file.", show_default="benchmarks/results/training_<device>.csv")
+        ] = None,
+        size: Annotated[str | None, typer.Option(help="Layout by name.", show_default="340m on cuda, nano on cpu")] = None,
+        model: Annotated[
+            list[str] | None, typer.Option(help="A mixer, or llama; may be repeated.", show_default="all of them")
+        ] = None,
+        form: Annotated[
+            list[str] | None, typer.Option(help="eager, blocks or whole (compiled); may be repeated.", show_default="eager")
+        ] = None,
+        shape: Annotated[
+            list[str] | None,
+            typer.Option(help="Rows x tokens; may be repeated.", show_default="16x2048, 4x8192, 1x32768; cpu: 2x128"),
+        ] = None,
+        seconds: Annotated[float, typer.Option(help="Of timing per measurement.")] = 1.5,
+        profile: Annotated[bool, typer.Option("--profile", help="Then show the kernels of a step of the first one.")] = False,
+    ) -> None:
+        """Tokens per second and memory of training steps: our mixers, and transformers' Llama of the same widths."""
+        from ..bench import run_training
+
+        plan = {"size": size, "models": model, "forms": form, "shapes": shape}
+        exit_by(run_training(device, out, seconds=seconds, profile=profile, **plan))
+
     @bench.command("linearize")
     def bench_linearize(
         device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
