@@ -200,6 +200,18 @@ def test_loss_of_a_projection_and_its_gradients(backend, tokens, small_pieces, p
         assert relative_error(linear_cross_entropy(hidden, weight, targets), losses(hidden, weight, targets).double()) < BAR
 
 
+def test_a_scale_of_the_loss_is_not_rounded_to_half_precision():
+    from nalaformer.ops.kernels.tokenwise.linear_cross_entropy_op import run_backward
+
+    gradient = torch.rand(400, 10).bfloat16()
+    # 65536: where the scaler of float16 begins
+    for dtype, scale in ((torch.bfloat16, 1 / 1234), (torch.float16, 65536.0)):
+        found, _ = run_backward(torch.tensor(scale), gradient.to(dtype) / 4096, gradient.float(), torch.float32)
+        exact = gradient.to(dtype).double() / 4096 * scale
+        # roundings of 4,000 numbers cancel in the sum, that of a factor does not
+        assert abs(found.double().sum() / exact.sum() - 1) < 3e-4
+
+
 @each_backend
 def test_large_logits_make_no_infinity(backend):
     hidden, weight = torch.tensor([[300.0], [-300.0]], device=DEVICE), torch.tensor([[1.0], [0.5], [-1.0]], device=DEVICE)

@@ -90,7 +90,7 @@ def add_to(app: "typer.Typer") -> None:
         """Tokens per second and memory of training steps: our mixers, and transformers' Llama of the same widths."""
         from ..bench import run_training
 
-        plan = {"size": size, "models": model, "forms": form, "shapes": shape}
+        plan: dict[str, Any] = {"size": size, "models": model, "forms": form, "shapes": shape}
         exit_by(run_training(device, out, seconds=seconds, profile=profile, **plan))
 
     @bench.command("linearize")

@@ -34,7 +34,8 @@ def short_convolution(
         from .kernels.tokenwise import short_convolution_op
 
         silu_from = sum(sizes[: 3 - silu])
-        x, before = (y if y is None or y.stride(-1) == 1 else y.contiguous() for y in (x, before))
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        before = before if before is None or before.stride(-1) == 1 else before.contiguous()
         sequence = None if sequence is None else sequence.contiguous()
         q, k, v = short_convolution_op.convolve(x, weight, bias, before, sequence, *sizes[:2], silu_from)
         return q, k, v

@@ -78,6 +78,19 @@ def test_half_precision_on_a_gpu_generates_near_float64(layout):
 
 
 @each_layout
+def test_half_precision_on_a_gpu_trains_near_float64(layout):
+    exact, tokens = make(layout, hidden_size=128, num_key_value_heads=None).train(), text(2, 140)
+    model = copy.deepcopy(exact).to("cuda", torch.bfloat16)
+    losses = [each(given, labels=given).loss for each, given in ((exact, tokens), (model, tokens.cuda()))]
+    for loss in losses:
+        loss.backward()
+    assert abs(losses[1].item() / losses[0].item() - 1) < 0.01
+    for (name, ours), right in zip(model.named_parameters(), exact.parameters(), strict=True):
+        # weights and activations of 8 bits through two blocks, forward and backward
+        assert (ours.grad.cpu().double() - right.grad).norm() / right.grad.norm() < 0.15, name
+
+
+@each_layout
 def test_padding_and_cuts_on_a_gpu_change_no_token(layout):
     model = make(layout, dtype=torch.float32).cuda()
     prompts = {name: x.cuda() for name, x in padded_prompts().items()}

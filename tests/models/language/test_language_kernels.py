@@ -33,6 +33,21 @@ def test_a_training_step_on_kernels_has_the_gradients_of_plain_torch(layout, pac
         assert (ours.double() - exact).norm() <= 2e-5 * exact.norm()
 
 
+def test_autocast_on_kernels_is_near_full_precision(monkeypatch):
+    if INTERPRETING:
+        from helpers.bfloat16_in_the_interpreter import teach_bfloat16
+
+        teach_bfloat16(monkeypatch)
+    model, tokens = make(**ONE_BLOCK).to(DEVICE).train(), text(1, 13).to(DEVICE)
+    with nalaformer.use_backend("triton"), torch.autocast(DEVICE, torch.bfloat16):
+        found = gradients_of_a_step(model, tokens)
+    assert {x.dtype for x in found} == {torch.float32}
+    expected = gradients_of_a_step(model.double(), tokens)
+    # activations of eight bits through a block
+    for ours, exact in zip(found, expected, strict=True):
+        assert (ours.double() - exact).norm() <= 0.1 * exact.norm()
+
+
 def test_decoding_on_kernels_goes_on_as_the_whole_does():
     model, tokens = make(**ONE_BLOCK).to(DEVICE), text(2, 9).to(DEVICE)
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """The language models: a pre-norm decoder, and its heads for the next token and for classes of sequences."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -201,7 +201,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=cast(Any, loss), logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )
 
     @property

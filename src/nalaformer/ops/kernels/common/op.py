@@ -135,6 +135,9 @@ def operator(
     eager = Eager.apply
 
     def call(*inputs: Any) -> Any:
-        return given(forward_op(*spread(inputs))) if torch.compiler.is_compiling() else eager(*inputs)
+        if torch.compiler.is_compiling():
+            return given(forward_op(*spread(inputs)))
+        # a function with gradients costs more than a small kernel
+        return eager(*inputs) if torch.is_grad_enabled() else given(run[0](*inputs))
 
     return call, forward_op, backward_op

@@ -227,8 +227,9 @@ def run_backward(
         # a decay counts for its own token and all behind it in the piece
         by_step = by_sum.flip(-1).cumsum(-1).flip(-1)
         ddecay = in_tokens(by_step, log_decay)
-    given = (in_tokens(x, like) for x, like in ((dq, q), (dk, k), (amount * of_values, v), (damount, beta)))
-    return *given, ddecay, dinitial.view(q.shape[0], q.shape[2], *dinitial.shape[1:])
+    dstate = dinitial.view(q.shape[0], q.shape[2], *dinitial.shape[1:])
+    dv = amount * of_values
+    return in_tokens(dq, q), in_tokens(dk, k), in_tokens(dv, v), in_tokens(damount, beta), ddecay, dstate
 
 
 def gradient_shapes(

@@ -75,7 +75,8 @@ def shapes(hidden: Any, weight: Any, targets: Any, ignored: Any, keep: Any) -> A
 
 def run_backward(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The gradients by hidden and by weight, the latter in `dtype`."""
-    return dhidden * dtotal.to(dhidden.dtype), (dweight * dtotal).to(dtype)
+    # in float32: a factor rounded to half precision would be off for all of them alike, and a scaler's may overflow
+    return (dhidden.float() * dtotal).to(dhidden.dtype), (dweight * dtotal).to(dtype)
 
 
 def gradient_shapes(dtotal: Any, dhidden: Any, dweight: Any, dtype: Any) -> Any:
