@@ -327,3 +327,15 @@ def test_the_model_of_every_recipe_can_be_built(name):
     assert count > 1_000_000
     if name.startswith("nala_lm_340m"):
         assert count == pytest.approx(340e6, rel=0.15)
+
+
+def test_losses_of_training_and_evaluation_are_the_same():
+    """In training the model sums them itself, without the logits of all tokens."""
+    task = small_task()
+    model, batch, found = model_of(task), batch_of(task.train_data, [0, 1]), []
+    for is_training in (True, False):
+        model.zero_grad()
+        losses, count = next_token_losses(model.train(is_training), batch)
+        losses.backward()
+        found.append((losses.item(), count.item(), model.lm_head.weight.grad.norm().item()))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
