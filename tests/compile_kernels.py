@@ -18,7 +18,6 @@ from triton.compiler import ASTSource
 import nalaformer
 import nalaformer.ops.kernels
 import nalaformer.ops.kernels.linear.global_query_op
-from nalaformer import Rotary
 from nalaformer import Rotary, ops
 from nalaformer.ops import backend
 from nalaformer.ops.kernels.common import launch

@@ -18,7 +18,5 @@ from .training import run_training
 __all__ = [
     "IMPLEMENTATIONS", "MODEL_VARIANTS", "CallMeasurement", "Case", "Implementation", "Measurement", "ModelMeasurement",
     "OpMeasurement", "Result", "cases_for", "describe_machine", "extras", "left_out", "measure", "median_ms", "run_generation",
-    "run_language", "run_models", "run_super_resolution",
-    "OpMeasurement", "Result", "cases_for", "describe_machine", "extras", "left_out", "measure", "median_ms", "run_language",
-    "run_models", "run_super_resolution", "run_training",
+    "run_language", "run_models", "run_super_resolution", "run_training",
 ]  # fmt: skip
