@@ -120,6 +120,23 @@ def test_softmax_has_neither_contrast_nor_weights_and_rala_is_never_causal():
     later = x.clone()
     later[:, 9:] += 1
     assert torch.equal(layer(x)[:, :9], layer(later)[:, :9])
+@PARTS.of("weight_dropout")
+def test_softmax_weights_are_dropped_as_often_as_told_in_training_alone():
+    torch.manual_seed(0)
+    layer = Attention(AttentionConfig(feature_map=None, weight_dropout=0.75), dim=16, num_heads=2).double()
+    with torch.no_grad():
+        # every token sees only itself, and its value comes out as it is
+        layer.qkvg.weight.zero_()
+        layer.qkvg.bias.zero_()
+        layer.qkvg.bias[32:] = 1.0
+        layer.projection.weight.copy_(torch.eye(16))
+        layer.projection.bias.zero_()
+    single = torch.randn(3000, 1, 16, dtype=torch.float64)
+    dropped = (layer.train()(single)[:, 0, ::8] == 0).double().mean().item()
+    assert dropped == pytest.approx(0.75, abs=0.05)
+    assert (layer.eval()(single) == 1).all()
+    with pytest.raises(ValueError, match=r"weight_dropout needs the weight of each pair"):
+        build("linear", dim=16, num_heads=2, weight_dropout=0.1)
 
 
 @PARTS.of("position", "rotary_over", "normalised_rotary")

@@ -50,6 +50,8 @@ class AttentionConfig:
     """Windows moved by half their side, as in every second block of Swin; linear attention takes a pass per part of one."""
     causal: bool = False
     """Token i sees tokens 0..i."""
+    weight_dropout: float = 0.0
+    """Chance that a weight is dropped in training; softmax only, linear attention has no weight for each pair."""
 
     def __post_init__(self) -> None:
         if self.feature_map is not None:
@@ -82,6 +84,13 @@ class AttentionConfig:
             raise ValueError(
                 f'position="relative" needs the weight of each pair, got the linear {self.feature_map} map; '
                 "use feature_map=None, or another position"
+            )
+        if not 0 <= self.weight_dropout < 1:
+            raise ValueError(f"weight_dropout must be at least 0 and below 1, got {self.weight_dropout}")
+        if self.feature_map is not None and self.weight_dropout:
+            raise ValueError(
+                f"weight_dropout needs the weight of each pair, got {self.weight_dropout} for the linear {self.feature_map} "
+                "map; use feature_map=None, or dropout after the layer"
             )
         if self.window == 0 and (self.shifted or self.position == "relative"):
             raise ValueError('shifted windows and position="relative" need window=1 or more, got window=0; Swin has window=7')

@@ -16,6 +16,8 @@ from ..ops import (
     linear_attention,
     received_attention,
 )
+from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention
+from ..ops.exporting import is_jit_tracing
 from ..ops.kept_tensors import kept
 from .cells import cells_at, on_grid
 from .config import AttentionConfig
@@ -23,7 +25,7 @@ from .layer_norm import LayerNorm
 from .learned_contrast import LearnedContrast
 from .local_mix import LocalMix, resize_values
 from .position_table import PositionTable
-from .windows import Groups, RelativeBias, Windows
+from .windows import Groups, RelativeBias, Windows, held_to_sizes
 
 Grid = tuple[int, int]
 # layers of one stage share their positions, and the next step asks for them again
@@ -197,6 +199,8 @@ class Attention(nn.Module):
         """The values [B, N, H, D] that queries gather by their weights; `nalaformer.analysis` listens here."""
         if not self.config.window:
             return self._attend_globally(q, k, v, grid, key_grid, key_mask, groups)
+        if is_jit_tracing():
+            grid, v = held_to_sizes(grid, v)
         windows = Windows(grid, size=self.config.window, shifted=self.config.shifted)
         groups, key_mask = windows.groups(q), windows.visible(key_mask, q)
         q, k, v = (windows.split(y) for y in (q, k, v))
@@ -264,7 +268,9 @@ class Attention(nn.Module):
             bias = self.relative_bias(grid).to(q.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2)
+        dropout = self.config.weight_dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
+        return out.transpose(1, 2)
 
     def _mix_nearby(self, v: Tensor, grid: Grid, groups: Groups | None, out: Tensor) -> Tensor:
         assert self.local_mix is not None

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.exporting import is_jit_tracing
+
 
 class PositionTable(nn.Module):
     """A vector per cell of a grid, [1, cells, C], interpolated (bicubic) to other grids."""
@@ -15,8 +17,17 @@ class PositionTable(nn.Module):
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def forward(self, grid: tuple[int, int]) -> Tensor:
-        # an exported program must not decide by the size of its example
-        if not torch.compiler.is_exporting() and tuple(grid) == self.grid:
-            return self.table
+        # an exported or traced program must not decide by the size of its example
+        is_exported = torch.compiler.is_exporting() or is_jit_tracing()
+        return self.table if not is_exported and tuple(grid) == self.grid else self._resampled(grid)
+
+    @torch.no_grad()
+    def resample(self, grid: tuple[int, int]) -> None:
+        """Keep the table as it is on another grid, in place: to learn it there."""
+        if tuple(grid) != self.grid:
+            self.table = nn.Parameter(self._resampled(grid).contiguous(), requires_grad=self.table.requires_grad)
+            self.grid = tuple(grid)
+
+    def _resampled(self, grid: tuple[int, int]) -> Tensor:
         image = self.table.transpose(1, 2).unflatten(2, self.grid)
         return F.interpolate(image, size=grid, mode="bicubic").flatten(2).transpose(1, 2)

@@ -90,6 +90,16 @@ class Windows:
         return Groups(self.split(kind.flatten().expand(like.shape[0], -1)), range(MOST_PARTS))
 
 
+def held_to_sizes(grid: Grid, x: Tensor) -> tuple[Grid, Tensor]:
+    """The grid as numbers, and x in a traced program that fails on every other grid.
+
+    torch.jit.trace keeps how the windows of its example are cut, padded and shifted: on other sizes that would be wrong.
+    """
+    known = (int(grid[0]), int(grid[1]))
+    zero = sum(x.new_zeros((side,)).view(number).sum() for side, number in zip(grid, known, strict=True))
+    return known, x + zero
+
+
 class RelativeBias(nn.Module):
     """A learned number for each head and offset (rows, columns) between a query and a key: [1, H, tokens, tokens]."""
 

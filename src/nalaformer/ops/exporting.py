@@ -1,4 +1,4 @@
-"""Whether torch.export is at work."""
+"""Whether a program is recorded that runs later without Python: by torch.export or torch.jit.trace."""
 
 import torch
 
@@ -9,3 +9,8 @@ TELLS_EXPORT_FROM_COMPILE = tuple(map(int, torch.__version__.split(".")[:2])) >=
 def is_exporting() -> bool:
     """True inside of torch.export, false inside of torch.compile; before torch 2.15 a strict export cannot be told from it."""
     return torch.compiler.is_exporting() and (TELLS_EXPORT_FROM_COMPILE or not torch.compiler.is_dynamo_compiling())
+
+
+def is_jit_tracing() -> bool:
+    """True inside of torch.jit.trace, which keeps one side of every branch and one number of repetitions of every loop."""
+    return not torch.compiler.is_compiling() and torch.jit.is_tracing()

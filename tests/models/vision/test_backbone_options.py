@@ -278,6 +278,48 @@ def test_blocks_are_skipped_as_often_as_told_in_training_alone():
     assert not (block.eval()(x, (1, 1)) == x).all(-1).any()
 
 
+@CONFIG.of("proj_drop_rate")
+def test_both_branches_of_a_block_are_dropped_as_often_as_told_in_training_alone():
+    torch.manual_seed(0)
+    block = build_from(SMALL, proj_drop_rate=0.7, local_positions=0).stages[0].blocks[0]
+    for branch in (block.dropout, block.feed_forward.dropout):
+        dropped = (branch.train()(torch.ones(4000)) == 0).float().mean().item()
+        assert dropped == pytest.approx(0.7, abs=0.05)
+    x = torch.randn(2, 6, 8)
+    block.feed_forward.dropout = nn.Dropout(0.999999)
+    # nothing of the feed-forward network comes through, and a share of attention
+    assert 0.4 < (block.train()(x, (2, 3)) == x).float().mean() < 0.95
+    assert torch.equal(block.eval()(x, (2, 3)), block(x, (2, 3)))
+    assert not (block(x, (2, 3)) == x).any()
+
+
+@CONFIG.of("attn_drop_rate")
+def test_weights_of_softmax_stages_alone_can_be_dropped():
+    first, second, third = layers_of(attn_drop_rate=0.4)
+    assert [layers[0].weight_dropout for layers in (first, second, third)] == [0, 0, 0.4]
+    with pytest.raises(ValueError, match=r"no weight for each pair; use proj_drop_rate"):
+        build_from(SMALL, attn_drop_rate=0.4, attention_stages="lll", device="meta")
+
+
+@CONFIG.of("act_layer", "norm_layer")
+@torch.no_grad()
+def test_activation_and_norm_of_a_block_are_those_of_the_name_or_class():
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    for activation, norm in (("relu", "rmsnorm"), (nn.ReLU, nn.RMSNorm)):
+        block = make(act_layer=activation, norm_layer=norm, local_positions=0, feed_forward_mix=False).stages[0].blocks[0]
+
+        def normed(y, weight):
+            return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+        middle = x + block.attention(normed(x, block.norm1.weight), (2, 3))
+        inner = F.linear(normed(middle, block.norm2.weight), block.feed_forward.fc1.weight, block.feed_forward.fc1.bias)
+        expected = middle + F.linear(inner.clamp(min=0), block.feed_forward.fc2.weight, block.feed_forward.fc2.bias)
+        torch.testing.assert_close(block(x, (2, 3)), expected, rtol=1e-9, atol=1e-9)
+    for option in ("act_layer", "norm_layer"):
+        with pytest.raises(ValueError, match=rf"{option} must be a name that timm knows or a class, got 'geloo'"):
+            make(**{option: "geloo"})
+
+
 # --- arguments of the network -------------------------------------------------------------------------------------------
 
 

@@ -1,18 +1,24 @@
 """The one network of every backbone: stem, stages, head, with timm's conventions around them."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from timm.layers import ClassifierHead
+from timm.models import register_notrace_function, register_notrace_module
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ...attention import Attention, DepthwiseConv, LayerNorm
 from ...attention.position_table import PositionTable
 from ...published_names import backbone_part, is_published_model, translate, warn_of_others
+from ...ops import scaled_residual
+from ...published_names import is_published_model, translate
 from .block import Block, as_image, as_tokens, parameters_without_decay
 from .config import BackboneConfig
-from .resolution import ChannelNorm, make_downsampling, make_stem
+from .resolution import ChannelNorm, PatchConv, PatchMerging, make_downsampling, make_stem
 
 
 class Backbone(nn.Module):
@@ -77,9 +83,13 @@ class Backbone(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> Any:
-        """Features after the stages of `indices` (timm's convention), alone or as (features of the end, list)."""
-        if str(output_fmt) not in ("NCHW", "Format.NCHW"):
-            raise ValueError(f'output_fmt must be "NCHW", got {output_fmt!r}; permute the features afterwards')
+        """Features after the stages of `indices` (timm's convention), alone or as (features of the end, list).
+
+        output_fmt: "NCHW", "NHWC" or "NLC" (tokens row by row) for the list; the features of the end stay NCHW.
+        """
+        arranged = ARRANGED.get(str(getattr(output_fmt, "value", output_fmt)).upper())
+        if arranged is None:
+            raise ValueError(f"output_fmt must be one of {', '.join(ARRANGED)}, got {output_fmt!r}")
         taken, last = feature_take_indices(len(self.stages), indices)
         intermediates = []
         x = self._stem(image)
@@ -92,7 +102,16 @@ class Backbone(nn.Module):
                 # the norm belongs to the last stage: earlier ones have other channels
                 found = self.norm(x) if norm and is_end else x
                 intermediates.append(found if self.output_norms is None else self.output_norms[index](found))
+                intermediates.append(arranged(self.norm(x) if norm and is_end else x))
         return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def get_intermediate_layers(
+        self, image: Tensor, n: int | list[int] | tuple[int, ...] = 1, reshape: bool = False, norm: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Tokens [B, N, C] after the last `n` stages, or after those of a list; reshape: as images [B, C, H, W]."""
+        indices = n if isinstance(n, int) else list(n)
+        form = "NCHW" if reshape else "NLC"
+        return tuple(self.forward_intermediates(image, indices, norm=norm, output_fmt=form, intermediates_only=True))
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -116,6 +135,24 @@ class Backbone(nn.Module):
         self.num_classes = num_classes
         self.head.reset(num_classes, global_pool)
 
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample learned position tables to images of that size, in place, so that training there learns them as they are.
+
+        The network takes every size without this: it interpolates its tables in each pass.
+        """
+        self.config = replace(self.config, img_size=img_size if isinstance(img_size, int) else tuple(img_size))
+        for index, stage in enumerate(self.stages):
+            assert isinstance(stage, Stage)
+            if stage.positions is not None:
+                stage.positions.resample(self.config.grid(index))
+            for number, block in enumerate(stage.blocks):
+                attention: Any = block.attention
+                if attention.table is not None:
+                    grid = self.config.attention_of(index, number).table_grid
+                    attention.table.resample(grid)
+                    # its other parts may have been converted
+                    attention.config = replace(attention.config, table_grid=grid)
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute blocks in the backward pass instead of keeping what they computed."""
         for stage in self.stages:
@@ -133,13 +170,7 @@ class Backbone(nn.Module):
         return parameters_without_decay(self)
 
     def _stem(self, image: Tensor) -> Tensor:
-        if image.dim() != 4 or image.shape[1] != self.in_chans or 0 in image.shape[2:]:
-            raise ValueError(
-                f"images must be [batch, {self.in_chans}, height, width] with at least one pixel, got {tuple(image.shape)}; "
-                "other channels: create the model with in_chans="
-            )
-        # a GPU's convolutions and batch norms are several times faster with the channels side by side
-        return self.stem(image.contiguous(memory_format=torch.channels_last) if image.is_cuda else image)
+        return self.stem(checked_image(image, self.in_chans))
 
     def _initialise(self) -> None:
         for module in self.modules():
@@ -173,6 +204,9 @@ class Stage(nn.Module):
                 feed_forward_mix=config.feed_forward_mix,
                 layer_scale=config.of_stage("layer_scale", index),
                 drop_path=_drop_path(config, index, block),
+                drop=config.proj_drop_rate,
+                activation=config.act_layer,
+                norm=config.norm_layer,
                 norm_eps=config.norm_eps,
             )
             for block in range(config.depths[index])
@@ -191,6 +225,31 @@ class Stage(nn.Module):
             else:
                 tokens = block(tokens, grid)
         return as_image(tokens, grid)
+
+
+# fx cannot follow a check of shapes: it takes the function as one step
+@register_notrace_function
+def checked_image(image: Tensor, in_chans: int) -> Tensor:
+    """The image as the stem reads it fastest."""
+    if image.dim() != 4 or image.shape[1] != in_chans or 0 in image.shape[2:]:
+        raise ValueError(
+            f"images must be [batch, {in_chans}, height, width] with at least one pixel, got {tuple(image.shape)}; "
+            "other channels: create the model with in_chans="
+        )
+    # a GPU's convolutions and batch norms are several times faster with the channels side by side
+    return image.contiguous(memory_format=torch.channels_last) if image.is_cuda else image
+
+
+# what decides by shapes or calls kernels is one step of a traced graph
+for _part in (Attention, DepthwiseConv, LayerNorm, PatchConv, PatchMerging, PositionTable):
+    register_notrace_module(_part)
+register_notrace_function(scaled_residual)
+
+ARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "NCHW": lambda image: image,
+    "NHWC": lambda image: image.permute(0, 2, 3, 1),
+    "NLC": as_tokens,
+}
 
 
 def _drop_path(config: BackboneConfig, stage: int, block: int) -> float:

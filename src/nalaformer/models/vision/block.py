@@ -2,6 +2,9 @@
 
 import torch
 from timm.layers import DropPath, LayerScale
+from collections.abc import Callable
+
+from timm.layers import DropPath, LayerScale, get_act_layer, get_norm_layer
 from torch import Tensor, nn
 
 from ...attention import Attention, AttentionConfig, DepthwiseConv, LayerNorm
@@ -29,17 +32,21 @@ class Block(nn.Module):
         layer_scale: float | None,
         drop_path: float,
         norm_eps: float,
+        drop: float = 0.0,
+        activation: str | type[nn.Module] = "gelu",
+        norm: str | type[nn.Module] = "layernorm",
     ) -> None:
         super().__init__()
         self.local1 = DepthwiseConv(dim, 3) if local_positions > 0 else None
-        self.norm1 = LayerNorm(dim, eps=norm_eps)
+        self.norm1 = make_norm(norm, dim, norm_eps)
         self.attention = Attention(attention, dim=dim, num_heads=num_heads)
         self.scale1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
         self.local2 = DepthwiseConv(dim, 3) if local_positions > 1 else None
-        self.norm2 = LayerNorm(dim, eps=norm_eps)
-        self.feed_forward = FeedForward(dim, int(dim * mlp_ratio), mix=feed_forward_mix)
+        self.norm2 = make_norm(norm, dim, norm_eps)
+        self.feed_forward = FeedForward(dim, int(dim * mlp_ratio), mix=feed_forward_mix, activation=activation, drop=drop)
         self.scale2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.dropout = nn.Dropout(drop) if drop > 0 else nn.Identity()
 
     def forward(self, x: Tensor, grid: Grid, kept: Tensor | None = None) -> Tensor:
         """kept: [B, n], the only tokens that this block changes and that see each other; convolutions see all."""
@@ -47,7 +54,7 @@ class Block(nn.Module):
             return self._forward_kept(x, grid, kept)
         if self.local1 is not None:
             x = self.local1(x, grid, plus=x)
-        x = self._add(x, self.attention(self.norm1(x), grid), self.scale1)
+        x = self._add(x, self.dropout(self.attention(self.norm1(x), grid)), self.scale1)
         if self.local2 is not None:
             x = self.local2(x, grid, plus=x)
         return self._add(x, self.feed_forward(self.norm2(x), grid), self.scale2)
@@ -73,19 +80,20 @@ class Block(nn.Module):
         if isinstance(self.drop_path, DropPath) and self.training:
             # the random numbers that timm's module draws
             kept = 1 - self.drop_path.drop_prob
-            keep = branch.new_empty(len(branch)).bernoulli_(kept).div_(kept)
+            keep = branch.new_empty(branch.shape[0]).bernoulli_(kept).div_(kept)
         return scaled_residual(x, branch, scale=scale.gamma if isinstance(scale, LayerScale) else None, keep=keep)
 
 
 class FeedForward(nn.Module):
-    """fc2(y + local(y)), y = gelu(fc1(x)); without the convolution where mix is off."""
+    """fc2(y + local(y)), y = activation(fc1(x)); without the convolution where mix is off; dropout before and after fc2."""
 
-    def __init__(self, dim: int, hidden: int, *, mix: bool) -> None:
+    def __init__(self, dim: int, hidden: int, *, mix: bool, activation: str | type[nn.Module], drop: float) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
-        self.activation = nn.GELU()
+        self.activation = named_layer("act_layer", get_act_layer, activation)()
         self.local = DepthwiseConv(hidden, 3) if mix else None
         self.fc2 = nn.Linear(hidden, dim)
+        self.dropout = nn.Dropout(drop) if drop > 0 else nn.Identity()
 
     def forward(self, x: Tensor, grid: Grid, kept: Tensor | None = None) -> Tensor:
         """kept: the cells of the grid in which the tokens of x stand; the others are empty."""
@@ -94,7 +102,27 @@ class FeedForward(nn.Module):
             x = x + cells_at(self.local(on_grid(x, grid, kept), grid), kept)
         elif self.local is not None:
             x = self.local(x, grid, plus=x)
-        return self.fc2(x)
+        return self.dropout(self.fc2(self.dropout(x)))
+
+
+def make_norm(kind: str | type[nn.Module], dim: int, eps: float) -> nn.Module:
+    # ours is timm's on faster kernels
+    return LayerNorm(dim, eps=eps) if kind == "layernorm" else named_layer("norm_layer", get_norm_layer, kind)(dim, eps=eps)
+
+
+def named_layer(
+    option: str, find: Callable[[str], type[nn.Module] | None], kind: str | type[nn.Module]
+) -> Callable[..., nn.Module]:
+    """The class itself, or timm's of that name."""
+    if not isinstance(kind, str):
+        return kind
+    try:
+        found = find(kind)
+    except KeyError:
+        found = None
+    if found is None:
+        raise ValueError(f'{option} must be a name that timm knows or a class, got {kind!r}; such as "silu" or "rmsnorm"')
+    return found
 
 
 def as_image(tokens: Tensor, grid: Grid) -> Tensor:

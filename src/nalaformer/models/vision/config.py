@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torch import nn
+
 from ...attention import METHODS, AttentionConfig, configure
 from ...field_types import check_field_types
 from ...published_names import FAMILIES
@@ -71,6 +73,14 @@ class BackboneConfig:
     """Height and width at which position tables are learned; the network takes any size."""
     drop_path_rate: float = 0.0
     """Chance of skipping a residual branch of the last block in training; it grows linearly from 0 at the first."""
+    proj_drop_rate: float = 0.0
+    """Dropout after attention and inside and after the feed-forward network of every block."""
+    attn_drop_rate: float = 0.0
+    """Dropout of the weights of softmax stages; linear attention has no weight for each pair that could be dropped."""
+    act_layer: str | type[nn.Module] = "gelu"
+    """Activation of the feed-forward networks: one of timm's names, or a class."""
+    norm_layer: str | type[nn.Module] = "layernorm"
+    """Norm of both branches of a block: one of timm's names, or a class that takes (channels, eps=)."""
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -97,10 +107,16 @@ class BackboneConfig:
             raise ValueError(f"local_positions must be 0, 1 or 2, got {self.local_positions}")
         if self.stem == "convolutions" and self.patch_size != 4:
             raise ValueError(f'the convolution stem has stride 4, got patch_size={self.patch_size}; use stem="patches"')
-        if not 0 <= self.drop_path_rate < 1:
-            raise ValueError(f"drop_path_rate must be at least 0 and below 1, got {self.drop_path_rate}")
+        for name in ("drop_path_rate", "proj_drop_rate", "attn_drop_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         # refuses what no stage would take
         configure(self.attention, self.attention_options)
+        if self.attn_drop_rate and all(map(self.is_linear, range(stages))):
+            raise ValueError(
+                f"attn_drop_rate drops weights of softmax stages, got {self.attn_drop_rate} for a network without any: linear "
+                "attention has no weight for each pair; use proj_drop_rate or drop_path_rate"
+            )
 
     def of_stage(self, name: str, stage: int) -> Any:
         """The entry for a stage of a field that may have been given as one value for all."""
@@ -134,6 +150,8 @@ class BackboneConfig:
             parts |= {"window": self.softmax_window, "shifted": block % 2 == 1, "position": "relative"}
         parts |= {key: value for key, value in self.attention_options.items() if key in ATTENTION_PARTS}
         return configure(self.softmax_shell, parts | NO_MAP)
+        parts |= {"feature_map": None, "map_options": {}, "weight_dropout": self.attn_drop_rate}
+        return configure(self.softmax_shell, parts)
 
 
 PER_STAGE = ("embed_dims", "depths", "num_heads", "mlp_ratios", "key_reduction", "softmax_key_reduction", "layer_scale")

@@ -16,13 +16,11 @@ def entry(name: str) -> Callable[..., Backbone]:
     """timm's entry point for one backbone."""
 
     def create(pretrained: bool = False, **options: Any) -> Backbone:
-        return build_model_with_cfg(
-            lambda **changes: build(name, **changes),
-            name,
-            pretrained,
-            feature_cfg={"out_indices": (0, 1, 2, 3), "feature_cls": "getter"},
-            **options,
-        )
+        features = {"out_indices": (0, 1, 2, 3), "feature_cls": "getter", "flatten_sequential": True}
+        features |= options.pop("feature_cfg", None) or {}
+        if options.get("features_only") and "output_fmt" in options:
+            features["output_fmt"] = options.pop("output_fmt")
+        return build_model_with_cfg(lambda **changes: build(name, **changes), name, pretrained, feature_cfg=features, **options)
 
     # timm files a function under its name, and looks for its default_cfgs in its module
     create.__name__ = create.__qualname__ = name
