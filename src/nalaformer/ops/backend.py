@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..registry import unknown_name
-from .exporting import is_exporting
+from .exporting import is_exporting, is_jit_tracing
 from .features import FeatureMapLike
+from .kept_tensors import is_transformed
 from .kernel_spec import KernelSpec
 from .rotary import Rotary
 
@@ -125,8 +126,10 @@ def why_not_on(x: Tensor) -> str | None:
         return why_no_triton_here() or f"the tensors are on {x.device.type}"
     if x.shape[0] == 0:
         return "the batch is empty"
-    if is_exporting():
+    if is_exporting() or is_jit_tracing():
         return "an exported program must run without Triton"
+    if is_transformed():
+        return "a transform of torch.func is at work, which needs plain torch"
     if x.dtype == torch.float64:
         return "float64 has no matrix units"
     return None

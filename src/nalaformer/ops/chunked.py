@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .contrast import Contrast
+from .exporting import is_jit_tracing
 from .features import (
     FeatureMapLike,
     Keys,
@@ -26,6 +27,7 @@ from .features import (
     weighted_values,
     without_infinity,
 )
+from .kept_tensors import is_transformed
 from .rotary import Rotary
 from .state import LinearState
 
@@ -59,7 +61,7 @@ def linear_attention(
     batch, _, heads, head_dim = q.shape
     piece = piece or piece_size(batch, heads, head_dim)
     dtype = compute_dtype(q, k, v)
-    run = recomputing if recompute else direct
+    run = recomputing if recompute and not is_transformed() else direct
 
     def state_of_piece(k: Tensor, v: Tensor, mask: Tensor | None, rotary: Rotary | None, weight: Tensor | None) -> LinearState:
         scales = key_log_scale(feature_map, k, mask, dtype)
@@ -82,6 +84,9 @@ def linear_attention(
     tokens_of_queries = pieces(piece, q, rotary[0], strength)
     if recompute or len(tokens_of_queries) == 1:
         parts = [run(read_piece, *tokens, state, mean, None) for tokens in tokens_of_queries]
+    tokens_of_queries = pieces(piece, q, rotary[0])
+    if recompute or is_transformed() or len(tokens_of_queries) == 1:
+        parts = [run(read_piece, *tokens[:1], state, *tokens[1:], None) for tokens in tokens_of_queries]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     # where no gradient is wanted each piece is written to its place: the outputs are never held twice
     out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -107,7 +112,7 @@ def causal_linear_attention(
 ) -> tuple[Tensor, LinearState]:
     """Causal, from an earlier state (None: no earlier token) to the state after the last token."""
     dtype = compute_dtype(q, k, v)
-    run = recomputing if recompute else direct
+    run = recomputing if recompute and not is_transformed() else direct
 
     def step(
         q: Tensor,
@@ -135,6 +140,8 @@ def causal_linear_attention(
     strength, mean = (None, None) if contrast is None else contrast[:2]
     cut = pieces(size, q, k, v, key_mask, rotary[0], rotary[1], strength, mean, key_weight)
     if recompute or len(cut) == 1:
+    cut = pieces(size, q, k, v, key_mask, rotary[0], rotary[1])
+    if recompute or is_transformed() or len(cut) == 1:
         parts = []
         for tokens in cut:
             out, state = run(step, *tokens, state)
@@ -275,7 +282,7 @@ def pieces(size: int, *sequences: Tensor | Rotary | None) -> "list[tuple[Any, ..
     first = next(x for x in sequences if isinstance(x, Tensor))
     num_tokens = first.shape[1]
     # an exported program must serve every number of tokens, so it cannot count pieces
-    if torch.compiler.is_exporting() or num_tokens <= size:
+    if torch.compiler.is_exporting() or is_jit_tracing() or num_tokens <= size:
         return [sequences]
     starts = range(0, num_tokens, size)
     columns: list[Any] = []
@@ -300,5 +307,5 @@ def direct(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def recomputing(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Keep only the arguments for the backward pass and compute the rest again there."""
+    """Keep only the arguments for the backward pass and compute the rest again there; transforms of torch.func cannot."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

@@ -19,6 +19,7 @@ from torch import Tensor
 from .backend import get_backend, runs_kernels
 from .checks import check_cu_seqlens, check_key_mask
 from .features import compute_dtype, hide, outside_autocast
+from .kept_tensors import is_transformed
 
 # tokens solved for at once: the work inside a piece grows with it, the number of sequential steps falls
 CHUNK = 64
@@ -232,7 +233,7 @@ def _kernels_for(q: Tensor, v: Tensor, log_decay: Tensor | None, *others: Tensor
     # they round features and values to half precision, which full precision must not suffer
     fits = v.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= LARGEST_KERNEL_FEATURES
     can = q.device.type == "cuda" and fits and q.dtype != torch.float64 and q.numel() > 0
-    if not can or get_backend() not in ("auto", "triton"):
+    if not can or get_backend() not in ("auto", "triton") or is_transformed():
         return None
     kernels = _kernels()
     if kernels is None:

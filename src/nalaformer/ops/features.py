@@ -131,7 +131,7 @@ def repeated(q: Tensor, x: Tensor) -> Tensor:
 
 def cheap_to_look_at(x: Tensor) -> bool:
     """Whether code may depend on the numbers in x: on a GPU that would wait for it, and a traced program has none."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and is_ordinary(x)
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing() and is_ordinary(x)
 
 
 def outside_autocast(x: Tensor) -> AbstractContextManager[object]:

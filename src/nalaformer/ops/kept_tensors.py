@@ -17,7 +17,12 @@ def is_ordinary(x: Tensor) -> bool:
 def is_traced() -> bool:
     """Whether a tracer watches: it follows no cache, and its tensors (of FakeTensorMode, make_fx) mix with no others."""
     # what mode it is does not matter: what it makes of a new tensor does
-    return torch.compiler.is_compiling() or not is_ordinary(torch.empty(0, device="cpu"))
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_ordinary(torch.empty(0, device="cpu"))
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp and what is made of them) is at work."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_captured(device: torch.device) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .exporting import is_exporting
+from .exporting import is_exporting, is_jit_tracing
 from .kept_tensors import is_captured, is_traced
 
 
@@ -29,6 +29,9 @@ def rotary_frequencies(
 
 
 def check_positions(**numbers: int) -> None:
+    # sizes are tensors to torch.jit.trace
+    if is_jit_tracing():
+        return
     for name, number in numbers.items():
         # no int while a program is exported
         if not isinstance(number, (int, torch.SymInt)) or number < 0:

@@ -82,7 +82,8 @@ def _visible(attention_mask: Tensor | None, batch: int, total: int) -> Tensor | 
 
 def none_if_all(mask: Tensor) -> Tensor | None:
     """The mask, or None if it hides nothing: one look here spares every layer the mask. A traced program has no numbers."""
-    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return None if not is_traced and bool(mask.all()) else mask
 
 
 # numbers are read on the host: traced, every packing would be another program
@@ -137,7 +138,8 @@ def _positions(visible: Tensor | None, starts: Tensor | None, past: int, length:
 
 def _pairs(visible: Tensor | None, sequence: Tensor | None, past: int, length: int, device: torch.device) -> Tensor | None:
     """The mask of exact attention, or None where its causal form, or none at all, says the same."""
-    if visible is None and sequence is None and (past == 0 or length == 1):
+    # torch.jit.trace would keep the form of its example for every length
+    if visible is None and sequence is None and not torch.jit.is_tracing() and (past == 0 or length == 1):
         return None
     rows = torch.arange(past, past + length, device=device)[:, None]
     columns = torch.arange(past + length, device=device)
