@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import attention, feature_maps, ops, published
 from .conversion import convert, filter_tokens, plan_conversion
+from .conversion import convert, load_converted, plan_conversion
 from .feature_maps import FEATURE_MAPS, FeatureMap, feature_map
 from .ops import (
     LinearState,
@@ -62,6 +63,7 @@ __all__ = [
     "get_backend",
     "global_query_weight",
     "linear_attention",
+    "load_converted",
     "ops",
     "plan_conversion",
     "published",

@@ -3,6 +3,7 @@
 from .adapters import DiffusersAttention, TimmAttention, TimmWindowAttention, TransformersAttention
 from .plan import Replacement, convert, plan_conversion
 from .token_filter import TokenFilter, filter_tokens
+from .records import load_converted
 
 __all__ = [
     "DiffusersAttention",
@@ -13,5 +14,6 @@ __all__ = [
     "TransformersAttention",
     "convert",
     "filter_tokens",
+    "load_converted",
     "plan_conversion",
 ]

@@ -35,6 +35,8 @@ class Host:
 
     obstacle: Callable[[Any], str]
     convert: Callable[[Any, str, dict[str, Any]], nn.Module]
+    record: str = ""
+    """Where a converted layer keeps what it became: a part that has a weight in the original, which then refuses to load it."""
 
     @staticmethod
     def num_heads(module: nn.Module) -> int:
@@ -204,7 +206,7 @@ def our_obstacle(module: Attention) -> str:
 def convert_ours(module: Attention, attention: str, options: dict[str, Any]) -> nn.Module:
     """Every part stays; only the feature map is new."""
     method = settled(attention, options, {}, bias=True)
-    known = map_options_of(method.feature_map or "")
+    known = [*map_options_of(method.feature_map or ""), "feature_map", "rotary_over"]
     for option in options:
         if option not in known:
             raise unknown_name("option of the feature map (our own layers keep their other parts):", option, known)
@@ -227,4 +229,9 @@ TIMM_SWIN = Host(timm_swin_obstacle, convert_timm_swin)
 TRANSFORMERS_VIT = Host(transformers_vit_obstacle, convert_transformers_vit)
 TRANSFORMERS_NESTED_VIT = Host(transformers_nested_vit_obstacle, convert_transformers_nested_vit)
 DIFFUSERS = Host(diffusers_obstacle, convert_diffusers)
+OURS = Host(our_obstacle, convert_ours, "converted")
+TIMM_VIT = Host(timm_vit_obstacle, convert_timm_vit, "qkv")
+TIMM_SWIN = Host(timm_swin_obstacle, convert_timm_swin, "qkv")
+TRANSFORMERS_VIT = Host(transformers_vit_obstacle, convert_transformers_vit, "q_proj")
+TRANSFORMERS_NESTED_VIT = Host(transformers_nested_vit_obstacle, convert_transformers_nested_vit, "output.dense")
 UNKNOWN = Host(lambda module: "of a kind that is not known here", lambda module, attention, options: module)

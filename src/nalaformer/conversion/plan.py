@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .hosts import host_of
+from .records import attach_record, keep_names_when_saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
 
     The weights of the projections stay; the parameters of the feature map are new, so the model wants fine-tuning. `only`: a
     regular expression that the names of the layers to replace must contain. Options as in attention.build; gates and norms
-    are off unless asked for. See `plan_conversion` for what would be replaced.
+    are off unless asked for. See `plan_conversion` for what would be replaced, and `load_converted` for the way back from a
+    file.
     """
     replacements = [found for found in plan_conversion(model, only=only) if not found.obstacle]
     if not replacements:
@@ -46,10 +48,13 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
         module = model.get_submodule(found.name)
         host = host_of(module)
         assert host is not None
-        made[found.name] = host.convert(module, attention, options).train(module.training)
+        made[found.name] = host.convert(module, attention, options)
+        attach_record(made[found.name], host.record)
+        made[found.name].train(module.training)
     for name, module in made.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
+    keep_names_when_saved(model)
     return model
 
 

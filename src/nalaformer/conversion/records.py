@@ -1,0 +1,137 @@
+"""The way back: converted layers carry a record of what they became in the state dict, and a saved model is loaded by it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention, AttentionConfig
+from .hosts import Host, host_of
+
+
+class ConversionRecord(nn.Module):
+    """The config of a converted layer as a vector of characters, under the name of a weight that the original layer has.
+
+    So the record travels with every way to save weights, and a model that was not converted refuses them for its shape.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__()
+        self.config = config
+        # floats: an average of weights over training steps must leave them as they are
+        self.register_buffer("weight", torch.tensor(list(json.dumps(asdict(config)).encode()), dtype=torch.float32))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        given = state_dict.get(f"{prefix}weight")
+        if given is None or given.device.type == "meta":
+            return
+        if given.dim() != 1:
+            raise ValueError(
+                f"{prefix}weight belongs to the layer before it was converted, got shape {tuple(given.shape)}; load the "
+                "weights of the original model first, and then call nalaformer.convert"
+            )
+        saved = read_record(given, prefix)
+        own = json.loads(json.dumps(asdict(self.config)))
+        changed = {name: value for name, value in saved.items() if own.get(name) != value}
+        if changed:
+            raise ValueError(
+                f"the weights of {prefix.rstrip('.')} come from a layer that was converted otherwise, with {changed}; make the "
+                "model anew without convert, and load them with nalaformer.load_converted"
+            )
+
+
+def attach_record(module: nn.Module, place: str) -> None:
+    """Put the record of a converted layer at that place inside of it."""
+    layer = module if isinstance(module, Attention) else module.attention
+    assert isinstance(layer, Attention)
+    *parents, name = place.split(".")
+    for parent in parents:
+        if not hasattr(module, parent):
+            module.add_module(parent, nn.Module())
+        module = module.get_submodule(parent)
+    module.add_module(name, ConversionRecord(layer.config).to(layer.projection.weight.device))
+
+
+def keep_names_when_saved(model: nn.Module) -> None:
+    """transformers writes weights under the names of older versions: not for layers that those versions never had."""
+    for module in model.modules():
+        if hasattr(module, "save_pretrained"):
+            module._weight_conversions = []
+
+
+def load_converted(model: nn.Module, source: Mapping[str, Tensor] | str | PathLike[str]) -> nn.Module:
+    """Convert the layers that were converted when the weights were saved, load the weights, and return the model.
+
+    model: the original, built without `convert`. source: a state dict, a file of torch.save or safetensors, or a folder that
+    save_pretrained wrote. An error leaves the layers of the model as they were.
+    """
+    state = dict(source) if isinstance(source, Mapping) else read_weights(Path(source))
+    made: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        host = host_of(module)
+        key = "" if host is None else f"{name}.{host.record}.weight"
+        if host is not None and host.record and key in state and state[key].dim() == 1:
+            made[name] = converted_by_record(module, host, read_record(state[key], name))
+    if not made:
+        raise ValueError(
+            "the weights must hold layers that nalaformer.convert made, got none of the names that this model has; convert the "
+            "model that you save, not a part of it, and load weights without such layers as usual"
+        )
+    for name, module in made.items():
+        model.set_submodule(name, module)
+    keep_names_when_saved(model)
+    _load_all(model, state)
+    return model
+
+
+def converted_by_record(module: nn.Module, host: Host, options: dict[str, Any]) -> nn.Module:
+    options = dict(options) | {"table_grid": tuple(options["table_grid"])}
+    is_ours = isinstance(module, Attention)
+    # our own layers keep their parts: the map alone is new
+    kept = {name: options[name] for name in ("feature_map", "rotary_over")} | options["map_options"] if is_ours else options
+    new = host.convert(module, "linear", kept)
+    attach_record(new, host.record)
+    return new.train(module.training)
+
+
+def read_record(record: Tensor, place: str) -> dict[str, Any]:
+    """The fields of the AttentionConfig."""
+    try:
+        found = json.loads(bytes(record.detach().float().round().to(torch.uint8).tolist()))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no fields")
+    except ValueError as error:
+        raise ValueError(f"{place} must hold the record of a converted layer, got something else: {error}") from error
+    return found
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, or of the files in a folder that save_pretrained wrote."""
+    from safetensors.torch import load_file
+
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
+        if not files:
+            raise ValueError(f"a folder of weights must hold *.safetensors or *.bin, got {path} without any")
+        return {key: value for file in files for key, value in read_weights(file).items()}
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a file of weights must hold a state dict, got {type(state).__name__} in {path}")
+    return dict(state)
+
+
+def _load_all(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Every weight has its place and every place a weight; tied weights may have been saved once."""
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    places = model.state_dict(keep_vars=True)
+    loaded = {id(value) for name, value in places.items() if name in state}
+    missing = [name for name in missing if id(places.get(name)) not in loaded]
+    if missing or unexpected:
+        raise ValueError(f"the weights must be those of this model, got none for {missing[:5]}, and others: {unexpected[:5]}")
