@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 when_imported("timm", "nalaformer.models.vision")
 # the language models enter the Auto classes with the modules that hold their tables; `import transformers` alone loads neither
 when_imported("transformers.models.auto.configuration_auto", "nalaformer.models.language.config")
-when_imported("transformers.models.auto.modeling_auto", "nalaformer.models.language.model")
+when_imported(
+    "transformers.models.auto.modeling_auto", "nalaformer.models.language.model", after="transformers.modeling_layers"
+)
 when_imported("transformers.models.auto.configuration_auto", "nalaformer.models.hybrid.config")
 when_imported("transformers.models.auto.modeling_auto", "nalaformer.models.hybrid.model")
 

@@ -9,23 +9,26 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-def when_imported(package: str, module: str) -> None:
+def when_imported(package: str, module: str, *, after: str = "") -> None:
     """Import `module` as soon as `package` is imported: now where it is already, else right after its own import.
 
+    after: a module that `module` needs and that imports the package itself; where its import is under way, we wait for its end.
     timm has no entry points for models from outside, and importing it here would cost seconds to all who do not use it.
     """
     # None in sys.modules means that somebody has forbidden the import
     if sys.modules.get(package) is not None:
         importlib.import_module(module)
     else:
-        sys.meta_path.insert(0, _Watcher(package, module))
+        sys.meta_path.insert(0, _Watcher(package, module, after))
+        if after and after not in sys.modules:
+            sys.meta_path.insert(0, _Watcher(after, module, ""))
 
 
 class _Watcher(MetaPathFinder):
     """Lets the other finders find the package and asks its loader to import the module afterwards."""
 
-    def __init__(self, package: str, module: str) -> None:
-        self.package, self.module = package, module
+    def __init__(self, package: str, module: str, after: str) -> None:
+        self.package, self.module, self.after = package, module, after
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -57,8 +60,16 @@ class _ThenImport(Loader):
         if self.watcher in sys.meta_path:
             sys.meta_path.remove(self.watcher)
         self.loader.exec_module(module)
+        if _is_under_way(self.watcher.after):
+            return
         try:
             importlib.import_module(self.watcher.module)
         except ImportError as error:
             # somebody else's import must not fail for our sake
             warnings.warn(f"{self.watcher.module} is not available in {module.__name__}: {error}", stacklevel=2)
+
+
+def _is_under_way(module: str) -> bool:
+    """Whether the import of a module has begun and not ended."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))

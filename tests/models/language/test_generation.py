@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import nalaformer
-from helpers.language_models import GREEDY, LAYOUTS, VOCABULARY, each_layout, make, padded_prompts, text
+from helpers.language_models import GREEDY, LAYOUTS, each_layout, make, padded_prompts, text
 from nalaformer.models.language import NaLaCache, RecurrentLayer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -183,15 +183,6 @@ def test_what_a_state_cannot_take_back_is_refused():
     assert cache.layers[1].get_seq_length() == 8, "a refused crop has cut a layer"
     with pytest.raises(ValueError, match="keeps no keys"):
         next(layer for layer in cache.layers if isinstance(layer, RecurrentLayer)).update(prompt, prompt)
-    llama = LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    )
-    with pytest.raises(ValueError, match="not supported with stateful models"):
-        model.generate(prompt, **GREEDY, assistant_model=llama)
-    with pytest.raises(ValueError, match="not supported with stateful models"):
-        model.generate(prompt, **GREEDY, prompt_lookup_num_tokens=2)
-    with pytest.raises(ValueError, match="cannot draft"):
-        llama.generate(prompt, **GREEDY, assistant_model=make(dtype=torch.float32))
 
 
 def test_caches_that_would_lose_the_state_are_refused():

@@ -130,8 +130,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(layout):
     model.gradient_checkpointing_enable()
     model(tokens, labels=tokens).loss.backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)
-    with pytest.raises(ValueError, match="cannot keep a cache"):
-        model(tokens, use_cache=True)
+    assert model(tokens, use_cache=True).past_key_values is None
+    cache = model.eval()(tokens).past_key_values
+    with pytest.raises(ValueError, match="cannot go on from a cache"):
+        model.train()(tokens, past_key_values=cache)
 
 
 @each_layout

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 import sys
+import warnings
 
 import pytest
 import timm
@@ -343,6 +344,22 @@ def test_a_watched_package_imports_as_ever_and_brings_the_module(tmp_path, monke
     assert importlib.resources.files("watched").joinpath("__init__.py").is_file()
     assert sys.meta_path == finders
     for name in ("watched", "companion"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_companion_waits_for_the_end_of_a_module_that_imports_what_is_watched(tmp_path, monkeypatch):
+    (tmp_path / "inner_watched.py").write_text("value = 3\n")
+    (tmp_path / "outer_module.py").write_text("import inner_watched\nlate = 4\n")
+    (tmp_path / "patient.py").write_text("from outer_module import late\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = list(sys.meta_path)
+    when_imported("inner_watched", "patient", after="outer_module")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.import_module("outer_module")
+    assert sys.modules["patient"].late == 4
+    assert sys.meta_path == finders
+    for name in ("inner_watched", "outer_module", "patient"):
         monkeypatch.delitem(sys.modules, name)
 
 

@@ -1,7 +1,9 @@
 """What generation remembers: a state of constant size for each recurrent layer, keys and values for each exact one."""
 
 import json
+from collections.abc import Callable
 from os import PathLike
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,22 +13,94 @@ from ...json_text import parse_json
 from ..state_layer import StateLayer
 from .config import RECURRENT_MIXERS, NaLaConfig
 
+if TYPE_CHECKING:
+    from .tokens import Tokens
+
+
+# tokens that a recording layer can take back; assistants draft about twenty
+RECORDED_TOKENS = 64
+
+
+class Recorded(NamedTuple):
+    """Tokens that came at once: the state before them, and how to add the first so many of them again."""
+
+    tensors: dict[str, Tensor]
+    seen: int
+    count: int
+    add: Callable[[int], Tensor]
+
 
 class RecurrentLayer(StateLayer):
-    """The state of one recurrent mixer: named tensors, batch first, whose sizes do not depend on how many tokens were seen."""
+    """The state of one recurrent mixer: named tensors, batch first, whose sizes do not depend on how many tokens were seen.
+
+    While it records (generation with drafts), it keeps copies of the state before the last tokens, and `crop` goes back.
+    """
+
+    is_croppable = True
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[str, Tensor] = {}
+        self.record_past = False
+        self.recorded: list[Recorded] = []
 
     def reset(self) -> None:
-        self.tensors, self.seen = {}, 0
+        self.tensors, self.seen, self.recorded = {}, 0, []
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.tensors = {name: tensor[indices.to(tensor.device)] for name, tensor in self.tensors.items()}
+        self.recorded = []
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.tensors = {name: tensor.repeat_interleave(repeats, dim=0) for name, tensor in self.tensors.items()}
+        self.recorded = []
+
+    def activate_past_recording(self) -> None:
+        """From now on `crop` can take back the last tokens, at most RECORDED_TOKENS."""
+        self.record_past = True
+
+    def mix(self, mixer: Callable[[Tensor, "Tokens", "RecurrentLayer"], Tensor], x: Tensor, tokens: "Tokens") -> Tensor:
+        """mixer(x, tokens, self), recorded if asked for. x [B, N, C]."""
+        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+            # steps in place outside of inference mode cannot change what was made inside of it
+            self.tensors = {name: y.clone() if y.is_inference() else y for name, y in self.tensors.items()}
+        if not self.record_past:
+            return mixer(x, tokens, self)
+        length = x.shape[1]
+        before = max(length - RECORDED_TOKENS, 0)
+        out = [] if before == 0 else [mixer(x[:, :before], tokens.between(0, before), self)]
+        x, tokens = x[:, before:], tokens.between(before, length)
+        inputs = x.detach()
+        copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        self.recorded.append(
+            Recorded(copies, self.seen, length - before, lambda count: mixer(inputs[:, :count], tokens.between(0, count), self))
+        )
+        while sum(each.count for each in self.recorded[1:]) >= RECORDED_TOKENS:
+            self.recorded.pop(0)
+        return torch.cat([*out, mixer(x, tokens, self)], dim=1)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse what cannot be taken back."""
+        if not self.record_past:
+            super().crop(tokens_to_remove)
+        known = sum(each.count for each in self.recorded)
+        if not 0 <= -tokens_to_remove <= known:
+            raise ValueError(
+                f"crop takes back the last tokens by a negative number, down to -{known} here, got {tokens_to_remove}; copy "
+                "the cache (copy.deepcopy) before the tokens that you may want to take back"
+            )
+
+    @torch.no_grad()
+    def crop(self, tokens_to_remove: int) -> None:  # type: ignore[override]
+        self.check_crop(tokens_to_remove)
+        left = -tokens_to_remove
+        while left > 0:
+            last = self.recorded.pop()
+            self.tensors, self.seen = {name: tensor.clone() for name, tensor in last.tensors.items()}, last.seen
+            if last.count > left:
+                last.add(last.count - left)
+                self.recorded.append(last._replace(count=last.count - left))
+            left -= last.count
 
 
 class NaLaCache(Cache):
@@ -44,12 +118,12 @@ class NaLaCache(Cache):
             "map_options": json.loads(json.dumps(config.map_options or {})),
         }
 
-    def crop(self, *args: object) -> None:
+    def crop(self, tokens_to_remove: int) -> None:
         # before any layer has changed
         for layer in self.layers:
             if isinstance(layer, RecurrentLayer):
-                layer.crop(*args)
-        super().crop(*args)  # type: ignore[arg-type]
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         # transformers 5.17 zeroes the keys of a dynamic layer and keeps their number

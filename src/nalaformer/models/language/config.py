@@ -150,5 +150,10 @@ class NaLaConfig(PreTrainedConfig):
         """The mixer of each layer."""
         return [self.mixers] * self.num_hidden_layers if isinstance(self.mixers, str) else list(self.mixers)
 
+    @property
+    def layer_types(self) -> list[str]:
+        """The mixers in transformers' words: "full_attention" for `softmax`, "linear_attention" for the others."""
+        return ["full_attention" if name == "softmax" else "linear_attention" for name in self.mixer_of_layers]
+
 
 AutoConfig.register(NaLaConfig.model_type, NaLaConfig, exist_ok=True)

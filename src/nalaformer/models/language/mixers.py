@@ -156,7 +156,7 @@ class GatedDeltaMixer(DeltaMixer):
 
 
 class SoftmaxMixer(nn.Module):
-    """Exact attention with rotary positions: torch's scaled_dot_product_attention."""
+    """Exact attention with rotary positions: torch's scaled_dot_product_attention, or written out (attn_implementation)."""
 
     def __init__(self, config: NaLaConfig) -> None:
         super().__init__()
@@ -165,9 +165,15 @@ class SoftmaxMixer(nn.Module):
         self.head_dim = config.head_dim
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         self.sizes = [size * config.head_dim for size in (heads, key_heads, key_heads)]
+        self.config = config
         self.is_grouped = heads != key_heads
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
         self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=False)
+
+    @property
+    def is_eager(self) -> bool:
+        """Read at every call: model.set_attn_implementation may change it."""
+        return self.config._attn_implementation == "eager"
 
     def forward(self, x: Tensor, tokens: Tokens, layer: CacheLayerMixin | None) -> Tensor:
         parts = self.qkv_proj(x).split(self.sizes, dim=-1)
@@ -176,9 +182,28 @@ class SoftmaxMixer(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if layer is not None:
             k, v = layer.update(k, v)
-        is_causal = tokens.pairs is None and x.shape[1] > 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=tokens.pairs, is_causal=is_causal, enable_gqa=self.is_grouped)
+        if self.is_eager or tokens.weights is not None:
+            out, weights = eager_attention(q, k, v, tokens.pairs)
+            if tokens.weights is not None:
+                tokens.weights.append(weights)
+        else:
+            is_causal = tokens.pairs is None and x.shape[1] > 1
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=tokens.pairs, is_causal=is_causal, enable_gqa=self.is_grouped
+            )
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(D)) v and its weights. q [B, H, N, D]; k, v [B, K, M, D]; pairs as in Tokens."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    if pairs is None:
+        length, total = q.shape[2], k.shape[2]
+        pairs = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~pairs, -math.inf)
+    weights = widened(scores).softmax(-1).to(q.dtype)
+    return weights @ v, weights
 
 
 def widened(x: Tensor) -> Tensor:

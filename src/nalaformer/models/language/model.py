@@ -1,11 +1,14 @@
 """The language models: a pre-norm decoder, and its heads for the next token and for classes of sequences."""
 
 from typing import Any, cast
+import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization
 from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -13,18 +16,26 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.utils import can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 
 from ...feature_maps import FeatureMap, feature_map
-from .cache import NaLaCache
+from ...registry import unknown_name
+from .cache import NaLaCache, RecurrentLayer
 from .config import NaLaConfig
 from .layers import RMSNorm, ShortConvolution, SwiGLU
 from .loss import can_do_without_logits, next_token_loss
 from .mixers import MIXERS, GatedDeltaMixer
 from .tokens import Tokens, describe_tokens
 
+logger = logging.get_logger(__name__)
+# what generation, the trainer and collators of transformers pass to every model, and losses read
+KNOWN_ARGUMENTS = {
+    *TransformersKwargs.__annotations__,
+    *("return_dict", "cache_position", "shift_labels", "ignore_index", "next_sequence_length", "is_first_iteration"),
+}
 
-class NaLaBlock(nn.Module):
+
+class NaLaBlock(GradientCheckpointingLayer):
     """x += mixer(norm x); x += feed_forward(norm x)."""
 
     def __init__(self, config: NaLaConfig, number: int) -> None:
@@ -39,6 +50,12 @@ class NaLaBlock(nn.Module):
         layer = None if cache is None else cache.layers[self.number]
         x, normed = self.mlp_norm.of_sum(x, self.mixer(self.mixer_norm(x), tokens, layer))
         return x + self.mlp(normed)
+    # transformers looks for the cache by this name where it recomputes blocks
+    def forward(self, x: Tensor, tokens: Tokens, past_key_values: NaLaCache | None = None) -> Tensor:
+        layer = None if past_key_values is None else past_key_values.layers[self.number]
+        y = self.mixer_norm(x)
+        x = x + (layer.mix(self.mixer, y, tokens) if isinstance(layer, RecurrentLayer) else self.mixer(y, tokens, layer))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class NaLaPreTrainedModel(PreTrainedModel):
@@ -51,9 +68,11 @@ class NaLaPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["NaLaBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
-    # a state cannot be taken back: generation refuses what would need that
-    _is_stateful = True
+
+    def __init__(self, config: NaLaConfig, *inputs: Any, **kwargs: Any) -> None:
+        if "gated_delta" in config.mixer_of_layers:
+            self._keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
+        super().__init__(config, *inputs, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -91,6 +110,7 @@ class NaLaModel(NaLaPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
@@ -106,6 +126,7 @@ class NaLaModel(NaLaPreTrainedModel):
                 f"input_ids must be [batch, tokens] with at least one token, got shape {tuple(input_ids.shape)}; "
                 "a single row needs a batch dimension: input_ids[None]"
             )
+        check_known(kwargs)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         tokens = describe_tokens(
@@ -115,6 +136,7 @@ class NaLaModel(NaLaPreTrainedModel):
             position_ids=position_ids,
             cu_seqlens=cu_seq_lens_q,
             past=0 if cache is None else cache.get_seq_length(),
+            wants_weights=self._wants_weights(output_attentions),
         )
         if tokens.cu_seqlens is not None and cache is not None:
             if past_key_values is not None or use_cache:
@@ -122,10 +144,7 @@ class NaLaModel(NaLaPreTrainedModel):
             cache = None
         states: list[Any] = [hidden]
         for block in self.layers:
-            if self.gradient_checkpointing and self.training:
-                hidden = self._gradient_checkpointing_func(block.__call__, hidden, tokens, None)
-            else:
-                hidden = block(hidden, tokens, cache)
+            hidden = block(hidden, tokens=tokens, past_key_values=cache)
             states.append(hidden)
         hidden = self.norm(hidden)
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -133,13 +152,25 @@ class NaLaModel(NaLaPreTrainedModel):
             last_hidden_state=hidden,
             past_key_values=cache,
             hidden_states=(*states[:-1], hidden) if wants_states else None,
+            attentions=None if tokens.weights is None else tuple(tokens.weights[: len(self.layers)]),
         )
 
+    def _wants_weights(self, output_attentions: bool | None) -> bool:
+        wanted = self.config.output_attentions if output_attentions is None else output_attentions
+        if wanted and "softmax" not in self.config.mixer_of_layers:
+            raise ValueError(
+                "output_attentions needs a layer with exact attention, got none: recurrent mixers have no weight for each "
+                "pair; nalaformer.attention_weights computes rows of the weights that linear attention amounts to"
+            )
+        return bool(wanted)
+
     def _cache(self, given: NaLaCache | None, use_cache: bool | None) -> NaLaCache | None:
-        if self.gradient_checkpointing and self.training:
+        if self.is_gradient_checkpointing and self.training:
             # a block that runs twice would count its tokens twice
+            if given is not None and given.get_seq_length() > 0:
+                raise ValueError("gradient checkpointing cannot go on from a cache, got a filled one; use model.eval()")
             if given is not None or use_cache:
-                raise ValueError("gradient checkpointing cannot keep a cache, got one or use_cache=True; use use_cache=False")
+                logger.warning_once("Gradient checkpointing keeps no cache; going on with use_cache=False.")
             return None
         if given is None:
             wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
@@ -170,6 +201,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
@@ -179,6 +211,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         logits_to_keep: logits of the last so many tokens alone (0: of all), or of the tokens of that index.
         In training, with labels, there is a loss and no logits, which would take most of the memory: config.logits_in_training.
         """
+        check_known(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -187,6 +220,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
             cu_seq_lens_q=cu_seq_lens_q,
             return_dict=True,
         )
@@ -202,6 +236,11 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=cast(Any, loss), logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
     @property
@@ -218,17 +257,26 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
                 f"cache_implementation must be None for this model, whose cache has a constant size, "
                 f"got {generation_config.cache_implementation!r}"
             )
-        if getattr(generation_config, "is_assistant", False):
-            raise ValueError(
-                f"{type(self).__name__} cannot draft for assisted generation: its state cannot take rejected tokens back; "
-                "use another assistant model"
-            )
         given = model_kwargs.get("past_key_values")
         if given is not None:
             check_cache(given)
             given._is_user_defined = True
+        elif self.is_gradient_checkpointing and self.training:
+            logger.warning_once("Gradient checkpointing keeps no cache; generating with use_cache=False.")
+            generation_config.use_cache = model_kwargs["use_cache"] = False
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = NaLaCache(self.config)
+            if getattr(generation_config, "is_assistant", False):
+                model_kwargs["past_key_values"].activate_past_recording()
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "continuous batching keeps keys and values in pages, and a state has none; use generate with a batch of prompts "
+            "padded on the left"
+        )
+
+    # every way there; the first of them is in transformers' own too
+    generate_batch = continuous_batching_context_manager = init_continuous_batching
 
 
 class NaLaForSequenceClassification(NaLaPreTrainedModel):
@@ -252,9 +300,11 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
         """The last real token is that of the attention_mask, else the last one that is not pad_token_id, else the last one."""
+        check_known(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -263,6 +313,7 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
             return_dict=True,
         )
         hidden = outputs.last_hidden_state
@@ -278,8 +329,19 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
+
+
+def check_known(arguments: dict[str, Any]) -> None:
+    """transformers hands on what its tools may say to any model; a misspelt name is none of that."""
+    for name in arguments:
+        if name not in KNOWN_ARGUMENTS:
+            raise unknown_name("argument", name, [*KNOWN_ARGUMENTS, *inspect.signature(NaLaForCausalLM.forward).parameters])
 
 
 def check_cache(cache: object) -> None:

@@ -1,6 +1,6 @@
 """Where the tokens of a forward pass stand: positions, padding, packed sequences. Made once, read by every layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ class Tokens:
     """[S + 1] on the CPU, where the packed sequences begin in the B * N tokens, and their end; None: each row is one."""
     pairs: Tensor | None
     """[B or 1, 1, N, past + N] bool, which keys a token of a `softmax` mixer sees; None: all up to itself."""
+    weights: list[Tensor] | None = None
+    """Where `softmax` mixers put their weights [B, H, N, past + N]; None: nobody asks for them."""
+
+    def between(self, start: int, stop: int) -> "Tokens":
+        """The tokens start .. stop - 1 for a recurrent mixer; packed sequences cannot be cut."""
+        mask = None if self.key_mask is None else self.key_mask[:, start:stop]
+        return replace(self, rotary=self.rotary.tokens(start, stop), past=self.past + start, key_mask=mask, pairs=None)
 
 
 def describe_tokens(
@@ -35,6 +42,7 @@ def describe_tokens(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     past: int,
+    wants_weights: bool = False,
 ) -> Tokens:
     """embeddings [B, N, C]; attention_mask [B, past + N]; position_ids [B or 1, N], whose zeros begin packed sequences."""
     batch, length = embeddings.shape[:2]
@@ -65,6 +73,7 @@ def describe_tokens(
         sequence=sequence,
         cu_seqlens=bounds,
         pairs=_pairs(visible, sequence, past, length, device) if has_softmax else None,
+        weights=[] if wants_weights else None,
     )
 
 

@@ -1,0 +1,133 @@
+"""transformers' own suites (models, generation, causal language models, training) over our language models.
+
+`run_peers.py` runs this file with a checkout of transformers on the path; nothing else can import it.
+"""
+
+import ast
+import importlib
+import sys
+import types
+import unittest
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+from nalaformer.models.language import NaLaConfig, NaLaForCausalLM, NaLaForSequenceClassification, NaLaModel, RecurrentLayer
+
+
+def fill_missing(folder: Path) -> list[str]:
+    """Names that the suites import and the installed version does not have: what calls them is skipped, by name."""
+    missing = []
+    for path in (*folder.glob("*.py"), *folder.glob("generation/*.py")):
+        imports = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
+        for node in imports:
+            if node.level == 0 and (node.module or "").split(".")[0] == "transformers":
+                missing += [f"{node.module}.{name.name}" for name in node.names if not found(str(node.module), name.name)]
+    return missing
+
+
+def found(module_name: str, name: str) -> bool:
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError:
+        module = sys.modules[module_name] = types.ModuleType(module_name)
+    try:
+        getattr(module, name)
+    except AttributeError:
+        try:
+            importlib.import_module(f"{module_name}.{name}")
+        except ImportError:
+            setattr(module, name, lambda *_, **__: skip(f"{module_name}.{name} is not in this version of transformers"))
+            return False
+    return True
+
+
+def skip(reason: str) -> None:
+    raise unittest.SkipTest(reason)
+
+
+# where `tests` is: the folder of the run, whose tests are those of the checkout
+MISSING = fill_missing(Path(importlib.import_module("tests").__path__[0]))
+if not hasattr(PreTrainedConfig, "has_no_defaults_at_init"):
+    # the suites of some versions ask for it
+    PreTrainedConfig.has_no_defaults_at_init = False
+# the suites find out by these tables which class has a loss; models from outside are not in them
+modeling_auto.MODEL_MAPPING_NAMES["nala"] = "NaLaModel"
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nala"] = "NaLaForCausalLM"
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["nala"] = "NaLaForSequenceClassification"
+
+from tests import causal_lm_tester  # noqa: E402
+
+LAYOUTS = {
+    "Linear": {"mixers": "linear", "num_key_value_heads": 1},
+    "Delta": {"mixers": "delta"},
+    "GatedDelta": {"mixers": "gated_delta"},
+    "Hybrid": {"mixers": ["gated_delta", "softmax"]},
+    "Softmax": {"mixers": "softmax"},
+}
+
+
+class OverOurModels:
+    """What a suite of transformers is told about a model: the classes, and how its cache and its weights look."""
+
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config) -> None:
+        assert len(past_key_values) == config.num_hidden_layers
+        for layer, kind in zip(past_key_values.layers, config.layer_types, strict=True):
+            assert layer.get_seq_length() == seq_length
+            if kind == "full_attention":
+                shape = (batch_size, config.num_key_value_heads, seq_length, config.head_dim)
+                assert layer.keys.shape == layer.values.shape == shape
+            else:
+                assert isinstance(layer, RecurrentLayer)
+                # batch first, and no size that grows with the tokens
+                assert layer.tensors
+                assert all(tensor.shape[0] == batch_size for tensor in layer.tensors.values())
+                assert layer.tensors["state"].shape[-1] in (config.head_dim, config.head_dim // 2)
+
+    def test_attention_outputs(self) -> None:
+        """Weights of the exact layers alone, as with other models of both kinds."""
+        if not self.has_attentions:
+            self.skipTest("no layer has a weight for each pair")
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        heads, length = config.num_attention_heads, self.model_tester.seq_length
+        for model_class in self.all_model_classes:
+            model = model_class._from_config(config, attn_implementation="eager").eval()
+            with torch.no_grad():
+                attentions = model(**self._prepare_for_class(inputs, model_class), output_attentions=True).attentions
+            assert len(attentions) == config.layer_types.count("full_attention")
+            assert {tuple(weights.shape[1:]) for weights in attentions} == {(heads, length, length)}
+            torch.testing.assert_close(attentions[0].sum(-1), torch.ones_like(attentions[0].sum(-1)))
+
+    def _check_attentions_for_generate(
+        self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
+    ) -> None:
+        assert isinstance(attentions, tuple)
+        assert len(attentions) == output_length - prompt_length
+        has_cache = decoder_past_key_values is not None
+        for step, weights in enumerate(attentions):
+            queries = prompt_length + step if step == 0 or not has_cache else 1
+            shape = (batch_size, config.num_attention_heads, queries, prompt_length + step)
+            assert [tuple(each.shape) for each in weights] == [shape] * config.layer_types.count("full_attention")
+
+
+def suite(name: str, options: dict) -> type:
+    def start(self, parent) -> None:
+        causal_lm_tester.CausalLMModelTester.__init__(self, parent=parent)
+        for option, value in options.items():
+            setattr(self, option, value)
+
+    classes = {
+        "base_model_class": NaLaModel,
+        "config_class": NaLaConfig,
+        "causal_lm_class": NaLaForCausalLM,
+        "sequence_classification_class": NaLaForSequenceClassification,
+    }
+    tester = type(f"{name}Tester", (causal_lm_tester.CausalLMModelTester,), classes | {"__init__": start})
+    facts = {"model_tester_class": tester, "has_attentions": "softmax" in options["mixers"], "__module__": __name__}
+    return type(f"{name}Test", (OverOurModels, causal_lm_tester.CausalLMModelTest, unittest.TestCase), facts)
+
+
+for _name, _options in LAYOUTS.items():
+    globals()[f"{_name}Test"] = suite(_name, _options)

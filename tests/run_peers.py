@@ -1,0 +1,109 @@
+"""Run the test suites of timm and transformers over our models, and write a table of what passed, failed and was skipped.
+
+    python tests/run_peers.py --timm FOLDER --transformers FOLDER [--out runs/peers] [-k EXPRESSION] [--all-names]
+
+A FOLDER is a checkout of the peer's repository at the version that is installed here; without it that suite does not run.
+transformers' suites need the packages parameterized and httpx. Exits with 1 if a test failed.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
+
+TESTS = Path(__file__).resolve().parent
+# these need several GPUs or files from the network, whatever the model
+ELSEWHERE = "not fsdp and not tp_ and not tensor_parallel and not pipeline"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timm", type=Path, help="a checkout of timm's repository")
+    parser.add_argument("--transformers", type=Path, help="a checkout of transformers' repository")
+    parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="folder of the results; emptied first")
+    parser.add_argument("-k", dest="chosen", default="", help="tests whose names fit, as in pytest")
+    parser.add_argument("--all-names", action="store_true", help="every backbone, not one of each family")
+    given = parser.parse_args()
+    if given.timm is None and given.transformers is None:
+        parser.error("give at least one of --timm and --transformers")
+    out = given.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    suites = []
+    if given.timm is not None:
+        folder = prepare(given.timm, out / "timm", ["tests"])
+        options = ["-p", "helpers.peers_timm", str(folder / "tests" / "test_models.py"), "-k", given.chosen]
+        suites.append(("timm", run(folder, options, {"PEERS_ALL_NAMES": "1" if given.all_names else ""})))
+    if given.transformers is not None:
+        lacking = [name for name in ("parameterized", "httpx") if find_spec(name) is None]
+        if lacking:
+            parser.error(
+                f"transformers' suites import {' and '.join(lacking)}, not found here; pip install {' '.join(lacking)}"
+            )
+        folder = prepare(given.transformers, out / "transformers", ["tests", "utils"])
+        # the suites read the sources of the installed package where a checkout has them
+        (folder / "src").mkdir()
+        (folder / "src" / "transformers").symlink_to(Path(find_spec("transformers").origin).parent)
+        chosen = f"({ELSEWHERE}) and ({given.chosen})" if given.chosen else ELSEWHERE
+        options = ["--import-mode=importlib", str(TESTS / "helpers" / "peers_transformers.py"), "-k", chosen]
+        suites.append(("transformers", run(folder, options, {"HF_HUB_OFFLINE": "1"})))
+    text = "\n\n".join(table(name, file) for name, file in suites)
+    (out / "peers.md").write_text(text + "\n")
+    print(text, f"\n\nwritten to {out / 'peers.md'}")
+    return int(any(outcomes(file)[1] for _, file in suites))
+
+
+def prepare(checkout: Path, folder: Path, parts: list[str]) -> Path:
+    """A folder with the parts of the checkout that the suites read, apart from its sources: the installed package is tested."""
+    folder.mkdir(parents=True)
+    for part in parts:
+        if not (checkout / part).is_dir():
+            sys.exit(f"a checkout must hold the folder {part}, got {checkout} without it")
+        (folder / part).symlink_to((checkout / part).resolve())
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    return folder
+
+
+def run(folder: Path, options: list[str], environment: dict[str, str]) -> Path:
+    """The results as a file in JUnit's form."""
+    results = folder / "results.xml"
+    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), str(folder), os.environ.get("PYTHONPATH", "")])
+    settings = ["-c", str(folder / "pytest.ini"), "-q", "-W", "ignore", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *settings, f"--junitxml={results}", *options]
+    subprocess.run(command, cwd=folder, env=os.environ | environment | {"PYTHONPATH": path}, check=False)
+    if not results.exists():
+        sys.exit(f"the tests in {folder} could not be collected; the messages above say why")
+    return results
+
+
+def outcomes(file: Path) -> tuple[int, list[str], Counter[str]]:
+    """How many passed, which failed, and how many were skipped for each reason."""
+    passed, failed, skipped = 0, [], Counter()
+    for case in ElementTree.parse(file).iter("testcase"):
+        reason = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}")
+        elif reason is not None:
+            skipped[reason.get("message", "")] += 1
+        else:
+            passed += 1
+    return passed, sorted(set(failed)), skipped
+
+
+def table(name: str, file: Path) -> str:
+    passed, failed, skipped = outcomes(file)
+    versions = ", ".join(f"{package} {version(package)}" for package in (name, "torch"))
+    lines = [f"## {name}: {passed} passed, {len(failed)} failed, {skipped.total()} skipped ({versions})", ""]
+    lines += [f"- failed: {test}" for test in failed]
+    lines += ["", "| skipped | why |", "|---|---|"]
+    lines += [f"| {count} | {reason.splitlines()[0] if reason else ''} |" for reason, count in skipped.most_common()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
