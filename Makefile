@@ -11,7 +11,7 @@ DEMO_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.ready-demo)
 OLDEST := .venv-oldest
 OLDEST_VERSIONS := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 transformers==5.17.0 'numpy<2.4'
 
-.PHONY: help demo test test-slow test-gpu fuzz-gpu test-oldest test-seeds lint types layers bench format clean
+.PHONY: help demo test test-slow test-gpu fuzz-gpu test-oldest test-seeds test-peers lint types layers bench format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make fuzz-gpu   random calls of the op on a CUDA device against float64, for some minutes"
 	@echo "make test-oldest  the tests with the oldest versions that we support, in a second environment"
 	@echo "make test-seeds  the numeric tests with many seeds, and every bar with little room (SEEDS=1-20, WORKERS=processes)"
+	@echo "make test-peers  the suites of timm and transformers over our models (TIMM=checkout, TRANSFORMERS=checkout)"
 	@echo "make bench      the op against its peers: time and memory"
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make clean      remove everything that these commands made"
@@ -71,6 +72,10 @@ test-oldest: $(OLDEST)/.ready
 SEEDS ?= 1-20
 test-seeds: $(READY)
 	$(BIN)/python tests/run_seeds.py --seeds $(SEEDS) --workers $(or $(WORKERS),2) --out runs/seeds
+
+# the peers' own suites over our models; TIMM and TRANSFORMERS are checkouts of their repositories at the installed versions
+test-peers: $(READY)
+	$(BIN)/python tests/run_peers.py $(if $(TIMM),--timm $(TIMM)) $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 lint: $(READY)
 	$(BIN)/ruff check .

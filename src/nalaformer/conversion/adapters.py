@@ -10,13 +10,17 @@ from ..attention.windows import MOST_PARTS
 
 
 class TimmAttention(nn.Module):
-    """Called as timm's ViT calls its attention."""
+    """Called as timm's ViT and EVA call their attention."""
 
     def __init__(self, attention: Attention, dropout: nn.Module) -> None:
         super().__init__()
         self.attention, self.dropout = attention, dropout
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Tensor | None = None
+    ) -> Tensor:
+        if rope is not None:
+            raise ValueError("this attention was converted in a model without rotary positions, got some")
         if is_causal:
             raise ValueError("this attention was converted for images and sees all tokens, got is_causal=True")
         return self.dropout(self.attention(x, key_mask=key_mask_of(attn_mask, x)))
@@ -38,6 +42,30 @@ class TimmWindowAttention(nn.Module):
         self.window_size = (window_size[0], window_size[1])
 
 
+class TimmGridAttention(nn.Module):
+    """Called as timm's PVT calls its attention: tokens of a grid."""
+
+    def __init__(self, attention: Attention, dropout: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.dropout = attention, dropout
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        return self.dropout(self.attention(x, (feat_size[0], feat_size[1])))
+
+
+class TorchAttention(nn.Module):
+    """Called as torchvision's ViT calls torch's layer, with the same tokens three times; there are no weights to return."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
+        if key is not query or value is not query or need_weights:
+            raise ValueError("this attention was converted for tokens that see each other, and has no weights to return")
+        return self.attention(query), None
+
+
 class TransformersAttention(nn.Module):
     """Called as transformers' ViT calls its attention; the weights that it should return as well do not exist here."""
 
@@ -46,7 +74,30 @@ class TransformersAttention(nn.Module):
         self.attention = attention
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
+        if unused.get("is_causal"):
+            raise ValueError("this attention was converted for tokens that all see each other, got is_causal=True")
         return self.attention(hidden_states, key_mask=key_mask_of(attention_mask, hidden_states)), None
+
+
+class TransformersWindowAttention(TimmWindowAttention):
+    """Called as transformers' Swin calls its attention: windows, with the mask of shifted ones."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any
+    ) -> tuple[Tensor, None]:
+        return super().forward(hidden_states, attention_mask), None
+
+
+class TorchvisionWindowAttention(nn.Module):
+    """Called as torchvision's Swin calls its attention: whole images [B, H, W, C], which the layer cuts into windows."""
+
+    def __init__(self, attention: Attention, dropout: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.dropout = attention, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = (x.shape[1], x.shape[2])
+        return self.dropout(self.attention(x.flatten(1, 2), grid)).unflatten(1, grid)
 
 
 class TransformersNestedAttention(TransformersAttention):
@@ -75,6 +126,14 @@ class DiffusersAttention(nn.Module):
         # the mask is [batch, 1, tokens] here
         mask = attention_mask[:, None] if attention_mask is not None and attention_mask.dim() == 3 else attention_mask
         return self.dropout(self.attention(hidden_states, key_mask=key_mask_of(mask, hidden_states)))
+class TransformersGridAttention(TransformersAttention):
+    """The same for SegFormer, whose tokens lie on a grid."""
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, height: int, width: int, attention_mask: Tensor | None = None, **unused: Any
+    ) -> tuple[Tensor, None]:
+        if attention_mask is not None:
+            raise ValueError("this attention was converted for whole images, got an attention_mask")
+        return self.attention(hidden_states, (height, width)), None
 
 
 def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:

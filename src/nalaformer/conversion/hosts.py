@@ -1,16 +1,27 @@
 """How attention sits in each kind of model: how it is recognised, what stands in the way, how ours takes its place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..attention import Attention, AttentionConfig, configure
 from ..feature_maps import map_options_of
 from ..registry import unknown_name
 from .adapters import DiffusersAttention, TimmAttention, TimmWindowAttention, TransformersAttention, TransformersNestedAttention
+from .adapters import (
+    TimmAttention,
+    TimmGridAttention,
+    TimmWindowAttention,
+    TorchAttention,
+    TorchvisionWindowAttention,
+    TransformersAttention,
+    TransformersGridAttention,
+    TransformersNestedAttention,
+    TransformersWindowAttention,
+)
 
 # parts that would need weights which the model does not have
 WITHOUT_NEW_PROJECTIONS = {"gate": "none", "norm": False}
@@ -20,12 +31,27 @@ TRANSFORMERS_KINDS = (
     "ViTAttention",
     "DeiTAttention",
     "Dinov2Attention",
+    "Dinov2WithRegistersAttention",
     "IJepaAttention",
     "ViTMAEAttention",
     "ViTMSNAttention",
 )
 # plain attention; any other processor computes something else
 DIFFUSERS_PROCESSORS = ("AttnProcessor", "AttnProcessor2_0")
+# vision and text encoders alike
+TRANSFORMERS_TWO_ENCODERS = ("CLIPAttention", "SiglipAttention", "Siglip2Attention")
+BIASED = "adds a learned bias for each pair of tokens, its positions, which linear attention cannot have"
+SCALED = "compares directions with a learned scale for each head, which linear attention has no place for"
+ROTARY = "turns queries and keys by rotary positions that its model gives to it, and ours takes none from outside"
+# known, and why they stay: by package and class
+OBSTACLES = {
+    ("timm.models.beit", "Attention"): BIASED,
+    ("timm.models.vision_transformer_sam", "Attention"): BIASED,
+    ("timm.models.swin_transformer_v2", "WindowAttention"): SCALED,
+    ("torchvision.models.swin_transformer", "ShiftedWindowAttentionV2"): SCALED,
+    ("transformers.models.beit.modeling_beit", "BeitAttention"): BIASED,
+    ("transformers.models.dinov3_vit.modeling_dinov3_vit", "DINOv3ViTAttention"): ROTARY,
+}
 HEADS = ("num_heads", "num_attention_heads", "heads")
 
 
@@ -43,8 +69,20 @@ class Host:
         return next(getattr(part, name) for part in module.modules() for name in HEADS if hasattr(part, name))
 
 
-def host_of(module: nn.Module) -> Host | None:
-    """The kind of an attention layer; None for a module that is none."""
+def hosts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, Host]]:
+    """The attention layers of a model: name, layer and kind."""
+    has_rotary = any(type(module).__name__.startswith("RotaryEmbedding") for module in model.modules())
+    for name, module in model.named_modules():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        host = host_of(module, parent)
+        if host is TIMM_EVA and has_rotary:
+            host = staying(ROTARY)
+        if host is not None:
+            yield name, module, host
+
+
+def host_of(module: nn.Module, parent: nn.Module) -> Host | None:
+    """The kind of an attention layer inside of that module; None for a module that is none."""
     kind, package = type(module).__name__, type(module).__module__
     if isinstance(module, Attention):
         return OURS
@@ -54,6 +92,24 @@ def host_of(module: nn.Module) -> Host | None:
         return TIMM_VIT
     if kind == "WindowAttention" and package == "timm.models.swin_transformer":
         return TIMM_SWIN
+    if kind == "Attention" and package == "timm.models.pvt_v2":
+        return TIMM_PVT
+    if isinstance(module, nn.MultiheadAttention):
+        # torch's layer is given keys of other tokens elsewhere: only a layer that is known to call it with its own is converted
+        is_known = type(parent).__module__ == "torchvision.models.vision_transformer"
+        return TORCH_IN_VIT if is_known else UNKNOWN
+    if (package, kind) in OBSTACLES:
+        return staying(OBSTACLES[package, kind])
+    if (package, kind) == ("timm.models.eva", "EvaAttention"):
+        return TIMM_EVA
+    if (package, kind) == ("torchvision.models.swin_transformer", "ShiftedWindowAttention"):
+        return TORCHVISION_SWIN
+    if (package, kind) == ("transformers.models.swin.modeling_swin", "SwinAttention") and hasattr(module, "q_proj"):
+        return TRANSFORMERS_SWIN
+    if kind == "SegformerAttention" and hasattr(module, "q_proj"):
+        return TRANSFORMERS_SEGFORMER
+    if kind in TRANSFORMERS_TWO_ENCODERS and package.startswith("transformers.models."):
+        return TRANSFORMERS_ENCODER
     if kind in TRANSFORMERS_KINDS and package.startswith("transformers.models."):
         return TRANSFORMERS_VIT if hasattr(module, "q_proj") else TRANSFORMERS_NESTED_VIT
     if kind == "Attention" and package == "diffusers.models.attention_processor":
@@ -63,6 +119,10 @@ def host_of(module: nn.Module) -> Host | None:
     has_heads = any(isinstance(getattr(module, name, None), int) for name in HEADS)
     projects = any(isinstance(layer, nn.Linear) for layer in module.modules())
     return UNKNOWN if has_heads and projects else None
+
+
+def staying(reason: str) -> Host:
+    return Host(lambda module: reason, lambda module, attention, options: module)
 
 
 # --- our layer in the place of another -----------------------------------------------------------------------------------
@@ -87,6 +147,11 @@ def settled_without_grid(attention: str, options: dict[str, Any], *, bias: bool)
     return config
 
 
+def settled_with_grid(attention: str, options: dict[str, Any], *, bias: bool) -> AttentionConfig:
+    """Without positions unless asked for: these networks learn theirs in their convolutions."""
+    return settled(attention, options, WITHOUT_NEW_PROJECTIONS | {"position": "none"}, bias=bias)
+
+
 def filled(config: AttentionConfig, num_heads: int, qkv: tuple[nn.Linear, ...], output: nn.Linear) -> Attention:
     """Our layer with the weights of theirs, on the same device and in the same type."""
     dim, like = output.in_features, output.weight
@@ -101,11 +166,44 @@ def filled(config: AttentionConfig, num_heads: int, qkv: tuple[nn.Linear, ...], 
         nn.init.zeros_(layer.projection.bias)
         if output.bias is not None:
             layer.projection.bias.copy_(output.bias)
-        if layer.local_mix is not None:
-            # it begins as attention alone
-            for parameter in layer.local_mix.parameters():
-                parameter.zero_()
+        start_without_local_mix(layer)
     return layer
+
+
+def filled_on_grid(
+    config: AttentionConfig,
+    num_heads: int,
+    q: nn.Linear,
+    kv: tuple[nn.Linear, ...],
+    smaller: nn.Conv2d | None,
+    norm: nn.LayerNorm | None,
+    output: nn.Linear,
+) -> Attention:
+    """The same where keys come from a smaller image, made by a convolution and a norm; None: from the tokens themselves."""
+    if smaller is None or norm is None:
+        return filled(config, num_heads, (q, *kv), output)
+    config = replace(config, key_reduction=smaller.kernel_size[0])
+    with torch.device(output.weight.device):
+        layer = Attention(config, dim=output.in_features, num_heads=num_heads).to(output.weight.dtype)
+    with torch.no_grad():
+        # a gate, where asked for, lies behind q and stays new
+        layer.qg.weight[: len(q.weight)] = q.weight
+        layer.kv.weight.copy_(torch.cat([linear.weight for linear in kv]))
+        if q.bias is not None:
+            layer.qg.bias[: len(q.bias)] = q.bias
+            layer.kv.bias.copy_(torch.cat([linear.bias for linear in kv]))
+        for ours, theirs in ((layer.reduce, smaller), (layer.reduce_norm, norm), (layer.projection, output)):
+            ours.load_state_dict(theirs.state_dict())
+        layer.reduce_norm.eps = norm.eps
+        start_without_local_mix(layer)
+    return layer
+
+
+def start_without_local_mix(layer: Attention) -> None:
+    """It begins as attention alone."""
+    if layer.local_mix is not None:
+        for parameter in layer.local_mix.parameters():
+            parameter.zero_()
 
 
 def projections_obstacle(heads: int, dim: int, output: nn.Linear) -> str:
@@ -119,13 +217,13 @@ def projections_obstacle(heads: int, dim: int, output: nn.Linear) -> str:
 # --- the kinds -----------------------------------------------------------------------------------------------------------
 
 
-def timm_vit_obstacle(module: Any) -> str:
+def timm_vit_obstacle(module: Any, channels: int | None = None) -> str:
     for part, what in (("q_norm", "queries"), ("k_norm", "keys"), ("norm", "its output")):
         if not isinstance(getattr(module, part, nn.Identity()), nn.Identity):
             return f"normalises {what} with weights that linear attention has no place for"
     if getattr(module, "gate", None) is not None:
         return "has a gate of its own"
-    return projections_obstacle(module.num_heads, module.qkv.in_features, module.proj)
+    return projections_obstacle(module.num_heads, channels or module.qkv.in_features, module.proj)
 
 
 def convert_timm_vit(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
@@ -143,6 +241,29 @@ def convert_timm_swin(module: Any, attention: str, options: dict[str, Any]) -> n
     defaults = WITHOUT_NEW_PROJECTIONS | {"table_grid": window}
     config = settled(attention, options, defaults, bias=module.qkv.bias is not None)
     return TimmWindowAttention(filled(config, module.num_heads, (module.qkv,), module.proj), module.proj_drop, window)
+
+
+def convert_transformers_swin(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
+    window = tuple(module.relative_position_bias.window_size)
+    defaults = WITHOUT_NEW_PROJECTIONS | {"table_grid": window}
+    config = settled(attention, options, defaults, bias=module.q_proj.bias is not None)
+    layer = filled(config, module.num_attention_heads, (module.q_proj, module.k_proj, module.v_proj), module.o_proj)
+    return TransformersWindowAttention(layer, nn.Identity(), window)
+
+
+def convert_torchvision_swin(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
+    """It cuts its windows itself, and so does ours; the local mix sees the whole image."""
+    window = (module.window_size[0], module.window_size[1])
+    defaults = WITHOUT_NEW_PROJECTIONS | {"table_grid": window}
+    config = settled(attention, options, defaults, bias=module.qkv.bias is not None)
+    config = replace(config, window=window[0], shifted=any(module.shift_size))
+    return TorchvisionWindowAttention(filled(config, module.num_heads, (module.qkv,), module.proj), nn.Dropout(module.dropout))
+
+
+def torchvision_swin_obstacle(module: Any) -> str:
+    if module.window_size[0] != module.window_size[1]:
+        return f"has windows of {module.window_size[0]} x {module.window_size[1]}, and ours are square"
+    return projections_obstacle(module.num_heads, module.qkv.in_features, module.proj)
 
 
 def transformers_vit_obstacle(module: Any) -> str:
@@ -195,6 +316,61 @@ def convert_diffusers(module: Any, attention: str, options: dict[str, Any]) -> n
     config = settled_without_grid(attention, options, bias=module.to_q.bias is not None)
     layer = filled(config, module.heads, (module.to_q, module.to_k, module.to_v), module.to_out[0])
     return DiffusersAttention(layer, module.to_out[1])
+def transformers_encoder_obstacle(module: Any) -> str:
+    if type(module.config).__name__ == "CLIPTextConfig":
+        return "belongs to a text encoder whose tokens see earlier ones alone"
+    return projections_obstacle(module.num_heads, module.q_proj.in_features, module.out_proj)
+def convert_transformers_encoder(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
+    config = settled_without_grid(attention, options, bias=module.q_proj.bias is not None)
+    parts = (module.q_proj, module.k_proj, module.v_proj)
+    return TransformersAttention(filled(config, module.num_heads, parts, module.out_proj))
+def torch_in_vit_obstacle(module: Any) -> str:
+    if not module.batch_first or not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+        return "has keys or values of other sizes, or keys that belong to no token"
+    return projections_obstacle(module.num_heads, module.embed_dim, module.out_proj)
+def convert_torch_in_vit(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
+    joined = linear_of(module.in_proj_weight, module.in_proj_bias)
+    config = settled_without_grid(attention, options, bias=joined.bias is not None)
+    return TorchAttention(filled(config, module.num_heads, (joined,), module.out_proj))
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A layer of these numbers, to read them from."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach())
+    linear.bias = None if bias is None else nn.Parameter(bias.detach())
+    return linear
+def timm_pvt_obstacle(module: Any) -> str:
+    if module.pool is not None:
+        return "pools its keys to 7 x 7 at every size"
+    return projections_obstacle(module.num_heads, module.q.in_features, module.proj)
+def convert_timm_pvt(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
+    config = settled_with_grid(attention, options, bias=module.q.bias is not None)
+    layer = filled_on_grid(config, module.num_heads, module.q, (module.kv,), module.sr, module.norm, module.proj)
+    return TimmGridAttention(layer, module.proj_drop)
+def transformers_segformer_obstacle(module: Any) -> str:
+    return projections_obstacle(module.num_attention_heads, module.q_proj.in_features, module.o_proj)
+def convert_transformers_segformer(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
+    config = settled_with_grid(attention, options, bias=module.q_proj.bias is not None)
+    smaller = getattr(module, "sequence_reduction", None)
+    convolution, norm = (None, None) if smaller is None else (smaller.sequence_reduction, smaller.layer_norm)
+    kv = (module.k_proj, module.v_proj)
+    return TransformersGridAttention(
+        filled_on_grid(config, module.num_attention_heads, module.q_proj, kv, convolution, norm, module.o_proj)
+    )
+def timm_eva_obstacle(module: Any) -> str:
+    return timm_vit_obstacle(module, module.proj.out_features)
+def convert_timm_eva(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
+    """Queries and values have a bias, keys have none."""
+    if module.qkv is None:
+        parts = [(linear.weight, linear.bias) for linear in (module.q_proj, module.k_proj, module.v_proj)]
+    else:
+        weights = module.qkv.weight.chunk(3)
+        parts = list(zip(weights, (module.q_bias, module.k_bias, module.v_bias), strict=True))
+    has_bias = any(bias is not None for _, bias in parts)
+    linears = tuple(
+        linear_of(weight, weight.new_zeros(len(weight)) if has_bias and bias is None else bias) for weight, bias in parts
+    )
+    config = settled_without_grid(attention, options, bias=has_bias)
+    return TimmAttention(filled(config, module.num_heads, linears, module.proj), module.proj_drop)
 
 
 def our_obstacle(module: Attention) -> str:
@@ -234,4 +410,11 @@ TIMM_VIT = Host(timm_vit_obstacle, convert_timm_vit, "qkv")
 TIMM_SWIN = Host(timm_swin_obstacle, convert_timm_swin, "qkv")
 TRANSFORMERS_VIT = Host(transformers_vit_obstacle, convert_transformers_vit, "q_proj")
 TRANSFORMERS_NESTED_VIT = Host(transformers_nested_vit_obstacle, convert_transformers_nested_vit, "output.dense")
-UNKNOWN = Host(lambda module: "of a kind that is not known here", lambda module, attention, options: module)
+TRANSFORMERS_ENCODER = Host(transformers_encoder_obstacle, convert_transformers_encoder, "q_proj")
+TORCH_IN_VIT = Host(torch_in_vit_obstacle, convert_torch_in_vit, "out_proj")
+TIMM_PVT = Host(timm_pvt_obstacle, convert_timm_pvt, "q")
+TRANSFORMERS_SEGFORMER = Host(transformers_segformer_obstacle, convert_transformers_segformer, "q_proj")
+TRANSFORMERS_SWIN = Host(transformers_vit_obstacle, convert_transformers_swin, "q_proj")
+TORCHVISION_SWIN = Host(torchvision_swin_obstacle, convert_torchvision_swin, "qkv")
+TIMM_EVA = Host(timm_eva_obstacle, convert_timm_eva, "proj")
+UNKNOWN = staying("of a kind that is not known here")

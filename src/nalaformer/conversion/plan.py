@@ -2,6 +2,7 @@
 
 Knows the attention of timm's ViT, DeiT and Swin, of transformers' ViT family, the self-attention of diffusers' DiT and of other
 transformers with its class, and our own. Anything else that looks like attention is listed with the reason why it stays.
+Anything that looks like attention and cannot be replaced is listed with the reason why it stays; docs/backbones.md has a table.
 """
 
 import re
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .hosts import host_of
+from .hosts import hosts_in
 from .records import attach_record, keep_names_when_saved
 
 
@@ -44,13 +45,12 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
         )
     # all of them are made before the first is put in: an error leaves the model as it was
     made = {}
-    for found in replacements:
-        module = model.get_submodule(found.name)
-        host = host_of(module)
-        assert host is not None
-        made[found.name] = host.convert(module, attention, options)
-        attach_record(made[found.name], host.record)
-        made[found.name].train(module.training)
+    chosen = {found.name for found in replacements}
+    for name, module, host in hosts_in(model):
+        if name in chosen:
+            made[name] = host.convert(module, attention, options)
+            attach_record(made[name], host.record)
+            made[name].train(module.training)
     for name, module in made.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
@@ -67,9 +67,8 @@ def plan_conversion(model: nn.Module, *, only: str = "") -> list[Replacement]:
     except (re.error, TypeError) as error:
         raise ValueError(f"only must be a regular expression over names of layers, got {only!r}: {error}") from error
     plan = []
-    for name, module in model.named_modules():
-        host = host_of(module)
-        if host is None or not pattern.search(name):
+    for name, module, host in hosts_in(model):
+        if not pattern.search(name):
             continue
         if not name:
             raise ValueError("the model must hold attention layers, got a single one; build a new one with attention.build")

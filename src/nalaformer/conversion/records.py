@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, AttentionConfig
-from .hosts import Host, host_of
+from .hosts import Host, hosts_in
 
 
 class ConversionRecord(nn.Module):
@@ -72,10 +72,9 @@ def load_converted(model: nn.Module, source: Mapping[str, Tensor] | str | PathLi
     """
     state = dict(source) if isinstance(source, Mapping) else read_weights(Path(source))
     made: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        host = host_of(module)
-        key = "" if host is None else f"{name}.{host.record}.weight"
-        if host is not None and host.record and key in state and state[key].dim() == 1:
+    for name, module, host in hosts_in(model):
+        key = f"{name}.{host.record}.weight"
+        if host.record and key in state and state[key].dim() == 1:
             made[name] = converted_by_record(module, host, read_record(state[key], name))
     if not made:
         raise ValueError(
@@ -90,7 +89,10 @@ def load_converted(model: nn.Module, source: Mapping[str, Tensor] | str | PathLi
 
 
 def converted_by_record(module: nn.Module, host: Host, options: dict[str, Any]) -> nn.Module:
-    options = dict(options) | {"table_grid": tuple(options["table_grid"])}
+    # these follow from the original, and are no choice
+    fixed = ("key_reduction", "window", "shifted")
+    options = {name: value for name, value in options.items() if name not in fixed}
+    options["table_grid"] = tuple(options["table_grid"])
     is_ours = isinstance(module, Attention)
     # our own layers keep their parts: the map alone is new
     kept = {name: options[name] for name in ("feature_map", "rotary_over")} | options["map_options"] if is_ours else options
