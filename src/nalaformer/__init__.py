@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from . import attention, feature_maps, ops, published
-from .conversion import convert, filter_tokens, plan_conversion
-from .conversion import convert, load_converted, plan_conversion
+from .conversion import convert, filter_tokens, load_converted, plan_conversion
 from .feature_maps import FEATURE_MAPS, FeatureMap, feature_map
 from .ops import (
     LinearState,

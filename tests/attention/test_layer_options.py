@@ -120,6 +120,8 @@ def test_softmax_has_neither_contrast_nor_weights_and_rala_is_never_causal():
     later = x.clone()
     later[:, 9:] += 1
     assert torch.equal(layer(x)[:, :9], layer(later)[:, :9])
+
+
 @PARTS.of("weight_dropout")
 def test_softmax_weights_are_dropped_as_often_as_told_in_training_alone():
     torch.manual_seed(0)

@@ -16,7 +16,6 @@ from ..ops import (
     linear_attention,
     received_attention,
 )
-from ..ops import Rotary, check_key_mask, compute_dtype, hide, linear_attention
 from ..ops.exporting import is_jit_tracing
 from ..ops.kept_tensors import kept
 from .cells import cells_at, on_grid

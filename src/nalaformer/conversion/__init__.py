@@ -2,8 +2,8 @@
 
 from .adapters import DiffusersAttention, TimmAttention, TimmWindowAttention, TransformersAttention
 from .plan import Replacement, convert, plan_conversion
-from .token_filter import TokenFilter, filter_tokens
 from .records import load_converted
+from .token_filter import TokenFilter, filter_tokens
 
 __all__ = [
     "DiffusersAttention",

@@ -126,8 +126,11 @@ class DiffusersAttention(nn.Module):
         # the mask is [batch, 1, tokens] here
         mask = attention_mask[:, None] if attention_mask is not None and attention_mask.dim() == 3 else attention_mask
         return self.dropout(self.attention(hidden_states, key_mask=key_mask_of(mask, hidden_states)))
+
+
 class TransformersGridAttention(TransformersAttention):
     """The same for SegFormer, whose tokens lie on a grid."""
+
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, height: int, width: int, attention_mask: Tensor | None = None, **unused: Any
     ) -> tuple[Tensor, None]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..attention import Attention, AttentionConfig, configure
 from ..feature_maps import map_options_of
 from ..registry import unknown_name
-from .adapters import DiffusersAttention, TimmAttention, TimmWindowAttention, TransformersAttention, TransformersNestedAttention
 from .adapters import (
+    DiffusersAttention,
     TimmAttention,
     TimmGridAttention,
     TimmWindowAttention,
@@ -316,38 +316,56 @@ def convert_diffusers(module: Any, attention: str, options: dict[str, Any]) -> n
     config = settled_without_grid(attention, options, bias=module.to_q.bias is not None)
     layer = filled(config, module.heads, (module.to_q, module.to_k, module.to_v), module.to_out[0])
     return DiffusersAttention(layer, module.to_out[1])
+
+
 def transformers_encoder_obstacle(module: Any) -> str:
     if type(module.config).__name__ == "CLIPTextConfig":
         return "belongs to a text encoder whose tokens see earlier ones alone"
     return projections_obstacle(module.num_heads, module.q_proj.in_features, module.out_proj)
+
+
 def convert_transformers_encoder(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     config = settled_without_grid(attention, options, bias=module.q_proj.bias is not None)
     parts = (module.q_proj, module.k_proj, module.v_proj)
     return TransformersAttention(filled(config, module.num_heads, parts, module.out_proj))
+
+
 def torch_in_vit_obstacle(module: Any) -> str:
     if not module.batch_first or not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
         return "has keys or values of other sizes, or keys that belong to no token"
     return projections_obstacle(module.num_heads, module.embed_dim, module.out_proj)
+
+
 def convert_torch_in_vit(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     joined = linear_of(module.in_proj_weight, module.in_proj_bias)
     config = settled_without_grid(attention, options, bias=joined.bias is not None)
     return TorchAttention(filled(config, module.num_heads, (joined,), module.out_proj))
+
+
 def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """A layer of these numbers, to read them from."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach())
     linear.bias = None if bias is None else nn.Parameter(bias.detach())
     return linear
+
+
 def timm_pvt_obstacle(module: Any) -> str:
     if module.pool is not None:
         return "pools its keys to 7 x 7 at every size"
     return projections_obstacle(module.num_heads, module.q.in_features, module.proj)
+
+
 def convert_timm_pvt(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     config = settled_with_grid(attention, options, bias=module.q.bias is not None)
     layer = filled_on_grid(config, module.num_heads, module.q, (module.kv,), module.sr, module.norm, module.proj)
     return TimmGridAttention(layer, module.proj_drop)
+
+
 def transformers_segformer_obstacle(module: Any) -> str:
     return projections_obstacle(module.num_attention_heads, module.q_proj.in_features, module.o_proj)
+
+
 def convert_transformers_segformer(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     config = settled_with_grid(attention, options, bias=module.q_proj.bias is not None)
     smaller = getattr(module, "sequence_reduction", None)
@@ -356,8 +374,12 @@ def convert_transformers_segformer(module: Any, attention: str, options: dict[st
     return TransformersGridAttention(
         filled_on_grid(config, module.num_attention_heads, module.q_proj, kv, convolution, norm, module.o_proj)
     )
+
+
 def timm_eva_obstacle(module: Any) -> str:
     return timm_vit_obstacle(module, module.proj.out_features)
+
+
 def convert_timm_eva(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     """Queries and values have a bias, keys have none."""
     if module.qkv is None:
@@ -399,12 +421,6 @@ def convert_ours(module: Attention, attention: str, options: dict[str, Any]) -> 
     return layer
 
 
-OURS = Host(our_obstacle, convert_ours)
-TIMM_VIT = Host(timm_vit_obstacle, convert_timm_vit)
-TIMM_SWIN = Host(timm_swin_obstacle, convert_timm_swin)
-TRANSFORMERS_VIT = Host(transformers_vit_obstacle, convert_transformers_vit)
-TRANSFORMERS_NESTED_VIT = Host(transformers_nested_vit_obstacle, convert_transformers_nested_vit)
-DIFFUSERS = Host(diffusers_obstacle, convert_diffusers)
 OURS = Host(our_obstacle, convert_ours, "converted")
 TIMM_VIT = Host(timm_vit_obstacle, convert_timm_vit, "qkv")
 TIMM_SWIN = Host(timm_swin_obstacle, convert_timm_swin, "qkv")
@@ -416,5 +432,6 @@ TIMM_PVT = Host(timm_pvt_obstacle, convert_timm_pvt, "q")
 TRANSFORMERS_SEGFORMER = Host(transformers_segformer_obstacle, convert_transformers_segformer, "q_proj")
 TRANSFORMERS_SWIN = Host(transformers_vit_obstacle, convert_transformers_swin, "q_proj")
 TORCHVISION_SWIN = Host(torchvision_swin_obstacle, convert_torchvision_swin, "qkv")
+DIFFUSERS = Host(diffusers_obstacle, convert_diffusers, "to_q")
 TIMM_EVA = Host(timm_eva_obstacle, convert_timm_eva, "proj")
 UNKNOWN = staying("of a kind that is not known here")

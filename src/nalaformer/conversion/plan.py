@@ -1,7 +1,5 @@
 """What of a model is softmax attention, and its replacement.
 
-Knows the attention of timm's ViT, DeiT and Swin, of transformers' ViT family, the self-attention of diffusers' DiT and of other
-transformers with its class, and our own. Anything else that looks like attention is listed with the reason why it stays.
 Anything that looks like attention and cannot be replaced is listed with the reason why it stays; docs/backbones.md has a table.
 """
 

@@ -10,8 +10,8 @@ from .interface import attention_weights, linear_attention, recurrent_linear_att
 from .kernel_spec import KernelSpec
 from .key_weight import global_query_weight
 from .layer_norm import layer_norm
-from .linear_form import received_attention
 from .linear_cross_entropy import linear_cross_entropy
+from .linear_form import received_attention
 from .residual import scaled_residual
 from .rms_norm import add_rms_norm, rms_norm
 from .rotary import Rotary, rotary_frequencies

@@ -82,11 +82,8 @@ def linear_attention(
         state = part if state is None else LinearState.merge(state, part)
     assert state is not None
     tokens_of_queries = pieces(piece, q, rotary[0], strength)
-    if recompute or len(tokens_of_queries) == 1:
-        parts = [run(read_piece, *tokens, state, mean, None) for tokens in tokens_of_queries]
-    tokens_of_queries = pieces(piece, q, rotary[0])
     if recompute or is_transformed() or len(tokens_of_queries) == 1:
-        parts = [run(read_piece, *tokens[:1], state, *tokens[1:], None) for tokens in tokens_of_queries]
+        parts = [run(read_piece, *tokens, state, mean, None) for tokens in tokens_of_queries]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     # where no gradient is wanted each piece is written to its place: the outputs are never held twice
     out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -139,8 +136,6 @@ def causal_linear_attention(
     size = piece or CAUSAL_PIECE
     strength, mean = (None, None) if contrast is None else contrast[:2]
     cut = pieces(size, q, k, v, key_mask, rotary[0], rotary[1], strength, mean, key_weight)
-    if recompute or len(cut) == 1:
-    cut = pieces(size, q, k, v, key_mask, rotary[0], rotary[1])
     if recompute or is_transformed() or len(cut) == 1:
         parts = []
         for tokens in cut:

@@ -1,8 +1,7 @@
 """The language models: a pre-norm decoder, and its heads for the next token and for classes of sequences."""
 
-from typing import Any, cast
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +45,13 @@ class NaLaBlock(GradientCheckpointingLayer):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.number = number
 
-    def forward(self, x: Tensor, tokens: Tokens, cache: NaLaCache | None) -> Tensor:
-        layer = None if cache is None else cache.layers[self.number]
-        x, normed = self.mlp_norm.of_sum(x, self.mixer(self.mixer_norm(x), tokens, layer))
-        return x + self.mlp(normed)
     # transformers looks for the cache by this name where it recomputes blocks
     def forward(self, x: Tensor, tokens: Tokens, past_key_values: NaLaCache | None = None) -> Tensor:
         layer = None if past_key_values is None else past_key_values.layers[self.number]
         y = self.mixer_norm(x)
-        x = x + (layer.mix(self.mixer, y, tokens) if isinstance(layer, RecurrentLayer) else self.mixer(y, tokens, layer))
-        return x + self.mlp(self.mlp_norm(x))
+        mixed = layer.mix(self.mixer, y, tokens) if isinstance(layer, RecurrentLayer) else self.mixer(y, tokens, layer)
+        x, normed = self.mlp_norm.of_sum(x, mixed)
+        return x + self.mlp(normed)
 
 
 class NaLaPreTrainedModel(PreTrainedModel):
@@ -235,8 +231,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=cast(Any, loss), logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
-            loss=loss,
+            loss=cast(Any, loss),
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,

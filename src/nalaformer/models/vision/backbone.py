@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ...attention import Attention, DepthwiseConv, LayerNorm
 from ...attention.position_table import PositionTable
-from ...published_names import backbone_part, is_published_model, translate, warn_of_others
 from ...ops import scaled_residual
-from ...published_names import is_published_model, translate
+from ...published_names import backbone_part, is_published_model, translate, warn_of_others
 from .block import Block, as_image, as_tokens, parameters_without_decay
 from .config import BackboneConfig
 from .resolution import ChannelNorm, PatchConv, PatchMerging, make_downsampling, make_stem
@@ -101,8 +100,8 @@ class Backbone(nn.Module):
             if index in taken:
                 # the norm belongs to the last stage: earlier ones have other channels
                 found = self.norm(x) if norm and is_end else x
-                intermediates.append(found if self.output_norms is None else self.output_norms[index](found))
-                intermediates.append(arranged(self.norm(x) if norm and is_end else x))
+                found = found if self.output_norms is None else self.output_norms[index](found)
+                intermediates.append(arranged(found))
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def get_intermediate_layers(

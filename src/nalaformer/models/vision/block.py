@@ -1,9 +1,8 @@
 """The one block of every backbone, and its feed-forward network."""
 
-import torch
-from timm.layers import DropPath, LayerScale
 from collections.abc import Callable
 
+import torch
 from timm.layers import DropPath, LayerScale, get_act_layer, get_norm_layer
 from torch import Tensor, nn
 
@@ -62,7 +61,7 @@ class Block(nn.Module):
     def _forward_kept(self, x: Tensor, grid: Grid, kept: Tensor) -> Tensor:
         nearby = x if self.local1 is None else self.local1(x, grid, plus=x)
         tokens = cells_at(nearby, kept)
-        tokens = self._add(tokens, self.attention.forward_at(self.norm1(tokens), grid, kept), self.scale1)
+        tokens = self._add(tokens, self.dropout(self.attention.forward_at(self.norm1(tokens), grid, kept)), self.scale1)
         if self.local2 is not None:
             nearby = put_back(x, tokens, kept)
             tokens = cells_at(self.local2(nearby, grid, plus=nearby), kept)
