@@ -109,9 +109,10 @@ def facts_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if "head.fc.weight" in weights:
         facts["num_classes"] = weights["head.fc.weight"].shape[0]
-    elif any(name.startswith("output_norms.") for name in weights):
+    elif not any(name.startswith(("head.", "projection.")) for name in weights):
         # as in detection and segmentation: the stages alone
-        facts |= {"num_classes": 0, "projection": None, "output_norms": True}
+        has_norms = any(name.startswith("output_norms.") for name in weights)
+        facts |= {"num_classes": 0, "projection": None, "output_norms": has_norms}
     return facts
 
 
