@@ -346,7 +346,8 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """A layer of these numbers, to read them from."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach())
-    linear.bias = None if bias is None else nn.Parameter(bias.detach())
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach())
     return linear
 
 

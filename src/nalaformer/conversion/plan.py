@@ -43,9 +43,9 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
         )
     # all of them are made before the first is put in: an error leaves the model as it was
     made = {}
-    chosen = {found.name for found in replacements}
+    names = {found.name for found in replacements}
     for name, module, host in hosts_in(model):
-        if name in chosen:
+        if name in names:
             made[name] = host.convert(module, attention, options)
             attach_record(made[name], host.record)
             made[name].train(module.training)

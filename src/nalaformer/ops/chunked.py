@@ -224,7 +224,7 @@ def causal_step(
     row_scale = keep_state = keep_keys = None
     if scales is not None:
         token_scale = scales[..., 0]  # [B, n, K]
-        row_scale = torch.maximum(token_scale.cummax(dim=1).values, state.log_scale[:, None])
+        row_scale = torch.maximum(running_maximum(token_scale, lower), state.log_scale[:, None])
         keep_state = (state.log_scale[:, None] - row_scale).exp()  # [B, n, K]
         keep_keys = (token_scale[:, None] - row_scale[:, :, None]).clamp(max=0).exp()  # [B, i, j, K]
         keep_keys = keep_keys.permute(0, 3, 1, 2)[:, :, None]  # [B, K, 1, i, j]
@@ -265,6 +265,14 @@ def causal_step(
         keep = (scales - last).exp()
         after = state_of(keys._replace(rotated=keys.rotated * keep, plain=keys.plain * keep), last)
     return (torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]), LinearState.merge(state, after)
+
+
+def running_maximum(scale: Tensor, lower: Tensor) -> Tensor:
+    """The largest of the tokens up to each, [B, n, K]; lower: [n, n], which tokens each one sees."""
+    if torch.compiler.is_exporting():
+        # ONNX has no running maximum
+        return torch.where(lower[None, :, :, None], scale[:, None], -torch.inf).amax(dim=2)
+    return scale.cummax(dim=1).values
 
 
 def grouped(features: Tensor, kv_heads: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .backend import get_backend, runs_kernels
 from .checks import check_cu_seqlens, check_key_mask
+from .exporting import is_exporting, is_jit_tracing
 from .features import compute_dtype, hide, outside_autocast
 from .kept_tensors import is_transformed
 
@@ -184,17 +185,20 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | 
     which is linear in S, the state before the piece: one triangular solve for all pieces gives u = u0 - w S (the WY form).
     """
     length = q.shape[2]
-    size = min(CHUNK, length)
-    missing = -length % size
+    # a recorded program must serve every length, so it cannot count pieces
+    is_whole = is_exporting() or is_jit_tracing()
+    size = length if is_whole else min(CHUNK, length)
+    missing = 0 if is_whole else -length % size
+    count = 1 if is_whole else -1
     # tokens of zeros at the end change nothing
-    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (q, k, v))  # [B, H, pieces, size, *]
-    beta = F.pad(beta, (0, missing)).unflatten(2, (-1, size))[..., None]
+    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (count, size)) for x in (q, k, v))  # [B, H, pieces, size, *]
+    beta = F.pad(beta, (0, missing)).unflatten(2, (count, size))[..., None]
     lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if log_decay is None:
         decay = lower.to(q.dtype)
         since_start = to_end = torch.ones_like(beta)
     else:
-        steps = F.pad(log_decay, (0, missing)).unflatten(2, (-1, size))
+        steps = F.pad(log_decay, (0, missing)).unflatten(2, (count, size))
         # G_i - G_j summed for each j from the token after it on: a difference of running sums would lose the digits of small
         # decays after a large one, and all of them after a full reset (-inf)
         between = torch.where(lower.tril(-1), steps[..., :, None], 0).cumsum(-2)  # [B, H, pieces, i, j]

@@ -70,7 +70,7 @@ def test_a_recording_cache_takes_back_no_more_than_it_recorded():
     for start in range(100):
         model(tokens[:, start : start + 1], past_key_values=cache)
     recurrent = next(layer for layer in cache.layers if isinstance(layer, RecurrentLayer))
-    assert RECORDED_TOKENS <= sum(each.count for each in recurrent.recorded) <= RECORDED_TOKENS + 1
+    assert RECORDED_TOKENS <= sum(each.length for each in recurrent.recorded) <= RECORDED_TOKENS + 1
     for number in (-RECORDED_TOKENS - 2, 1):
         with pytest.raises(ValueError, match=r"crop takes back the last tokens by a negative number"):
             cache.crop(number)

@@ -26,7 +26,7 @@ class Recorded(NamedTuple):
 
     tensors: dict[str, Tensor]
     seen: int
-    count: int
+    length: int
     add: Callable[[int], Tensor]
 
 
@@ -75,7 +75,7 @@ class RecurrentLayer(StateLayer):
         self.recorded.append(
             Recorded(copies, self.seen, length - before, lambda count: mixer(inputs[:, :count], tokens.between(0, count), self))
         )
-        while sum(each.count for each in self.recorded[1:]) >= RECORDED_TOKENS:
+        while sum(each.length for each in self.recorded[1:]) >= RECORDED_TOKENS:
             self.recorded.pop(0)
         return torch.cat([*out, mixer(x, tokens, self)], dim=1)
 
@@ -83,7 +83,7 @@ class RecurrentLayer(StateLayer):
         """Refuse what cannot be taken back."""
         if not self.record_past:
             super().crop(tokens_to_remove)
-        known = sum(each.count for each in self.recorded)
+        known = sum(each.length for each in self.recorded)
         if not 0 <= -tokens_to_remove <= known:
             raise ValueError(
                 f"crop takes back the last tokens by a negative number, down to -{known} here, got {tokens_to_remove}; copy "
@@ -97,10 +97,10 @@ class RecurrentLayer(StateLayer):
         while left > 0:
             last = self.recorded.pop()
             self.tensors, self.seen = {name: tensor.clone() for name, tensor in last.tensors.items()}, last.seen
-            if last.count > left:
-                last.add(last.count - left)
-                self.recorded.append(last._replace(count=last.count - left))
-            left -= last.count
+            if last.length > left:
+                last.add(last.length - left)
+                self.recorded.append(last._replace(length=last.length - left))
+            left -= last.length
 
 
 class NaLaCache(Cache):

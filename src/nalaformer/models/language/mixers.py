@@ -187,7 +187,8 @@ class SoftmaxMixer(nn.Module):
             if tokens.weights is not None:
                 tokens.weights.append(weights)
         else:
-            is_causal = tokens.pairs is None and x.shape[1] > 1
+            # decided by a branch: where lengths are symbols, so is a comparison, which torch does not take
+            is_causal = True if tokens.pairs is None and x.shape[1] > 1 else False  # noqa: SIM210
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=tokens.pairs, is_causal=is_causal, enable_gqa=self.is_grouped
             )

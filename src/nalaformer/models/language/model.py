@@ -148,7 +148,7 @@ class NaLaModel(NaLaPreTrainedModel):
             last_hidden_state=hidden,
             past_key_values=cache,
             hidden_states=(*states[:-1], hidden) if wants_states else None,
-            attentions=None if tokens.weights is None else tuple(tokens.weights[: len(self.layers)]),
+            attentions=None if tokens.weights is None else tuple(tokens.weights),  # type: ignore[arg-type]
         )
 
     def _wants_weights(self, output_attentions: bool | None) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops import Rotary, rotary_frequencies
+from ...ops.exporting import is_exporting, is_jit_tracing
 from .config import NaLaConfig
 
 
@@ -147,8 +148,9 @@ def _positions(visible: Tensor | None, starts: Tensor | None, past: int, length:
 
 def _pairs(visible: Tensor | None, sequence: Tensor | None, past: int, length: int, device: torch.device) -> Tensor | None:
     """The mask of exact attention, or None where its causal form, or none at all, says the same."""
-    # torch.jit.trace would keep the form of its example for every length
-    if visible is None and sequence is None and not torch.jit.is_tracing() and (past == 0 or length == 1):
+    # a program that is recorded would keep the form of its example for every length
+    is_recorded = is_exporting() or is_jit_tracing()
+    if visible is None and sequence is None and not is_recorded and (past == 0 or length == 1):
         return None
     rows = torch.arange(past, past + length, device=device)[:, None]
     columns = torch.arange(past + length, device=device)

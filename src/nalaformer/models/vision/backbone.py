@@ -139,7 +139,7 @@ class Backbone(nn.Module):
 
         The network takes every size without this: it interpolates its tables in each pass.
         """
-        self.config = replace(self.config, img_size=img_size if isinstance(img_size, int) else tuple(img_size))
+        self.config = replace(self.config, img_size=img_size if isinstance(img_size, int) else (img_size[0], img_size[1]))
         for index, stage in enumerate(self.stages):
             assert isinstance(stage, Stage)
             if stage.positions is not None:
