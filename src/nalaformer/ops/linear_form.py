@@ -32,9 +32,11 @@ def linear_forms(
     rotary: tuple[Rotary | None, Rotary | None] = (None, None),
     key_mask: Tensor | None = None,
     eps: float = 1e-6,
+    asked: int | None = None,
 ) -> list[LinearForm]:
     """The factors of the weights of each stream: q [B, N, H, D], k [B, M, H, D].
 
+    asked: only so many queries in front, without positions; None is all.
     causal: the denominators are those of the keys that a query sees; the product still holds all pairs.
     """
     with outside_autocast(q):
@@ -48,7 +50,7 @@ def linear_forms(
         seen = keys.plain.cumsum(1) if causal else keys.plain.sum(1, keepdim=True)
         count = torch.arange(1, seen.shape[1] + 1, device=seen.device) if causal else keys.visible[:, None]
         forms = []
-        for queries in query_features(mapped, q, rotary[0], dtype):
+        for queries in query_features(mapped, q[:, :asked], rotary[0], dtype):
             log_scale = seen.new_zeros(())
             for part in (queries.log_scale, scale):
                 log_scale = log_scale if part is None else log_scale + part[..., 0]
@@ -77,7 +79,7 @@ def received_attention(
         ]
         total = sum(parts[1:], parts[0])
     else:
-        forms = linear_forms(q, k, feature_map=feature_map)
-        sums = [torch.einsum("bhf,bhjf->bj", form.queries[:, :, :asked].sum(2), form.keys) for form in forms]
+        forms = linear_forms(q, k, feature_map=feature_map, asked=asked)
+        sums = [torch.einsum("bhf,bhjf->bj", form.queries.sum(2), form.keys) for form in forms]
         total = sum(sums[1:], sums[0]) / len(sums)
     return total / (asked * q.shape[2])
