@@ -164,7 +164,7 @@ def test_what_cannot_go_stays_with_a_reason():
     ("options", "message"),
     [
         ({"attention": "softmax"}, "name a linear method"),
-        ({"attention": "nala"}, "did you mean 'nalaformer'"),
+        ({"attention": "nalaforme"}, "did you mean 'nalaformer'"),
         ({"local_mix": "channels"}, "a ViT tells its attention no grid"),
         ({"window": 7}, "leave causal, key_reduction and window"),
         ({"directon": "cosine"}, "did you mean 'direction'"),
