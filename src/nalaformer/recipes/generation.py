@@ -10,8 +10,9 @@ def shapes_dit_tiny() -> Recipe:
     """Make images of shapes, with a tiny diffusion transformer, on a CPU.
 
     Command: nalaformer train shapes_dit_tiny attention=nalaformer
-    Cost: about ten minutes of one CPU core.
-    Expected: not measured.
+    Cost: ten minutes of one CPU core.
+    Expected: explained 0.952, from 0 (measured, one seed). The run is too short for valid samples: none of 32 was. Crosses
+        and squares can be told by eye, but the things of an image differ in colour. shapes_dit is made for valid samples.
     """
     return Recipe(
         model="dit_s2",
