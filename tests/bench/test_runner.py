@@ -9,6 +9,7 @@ import pytest
 
 from nalaformer.bench import measurement, runner
 from nalaformer.bench.cases import Case
+from nalaformer.bench.generation import GENERATION_COLUMNS, plan_generation
 from nalaformer.bench.language import LANGUAGE_COLUMNS, LanguageMeasurement, plan_language
 from nalaformer.bench.machine import describe_machine
 from nalaformer.bench.measurement import FAILED, MEASURED, OUT_OF_MEMORY, WRONG, CallMeasurement, Result
@@ -16,6 +17,7 @@ from nalaformer.bench.models import MODEL_COLUMNS, plan_models
 from nalaformer.bench.ops import plan
 from nalaformer.bench.ops_report import COLUMNS
 from nalaformer.bench.super_resolution import SUPER_RESOLUTION_COLUMNS, plan_super_resolution
+from nalaformer.bench.training import TRAINING_COLUMNS, plan_training
 from nalaformer.studies.linearization import Rows
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -133,6 +135,8 @@ TABLES = {
     "models": (MODEL_COLUMNS, lambda: plan_models("cpu")[0]),
     "language": (LANGUAGE_COLUMNS, lambda: plan_language("cpu")[0]),
     "super_resolution": (SUPER_RESOLUTION_COLUMNS, lambda: plan_super_resolution("cpu")[0]),
+    "training": (TRAINING_COLUMNS, lambda: plan_training("cpu")[0]),
+    "generation": (GENERATION_COLUMNS, lambda: plan_generation("cpu")[0]),
 }
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from helpers.option_effects import Effects, options_of_command
 from nalaformer import NaLaDiTPipeline, cli
-from nalaformer.data.generation import GenerationDataConfig, Latents, encode_images, load_autoencoder
+from nalaformer.data.generation import GenerationDataConfig, encode_images
 from nalaformer.models.diffusion import OBJECTIVES
 from nalaformer.recipes import RECIPES, build_model, changed, evaluate_run, grid_of, load_pipeline, load_run, make_trainer
 from nalaformer.tasks import Generation, GenerationConfig
@@ -328,7 +328,7 @@ def test_the_command_runs_on_the_device_asked_for(run, monkeypatch):
 
 
 @COMMAND.of("autoencoder")
-def test_a_run_on_latents_needs_their_autoencoder(tmp_path, monkeypatch):
+def test_a_run_on_latents_needs_their_autoencoder(tmp_path):
     blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
     sizes = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1}
     for name in ("vae", "another"):
@@ -336,7 +336,6 @@ def test_a_run_on_latents_needs_their_autoencoder(tmp_path, monkeypatch):
     diffusers.AutoencoderTiny().save_pretrained(tmp_path / "tiny")
     shapes = GenerationDataConfig(data="shapes", train_samples=4, eval_samples=2)
     encode_images(shapes, tmp_path / "vae", tmp_path / "latents")
-    monkeypatch.setattr(Latents, "autoencoder", load_autoencoder(tmp_path / "vae").fingerprint, raising=False)
     recipe = changed(RECIPES["shapes_dit_tiny"](), [*SHORT, f"data={tmp_path / 'latents'}"])
     make_trainer(recipe, tmp_path / "run").fit()
     asked = ("--run", tmp_path / "run", "--label", "0", "--count", "1", "--steps", "1", "--device", "cpu")

@@ -31,6 +31,8 @@ class Latents(GenerationData):
         try:
             if about["format"] != FORMAT:
                 raise ValueError(f"its format must be {FORMAT}, got {about['format']}")
+            # which autoencoder made them: samples are decoded by that one alone
+            self.autoencoder = str(about["autoencoder"])
             self.class_names = tuple(str(name) for name in about["class_names"])
             self.channels, self.height, self.width = (int(side) for side in about["shape"])
             self.paths = [shard_path(root, split, number) for number in range(int(about["shards"][split]))]
