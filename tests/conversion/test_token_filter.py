@@ -79,7 +79,11 @@ def test_a_layer_tells_what_its_tokens_receive(method):
     q, k, *_ = layer.project(x, (3, 4), None)
     if layer.table is not None:
         k = k + layer.table((3, 4)).unflatten(-1, (2, 8))
-    expected = received_attention(q, k, feature_map=layer.map, prefix=1)
+    weight = nalaformer.global_query_weight(q, k, feature_map=layer.map) if method == "rala" else None
+    expected = received_attention(q, k, feature_map=layer.map, key_weight=weight, prefix=1)
+    if weight is not None:
+        rows = nalaformer.attention_weights(q, k, feature_map=layer.map, rows=[0], key_weight=weight)
+        torch.testing.assert_close(expected, rows.mean((1, 2)), atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(layer.received(x, (3, 4), prefix=1), expected, atol=1e-6, rtol=1e-4)
 
 

@@ -210,6 +210,8 @@ class Recorder(TorchFunctionMode):
                 key_mask=key_mask,
                 groups=groups,
                 windows=windows,
+                contrast=module.contrast_of(q),
+                weigh_keys=module.key_weights,
                 values=v,
                 gathered=out,
             )

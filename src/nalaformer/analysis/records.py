@@ -5,7 +5,7 @@ queries at a time.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -193,7 +193,10 @@ class SoftmaxRecord(LayerRecord):
 
 @dataclass(kw_only=True, eq=False)
 class LinearRecord(LayerRecord):
-    """weights = phi(q) phi(k)^T / (phi(q) sum phi(k) + eps n); of maps with two streams the mean, which a mean value meets."""
+    """weights = phi(q) phi(k)^T / (phi(q) sum phi(k) + eps n); of maps with two streams the mean, which a mean value meets.
+
+    A contrast is in the weights, which may then be negative, and not in ranks and denominators; weights of keys are in all.
+    """
 
     feature_map: FeatureMap = field(repr=False)
     rotary: "Rotary | tuple[Rotary, Rotary] | None" = field(default=None, repr=False)
@@ -202,8 +205,15 @@ class LinearRecord(LayerRecord):
     """[P, S]."""
     groups: Groups | None = field(default=None, repr=False)
     """Tokens that see those of their group alone."""
+    contrast: Tensor | str | None = field(default=None, repr=False)
+    """As linear_attention takes it."""
+    weigh_keys: "Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None" = field(default=None, repr=False)
+    """Weights of the keys, of q, k and the visible tokens."""
     eps: float = 1e-6
     kind = "linear"
+
+    def key_weight(self, visible: Tensor | None) -> Tensor | None:
+        return None if self.weigh_keys is None else self.weigh_keys(self.q, self.k, visible)
 
     def visible(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """Pairs (queries [P, T], keys [P, S]) that see each other; None: all."""
@@ -219,6 +229,7 @@ class LinearRecord(LayerRecord):
     def piece_weights(self, places: Tensor) -> Tensor:
         total: Tensor | None = None
         for queries, keys in self.visible():
+            weight = self.key_weight(keys)
             streams = [
                 attention_weights(
                     self.q,
@@ -230,6 +241,8 @@ class LinearRecord(LayerRecord):
                     rotary=self.rotary,
                     key_mask=keys,
                     query_mask=None if self.causal else keys,
+                    contrast=self.contrast,
+                    key_weight=weight,
                     eps=self.eps,
                 )
                 for stream in range(self.feature_map.streams)
@@ -304,5 +317,6 @@ def linear_forms(record: LinearRecord) -> list[LinearForm]:
         causal=record.causal,
         rotary=turns,
         key_mask=record.key_mask,
+        key_weight=record.key_weight(record.key_mask),
         eps=record.eps,
     )

@@ -134,7 +134,7 @@ class Attention(nn.Module):
             whole = self._rotary(grid, self.head_dim * (2 if wide else 1), q)
             rotary = replace(whole, positions=whole.positions[places])
         if self.map is not None:
-            out = linear_attention(q, k, v, feature_map=self.map, rotary=rotary)
+            out = self._linear(q, k, v, rotary, None)
         else:
             if rotary is not None:
                 q, k = (rotary.rotate(y.to(compute_dtype(y))).to(y.dtype) for y in (q, k))
@@ -157,7 +157,7 @@ class Attention(nn.Module):
         q, k = both.unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
         if self.table is not None:
             k = k + self.table(grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
-        return received_attention(q, k, feature_map=self.map, prefix=prefix)
+        return received_attention(q, k, feature_map=self.map, key_weight=self.key_weights(q, k, None), prefix=prefix)
 
     def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
         """[B, N, C]: norm, gate and the last projection."""
@@ -208,8 +208,7 @@ class Attention(nn.Module):
     def _attend_globally(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Groups | None
     ) -> Tensor:
-        mapped = self.map
-        if mapped is None:
+        if self.map is None:
             return self._softmax(q, k, v, grid, key_grid, key_mask, groups)
         rotary = None
         if self.config.position == "rotary":
@@ -217,30 +216,33 @@ class Attention(nn.Module):
             rotary = self._rotary(grid, channels, q)
             if key_grid != grid:
                 rotary = (rotary, self._rotary(key_grid, channels, k))  # type: ignore[assignment]
-        contrast = self._contrast(q)
-
-        def attend_to(visible: Tensor | None) -> Tensor:
-            # self-attention: a token that is no key is no query either
-            weight = None
-            if self.config.key_weight == "global_query":
-                weight = global_query_weight(q, k, feature_map=mapped, key_mask=visible, query_mask=visible)
-            return linear_attention(
-                *(q, k, v),
-                feature_map=mapped,
-                causal=self.config.causal,
-                rotary=rotary,
-                key_mask=visible,
-                query_mask=visible,
-                contrast=contrast,
-                key_weight=weight,
-            )
-
         if groups is None:
-            return attend_to(key_mask)
+            return self._linear(q, k, v, rotary, key_mask)
         # the state sums over keys and cannot tell queries apart: one pass for each group
-        return groups.join(lambda inside: attend_to(inside if key_mask is None else inside & key_mask), q)
+        return groups.join(lambda inside: self._linear(q, k, v, rotary, inside if key_mask is None else inside & key_mask), q)
 
-    def _contrast(self, q: Tensor) -> Tensor | str | None:
+    def _linear(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, visible: Tensor | None) -> Tensor:
+        """Self-attention by the map, with the layer's contrast and weights: a token that is no key is no query either."""
+        mapped = self.map
+        assert mapped is not None
+        return linear_attention(
+            *(q, k, v),
+            feature_map=mapped,
+            causal=self.config.causal,
+            rotary=rotary,
+            key_mask=visible,
+            query_mask=visible,
+            contrast=self.contrast_of(q),
+            key_weight=self.key_weights(q, k, visible),
+        )
+
+    def key_weights(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor | None:
+        """[B, N, H], what each key counts beside its features; None: all alike."""
+        if self.map is None or self.config.key_weight == "none":
+            return None
+        return global_query_weight(q, k, feature_map=self.map, key_mask=visible, query_mask=visible)
+
+    def contrast_of(self, q: Tensor) -> Tensor | str | None:
         """As linear_attention takes it."""
         if self.contrast is not None:
             return self.contrast(q)

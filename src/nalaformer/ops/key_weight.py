@@ -9,6 +9,7 @@ from .backend import LARGEST_HEAD, MOST_ROWS, get_backend, runs_kernels
 from .checks import check_call, check_cu_seqlens, check_query_mask
 from .chunked import direct, piece_size, pieces, recomputing
 from .features import FeatureMapLike, compute_dtype, heads_for, hide, key_features, key_log_scale, outside_autocast, repeated
+from .kept_tensors import is_transformed
 
 # products of two features of at most this size fit into float32, whatever their signs
 LARGEST_FEATURE = 1e17
@@ -63,7 +64,7 @@ def mean_query(feature_map: FeatureMapLike, q: Tensor, query_mask: Tensor | None
         features = feature_map.query_streams(hide(q, mask).to(dtype))[0]
         return hide(bounded(features.value, features.log_scale), mask).sum(1)
 
-    run = direct if get_backend() == "reference" or not torch.is_grad_enabled() else recomputing
+    run = direct if get_backend() == "reference" or not torch.is_grad_enabled() or is_transformed() else recomputing
     size = piece_size(q.shape[0], q.shape[2], q.shape[3])
     parts = [run(sum_of_piece, *piece) for piece in pieces(size, q, query_mask)]
     count = q.shape[1] if query_mask is None else query_mask.sum(1).clamp(min=1)[:, None, None]
@@ -80,7 +81,7 @@ def key_logits(feature_map: FeatureMapLike, mean: Tensor, k: Tensor, key_mask: T
         by_key_head = mean.unflatten(1, (k.shape[2], -1))
         return torch.einsum("bjkf,bkgf->bjkg", bounded(keys.plain, scales), by_key_head).flatten(2)
 
-    run = direct if get_backend() == "reference" or not torch.is_grad_enabled() else recomputing
+    run = direct if get_backend() == "reference" or not torch.is_grad_enabled() or is_transformed() else recomputing
     size = piece_size(k.shape[0], mean.shape[1], k.shape[3])
     return torch.cat([run(logits_of_piece, *piece, mean) for piece in pieces(size, k, key_mask)], dim=1)
 

@@ -31,6 +31,7 @@ def linear_forms(
     causal: bool = False,
     rotary: tuple[Rotary | None, Rotary | None] = (None, None),
     key_mask: Tensor | None = None,
+    key_weight: Tensor | None = None,
     eps: float = 1e-6,
     asked: int | None = None,
 ) -> list[LinearForm]:
@@ -46,7 +47,8 @@ def linear_forms(
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
         scales = key_log_scale(mapped, k, key_mask, dtype)
         scale = None if scales is None else scales.amax(dim=1, keepdim=True)  # [B, 1, H, 1]
-        keys = key_features(mapped, k, k, key_mask=key_mask, rotary=rotary[1], log_scale=scale, dtype=dtype)
+        turn = rotary[1]
+        keys = key_features(mapped, k, k, key_mask=key_mask, rotary=turn, log_scale=scale, dtype=dtype, weight=key_weight)
         seen = keys.plain.cumsum(1) if causal else keys.plain.sum(1, keepdim=True)
         count = torch.arange(1, seen.shape[1] + 1, device=seen.device) if causal else keys.visible[:, None]
         forms = []
@@ -62,13 +64,19 @@ def linear_forms(
 
 
 def received_attention(
-    q: Tensor, k: Tensor, *, feature_map: FeatureMapLike | None, prefix: int = 0, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    *,
+    feature_map: FeatureMapLike | None,
+    key_weight: Tensor | None = None,
+    prefix: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
     """The mean weight that each key gets: [B, M], mean over the heads and queries, 1 / M if all are attended alike.
 
     prefix: only so many queries in front are asked, such as a class token; 0 asks all. Linear attention: sum_i w_ij =
     phi(k_j) . sum_i phi(q_i) / d_i, in time linear in the number of tokens. Without a map it is softmax attention, some queries
-    at a time. Positions that turn the features do not count.
+    at a time. Positions that turn the features do not count, and neither does a contrast, which stresses what is there.
     """
     asked = prefix or q.shape[1]
     if feature_map is None:
@@ -79,7 +87,7 @@ def received_attention(
         ]
         total = sum(parts[1:], parts[0])
     else:
-        forms = linear_forms(q, k, feature_map=feature_map, asked=asked)
+        forms = linear_forms(q, k, feature_map=feature_map, key_weight=key_weight, asked=asked)
         sums = [torch.einsum("bhf,bhjf->bj", form.queries.sum(2), form.keys) for form in forms]
         total = sum(sums[1:], sums[0]) / len(sums)
     return total / (asked * q.shape[2])
