@@ -36,12 +36,15 @@ define install
 	@touch $@
 endef
 
+# a comma would end an argument of `call`
+DEMO_EXTRAS := '.[cli,vision]'
+
 # the stamps depend on pyproject.toml alone: a changed dependency installs, a second run does not
 $(READY): pyproject.toml
 	$(call install,$(VENV),'.[dev]')
 
 $(VENV)/.ready-demo: pyproject.toml
-	$(call install,$(VENV),'.[cli,vision]')
+	$(call install,$(VENV),$(DEMO_EXTRAS))
 
 demo: $(DEMO_READY)
 	@$(BIN)/nalaformer demo --out runs/demo
