@@ -249,3 +249,14 @@ def test_a_filter_that_cannot_be_is_refused_and_the_model_stays(make, keep, opti
 
 def test_every_option_of_the_filter_has_a_test_of_its_effect():
     assert FILTER.missing() == []
+
+
+@pytest.mark.parametrize("make", [lambda: vit(), lambda: away_from_start(nalaformer.convert(timm_vit()))], ids=["timm", "ours"])
+def test_a_second_filter_is_refused_until_the_first_is_removed(make):
+    model = make()
+    first = nalaformer.filter_tokens(model, {1: 0.5})
+    with pytest.raises(ValueError, match=r"one token filter at a time.*remove\(\)"):
+        nalaformer.filter_tokens(model, {1: 0.5})
+    first.remove()
+    nalaformer.filter_tokens(model, {1: 0.5})
+    model(torch.randn(1, 3, 48, 48))

@@ -376,6 +376,8 @@ def test_eval_images_reads_shapes_without_a_network(tmp_path):
     (tmp_path / "flat").mkdir()
     path.rename(tmp_path / "flat" / "a.png")
     run("eval", "images", tmp_path / "flat", "--reference", "shapes", fails="classes of the samples must be known")
+    asked = ("eval", "images", tmp_path / "samples", "--reference", "shapes", "--figure", "fid")
+    run(*asked, fails="--figure chooses among the figures of a network, got fid without one")
 
 
 @COMMANDS.of("data unpack.file", "data unpack.out", "data unpack.holdout", "data unpack.seed")

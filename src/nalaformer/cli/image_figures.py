@@ -28,6 +28,11 @@ def show_image_figures(
         raise ValueError(
             'images are compared by the features of a network: give --extractor FILE or RUN; only "shapes" are read without one'
         )
+    if extractor is None and options["figures"]:
+        raise ValueError(
+            f"--figure chooses among the figures of a network, got {', '.join(options['figures'])} without one; "
+            "give --extractor, or leave --figure out"
+        )
     generated = read_image_set(samples, size=size).thinned(limit)
     figures: dict[str, float] = {}
     count = {"samples": len(generated.images)}

@@ -163,6 +163,8 @@ def test_guidance_goes_from_no_class_beyond_the_class():
     for guidance in (0.0, 0.5, 1.0, 3.0):
         torch.testing.assert_close(found(guidance)[0], guidance * network.known[1], rtol=0, atol=1e-4)
     assert calls == [2, 2, 1, 2]
+    with pytest.raises(ValueError, match="guidance must not be negative or infinite, got nan"):
+        found(float("nan"))
     with pytest.raises(ValueError, match="guidance must not be negative"):
         found(-1.0)
 

@@ -1,5 +1,6 @@
 """Samplers of diffusers by name, and images from a network: noise, denoised step by step under guidance."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,8 +91,8 @@ def denoise(
     network.check_labels(labels)
     if steps < 1 or steps > TRAINED_STEPS:
         raise ValueError(f"steps must lie in 1 .. {TRAINED_STEPS}, got {steps}")
-    if guidance < 0:
-        raise ValueError(f"guidance must not be negative, got {guidance}; 1 is none, DiT takes 4")
+    if not 0 <= guidance < math.inf:
+        raise ValueError(f"guidance must not be negative or infinite, got {guidance}; 1 is none, DiT takes 4")
     if guidance != 1 and network.no_class is None:
         raise ValueError(
             f"guidance needs a network that was trained with class_dropout above 0, got guidance={guidance} for one without; "
