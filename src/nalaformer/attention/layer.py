@@ -139,7 +139,8 @@ class Attention(nn.Module):
             if rotary is not None:
                 q, k = (rotary.rotate(y.to(compute_dtype(y))).to(y.dtype) for y in (q, k))
             q, k, heads = (y.transpose(1, 2) for y in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, heads).transpose(1, 2)
+            dropout = self.config.weight_dropout if self.training else 0.0
+            out = F.scaled_dot_product_attention(q, k, heads, dropout_p=dropout).transpose(1, 2)
         out = out.flatten(2)
         if self.local_mix is not None:
             out = out + cells_at(self.local_mix(on_grid(v, grid, places), grid), places)

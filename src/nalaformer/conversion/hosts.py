@@ -405,7 +405,7 @@ def our_obstacle(module: Attention) -> str:
 def convert_ours(module: Attention, attention: str, options: dict[str, Any]) -> nn.Module:
     """Every part stays; only the feature map is new."""
     method = settled(attention, options, {}, bias=True)
-    known = [*map_options_of(method.feature_map or ""), "feature_map", "rotary_over"]
+    known = [*map_options_of(method.feature_map or ""), "feature_map", "rotary_over", "contrast", "key_weight"]
     for option in options:
         if option not in known:
             raise unknown_name("option of the feature map (our own layers keep their other parts):", option, known)
@@ -414,6 +414,10 @@ def convert_ours(module: Attention, attention: str, options: dict[str, Any]) -> 
         feature_map=method.feature_map,
         map_options=method.map_options,
         rotary_over=method.rotary_over,
+        contrast=method.contrast,
+        key_weight=method.key_weight,
+        # linear attention has no weight for each pair that could be dropped
+        weight_dropout=0.0,
     )
     like = module.projection.weight
     with torch.device(like.device):

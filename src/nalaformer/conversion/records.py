@@ -95,7 +95,8 @@ def converted_by_record(module: nn.Module, host: Host, options: dict[str, Any]) 
     options["table_grid"] = tuple(options["table_grid"])
     is_ours = isinstance(module, Attention)
     # our own layers keep their parts: the map alone is new
-    kept = {name: options[name] for name in ("feature_map", "rotary_over")} | options["map_options"] if is_ours else options
+    parts = ("feature_map", "rotary_over", "contrast", "key_weight")
+    kept = {name: options[name] for name in parts if name in options} | options["map_options"] if is_ours else options
     new = host.convert(module, "linear", kept)
     attach_record(new, host.record)
     return new.train(module.training)

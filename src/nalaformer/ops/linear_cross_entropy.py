@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .backend import runs_kernels
 from .features import compute_dtype, outside_autocast
+from .kept_tensors import is_transformed
 from .rms_norm import product_dtype
 
 # logits of a piece in plain torch
@@ -36,7 +37,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, ign
         return _sum_losses(hidden, weight, targets, ignore_index)
     total = hidden.new_zeros((), dtype=compute_dtype(hidden))
     for some, wanted in zip(hidden.split(size), targets.split(size), strict=True):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_transformed():
             total = total + checkpoint(_sum_losses, some, weight, wanted, ignore_index, use_reentrant=False)
         else:
             total = total + _sum_losses(some, weight, wanted, ignore_index)

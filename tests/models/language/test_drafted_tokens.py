@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.language_models import GREEDY, VOCABULARY, each_layout, make, text
-from nalaformer.models.language import NaLaCache, RecurrentLayer
+from nalaformer.models.language import NaLaCache, NaLaConfig, NaLaForCausalLM, RecurrentLayer
 from nalaformer.models.language.cache import RECORDED_TOKENS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,3 +77,23 @@ def test_a_recording_cache_takes_back_no_more_than_it_recorded():
     assert cache.layers[1].get_seq_length() == 100, "a refused crop has cut a layer"
     cache.reset()
     assert recurrent.recorded == [] or recurrent not in cache.layers
+
+
+@pytest.mark.parametrize("mixer", ["linear", "delta", "gated_delta"])
+def test_a_copied_cache_takes_tokens_back_by_itself(mixer):
+    torch.manual_seed(0)
+    model = NaLaForCausalLM(NaLaConfig.from_size("nano", vocab_size=30, mixers=mixer)).eval()
+    tokens = torch.randint(1, 30, (1, 12))
+    cache = NaLaCache(model.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(tokens[:, :6], past_key_values=cache)
+        model(tokens[:, 6:10], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        copied.crop(-2)
+        expected = model(tokens[:, :10]).logits[:, -2:]
+        found = model(tokens[:, 8:10], past_key_values=copied).logits
+        after = model(tokens[:, 10:], past_key_values=cache).logits
+        whole = model(tokens).logits[:, -2:]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after, whole, atol=1e-4, rtol=1e-4)

@@ -27,7 +27,8 @@ class Recorded(NamedTuple):
     tensors: dict[str, Tensor]
     seen: int
     length: int
-    add: Callable[[int], Tensor]
+    add: Callable[["RecurrentLayer", int], Tensor]
+    """Into that layer: copies of a cache share this function."""
 
 
 class RecurrentLayer(StateLayer):
@@ -65,6 +66,9 @@ class RecurrentLayer(StateLayer):
             # steps in place outside of inference mode cannot change what was made inside of it
             self.tensors = {name: y.clone() if y.is_inference() else y for name, y in self.tensors.items()}
         if not self.record_past:
+            if self.recorded:
+                # what comes now is not recorded: nothing before it can be taken back any more
+                self.recorded = []
             return mixer(x, tokens, self)
         length = x.shape[1]
         before = max(length - RECORDED_TOKENS, 0)
@@ -73,7 +77,10 @@ class RecurrentLayer(StateLayer):
         inputs = x.detach()
         copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         self.recorded.append(
-            Recorded(copies, self.seen, length - before, lambda count: mixer(inputs[:, :count], tokens.between(0, count), self))
+            Recorded(
+                *(copies, self.seen, length - before),
+                lambda layer, count: mixer(inputs[:, :count], tokens.between(0, count), layer),
+            )
         )
         while sum(each.length for each in self.recorded[1:]) >= RECORDED_TOKENS:
             self.recorded.pop(0)
@@ -98,7 +105,7 @@ class RecurrentLayer(StateLayer):
             last = self.recorded.pop()
             self.tensors, self.seen = {name: tensor.clone() for name, tensor in last.tensors.items()}, last.seen
             if last.length > left:
-                last.add(last.length - left)
+                last.add(self, last.length - left)
                 self.recorded.append(last._replace(length=last.length - left))
             left -= last.length
 

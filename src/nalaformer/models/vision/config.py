@@ -148,8 +148,9 @@ class BackboneConfig:
             return configure(self.attention, parts | self.attention_options)
         if self.softmax_window:
             parts |= {"window": self.softmax_window, "shifted": block % 2 == 1, "position": "relative"}
+        parts["weight_dropout"] = self.attn_drop_rate
         parts |= {key: value for key, value in self.attention_options.items() if key in ATTENTION_PARTS}
-        return configure(self.softmax_shell, parts | NO_MAP | {"weight_dropout": self.attn_drop_rate})
+        return configure(self.softmax_shell, parts | NO_MAP)
 
 
 PER_STAGE = ("embed_dims", "depths", "num_heads", "mlp_ratios", "key_reduction", "softmax_key_reduction", "layer_scale")
