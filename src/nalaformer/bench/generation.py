@@ -76,15 +76,17 @@ class StepMeasurement(CallMeasurement):
         from ..models.diffusion import DiffusionTransformer
 
         torch.manual_seed(0)
-        network = DiffusionTransformer(
-            depth=self.depth,
-            dim=self.width,
-            num_heads=self.width // self.head_size,
-            patch_size=PATCH,
-            channels=CHANNELS,
-            num_classes=CLASSES,
-            attention=ATTENTION[self.variant],
-        )
+        # drawn where they are used: a host takes many seconds for the 675 million weights of DiT-XL
+        with torch.device(self.device):
+            network = DiffusionTransformer(
+                depth=self.depth,
+                dim=self.width,
+                num_heads=self.width // self.head_size,
+                patch_size=PATCH,
+                channels=CHANNELS,
+                num_classes=CLASSES,
+                attention=ATTENTION[self.variant],
+            )
         # it starts as the function that is zero, which every path computes rightly
         for parameter in network.parameters():
             if not parameter.any():
