@@ -39,8 +39,9 @@ def shapes_dit() -> Recipe:
     """Make images of shapes, with a small diffusion transformer, in minutes on a GPU.
 
     Command: nalaformer train shapes_dit attention=nalaformer
-    Cost: 6,000 steps of 256 images of 256 tokens. Not measured.
-    Expected: not measured.
+    Cost: 5,000 steps of 256 images of 256 tokens: 6.5 minutes for three runs side by side on one H200.
+    Expected: of 1,000 samples 0.844 are valid and show what was asked for (measured, one seed); attention=softmax 0.579,
+        attention=linear 0.376 at the same budget.
     """
     return Recipe(
         model="dit_s2",
@@ -48,7 +49,7 @@ def shapes_dit() -> Recipe:
         model_options={"depth": 6, "dim": 192, "num_heads": 3},
         task=GenerationConfig(data="shapes", objective="flow", levels="middle", train_samples=1_000_000, judged=1_000),
         training=TrainingConfig(
-            steps=6_000,
+            steps=5_000,
             batch_size=256,
             learning_rate=1e-3,
             weight_decay=0.0,
@@ -58,8 +59,8 @@ def shapes_dit() -> Recipe:
             ema=0.999,
             precision="auto",
             workers=12,
-            eval_every=2_000,
-            save_every=2_000,
+            eval_every=1_000,
+            save_every=2_500,
         ),
     )
 
