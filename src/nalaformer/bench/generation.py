@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from .machine import Machine, describe_machine
 from .measurement import OUT_OF_MEMORY, CallMeasurement, Result
 from .models import LARGEST_ERROR
 from .runner import Say, busy_lines, mistake_lines, name_of, rounded, run_plan, say_on_stdout
+
+if TYPE_CHECKING:
+    from ..models.diffusion import DiffusionTransformer
 
 GENERATION_COLUMNS = (
     "model", "variant", "device", "threads", "dtype", "depth", "width", "heads", "head_size", "image_size", "tokens", "outcome",
@@ -33,11 +36,13 @@ LAYOUTS = {"cuda": {"depth": 28, "width": 1152}, "cpu": {"depth": 2, "width": 57
 REDUCTION, PATCH, CHANNELS, CLASSES = 8, 2, 4, 1000
 IMAGE_SIZES = {"cpu": (256, 512), "cuda": (512, 1024, 2048, 4096)}
 SECONDS = 1.0
+# of a usual sampler
+SAMPLER_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurement(CallMeasurement):
-    """One evaluation of a diffusion transformer on one image, without gradients."""
+    """One evaluation of a diffusion transformer on one image, as a sampler asks for it."""
 
     variant: str
     """A name of ATTENTION."""
@@ -71,7 +76,7 @@ class StepMeasurement(CallMeasurement):
             expected = network(*inputs).double()
         return ((found - expected).norm() / expected.norm()).item()
 
-    def make_network(self) -> nn.Module:
+    def make_network(self) -> "DiffusionTransformer":
         """The transformer with the same random weights every time."""
         from ..models.diffusion import DiffusionTransformer
 
@@ -101,8 +106,13 @@ class StepMeasurement(CallMeasurement):
         return latents.to(self.device, self.dtype), time, label
 
     def make_call(self, built: None) -> Callable[[], object]:
-        network, inputs = self.make_network(), self.make_inputs()
-        return torch.no_grad()(lambda: network(*inputs))
+        """As a sampler calls it: a CUDA graph where the host would be the limit."""
+        from ..models.diffusion.prediction import prediction
+
+        network, (latents, time, label) = self.make_network(), self.make_inputs()
+        with torch.no_grad():
+            predict = prediction(network, latents, label, guidance=1.0, calls=SAMPLER_STEPS)
+        return torch.no_grad()(lambda: predict(latents, time[0]))
 
     def small(self) -> Self:
         return replace(self, image_size=64)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...registry import unknown_name
 from .network import DiffusionTransformer, check_size
 from .objectives import FIRST_BETA, LAST_BETA, OBJECTIVES, TRAINED_STEPS
+from .prediction import prediction
 
 # one latent image of 65,536 tokens is as much as 64 small ones
 MOST_TOKENS_AT_ONCE = 65_536
@@ -128,28 +129,16 @@ def _denoised(
     schedule.set_timesteps(steps, device=device)
     is_random = isinstance(schedule, LearnedRangeDDPM)
     options = {"generator": generators} if is_random else {}
+    predict = prediction(network, images.to(parameter.dtype), labels, guidance, calls=len(schedule.timesteps))
     for time in schedule.timesteps:
         scaled = schedule.scale_model_input(images, time) if hasattr(schedule, "scale_model_input") else images
-        output = guided(network, scaled.to(parameter.dtype), time, labels, guidance).float()
+        output = predict(scaled.to(parameter.dtype), time).float()
         # only the ancestral sampler reads the variance
-        prediction = output if is_random else output[:, : network.channels]
-        images = schedule.step(prediction, time, images, **options).prev_sample
+        told = output if is_random else output[:, : network.channels]
+        images = schedule.step(told, time, images, **options).prev_sample
         # some samplers ask the network twice a step
         advance(len(images) / len(schedule.timesteps))
     return images.float()
-
-
-def guided(network: DiffusionTransformer, images: Tensor, time: Tensor, labels: Tensor, guidance: float) -> Tensor:
-    """The network's prediction under guidance; a variance is that of the class."""
-    times = time.expand(len(images))
-    if guidance == 1:
-        return network.predict(images, times, labels)
-    nothing = torch.full_like(labels, network.num_classes)
-    both = network.predict(images.repeat(2, 1, 1, 1), times.repeat(2), torch.cat((labels, nothing)))
-    of_class, of_none = both.chunk(2)
-    channels = network.channels
-    apart = of_class[:, :channels] - of_none[:, :channels]
-    return torch.cat((of_none[:, :channels] + guidance * apart, of_class[:, channels:]), dim=1)
 
 
 def first_word(seed: Sequence[int]) -> int:

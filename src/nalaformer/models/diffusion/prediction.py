@@ -1,0 +1,67 @@
+"""What a sampler asks of a network: its prediction under guidance, as a CUDA graph where the host would be the limit."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...ops.graphs import NotCapturable, captured
+from .network import DiffusionTransformer
+
+# up to so many tokens Python is slower than a GPU; capturing a graph costs about four steps
+MOST_TOKENS_OF_GRAPH, FEWEST_CALLS_OF_GRAPH = 16_384, 10
+
+
+def prediction(
+    network: DiffusionTransformer, images: Tensor, labels: Tensor, guidance: float, *, calls: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """guided for images like these, to be called with images and a time: a CUDA graph where the host would be the limit.
+
+    calls: how many will follow.
+    """
+
+    def eager(images: Tensor, time: Tensor) -> Tensor:
+        return guided(network, images, time, labels, guidance)
+
+    tokens = images[:, 0].numel() // network.patch_size**2 * (1 if guidance == 1 else 2)
+    is_worth_it = calls >= FEWEST_CALLS_OF_GRAPH and tokens <= MOST_TOKENS_OF_GRAPH
+    # a replay calls no hooks, draws no dropout and reads no weights that autocast converts for a while
+    is_plain = not (network.training or has_hooks(network) or torch.is_autocast_enabled("cuda"))
+    if images.device.type != "cuda" or not is_worth_it or not is_plain:
+        return eager
+    kept_images, kept_time, outputs = images.clone(), torch.zeros((), device=images.device), [images]
+
+    def call() -> None:
+        outputs[:] = [eager(kept_images, kept_time)]
+
+    try:
+        replay = captured(call, device=images.device)
+    except NotCapturable:
+        return eager
+
+    def replayed(images: Tensor, time: Tensor) -> Tensor:
+        kept_images.copy_(images)
+        kept_time.copy_(time)
+        replay()
+        # multistep samplers keep what they are given
+        return outputs[0].clone()
+
+    return replayed
+
+
+def has_hooks(network: DiffusionTransformer) -> bool:
+    """Whether somebody listens to a module of the network."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
+
+
+def guided(network: DiffusionTransformer, images: Tensor, time: Tensor, labels: Tensor, guidance: float) -> Tensor:
+    """The network's prediction under guidance; a variance is that of the class."""
+    times = time.expand(len(images))
+    if guidance == 1:
+        return network.predict(images, times, labels)
+    nothing = torch.full_like(labels, network.num_classes)
+    both = network.predict(images.repeat(2, 1, 1, 1), times.repeat(2), torch.cat((labels, nothing)))
+    of_class, of_none = both.chunk(2)
+    channels = network.channels
+    apart = of_class[:, :channels] - of_none[:, :channels]
+    return torch.cat((of_none[:, :channels] + guidance * apart, of_class[:, channels:]), dim=1)
