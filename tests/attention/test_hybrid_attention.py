@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import nalaformer
+from helpers.hybrid_definition import reference_attention, salient_by_score
 from helpers.hybrid_inputs import SMALL, make_inputs, make_map
 from nalaformer.attention.hybrid import (
     SELECTIONS,
@@ -17,7 +18,6 @@ from nalaformer.attention.hybrid import (
     hybrid_settings,
     recurrent_hybrid_attention,
 )
-from nalaformer.attention.hybrid.reference import reference_attention, salient_by_score
 from nalaformer.attention.hybrid.selection import for_heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")

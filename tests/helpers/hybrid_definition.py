@@ -1,4 +1,4 @@
-"""The definition of hybrid attention, as the formula reads: one query after another, quadratic, for tests.
+"""The definition of hybrid attention, as the formula reads: one query after another, quadratic.
 
 Which tokens are salient is an argument, so that a comparison looks at the choice first and at the outputs then.
 """
@@ -6,9 +6,9 @@ Which tokens are salient is an argument, so that a comparison looks at the choic
 import torch
 from torch import Tensor
 
-from ...feature_maps import FeatureMap
-from .branches import EPS
-from .settings import HybridSettings
+from nalaformer.attention.hybrid import HybridSettings
+from nalaformer.attention.hybrid.branches import EPS
+from nalaformer.feature_maps import FeatureMap
 
 
 def reference_attention(
