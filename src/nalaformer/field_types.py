@@ -1,7 +1,7 @@
 """Fields of a configuration hold what their annotations say: "no" is no truth value, 2.5 no number of tokens."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -21,6 +21,27 @@ def check_field_types(config: Any) -> None:
         if is_known(field.type) and not holds(value, field.type):
             usual = "" if field.default is MISSING else f"; the default is {field.default!r}"
             raise ValueError(f"{field.name} must be {in_words(field.type)}, got {value!r}{usual}")
+
+
+def check_ranges(
+    config: Any,
+    *,
+    positive: Sequence[str] = (),
+    not_negative: Sequence[str] = (),
+    below_one: Sequence[str] = (),
+    shares: Sequence[str] = (),
+) -> None:
+    """Refuse a dataclass whose numbers leave their range: above 0, 0 or above, 0 <= x < 1, 0 <= x <= 1."""
+    rules: tuple[tuple[Sequence[str], str, Callable[[float], bool]], ...] = (
+        (positive, "be positive", lambda x: x > 0),
+        (not_negative, "not be negative", lambda x: x >= 0),
+        (below_one, "be at least 0 and below 1", lambda x: 0 <= x < 1),
+        (shares, "be between 0 and 1", lambda x: 0 <= x <= 1),
+    )
+    for names, rule, is_allowed in rules:
+        for name in names:
+            if not is_allowed(getattr(config, name)):
+                raise ValueError(f"{name} must {rule}, got {getattr(config, name)}")
 
 
 def is_known(kind: Any) -> bool:

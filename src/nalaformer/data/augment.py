@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
-from ..field_types import check_field_types
+from ..field_types import check_field_types, check_ranges
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,11 +29,7 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in ("random_erasing", "smallest_crop", "flip"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
-        if self.color_jitter < 0:
-            raise ValueError(f"color_jitter must not be negative, got {self.color_jitter}")
+        check_ranges(self, not_negative=("color_jitter",), shares=("random_erasing", "smallest_crop", "flip"))
 
 
 def training_transform(size: int, augmentation: Augmentation) -> "Callable[[Image], Tensor]":

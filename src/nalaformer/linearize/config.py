@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from ..attention.hybrid import HybridSettings
-from ..field_types import check_field_types
+from ..field_types import check_field_types, check_ranges
 from ..training import TrainingConfig
 
 
@@ -43,8 +43,7 @@ class LinearizeConfig:
         check_field_types(self)
         if self.layers_at_once < 0:
             raise ValueError(f"layers_at_once must not be negative, got {self.layers_at_once}; 0 means all")
-        if self.lora_rank < 1:
-            raise ValueError(f"lora_rank must be positive, got {self.lora_rank}")
+        check_ranges(self, positive=("lora_rank",))
 
     @property
     def stages(self) -> list[TrainingConfig]:

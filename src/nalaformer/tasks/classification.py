@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data import GENERATED, Augmentation, Generated, ImageFolder, eval_transform, training_transform, usual_side
-from ..field_types import check_field_types
+from ..field_types import check_field_types, check_ranges
 from ..registry import unknown_name
 from .base import TASKS, Answer, Loss, SummedMetrics
 
@@ -52,21 +52,15 @@ class ClassificationConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in ("train_samples", "eval_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("data_seed", "image_size"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if not 0 <= self.holdout < 1:
-            raise ValueError(f"holdout must be at least 0 and below 1, got {self.holdout}")
-        if not 0 <= self.smoothing < 1:
-            raise ValueError(f"smoothing must be at least 0 and below 1, got {self.smoothing}")
+        check_ranges(
+            self,
+            positive=("train_samples", "eval_samples"),
+            not_negative=("data_seed", "image_size", "mixup", "cutmix"),
+            below_one=("holdout", "smoothing"),
+        )
         if isinstance(self.augmentation, dict):
             # as a checkpoint's settings hold it
             object.__setattr__(self, "augmentation", Augmentation(**self.augmentation))
-        if self.mixup < 0 or self.cutmix < 0:
-            raise ValueError(f"mixup and cutmix must not be negative, got {self.mixup} and {self.cutmix}")
         if not 0 < self.eval_crop <= 1:
             raise ValueError(f"eval_crop must be above 0 and at most 1, got {self.eval_crop}")
 

@@ -17,7 +17,7 @@ from ..data.detection import (
     fitting_scale,
     resized,
 )
-from ..field_types import check_field_types
+from ..field_types import check_field_types, check_ranges
 from ..registry import unknown_name
 from .base import TASKS, Answer, Gather, Loss
 from .detection_picture import draw_objects
@@ -65,15 +65,14 @@ class DetectionConfig:
         object.__setattr__(self, "short_sides", tuple(self.short_sides))
         if self.detector not in DETECTORS:
             raise unknown_name("detector", self.detector, DETECTORS)
-        for name in ("train_samples", "eval_samples", *(("short_sides",) if self.short_sides else ())):
-            value = getattr(self, name)
-            if min(value if isinstance(value, tuple) else (value,)) < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
-        for name in ("data_seed", "eval_short_side", "longest_side"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if not 0 <= self.flip <= 1:
-            raise ValueError(f"flip must be between 0 and 1, got {self.flip}")
+        if any(side < 1 for side in self.short_sides):
+            raise ValueError(f"short_sides must be positive, got {self.short_sides}")
+        check_ranges(
+            self,
+            positive=("train_samples", "eval_samples"),
+            not_negative=("data_seed", "eval_short_side", "longest_side"),
+            shares=("flip",),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.generation import GenerationData, GenerationDataConfig, open_generation_data
+from ..field_types import check_ranges
 from ..models.diffusion import OBJECTIVES, DiffusionTransformer, Objective, layout_of, need_diffusers
 from ..models.diffusion.network import check_size
 from ..registry import unknown_name
@@ -41,10 +42,7 @@ class GenerationConfig(GenerationDataConfig):
         OBJECTIVES[self.objective]
         if self.levels not in LEVELS:
             raise unknown_name("noise levels", self.levels, LEVELS)
-        if self.judged < 0:
-            raise ValueError(f"judged must not be negative, got {self.judged}")
-        if self.judged_steps < 1:
-            raise ValueError(f"judged_steps must be positive, got {self.judged_steps}")
+        check_ranges(self, positive=("judged_steps",), not_negative=("judged",))
         if self.judged_guidance < 0:
             raise ValueError(f"judged_guidance must not be negative, got {self.judged_guidance}; 1 is none")
 

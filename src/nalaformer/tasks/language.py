@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..data.text import IGNORED, Encoder, PackedTokens, Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
 from ..data.text.corpus import TOKENIZER
 from ..data.text.packing import PACKINGS
-from ..field_types import check_field_types
+from ..field_types import check_field_types, check_ranges
 from ..json_text import parse_json
 from .base import TASKS, Loss, SummedMetrics
 
@@ -54,8 +54,7 @@ class LanguageConfig:
             raise ValueError(f"window must be at least 2, got {self.window}")
         if self.packing not in PACKINGS:
             raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {self.packing!r}")
-        if self.data_seed < 0:
-            raise ValueError(f"data_seed must not be negative, got {self.data_seed}")
+        check_ranges(self, not_negative=("data_seed",))
 
 
 @TASKS.register("language")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.sequences import IGNORE, SEQUENCES, SequenceData, Stored, make_sequences
-from ..field_types import check_field_types
+from ..field_types import check_field_types, check_ranges
 from ..models.sequence import SEQUENCE_MODELS
 from ..registry import unknown_name
 from .base import TASKS, Loss, SummedMetrics
@@ -37,8 +37,7 @@ class SequencesConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        if self.data_seed < 0:
-            raise ValueError(f"data_seed must not be negative, got {self.data_seed}")
+        check_ranges(self, not_negative=("data_seed",))
 
 
 @TASKS.register("sequences")

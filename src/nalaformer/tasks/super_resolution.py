@@ -22,7 +22,7 @@ from ..data.super_resolution import (
     to_eight_bits,
     write_scenes,
 )
-from ..field_types import check_field_types
+from ..field_types import check_field_types, check_ranges
 from .base import TASKS, Answer, Loss, SummedMetrics
 from .image_quality import WINDOW, luma, psnr, ssim
 
@@ -63,12 +63,8 @@ class SuperResolutionConfig:
         check_field_types(self)
         if self.scale not in SCALES:
             raise ValueError(f"scale must be 2, 3 or 4, got {self.scale}")
-        for name in ("patches_per_image", "train_samples", "eval_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("kept_mib", "data_seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        positive = ("patches_per_image", "train_samples", "eval_samples")
+        check_ranges(self, positive=positive, not_negative=("kept_mib", "data_seed"))
         for name in ("patch_size", "image_size"):
             if getattr(self, name) < self.scale:
                 raise ValueError(f"{name} must be at least the scale, {self.scale}, got {getattr(self, name)}")

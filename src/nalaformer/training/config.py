@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..field_types import check_field_types
+from ..field_types import check_field_types, check_ranges
 from ..registry import unknown_name
 
 SCHEDULES = ("cosine", "linear", "steps")
@@ -97,37 +97,31 @@ class TrainingConfig:
             raise ValueError(
                 f"the duration is given by epochs or by steps, got epochs={self.epochs} and steps={self.steps}; give one"
             )
-        for name in ("accumulate", "repeats", "keep", "bad_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in (
-            "epochs",
-            "steps",
-            "batch_size",
-            "learning_rate",
-            "weight_decay",
-            "warmup_learning_rate",
-            "min_learning_rate",
-            "seed",
-            "warmup",
-            "cooldown",
-            "clip_norm",
-            "clip_value",
-            "workers",
-            "eval_every",
-            "eval_epochs",
-            "save_every",
-            "save_minutes",
-            "most_corrupt",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if not 0 <= self.ema < 1:
-            raise ValueError(f"ema must be at least 0 and below 1, got {self.ema}")
-        if not 0 <= self.beta2 < 1:
-            raise ValueError(f"beta2 must be at least 0 and below 1, got {self.beta2}")
-        if self.epsilon <= 0:
-            raise ValueError(f"epsilon must be positive, got {self.epsilon}")
+        check_ranges(
+            self,
+            positive=("accumulate", "repeats", "keep", "bad_steps", "epsilon"),
+            not_negative=(
+                "epochs",
+                "steps",
+                "batch_size",
+                "learning_rate",
+                "weight_decay",
+                "warmup_learning_rate",
+                "min_learning_rate",
+                "seed",
+                "warmup",
+                "cooldown",
+                "clip_norm",
+                "clip_value",
+                "workers",
+                "eval_every",
+                "eval_epochs",
+                "save_every",
+                "save_minutes",
+                "most_corrupt",
+            ),
+            below_one=("ema", "beta2"),
+        )
         if self.schedule not in SCHEDULES:
             raise unknown_name("schedule", self.schedule, SCHEDULES)
         # as a checkpoint's settings hold it

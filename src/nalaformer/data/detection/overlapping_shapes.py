@@ -11,6 +11,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from ...field_types import check_ranges
 from ..written_once import written_once
 from .masks import Mask, encode_runs
 
@@ -51,11 +52,7 @@ class OverlappingShapes:
     def __post_init__(self) -> None:
         if not 48 <= self.shortest_side <= self.longest_side:
             raise ValueError(f"sides must be at least 48 pixels and in order, got {self.shortest_side} to {self.longest_side}")
-        if self.most_objects < 1:
-            raise ValueError(f"most_objects must be positive, got {self.most_objects}")
-        for name in ("empty", "crowd"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        check_ranges(self, positive=("most_objects",), below_one=("empty", "crowd"))
 
     def folder(self, root: str | Path, *, train: int, val: int, seed: int) -> Path:
         """The set below `root`, written there if it is not there yet; other sizes and options have other names."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ...field_types import check_field_types
+from ...field_types import check_field_types, check_ranges
 from ...registry import Registry, unknown_name
 
 SPLITS = ("train", "val")
@@ -36,13 +36,8 @@ class GenerationDataConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in ("image_size", "train_samples", "eval_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.data_seed < 0:
-            raise ValueError(f"data_seed must not be negative, got {self.data_seed}")
-        if not 0 <= self.holdout < 1:
-            raise ValueError(f"holdout must be at least 0 and below 1, got {self.holdout}")
+        positive = ("image_size", "train_samples", "eval_samples")
+        check_ranges(self, positive=positive, not_negative=("data_seed",), below_one=("holdout",))
 
 
 class GenerationData(Dataset[tuple[Tensor, int]]):

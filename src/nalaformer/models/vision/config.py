@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ...attention import METHODS, AttentionConfig, configure
-from ...field_types import check_field_types
+from ...field_types import check_field_types, check_ranges
 from ...published_names import FAMILIES
 from ...registry import unknown_name
 
@@ -107,9 +107,7 @@ class BackboneConfig:
             raise ValueError(f"local_positions must be 0, 1 or 2, got {self.local_positions}")
         if self.stem == "convolutions" and self.patch_size != 4:
             raise ValueError(f'the convolution stem has stride 4, got patch_size={self.patch_size}; use stem="patches"')
-        for name in ("drop_path_rate", "proj_drop_rate", "attn_drop_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        check_ranges(self, below_one=("drop_path_rate", "proj_drop_rate", "attn_drop_rate"))
         # refuses what no stage would take
         configure(self.attention, self.attention_options)
         if self.attn_drop_rate and all(map(self.is_linear, range(stages))):

@@ -20,7 +20,7 @@ from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
 from torchvision.ops.poolers import LevelMapper
 
-from ...field_types import check_field_types
+from ...field_types import check_field_types, check_ranges
 from ...registry import unknown_name
 from .features import exempt_from_decay, network_of
 
@@ -62,9 +62,7 @@ class DetectorConfig:
             raise unknown_name("detector", self.kind, KINDS)
         if not 1 <= self.head_layers <= 4:
             raise ValueError(f"head_layers must be 1 to 4, got {self.head_layers}")
-        for name in ("classes", "channels", "smallest_anchor", "hidden", "proposals", "regions", "detections"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_ranges(self, positive=("classes", "channels", "smallest_anchor", "hidden", "proposals", "regions", "detections"))
         if self.head_norm and self.channels % 8:
             raise ValueError(f"channels must be a multiple of 8 with head_norm, got {self.channels}")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...field_types import check_field_types
+from ...field_types import check_field_types, check_ranges
 
 SCENES = "scenes"
 
@@ -44,18 +44,16 @@ class SegmentationConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in ("train_samples", "eval_samples", "crop"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("data_seed", "short_side", "color_jitter", "auxiliary_weight", "window", "window_stride"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        check_ranges(
+            self,
+            positive=("train_samples", "eval_samples", "crop"),
+            not_negative=("data_seed", "short_side", "color_jitter", "auxiliary_weight", "window", "window_stride"),
+            shares=("flip",),
+        )
         if not 0 < self.smallest_scale <= self.largest_scale:
             raise ValueError(
                 f"smallest_scale must be above 0 and at most largest_scale, got {self.smallest_scale} and {self.largest_scale}"
             )
-        if not 0 <= self.flip <= 1:
-            raise ValueError(f"flip must be between 0 and 1, got {self.flip}")
         if not 0 < self.most_of_one_class <= 1:
             raise ValueError(f"most_of_one_class must be above 0 and at most 1, got {self.most_of_one_class}")
         check_stride(self.window, self.window_stride)
@@ -80,8 +78,7 @@ class SegmentationAnswers:
             raise ValueError(
                 f"window must be at least -1 and window_stride at least 0, got {self.window} and {self.window_stride}"
             )
-        if not 0 <= self.opacity <= 1:
-            raise ValueError(f"opacity must be between 0 and 1, got {self.opacity}")
+        check_ranges(self, shares=("opacity",))
         check_stride(self.window, self.window_stride)
 
 
