@@ -103,133 +103,85 @@ LAYOUTS = {
 }
 
 
+def _sized(
+    embed_dims: tuple[int, ...],
+    depths: tuple[int, ...],
+    num_heads: tuple[int, ...],
+    *,
+    drop_path_rate: float = 0.1,
+    layer_scale: float | tuple[float, ...] = 1.0,
+) -> dict[str, Any]:
+    return {
+        "embed_dims": embed_dims,
+        "depths": depths,
+        "num_heads": num_heads,
+        "drop_path_rate": drop_path_rate,
+        "layer_scale": layer_scale,
+    }
+
+
+# the sizes that NaLaFormer, PolaFormer++, RALA and MALA share, the smallest first
+SIZES = {
+    "6m": _sized((32, 64, 128, 384), (2, 2, 2, 2), (1, 2, 4, 12)),
+    "8m": _sized((32, 64, 192, 384), (2, 2, 4, 2), (1, 2, 6, 12)),
+    "t": _sized((64, 128, 256, 512), (2, 2, 6, 2), (1, 2, 4, 8)),
+    "s": _sized((64, 128, 320, 512), (3, 5, 9, 3), (1, 2, 5, 8), drop_path_rate=0.15),
+    "b": _sized((96, 192, 384, 512), (4, 6, 12, 6), (1, 2, 6, 8), drop_path_rate=0.4, layer_scale=(1.0, 1.0, 1e-6, 1e-6)),
+    "l": _sized((96, 192, 448, 640), (4, 7, 19, 8), (1, 2, 7, 10), drop_path_rate=0.55, layer_scale=1e-6),
+}
+
+
 def _four_stage() -> dict[str, Variant]:
     """NaLaFormer as released and as published, all-linear forms, and MirrorLA on the same network."""
+    narrow = replace(NALAFORMER, mlp_ratios=3.5)
     released = {
-        "xt": (
-            replace(NALAFORMER, embed_dims=(32, 64, 128, 384), depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 12), mlp_ratios=3.5),
-            79.1,
-        ),
-        "t": (NALAFORMER, 82.6),
-        "s": (
-            replace(
-                NALAFORMER,
-                embed_dims=(64, 128, 320, 512),
-                depths=(3, 5, 9, 3),
-                num_heads=(1, 2, 5, 8),
-                mlp_ratios=3.5,
-                drop_path_rate=0.15,
-            ),
-            84.3,
-        ),
-        "b": (
-            replace(
-                NALAFORMER,
-                embed_dims=(96, 192, 384, 512),
-                depths=(4, 6, 12, 6),
-                num_heads=(1, 2, 6, 8),
-                layer_scale=(1.0, 1.0, 1e-6, 1e-6),
-                drop_path_rate=0.4,
-            ),
-            85.2,
-        ),
-        "l": (
-            replace(
-                NALAFORMER,
-                embed_dims=(96, 192, 448, 640),
-                depths=(4, 7, 19, 8),
-                num_heads=(1, 2, 7, 10),
-                mlp_ratios=3.5,
-                layer_scale=1e-6,
-                drop_path_rate=0.55,
-            ),
-            85.7,
-        ),
+        "xt": replace(narrow, **SIZES["6m"]),
+        "t": NALAFORMER,
+        "s": replace(narrow, **SIZES["s"]),
+        "b": replace(NALAFORMER, **SIZES["b"]),
+        "l": replace(narrow, **SIZES["l"]),
     }
-    xt_paper = replace(released["xt"][0], embed_dims=(32, 64, 192, 384), depths=(2, 2, 4, 2), num_heads=(1, 2, 6, 12))
+    published = {"s": 84.3, "b": 85.2, "l": 85.7}
     # the released sizes of XT and T are not those of the paper's table, whose accuracy belongs to the _paper forms
     smaller = {
         "xt": "released size, 6.1M; the paper's 79.1 is for 8M: nalaformer_xt_paper",
         "t": "released size, 15.9M; the paper's 82.6 is for 15M, which mlp ratio 3.5 gives: nalaformer_t_paper",
     }
     found = {
-        f"nalaformer_{size}": Variant(
-            config=config, published_top1=None if size in smaller else accuracy, note=smaller.get(size, "")
-        )
-        for size, (config, accuracy) in released.items()
+        f"nalaformer_{size}": Variant(config=config, published_top1=published.get(size), note=smaller.get(size, ""))
+        for size, config in released.items()
     }
-    found["nalaformer_xt_paper"] = Variant(config=xt_paper, published_top1=79.1, note="sizes inferred from the paper")
-    found["nalaformer_t_paper"] = Variant(
-        config=replace(NALAFORMER, mlp_ratios=3.5), published_top1=82.6, note="sizes inferred from the paper"
-    )
-    for size, (config, _) in released.items():
+    for size, config, accuracy in (("xt", replace(narrow, **SIZES["8m"]), 79.1), ("t", narrow, 82.6)):
+        note = "sizes inferred from the paper"
+        found[f"nalaformer_{size}_paper"] = Variant(config=config, published_top1=accuracy, note=note)
+    for size, config in released.items():
         found[f"nalaformer_{size}_linear"] = Variant(config=replace(config, attention_stages="llll"))
     for size in ("t", "s", "b"):
-        config = replace(released[size][0], attention="mirrorla")
+        config = replace(released[size], attention="mirrorla")
         found[f"mirrorla_{size}"] = Variant(config=config, note="a reconstruction: no code is published")
     return found
 
 
 def _polaformerpp() -> dict[str, Variant]:
-    one, small = (1.0,) * 4, (1e-6,) * 4
-    sizes = (
-        ((32, 64, 128, 384), (2, 2, 2, 2), (1, 2, 4, 12), 2048, one, 0.1, 76.9),
-        ((32, 64, 192, 384), (2, 2, 4, 2), (1, 2, 6, 12), 2048, one, 0.1, 79.1),
-        ((64, 128, 256, 512), (2, 2, 6, 2), (1, 2, 4, 8), 2048, one, 0.1, 82.8),
-        ((64, 128, 320, 512), (3, 5, 9, 3), (1, 2, 5, 8), 2048, one, 0.15, 84.3),
-        ((96, 192, 384, 512), (4, 6, 12, 6), (1, 2, 6, 8), 2048, (1.0, 1.0, 1e-6, 1e-6), 0.4, 85.4),
-        ((96, 192, 448, 640), (4, 7, 19, 8), (1, 2, 7, 10), 2560, small, 0.55, 85.6),
-    )
+    published = (76.9, 79.1, 82.8, 84.3, 85.4, 85.6)
     return {
         f"polaformerpp_b{number}": Variant(
-            config=replace(
-                POLAFORMERPP,
-                embed_dims=dims,
-                depths=depths,
-                num_heads=heads,
-                projection=projection,
-                layer_scale=scale,
-                drop_path_rate=drop_path,
-            ),
-            published_top1=accuracy,
+            config=replace(POLAFORMERPP, **parts, projection=2560 if size == "l" else 2048), published_top1=accuracy
         )
-        for number, (dims, depths, heads, projection, scale, drop_path, accuracy) in enumerate(sizes)
+        for number, ((size, parts), accuracy) in enumerate(zip(SIZES.items(), published, strict=True))
     }
 
 
 def _ravlt_and_mavit() -> dict[str, Variant]:
     """RALA's and MALA's backbones, whose authors have released weights, and all-linear forms."""
-    sizes: dict[str, dict[str, Any]] = {
-        "t": {"embed_dims": (64, 128, 256, 512), "depths": (2, 2, 6, 2), "num_heads": (1, 2, 4, 8)},
-        "s": {
-            "embed_dims": (64, 128, 320, 512),
-            "depths": (3, 5, 9, 3),
-            "num_heads": (1, 2, 5, 8),
-            "drop_path_rate": 0.15,
-        },
-        "b": {
-            "embed_dims": (96, 192, 384, 512),
-            "depths": (4, 6, 12, 6),
-            "num_heads": (1, 2, 6, 8),
-            "layer_scale": (1.0, 1.0, 1e-6, 1e-6),
-            "drop_path_rate": 0.4,
-        },
-        "l": {
-            "embed_dims": (96, 192, 448, 640),
-            "depths": (4, 7, 19, 8),
-            "num_heads": (1, 2, 7, 10),
-            "layer_scale": 1e-6,
-            "drop_path_rate": 0.55,
-        },
-    }
     published = {
         "ravlt": (RAVLT, {"s": 84.4, "b": 85.5, "l": 85.8}),
         "mavit": (MAVIT, {"s": 84.7, "b": 85.7, "l": 86.0}),
     }
     found = {}
     for name, (layout, accuracy) in published.items():
-        for size, parts in sizes.items():
-            config = replace(layout, **parts)
+        for size in ("t", "s", "b", "l"):
+            config = replace(layout, **SIZES[size])
             if (name, size) == ("mavit", "l"):
                 config = replace(config, projection=2560)
             found[f"{name}_{size}"] = Variant(config=config, published_top1=accuracy.get(size))
