@@ -4,7 +4,7 @@ from typing import Any
 
 from ..tasks import DetectionConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe
+from .recipe import RECIPES, Recipe, enter
 
 # a backbone and heads that a CPU trains from nothing
 SMALL_BACKBONE: dict[str, Any] = {
@@ -145,17 +145,14 @@ def register(detector: str, schedule: str) -> None:
     published = PUBLISHED.get((detector, schedule))
     result = f"{published}: published, not measured here" if published else "not measured, none published"
 
-    def recipe() -> Recipe:
-        return coco(detector, schedule)
-
     title = {"retinanet": "RetinaNet", "mask_rcnn": "Mask R-CNN"}[detector]
-    recipe.__doc__ = f"""NaLaFormer-T with {title} on COCO, schedule {schedule}.
+    words = f"""NaLaFormer-T with {title} on COCO, schedule {schedule}.
 
     Command: torchrun --nproc-per-node 8 -m nalaformer train {name} data=/path/to/coco initial_weights=/path/to/weights
     Cost: {"36" if schedule == "3x" else "12"} passes over 117,266 images. Not measured.
     Expected: {result}. Weights trained on ImageNet-1K to start from are part of it; model=nalaformer_s is the larger one.
     """
-    RECIPES.register(name)(recipe)
+    enter(name, lambda: coco(detector, schedule), words)
 
 
 for _detector in ("retinanet", "mask_rcnn"):

@@ -1,5 +1,7 @@
 """Recipes that need no download and run on a CPU."""
 
+from dataclasses import replace
+
 from ..tasks import ClassificationConfig
 from ..training import TrainingConfig
 from .recipe import RECIPES, Recipe
@@ -61,15 +63,8 @@ def count_grid() -> Recipe:
     Cost: about a minute on two CPU cores.
     Expected: not measured; chance is 0.125.
     """
-    base = cue_grid()
-    return Recipe(
-        model=base.model,
-        attention=base.attention,
-        model_options=small_vit(48),
-        initial_weights=base.initial_weights,
-        task=ClassificationConfig(data="count_grid", eval_samples=1_000),
-        training=base.training,
-    )
+    task = ClassificationConfig(data="count_grid", eval_samples=1_000)
+    return replace(cue_grid(), model_options=small_vit(48), task=task)
 
 
 @RECIPES.register("marked_pair")
@@ -81,21 +76,6 @@ def marked_pair() -> Recipe:
     Expected: not measured; chance is 0.25.
     """
     base = cue_grid()
-    return Recipe(
-        model=base.model,
-        attention=base.attention,
-        model_options=small_vit(64),
-        initial_weights=base.initial_weights,
-        task=ClassificationConfig(data="marked_pair", eval_samples=1_000),
-        training=TrainingConfig(
-            steps=2_000,
-            batch_size=64,
-            learning_rate=1e-3,
-            weight_decay=0.01,
-            beta2=0.98,
-            warmup=200,
-            clip_norm=1.0,
-            eval_every=500,
-            save_every=500,
-        ),
-    )
+    rhythm = {"eval_every": 500, "save_every": 500}
+    training = replace(base.training, steps=2_000, batch_size=64, learning_rate=1e-3, warmup=200, **rhythm)
+    return replace(base, task=ClassificationConfig(data="marked_pair", eval_samples=1_000), training=training)

@@ -4,7 +4,7 @@ from ..data import Augmentation
 from ..models.vision import VARIANTS
 from ..tasks import ClassificationConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe
+from .recipe import Recipe, enter
 
 BATCH = 1024
 
@@ -44,17 +44,13 @@ def register(name: str, model: str) -> None:
     """Enter the recipe of a model, with its published accuracy in its words."""
     published = VARIANTS[model].published_top1
     result = f"{published} top-1 (published, not measured here)" if published else "not measured, none published for this size"
-
-    def recipe() -> Recipe:
-        return imagenet(model)
-
-    recipe.__doc__ = f"""{model} on ImageNet-1K at 224, the authors' released recipe.
+    words = f"""{model} on ImageNet-1K at 224, the authors' released recipe.
 
     Command: torchrun --nproc-per-node 8 -m nalaformer train {name} data=/path/to/imagenet
     Cost: 310 passes over 1.28 million images; days on 8 GPUs. Not measured.
     Expected: {result}.
     """
-    RECIPES.register(name)(recipe)
+    enter(name, lambda: imagenet(model), words)
 
 
 for _model in (

@@ -2,7 +2,7 @@
 
 from ..tasks import LanguageConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe
+from .recipe import RECIPES, Recipe, enter
 
 
 @RECIPES.register("lm_tiny")
@@ -100,11 +100,7 @@ def register(name: str, attention: str) -> None:
     if figures is not None:
         result = "WikiText perplexity {}, LAMBADA perplexity {}, mean accuracy of five tasks {}".format(*figures)
         result += " (published, not measured here)"
-
-    def recipe() -> Recipe:
-        return nala_340m(attention)
-
-    recipe.__doc__ = f"""340M parameters with {attention} mixers on 15B tokens, the size and budget of the paper's models.
+    words = f"""340M parameters with {attention} mixers on 15B tokens, the size and budget of the paper's models.
 
     Command: torchrun --nproc-per-node 8 -m nalaformer train {name} data=/path/to/tokens
         with the tokens that `nalaformer tokenize` wrote of SlimPajama, with a tokenizer of 32,000 entries
@@ -112,7 +108,7 @@ def register(name: str, attention: str) -> None:
         a second. Not measured.
     Expected: {result}.
     """
-    RECIPES.register(name)(recipe)
+    enter(name, lambda: nala_340m(attention), words)
 
 
 for _attention in PUBLISHED:

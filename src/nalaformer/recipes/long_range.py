@@ -188,26 +188,25 @@ def mqar_small() -> Recipe:
     return Recipe(model="recall", attention="nalaformer", model_options={"dim": 64}, task=task, training=training)
 
 
-def recall(data: str, *, options: dict[str, Any], model_options: dict[str, Any], **training: Any) -> Recipe:
+# of models that learn to look something up: AdamW with a cosine
+LOOKING_UP: dict[str, Any] = {
+    "batch_size": 64,
+    "learning_rate": 1e-3,
+    "beta2": 0.98,
+    "clip_norm": 1.0,
+    "eval_every": 500,
+    "save_every": 500,
+}
+
+
+def recall(data: str, *, options: dict[str, Any], model_options: dict[str, Any], steps: int = 5_000) -> Recipe:
     """A causal model on generated sequences."""
-    schedule: dict[str, Any] = {
-        "steps": 5_000,
-        "batch_size": 64,
-        "learning_rate": 1e-3,
-        "weight_decay": 0.1,
-        "beta2": 0.98,
-        "warmup": 200,
-        "clip_norm": 1.0,
-        "eval_every": 500,
-        "save_every": 500,
-    }
-    task = SequencesConfig(data=data, data_options=options, train_samples=300_000, eval_samples=1_000, test_samples=4_000)
     return Recipe(
         model="recall",
         attention="nalaformer",
         model_options=model_options,
-        task=task,
-        training=TrainingConfig(**(schedule | training)),
+        task=SequencesConfig(data=data, data_options=options, train_samples=300_000, eval_samples=1_000, test_samples=4_000),
+        training=TrainingConfig(**LOOKING_UP, steps=steps, weight_decay=0.1, warmup=200),
     )
 
 
@@ -265,17 +264,7 @@ def probing(data: str) -> Recipe:
         attention="nalaformer",
         model_options={"dropout": 0.0},
         task=SequencesConfig(data=data, train_samples=100_000, eval_samples=500, test_samples=2_000),
-        training=TrainingConfig(
-            steps=10_000,
-            batch_size=64,
-            learning_rate=1e-3,
-            weight_decay=0.01,
-            beta2=0.98,
-            warmup=500,
-            clip_norm=1.0,
-            eval_every=500,
-            save_every=500,
-        ),
+        training=TrainingConfig(**LOOKING_UP, steps=10_000, weight_decay=0.01, warmup=500),
     )
 
 

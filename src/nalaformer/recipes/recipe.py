@@ -38,6 +38,16 @@ class Recipe:
 RECIPES: Registry[Callable[[], Recipe]] = Registry("recipe")
 
 
+def enter(name: str, make: Callable[[], Recipe], words: str) -> None:
+    """Register a recipe whose words are put together, as the published figures of a size are."""
+
+    def recipe() -> Recipe:
+        return make()
+
+    recipe.__doc__ = words
+    RECIPES.register(name)(recipe)
+
+
 def recipe_with(name: str, settings: list[str]) -> Recipe:
     """The recipe of that name with some settings changed, as `changed` does; stored sequences must be those it is about."""
     original = RECIPES[name]()

@@ -2,7 +2,7 @@
 
 from ..tasks import SegmentationConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe
+from .recipe import RECIPES, Recipe, enter
 
 # a backbone for images of 96 pixels, which a CPU trains in minutes
 SMALL = {
@@ -79,17 +79,13 @@ TITLES = {"semantic_fpn": "Semantic FPN", "upernet": "UPerNet"}
 def register_ade20k(decoder: str, size: str) -> None:
     """Enter the recipe of a decoder and a size, with its published mIoU in its words."""
     name, settings = f"ade20k_{decoder}_nalaformer_{size}", ADE20K_SETTINGS[decoder]
-
-    def recipe() -> Recipe:
-        return published("ade20k", f"{decoder}:nalaformer_{size}", **settings)
-
-    recipe.__doc__ = f"""{TITLES[decoder]} on nalaformer_{size}, ADE20K, {settings["steps"]:,} steps.
+    words = f"""{TITLES[decoder]} on nalaformer_{size}, ADE20K, {settings["steps"]:,} steps.
 
     Command: torchrun --nproc-per-node 8 -m nalaformer train {name} data=/path/to/ADEChallengeData2016
     Cost: {settings["steps"] * settings["batch_size"]:,} crops of 512 pixels. Not measured.
     Expected: {ADE20K_MIOU[decoder][size]} mIoU (published, from weights trained on ImageNet; not measured here).
     """
-    RECIPES.register(name)(recipe)
+    enter(name, lambda: published("ade20k", f"{decoder}:nalaformer_{size}", **settings), words)
 
 
 for _decoder in ADE20K_MIOU:

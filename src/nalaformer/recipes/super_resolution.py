@@ -1,8 +1,10 @@
 """Enlarging images: the published setting on DIV2K, a run of minutes on generated images, and photographs of one's own."""
 
+from typing import Any
+
 from ..tasks import SuperResolutionConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe
+from .recipe import RECIPES, Recipe, enter
 
 
 def div2k(scale: int) -> Recipe:
@@ -31,21 +33,30 @@ def register_div2k(scale: int) -> None:
     """Enter the recipe of a scale, with what is published for it in its words."""
     name = f"div2k_x{scale}"
     published = "34.81 dB on Set5, 30.71 on Set14" if scale == 3 else "none published for this scale"
-
-    def recipe() -> Recipe:
-        return div2k(scale)
-
-    recipe.__doc__ = f"""Enlarge {scale} times, learned from DIV2K: the paper's light network, attention over the whole image.
+    words = f"""Enlarge {scale} times, learned from DIV2K: the paper's light network, attention over the whole image.
 
     Command: nalaformer train {name} data=/path/to/DIV2K
     Cost: 500,000 steps of 32 patches; days on a GPU. Not measured.
     Expected: {published} (published, not measured here).
     """
-    RECIPES.register(name)(recipe)
+    enter(name, lambda: div2k(scale), words)
 
 
 for _scale in (2, 3, 4):
     register_div2k(_scale)
+
+
+def on_bicubic(model: str, task: SuperResolutionConfig, **training: Any) -> Recipe:
+    """A network that learns what bicubic interpolation leaves, by Adam."""
+    settings: dict[str, Any] = {"batch_size": 16, "optimizer": "adam", "weight_decay": 0.0, "precision": "auto"}
+    return Recipe(
+        model=model,
+        attention="nalaformer",
+        model_options={"skip": "bicubic"},
+        initial_weights="torch",
+        task=task,
+        training=TrainingConfig(**settings, **training),
+    )
 
 
 @RECIPES.register("super_resolution_small")
@@ -58,23 +69,14 @@ def super_resolution_small() -> Recipe:
         33.54 dB and 0.943; a grey image has 17.5 dB. The settings were chosen with attention=nalaformer, so the recipe does
         not rank attentions.
     """
-    return Recipe(
-        model="super_resolution_tiny",
-        attention="nalaformer",
-        model_options={"skip": "bicubic"},
-        initial_weights="torch",
-        task=SuperResolutionConfig(data="scenes", patch_size=32, eval_crop=128),
-        training=TrainingConfig(
-            steps=800,
-            batch_size=16,
-            optimizer="adam",
-            learning_rate=1.5e-3,
-            weight_decay=0.0,
-            warmup=20,
-            precision="auto",
-            eval_every=200,
-            save_every=200,
-        ),
+    return on_bicubic(
+        "super_resolution_tiny",
+        SuperResolutionConfig(data="scenes", patch_size=32, eval_crop=128),
+        steps=800,
+        learning_rate=1.5e-3,
+        warmup=20,
+        eval_every=200,
+        save_every=200,
     )
 
 
@@ -87,23 +89,14 @@ def super_resolution() -> Recipe:
     Expected: depends on the photographs; the evaluation shows bicubic interpolation beside the network. On six photographs, x2,
         40.9 dB after 1,000 steps where bicubic has 38.6 (one H200, one seed, learned from 24 others).
     """
-    return Recipe(
-        model="super_resolution_light",
-        attention="nalaformer",
-        model_options={"skip": "bicubic"},
-        initial_weights="torch",
-        task=SuperResolutionConfig(data="photographs", patch_size=96, patches_per_image=100, eval_crop=384),
-        training=TrainingConfig(
-            steps=2_000,
-            batch_size=16,
-            optimizer="adam",
-            learning_rate=5e-4,
-            weight_decay=0.0,
-            warmup=100,
-            clip_norm=1.0,
-            ema=0.99,
-            precision="auto",
-            eval_every=250,
-            save_every=250,
-        ),
+    return on_bicubic(
+        "super_resolution_light",
+        SuperResolutionConfig(data="photographs", patch_size=96, patches_per_image=100, eval_crop=384),
+        steps=2_000,
+        learning_rate=5e-4,
+        warmup=100,
+        clip_norm=1.0,
+        ema=0.99,
+        eval_every=250,
+        save_every=250,
     )
