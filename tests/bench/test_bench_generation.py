@@ -6,17 +6,19 @@ import pytest
 import torch
 
 from nalaformer.bench.generation import (
+    COLOURS,
+    DASHES,
     HEAD_SIZES,
     LAYOUTS,
     NORM_AWARE,
     SOFTMAX,
     StepMeasurement,
     comparison_lines,
-    draw_generation,
     growth_lines,
     plan_generation,
     run_generation,
 )
+from nalaformer.bench.image_cost import ChartStyle, draw_image_costs
 from nalaformer.bench.machine import describe_machine
 from nalaformer.bench.measurement import OUT_OF_MEMORY, Result
 
@@ -90,7 +92,8 @@ def test_lines_say_how_much_less_and_how_it_grows(tmp_path):
     quadratic = [replace(results[0]), replace(results[1], median_ms=64.0)]
     assert "time grows as N^2.00" in growth_lines(quadratic)[0]
     # a variant without a figure is drawn by its name alone
-    assert draw_generation(results, tmp_path / "a.png", describe_machine()).is_file()
+    style = ChartStyle(title="a step", tokens="tokens", colours=COLOURS, dashes=DASHES)
+    assert draw_image_costs(results, tmp_path / "a.png", describe_machine(), style).is_file()
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [100]])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nalaformer.bench.image_cost import draw_image_costs
 from nalaformer.bench.measurement import OUT_OF_MEMORY, Result
 from nalaformer.bench.models import FORWARD, TRAINING
 from nalaformer.bench.super_resolution import (
@@ -12,8 +13,8 @@ from nalaformer.bench.super_resolution import (
     FUSED,
     MATERIALISED,
     NORM_AWARE,
+    STYLE,
     EnlargementMeasurement,
-    draw_super_resolution,
     plan_super_resolution,
     run_super_resolution,
     saving_lines,
@@ -83,4 +84,4 @@ def test_the_saving_is_said_against_each_softmax(tmp_path):
     # a variant without a figure is drawn by its name alone
     from nalaformer.bench.machine import describe_machine
 
-    assert draw_super_resolution(results, tmp_path / "a.png", describe_machine()).is_file()
+    assert draw_image_costs(results, tmp_path / "a.png", describe_machine(), STYLE).is_file()

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from ..ops import use_backend
 from .cases import refuse_missing_device
-from .machine import Machine, describe_machine
-from .measurement import OUT_OF_MEMORY, CallMeasurement, Result
-from .models import LARGEST_ERROR
-from .runner import Say, busy_lines, mistake_lines, name_of, rounded, run_plan, say_on_stdout
+from .image_cost import ChartStyle, ImageMeasurement, by_place, run_image_costs
+from .measurement import Result
+from .runner import Say, say_on_stdout
 
 if TYPE_CHECKING:
     from ..models.diffusion import DiffusionTransformer
@@ -29,7 +28,7 @@ NORM_AWARE, SOFTMAX = "norm-aware", "softmax, SDPA"
 ATTENTION = {NORM_AWARE: "nalaformer", SOFTMAX: "softmax"}
 COLOURS = {NORM_AWARE: "#D55E00", SOFTMAX: "#0072B2"}
 HEAD_SIZES = (64, 72)
-DASHES = {64: "-", 72: "--"}
+DASHES = {"heads of 64": "-", "heads of 72": "--"}
 # heads of 64 and of 72 make both widths; the first is that of DiT-XL, whose 16 heads have 72
 LAYOUTS = {"cuda": {"depth": 28, "width": 1152}, "cpu": {"depth": 2, "width": 576}}
 # an autoencoder of 8 and patches of 2: an image of 4096 pixels has 256 x 256 = 65,536 tokens
@@ -41,11 +40,9 @@ SAMPLER_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMeasurement(CallMeasurement):
+class StepMeasurement(ImageMeasurement):
     """One evaluation of a diffusion transformer on one image, as a sampler asks for it."""
 
-    variant: str
-    """A name of ATTENTION."""
     image_size: int
     """Side of the image in pixels."""
     head_size: int
@@ -58,12 +55,12 @@ class StepMeasurement(CallMeasurement):
         return (self.image_size // (REDUCTION * PATCH)) ** 2
 
     @property
-    def label(self) -> str:
-        return f"{self.tokens:,} tokens, heads of {self.head_size}, {self.variant}"
+    def setting(self) -> str:
+        return f"heads of {self.head_size}"
 
     @property
-    def largest_error(self) -> float:
-        return LARGEST_ERROR[self.dtype]
+    def label(self) -> str:
+        return f"{self.tokens:,} tokens, {self.setting}, {self.variant}"
 
     @torch.no_grad()
     def check(self, built: None) -> float | None:
@@ -121,10 +118,6 @@ class StepMeasurement(CallMeasurement):
         names = ("variant", "depth", "width", "head_size", "image_size", "tokens")
         return {"model": "DiT", "heads": self.width // self.head_size} | {name: getattr(self, name) for name in names}
 
-    def said(self, result: Result[Any]) -> str:
-        memory = "" if result.peak_extra_mib is None else f", {rounded(result.peak_extra_mib)} MiB"
-        return f"{result.median_ms:.4g} ms a step{memory}"
-
 
 StepResult = Result[StepMeasurement]
 
@@ -162,24 +155,22 @@ def run_generation(
 
     out: default benchmarks/results/generation_<device>.csv.
     """
-    path = Path(out or f"benchmarks/results/generation_{device}.csv")
-    machine = describe_machine()
     plan = plan_generation(device, sizes, depth=depth, width=width)
-    results = run_plan(plan, path, GENERATION_COLUMNS, machine, seconds=seconds, say=say)
-    lines = (*busy_lines(results), *comparison_lines(results), *growth_lines(results), *mistake_lines(results))
-    for line in (*lines, f"results: {path}"):
-        say(line)
-    if any(result.is_right for result in results):
-        say(f"picture: {draw_generation(results, path.with_suffix('.png'), machine)}")
-    return results
+    made_of = f"{plan[0].depth} blocks of {plan[0].width} channels"
+    style = ChartStyle(title=f"A step of a diffusion transformer, {made_of}", tokens="tokens", colours=COLOURS, dashes=DASHES)
+    path = Path(out or f"benchmarks/results/generation_{device}.csv")
+    return run_image_costs(plan, path, GENERATION_COLUMNS, style, lines=step_lines, seconds=seconds, say=say)
+
+
+def step_lines(results: Sequence[StepResult]) -> list[str]:
+    return [*comparison_lines(results), *growth_lines(results)]
 
 
 def comparison_lines(results: Sequence[StepResult]) -> list[str]:
     """Norm-aware beside softmax, at every number of tokens."""
-    found = {(r.measurement.tokens, r.measurement.head_size, r.measurement.variant): r for r in results}
-    lines = []
-    for (tokens, head_size, variant), ours in found.items():
-        peer = found.get((tokens, head_size, SOFTMAX))
+    found, lines = by_place(results), []
+    for (tokens, setting, variant), ours in found.items():
+        peer = found.get((tokens, setting, SOFTMAX))
         if variant != NORM_AWARE or peer is None or not ours.median_ms:
             continue
         if peer.median_ms:
@@ -188,16 +179,16 @@ def comparison_lines(results: Sequence[StepResult]) -> list[str]:
                 compared += f", {ours.peak_extra_mib / peer.peak_extra_mib:.2f} times its peak memory"
         else:
             compared = f"{SOFTMAX} is {peer.outcome}"
-        lines.append(f"{tokens:,} tokens, heads of {head_size}, {NORM_AWARE}: {compared}")
+        lines.append(f"{tokens:,} tokens, {setting}, {NORM_AWARE}: {compared}")
     return lines
 
 
 def growth_lines(results: Sequence[StepResult]) -> list[str]:
     """The power of the tokens by which time and memory grow, between the two largest images that were measured."""
     lines = []
-    for head_size in HEAD_SIZES:
+    for setting in DASHES:
         for variant in ATTENTION:
-            own = [r for r in results if (r.measurement.head_size, r.measurement.variant) == (head_size, variant)]
+            own = [r for r in results if (r.measurement.setting, r.measurement.variant) == (setting, variant)]
             growth = []
             for name, title in (("median_ms", "time"), ("peak_extra_mib", "peak memory")):
                 points = [(r.measurement.tokens, getattr(r, name)) for r in own if getattr(r, name)]
@@ -205,42 +196,5 @@ def growth_lines(results: Sequence[StepResult]) -> list[str]:
                     (fewer, low), (more, high) = points[-2:]
                     growth.append(f"{title} grows as N^{log(high / low) / log(more / fewer):.2f}")
             if growth:
-                lines.append(f"heads of {head_size}, {variant}: {', '.join(growth)} between its two largest images")
+                lines.append(f"{setting}, {variant}: {', '.join(growth)} between its two largest images")
     return lines
-
-
-def draw_generation(results: Sequence[StepResult], path: Path, machine: Machine) -> Path:
-    """Write a PNG: peak memory and time of a step against the tokens, both logarithmic."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    tokens = sorted({result.measurement.tokens for result in results})
-    panels = (("peak_extra_mib", "peak memory of a step (MiB)"), ("median_ms", "time of a step (ms)"))
-    for number, (name, title) in enumerate(panels, 1):
-        axes = figure.add_subplot(1, 2, number)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        for variant, colour in COLOURS.items():
-            for head_size, dashes in DASHES.items():
-                own = [r for r in results if (r.measurement.variant, r.measurement.head_size) == (variant, head_size)]
-                shown = [r for r in own if getattr(r, name)]
-                missing = [r.measurement.tokens for r in own if r.outcome == OUT_OF_MEMORY]
-                label = f"{variant}, heads of {head_size}"
-                label += f" (out of memory: {min(missing):,} tokens)" if missing else ""
-                places, heights = [r.measurement.tokens for r in shown], [getattr(r, name) for r in shown]
-                axes.plot(places, heights, dashes, color=colour, marker="o", markersize=4, label=label)
-        axes.set_xticks(tokens, [f"{count / 1024:.3g}K" for count in tokens])
-        axes.minorticks_off()
-        axes.set_xlabel("tokens")
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.grid(color="#E6E6E6", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-        if number == 1:
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    first = results[0].measurement
-    made_of = f"diffusion transformer, {first.depth} blocks of {first.width} channels"
-    figure.suptitle(f"{made_of}, {name_of(first.dtype)}, {machine.device_name(first.device)}", fontsize=12)
-    figure.savefig(path)
-    return path

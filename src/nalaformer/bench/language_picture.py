@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..charts import new_figure, tidy
 from .machine import Machine
 from .measurement import Result
 from .runner import name_of
@@ -14,11 +15,7 @@ COLOURS = {"linear": "#D55E00", "gated_delta": "#0072B2", "softmax": "#000000"}
 
 def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) -> None:
     """Write a PNG: tokens per second and memory of the cache against the context."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 4.4)
     batches = sorted({r.measurement.batch for r in shown})
     contexts = sorted({r.measurement.context for r in shown})
     panels = (("per_second", "tokens per second, all rows"), ("cache_mib", "memory of the cache (MiB)"))
@@ -41,8 +38,7 @@ def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) ->
             axes.set_ylim(bottom=0)
         axes.set_xlabel("context (tokens)")
         axes.set_title(title, loc="left", fontsize=11)
-        axes.grid(color="#E6E6E6", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
         if number == 1:
             axes.legend(fontsize=8, frameon=False)
     first = shown[0].measurement

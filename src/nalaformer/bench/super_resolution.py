@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ..attention import Attention
 from ..ops import use_backend
 from .cases import refuse_missing_device
-from .machine import Machine, describe_machine
-from .measurement import OUT_OF_MEMORY, CallMeasurement, Result
-from .models import DIRECTIONS, FORWARD, LARGEST_ERROR, TRAINING
-from .runner import Say, busy_lines, mistake_lines, name_of, rounded, run_plan, say_on_stdout
+from .image_cost import ChartStyle, ImageMeasurement, by_place, run_image_costs
+from .measurement import Result
+from .models import DIRECTIONS, FORWARD, TRAINING
+from .runner import Say, say_on_stdout
 
 if TYPE_CHECKING:
     from ..models.vision import SuperResolution
@@ -29,6 +29,12 @@ NORM_AWARE, MATERIALISED, FUSED, WINDOWS = "norm-aware", "softmax, materialised"
 # by variant
 ATTENTION = {NORM_AWARE: "nalaformer", MATERIALISED: "softmax", FUSED: "softmax", WINDOWS: "softmax_windows"}
 COLOURS = {NORM_AWARE: "#D55E00", MATERIALISED: "#000000", FUSED: "#0072B2", WINDOWS: "#009E73"}
+STYLE = ChartStyle(
+    title="Enlarging one image",
+    tokens="tokens (pixels of the small image)",
+    colours=COLOURS,
+    dashes={FORWARD: "-", TRAINING: "--"},
+)
 # 264 x 264 = 69,696 tokens
 SIDES = {"cpu": (32, 64), "cuda": (100, 128, 180, 264, 376, 530)}
 SCALE = 2
@@ -48,11 +54,9 @@ class MaterialisedSoftmax(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnlargementMeasurement(CallMeasurement):
+class EnlargementMeasurement(ImageMeasurement):
     """A variant on one image, forward or in training."""
 
-    variant: str
-    """A name of ATTENTION."""
     side: int
     """Of the image that is enlarged."""
     direction: str
@@ -64,12 +68,12 @@ class EnlargementMeasurement(CallMeasurement):
         return self.side**2
 
     @property
-    def label(self) -> str:
-        return f"{self.tokens:,} tokens, {self.variant}, {self.direction}"
+    def setting(self) -> str:
+        return self.direction
 
     @property
-    def largest_error(self) -> float:
-        return LARGEST_ERROR[self.dtype]
+    def label(self) -> str:
+        return f"{self.tokens:,} tokens, {self.variant}, {self.direction}"
 
     def check(self, built: None) -> float | None:
         """Against the reference path, or torch's softmax, on an image of 32 x 32 pixels."""
@@ -114,10 +118,6 @@ class EnlargementMeasurement(CallMeasurement):
         names = ("model", "variant", "side", "tokens", "direction")
         return {"scale": SCALE} | {name: getattr(self, name) for name in names}
 
-    def said(self, result: Result[Any]) -> str:
-        memory = "" if result.peak_extra_mib is None else f", {rounded(result.peak_extra_mib)} MiB"
-        return f"{result.median_ms:.4g} ms{memory}"
-
 
 def materialise(model: nn.Module) -> None:
     """Replace softmax attention by the formula, in place."""
@@ -161,21 +161,14 @@ def run_super_resolution(
 
     out: default benchmarks/results/super_resolution_<device>.csv.
     """
-    path = Path(out or f"benchmarks/results/super_resolution_{device}.csv")
-    machine = describe_machine()
     plan = plan_super_resolution(device, sides, model=model)
-    results = run_plan(plan, path, SUPER_RESOLUTION_COLUMNS, machine, seconds=seconds, say=say)
-    for line in (*busy_lines(results), *saving_lines(results), *mistake_lines(results), f"results: {path}"):
-        say(line)
-    if any(result.is_right for result in results):
-        say(f"picture: {draw_super_resolution(results, path.with_suffix('.png'), machine)}")
-    return results
+    path = Path(out or f"benchmarks/results/super_resolution_{device}.csv")
+    return run_image_costs(plan, path, SUPER_RESOLUTION_COLUMNS, STYLE, lines=saving_lines, seconds=seconds, say=say)
 
 
 def saving_lines(results: Sequence[EnlargementResult]) -> list[str]:
     """How much less memory than each softmax, where the paper says so."""
-    found = {(r.measurement.tokens, r.measurement.direction, r.measurement.variant): r for r in results}
-    lines = []
+    found, lines = by_place(results), []
     for (tokens, direction, variant), peer in found.items():
         ours = found.get((tokens, direction, NORM_AWARE))
         if tokens < LEAST_TOKENS or variant == NORM_AWARE or ours is None or not ours.peak_extra_mib:
@@ -188,39 +181,3 @@ def saving_lines(results: Sequence[EnlargementResult]) -> list[str]:
         claim = f" ({PUBLISHED})" if variant in (MATERIALISED, FUSED) else ""
         lines.append(f"{tokens:,} tokens, {direction}, {NORM_AWARE}: {saved}{claim}")
     return lines
-
-
-def draw_super_resolution(results: Sequence[EnlargementResult], path: Path, machine: Machine) -> Path:
-    """Write a PNG: peak memory and time against the tokens, both logarithmic."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    tokens = sorted({result.measurement.tokens for result in results})
-    panels = (("peak_extra_mib", "peak memory (MiB)"), ("median_ms", "time (ms)"))
-    for number, (name, title) in enumerate(panels, 1):
-        axes = figure.add_subplot(1, 2, number)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        for variant, colour in COLOURS.items():
-            for direction in DIRECTIONS:
-                own = [r for r in results if (r.measurement.variant, r.measurement.direction) == (variant, direction)]
-                shown = [r for r in own if getattr(r, name)]
-                missing = [r.measurement.tokens for r in own if r.outcome == OUT_OF_MEMORY]
-                label = f"{variant}, {direction}" + (f" (out of memory: {min(missing):,} tokens)" if missing else "")
-                places, heights = [r.measurement.tokens for r in shown], [getattr(r, name) for r in shown]
-                dashes = "--" if direction == TRAINING else "-"
-                axes.plot(places, heights, dashes, color=colour, marker="o", markersize=4, label=label)
-        axes.set_xticks(tokens, [f"{count / 1000:.0f}K" for count in tokens])
-        axes.minorticks_off()
-        axes.set_xlabel("tokens (pixels of the small image)")
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.grid(color="#E6E6E6", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-        if number == 1:
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    first = results[0].measurement
-    figure.suptitle(f"Enlarging one image, {name_of(first.dtype)}, {machine.device_name(first.device)}", fontsize=12)
-    figure.savefig(path)
-    return path

@@ -4,6 +4,7 @@ import html
 from pathlib import Path
 from typing import Any
 
+from ..charts import new_figure
 from .run import Linearized
 
 COLUMNS = {
@@ -28,18 +29,14 @@ def rows_of(result: Linearized) -> list[tuple[str, list[str]]]:
 
 def draw_errors(result: Linearized, path: Path) -> Path:
     """A bar for each layer: the squared error of its head outputs, as a part of their square."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 3, dpi=120)
     axes: Any = figure.subplots()
     errors = list(result.transfer_errors.values())
     axes.bar(range(len(errors)), errors, color="#33658a")
     axes.set_xlabel("layer")
     axes.set_ylabel("error / square of the outputs")
     axes.set_title("attention transfer")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
     return path
 
 

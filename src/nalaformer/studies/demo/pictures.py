@@ -5,6 +5,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ...analysis.pictures import BLACK, GREY, OTHER_COLOURS, VERMILION
+from ...charts import new_figure, tidy
 from .cost import TOKENS
 from .diagnose import FACTORS
 from .entries import TASKS
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION}
 # colours are not the only code: every line has its own marker too
 MARKERS = "osv^D<>PX*"
+DPI = 110
 
 
 def looks(result: DemoResult) -> dict[str, dict[str, Any]]:
@@ -32,16 +34,6 @@ def looks(result: DemoResult) -> dict[str, dict[str, Any]]:
     }
 
 
-def new_figure(width: float, height: float) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # without pyplot: no global state, no display, nothing to close
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def as_bytes(figure: "Figure", form: str) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=form)
@@ -50,7 +42,7 @@ def as_bytes(figure: "Figure", form: str) -> bytes:
 
 def scores(result: DemoResult) -> "Figure":
     """Accuracy of every method at both tasks: each seed a dot, the 95% interval of the mean a bar."""
-    figure = new_figure(9, 0.42 * len(result.found) + 1.4)
+    figure = new_figure(9, 0.42 * len(result.found) + 1.4, dpi=DPI)
     columns = figure.subplots(1, len(TASKS), sharey=True, squeeze=False)[0]
     found = sorted(result.found, key=lambda f: sum(f.accuracies["pointing"]))
     for axes, task in zip(columns, TASKS, strict=True):
@@ -67,13 +59,13 @@ def scores(result: DemoResult) -> "Figure":
         axes.set(yticks=range(len(found)), xlim=(0, 1.01), xlabel="accuracy (dotted: chance)")
         axes.set_yticklabels([finding.entry.label for finding in found])
         axes.set_title(f"{task.name}: needs {task.needs} attention", loc="left", fontsize=11)
-        finish(axes, grid="x")
+        tidy(axes, grid="x")
     return figure
 
 
 def learning_curves(result: DemoResult) -> "Figure":
     """Accuracy against steps: the mean over seeds, and a band from the lowest to the highest."""
-    figure = new_figure(9, 3.8)
+    figure = new_figure(9, 3.8, dpi=DPI)
     columns = figure.subplots(1, len(TASKS), sharey=True, squeeze=False)[0]
     for axes, task in zip(columns, TASKS, strict=True):
         for finding in result.found:
@@ -88,7 +80,7 @@ def learning_curves(result: DemoResult) -> "Figure":
         axes.axhline(result.chance[task.name], color=GREY, linewidth=1, linestyle=":")
         axes.set(xlabel="optimiser steps", ylim=(0, 1.02))
         axes.set_title(task.name, loc="left", fontsize=11)
-        finish(axes)
+        tidy(axes, grid="y")
     columns[0].set_ylabel("accuracy (band: all seeds)")
     figure.legend(*columns[0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right center")
     return figure
@@ -96,7 +88,7 @@ def learning_curves(result: DemoResult) -> "Figure":
 
 def entropy_against_norm(result: DemoResult) -> "Figure":
     """Left: the same queries made longer or shorter. Right: the queries as they are, ordered by their norm."""
-    figure = new_figure(9, 4.2)
+    figure = new_figure(9, 4.2, dpi=DPI)
     turned, as_they_are = figure.subplots(1, 2, sharey=True)
     for finding in result.found:
         look = looks(result)[finding.entry.label]
@@ -104,7 +96,7 @@ def entropy_against_norm(result: DemoResult) -> "Figure":
         as_they_are.plot(finding.diagnosis.norms, finding.diagnosis.entropies, **look, linewidth=1.5, markersize=3)
     for axes in (turned, as_they_are):
         axes.set_xscale("log", base=2)
-        finish(axes)
+        tidy(axes, grid="y")
     turned.set(xlabel="queries multiplied by", ylabel="entropy of attention (nats)")
     turned.set_title("The same query, shorter and longer", loc="left", fontsize=11)
     as_they_are.set(xlabel="query norm in the trained network")
@@ -117,7 +109,7 @@ def attention_maps(result: DemoResult) -> "Figure":
     """Where 16 probes of one sequence look: a row for each, its keys ordered from the nearest to the farthest."""
     columns = 4
     rows = -(-len(result.found) // columns)
-    figure = new_figure(9, 2.1 * rows + 0.3)
+    figure = new_figure(9, 2.1 * rows + 0.3, dpi=DPI)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
@@ -136,7 +128,7 @@ def attention_maps(result: DemoResult) -> "Figure":
 
 
 def cost_against_tokens(result: DemoResult) -> "Figure":
-    figure = new_figure(9, 4)
+    figure = new_figure(9, 4, dpi=DPI)
     axes = figure.add_subplot()
     for finding in result.found:
         look = looks(result)[finding.entry.label]
@@ -145,7 +137,7 @@ def cost_against_tokens(result: DemoResult) -> "Figure":
     axes.set_yscale("log")
     axes.set(xlabel="tokens", ylabel="milliseconds for one sequence", xticks=TOKENS)
     axes.set_xticklabels([f"{tokens:,}" for tokens in TOKENS])
-    finish(axes)
+    tidy(axes, grid="y")
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
@@ -157,9 +149,3 @@ PICTURES = {
     "learning_curves": learning_curves,
     "cost_against_tokens": cost_against_tokens,
 }
-
-
-def finish(axes: Any, grid: str = "y") -> None:
-    axes.grid(axis=grid, color="#E6E6E6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...analysis.pictures import BLUE, OTHER_COLOURS, VERMILION
+from ...charts import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +22,7 @@ HEAD_COLOURS = (BLUE, *OTHER_COLOURS[:4])
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 FONTS: Any = {"svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
 COLUMNS = 4
+SHEET: Any = {"dpi": 130, "paper": PAPER}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +37,6 @@ class Curve:
     """[H, P]: mean entropy of their attention, bits."""
     largest: float
     """Entropy of equal weights, bits."""
-
-
-def new_figure(width: float, height: float) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # without pyplot: no global state, no display, nothing to close
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor=PAPER)
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def draw_curve(axes: Any, curve: Curve) -> None:
@@ -90,7 +82,7 @@ def draw_curves(curves: Sequence[Curve], title: str) -> "Figure":
     """All layers of a model on one sheet."""
     columns = min(COLUMNS, len(curves))
     rows = -(-len(curves) // columns)
-    figure = new_figure(2.7 * columns + 0.4, 2.15 * rows + 0.6)
+    figure = new_figure(2.7 * columns + 0.4, 2.15 * rows + 0.6, **SHEET)
     for number, curve in enumerate(curves):
         draw_curve(figure.add_subplot(rows, columns, number + 1), curve)
     figure.suptitle(title, x=0.01, horizontalalignment="left", color=INK, fontsize=11)
@@ -100,7 +92,7 @@ def draw_curves(curves: Sequence[Curve], title: str) -> "Figure":
 
 
 def draw_one_curve(curve: Curve) -> "Figure":
-    figure = new_figure(2.75, 2.1)
+    figure = new_figure(2.75, 2.1, **SHEET)
     axes = figure.add_subplot()
     draw_curve(axes, curve)
     axes.set_xlabel("query norm ‖q‖", fontsize=8)
@@ -113,7 +105,7 @@ def draw_depth(models: Sequence[tuple[str, Sequence[Sequence[float]]]]) -> "Figu
 
     models: a name and, for each layer, a number for each head.
     """
-    figure = new_figure(8, 2.9)
+    figure = new_figure(8, 2.9, **SHEET)
     axes = figure.add_subplot()
     deepest = max(len(each) for _, each in models) - 1
     for number, (name, layers) in enumerate(models):
@@ -138,7 +130,7 @@ def draw_maps(picture: "Image", maps: Sequence[tuple[str, Tensor]], title: str) 
     """The picture, and for each (name, map [height, width]) the map over it; each map has its own scale, with numbers."""
     columns = min(5, len(maps) + 1)
     rows = -(-(len(maps) + 1) // columns)
-    figure = new_figure(2.1 * columns, 2.6 * rows + 0.8)
+    figure = new_figure(2.1 * columns, 2.6 * rows + 0.8, **SHEET)
     extent = (0, picture.width, picture.height, 0)
     grey = picture.convert("L")
     first = figure.add_subplot(rows, columns, 1)

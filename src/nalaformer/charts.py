@@ -1,0 +1,23 @@
+"""Figures of matplotlib without pyplot: no global state, no display, nothing to close."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float, *, dpi: int = 150, paper: str = "white") -> "Figure":
+    """An empty figure, width and height in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained", facecolor=paper)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def tidy(axes: Any, *, grid: str = "both") -> None:
+    """A pale grid behind the lines, and no frame above or to the right."""
+    axes.grid(axis=grid, color="#E6E6E6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
