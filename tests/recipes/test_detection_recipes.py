@@ -2,7 +2,7 @@
 
 import pytest
 
-from nalaformer.recipes import RECIPES, build_model, describe
+from nalaformer.recipes import RECIPES, build_model, recipe_words
 
 FACTS = {"classes": ["a", "b"]}
 
@@ -18,7 +18,7 @@ def test_the_coco_recipes_have_the_published_settings(detector, schedule, epochs
     assert (task.detector, task.eval_short_side, task.longest_side) == (detector, 800, 1333)
     # several sizes in the long schedule alone
     assert (len(task.short_sides) > 1) is (schedule == "3x")
-    assert "published, not measured here" in describe(name) or "none published" in describe(name)
+    assert "published, not measured here" in recipe_words(name) or "none published" in recipe_words(name)
 
 
 @pytest.mark.parametrize("name", ["shapes_retinanet", "shapes_mask_rcnn", "detection"])

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 from nalaformer.data import GENERATED, Augmentation
-from nalaformer.recipes import RECIPES, Recipe, build_model, changed, describe, load_run, make_trainer, settings_of
+from nalaformer.recipes import RECIPES, Recipe, build_model, changed, load_run, make_trainer, recipe_words, settings_of
 from nalaformer.recipes.overrides import keys
 from nalaformer.tasks import Classification, ClassificationConfig, TopAccuracy
 from nalaformer.training import TrainingConfig, TrainingStopped, evaluate
@@ -193,7 +193,7 @@ def test_a_step_that_was_not_kept_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", RECIPES.names())
 def test_a_recipe_says_command_cost_and_expected_result(name):
-    words = describe(name)
+    words = recipe_words(name)
     for part in (f"train {name}", "Cost:", "Expected:"):
         assert part in words
     assert isinstance(RECIPES[name](), Recipe)

@@ -129,7 +129,7 @@ def image_bar(paths: list[Path]) -> Iterator[Callable[[], None]]:
 def run_recipes(name: str | None) -> None:
     from rich.table import Table
 
-    from ..recipes import RECIPES, describe, settings_of
+    from ..recipes import RECIPES, recipe_words, settings_of
 
     console = make_console()
     table = Table.grid(padding=(0, 2))
@@ -139,10 +139,10 @@ def run_recipes(name: str | None) -> None:
     table.add_column(overflow="fold")
     if name is None:
         for each in RECIPES.names():
-            table.add_row(each, describe(each).splitlines()[0])
+            table.add_row(each, recipe_words(each).splitlines()[0])
         console.print(table)
         return
-    console.print(describe(name))
+    console.print(recipe_words(name))
     for setting in settings_of(RECIPES[name]()):
         table.add_row(setting.key, str(setting.value), setting.meaning)
     console.print(table)

@@ -14,7 +14,7 @@ from . import (  # noqa: F401
 )
 from .export import export_run
 from .overrides import Setting, changed, settings_of
-from .recipe import RECIPES, Recipe, describe, recipe_with
+from .recipe import RECIPES, Recipe, recipe_with, recipe_words
 from .run import LoadedRun, build_model, load_run, make_trainer
 from .sampling import grid_of, load_pipeline
 from .use import Evaluation, Prediction, answers_of, evaluate_run, load_answering_run, predict
@@ -29,7 +29,6 @@ __all__ = [
     "answers_of",
     "build_model",
     "changed",
-    "describe",
     "evaluate_run",
     "export_run",
     "grid_of",
@@ -39,5 +38,6 @@ __all__ = [
     "make_trainer",
     "predict",
     "recipe_with",
+    "recipe_words",
     "settings_of",
 ]

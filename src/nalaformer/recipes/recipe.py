@@ -62,6 +62,6 @@ def recipe_with(name: str, settings: list[str]) -> Recipe:
     return recipe
 
 
-def describe(name: str) -> str:
+def recipe_words(name: str) -> str:
     """The recipe's own words: command, cost, expected result."""
     return inspect.getdoc(RECIPES[name]) or ""
