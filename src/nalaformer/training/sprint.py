@@ -30,7 +30,7 @@ MOST_ANSWERS = 2**17
 
 
 @dataclass
-class Progress:
+class SprintProgress:
     """How far a run is."""
 
     step: int = 0
@@ -62,7 +62,7 @@ class Sprint:
         self.train, self.dev, self.groups = train, dev, groups
         self.eval_batch = eval_batch or 4 * config.batch_size
         self.plan: Plan = make_plan(train, steps=steps, batch_size=config.batch_size, seed=seed)
-        self.progress = Progress()
+        self.progress = SprintProgress()
         self.dev_shares: list[float | None] = [None] * groups
         """Accuracy of each group of the dev data when it was last looked at."""
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -276,4 +276,4 @@ class Sprint:
                     best.copy_(file.get_tensor(f"{number}.best"))
                     kept = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{number}.{name}" in names]
                     self.optimizer.state[parameter] = {name: file.get_tensor(f"{number}.{name}") for name in kept}
-        self.progress = Progress(**json.loads(facts["progress"]))
+        self.progress = SprintProgress(**json.loads(facts["progress"]))

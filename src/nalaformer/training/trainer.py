@@ -53,7 +53,7 @@ class Outcome:
 
 
 @dataclass
-class Progress:
+class TrainerProgress:
     """What changes from step to step and is no tensor."""
 
     step: int = 0
@@ -95,7 +95,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.folder / "checkpoints")
         self.per_epoch = steps_per_epoch(task.train_data, config.batch_size)
         self.total_steps = config.total_steps(self.per_epoch)
-        self.progress = Progress()
+        self.progress = TrainerProgress()
         self.is_asked_to_stop = False
 
     def fit(self) -> Outcome:
@@ -376,7 +376,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.module.load_state_dict(checkpoint.tensors["ema"])
         self.scaler.load_state_dict(checkpoint.state["scaler"])
-        self.progress = Progress(**checkpoint.state["progress"])
+        self.progress = TrainerProgress(**checkpoint.state["progress"])
         # every rank has read by now; newer ones are damaged, and would count among those that are kept
         self.ranks.wait()
         if self.ranks.is_first:
