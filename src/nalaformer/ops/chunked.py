@@ -135,17 +135,17 @@ def causal_linear_attention(
 
     size = piece or CAUSAL_PIECE
     strength, mean = (None, None) if contrast is None else contrast[:2]
-    cut = pieces(size, q, k, v, key_mask, rotary[0], rotary[1], strength, mean, key_weight)
-    if recompute or is_transformed() or len(cut) == 1:
+    all_pieces = pieces(size, q, k, v, key_mask, rotary[0], rotary[1], strength, mean, key_weight)
+    if recompute or is_transformed() or len(all_pieces) == 1:
         parts = []
-        for tokens in cut:
+        for tokens in all_pieces:
             out, state = run(step, *tokens, state)
             parts.append(out)
         assert state is not None
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), state
     # where no gradient is wanted each piece is written to its place: the outputs are never held twice
     whole = q.new_empty(*q.shape[:3], v.shape[3])
-    for start, tokens in zip(range(0, q.shape[1], size), cut, strict=True):
+    for start, tokens in zip(range(0, q.shape[1], size), all_pieces, strict=True):
         whole[:, start : start + size], state = run(step, *tokens, state)
     assert state is not None
     return whole, state
