@@ -9,12 +9,16 @@ from ..attention import Attention
 from ..attention.windows import MOST_PARTS
 
 
-class TimmAttention(nn.Module):
-    """Called as timm's ViT and EVA call their attention."""
+class Adapter(nn.Module):
+    """Our attention, and the dropout of the layer whose place it takes; None: it has none behind its attention."""
 
-    def __init__(self, attention: Attention, dropout: nn.Module) -> None:
+    def __init__(self, attention: Attention, dropout: nn.Module | None = None) -> None:
         super().__init__()
-        self.attention, self.dropout = attention, dropout
+        self.attention, self.dropout = attention, nn.Identity() if dropout is None else dropout
+
+
+class TimmAttention(Adapter):
+    """Called as timm's ViT and EVA call their attention."""
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Tensor | None = None
@@ -26,12 +30,12 @@ class TimmAttention(nn.Module):
         return self.dropout(self.attention(x, key_mask=key_mask_of(attn_mask, x)))
 
 
-class TimmWindowAttention(nn.Module):
+class TimmWindowAttention(Adapter):
     """Called as timm's Swin calls its attention: windows [B * count, tokens, C], with the mask of shifted ones."""
 
-    def __init__(self, attention: Attention, dropout: nn.Module, window_size: tuple[int, int]) -> None:
-        super().__init__()
-        self.attention, self.dropout, self.window_size = attention, dropout, window_size
+    def __init__(self, attention: Attention, dropout: nn.Module | None, window_size: tuple[int, int]) -> None:
+        super().__init__(attention, dropout)
+        self.window_size = window_size
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         groups = None if mask is None else groups_of(mask).repeat(x.shape[0] // mask.shape[0], 1)
@@ -42,23 +46,15 @@ class TimmWindowAttention(nn.Module):
         self.window_size = (window_size[0], window_size[1])
 
 
-class TimmGridAttention(nn.Module):
+class TimmGridAttention(Adapter):
     """Called as timm's PVT calls its attention: tokens of a grid."""
-
-    def __init__(self, attention: Attention, dropout: nn.Module) -> None:
-        super().__init__()
-        self.attention, self.dropout = attention, dropout
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         return self.dropout(self.attention(x, (feat_size[0], feat_size[1])))
 
 
-class TorchAttention(nn.Module):
+class TorchAttention(Adapter):
     """Called as torchvision's ViT calls torch's layer, with the same tokens three times; there are no weights to return."""
-
-    def __init__(self, attention: Attention) -> None:
-        super().__init__()
-        self.attention = attention
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
         if key is not query or value is not query or need_weights:
@@ -66,12 +62,8 @@ class TorchAttention(nn.Module):
         return self.attention(query), None
 
 
-class TransformersAttention(nn.Module):
+class TransformersAttention(Adapter):
     """Called as transformers' ViT calls its attention; the weights that it should return as well do not exist here."""
-
-    def __init__(self, attention: Attention) -> None:
-        super().__init__()
-        self.attention = attention
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
         if unused.get("is_causal"):
@@ -88,12 +80,8 @@ class TransformersWindowAttention(TimmWindowAttention):
         return super().forward(hidden_states, attention_mask), None
 
 
-class TorchvisionWindowAttention(nn.Module):
+class TorchvisionWindowAttention(Adapter):
     """Called as torchvision's Swin calls its attention: whole images [B, H, W, C], which the layer cuts into windows."""
-
-    def __init__(self, attention: Attention, dropout: nn.Module) -> None:
-        super().__init__()
-        self.attention, self.dropout = attention, dropout
 
     def forward(self, x: Tensor) -> Tensor:
         grid = (x.shape[1], x.shape[2])
@@ -107,12 +95,8 @@ class TransformersNestedAttention(TransformersAttention):
         return super().forward(hidden_states, attention_mask)[0]
 
 
-class DiffusersAttention(nn.Module):
+class DiffusersAttention(Adapter):
     """Called as the blocks of diffusers' transformers call their attention over an image's own tokens."""
-
-    def __init__(self, attention: Attention, dropout: nn.Module) -> None:
-        super().__init__()
-        self.attention, self.dropout = attention, dropout
 
     def forward(
         self,

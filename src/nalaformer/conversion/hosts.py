@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from ..attention import Attention, AttentionConfig, configure
 from ..feature_maps import map_options_of
 from ..registry import unknown_name
 from .adapters import (
+    Adapter,
     DiffusersAttention,
     TimmAttention,
     TimmGridAttention,
@@ -206,6 +208,39 @@ def start_without_local_mix(layer: Attention) -> None:
             parameter.zero_()
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Where a kind of layer keeps its number of heads, its projections (all of q, k, v, or one for each) and its dropout."""
+
+    heads: str
+    qkv: tuple[str, ...]
+    output: str
+    dropout: str = ""
+
+    def obstacle(self, module: Any) -> str:
+        """What its sizes have against our layer; empty: nothing."""
+        inside, output = (module.get_submodule(name) for name in (self.qkv[0], self.output))
+        return projections_obstacle(attrgetter(self.heads)(module), inside.in_features, output)
+
+    def has_bias(self, module: Any) -> bool:
+        return module.get_submodule(self.qkv[0]).bias is not None
+
+    def filled(self, module: Any, config: AttentionConfig) -> Attention:
+        """Our layer with its weights."""
+        qkv = tuple(module.get_submodule(name) for name in self.qkv)
+        return filled(config, attrgetter(self.heads)(module), qkv, module.get_submodule(self.output))
+
+    def host(self, adapter: type[Adapter], record: str, *, more: Callable[[Any], str] = lambda module: "") -> Host:
+        """A kind whose attention is told no grid; more: what else may stand in the way."""
+
+        def convert(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
+            config = settled_without_grid(attention, options, bias=self.has_bias(module))
+            dropout = module.get_submodule(self.dropout) if self.dropout else None
+            return adapter(self.filled(module, config), dropout)
+
+        return Host(lambda module: more(module) or self.obstacle(module), convert, record)
+
+
 def projections_obstacle(heads: int, dim: int, output: nn.Linear) -> str:
     if dim % heads:
         return f"its {dim} channels do not divide into its {heads} heads"
@@ -217,76 +252,57 @@ def projections_obstacle(heads: int, dim: int, output: nn.Linear) -> str:
 # --- the kinds -----------------------------------------------------------------------------------------------------------
 
 
-def timm_vit_obstacle(module: Any, channels: int | None = None) -> str:
+TIMM = Parts("num_heads", ("qkv",), "proj", "proj_drop")
+TRANSFORMERS = Parts("num_attention_heads", ("q_proj", "k_proj", "v_proj"), "o_proj")
+TRANSFORMERS_TWO = Parts("num_heads", ("q_proj", "k_proj", "v_proj"), "out_proj")
+# DINOv2 in older transformers (5.17): a layer for q, k and v and one for the output, and no weights returned
+NESTED_NAMES = ("attention.query", "attention.key", "attention.value")
+TRANSFORMERS_NESTED = Parts("attention.num_attention_heads", NESTED_NAMES, "output.dense")
+# DiT has no set_attn_processor for the whole model, and a processor has no place for projections of a gate: the module itself
+# is replaced
+DIFFUSERS_PARTS = Parts("heads", ("to_q", "to_k", "to_v"), "to_out.0", "to_out.1")
+
+
+def timm_vit_obstacle(module: Any) -> str:
     for part, what in (("q_norm", "queries"), ("k_norm", "keys"), ("norm", "its output")):
         if not isinstance(getattr(module, part, nn.Identity()), nn.Identity):
             return f"normalises {what} with weights that linear attention has no place for"
     if getattr(module, "gate", None) is not None:
         return "has a gate of its own"
-    return projections_obstacle(module.num_heads, channels or module.qkv.in_features, module.proj)
+    return ""
 
 
-def convert_timm_vit(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    config = settled_without_grid(attention, options, bias=module.qkv.bias is not None)
-    return TimmAttention(filled(config, module.num_heads, (module.qkv,), module.proj), module.proj_drop)
-
-
-def timm_swin_obstacle(module: Any) -> str:
-    return projections_obstacle(module.num_heads, module.qkv.in_features, module.proj)
+def settled_in_windows(
+    parts: Parts, module: Any, window: tuple[int, int], attention: str, options: dict[str, Any]
+) -> AttentionConfig:
+    """A window is a grid: position and local mix are those of the method, in the place of the relative bias."""
+    return settled(attention, options, WITHOUT_NEW_PROJECTIONS | {"table_grid": window}, bias=parts.has_bias(module))
 
 
 def convert_timm_swin(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    """A window is a grid: position and local mix are those of the method, in the place of the relative bias."""
     window = (module.window_size[0], module.window_size[1])
-    defaults = WITHOUT_NEW_PROJECTIONS | {"table_grid": window}
-    config = settled(attention, options, defaults, bias=module.qkv.bias is not None)
-    return TimmWindowAttention(filled(config, module.num_heads, (module.qkv,), module.proj), module.proj_drop, window)
+    config = settled_in_windows(TIMM, module, window, attention, options)
+    return TimmWindowAttention(TIMM.filled(module, config), module.proj_drop, window)
 
 
 def convert_transformers_swin(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     window = tuple(module.relative_position_bias.window_size)
-    defaults = WITHOUT_NEW_PROJECTIONS | {"table_grid": window}
-    config = settled(attention, options, defaults, bias=module.q_proj.bias is not None)
-    layer = filled(config, module.num_attention_heads, (module.q_proj, module.k_proj, module.v_proj), module.o_proj)
-    return TransformersWindowAttention(layer, nn.Identity(), window)
+    config = settled_in_windows(TRANSFORMERS, module, window, attention, options)
+    return TransformersWindowAttention(TRANSFORMERS.filled(module, config), None, window)
 
 
 def convert_torchvision_swin(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     """It cuts its windows itself, and so does ours; the local mix sees the whole image."""
     window = (module.window_size[0], module.window_size[1])
-    defaults = WITHOUT_NEW_PROJECTIONS | {"table_grid": window}
-    config = settled(attention, options, defaults, bias=module.qkv.bias is not None)
+    config = settled_in_windows(TIMM, module, window, attention, options)
     config = replace(config, window=window[0], shifted=any(module.shift_size))
-    return TorchvisionWindowAttention(filled(config, module.num_heads, (module.qkv,), module.proj), nn.Dropout(module.dropout))
+    return TorchvisionWindowAttention(TIMM.filled(module, config), nn.Dropout(module.dropout))
 
 
 def torchvision_swin_obstacle(module: Any) -> str:
     if module.window_size[0] != module.window_size[1]:
         return f"has windows of {module.window_size[0]} x {module.window_size[1]}, and ours are square"
-    return projections_obstacle(module.num_heads, module.qkv.in_features, module.proj)
-
-
-def transformers_vit_obstacle(module: Any) -> str:
-    return projections_obstacle(module.num_attention_heads, module.q_proj.in_features, module.o_proj)
-
-
-def convert_transformers_vit(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    parts = (module.q_proj, module.k_proj, module.v_proj)
-    config = settled_without_grid(attention, options, bias=module.q_proj.bias is not None)
-    return TransformersAttention(filled(config, module.num_attention_heads, parts, module.o_proj))
-
-
-def transformers_nested_vit_obstacle(module: Any) -> str:
-    inner = module.attention
-    return projections_obstacle(inner.num_attention_heads, inner.query.in_features, module.output.dense)
-
-
-def convert_transformers_nested_vit(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    """DINOv2 in older transformers (5.17): a layer for q, k and v and one for the output, and no weights returned."""
-    inner = module.attention
-    config = settled_without_grid(attention, options, bias=inner.query.bias is not None)
-    layer = filled(config, inner.num_attention_heads, (inner.query, inner.key, inner.value), module.output.dense)
-    return TransformersNestedAttention(layer)
+    return TIMM.obstacle(module)
 
 
 def diffusers_obstacle(module: Any) -> str:
@@ -307,27 +323,12 @@ def diffusers_obstacle(module: Any) -> str:
         return f"divides its output by {module.rescale_output_factor:g}"
     if module.to_k.out_features != module.to_q.out_features:
         return "has fewer heads of keys than of queries"
-    return projections_obstacle(module.heads, module.to_q.in_features, module.to_out[0])
-
-
-def convert_diffusers(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    """DiT has no set_attn_processor for the whole model, and a processor has no place for projections of a gate: the
-    module itself is replaced."""
-    config = settled_without_grid(attention, options, bias=module.to_q.bias is not None)
-    layer = filled(config, module.heads, (module.to_q, module.to_k, module.to_v), module.to_out[0])
-    return DiffusersAttention(layer, module.to_out[1])
+    return ""
 
 
 def transformers_encoder_obstacle(module: Any) -> str:
-    if type(module.config).__name__ == "CLIPTextConfig":
-        return "belongs to a text encoder whose tokens see earlier ones alone"
-    return projections_obstacle(module.num_heads, module.q_proj.in_features, module.out_proj)
-
-
-def convert_transformers_encoder(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    config = settled_without_grid(attention, options, bias=module.q_proj.bias is not None)
-    parts = (module.q_proj, module.k_proj, module.v_proj)
-    return TransformersAttention(filled(config, module.num_heads, parts, module.out_proj))
+    is_causal = type(module.config).__name__ == "CLIPTextConfig"
+    return "belongs to a text encoder whose tokens see earlier ones alone" if is_causal else ""
 
 
 def torch_in_vit_obstacle(module: Any) -> str:
@@ -363,10 +364,6 @@ def convert_timm_pvt(module: Any, attention: str, options: dict[str, Any]) -> nn
     return TimmGridAttention(layer, module.proj_drop)
 
 
-def transformers_segformer_obstacle(module: Any) -> str:
-    return projections_obstacle(module.num_attention_heads, module.q_proj.in_features, module.o_proj)
-
-
 def convert_transformers_segformer(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     config = settled_with_grid(attention, options, bias=module.q_proj.bias is not None)
     smaller = getattr(module, "sequence_reduction", None)
@@ -378,7 +375,7 @@ def convert_transformers_segformer(module: Any, attention: str, options: dict[st
 
 
 def timm_eva_obstacle(module: Any) -> str:
-    return timm_vit_obstacle(module, module.proj.out_features)
+    return timm_vit_obstacle(module) or projections_obstacle(module.num_heads, module.proj.out_features, module.proj)
 
 
 def convert_timm_eva(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
@@ -427,16 +424,16 @@ def convert_ours(module: Attention, attention: str, options: dict[str, Any]) -> 
 
 
 OURS = Host(our_obstacle, convert_ours, "converted")
-TIMM_VIT = Host(timm_vit_obstacle, convert_timm_vit, "qkv")
-TIMM_SWIN = Host(timm_swin_obstacle, convert_timm_swin, "qkv")
-TRANSFORMERS_VIT = Host(transformers_vit_obstacle, convert_transformers_vit, "q_proj")
-TRANSFORMERS_NESTED_VIT = Host(transformers_nested_vit_obstacle, convert_transformers_nested_vit, "output.dense")
-TRANSFORMERS_ENCODER = Host(transformers_encoder_obstacle, convert_transformers_encoder, "q_proj")
+TIMM_VIT = TIMM.host(TimmAttention, "qkv", more=timm_vit_obstacle)
+TIMM_SWIN = Host(TIMM.obstacle, convert_timm_swin, "qkv")
+TRANSFORMERS_VIT = TRANSFORMERS.host(TransformersAttention, "q_proj")
+TRANSFORMERS_NESTED_VIT = TRANSFORMERS_NESTED.host(TransformersNestedAttention, "output.dense")
+TRANSFORMERS_ENCODER = TRANSFORMERS_TWO.host(TransformersAttention, "q_proj", more=transformers_encoder_obstacle)
 TORCH_IN_VIT = Host(torch_in_vit_obstacle, convert_torch_in_vit, "out_proj")
 TIMM_PVT = Host(timm_pvt_obstacle, convert_timm_pvt, "q")
-TRANSFORMERS_SEGFORMER = Host(transformers_segformer_obstacle, convert_transformers_segformer, "q_proj")
-TRANSFORMERS_SWIN = Host(transformers_vit_obstacle, convert_transformers_swin, "q_proj")
+TRANSFORMERS_SEGFORMER = Host(TRANSFORMERS.obstacle, convert_transformers_segformer, "q_proj")
+TRANSFORMERS_SWIN = Host(TRANSFORMERS.obstacle, convert_transformers_swin, "q_proj")
 TORCHVISION_SWIN = Host(torchvision_swin_obstacle, convert_torchvision_swin, "qkv")
-DIFFUSERS = Host(diffusers_obstacle, convert_diffusers, "to_q")
+DIFFUSERS = DIFFUSERS_PARTS.host(DiffusersAttention, "to_q", more=diffusers_obstacle)
 TIMM_EVA = Host(timm_eva_obstacle, convert_timm_eva, "proj")
 UNKNOWN = staying("of a kind that is not known here")
