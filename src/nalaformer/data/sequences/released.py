@@ -34,15 +34,10 @@ class Released(SequenceData):
         return path
 
 
-@SEQUENCES.register("text")
-class Text(Released):
-    """IMDb reviews as bytes, good or bad; train/{neg,pos}/*.txt and test/{neg,pos}/*.txt, as in aclImdb.
+class ReleasedText(Released):
+    """Texts as bytes, of two classes."""
 
-    As in the Long Range Arena there is no split of its own for validation: "val" is the test folder.
-    """
-
-    layout = "train/neg, train/pos, test/neg, test/pos with a .txt file for each review"
-    stream_name = "text"
+    answers = "sequence"
     chance = 0.5
 
     def __init__(self, *, split: str, samples: int, seed: int = 0, root: str = "", length: int = 4000) -> None:
@@ -51,7 +46,18 @@ class Text(Released):
 
     @property
     def facts(self) -> SequenceFacts:
-        return SequenceFacts(answers="sequence", outputs=2, length=self.length, vocabulary=257, is_padded=True)
+        return SequenceFacts(answers=self.answers, outputs=2, length=self.length, vocabulary=257, is_padded=True)
+
+
+@SEQUENCES.register("text")
+class Text(ReleasedText):
+    """IMDb reviews as bytes, good or bad; train/{neg,pos}/*.txt and test/{neg,pos}/*.txt, as in aclImdb.
+
+    As in the Long Range Arena there is no split of its own for validation: "val" is the test folder.
+    """
+
+    layout = "train/neg, train/pos, test/neg, test/pos with a .txt file for each review"
+    stream_name = "text"
 
     @cached_property
     def files(self) -> list[tuple[Path, int]]:
@@ -78,21 +84,13 @@ class Text(Released):
 
 
 @SEQUENCES.register("retrieval")
-class Retrieval(Released):
+class Retrieval(ReleasedText):
     """Pairs of papers (AAN) as bytes: does one cite the other? Files new_aan_pairs.{train,eval,test}.tsv, a line each:
     label, two ids, two texts, separated by tabs."""
 
     layout = "new_aan_pairs.train.tsv, new_aan_pairs.eval.tsv and new_aan_pairs.test.tsv"
     stream_name = "retrieval"
-    chance = 0.5
-
-    def __init__(self, *, split: str, samples: int, seed: int = 0, root: str = "", length: int = 4000) -> None:
-        self.length = length
-        super().__init__(split=split, samples=samples, seed=seed, root=root)
-
-    @property
-    def facts(self) -> SequenceFacts:
-        return SequenceFacts(answers="pair", outputs=2, length=self.length, vocabulary=257, is_padded=True)
+    answers = "pair"
 
     @property
     def path(self) -> Path:

@@ -14,6 +14,7 @@ from ...data.cells import CueGrid, GlyphGrid, unit_vectors
 from ...data.generated import Image
 from ...data.glyphs import NAMES
 from ...models.vision.variants import build
+from ...recipes.generated import small_vit
 
 CELLS, CELL_SIZE, GLYPHS = 6, 8, 6
 IMAGE_SIZE = CELLS * CELL_SIZE
@@ -91,24 +92,8 @@ def make_pyramid(attention: str, *, embed_dims: tuple[int, int] = (24, 48), dept
 
 def make_cue_vit(attention: str, *, cells: int) -> nn.Module:
     """The network of the cue_grid recipe with three blocks: a token for each cell, the largest logit of all tokens counts."""
-    plain = {} if attention == "softmax" else {"local_mix": "none", "position": "none"}
-    return build(
-        "vit_nala_tiny_patch16",
-        attention=attention,
-        attention_options=plain,
-        embed_dims=(64,),
-        depths=(3,),
-        num_heads=(4,),
-        mlp_ratios=2,
-        attention_stages="l",
-        patch_size=CELL_SIZE,
-        img_size=cells * CELL_SIZE,
-        layer_scale=None,
-        key_reduction=1,
-        softmax_key_reduction=1,
-        num_classes=4,
-        global_pool="max",
-    )
+    options = small_vit(cells * CELL_SIZE) | {"depths": [3]}
+    return build("vit_nala_tiny_patch16", attention=attention, num_classes=4, **options)
 
 
 def pair_loss(logits: Tensor, kinds: Tensor) -> Tensor:

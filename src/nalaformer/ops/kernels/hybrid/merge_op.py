@@ -94,18 +94,8 @@ def _start(
     start(LAUNCHES, key, kernel, (*tensors, *places), describe)
 
 
-def shapes(
-    row_max: Any,
-    total: Any,
-    weighted: Any,
-    linear_total: Any,
-    linear_weighted: Any,
-    gate: Any,
-    is_released: Any,
-    eps: Any,
-    dtype: Any,
-) -> Any:
-    return weighted.new_empty(weighted.shape, dtype=dtype)
+def shapes(row_max: Any, total: Any, weighted: Any, *rest: Any) -> Any:
+    return weighted.new_empty(weighted.shape, dtype=rest[-1])
 
 
 def gradient_shapes(dout: Any, row_max: Any, total: Any, weighted: Any, *rest: Any) -> Any:
