@@ -97,7 +97,7 @@ class Attention(nn.Module):
         groups: Tensor | None = None,
         num_groups: int | None = None,
     ) -> Tensor:
-        """x: [B, N, C] -> [B, N, C]. key_mask: [B, N] bool, True = a real token; what padding holds reaches no other one.
+        """x: [B, N, C] -> [B, N, C]. key_mask: [B, N] bool, True = a real token; padding reaches no other token.
 
         groups: [B, N] integers >= 0; a token sees those of its group alone, in attention and in the local mix, at the cost of
         a pass for each group (the parts of a shifted window are such groups).

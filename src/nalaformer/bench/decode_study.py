@@ -1,4 +1,4 @@
-"""A decoder of the Llama family with random weights, and its conversions: what decoding is measured of."""
+"""A decoder of the Llama family with random weights, and its conversions: the models whose decoding is measured."""
 
 from dataclasses import dataclass, replace
 from typing import Any

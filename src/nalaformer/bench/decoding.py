@@ -225,7 +225,7 @@ def measure_generate(model: Any, study: DecodeStudy, context: int, batch: int) -
 
 @contextmanager
 def steps_taken_over(model: Any) -> Iterator[None]:
-    """Within, steps of a converted model are a decoder's from the first one on, without graphs where there are none."""
+    """Within, a decoder takes the steps of a converted model from the first one on; without graphs where a device has none."""
     if isinstance(model, HybridForCausalLM):
         model.stepping = Stepping(after=0, capture=None if model.device.type == "cuda" else False)
     try:

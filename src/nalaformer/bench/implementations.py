@@ -47,7 +47,7 @@ class Implementation:
     features: bool = False
     """True: it is given the norm-aware features of q and k, made before the clock starts, in place of q and k."""
     slack: float = 1.0
-    """How many times the error of our bar it may have: how precise a peer is is its own affair, a wrong formula is far off."""
+    """How many times the error of our bar it may have. A peer may be less precise than we are; a wrong formula is far off."""
     needs_all_queries: bool = False
     """True: an output depends on all queries, so the oracle is given all of them."""
     heads_first: bool = False

@@ -75,7 +75,7 @@ class LanguageMeasurement(Measurement):
 
     @property
     def subject(self) -> object:
-        """The weights are made once for a mixer, and so it is checked."""
+        """The weights of a mixer are made once, and it is checked once."""
         return self.mixer, self.size, self.changes, self.device
 
     def build(self) -> "NaLaForCausalLM":

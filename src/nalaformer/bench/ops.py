@@ -42,7 +42,7 @@ class OpMeasurement(CallMeasurement):
         return IMPLEMENTATIONS[self.implementation].package is None
 
     def stops_the_run(self, error: Exception) -> bool:
-        """Whatever of ours stops, stops the run; a peer that fails is a result without figures."""
+        """An error of ours stops the run; a peer that fails is a result without figures."""
         return self.is_ours
 
     @property

@@ -1,4 +1,4 @@
-"""What prompts of any length would leave in the caches of decoders, of random numbers: what a step costs does not ask."""
+"""Caches of decoders as after prompts of any length, filled with random numbers: the cost of a step does not depend on them."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from .decode_study import DecodeStudy
 
 
 def ordinary_cache(model: Any, study: DecodeStudy, context: int, batch: int) -> tuple[Any, int]:
-    """What `generate` goes on from after `context` tokens, of random numbers, and its bytes."""
+    """The cache from which `generate` goes on after `context` tokens, filled with random numbers, and its bytes."""
     if isinstance(model, HybridForCausalLM):
         cache: Any = random_cache(model, study, context, batch)
         return cache, cache.nbytes
@@ -29,7 +29,7 @@ def ordinary_cache(model: Any, study: DecodeStudy, context: int, batch: int) -> 
 
 @torch.no_grad()
 def random_cache(model: HybridForCausalLM, study: DecodeStudy, context: int, batch: int) -> HybridCache:
-    """What a prompt of `context` tokens would leave, of random numbers."""
+    """The cache that a prompt of `context` tokens would leave, filled with random numbers."""
     cache = HybridCache(model.config)
     for layer, attention in zip(cache.layers, converted_attentions(model), strict=True):
         layer.put(random_state(attention.hybrid, study, context, batch, like=next(model.parameters())), context)

@@ -148,7 +148,7 @@ def say_on_stdout(line: str) -> None:
 
 
 def row_of(result: Result[Any], machine: Machine) -> dict[str, object]:
-    """Everything that a benchmark may have a column for: result, machine, versions, and what is its own."""
+    """Everything that a benchmark may have a column for: result, machine, versions, and its own columns."""
     measurement = result.measurement
     return {
         "threads": machine.threads if measurement.device == "cpu" else "",

@@ -1,4 +1,4 @@
-"""Pictures that a command writes beside nobody's own."""
+"""Pictures that a command writes; it never overwrites its inputs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What of a model is softmax attention, and its replacement.
+"""Which layers of a model are softmax attention, and their replacement.
 
 Anything that looks like attention and cannot be replaced is listed with the reason why it stays; docs/backbones.md has a table.
 """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """How training images are varied. The defaults leave them alone but for crop and flip."""
+    """How training images are varied. By default they are only cropped and flipped."""
 
     auto_augment: str = ""
     """timm's name of an automatic augmentation, e.g. "rand-m9-mstd0.5-inc1"; empty: none."""

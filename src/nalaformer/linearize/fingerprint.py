@@ -17,7 +17,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Of names, shapes, types and bits of all parameters: sum_i bits_i and sum_i (i mod 8191) bits_i, in 64-bit integers.
+    """A hash of names, shapes, types and bits of all parameters: sum_i bits_i and sum_i (i mod 8191) bits_i, in 64 bits.
 
     Integers have one sum in every order, so all devices and numbers of threads agree.
     """
@@ -40,12 +40,12 @@ def bit_sums(value: Tensor) -> list[int]:
 
 
 def whole_tensor(parameter: Tensor) -> Tensor:
-    """Of a parameter that is spread over processes, all of it; all processes must ask."""
+    """All of a parameter that is spread over processes; every process must call it."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def data_fingerprint(data: Samples) -> str:
-    """Of the number of windows, and of the tokens and targets of at most WINDOWS of them, evenly spread."""
+    """A hash of the number of windows, and of the tokens and targets of at most WINDOWS of them, evenly spread."""
     digest = sha256(f"{len(data)} windows\n".encode())
     places: Any = np.unique(np.linspace(0, max(0, len(data) - 1), WINDOWS).astype(int)) if len(data) else ()
     for index in map(int, places):

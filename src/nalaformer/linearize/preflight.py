@@ -53,7 +53,7 @@ def check_architecture(config: Any) -> int:
 
 
 def model_bytes(folder: Path) -> int:
-    """Of the weights in a model's folder."""
+    """Size of the weights in a model's folder."""
     return sum(path.stat().st_size for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
 
 

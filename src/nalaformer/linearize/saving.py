@@ -80,7 +80,7 @@ def description(model: Path, data: Sequence[str | Path], length: int) -> dict[st
 
 
 def end_hash(path: Path, size: int = 1 << 20) -> str:
-    """Of the last bytes: models of one architecture have files of one size, and whole files take minutes to read."""
+    """The hash of the last bytes: models of one architecture have files of one size, and whole files take minutes to read."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - size))
         return sha256(file.read()).hexdigest()[:16]

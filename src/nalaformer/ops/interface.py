@@ -230,7 +230,7 @@ def attention_weights(
     """The exact weights that linear attention gives to each value: [B, H, R, M], for diagnostics.
 
     rows: the queries to look at (all by default: a quadratic amount of memory). stream: which half of the values, for maps
-    with two streams. Without rotary and contrast every weight is >= 0; without rotary a row sums to one but for eps.
+    with two streams. Without rotary and contrast every weight is >= 0; without rotary a row sums to one, up to eps.
     """
     turns = check_call(q, k, None, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
     if not isinstance(stream, int) or not 0 <= stream < feature_map.streams:

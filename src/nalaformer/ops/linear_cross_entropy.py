@@ -15,7 +15,7 @@ LOGITS = 1 << 24
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-    """The sum over rows of log sum_j exp(w_j . h) - w_target . h, but for rows whose target is ignore_index.
+    """The sum of log sum_j exp(w_j . h) - w_target . h over all rows except those whose target is ignore_index.
 
     hidden: [..., C]; weight: [V, C]; targets: [...] integers below V -> a number, in float32 (float64 for float64).
     Memory: logits exist for one piece of the rows at a time. On a GPU their gradients are computed at once, in plain torch the

@@ -18,7 +18,7 @@ LARGEST_CHOSEN_BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Duration, optimiser, precision, and what is kept. Results do not depend on ranks or accumulation, but for rounding."""
+    """Duration, optimiser, precision, and what is kept. Up to rounding, results do not depend on ranks or accumulation."""
 
     epochs: float = 0.0
     """Passes over the training data; give this or steps."""

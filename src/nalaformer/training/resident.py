@@ -102,7 +102,7 @@ class Plan:
 
 
 def make_plan(buckets: list[Bucket], *, steps: int, batch_size: int, seed: int) -> Plan:
-    """Epochs in which every sample comes once, but for what fills no batch; the order follows from the seed."""
+    """Epochs in which every sample comes once; those that fill no batch are left out. The order follows from the seed."""
     device = buckets[0].group.device
     whole = [len(each) // batch_size for each in buckets]
     if not sum(whole):

@@ -112,7 +112,7 @@ def hybrid_settings(method: str = "still", **changes: Any) -> HybridSettings:
 
 
 def salient_tokens(length: int, settings: HybridSettings) -> int:
-    """Salient tokens of each head after `length` tokens: of all complete chunks but the one in the window."""
+    """Salient tokens of each head after `length` tokens, from all complete chunks except the one in the window."""
     number = max(0, length // settings.chunk_size - 1) * settings.salient_per_chunk
     return number if settings.largest_store is None else min(number, settings.largest_store)
 

@@ -79,7 +79,7 @@ class HybridState:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is remembered, the room for what comes included."""
+        """Bytes of all that is remembered, including the room for what is to come."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "HybridState":

@@ -65,7 +65,7 @@ def decode_runs(runs: dict[str, Any], height: int, width: int) -> Mask:
 
 
 def unpack_counts(text: str) -> list[int]:
-    """COCO's packed counts: 5 bits a character, the sixth says that more follow; later ones are less the last but one."""
+    """COCO's packed counts: 5 bits a character, and a sixth if more follow; later counts are stored less the last but one."""
     counts: list[int] = []
     value, shift = 0, 0
     for character in text:

@@ -26,7 +26,7 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceFacts:
-    """What of the data a model's shape depends on."""
+    """The facts about the data that a model's shape depends on."""
 
     answers: str
     """"sequence": one class per sequence; "pair": one per pair of sequences; "tokens": one at each position that asks."""

@@ -180,7 +180,7 @@ class HiddenFacts(SequenceData):
         return self.first_value + random.integers(self.values, size=count)
 
     def is_filler(self, arrays: Arrays) -> NDArray[np.bool_]:
-        """Where the target is a word of the filler that its two words before determine but for ENTROPY nats: [B, N].
+        """[B, N]: whether the target is a word of the filler, which the two words before it determine up to ENTROPY nats.
 
         Given that a word comes, and not a fact, its entropy is exactly ENTROPY: compare a model's loss over the words alone,
         its probabilities scaled to sum to one over the words.

@@ -78,7 +78,7 @@ def write(
 
 
 def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed: int, options: dict[str, Any]) -> str:
-    """What `write` would do, in words; everything that would refuse it does. Nothing is written."""
+    """What `write` would do, in words. Refuses what that would refuse; writes nothing."""
     data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
     about = manifest_of(data, name, options)

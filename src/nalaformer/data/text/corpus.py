@@ -105,7 +105,7 @@ def tokenize_corpus(
 
 
 class NothingToEvaluate(ValueError):
-    """All documents are to learn from: callers with other options than ours say what helps there."""
+    """No document is left for evaluation. Callers whose options differ from ours catch this and name their own remedy."""
 
 
 def find_splits(
@@ -146,7 +146,7 @@ def plan_corpus(
     val_files: Sequence[str | Path] = (),
     val_part: float = 0.01,
 ) -> list[str]:
-    """What `tokenize_corpus` would do, in words; what would refuse it before the text is read does. Nothing is written."""
+    """What `tokenize_corpus` would do, in words. Refuses what that would refuse before it reads the text; writes nothing."""
     splits = find_splits(files, out, tokenizer=tokenizer, train_vocab=train_vocab, val_files=val_files, val_part=val_part)
     refuse_in_use(out, beside=True)
     words = f"of {tokenizer}, {len(load_tokenizer(tokenizer)):,} entries" if tokenizer else f"trained, {train_vocab:,} entries"

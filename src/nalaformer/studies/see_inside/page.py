@@ -1,4 +1,4 @@
-"""One page that needs nothing beside itself: style, program, figures and maps are inside, and it asks nobody for anything."""
+"""One page that needs no other file and loads nothing: style, program, figures and maps are inside."""
 
 import base64
 import hashlib

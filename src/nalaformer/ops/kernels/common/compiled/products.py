@@ -42,7 +42,7 @@ def times(v, high, low, PRECISION: tl.constexpr):
 
 @triton.constexpr_function
 def is_lean(DOT, BD, BV):
-    """Whether they do: of bfloat16, which matrix units multiply exactly. Heads beyond 64 have no registers for it."""
+    """True for bfloat16, which matrix units multiply exactly. Heads beyond 64 channels have no registers for it."""
     return DOT == tl.bfloat16 and max(BD, BV) <= 64  # noqa: SIM300
 
 
