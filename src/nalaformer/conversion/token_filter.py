@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..attention import Attention
 from ..attention.cells import cells_at, put_back
@@ -28,12 +29,48 @@ class TokenFilter:
         self.kept: dict[int, Tensor] = {}
         """Numbers of the kept tokens, [B, n] in ascending order, by stage or block."""
         self._handles: list[Any] = []
+        self._choices = Choices()
 
     def remove(self) -> None:
         """The model is as it was before."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+class Choices:
+    """The kept tokens of every tensor that is still in memory: gradient checkpointing runs a block again with the tensor of
+    its pass, when other passes may have chosen since. A tensor is known by its memory, which copies without history share.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, Tensor]] = {}
+
+    def remember(self, x: Tensor, kept: Tensor) -> None:
+        memory = _memory_of(x)
+        if memory is not None:
+            self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
+            self._known[memory.cdata] = memory, kept
+
+    def of(self, x: Tensor) -> Tensor | None:
+        memory = _memory_of(x)
+        # the reference keeps the address from being given to another tensor
+        known = None if memory is None else self._known.get(memory.cdata)
+        return None if known is None else known[1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Choices":
+        return Choices()
+
+
+def _memory_of(x: Tensor) -> StorageWeakRef | None:
+    """None where a tensor stands for others: compiled code and torch.func run no block twice behind our back."""
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
+    return StorageWeakRef(x.untyped_storage())
+
+
+def _is_in_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 @dataclass
@@ -49,26 +86,42 @@ class FilteredBlock:
     """The attention that each token gets; None: follow the choice that was made before."""
     is_ours: bool
     """Our blocks take the kept tokens as an argument: they look around with convolutions."""
-    whole: Tensor | None = None
+    running: tuple[Tensor, Tensor] | None = None
+    """All tokens, and the numbers of those that are inside the block."""
 
     def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, *rest = args
-        if self.score is not None:
-            self.filter.kept[self.start] = self.chosen(
-                x, self.score(block, x, *rest) if self.filter.by == "attention" else None
-            )
-        kept = self.filter.kept[self.start]
-        if self.is_ours:
-            return (x, *rest, kept), kwargs
-        self.whole = x
-        return (cells_at(x, kept), *rest), kwargs
+        kept = self.kept_of(block, x, *rest)
+        self.running = x, kept
+        return (x, *rest, kept) if self.is_ours else (cells_at(x, kept), *rest), kwargs
 
-    def after(self, block: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        if self.is_ours:
+    def after(self, block: nn.Module, args: tuple[Any, ...], out: Tensor | None) -> Tensor | None:
+        running, self.running = self.running, None
+        # checkpointing leaves a block by an exception once it has what it needs
+        if running is None or out is None:
             return out
-        assert self.whole is not None
-        whole, self.whole = self.whole, None
-        return put_back(whole, out, self.filter.kept[self.start])
+        whole, kept = running
+        out = out if self.is_ours else put_back(whole, out, kept)
+        self.filter._choices.remember(out, kept)
+        return out
+
+    def kept_of(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+        """The tokens that this block chooses or takes over; in a backward pass, those of the forward pass of the same x."""
+        is_again = _is_in_backward()
+        kept = self.filter._choices.of(x) if is_again or self.score is None else None
+        if kept is None and self.score is not None:
+            kept = self.chosen(x, self.score(block, x, *rest) if self.filter.by == "attention" else None)
+        if kept is None and is_again:
+            raise ValueError(
+                "a filtered block that runs again in a backward pass needs the tensor of its forward pass, got another one; "
+                "keep checkpointed activations on their device, or remove() the token filter"
+            )
+        if kept is None:
+            kept = self.filter.kept[self.start]
+        if not is_again:
+            self.filter.kept[self.start] = kept
+            self.filter._choices.remember(x, kept)
+        return kept
 
     @torch.no_grad()
     def chosen(self, x: Tensor, score: Tensor | None) -> Tensor:
@@ -121,7 +174,7 @@ def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "att
         raise ValueError("a model takes one token filter at a time, got one that has another; call remove() of that one first")
     for block, around in plan:
         found._handles.append(block.register_forward_pre_hook(around.before, with_kwargs=True))
-        found._handles.append(block.register_forward_hook(around.after))
+        found._handles.append(block.register_forward_hook(around.after, always_call=True))
     return found
 
 
