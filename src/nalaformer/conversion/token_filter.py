@@ -12,13 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..attention import Attention
 from ..attention.cells import cells_at, put_back
 from ..ops import received_attention
 from ..registry import unknown_name
 from .adapters import TimmAttention
 
 RULES = ("attention", "random")
+# blocks of timm whose attention is given norm1(x), and x
+NORM_FIRST = ("timm.models.vision_transformer.Block", "timm.models.eva.EvaBlock")
+NORM_LAST = ("timm.models.vision_transformer.ResPostBlock", "timm.models.eva.EvaBlockPostNorm")
+PLAIN_ATTENTION = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
 
 
 class TokenFilter:
@@ -149,11 +152,15 @@ def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "att
     if by not in RULES:
         raise unknown_name("rule of a token filter", by, RULES)
     groups, is_ours = _groups_of(model)
+    if not isinstance(keep, Mapping):
+        raise ValueError(
+            f"keep names a share of tokens for each {'stage' if is_ours else 'block'}, such as {{1: 0.5}}, got {keep!r}"
+        )
     for place, share in keep.items():
-        if place not in range(len(groups)):
+        if not isinstance(place, int) or place not in range(len(groups)):
             what = "stages" if is_ours else "blocks"
             raise ValueError(f"keep names {what} by number, 0 to {len(groups) - 1}, got {place!r}")
-        if not 0 < share <= 1:
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
             raise ValueError(f"a share of tokens must be above 0 and at most 1, got {share!r} for {place}")
     found = TokenFilter(by=by)
     prefix = int(getattr(model, "num_prefix_tokens", 0))
@@ -205,16 +212,34 @@ def _score_of(block: Any, is_ours: bool, prefix: int) -> Callable[..., Tensor]:
         return lambda block, x, grid: block.received(x, grid)
     attention = block.attn
     if isinstance(attention, TimmAttention):
-        return lambda block, x, *_: block.attn.attention.received(block.norm1(x), prefix=prefix)
-    if isinstance(attention, Attention) or not hasattr(attention, "qkv") or not hasattr(block, "ls1"):
+        attended = _attended_in(block)
+        return lambda block, x, *_: block.attn.attention.received(attended(block, x), prefix=prefix)
+    if not _is_one_of(attention, PLAIN_ATTENTION):
         raise ValueError(f"no rule for the attention of {type(attention).__name__}; timm's plain ViT has one")
-    return partial(_received_by_timm, prefix=prefix)
+    return partial(_received_by_timm, attended=_attended_in(block), prefix=prefix)
+
+
+def _attended_in(block: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    """attended(block, x): the tokens that the attention of such a block is given."""
+    if _is_one_of(block, NORM_LAST):
+        return lambda block, x: x
+    if _is_one_of(block, NORM_FIRST):
+        return lambda block, x: block.norm1(x)
+    raise ValueError(
+        f"tokens can be scored in timm's {', '.join(name.rpartition('.')[2] for name in NORM_FIRST + NORM_LAST)}, got "
+        f"{type(block).__name__}: it is not known whether its norm comes first; filter a model of those blocks"
+    )
+
+
+def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
+    """By name, so that timm need not be imported; subclasses count."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" in classes for kind in type(module).__mro__)
 
 
 @torch.no_grad()
-def _received_by_timm(block: Any, x: Tensor, *_: Any, prefix: int) -> Tensor:
+def _received_by_timm(block: Any, x: Tensor, *_: Any, attended: Callable[[Any, Tensor], Tensor], prefix: int) -> Tensor:
     attention = block.attn
-    x = block.norm1(x)
+    x = attended(block, x)
     width = attention.qkv.out_features // 3
     sides = []
     # queries and keys alone, and no more queries than are asked
