@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..attention import Attention
 from ..attention.hybrid import HybridAttention
 from ..attention.windows import Windows
+from ..conversion.token_filter import is_filtered
 from ..feature_maps import FEATURE_MAPS
 from .records import Grid, HybridRecord, LayerRecord, LinearRecord, SoftmaxRecord
 
@@ -106,6 +107,13 @@ class Recorder(TorchFunctionMode):
                 raise ValueError(f"no attention layer {name!r}; there are {', '.join(layer.name for layer in known)}")
         self.model, self.image, self.keep_values = model, image, keep_values
         self.layers = [layer for layer in known if layers is None or layer.name in layers]
+        filtered = tuple(f"{name}." for name, module in model.named_modules() if is_filtered(module))
+        for layer in self.layers:
+            if layer.name.startswith(filtered):
+                raise ValueError(
+                    f"attention is recorded where every token takes part, got {layer.name} under a token filter; take the "
+                    "filter off with its remove(), or name other layers"
+                )
         self.records: list[LayerRecord] = []
         self._running: list[AttentionLayer] = []
         self._windows: dict[str, tuple[Tensor, Grid]] = {}

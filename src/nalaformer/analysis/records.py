@@ -183,8 +183,10 @@ class SoftmaxRecord(LayerRecord):
 
     @torch.no_grad()
     def piece_weights(self, places: Tensor) -> Tensor:
-        # a query that sees nothing has no weights
-        return self.logits(places).softmax(-1).nan_to_num(0.0)
+        logits = self.logits(places)
+        # a query that sees nothing has no weights; one that is not a number keeps saying so
+        sees_nothing = (logits == -torch.inf).all(-1, keepdim=True)
+        return logits.softmax(-1).masked_fill(sees_nothing, 0.0)
 
     def log_denominators(self) -> Tensor:
         places = torch.arange(self.q.shape[1], device=self.q.device)

@@ -177,7 +177,7 @@ def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "att
         for index, block in enumerate(blocks):
             score = _score_of(block, is_ours, prefix) if number in keep and index == 0 else None
             plan.append((block, FilteredBlock(found, current, keep[current], prefix, score, is_ours)))
-    if any(isinstance(getattr(hook, "__self__", None), FilteredBlock) for block, _ in plan for hook in _hooks_of(block)):
+    if any(is_filtered(block) for block, _ in plan):
         raise ValueError("a model takes one token filter at a time, got one that has another; call remove() of that one first")
     for block, around in plan:
         found._handles.append(block.register_forward_pre_hook(around.before, with_kwargs=True))
@@ -185,8 +185,9 @@ def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "att
     return found
 
 
-def _hooks_of(block: nn.Module) -> list[Any]:
-    return list(block._forward_pre_hooks.values())
+def is_filtered(block: nn.Module) -> bool:
+    """Whether a token filter chooses the tokens of that block."""
+    return any(isinstance(getattr(hook, "__self__", None), FilteredBlock) for hook in block._forward_pre_hooks.values())
 
 
 def _groups_of(model: nn.Module) -> tuple[list[list[nn.Module]], bool]:

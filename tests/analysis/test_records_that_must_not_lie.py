@@ -1,0 +1,45 @@
+"""Records of filtered layers, and of what is not a number."""
+
+import pytest
+import torch
+
+import nalaformer
+from helpers.looked_at_models import pyramid, timm_vit
+from nalaformer import analysis
+from nalaformer.analysis.records import SoftmaxRecord
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(("make", "side"), [(pyramid, 40), (timm_vit, 48)])
+def test_layers_under_a_token_filter_are_not_recorded(make, side):
+    model, images = make().eval(), torch.randn(1, 3, side, side)
+    whole = [found.name for found in analysis.record(model, images)]
+    tokens = nalaformer.filter_tokens(model, {1: 0.5})
+    with pytest.raises(ValueError, match=r"under a token filter; take the filter off with its remove\(\)"):
+        analysis.record(model, images)
+    # layers in front of the filter see all tokens
+    assert [found.name for found in analysis.record(model, images, whole[:1])] == whole[:1]
+    tokens.remove()
+    assert [found.name for found in analysis.record(model, images)] == whole
+
+
+def softmax_record(bias=None):
+    q, k = torch.randn(2, 1, 4, 1, 8)
+    return SoftmaxRecord(name="layer", method="softmax", q=q, k=k, scale=1.0, bias=bias)
+
+
+def test_weights_of_a_query_that_is_not_a_number_are_none_either():
+    found = softmax_record()
+    found.q[0, 2, 0, 3] = torch.nan
+    rows = found.rows(torch.arange(4))
+    assert rows[0, 0, 2].isnan().all()
+    assert rows[0, 0, [0, 1, 3]].sum(-1).allclose(torch.ones(3))
+
+
+def test_a_query_that_sees_nothing_has_no_weights():
+    hidden = torch.zeros(1, 1, 4, 4)
+    hidden[0, 0, 1] = -torch.inf
+    rows = softmax_record(hidden).rows(torch.arange(4))
+    assert rows[0, 0, 1].tolist() == [0.0] * 4
+    assert rows[0, 0, [0, 2, 3]].sum(-1).allclose(torch.ones(3))
