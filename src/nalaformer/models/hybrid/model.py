@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...attention.hybrid import HybridAttention, HybridSettings
 from .attention import INTERFACE, ConvertedAttention, converted_attentions
@@ -190,3 +191,5 @@ def restore_attention_(model: nn.Module) -> None:
 
 
 AutoModelForCausalLM.register(HybridConfig, HybridForCausalLM, exist_ok=True)
+# by this table transformers' Trainer knows that labels are the next tokens, where it smooths them itself
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HybridConfig.model_type] = HybridForCausalLM.__name__

@@ -133,8 +133,12 @@ class NaLaCache(Cache):
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
-        # transformers 5.17 zeroes the keys of a dynamic layer and keeps their number
-        self.layers = [type(layer)() for layer in self.layers]
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, RecurrentLayer):
+                layer.reset()
+            else:
+                # transformers 5.17 zeroes the keys of a dynamic layer and keeps their number
+                self.layers[number] = type(layer)()
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is remembered, by name."""

@@ -14,7 +14,12 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 
 from ...feature_maps import FeatureMap, feature_map
@@ -350,3 +355,5 @@ def check_cache(cache: object) -> None:
 AutoModel.register(NaLaConfig, NaLaModel, exist_ok=True)
 AutoModelForCausalLM.register(NaLaConfig, NaLaForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(NaLaConfig, NaLaForSequenceClassification, exist_ok=True)
+# by this table transformers' Trainer knows that labels are the next tokens, where it smooths them itself
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NaLaConfig.model_type] = NaLaForCausalLM.__name__
