@@ -1,14 +1,11 @@
 """The authors' released checkpoints, by their own parameter names: read without running code, translated, loaded."""
 
-from argparse import Namespace
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from .published_names import (
@@ -21,6 +18,7 @@ from .published_names import (
     warn_of_others,
 )
 from .registry import unknown_name
+from .weight_files import read
 from .whole_files import whole_file
 
 if TYPE_CHECKING:
@@ -28,11 +26,6 @@ if TYPE_CHECKING:
     from .models.vision import Backbone
 
 __all__ = ["FAMILIES", "convert_file", "load", "load_dit", "read", "translate"]
-
-# under which key training programs keep the weights of a checkpoint: the averaged ones are those that were evaluated
-INSIDE = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")
-# how training programs keep their settings beside the weights: plain containers, read as such and then left aside
-SETTINGS = [Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
 
 def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any) -> "Backbone":
@@ -146,31 +139,3 @@ def convert_file(source: str | Path, out: str | Path, family: str, *, model: str
 
 def _same(expected: torch.Size | None, found: Tensor | None) -> bool:
     return expected is not None and found is not None and expected == found.shape
-
-
-def read(path: str | Path) -> dict[str, Tensor]:
-    """The weights in a checkpoint file: safetensors, or a .pth file of which nothing but tensors is read, never code."""
-    path = Path(path)
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} must be a whole safetensors file, got a damaged one: {error}; fetch it again") from error
-    try:
-        with torch.serialization.safe_globals(SETTINGS):  # type: ignore[arg-type]
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read as weights alone: {' '.join(str(error).split())[:200]}; "
-            "a file that holds other objects would run their code, so save its state dict anew where you trust it"
-        ) from error
-    for key in INSIDE:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path} must hold a state dict, or one under {', '.join(INSIDE)}; got {type(content).__name__}")
-    # what distributed training and torch.compile put in front
-    return {name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in content.items()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, AttentionConfig
+from ..weight_files import FRONTS, read_as_stored, weights_in
 from .hosts import Host, hosts_in
 
 
@@ -68,9 +69,11 @@ def load_converted(model: nn.Module, source: Mapping[str, Tensor] | str | PathLi
     """Convert the layers that were converted when the weights were saved, load the weights, and return the model.
 
     model: the original, built without `convert`. source: a state dict, a file of torch.save or safetensors, or a folder that
-    save_pretrained wrote. An error leaves the layers of the model as they were.
+    save_pretrained wrote. Names that distributed training and torch.compile begin with "module." and "_orig_mod." are known,
+    and so is a checkpoint that holds the state dict beside other things. An error leaves the model as it was.
     """
-    state = dict(source) if isinstance(source, Mapping) else read_weights(Path(source))
+    state = weights_in(source, "the weights") if isinstance(source, Mapping) else read_weights(Path(source))
+    state = with_names_of(model, state)
     made: dict[str, nn.Module] = {}
     for name, module, host in hosts_in(model):
         key = f"{name}.{host.record}.weight"
@@ -78,13 +81,27 @@ def load_converted(model: nn.Module, source: Mapping[str, Tensor] | str | PathLi
             made[name] = converted_by_record(module, host, read_record(state[key], name))
     if not made:
         raise ValueError(
-            "the weights must hold layers that nalaformer.convert made, got none of the names that this model has; convert the "
-            "model that you save, not a part of it, and load weights without such layers as usual"
+            "the weights must hold layers that nalaformer.convert made, by the names that this model has, got "
+            f"{', '.join(list(state)[:3]) or 'nothing'}, ...; convert the model that you save, not a part of it, and load "
+            "weights without such layers as usual"
         )
-    for name, module in made.items():
-        model.set_submodule(name, module)
+    layers = {name: model.get_submodule(name) for name in made}
+    replaced = tuple(f"{name}." for name in layers)
+    values = {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor) and not name.startswith(replaced)
+    }
+    try:
+        for name, module in made.items():
+            model.set_submodule(name, module)
+        _load_all(model, state)
+    except BaseException:
+        for name, module in layers.items():
+            model.set_submodule(name, module)
+        model.load_state_dict(values, strict=False)
+        raise
     keep_names_when_saved(model)
-    _load_all(model, state)
     return model
 
 
@@ -115,19 +132,22 @@ def read_record(record: Tensor, place: str) -> dict[str, Any]:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """All tensors of a file, or of the files in a folder that save_pretrained wrote."""
-    from safetensors.torch import load_file
+    if not path.is_dir():
+        return read_as_stored(path)
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
+    if not files:
+        raise ValueError(f"a folder of weights must hold *.safetensors or *.bin, got {path} without any")
+    return {key: value for file in files for key, value in read_as_stored(file).items()}
 
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
-        if not files:
-            raise ValueError(f"a folder of weights must hold *.safetensors or *.bin, got {path} without any")
-        return {key: value for file in files for key, value in read_weights(file).items()}
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, Mapping):
-        raise ValueError(f"a file of weights must hold a state dict, got {type(state).__name__} in {path}")
-    return dict(state)
+
+def with_names_of(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what distributed training and torch.compile put in front, where the model has no such names itself."""
+    own = model.state_dict().keys()
+    for front in ("", *FRONTS, "".join(FRONTS)):
+        found = {name.removeprefix(front): value for name, value in state.items()}
+        if not own.isdisjoint(found):
+            return found
+    return state
 
 
 def _load_all(model: nn.Module, state: dict[str, Tensor]) -> None:
