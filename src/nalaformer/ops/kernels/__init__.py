@@ -9,6 +9,7 @@ from ..features import FeatureMapLike, compute_dtype, hide
 from ..kernel_spec import KernelSpec, MapSettings
 from ..rotary import Rotary
 from ..state import LinearState
+from .common.launch import readable
 from .linear import bidirectional_op, causal_op, cross_head_op
 from .linear.call import TokenLayout
 from .linear.step_op import step
@@ -66,7 +67,7 @@ def prepare(
     angles: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None)
     if rotary[0] is not None and rotary[1] is not None:
         angles = (*rotary[0].tables(), *rotary[1].tables())
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (readable(x) for x in (q, k, v))
     parameters = spec.parameters
     if parameters is None:
         parameters = q.new_empty(1, 0, dtype=torch.float32)

@@ -90,6 +90,15 @@ def kind(*tensors: Tensor | None) -> tuple[object, ...]:
     return (*described, alignment % 16, present[0].device)
 
 
+def readable(x: Tensor) -> Tensor:
+    """x, or a copy whose rows kernels can read: numbers side by side, and the strides that tiles.row_strides relies on."""
+    is_fit = x.stride(-1) == 1
+    if x.shape[-1] % 16 == 8:
+        # a dimension of one has no second row, whatever its stride
+        is_fit = is_fit and all(size == 1 or stride % 8 == 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False))
+    return x if is_fit else x.contiguous()
+
+
 def strides(x: Tensor) -> tuple[int, int, int]:
     """Of batch, token and head; packed tensors have no batch."""
     return (0, x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...kernel_spec import MapSettings
+from ..common.launch import readable
 from ..common.op import operator
 from . import bidirectional_launch
 from .call import TokenLayout, call_for, new_call, types_of
@@ -58,7 +59,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradients of the parameters (empty if they are not learned) and of the weight."""
     call = call_for(q, k, v, parameters, layout, settings)
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dout = readable(dout)
     dq, dk, dv, dweight, dquery, dkey = bidirectional_launch.backward(
         call, q, k, v, dout, inverse, parameters, weight, layout, sums, scale, is_learned
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...kernel_spec import MapSettings
+from ..common.launch import readable
 from ..common.op import operator
 from . import causal_launch
 from .bidirectional_op import parameter_gradient
@@ -82,7 +83,7 @@ def run_backward(
     call = call_for(q, k, v, parameters, layout, settings)
     if dout is None:
         dout = v.new_zeros(*q.shape[:-1], v.shape[-1])
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dout = readable(dout)
     dtotal = None if dtotal is None else dtotal.contiguous()
     count, _ = call.splits("causal", call.num_queries, call.heads)
     before = before[:count]

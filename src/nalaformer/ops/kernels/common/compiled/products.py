@@ -41,9 +41,10 @@ def times(v, high, low, PRECISION: tl.constexpr):
 
 
 @triton.constexpr_function
-def is_lean(DOT, BD, BV):
-    """True for bfloat16, which matrix units multiply exactly. Heads beyond 64 channels have no registers for it."""
-    return DOT == tl.bfloat16 and max(BD, BV) <= 64  # noqa: SIM300
+def is_lean(DOT, BD, BV, LARGEST=64):
+    """True for bfloat16, which matrix units multiply exactly. Most kernels have no registers for it beyond heads of 64 channels;
+    LARGEST: what a kernel has registers for."""
+    return DOT == tl.bfloat16 and max(BD, BV) <= LARGEST  # noqa: SIM300
 
 
 @triton.jit

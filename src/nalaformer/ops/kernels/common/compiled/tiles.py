@@ -10,6 +10,17 @@ from .row_maps import minus_and_plus, others_of, pairs_of, rows_of
 
 
 @triton.jit
+def row_strides(stride_batch, stride_row, stride_head, LENGTH: tl.constexpr):
+    """The strides of rows of so many numbers, known to be multiples of eight where the length is and of sixteen is not.
+
+    Triton looks for multiples of sixteen alone and would read such rows one number at a time; launch.readable sees to the rule.
+    """
+    if LENGTH % 16 == 8:
+        stride_batch, stride_row, stride_head = stride_batch // 8 * 8, stride_row // 8 * 8, stride_head // 8 * 8
+    return stride_batch, stride_row, stride_head
+
+
+@triton.jit
 def load_rows(
     ptr,  # first row of the sample and head
     first,  # number of the first row

@@ -28,6 +28,7 @@ from ...common.compiled.tiles import (
     place_of_program,
     place_per_row,
     rotated,
+    row_strides,
     sample_offset,
     sample_rows,
     store_both_sums,
@@ -193,6 +194,8 @@ def state_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
+    stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
     row, length = sample_rows(cu_ptr, sample, num_keys, PACKED)
@@ -263,6 +266,8 @@ def output_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_ob, stride_o, stride_oh = row_strides(stride_ob, stride_o, stride_oh, V)
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     row, length = sample_rows(cu_ptr, sample, num_queries, PACKED)
@@ -349,6 +354,10 @@ def whole_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
+    stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
+    stride_ob, stride_o, stride_oh = row_strides(stride_ob, stride_o, stride_oh, V)
     sample = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     wide = tl.cast(sample, tl.int64)

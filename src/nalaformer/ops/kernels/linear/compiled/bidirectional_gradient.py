@@ -29,6 +29,7 @@ from ...common.compiled.tiles import (
     place_of_program,
     place_per_row,
     rotated,
+    row_strides,
     rows_of_head,
     sample_rows,
     share_of_stream,
@@ -93,6 +94,9 @@ def dq_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
+    stride_dqb, stride_dq, stride_dqh = row_strides(stride_dqb, stride_dq, stride_dqh, D)
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     row, length = sample_rows(cu_ptr, sample, num_queries, PACKED)
@@ -220,6 +224,8 @@ def dsums_kernel(
 
     Apart from dq_kernel although it reads the same tensors: the two together need more registers than there are.
     """
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     row, length = sample_rows(cu_ptr, sample, num_queries, PACKED)

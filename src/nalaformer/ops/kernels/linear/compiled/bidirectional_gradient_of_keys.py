@@ -14,6 +14,7 @@ from ...common.compiled.tiles import (
     place_of_program,
     place_per_row,
     rotated,
+    row_strides,
     rows_of_head,
     sample_rows,
     store_per_row,
@@ -79,6 +80,10 @@ def dk_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
+    stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
+    stride_dkb, stride_dk, stride_dkh = row_strides(stride_dkb, stride_dk, stride_dkh, D)
+    stride_dvb, stride_dv, stride_dvh = row_strides(stride_dvb, stride_dv, stride_dvh, V)
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
     row, length = sample_rows(cu_ptr, sample, num_keys, PACKED)

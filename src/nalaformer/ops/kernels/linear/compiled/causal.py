@@ -26,6 +26,7 @@ from ...common.compiled.tiles import (
     load_sums,
     place_per_row,
     rotated,
+    row_strides,
     rows_of_head,
     sample_rows,
     store_per_row,
@@ -244,6 +245,10 @@ def causal_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
+    stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
+    stride_ob, stride_o, stride_oh = row_strides(stride_ob, stride_o, stride_oh, V)
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     kv_head = head // group

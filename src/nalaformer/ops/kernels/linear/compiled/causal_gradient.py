@@ -29,6 +29,7 @@ from ...common.compiled.tiles import (
     place_of_program,
     place_per_row,
     rotated,
+    row_strides,
     rows_of_head,
     sample_rows,
     store_per_row,
@@ -113,6 +114,12 @@ def causal_dq_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
+    stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
+    stride_ob, stride_o, stride_oh = row_strides(stride_ob, stride_o, stride_oh, V)
+    stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
+    stride_dqb, stride_dq, stride_dqh = row_strides(stride_dqb, stride_dq, stride_dqh, D)
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     kv_head = head // group

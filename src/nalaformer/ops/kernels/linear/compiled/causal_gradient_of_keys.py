@@ -14,6 +14,7 @@ from ...common.compiled.tiles import (
     place_of_program,
     place_per_row,
     rotated,
+    row_strides,
     rows_of_head,
     sample_offset,
     sample_rows,
@@ -211,6 +212,11 @@ def causal_dk_kernel(
     PRECISION: tl.constexpr,
 ):
     """dk, from the last tile of a stretch to the first."""
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
+    stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
+    stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
+    stride_dkb, stride_dk, stride_dkh = row_strides(stride_dkb, stride_dk, stride_dkh, D)
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
     row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
@@ -362,6 +368,10 @@ def causal_dv_kernel(
     PRECISION: tl.constexpr,
 ):
     """dv, from the last tile of a stretch to the first. Apart from dk: the two together need more registers than there are."""
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
+    stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
+    stride_dvb, stride_dv, stride_dvh = row_strides(stride_dvb, stride_dv, stride_dvh, V)
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
     row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)

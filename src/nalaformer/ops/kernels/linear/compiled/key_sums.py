@@ -60,7 +60,7 @@ def sum_keys(
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
-    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV, 128)
     # features as operands, unless they are turned or weighed first
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 and not HAS_WEIGHT else None
     ACROSS: tl.constexpr = LEAN and PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
