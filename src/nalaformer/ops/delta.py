@@ -91,14 +91,17 @@ def _packed(
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay, k, beta, state):
             return _fused(kernels, q, k, v, beta, log_decay, state, cu_seqlens, scale)
+        if _runs_own_kernels(q, v):
+            decay = None if log_decay is None else log_decay[None]
+            out, states = _on_kernels(q[None], k[None], v[None], beta[None], decay, state, scale, lengths)
+            return out[0], states
         done, start = [], 0
         for number, length in enumerate(lengths):
             cut = slice(start, start + length)
             start += length
             decay = None if log_decay is None else log_decay[None, cut]
             before = None if state is None else state[number : number + 1]
-            run = _on_kernels if _runs_own_kernels(q[None], v) else _piece
-            done.append(run(q[None, cut], k[None, cut], v[None, cut], beta[None, cut], decay, before, scale))
+            done.append(_piece(q[None, cut], k[None, cut], v[None, cut], beta[None, cut], decay, before, scale))
         return torch.cat([out[0] for out, _ in done]), torch.cat([after for _, after in done])
 
 
@@ -144,11 +147,20 @@ def _runs_own_kernels(q: Tensor, v: Tensor) -> bool:
 
 
 def _on_kernels(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    scale: float,
+    lengths: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """lengths: of the sequences that are packed in a batch of one."""
     from .kernels.delta import delta_op
 
-    out, after = delta_op.attend(q, k, v, beta, log_decay, state, scale)
+    packing = delta_op.UNPACKED if lengths is None else delta_op.packing_of(lengths, q.device)
+    out, after = delta_op.attend(q, k, v, beta, log_decay, state, scale, packing)
     return out, after
 
 
@@ -227,7 +239,7 @@ def _kernels() -> ModuleType | None:
     try:
         import fla.ops
     except Exception as error:  # it looks at the GPU and at Triton while it is imported, and each fails in its own way
-        warnings.warn(f"flash-linear-attention cannot be used, the delta rule runs in plain torch: {error}", stacklevel=2)
+        warnings.warn(f"flash-linear-attention cannot be used, the delta rule does without it: {error}", stacklevel=2)
         return None
     return fla.ops
 

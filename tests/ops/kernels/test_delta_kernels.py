@@ -93,9 +93,9 @@ def test_kernels_are_operators_that_torch_library_accepts():
     tensors, decay = inputs(5, gated=True, batch=1, heads=2, features=16, values=16, dtype=torch.float32)
     leaves = [x.to(DEVICE).requires_grad_() for x in (*tensors, decay)]
     state = torch.randn(1, 2, 16, 16, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(delta_op.forward, (*leaves, state, 0.25), test_utils=checks)
-    dout, states, u = (torch.randn(shape, device=DEVICE) for shape in ((1, 5, 2, 16), (2, 1, 16, 16), (2, 1, 64, 16)))
-    torch.library.opcheck(delta_op.backward, (dout, None, *leaves, states, u, 0.25), test_utils=checks)
+    torch.library.opcheck(delta_op.forward, (*leaves, state, 0.25, None, None), test_utils=checks)
+    dout, states, u = (torch.randn(shape, device=DEVICE) for shape in ((1, 5, 2, 16), (1, 2, 16, 16), (5, 2, 16)))
+    torch.library.opcheck(delta_op.backward, (dout, None, *leaves, states, u, 0.25, None, None), test_utils=checks)
     spec = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=8).kernel_spec(torch.device(DEVICE))
     x, settings = torch.randn(9, 8, device=DEVICE, requires_grad=True), spec.settings(streams=1, eps=0.0)
     torch.library.opcheck(

@@ -1,173 +1,189 @@
-"""The delta rule as an operator: pieces of tokens are joined by matrix products, and a kernel carries the state along.
+"""The delta rule as an operator: kernels for each piece of tokens by itself, and one that carries the state along.
 
 Inside a piece, with G the running sum of log_decay, D_ij = exp(G_i - G_j) for i >= j, s_i = exp(G_i), e_j = exp(G_last - G_j):
 
     A_ij = beta_i (k_i . k_j) D_ij below the diagonal,  T = (I + A)^-1,  u0 = T (beta v),  w = T (beta s k)
     from piece to piece:  u = u0 - w S,  S' = s_last S + (e k)^T u
-    out = scale ((s q) S + M u),  M_ij = (q_i . k_j) D_ij up to the diagonal
+    out = scale (s (q S) + M u),  M_ij = (q_i . k_j) D_ij up to the diagonal
 
-What the backward pass needs of T, w and M it computes again; the states before the pieces and u are kept.
+With S the state before a piece, X the gradient of that after it and r = T^T du that of the right-hand side beta (v - s k S):
+
+    du = scale M^T dout + e k X,  dA = -r u^T below the diagonal,  dv = beta r
+    of w: -du S^T, so of beta s k: -r S^T;  of e k: u X^T;  of s q: scale dout S^T;  of M: scale dout u^T up to the diagonal
+
+What the backward pass needs of T and w it computes again; the states before the pieces and u are kept.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ..common.launch import PRECISION, Description, Launches, kind, start
+from ..common.launch import PRECISION, Description, Launches, kind, processors, start
 from ..common.op import operator
-from .compiled.pieces import lower_inverse_kernel, scan_gradient_kernel, scan_kernel
+from .compiled.delta_rule import output_kernel, scan_kernel, solve_kernel
+from .compiled.delta_rule_gradient import gradient_kernel, scan_gradient_kernel
 
-SIZE = 64  # tokens of a piece
-VALUES = 16  # columns of the state that a program carries along: few, since programs are few
+LEVELS = 6
+SIZE = 2**LEVELS  # tokens of a piece
+BLOCK = 64  # features or values at once
+# warps, and tiles that are read ahead
+FORMS = {"solve": (4, 1), "scan": (4, 2), "output": (4, 1), "scan gradient": (4, 2), "gradient": (4, 1)}
 _launches = Launches()
 
 
-class Decays(NamedTuple):
-    """Of the tokens of each piece [heads, pieces, SIZE]; all None where nothing fades."""
+class Packing(NamedTuple):
+    """Where packed sequences lie; both None where each row of the batch is one."""
 
-    between: Tensor | None
-    """D [heads, pieces, SIZE, SIZE]."""
-    since_start: Tensor | None
-    """s, with a dimension of one behind."""
-    to_end: Tensor | None
-    """e, with a dimension of one behind."""
-
-    @property
-    def whole(self) -> Tensor | None:
-        """Of a piece, [heads, pieces]."""
-        return None if self.since_start is None else self.since_start[:, :, -1, 0].contiguous()
+    owners: Tensor | None
+    """[pieces] int32: the sequence of each piece."""
+    sequences: Tensor | None
+    """[sequences, 3] int32: its first token, its tokens, its first piece."""
 
 
-def in_pieces(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, N, H, *] -> [B * H, pieces, SIZE, *]; tokens of zeros at the end change nothing."""
-    missing = -x.shape[1] % SIZE
-    x = F.pad(x, (*[0, 0] * (x.dim() - 2), 0, missing)) if missing else x
-    # [B, H, N, *]
-    return x.transpose(1, 2).to(dtype).reshape(x.shape[0] * x.shape[2], -1, SIZE, *x.shape[3:]).contiguous()
+UNPACKED = Packing(None, None)
 
 
-def in_tokens(x: Tensor, like: Tensor) -> Tensor:
-    """Back to [B, N, H, *] of the shape and type of `like`."""
-    batch, tokens, heads = like.shape[:3]
-    x = x.reshape(batch, heads, -1, *x.shape[3:])[:, :, :tokens]
-    return x.transpose(1, 2).to(like.dtype).contiguous()
+def packing_of(lengths: Sequence[int], device: torch.device) -> Packing:
+    owners: list[int] = []
+    sequences, row = [], 0
+    for number, length in enumerate(lengths):
+        sequences.append((row, length, len(owners)))
+        owners += [number] * -(-length // SIZE)
+        row += length
+    return Packing(*(torch.tensor(x, dtype=torch.int32).to(device, non_blocking=True) for x in (owners, sequences)))
 
 
-def decays_of(log_decay: Tensor | None) -> Decays:
-    if log_decay is None:
-        return Decays(None, None, None)
-    steps = in_pieces(log_decay, torch.float32)
-    lower = torch.ones(SIZE, SIZE, dtype=torch.bool, device=steps.device).tril()
-    # a difference of running sums would lose the digits of small decays after a large one
-    between = torch.where(lower.tril(-1), steps[..., :, None], 0).cumsum(-2)
-    between = torch.where(lower, between.exp(), 0)
-    return Decays(between, steps.cumsum(-1).exp()[..., None], between[..., -1, :, None])
+class Call(NamedTuple):
+    """The sizes of a call."""
+
+    rows: int
+    tokens: int
+    heads: int
+    features: int
+    width: int
+    pieces: int
+    sequences: int
+    packing: Packing
+    fades: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    def start(self, name: str, kernel: Any, tensors: Sequence[Tensor | None], numbers: Sequence[float], **flags: bool) -> None:
+        """Launch. Tensors that are None are not read; Triton wants a pointer all the same."""
+        given = [tensors[0] if x is None else x for x in tensors]
+        key = (name, *numbers, *flags.values(), *(x is None for x in tensors), kind(*given))
+        start(_launches, key, kernel, given, lambda: self.describe(name, numbers, flags))  # type: ignore[arg-type]
+
+    def describe(self, name: str, numbers: Sequence[float], flags: dict[str, bool]) -> Description:
+        warps, stages = FORMS[name]
+        is_scan = name in ("scan", "scan gradient")
+        features, values = (max(16, triton.next_power_of_2(x)) for x in (self.features, self.width))
+        constants = {
+            "F": self.features,
+            "V": self.width,
+            "SIZE": SIZE,
+            "LEVELS": LEVELS,
+            "BF": features if is_scan else min(BLOCK, features),
+            "BV": self.columns(values) if is_scan else min(BLOCK, values),
+            "FADES": self.fades,
+            "PACKED": self.packing.owners is not None,
+            "PRECISION": PRECISION[self.dtype],
+            "num_warps": warps,
+            "num_stages": stages if self.dtype != torch.float32 else 1,
+            **flags,
+        }
+        grid = (
+            (self.sequences * self.heads, triton.cdiv(self.width, constants["BV"])) if is_scan else (self.pieces * self.heads,)
+        )
+        return grid, (self.tokens, self.heads, *numbers), constants
+
+    def columns(self, values: int) -> int:
+        """Of the state that a program carries along: as many as leave every multiprocessor programs enough."""
+        columns = min(BLOCK, values)
+        while (
+            columns > 16 and self.sequences * self.heads * triton.cdiv(self.width, columns) < 2 * processors(self.device) - 16
+        ):
+            columns //= 2
+        return columns
+
+    def empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(sizes, dtype=dtype or self.dtype, device=self.device)
+
+    def per_head(self, size: int) -> Tensor:
+        """[rows, heads, size]."""
+        return self.empty(self.rows, self.heads, size)
 
 
-def times(x: Tensor, factor: Tensor | None) -> Tensor:
-    return x if factor is None else x * factor
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Of matrices, in float32."""
-    if a.dtype == torch.float32 or not a.is_cuda:
-        return a.float() @ b.float()
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
-
-
-def inverse_of(among_keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """(I + what lies below the diagonal)^-1."""
-    out = torch.empty(among_keys.shape, dtype=dtype, device=among_keys.device)
-    matrices = among_keys.shape[0] * among_keys.shape[1]
-    start(
-        _launches,
-        ("inverse", dtype, kind(among_keys)),
-        lower_inverse_kernel,
-        (among_keys, out),
-        lambda: ((matrices,), (), {"SIZE": SIZE, "num_warps": 4, "num_stages": 1}),
+def call_of(q: Tensor, v: Tensor, log_decay: Tensor | None, packing: Packing) -> Call:
+    batch, tokens, heads, features = q.shape
+    pieces, sequences = sizes_of(q, packing)
+    return Call(
+        *(batch * tokens, tokens, heads, features, v.shape[3], pieces, sequences, packing),
+        fades=log_decay is not None,
+        dtype=v.dtype,
+        device=v.device,
     )
-    return out
 
 
-def describe_scan(keys: Tensor, values: Tensor, fades: bool, has_state: str, is_there: bool) -> Description:
-    heads, pieces, _, features = keys.shape
-    width = values.shape[-1]
-    constants = {
-        "F": features,
-        "V": width,
-        "SIZE": SIZE,
-        "BF": max(16, triton.next_power_of_2(features)),
-        "BV": VALUES,
-        "FADES": fades,
-        has_state: is_there,
-        "PRECISION": PRECISION[keys.dtype],
-        "num_warps": 4,
-        "num_stages": 2,
-    }
-    return (heads, triton.cdiv(width, VALUES)), (pieces,), constants
-
-
-def scan(u: Tensor, w: Tensor, keys: Tensor, whole: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The states before each piece [heads, pieces, F, V] and after the last, float32; u is overwritten."""
-    heads, pieces, _, features = keys.shape
-    states = torch.empty(heads, pieces, features, u.shape[-1], dtype=keys.dtype, device=keys.device)
-    final = torch.empty(heads, features, u.shape[-1], dtype=torch.float32, device=keys.device)
-    fade, initial = final if whole is None else whole, final if state is None else state
-    start(
-        _launches,
-        ("scan", whole is None, state is None, kind(u, w, keys)),
-        scan_kernel,
-        (u, w, keys, fade, initial, states, final),
-        lambda: describe_scan(keys, u, whole is not None, "HAS_INITIAL", state is not None),
-    )
-    return states, final
-
-
-def scan_gradient(
-    du: Tensor, w: Tensor, keys: Tensor, queries: Tensor, dout: Tensor, whole: Tensor | None, dfinal: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the states after each piece and before the first; du is overwritten by the whole gradient of u."""
-    heads, pieces, _, features = keys.shape
-    dstates = torch.empty(heads, pieces, features, du.shape[-1], dtype=keys.dtype, device=keys.device)
-    dinitial = torch.empty(heads, features, du.shape[-1], dtype=torch.float32, device=keys.device)
-    fade, last = dinitial if whole is None else whole, dinitial if dfinal is None else dfinal
-    start(
-        _launches,
-        ("scan gradient", whole is None, dfinal is None, kind(du, w, keys, queries, dout)),
-        scan_gradient_kernel,
-        (du, w, keys, queries, dout, fade, last, dstates, dinitial),
-        lambda: describe_scan(keys, du, whole is not None, "HAS_FINAL", dfinal is not None),
-    )
-    return dstates, dinitial
+def sizes_of(q: Tensor, packing: Packing) -> tuple[int, int]:
+    """Pieces and sequences."""
+    if packing.owners is None or packing.sequences is None:
+        return q.shape[0] * ((q.shape[1] + SIZE - 1) // SIZE), q.shape[0]
+    return packing.owners.shape[0], packing.sequences.shape[0]
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    scale: float,
+    packing: Packing,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output [B, N, H, V], the last state [B, H, F, V] in float32, and what gradients need: the states and u."""
-    dtype, shape = v.dtype, (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-    queries, keys, values = (in_pieces(x, dtype) for x in (q, k, v))
-    amount, decays = in_pieces(beta, torch.float32)[..., None], decays_of(log_decay)
-    among_keys = times(amount * product(keys, keys.mT), decays.between)
-    inverse = inverse_of(among_keys, dtype)
-    u = product(inverse, (amount * values).to(dtype)).to(dtype)
-    w = product(inverse, times(amount * keys, decays.since_start).to(dtype)).to(dtype)
-    initial = None if state is None else state.float().flatten(0, 1).contiguous()
-    states, final = scan(u, w, times(keys, decays.to_end).to(dtype), decays.whole, initial)
-    weights = times(product(queries, keys.mT), decays.between).tril().to(dtype)
-    out = product(times(queries, decays.since_start).to(dtype), states) + product(weights, u)
-    return in_tokens(scale * out, v), final.view(shape), states, u
+    """The output [B, N, H, V], the last states [sequences, H, F, V] in float32, and what gradients need: the states and u."""
+    call = call_of(q, v, log_decay, packing)
+    q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
+    log_decay = None if log_decay is None else log_decay.contiguous()
+    u = call.per_head(call.width)
+    w, since, to_end, _ = solve(call, (q, k, v, beta, log_decay), u, scale, is_gradient=False)
+    initial = None if state is None else state.float().contiguous()
+    states = call.empty(call.pieces, call.heads, call.features, call.width)
+    final = call.empty(call.sequences, call.heads, call.features, call.width, dtype=torch.float32)
+    call.start(
+        "scan",
+        scan_kernel,
+        (u, w, k, since, to_end, initial, packing.sequences, states, final),
+        (),
+        HAS_INITIAL=initial is not None,
+    )
+    out = torch.empty_like(v)
+    call.start("output", output_kernel, (q, k, u, log_decay, states, *packing, out), (scale,))
+    return out, final, states, u
 
 
-def shapes(q: Any, k: Any, v: Any, beta: Any, log_decay: Any, state: Any, scale: Any) -> Any:
+def solve(
+    call: Call, tensors: Sequence[Tensor | None], u: Tensor, scale: float, *, is_gradient: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """w, s, e and, for gradients, T; u is written."""
+    w = call.per_head(call.features)
+    since, to_end = (call.empty(call.rows, call.heads, dtype=torch.float32) if call.fades else None for _ in range(2))
+    inverse = call.per_head(SIZE) if is_gradient else None
+    given = (*tensors, *call.packing, u, w, since, to_end, inverse)
+    call.start("solve", solve_kernel, given, (scale,), GRADIENT=is_gradient)
+    return w, since, to_end, inverse
+
+
+def shapes(q: Any, k: Any, v: Any, beta: Any, log_decay: Any, state: Any, scale: Any, packing: Any) -> Any:
     batch, tokens, heads, features = q.shape
-    width, pieces = v.shape[3], (tokens + SIZE - 1) // SIZE
-    final = q.new_empty(batch, heads, features, width, dtype=torch.float32)
-    states = v.new_empty(batch * heads, pieces, features, width)
-    return v.new_empty(v.shape), final, states, v.new_empty(batch * heads, pieces, SIZE, width)
+    pieces, sequences = sizes_of(q, packing)
+    final = q.new_empty(sequences, heads, features, v.shape[3], dtype=torch.float32)
+    states = v.new_empty(pieces, heads, features, v.shape[3])
+    return v.new_empty(v.shape), final, states, v.new_empty(batch * tokens, heads, v.shape[3])
 
 
 def run_backward(
@@ -181,76 +197,51 @@ def run_backward(
     states: Tensor,
     u: Tensor,
     scale: float,
+    packing: Packing,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, log_decay (empty without one) and the state."""
-    dtype = v.dtype
-    queries, keys, values = (in_pieces(x, dtype) for x in (q, k, v))
-    amount, decays = in_pieces(beta, torch.float32)[..., None], decays_of(log_decay)
-    similar = product(keys, keys.mT)
-    inverse = inverse_of(times(amount * similar, decays.between), dtype)
-    u0 = product(inverse, (amount * values).to(dtype)).to(dtype)
-    w = product(inverse, times(amount * keys, decays.since_start).to(dtype)).to(dtype)
-    upstream = torch.zeros_like(u) if dout is None else in_pieces(scale * dout.float(), dtype)
-    scores = product(queries, keys.mT)
-    weights = times(scores, decays.between).tril().to(dtype)
-    du = product(weights.mT, upstream).to(dtype)
-    last = None if dfinal is None else dfinal.float().flatten(0, 1).contiguous()
-    faded_keys, faded_queries = (times(x, y).to(dtype) for x, y in ((keys, decays.to_end), (queries, decays.since_start)))
-    dstates, dinitial = scan_gradient(du, w, faded_keys, faded_queries, upstream, decays.whole, last)
-    # of s q, e k and w
-    of_queries, of_keys = product(upstream, states.mT), product(u, dstates.mT)
-    dw = -product(du, states.mT)
-    # of beta v and beta s k
-    of_values, of_w = product(inverse.mT, du), product(inverse.mT, dw.to(dtype))
-    # dA = -T^T (du u0^T + dw w^T) below the diagonal
-    damong = -(product(of_values.to(dtype), u0.mT) + product(of_w.to(dtype), w.mT)).tril(-1)
-    dweights = product(upstream, u.mT).tril()
-    dscores = times(dweights, decays.between).to(dtype)
-    dsimilar = times(amount * damong, decays.between).to(dtype)
-    dq = times(of_queries, decays.since_start) + product(dscores, keys)
-    dk = times(of_keys, decays.to_end) + times(amount * of_w, decays.since_start) + product(dscores.mT, queries)
-    dk += product(dsimilar + dsimilar.mT, keys)
-    damount = (of_values * values).sum(-1) + (times(of_w, decays.since_start) * keys).sum(-1)
-    damount += times(damong * similar, decays.between).sum(-1)
-    ddecay = q.new_empty(0)
-    if log_decay is not None:
-        assert decays.between is not None
-        assert decays.since_start is not None
-        assert decays.to_end is not None
-        # by G: of D, then of s, e and the fading of whole pieces
-        by_pair = (damong * amount * similar + dweights * scores) * decays.between
-        by_sum = by_pair.sum(-1) - by_pair.sum(-2)
-        by_sum += ((of_w * amount * keys + of_queries * queries) * decays.since_start).sum(-1)
-        to_end = (of_keys * keys * decays.to_end).sum(-1)
-        by_sum -= to_end
-        by_sum[..., -1] += to_end.sum(-1) + (states.float() * dstates.float()).sum((-2, -1)) * decays.since_start[:, :, -1, 0]
-        # a decay counts for its own token and all behind it in the piece
-        by_step = by_sum.flip(-1).cumsum(-1).flip(-1)
-        ddecay = in_tokens(by_step, log_decay)
-    dstate = dinitial.view(q.shape[0], q.shape[2], *dinitial.shape[1:])
-    dv = amount * of_values
-    return in_tokens(dq, q), in_tokens(dk, k), in_tokens(dv, v), in_tokens(damount, beta), ddecay, dstate
+    call = call_of(q, v, log_decay, packing)
+    q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
+    log_decay = None if log_decay is None else log_decay.contiguous()
+    dout = torch.zeros_like(v) if dout is None else dout.contiguous()
+    du = call.per_head(call.width)
+    w, since, to_end, inverse = solve(call, (q, k, dout, beta, log_decay), du, scale, is_gradient=True)
+    last = None if dfinal is None else dfinal.float().contiguous()
+    dstates = torch.empty_like(states)
+    dinitial = call.empty(call.sequences, call.heads, call.features, call.width, dtype=torch.float32)
+    call.start(
+        "scan gradient",
+        scan_gradient_kernel,
+        (du, w, k, q, dout, since, to_end, last, packing.sequences, dstates, dinitial),
+        (scale,),
+        HAS_FINAL=last is not None,
+    )
+    dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
+    ddecay = None if log_decay is None else torch.empty_like(log_decay)
+    given = (q, k, v, beta, log_decay, dout, inverse, u, du, states, dstates, *packing)
+    call.start("gradient", gradient_kernel, (*given, dq, dk, dv, dbeta, ddecay), (scale,))
+    return dq, dk, dv, dbeta, q.new_empty(0) if ddecay is None else ddecay, dinitial
 
 
 def gradient_shapes(
-    dout: Any, dfinal: Any, q: Any, k: Any, v: Any, beta: Any, log_decay: Any, states: Any, u: Any, scale: Any
+    dout: Any, dfinal: Any, q: Any, k: Any, v: Any, beta: Any, log_decay: Any, states: Any, u: Any, scale: Any, packing: Any
 ) -> Any:
     ddecay = q.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape)
-    dinitial = q.new_empty(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+    dinitial = q.new_empty(sizes_of(q, packing)[1], q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (q, k, v, beta)), ddecay, dinitial
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, state, ctx.scale = inputs
+    *tensors, state, ctx.scale, packing = inputs
     ctx.state_dtype = None if state is None else state.dtype
     # the state stands in the graph where gradients are asked for gradients
-    ctx.save_for_backward(*tensors, *output[2:], state)
+    ctx.save_for_backward(*tensors, *output[2:], *packing, state)
     ctx.set_materialize_grads(False)
 
 
 def gradients(ctx: Any, run: Any, dout: Any, dfinal: Any) -> Any:
-    *saved, _ = ctx.saved_tensors
-    *of_tensors, ddecay, dinitial = run(dout, dfinal, *saved, ctx.scale)
+    *saved, owners, sequences, _ = ctx.saved_tensors
+    *of_tensors, ddecay, dinitial = run(dout, dfinal, *saved, ctx.scale, Packing(owners, sequences))
     has_decay, has_state = saved[4] is not None, ctx.state_dtype is not None
     return *of_tensors, ddecay if has_decay else None, dinitial.to(ctx.state_dtype) if has_state else None
 
