@@ -4,8 +4,9 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ...training import TrainingConfig
 from ...training.config import PRECISIONS
 from ...training.resident import resident
 from ...training.sprint import Sprint
+from .processes import finished_in_processes
 from .report import Row, read_rows, save_rows
 
 Say = Callable[[str], None]
@@ -87,7 +89,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        return f"{self.method.label}, lr {self.rate:.3g}, seed {self.seed}"
+        return f"{self.task}: {self.method.label}, lr {self.rate:.3g}, seed {self.seed}"
 
     @property
     def key(self) -> Row:
@@ -138,33 +140,76 @@ class Run:
         )
 
 
-def run_scoreboard(
-    title: str,
-    recipe: Recipe,
+@dataclass(frozen=True, kw_only=True)
+class Board:
+    """One task with everything that is trained on it."""
+
+    title: str
+    recipe: Recipe
+    methods: Sequence[Method]
+    seeds: Sequence[int]
+    learning_rates: Sequence[float]
+    steps: int = 0
+    """Of each run; 0: those of the recipe."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ValueError(f"steps must be positive, or 0 for the recipe's, got {self.steps}")
+        for name in ("methods", "seeds", "learning_rates"):
+            if not getattr(self, name):
+                raise ValueError(f"a scoreboard needs at least one run, got no {name}")
+        refuse_unfollowed(self.recipe.training)
+
+    @property
+    def total_steps(self) -> int:
+        training = self.recipe.training
+        return self.steps or training.total_steps(max(1, self.recipe.task.train_samples // training.batch_size))
+
+    def runs(self, seed: int) -> list[Run]:
+        """Those of one seed."""
+        return [
+            Run(task=self.title, recipe=self.recipe, method=method, rate=rate, seed=seed, steps=self.total_steps)
+            for rate in self.learning_rates
+            for method in self.methods
+        ]
+
+    def refuse_unmade(self) -> None:
+        """What cannot be made or described should say so before others have trained for hours."""
+        facts = Sequences(self.recipe.task).facts()
+        for method in self.methods:
+            state_size(make_model(self.recipe, method, facts))
+
+
+def run_scoreboard(title: str, recipe: Recipe, *, out: str | Path, **given: Any) -> list[Row]:
+    """Train every run of one task that `out` does not hold yet, and return all its rows of it.
+
+    given: methods, seeds, learning_rates and steps of a `Board`, and what `run_boards` takes.
+    """
+    of_board = {name: given.pop(name) for name in ("methods", "seeds", "learning_rates", "steps") if name in given}
+    rows = run_boards([Board(title=title, recipe=recipe, **of_board)], out=out, **given)
+    return [row for row in rows if row["task"] == title]
+
+
+def run_boards(
+    boards: Sequence[Board],
     *,
-    methods: Sequence[Method],
-    seeds: Sequence[int],
-    learning_rates: Sequence[float],
     out: str | Path,
-    steps: int = 0,
     device: str = "cpu",
     seconds: float = float("inf"),
     data_folder: str | Path | None = None,
     workers: int = 1,
+    jobs: int = 1,
     say: Say = lambda line: None,
 ) -> list[Row]:
-    """Train every run that `out` does not hold yet, and return all its rows of this task; the file is whole after each run.
+    """Train every run that `out` does not hold yet, and return all its rows; the file is whole after each run.
 
-    steps: 0 takes the recipe's. seconds: after that many the run in progress is put aside, and the same call goes on with it;
-    so it is on SIGTERM and Ctrl-C, after its next evaluation.
-    data_folder: where generated data is kept for the next call; without it, data is made anew.
+    The first seed of all boards comes first. seconds: after that many the runs in progress are put aside, and the same call
+    goes on with them; so it is on SIGTERM and Ctrl-C, after their next evaluation.
+    data_folder: where generated data is kept for the next call, in a folder for each title if there are several boards;
+    without it, data is made anew. workers: processes that make it. jobs: runs at a time, each in a process of its own.
     """
-    if steps < 0:
-        raise ValueError(f"steps must be positive, or 0 for the recipe's, got {steps}")
-    for name, given in (("methods", methods), ("seeds", seeds), ("learning_rates", learning_rates)):
-        if not given:
-            raise ValueError(f"a scoreboard needs at least one run, got no {name}")
-    refuse_unfollowed(recipe.training)
+    if jobs < 1:
+        raise ValueError(f"jobs must be the number of runs at a time, at least 1, got {jobs}")
     until = time.monotonic() + seconds
     out = Path(out)
     machine = describe_machine()
@@ -172,31 +217,36 @@ def run_scoreboard(
         rows = read_rows(out)
         # before minutes of work: a file that cannot be written should say so
         save_rows(out, rows)
-        total = steps or recipe.training.total_steps(max(1, recipe.task.train_samples // recipe.training.batch_size))
-        planned = [
-            Run(task=title, recipe=recipe, method=method, rate=rate, seed=seed, steps=total)
-            for seed in seeds
-            for rate in learning_rates
-            for method in methods
-        ]
+        seeds = dict.fromkeys(seed for board in boards for seed in board.seeds)
+        planned = [run for seed in seeds for board in boards if seed in board.seeds for run in board.runs(seed)]
         todo = [run for run in planned if not run.is_in(rows)]
-        say(f"{title}: {len(todo)} of {len(planned)} runs to do, {total} steps each, on {machine.device_name(device)}")
+        where = machine.device_name(device)
+        for board in boards:
+            left, of_all = (sum(run.task == board.title for run in some) for some in (todo, planned))
+            say(f"{board.title}: {left} of {of_all} runs to do, {board.total_steps} steps each, on {where}")
         if todo:
-            # what cannot be made or described should say so before others have trained for hours
-            facts = Sequences(recipe.task).facts()
-            for method in methods:
-                state_size(make_model(recipe, method, facts))
-            with prepared(recipe.task, data_folder, workers, say) as task:
-                loaded = Loaded(task, device, say)
-                for row in finished_runs(todo, loaded, out, until, say):
+            for board in boards:
+                board.refuse_unmade()
+            with ExitStack() as stack:
+                tasks: dict[str, Sequences] = {}
+                for board in boards:
+                    if any(run.task == board.title for run in todo):
+                        place = Path(data_folder, board.title) if data_folder and len(boards) > 1 else data_folder
+                        ready = prepared(board.recipe.task, place, max(workers, jobs), say)
+                        tasks[board.title] = stack.enter_context(ready)
+                finished = finished_runs if jobs == 1 else partial(finished_at_once, jobs=jobs)
+                for row in finished(todo, tasks, out, device=device, until=until, say=say):
                     rows.append({**row, **machine.columns(device), "date": today()})
                     save_rows(out, rows)
-    return [row for row in rows if row["task"] == title]
+    return rows
 
 
-def finished_runs(todo: Sequence[Run], loaded: "Loaded", out: Path, until: float, say: Say) -> Iterator[Row]:
+def finished_runs(
+    todo: Sequence[Run], tasks: dict[str, Sequences], out: Path, *, device: str, until: float, say: Say
+) -> Iterator[Row]:
     """The row of each run as it ends, until the time is up or somebody asks to stop."""
     asked: list[bool] = []
+    loaded: dict[str, Loaded] = {}
     with stop_requests(lambda: asked.append(True)):
         for number, run in enumerate(todo):
             if asked or (number and time.monotonic() > until):
@@ -205,11 +255,40 @@ def finished_runs(todo: Sequence[Run], loaded: "Loaded", out: Path, until: float
                 break
             label = f"[{number + 1}/{len(todo)}] {run.label}"
             named: Say = lambda line, label=label: say(f"{label}: {line}")  # type: ignore[misc]  # noqa: E731
-            figures = one_run(run, loaded, out, until, named, lambda: bool(asked))
+            if run.task not in loaded:
+                # one task at a time: a million sequences are gigabytes
+                loaded = {run.task: Loaded(tasks[run.task], device, say)}
+            figures = one_run(run, loaded[run.task], out, until, named, lambda: bool(asked))
             if figures is None:
                 say(f"{label}: put aside, {'stopped' if asked else 'the time is up'}; the same command goes on")
                 break
             yield run.key | figures
+
+
+def finished_at_once(
+    todo: Sequence[Run], tasks: dict[str, Sequences], out: Path, *, jobs: int, device: str, until: float, say: Say
+) -> Iterator[Row]:
+    """The same with that many runs at a time."""
+    work = partial(
+        run_apart, configs={title: task.config for title, task in tasks.items()}, out=out, device=device, until=until
+    )
+    for number, figures in finished_in_processes(todo, work, jobs=jobs, device=device, until=until, say=say):
+        run = todo[number]
+        say(f"[{number + 1}/{len(todo)}] {run.label}: dev {figures['dev']}, test {figures['test']}, {figures['seconds']} s")
+        yield run.key | figures
+
+
+kept_by_process: dict[str, "Loaded"] = {}
+
+
+def run_apart(
+    run: Run, stop_file: Path, *, configs: dict[str, SequencesConfig], out: Path, device: str, until: float
+) -> Row | None:
+    """One run in a process of its own, which keeps the data of its last task."""
+    if run.task not in kept_by_process:
+        kept_by_process.clear()
+        kept_by_process[run.task] = Loaded(Sequences(configs[run.task]), device, lambda line: None)
+    return one_run(run, kept_by_process[run.task], out, until, lambda line: None, stop_file.exists)
 
 
 def refuse_unfollowed(training: TrainingConfig) -> None:
