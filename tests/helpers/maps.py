@@ -9,6 +9,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "norm_aware+cosine": ("norm_aware", {"direction": "cosine"}),
     "norm_aware+learnable": ("norm_aware", {"learnable": True}),
     "norm_aware+mild": ("norm_aware", {"powers": "mild", "norm_scale": "head"}),
+    "norm_aware+open": (
+        "norm_aware",
+        {"powers": "mild", "norm_scale": "head", "saturation": "none", "keys": "like_queries", "start_gain": 1.0},
+    ),
     "focused+head": ("focused", {"norm_over": "head"}),
     "reflection+per_head": ("reflection", {"cross_head": False}),
 }

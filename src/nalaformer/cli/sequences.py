@@ -1,12 +1,14 @@
 """Commands of the long-range benchmarks: data made once, and methods side by side."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from .console import make_console
 
 if TYPE_CHECKING:
     import typer
+
+    from ..studies.scoreboard import Board
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -42,7 +44,11 @@ def add_to(app: "typer.Typer") -> None:
     @app.command()
     def scoreboard(
         task: Annotated[
-            str, typer.Argument(help="Name of a recipe on sequences, such as mqar or lra_listops.", autocompletion=of_tasks)
+            str,
+            typer.Argument(
+                help="Rows of the scoreboard or recipes on sequences, by comma: mqar_80, lra_listops; all: every row.",
+                autocompletion=of_tasks,
+            ),
         ],
         settings: Annotated[
             list[str] | None, typer.Argument(help="key=value, any setting of the recipe.", autocompletion=completion.settings)
@@ -50,24 +56,34 @@ def add_to(app: "typer.Typer") -> None:
         methods: Annotated[
             str,
             typer.Option(
-                help='Attentions, by comma; options in braces: \'softmax, norm_aware {"powers": "mild"}\'.',
+                help='Attentions, by comma; options in braces: \'softmax, norm_aware {"powers": "mild"}\'; all: every rival.',
                 autocompletion=completion.methods,
             ),
         ] = "softmax, relu, nalaformer",
         seeds: Annotated[int, typer.Option(help="Runs of each method and rate.")] = 3,
-        learning_rates: Annotated[str, typer.Option(help="By comma.", show_default="that of the recipe")] = "",
+        learning_rates: Annotated[str, typer.Option(help="By comma.", show_default="those of the row or recipe")] = "",
         steps: Annotated[int, typer.Option(help="Of each run; 0: those of the recipe.")] = 0,
-        out: Annotated[Path | None, typer.Option(help="CSV file.", show_default="runs/scoreboard_<task>.csv")] = None,
+        out: Annotated[Path | None, typer.Option(help="CSV file.", show_default="runs/scoreboard_<tasks>.csv")] = None,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
         minutes: Annotated[
             float, typer.Option(help="Stop cleanly after that many; the same command goes on. 0: no limit.")
         ] = 0.0,
         data_folder: Annotated[Path | None, typer.Option(help="Keep generated data here for the next time.")] = None,
         workers: Annotated[int, typer.Option(help="Processes that make data.")] = 1,
+        jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 1,
+        smoke: Annotated[
+            bool, typer.Option("--smoke", help="Two steps of the smallest form of each row: does everything run?")
+        ] = False,
     ) -> None:
-        """Train every method with every rate and seed on one task, data on the device; mean and spread, best rate by dev."""
+        """Train every method with every rate and seed on each task, data on the device; mean and spread, best rate by dev."""
+        from ..studies.scoreboard import make_board, row_names
+
         rates = [float(rate) for rate in learning_rates.split(",")] if learning_rates else []
-        run_scoreboard_command(task, settings or [], methods, seeds, rates, steps, out, device, minutes, data_folder, workers)
+        names = row_names(task)
+        asked: dict[str, Any] = {"methods": methods, "seeds": seeds, "learning_rates": rates, "settings": settings or []}
+        boards = [make_board(name, **asked, steps=steps, smoke=smoke) for name in names]
+        out = out or Path("runs") / f"scoreboard_{'smoke' if smoke else '_'.join(names)}.csv"
+        run_boards_command(boards, out, device, minutes, data_folder, workers, jobs)
 
 
 def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: str, workers: int, dry_run: bool) -> None:
@@ -105,46 +121,23 @@ def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: 
             make_console().print(f"{count} sequences: {folder}", soft_wrap=True)
 
 
-def run_scoreboard_command(
-    name: str,
-    settings: list[str],
-    methods: str,
-    seeds: int,
-    rates: list[float],
-    steps: int,
-    out: Path | None,
-    device: str,
-    minutes: float,
-    data_folder: Path | None,
-    workers: int,
+def run_boards_command(
+    boards: "list[Board]", out: Path, device: str, minutes: float, data_folder: Path | None, workers: int, jobs: int
 ) -> None:
-    from ..recipes import RECIPES, recipe_with
-    from ..studies.scoreboard import parse_methods, run_scoreboard, scoreboard_table
-    from ..tasks import SequencesConfig
+    from ..studies.scoreboard import run_boards, scoreboard_table
     from ..training.ranks import find_device
 
-    recipe = recipe_with(name, settings)
-    if not isinstance(recipe.task, SequencesConfig):
-        raise ValueError(f"a scoreboard needs a recipe on sequences, got {name}")
-    for setting, remedy in (("attention", "name it in --methods"), ("initial_weights", "models start as they are made")):
-        value = getattr(recipe, setting)
-        if value != getattr(RECIPES[name](), setting):
-            raise ValueError(f"a scoreboard does not follow {setting}={value}; leave it out: {remedy}")
-    out = out or Path("runs") / f"scoreboard_{name}.csv"
     console = make_console(stderr=True)
-    rows = run_scoreboard(
-        name,
-        recipe,
-        methods=parse_methods(methods),
-        seeds=range(seeds),
-        learning_rates=rates or [recipe.training.learning_rate],
+    rows = run_boards(
+        boards,
         out=out,
-        steps=steps,
         device=find_device(device).type,
         seconds=60 * minutes if minutes else float("inf"),
         data_folder=data_folder,
         workers=workers,
+        jobs=jobs,
         say=lambda line: console.print(line, soft_wrap=True),
     )
-    make_console().print(scoreboard_table(name, rows))
+    for board in boards:
+        make_console().print(scoreboard_table(board.title, [row for row in rows if row["task"] == board.title]))
     make_console().print(f"results: {out}", soft_wrap=True)

@@ -15,6 +15,8 @@ from .registry import FEATURE_MAPS
 SMALLEST_NORM = 1e-5
 # A query beyond it points where it does and no further: the square of 1e20 fits into no float32.
 LARGEST_NORM = 1e15
+# Without saturation: beyond it the largest channel alone is left, and more only loses digits.
+LARGEST_TURN = 1e3
 
 
 @FEATURE_MAPS.register("norm_aware")
@@ -33,6 +35,11 @@ class NormAware(FeatureMap):
     learnable: lambda and tau per head.
     powers="mild": p = 1 + softplus(a) tanh(norm_scale |q|) and 1 + softplus(b) for keys, a and b learned per head, both
         powers near 1 at first. The published powers cost recall and training speed on small budgets.
+    start_gain: softplus(a) and softplus(b) at first.
+    saturation="none": |q| in place of tanh |q| in the power, so that doubling a large query still sharpens it.
+    keys="like_queries": the norm of a key sets its power by the same rule, with lambda and tau or the gain b, and its length
+        stays: phi_k = |k| f / |f|, f = [relu(k)^p ; relu(-k)^p].
+    The last three are forms of our own, which kernels get as ready features.
 
     A query of norm below 1e-5 has no direction; the published code gives NaN at zero. Ours fades it into a query that weighs
     all channels alike, so outputs and gradients stay bounded.
@@ -53,12 +60,20 @@ class NormAware(FeatureMap):
         key_power: float = 3.0,
         learnable: bool = False,
         powers: str = "published",
+        start_gain: float = 0.126928,
+        saturation: str = "tanh",
+        keys: str = "powers",
     ) -> None:
         super().__init__(num_heads=num_heads, head_dim=head_dim)
         if direction not in ("split", "cosine"):
             raise ValueError(f'direction must be "split" or "cosine", got {direction!r}')
         if powers not in ("published", "mild"):
             raise ValueError(f'powers must be "published" or "mild", got {powers!r}')
+        if saturation not in ("tanh", "none"):
+            raise ValueError(f'saturation must be "tanh" (as published) or "none", got {saturation!r}')
+        if keys not in ("powers", "like_queries"):
+            raise ValueError(f'keys must be "powers" (as published) or "like_queries", got {keys!r}')
+        check_number("start_gain", start_gain, above=True, why="so that the power grows with the norm")
         for name, value in (("lambda_", lambda_), ("tau", tau)):
             check_number(name, value, above=True, why="so that the power grows with the norm")
         if not isinstance(norm_scale, str):
@@ -80,19 +95,24 @@ class NormAware(FeatureMap):
         self.learnable = learnable or powers == "mild"
         self.fixed_lambda, self.fixed_tau, self.fixed_key_power = lambda_, tau, float(key_power)
         if powers == "mild":
-            self.query_gain = nn.Parameter(torch.full((num_heads,), -2.0))
-            self.key_gain = nn.Parameter(torch.full((num_heads,), -2.0))
+            # the inverse of softplus
+            start = math.log(math.expm1(start_gain))
+            self.query_gain = nn.Parameter(torch.full((num_heads,), start))
+            self.key_gain = nn.Parameter(torch.full((num_heads,), start))
         elif learnable:
             self.lambda_ = nn.Parameter(torch.full((num_heads,), float(lambda_)))
             self.tau = nn.Parameter(torch.full((num_heads,), float(tau)))
-        # a mild key power is a parameter of each head
-        self.heads_have_own_keys = powers == "mild"
+        self.saturation, self.keys = saturation, keys
+        # the power of a key may be a parameter of each head
+        self.heads_have_own_keys = powers == "mild" or (learnable and keys == "like_queries")
 
     def query(self, q: Tensor) -> Tensor:
         q, size = with_size(q)
         norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
         unit = q / norm
-        features = self.spread(unit.abs() ** self.query_power(norm), unit)
+        # powers without a bound leave nothing of a channel of 1/8; what is divided out of a query cancels
+        base = unit if self.saturation == "tanh" else unit / peak_of(unit)
+        features = self.spread(base.abs() ** self.query_power(norm), unit)
         # 1 for a zero query, 0 from SMALLEST_NORM on; without gradient, which would be steep and point nowhere
         if cheap_to_look_at(size) and bool((size >= SMALLEST_NORM**2).all()):
             return features
@@ -101,6 +121,8 @@ class NormAware(FeatureMap):
         return features + (fading if self.direction == "split" else fading * 0.5**0.5)
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
+        if self.keys == "like_queries":
+            return self.key_like_query(k, log_scale)
         power = self.key_power(k)
         scaled = k * (-log_scale / power).exp() if isinstance(log_scale, Tensor) else k
         # the published power by multiplication, several times as fast as a general power
@@ -112,10 +134,25 @@ class NormAware(FeatureMap):
         k, squares = with_size(k)
         return self.spread(magnitude, k / squares.clamp(min=SMALLEST_NORM**2).sqrt())
 
+    def key_like_query(self, k: Tensor, log_scale: Tensor | float) -> Tensor:
+        """|k| f / |f|, times exp(-log_scale)."""
+        k, size = with_size(k)
+        norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
+        unit = k / norm
+        gain = self.key_gain if self.powers == "mild" else None
+        magnitude = (unit / peak_of(unit)).abs() ** self.power_of(norm, gain)
+        length = magnitude.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM**2).sqrt()
+        kept = norm * (-log_scale).exp() if isinstance(log_scale, Tensor) else norm
+        return self.spread(magnitude * (kept / length), unit)
+
     def key_log_scale(self, k: Tensor) -> Tensor:
+        if self.keys == "like_queries":
+            return excess(with_size(k)[1].clamp(min=SMALLEST_NORM**2).log() / 2)
         return excess(self.key_power(k) * k.abs().amax(dim=-1, keepdim=True).log())
 
-    def kernel_spec(self, device: torch.device) -> KernelSpec:
+    def kernel_spec(self, device: torch.device) -> KernelSpec | None:
+        if self.saturation == "none" or self.keys == "like_queries":
+            return None
         if self.powers == "mild":
             slope, key_power = F.softplus(self.query_gain.float()), 1 + F.softplus(self.key_gain.float())
             rows = torch.stack((torch.ones_like(slope), slope, key_power), dim=1).to(device)
@@ -147,9 +184,14 @@ class NormAware(FeatureMap):
 
     def query_power(self, norm: Tensor) -> Tensor:
         """p of a query norm [B, N, H, 1]."""
-        turn = (self.norm_scale * norm).tanh()
-        if self.powers == "mild":
-            return 1 + F.softplus(self.per_head(self.query_gain, norm))[:, None] * turn
+        return self.power_of(norm, self.query_gain if self.powers == "mild" else None)
+
+    def power_of(self, norm: Tensor, gain: Tensor | None) -> Tensor:
+        """The power that a norm [B, N, H, 1] sets; gain: that of mild powers."""
+        turn = self.norm_scale * norm
+        turn = turn.tanh() if self.saturation == "tanh" else turn.clamp(max=LARGEST_TURN)
+        if gain is not None:
+            return 1 + F.softplus(self.per_head(gain, norm))[:, None] * turn
         if self.learnable:
             lambda_, tau = self.per_head(self.lambda_, norm), self.per_head(self.tau, norm)
             return (lambda_[:, None] * (tau[:, None] + turn)).clamp(min=1.0)
@@ -173,6 +215,11 @@ def with_size(x: Tensor) -> tuple[Tensor, Tensor]:
     # the factor has no gradient: what is made of the direction does not change with the length, and tanh has saturated
     x = x * (LARGEST_NORM / x.detach().abs().amax(-1, keepdim=True).clamp(min=LARGEST_NORM))
     return x, x.square().sum(-1, keepdim=True)
+
+
+def peak_of(x: Tensor) -> Tensor:
+    """The largest size of a channel, [..., 1]."""
+    return x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_NORM)
 
 
 def constant_row(values: tuple[float, ...], *, device: torch.device) -> Tensor:

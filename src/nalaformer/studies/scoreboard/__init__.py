@@ -1,6 +1,22 @@
 """Which attention does a task best: every method with every learning rate and seed, in one protocol, on the same data."""
 
+from .methods import METHODS_OF_THE_BOARD, Method, parse_methods
 from .report import Standing, read_rows, scoreboard_table, standings
-from .runs import Method, parse_methods, run_scoreboard
+from .rows import ROWS, make_board, row_names
+from .runs import Board, run_boards, run_scoreboard
 
-__all__ = ["Method", "Standing", "parse_methods", "read_rows", "run_scoreboard", "scoreboard_table", "standings"]
+__all__ = [
+    "METHODS_OF_THE_BOARD",
+    "ROWS",
+    "Board",
+    "Method",
+    "Standing",
+    "make_board",
+    "parse_methods",
+    "read_rows",
+    "row_names",
+    "run_boards",
+    "run_scoreboard",
+    "scoreboard_table",
+    "standings",
+]

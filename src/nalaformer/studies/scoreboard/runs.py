@@ -27,8 +27,11 @@ from ...training import TrainingConfig
 from ...training.config import PRECISIONS
 from ...training.resident import resident
 from ...training.sprint import Sprint
+from .methods import Method, parse_methods
 from .processes import finished_in_processes
 from .report import Row, read_rows, save_rows
+
+__all__ = ["Board", "Method", "Run", "parse_methods", "run_boards", "run_scoreboard"]
 
 Say = Callable[[str], None]
 
@@ -39,41 +42,6 @@ NO_SETTINGS = {
 }
 # what a sprint does whatever a recipe says: a row must not claim otherwise
 FIXED_SETTINGS = {"optimizer": "adamw", "ema": 0.0, "accumulate": 1, "repeats": 1, "seed": 0, "eval_epochs": 0.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """An attention by name, with options."""
-
-    name: str
-    options: dict[str, Any]
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} {json.dumps(self.options)}" if self.options else self.name
-
-
-def parse_methods(text: str) -> list[Method]:
-    """Names separated by commas, each with options in braces if it has any: 'softmax, norm_aware {"powers": "mild"}'."""
-    found = []
-    rest = text.strip()
-    while rest:
-        end = min((place for place in (rest.find(","), rest.find("{")) if place >= 0), default=len(rest))
-        name, rest = rest[:end].strip(), rest[end:]
-        options: dict[str, Any] = {}
-        if rest.startswith("{"):
-            try:
-                options, used = json.JSONDecoder().raw_decode(rest)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"options of {name} must be a JSON object, got {rest}") from error
-            rest = rest[used:].lstrip()
-        if not name or (rest and not rest.startswith(",")):
-            raise ValueError(f"methods are names separated by commas, got {text!r}")
-        found.append(Method(name=name, options=options))
-        rest = rest[1:].strip()
-    if not found:
-        raise ValueError("methods must name at least one attention")
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +200,10 @@ def run_boards(
                 for board in boards:
                     if any(run.task == board.title for run in todo):
                         place = Path(data_folder, board.title) if data_folder and len(boards) > 1 else data_folder
-                        ready = prepared(board.recipe.task, place, max(workers, jobs), say)
-                        tasks[board.title] = stack.enter_context(ready)
+                        if place is None and jobs > 1:
+                            # made once, for all processes
+                            place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                        tasks[board.title] = stack.enter_context(prepared(board.recipe.task, place, workers, say))
                 finished = finished_runs if jobs == 1 else partial(finished_at_once, jobs=jobs)
                 for row in finished(todo, tasks, out, device=device, until=until, say=say):
                     rows.append({**row, **machine.columns(device), "date": today()})

@@ -1,0 +1,89 @@
+"""The attentions that a scoreboard compares, by name: in a plain layer, so that the map is all that differs."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """An attention by name, with options."""
+
+    name: str
+    options: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {json.dumps(self.options)}" if self.options else self.name
+
+
+def of(name: str, **options: Any) -> Method:
+    return Method(name=name, options=options)
+
+
+METHODS_OF_THE_BOARD: dict[str, Method] = {
+    "softmax": of("softmax"),
+    "relu": of("relu"),
+    "elu": of("elu"),
+    "sign_split": of("split"),
+    "flatten_map": of("focused"),
+    "polaformer_map": of("polarity"),
+    "polaformerpp_map": of("polarity_exp"),
+    "mirrorla_map": of("mirrorla", gate="none"),
+    "nala": of("norm_aware"),
+    "nala_cosine": of("norm_aware", direction="cosine"),
+    "nala_mild": of("norm_aware", powers="mild", norm_scale="head"),
+    "nala_contrast": of("norm_aware", contrast="learned"),
+    "hedgehog": of("hedgehog"),
+    "mala_map": of("mala", gate="none"),
+    "rala_map": of("rala", gate="none"),
+}
+"""The rivals under short names; the file of a scoreboard has each in full."""
+ALL = "all"
+# looks at all queries, later ones too
+BIDIRECTIONAL = ("rala_map",)
+
+
+def methods_for(*, causal: bool) -> list[Method]:
+    """Those that can be trained where tokens see all others, or earlier ones alone."""
+    return [method for name, method in METHODS_OF_THE_BOARD.items() if not (causal and name in BIDIRECTIONAL)]
+
+
+def short_name(label: str) -> str:
+    """The short name of what a file calls in full; the label itself where there is none."""
+    return next((name for name, method in METHODS_OF_THE_BOARD.items() if method.label == label), label)
+
+
+def parse_methods(text: str, *, causal: bool = False) -> list[Method]:
+    """Names separated by commas, each with options in braces if it has any: 'softmax, norm_aware {"powers": "mild"}'.
+
+    A short name of METHODS_OF_THE_BOARD stands for its method, "all" for every one of them.
+    """
+    found: list[Method] = []
+    rest = text.strip()
+    while rest:
+        end = min((place for place in (rest.find(","), rest.find("{")) if place >= 0), default=len(rest))
+        name, rest = rest[:end].strip(), rest[end:]
+        options: dict[str, Any] = {}
+        if rest.startswith("{"):
+            try:
+                options, used = json.JSONDecoder().raw_decode(rest)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"options of {name} must be a JSON object, got {rest}") from error
+            rest = rest[used:].lstrip()
+        if not name or (rest and not rest.startswith(",")):
+            raise ValueError(f"methods are names separated by commas, got {text!r}")
+        found += named(name, options, causal=causal)
+        rest = rest[1:].strip()
+    if not found:
+        raise ValueError("methods must name at least one attention")
+    return found
+
+
+def named(name: str, options: dict[str, Any], *, causal: bool) -> Iterable[Method]:
+    """The methods that a name with these options stands for."""
+    if name == ALL:
+        return [of(method.name, **(method.options | options)) for method in methods_for(causal=causal)]
+    known = METHODS_OF_THE_BOARD.get(name, of(name))
+    return [of(known.name, **(known.options | options))]

@@ -1,0 +1,140 @@
+"""The rows of the scoreboard: tasks in one protocol each, with what they ask of attention."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...recipes import RECIPES, Recipe, recipe_with
+from ...registry import unknown_name
+from ...tasks import SequencesConfig
+from .methods import parse_methods
+from .runs import Board
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoardRow:
+    """A task of the scoreboard: a recipe with settings, its learning rates, and a form of it that takes no time."""
+
+    recipe: str
+    settings: dict[str, Any]
+    tiny: dict[str, Any]
+    """Further settings of the form that --smoke runs."""
+    learning_rates: tuple[float, ...]
+    asks: str
+    """What it asks of attention, in a sentence."""
+    file_option: str = ""
+    """The option of the data that names a file of the user's, if it needs one."""
+
+    def make(self, settings: Sequence[str] = ()) -> Recipe:
+        return recipe_with(self.recipe, [*assignments(self.settings), *settings])
+
+
+def assignments(settings: dict[str, Any]) -> list[str]:
+    """As a command line has them."""
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+
+
+SAMPLES = {"train_samples": 50_000, "eval_samples": 500, "test_samples": 2_000}
+FEW = {"train_samples": 4, "eval_samples": 2, "test_samples": 2, "batch_size": 2, "warmup": 0}
+# two layers of 128 channels, two heads of 64
+VECTORS = {"dropout": 0.0, "dim": 128, "mlp_dim": 256}
+TINY_VECTORS = {"dim": 8, "mlp_dim": 8, "depth": 1}
+
+
+def probing(recipe: str, asks: str, **data: Any) -> BoardRow:
+    """Rows of vectors: 256 keys and 16 probes."""
+    settings = {"model_options": VECTORS, "steps": 4_000, "warmup": 200, "eval_every": 500, **SAMPLES}
+    tiny = {"data_options": {"keys": 56, "probes": 2}, "model_options": TINY_VECTORS}
+    return BoardRow(recipe=recipe, settings=settings | data, tiny=tiny, learning_rates=(1e-3, 3e-3), asks=asks)
+
+
+def recalling(recipe: str, asks: str, *, tiny: dict[str, Any], **data: Any) -> BoardRow:
+    """Causal rows: two blocks of a gated short convolution and attention, 128 channels."""
+    settings = {"steps": 4_000, "warmup": 200, "batch_size": 64, "eval_every": 500, **SAMPLES}
+    small = {"data_options": tiny, "eval_options": {}, "model_options": {"dim": 8, "depth": 1}}
+    return BoardRow(recipe=recipe, settings=settings | data, tiny=small, learning_rates=(1e-3, 4e-3), asks=asks)
+
+
+def arena(recipe: str, asks: str, tiny: dict[str, Any]) -> BoardRow:
+    """Rows of the Long Range Arena, in its small protocol."""
+    return BoardRow(
+        recipe=recipe,
+        settings={"test_samples": 20_000},
+        tiny={"data_options": tiny, "model_options": TINY_VECTORS},
+        learning_rates=(RECIPES[recipe]().training.learning_rate,),
+        asks=asks,
+    )
+
+
+SHORT_LISTS = {"shortest": 8, "longest": 32, "max_depth": 3}
+ROWS: dict[str, BoardRow] = {
+    "pointing_256": probing("pointing", "Name the class of the nearest of 256 directions: sharp attention."),
+    "majority_256": probing("majority", "Name the class that most of 256 tokens have: flat attention."),
+    "counting_256": probing("pointing_control", "Count the tokens of a class among 256: flat attention."),
+    "mqar_80": recalling(
+        "mqar",
+        "Give the values of 80 keys that were said before: recall.",
+        epochs=0,
+        data_options={"vocabulary": 1024, "mixture": [[64, 16], [128, 32], [320, 80]]},
+        eval_options={"mixture": [[320, 80]]},
+        tiny={"vocabulary": 16, "mixture": [[8, 2]]},
+    ),
+    "copying_256": recalling("copying", "Repeat 128 random tokens.", tiny={"length": 8, "vocabulary": 6}),
+    "induction_256": recalling(
+        "induction", "Name what followed a token when it came before.", tiny={"length": 8, "vocabulary": 6}
+    ),
+    "listops": arena("lra_listops", "Evaluate nested lists of 500 to 2,000 tokens.", SHORT_LISTS),
+    "listops_sky": arena("lra_listops_sky", "The same without closing brackets, as published.", SHORT_LISTS),
+    "pathfinder": arena(
+        "lra_pathfinder",
+        "Say whether two discs lie on one contour, pixel by pixel.",
+        {"size": 12, "contour": 2, "distractors": 1, "distractor_length": 2, "seed_distance": 3.0},
+    ),
+}
+ALL = "all"
+
+
+def row_names(text: str) -> list[str]:
+    """Names separated by commas; "all" is every row that needs no file."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ValueError("a scoreboard needs a task: the name of a row or a recipe")
+    free = [name for name, row in ROWS.items() if not row.file_option]
+    return list(dict.fromkeys(each for name in names for each in (free if name == ALL else [name])))
+
+
+def make_board(
+    name: str,
+    *,
+    methods: str,
+    seeds: int,
+    learning_rates: Sequence[float] = (),
+    settings: Sequence[str] = (),
+    steps: int = 0,
+    smoke: bool = False,
+) -> Board:
+    """The runs of a row, or of a recipe on sequences, by name. smoke: two steps of its smallest form, one seed and rate."""
+    if name not in ROWS and name not in RECIPES.names():
+        raise unknown_name("task (a row of the scoreboard or a recipe)", name, [*ROWS, *RECIPES.names()])
+    row = ROWS.get(name)
+    small = [*assignments(row.tiny | FEW)] if smoke and row is not None else []
+    recipe = row.make([*small, *settings]) if row is not None else recipe_with(name, list(settings))
+    original = RECIPES[name]() if row is None else row.make(small)
+    refuse_others(name, recipe, original)
+    rates = list(learning_rates) or (list(row.learning_rates) if row is not None else [recipe.training.learning_rate])
+    chosen = parse_methods(methods, causal=recipe.model == "recall")
+    if smoke:
+        recipe = replace(recipe, training=replace(recipe.training, eval_every=2))
+        seeds, rates, steps = 1, rates[:1], steps or 2
+    return Board(title=name, recipe=recipe, methods=chosen, seeds=range(seeds), learning_rates=rates, steps=steps)
+
+
+def refuse_others(name: str, recipe: Recipe, original: Recipe) -> None:
+    """Refuse what is no recipe on sequences, and settings that a scoreboard does not follow."""
+    if not isinstance(recipe.task, SequencesConfig):
+        raise ValueError(f"a scoreboard needs a recipe on sequences, got {name}")
+    for setting, remedy in (("attention", "name it in --methods"), ("initial_weights", "models start as they are made")):
+        value = getattr(recipe, setting)
+        if value != getattr(original, setting):
+            raise ValueError(f"a scoreboard does not follow {setting}={value}; leave it out: {remedy}")
