@@ -15,8 +15,10 @@ from .registry import FEATURE_MAPS
 SMALLEST_NORM = 1e-5
 # A query beyond it points where it does and no further: the square of 1e20 fits into no float32.
 LARGEST_NORM = 1e15
-# Without saturation: beyond it the largest channel alone is left, and more only loses digits.
-LARGEST_TURN = 1e3
+# What a zero vector is divided by.
+SMALLEST_PEAK = 1e-30
+# Without saturation: a channel of half the largest is 1e-10 of it then, and more only loses digits.
+LARGEST_TURN = 32.0
 
 
 @FEATURE_MAPS.register("norm_aware")
@@ -110,8 +112,9 @@ class NormAware(FeatureMap):
         q, size = with_size(q)
         norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
         unit = q / norm
-        # powers without a bound leave nothing of a channel of 1/8; what is divided out of a query cancels
-        base = unit if self.saturation == "tanh" else unit / peak_of(unit)
+        # powers without a bound leave nothing of a channel of 1/8; what is divided out of a query cancels. The largest
+        # channel of a unit vector is no smaller, and a query that has no direction stays small
+        base = unit if self.saturation == "tanh" else unit / unit.abs().amax(-1, keepdim=True).clamp(min=self.head_dim**-0.5)
         features = self.spread(base.abs() ** self.query_power(norm), unit)
         # 1 for a zero query, 0 from SMALLEST_NORM on; without gradient, which would be steep and point nowhere
         if cheap_to_look_at(size) and bool((size >= SMALLEST_NORM**2).all()):
@@ -136,18 +139,17 @@ class NormAware(FeatureMap):
 
     def key_like_query(self, k: Tensor, log_scale: Tensor | float) -> Tensor:
         """|k| f / |f|, times exp(-log_scale)."""
-        k, size = with_size(k)
-        norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
-        unit = k / norm
+        shape, peak, length = in_shape(k)
         gain = self.key_gain if self.powers == "mild" else None
-        magnitude = (unit / peak_of(unit)).abs() ** self.power_of(norm, gain)
-        length = magnitude.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM**2).sqrt()
-        kept = norm * (-log_scale).exp() if isinstance(log_scale, Tensor) else norm
-        return self.spread(magnitude * (kept / length), unit)
+        magnitude = shape.abs() ** self.power_of(peak * length, gain)
+        sharpened = magnitude.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM).sqrt()
+        kept = peak * (-log_scale).exp() if isinstance(log_scale, Tensor) else peak
+        return self.spread(magnitude * (kept * (length / sharpened)), shape / length)
 
     def key_log_scale(self, k: Tensor) -> Tensor:
         if self.keys == "like_queries":
-            return excess(with_size(k)[1].clamp(min=SMALLEST_NORM**2).log() / 2)
+            _, peak, length = in_shape(k)
+            return excess(peak.log() + length.log())
         return excess(self.key_power(k) * k.abs().amax(dim=-1, keepdim=True).log())
 
     def kernel_spec(self, device: torch.device) -> KernelSpec | None:
@@ -217,9 +219,11 @@ def with_size(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, x.square().sum(-1, keepdim=True)
 
 
-def peak_of(x: Tensor) -> Tensor:
-    """The largest size of a channel, [..., 1]."""
-    return x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_NORM)
+def in_shape(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(x / peak, peak, |x / peak|), the peak being the largest size of a channel: |x| = peak |x / peak| overflows nowhere."""
+    peak = x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_PEAK)
+    shape = x / peak
+    return shape, peak, shape.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM).sqrt()
 
 
 def constant_row(values: tuple[float, ...], *, device: torch.device) -> Tensor:
