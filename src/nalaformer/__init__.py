@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from . import attention, feature_maps, ops, published
-from .conversion import convert, filter_tokens, load_converted, plan_conversion
+from .conversion import convert, filter_tokens, fold, load_converted, plan_conversion
 from .feature_maps import FEATURE_MAPS, FeatureMap, feature_map
 from .ops import (
     LinearState,
@@ -61,6 +61,7 @@ __all__ = [
     "feature_map",
     "feature_maps",
     "filter_tokens",
+    "fold",
     "get_backend",
     "global_query_weight",
     "linear_attention",

@@ -1,6 +1,7 @@
 """Put linear attention into a model that somebody else built, keeping its projection weights."""
 
 from .adapters import DiffusersAttention, TimmAttention, TimmWindowAttention, TransformersAttention
+from .folding import fold
 from .plan import Replacement, convert, plan_conversion
 from .records import load_converted
 from .token_filter import TokenFilter, filter_tokens
@@ -14,6 +15,7 @@ __all__ = [
     "TransformersAttention",
     "convert",
     "filter_tokens",
+    "fold",
     "load_converted",
     "plan_conversion",
 ]

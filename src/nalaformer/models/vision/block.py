@@ -73,6 +73,10 @@ class Block(nn.Module):
         """How much attention each token would get in this block, [B, N]."""
         return self.attention.received(self.norm1(x if self.local1 is None else self.local1(x, grid, plus=x)), grid)
 
+    def scaled_layers(self) -> dict[str, nn.Module]:
+        """Which layer each layer scale follows, with dropout alone between them: `nalaformer.fold` puts it in there."""
+        return {"scale1": self.attention.projection, "scale2": self.feed_forward.fc2}
+
     def _add(self, x: Tensor, branch: Tensor, scale: nn.Module) -> Tensor:
         """x + drop_path(scale(branch)) in one pass over the tokens."""
         keep = None

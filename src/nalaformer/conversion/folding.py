@@ -1,0 +1,96 @@
+"""Models for inference with fewer passes over their tokens: factors per channel move into the layer before them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from ..attention import Attention
+from ..feature_maps import Reflection
+
+# these alone, not what is derived from them: a subclass may standardise its weight, or be a norm and an activation in one
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def fold(model: nn.Module) -> nn.Module:
+    """A copy for inference: batch norms, layer scales and static reflections are part of the layers before them.
+
+    norm(W x + b) = (f W) x + (f (b - mean) + shift), f = weight / sqrt(var + eps); a layer scale is an f alone. Outputs are
+    the same but for rounding. `folded` of the copy names what went where; the given model is not changed. Fold before you
+    convert to half precision: the new weights are then rounded once.
+    """
+    learning = [name or "the model itself" for name, module in model.named_modules() if module.training]
+    if learning:
+        raise ValueError(
+            f"only a model in evaluation mode can be folded, got one in training mode ({learning[0]}); call model.eval() first"
+        )
+    copy = deepcopy(model)
+    folded = []
+    with torch.no_grad():
+        for (before, layer), (parent, name, place), factor, shift in list(factors_in(copy)):
+            scale_outputs(layer, factor, shift)
+            setattr(parent, name, nn.Identity())
+            folded.append(f"{place} -> {before}")
+        for place, module in copy.named_modules():
+            if isinstance(module, Attention) and isinstance(module.map, Reflection) and not module.map.variance:
+                module.fold()
+                folded.append(f"{place}.map -> the projection of {place}")
+    copy.folded = tuple(folded)  # type: ignore[assignment]
+    return copy
+
+
+Found = tuple[tuple[str, nn.Module], tuple[nn.Module, str, str], Tensor, Tensor | None]
+
+
+def factors_in(model: nn.Module) -> Iterator[Found]:
+    """The layer before a factor, where the factor's module stands, and the factor and shift [C] of its channels."""
+    names = {module: name for name, module in model.named_modules()}
+    # not children() and parameters(), which say once what a module has twice
+    uses = Counter(id(part) for module in names for part in (*module._modules.values(), *module._parameters.values()))
+
+    def is_alone(module: nn.Module) -> bool:
+        """Whether nobody else uses or watches the layer: others must find it as it was."""
+        is_watched = module._forward_hooks or module._forward_pre_hooks or is_parametrized(module)
+        return not is_watched and all(uses[id(part)] == 1 for part in (module, *module.parameters()))
+
+    for module, name in names.items():
+        prefix = f"{name}." if name else ""
+        if type(module).forward is nn.Sequential.forward:
+            for (_, layer), (place, norm) in pairwise(module._modules.items()):
+                is_pair = type(layer) in CONVOLUTIONS and type(norm) in BATCH_NORMS
+                if is_pair and norm.running_var is not None and is_alone(layer) and is_alone(norm):
+                    yield (names[layer], layer), (module, place, prefix + place), *of_batch_norm(norm)
+        elif hasattr(module, "scaled_layers"):
+            for place, layer in module.scaled_layers().items():
+                gamma = getattr(getattr(module, place), "gamma", None)
+                if gamma is not None and type(layer) is nn.Linear and is_alone(layer):
+                    yield (names[layer], layer), (module, place, prefix + place), gamma, None
+
+
+def of_batch_norm(norm: Any) -> tuple[Tensor, Tensor]:
+    """Factor and shift [C] of a batch norm that no longer learns."""
+    factor = (exact(norm.running_var) + norm.eps).rsqrt()
+    factor = factor if norm.weight is None else factor * exact(norm.weight)
+    shift = -exact(norm.running_mean) * factor
+    return factor, shift if norm.bias is None else shift + exact(norm.bias)
+
+
+def scale_outputs(layer: Any, factor: Tensor, shift: Tensor | None) -> None:
+    """Make a linear layer or convolution give factor * output + shift, in place; both [C]."""
+    factor = exact(factor)
+    layer.weight.copy_(exact(layer.weight) * factor.view(-1, *[1] * (layer.weight.dim() - 1)))
+    if layer.bias is not None:
+        layer.bias.copy_(exact(layer.bias) * factor + (0 if shift is None else shift))
+    elif shift is not None:
+        layer.bias = nn.Parameter(shift.to(layer.weight), requires_grad=layer.weight.requires_grad)
+
+
+def exact(x: Tensor) -> Tensor:
+    """In float64, where the only rounding will be that of the result; on the host, since not every device has it."""
+    return x.detach().to("cpu", torch.float64)
