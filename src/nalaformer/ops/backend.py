@@ -93,7 +93,8 @@ def choose(
     """
     if _setting in ("reference", "chunked"):
         return Choice(_setting)
-    reason = why_not_on(q) or why_not_on(k) or why_not_on(v)
+    # k and v are on the device of q and have its batch size
+    reason = why_not_on(q, k, v)
     if reason is None:
         # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
         is_normalised = rotary[0] is not None and rotary[0].normalised
@@ -119,8 +120,8 @@ def why_no_triton_here() -> str | None:
     return None
 
 
-def why_not_on(x: Tensor) -> str | None:
-    """Why the kernels cannot take such a tensor; None if they can."""
+def why_not_on(x: Tensor, *others: Tensor) -> str | None:
+    """Why the kernels cannot take such a tensor, and others of its device and batch size; None if they can."""
     if not TRITON_FOUND or (x.device.type != "cuda" and not (INTERPRETING and _setting == "triton")):
         # asked only here: looking for devices takes longer than a kernel's launch
         return why_no_triton_here() or f"the tensors are on {x.device.type}"
@@ -130,7 +131,7 @@ def why_not_on(x: Tensor) -> str | None:
         return "an exported program must run without Triton"
     if is_transformed():
         return "a transform of torch.func is at work, which needs plain torch"
-    if x.dtype == torch.float64:
+    if x.dtype == torch.float64 or any([other.dtype == torch.float64 for other in others]):
         return "float64 has no matrix units"
     return None
 

@@ -136,7 +136,11 @@ def cheap_to_look_at(x: Tensor) -> bool:
 
 def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Computing in the types that are asked for; the meta device, which computes nothing, has no autocast to leave."""
-    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    # a block of torch.autocast takes as long as a launch, so none is opened where it would change nothing
+    if device == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device)):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:

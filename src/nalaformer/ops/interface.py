@@ -360,8 +360,12 @@ def _needs_grad(
     *others: Tensor | str | LinearState | None,
 ) -> bool:
     """Whether a gradient is wanted of the tensors, the parameters of the map, or the others; a state: of what it sums."""
+    if not torch.is_grad_enabled():
+        return False
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
     parameters = feature_map.parameters() if isinstance(feature_map, torch.nn.Module) else ()
-    tensors = [q, k, v, *parameters, *(x for x in others if isinstance(x, Tensor))]
+    tensors = [*parameters, *(x for x in others if isinstance(x, Tensor))]
     for other in others:
         tensors += other.tensors().values() if isinstance(other, LinearState) else ()
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return any(x.requires_grad for x in tensors)

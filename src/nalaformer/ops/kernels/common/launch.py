@@ -46,7 +46,8 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
     if known is not None:
         runner, rest = known
         with on_device_of(tensors[0]):
-            runner(*tensors, *rest)
+            # addresses: of a tensor, Triton asks the driver at every launch where it lies
+            runner(*[x.data_ptr() for x in tensors], *rest)
         return
     grid, numbers, constants = describe()
     taken = {name: value for name, value in constants.items() if name in kernel.arg_names or name in OPTIONS}
@@ -56,7 +57,33 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
         compiled = kernel[grid](*tensors, *numbers, **taken)
     if not INTERPRETING:
         in_order = kernel.arg_names[len(tensors) + len(numbers) :]
-        launches[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *(taken[name] for name in in_order))
+        rest = (*numbers, *(taken[name] for name in in_order))
+        launches[key] = runner_of(compiled, (*grid, 1, 1)[:3], tensors[0].get_device()), rest
+
+
+def runner_of(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[..., None]:
+    """Launches a compiled kernel on the current stream of the device, which must be the current one.
+
+    Triton's own runner calls its hooks and describes the launch for them each time; ours leaves that out where nobody listens.
+    """
+    from triton import knobs
+
+    of_triton, listeners = compiled[grid], knobs.runtime
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    current_stream = torch._C._cuda_getCurrentRawStream
+
+    def launch(*arguments: Any) -> None:
+        if is_heard(listeners.launch_enter_hook) or is_heard(listeners.launch_exit_hook):
+            of_triton(*arguments)
+        else:
+            run(*grid, current_stream(device), function, metadata, None, None, None, *arguments)
+
+    return launch
+
+
+def is_heard(hook: Any) -> bool:
+    """Whether anybody listens: a hook is None, a chain of functions that may be empty, or a function."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def sound_form(kernel: Any, arguments: Sequence[Any], grid: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
@@ -75,19 +102,26 @@ HERE = nullcontext()
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, whatever device its tensors are on."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+    device = tensor.get_device()
+    # what torch.cuda.current_device asks, without its check that CUDA has started: a tensor lies there
+    if device < 0 or tensor.device.type != "cuda" or device == torch._C._cuda_getDevice():
         return HERE
-    return torch.cuda.device(tensor.device)
+    return torch.cuda.device(device)
 
 
 def kind(*tensors: Tensor | None) -> tuple[object, ...]:
     """What of some tensors a compiled launch depends on."""
-    present = [x for x in tensors if x is not None]
+    described: list[object] = []
     alignment = 0
-    for x in present:
-        alignment |= x.data_ptr()
-    described = (None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
-    return (*described, alignment % 16, present[0].device)
+    for x in tensors:
+        if x is None:
+            described.append(None)
+        else:
+            alignment |= x.data_ptr()
+            described += x.shape, x.stride(), x.dtype
+    # one of them is there
+    described += alignment % 16, next(x.device for x in tensors if x is not None)
+    return tuple(described)
 
 
 def readable(x: Tensor) -> Tensor:
