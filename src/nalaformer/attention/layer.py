@@ -162,10 +162,11 @@ class Attention(nn.Module):
 
     def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
         """[B, N, C]: norm, gate and the last projection."""
-        if self.norm is not None and self.config.gate == "silu":
-            return self.projection(self.norm(out, gate))
-        if self.norm is not None:
-            out = self.norm(out)
+        norm = self.norm
+        if norm is not None and self.config.gate == "silu":
+            return self.projection(norm(out, gate))
+        if norm is not None:
+            out = norm(out)
         if gate is not None:
             out = out * (F.silu(gate) if self.config.gate == "silu" else gate)
         return self.projection(out)
@@ -178,8 +179,9 @@ class Attention(nn.Module):
 
         size = self.config.key_reduction
         if size == 1:
-            q, k, v, *gate = self.qkvg(x).split(self.dim, dim=-1)
-            return heads(q), heads(k), heads(v), gate[0] if gate else None, grid
+            # one view and one cut: each costs the host as much as a small kernel
+            q, k, v, *gate = self.qkvg(x).unflatten(-1, (-1, self.num_heads, self.head_dim)).unbind(2)
+            return q, k, v, gate[0].flatten(2) if gate else None, grid
         if key_mask is not None:
             raise ValueError(
                 f"key_mask needs a key for each token, got key_reduction={size}, which mixes tokens before they become "
@@ -275,8 +277,8 @@ class Attention(nn.Module):
         return out.transpose(1, 2)
 
     def _mix_nearby(self, v: Tensor, grid: Grid, groups: Groups | None, out: Tensor) -> Tensor:
-        assert self.local_mix is not None
         mix = self.local_mix
+        assert mix is not None
         if groups is None:
             return mix(v, grid, out)
         return out + groups.join(lambda inside: mix(hide(v, inside), grid), out)

@@ -1,6 +1,7 @@
 """Speed and memory of the ops and of whole models, side by side with their peers in one run."""
 
 from . import mala_and_rala as mala_and_rala  # enters them
+from .backbone_peers import run_backbone_peers
 from .cases import Case, cases_for
 from .generation import run_generation
 from .implementations import IMPLEMENTATIONS, Implementation
@@ -17,6 +18,7 @@ from .training import run_training
 
 __all__ = [
     "IMPLEMENTATIONS", "MODEL_VARIANTS", "CallMeasurement", "Case", "Implementation", "Measurement", "ModelMeasurement",
-    "OpMeasurement", "Result", "cases_for", "describe_machine", "extras", "left_out", "measure", "median_ms", "run_generation",
+    "OpMeasurement", "Result", "cases_for", "describe_machine", "extras", "left_out", "measure", "median_ms",
+    "run_backbone_peers", "run_generation",
     "run_language", "run_models", "run_super_resolution", "run_training",
 ]  # fmt: skip

@@ -41,8 +41,8 @@ def add_to(app: "typer.Typer") -> None:
         case: Annotated[
             str,
             typer.Option(
-                help="backbones; super_resolution: whole images of up to 280K tokens, with a picture; or generation: a "
-                "denoising step of up to 65K tokens, with a picture."
+                help="backbones; peers: timm's beside ours, eager and compiled; super_resolution: whole images of up to 280K "
+                "tokens, with a picture; or generation: a denoising step of up to 65K tokens, with a picture."
             ),
         ] = "backbones",
     ) -> None:
@@ -182,17 +182,18 @@ def run_bench_ops(device: str, out: Path, quick: bool) -> None:
 
 
 def run_bench_models(device: str, out: Path | None, sizes: list[int] | None, seconds: float, case: str) -> None:
-    from ..bench import run_generation, run_models, run_super_resolution
+    from ..bench import run_backbone_peers, run_generation, run_models, run_super_resolution
     from ..registry import unknown_name
 
     cases: dict[str, Callable[..., Sequence[Any]]] = {
         "backbones": run_models,
+        "peers": run_backbone_peers,
         "super_resolution": run_super_resolution,
         "generation": run_generation,
     }
     if case not in cases:
         raise unknown_name("case", case, cases)
-    if case != "backbones":
+    if case in ("super_resolution", "generation"):
         # the picture comes last
         need("matplotlib")
     exit_by(cases[case](device, out, sizes or None, seconds=seconds))

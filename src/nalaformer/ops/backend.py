@@ -32,6 +32,7 @@ LARGEST_IN_FULL_PRECISION = 64
 LARGE_MAPS = ("norm_aware_split", "focused")
 LARGE_MAPS_IN_BFLOAT16 = (*LARGE_MAPS, "relu", "split", "polarity", "polarity_exp", "reflection_in_pairs")
 MOST_ROWS = 65_535  # samples times heads: what the second axis of a grid holds
+NO_DOUBLE = "float64 has no matrix units"
 TRITON_FOUND = find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, slowly: for tests
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -93,8 +94,10 @@ def choose(
     """
     if _setting in ("reference", "chunked"):
         return Choice(_setting)
+    reason = why_not_on(q)
     # k and v are on the device of q and have its batch size
-    reason = why_not_on(q, k, v)
+    if reason is None and torch.float64 in (k.dtype, v.dtype):
+        reason = NO_DOUBLE
     if reason is None:
         # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
         is_normalised = rotary[0] is not None and rotary[0].normalised
@@ -120,19 +123,21 @@ def why_no_triton_here() -> str | None:
     return None
 
 
-def why_not_on(x: Tensor, *others: Tensor) -> str | None:
-    """Why the kernels cannot take such a tensor, and others of its device and batch size; None if they can."""
+def why_not_on(x: Tensor) -> str | None:
+    """Why the kernels cannot take such a tensor; None if they can."""
     if not TRITON_FOUND or (x.device.type != "cuda" and not (INTERPRETING and _setting == "triton")):
         # asked only here: looking for devices takes longer than a kernel's launch
         return why_no_triton_here() or f"the tensors are on {x.device.type}"
     if x.shape[0] == 0:
         return "the batch is empty"
-    if is_exporting() or is_jit_tracing():
+    # asked one by one, and only what can be: these questions stand before every launch
+    is_compiling = torch.compiler.is_compiling()
+    if is_exporting() if is_compiling else is_jit_tracing():
         return "an exported program must run without Triton"
-    if is_transformed():
+    if not is_compiling and is_transformed():
         return "a transform of torch.func is at work, which needs plain torch"
-    if x.dtype == torch.float64 or any([other.dtype == torch.float64 for other in others]):
-        return "float64 has no matrix units"
+    if x.dtype == torch.float64:
+        return NO_DOUBLE
     return None
 
 

@@ -48,6 +48,26 @@ def check_options(causal: bool, eps: float) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> None:
+    """Refuse what breaks a rule; what keeps them all, as nearly every call does, is seen in one look."""
+    if not fits_at_a_glance(q, k, v, feature_map):
+        explain_tensors(q, k, v, feature_map)
+
+
+def fits_at_a_glance(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> bool:
+    """True only if `explain_tensors` has nothing to say; grouped heads and rare types are left to it."""
+    is_map = hasattr(feature_map, "query_streams") and not isinstance(feature_map, type)
+    if not is_map or not (type(q) is type(k) is type(v) is Tensor) or q.dim() != 4:
+        return False
+    shape, device = q.shape, q.device
+    _, tokens, heads, channels = shape
+    is_one_kind = k.shape == shape and v.shape == shape and k.device == device and v.device == device
+    is_one_type = q.is_floating_point() and k.dtype == q.dtype and v.dtype == q.dtype
+    fits_map = heads == feature_map.num_heads and channels == feature_map.head_dim and channels % feature_map.streams == 0
+    return is_one_kind and is_one_type and fits_map and tokens > 0
+
+
+def explain_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> None:
+    """Each rule with what came instead."""
     if isinstance(feature_map, type) or not hasattr(feature_map, "query_streams"):
         got = f"the class {feature_map.__name__} itself" if isinstance(feature_map, type) else repr(feature_map)
         raise TypeError(
@@ -162,6 +182,8 @@ def check_rotary_pair(rotary: RotaryArgument, q: Tensor, k: Tensor) -> RotaryPai
     """The rotary of q and that of k, which must turn alike."""
     if isinstance(rotary, tuple) and len(rotary) != 2:
         raise ValueError(f"rotary must be one Rotary or a pair (of q, of k), got a tuple of {len(rotary)}")
+    if rotary is None:
+        return None, None
     rotary_q, rotary_k = rotary if isinstance(rotary, tuple) else (rotary, rotary)
     check_rotary(rotary_q, q, "q")
     check_rotary(rotary_k, k, "k")

@@ -23,12 +23,12 @@ def depthwise_conv(
         raise ValueError(f"channels must be a multiple of the kernels ({weight.shape[0]}), got {channels}")
     same = plus is None or plus.dtype == x.dtype
     if weight.shape[-1] in FUSED_SIZES and same and runs_kernels(x) and batch > 0:
-        from .kernels.tokenwise import depthwise_op
+        from .kernels.tokenwise.depthwise_op import convolve
 
         is_residual = plus is x
         x = x if x.stride(-1) == 1 else x.contiguous()
         plus = x if is_residual else plus if plus is None or plus.stride(-1) == 1 else plus.contiguous()
-        return depthwise_op.convolve(x, plus, weight, bias, *grid)
+        return convolve(x, plus, weight, bias, *grid)
     heads = channels // weight.shape[0]
     image = x.transpose(1, 2).reshape(batch * heads, weight.shape[0], *grid)
     mixed = F.conv2d(image, weight, bias, padding=weight.shape[-1] // 2, groups=weight.shape[0])

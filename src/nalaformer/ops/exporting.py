@@ -13,4 +13,4 @@ def is_exporting() -> bool:
 
 def is_jit_tracing() -> bool:
     """True inside of torch.jit.trace, which keeps one side of every branch and one number of repetitions of every loop."""
-    return not torch.compiler.is_compiling() and torch.jit.is_tracing()
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()

@@ -16,10 +16,11 @@ def is_ordinary(x: Tensor) -> bool:
 
 def is_traced() -> bool:
     """Whether a tracer watches: it follows no cache, and its tensors (of FakeTensorMode, make_fx) mix with no others."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         return True
     # where no mode and no transform is at work, a new tensor is an ordinary one
-    if not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or is_transformed()):
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    if not modes and torch._C._functorch.peek_interpreter_stack() is None:
         return False
     # what mode it is does not matter: what it makes of a new tensor does
     return not is_ordinary(torch.empty(0, device="cpu"))

@@ -15,10 +15,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, gate: Ten
     x, gate: [..., C] -> [..., C] in the type of x.
     """
     if runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0:
-        from .kernels.tokenwise import layer_norm_op
+        from .kernels.tokenwise.layer_norm_op import normalise
 
         gates = None if gate is None else rows_of(gate)
-        return layer_norm_op.normalise(rows_of(x), gates, weight, bias, eps).view(x.shape)
+        return normalise(rows_of(x), gates, weight, bias, eps).view(x.shape)
     out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return out if gate is None else out * F.silu(gate)
 

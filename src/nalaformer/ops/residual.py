@@ -12,9 +12,9 @@ def scaled_residual(x: Tensor, y: Tensor, *, scale: Tensor | None = None, keep: 
         return x + y
     fits = x.dtype == y.dtype and y.shape == x.shape and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0
     if fits and runs_kernels(x):
-        from .kernels.tokenwise import residual_op
+        from .kernels.tokenwise.residual_op import add
 
-        return residual_op.add(x.contiguous(), y.contiguous(), scale, keep)
+        return add(x.contiguous(), y.contiguous(), scale, keep)
     if scale is not None:
         y = y * scale
     return x + (y if keep is None else y * keep[:, None, None])

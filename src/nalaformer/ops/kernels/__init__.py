@@ -66,8 +66,9 @@ def prepare(
         spec = KernelSpec("identity", parts=1)
     angles: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None)
     if rotary[0] is not None and rotary[1] is not None:
-        angles = (*rotary[0].tables(), *rotary[1].tables())
-    q, k, v = (readable(x) for x in (q, k, v))
+        of_queries = rotary[0].tables()
+        angles = (*of_queries, *(of_queries if rotary[1] is rotary[0] else rotary[1].tables()))
+    q, k, v = readable(q), readable(k), readable(v)
     parameters = spec.parameters
     if parameters is None:
         parameters = q.new_empty(1, 0, dtype=torch.float32)

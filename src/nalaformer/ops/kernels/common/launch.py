@@ -45,9 +45,13 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
     known = launches.get(key)
     if known is not None:
         runner, rest = known
-        with on_device_of(tensors[0]):
-            # addresses: of a tensor, Triton asks the driver at every launch where it lies
-            runner(*[x.data_ptr() for x in tensors], *rest)
+        # addresses: of a tensor, Triton asks the driver at every launch where it lies
+        addresses = [x.data_ptr() for x in tensors]
+        if is_current(tensors[0]):
+            runner(*addresses, *rest)
+        else:
+            with torch.cuda.device(tensors[0].device):
+                runner(*addresses, *rest)
         return
     grid, numbers, constants = describe()
     taken = {name: value for name, value in constants.items() if name in kernel.arg_names or name in OPTIONS}
@@ -102,11 +106,13 @@ HERE = nullcontext()
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, whatever device its tensors are on."""
-    device = tensor.get_device()
+    return HERE if is_current(tensor) else torch.cuda.device(tensor.device)
+
+
+def is_current(tensor: Tensor) -> bool:
+    """Whether a tensor lies on the current device, or on no GPU at all."""
     # what torch.cuda.current_device asks, without its check that CUDA has started: a tensor lies there
-    if device < 0 or tensor.device.type != "cuda" or device == torch._C._cuda_getDevice():
-        return HERE
-    return torch.cuda.device(device)
+    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
 def kind(*tensors: Tensor | None) -> tuple[object, ...]:

@@ -201,7 +201,7 @@ def backward(
     )
     # what is no longer needed goes before the next gradients come: less memory at the peak
     del drop
-    dk, dv, dweight = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v, weight))
+    dk, dv, dweight = [torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v, weight)]
 
     key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)
     dkey = parameter_buffer(key_count, call.kv_heads, 2)

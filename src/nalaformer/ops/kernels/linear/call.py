@@ -8,6 +8,7 @@ types and alignment only hands over the pointers.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -125,13 +126,13 @@ class Call:
     def block_v(self) -> int:
         return max(16, triton.next_power_of_2(self.value_dim))
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether one program per sample and head does it all."""
         is_short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS and self.samples * self.heads <= WHOLE_PROGRAMS
         return is_short and self.heads == self.kv_heads and not self.is_packed
 
-    @property
+    @cached_property
     def per_row(self) -> torch.Size:
         """Shape of what is kept per query: [streams, B, H, N], or [streams, H, T] if packed; tokens side by side."""
         batch = () if self.is_packed else (self.samples,)
@@ -212,7 +213,7 @@ class Call:
     def sums(self, splits: int, heads: int) -> Tensor:
         return torch.empty((splits, self.samples * heads, *self.shape_of_sums), dtype=torch.float32, device=self.device)
 
-    @property
+    @cached_property
     def shape_of_sums(self) -> tuple[int, ...]:
         """Of a sample and head: [PARTS, D, V + 2], or with a contrast those numbers and V more in one row."""
         shape = self.settings.parts, self.head_dim, self.value_dim + 2
@@ -254,12 +255,11 @@ CALLS: Bounded[Call] = Bounded()
 def call_for(q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, layout: TokenLayout, settings: MapSettings) -> Call:
     """The call for inputs of this kind: whatever its launches may depend on is in the key."""
     cos_q, _, cos_k, _, key_mask, cu_seqlens, longest = layout
+    # written out, since a call costs the host little: the tables are float32
     key = (
-        settings,
-        longest,
-        *((x.shape, x.stride(), x.dtype) for x in (q, k, v)),
-        parameters.shape,
-        *(None if x is None else (x.shape, x.dtype) for x in (cos_q, cos_k, key_mask, cu_seqlens)),
+        *(settings, longest, parameters.shape, cos_q is None or cos_q.shape, cos_k is None or cos_k.shape),
+        *(key_mask is None or key_mask.shape, cu_seqlens is None or (cu_seqlens.shape, cu_seqlens.dtype)),
+        *(q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype),
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if key_mask is None else key_mask.data_ptr())) % 16,
         q.device,
     )
