@@ -70,7 +70,7 @@ class PeerMeasurement(CallMeasurement):
         import timm
 
         torch.manual_seed(0)
-        sized = {"img_size": self.image_size} if self.model in SIZED else {}
+        sized: dict[str, Any] = {"img_size": self.image_size} if self.model in SIZED else {}
         network: nn.Module = timm.create_model(self.model, **sized)
         return network.to(self.device).train(self.direction == TRAINING)
 

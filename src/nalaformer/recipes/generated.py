@@ -76,6 +76,6 @@ def marked_pair() -> Recipe:
     Expected: not measured; chance is 0.25.
     """
     base = cue_grid()
-    rhythm = {"eval_every": 500, "save_every": 500}
-    training = replace(base.training, steps=2_000, batch_size=64, learning_rate=1e-3, warmup=200, **rhythm)
+    lengths = replace(base.training, steps=2_000, warmup=200, eval_every=500, save_every=500)
+    training = replace(lengths, batch_size=64, learning_rate=1e-3)
     return replace(base, task=ClassificationConfig(data="marked_pair", eval_samples=1_000), training=training)

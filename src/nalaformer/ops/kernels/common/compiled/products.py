@@ -42,8 +42,7 @@ def times(v, high, low, PRECISION: tl.constexpr):
 
 @triton.constexpr_function
 def is_lean(DOT, BD, BV, LARGEST=64):
-    """True for bfloat16, which matrix units multiply exactly. Most kernels have no registers for it beyond heads of 64 channels;
-    LARGEST: what a kernel has registers for."""
+    """True for bfloat16, which matrix units multiply exactly. LARGEST: heads for which there are registers."""
     return DOT == tl.bfloat16 and max(BD, BV) <= LARGEST  # noqa: SIM300
 
 
