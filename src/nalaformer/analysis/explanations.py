@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..registry import unknown_name
 from .layers import Recorder, attention_layers, for_heads, record
-from .maps import as_map, moved, rollout, spread_keys, start_at
+from .maps import as_images, as_map, moved, rollout, spread_keys, start_at
 from .records import LayerRecord
 
 METHODS = ("decision_aware", "gradient_rollout", "rollout", "integrated_gradients")
@@ -35,18 +35,20 @@ def explain(
     """
     if method not in METHODS:
         raise unknown_name("method of explanation", method, METHODS)
-    if image.dim() not in (3, 4):
-        raise ValueError(f"image must be [channels, height, width] or a batch of them, got shape {tuple(image.shape)}")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    images = (image if image.dim() == 4 else image[None]).detach()
-    if method == "rollout":
-        records = record(model, images)
-        heat = rollout(records, start_of(records[-1]))
-    elif method == "integrated_gradients":
-        heat = _integrated_gradients(model, images, target, steps, baseline)
-    else:
-        heat = _by_flow(model, images, target, method)
+    images = as_images(image).detach()
+    # gradients are needed, whatever the caller switched off
+    with torch.inference_mode(False):
+        # a copy, for what inference mode made knows no gradients
+        images = images.clone()
+        if method == "rollout":
+            records = record(model, images)
+            heat = rollout(records, start_of(records[-1]))
+        elif method == "integrated_gradients":
+            heat = _integrated_gradients(model, images, target, steps, baseline)
+        else:
+            heat = _by_flow(model, images, target, method)
     return heat if image.dim() == 4 else heat[0]
 
 
@@ -59,9 +61,16 @@ def targets_of(logits: Tensor, target: int | Tensor | None) -> Tensor:
     """[B] classes."""
     if target is None:
         return logits.argmax(-1)
-    classes = torch.as_tensor(target, device=logits.device).expand(len(logits))
+    rule = f"target must be the number of a class below {logits.shape[-1]}, or one for each of {len(logits)} images"
+    try:
+        classes = torch.as_tensor(target, device=logits.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{rule}, got {target!r}; names of classes are known to the data alone") from error
+    if classes.is_floating_point() or classes.dtype == torch.bool or classes.shape not in ((), (1,), (len(logits),)):
+        raise ValueError(f"{rule}, got {target!r}")
+    classes = classes.long().expand(len(logits))
     if not bool(((classes >= 0) & (classes < logits.shape[-1])).all()):
-        raise ValueError(f"target must be a class below {logits.shape[-1]}, got {classes.tolist()}")
+        raise ValueError(f"{rule}, got {classes.tolist()}")
     return classes
 
 
@@ -72,7 +81,7 @@ def logits_of(output: Any) -> Tensor:
 
 def _by_flow(model: nn.Module, images: Tensor, target: int | Tensor | None, method: str) -> Tensor:
     # the images ask for gradients, so that a frozen model has a graph too
-    images = images.clone().requires_grad_()
+    images.requires_grad_()
     with torch.enable_grad():
         with Recorder(model, image=(images.shape[2], images.shape[3]), keep_values=True) as recorder:
             logits = logits_of(model(images))

@@ -20,10 +20,29 @@ def attention_map(
 
     image: [3, H, W] or [1, 3, H, W]. layer: a name, or a number in the order of `attention_layers`. head: None is the mean.
     """
+    images = as_images(image)
+    if len(images) != 1:
+        raise ValueError(f"a map is of one image, got {len(images)}; map_of gives those of a record")
     layers = attention_layers(model)
+    if isinstance(layer, int) and not -len(layers) <= layer < len(layers):
+        raise ValueError(
+            f"layer must be a name or a number below {len(layers)}, the attention layers of the model, got {layer}"
+        )
     name = layers[layer].name if isinstance(layer, int) else layer
-    found = record(model, image if image.dim() == 4 else image[None], [name])[0]
-    return map_of(found, token, head=head)[0]
+    return map_of(record(model, images, [name])[0], token, head=head)[0]
+
+
+def as_images(image: Tensor) -> Tensor:
+    """[B, channels, H, W] of an image or a batch."""
+    if not isinstance(image, Tensor) or not image.is_floating_point():
+        kind = image.dtype if isinstance(image, Tensor) else type(image).__name__
+        raise ValueError(
+            f"image must be a tensor of floats, as the model takes it, got {kind}; scale and normalise it as for the model "
+            "(pixels: image.float() / 255)"
+        )
+    if image.dim() not in (3, 4):
+        raise ValueError(f"image must be [channels, height, width] or a batch of them, got shape {tuple(image.shape)}")
+    return image if image.dim() == 4 else image[None]
 
 
 def map_of(found: LayerRecord, token: Token, *, head: int | None = None) -> Tensor:
