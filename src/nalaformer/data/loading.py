@@ -4,6 +4,7 @@ Nothing is remembered between steps. The order of an epoch follows from (seed, e
 augmented follows from (seed, epoch, place in the epoch), whichever worker makes it.
 """
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
@@ -214,7 +215,14 @@ def put_together(samples: list[tuple[Any, tuple[str, ...]]], collate: Callable[[
     return Batch(content=collate(readable) if readable else None, rejected=rejected)
 
 
+def workers_here(asked: int) -> int:
+    """As many processes as were asked for, but no more than this one has cores to run on; two fit anywhere."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(asked, max(2, cores or 1))
+
+
 def _loader(data: SeededSamples, plan: Any, workers: int, pin_memory: bool) -> Batches:
+    workers = workers_here(workers)
     if workers:
         shorten_socket_paths()
     # the collated batches are what the loader gives

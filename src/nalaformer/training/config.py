@@ -71,7 +71,7 @@ class TrainingConfig:
     seed: int = 0
     """Of the weights, the order of the data, augmentation and dropout."""
     workers: int = 0
-    """Processes that read data, on each rank; 0: the training process itself."""
+    """Processes that read data, on each rank, at most as many as there are cores; 0: the training process itself."""
     eval_every: int = 0
     """Steps between evaluations; 0: at the end only. There is always one at the end."""
     eval_epochs: float = 0.0

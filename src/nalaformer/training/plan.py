@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..data.loading import workers_here
 from ..folder_lock import refuse_in_use
 from ..whole_files import free_bytes, megabytes, refuse_full_disk
 from .precision import precision_on, slowness_of
@@ -63,6 +64,9 @@ def notes_of(trainer: "Trainer", device: torch.device) -> list[str]:
             f"the warm-up takes {warmup} steps and the run {trainer.total_steps}, so the learning rate does not reach "
             f"{config.learning_rate:g}; set warmup"
         )
+    workers = workers_here(config.workers)
+    if workers < config.workers:
+        notes.append(f"{workers} processes read data instead of {config.workers}, as many as this machine has cores for")
     slowness = slowness_of(device, precision_on(device, config.precision))
     return [*notes, slowness] if slowness else notes
 
