@@ -141,7 +141,7 @@ class DiffusionTransformer(nn.Module):
             also = f", or {self.no_class} for no class" if self.class_dropout else ""
             raise ValueError(
                 f"labels must lie in 0 .. {self.num_classes - 1}{also}, got {int(labels.min())} .. {int(labels.max())}; "
-                "set num_classes to the classes of the data"
+                "ask for a class that the network was made for, or make it with more (num_classes)"
             )
 
     def _dropped(self, labels: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Images by label, from a trained network: saved and loaded as diffusers' pipelines are."""
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class NaLaDiTPipeline(DiffusionPipeline):
         check_channels(vae, transformer.channels)
         self.register_modules(transformer=transformer.eval(), vae=vae)
 
-    def __call__(self, labels: Sequence[int | str], **options: Any) -> ImagePipelineOutput:
+    def __call__(self, labels: Sequence[int | str] | Tensor, **options: Any) -> ImagePipelineOutput:
         """`sample` with Pillow's images, as diffusers' pipelines give them: pipeline(["circle"]).images[0].save(...)."""
         from PIL import Image
 
@@ -36,7 +37,7 @@ class NaLaDiTPipeline(DiffusionPipeline):
 
     def sample(
         self,
-        labels: Sequence[int | str],
+        labels: Sequence[int | str] | Tensor,
         *,
         guidance: float = 1.0,
         steps: int = 50,
@@ -54,9 +55,10 @@ class NaLaDiTPipeline(DiffusionPipeline):
         config = self.transformer.config
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}")
+        numbers = self.numbers_of(labels)
         images = denoise(
             self.transformer,
-            torch.tensor([self.number_of(label) for label in labels], dtype=torch.long),
+            torch.tensor(numbers, dtype=torch.long),
             objective=config.objective,
             height=height or config.height,
             width=width or config.width,
@@ -64,21 +66,25 @@ class NaLaDiTPipeline(DiffusionPipeline):
             steps=steps,
             guidance=guidance,
             sampler=sampler,
-            seeds=[(seed, index) for index in range(len(labels))],
+            seeds=[(seed, index) for index in range(len(numbers))],
             advance=advance,
         )
         if self.vae is not None:
             images = decode(self.vae, images.to(self.vae.dtype)).float()
         return to_rgb(images).cpu()
 
+    def numbers_of(self, labels: Sequence[int | str] | Tensor) -> list[int]:
+        """The numbers of classes that are given by number or name."""
+        if isinstance(labels, str | Integral) or (isinstance(labels, Tensor) and labels.dim() != 1):
+            raise ValueError(f"labels must be a list with one for each image, got {labels!r}; write [{labels!r}] for one image")
+        return [self.number_of(label) for label in (labels.tolist() if isinstance(labels, Tensor) else labels)]
+
     def number_of(self, label: int | str) -> int:
         """The number of a class, given by number or name."""
-        if isinstance(label, int):
-            return label
         names = self.transformer.config.class_names or []
         if label in names:
             return names.index(label)
-        if label.isdigit():
+        if isinstance(label, Integral) or (isinstance(label, str) and label.isdecimal()):
             return int(label)
         raise unknown_name("label", label, names or [f"0 .. {self.transformer.num_classes - 1}"])
 
