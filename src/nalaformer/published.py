@@ -115,6 +115,13 @@ def convert_file(source: str | Path, out: str | Path, family: str, *, model: str
     `model`: a backbone (a name of models.VARIANTS) that the weights must fit, tensor for tensor.
     """
     source, out = Path(source), Path(out)
+    if family not in FAMILIES:
+        raise unknown_name("family of published weights", family, FAMILIES)
+    if model:
+        from .models.vision import VARIANTS, build
+
+        if model not in VARIANTS:
+            raise unknown_name("backbone", model, VARIANTS)
     if out.suffix != ".safetensors":
         raise ValueError(f"out must end in .safetensors, got {out.name}")
     published, others = backbone_part(read(source))
@@ -124,13 +131,17 @@ def convert_file(source: str | Path, out: str | Path, family: str, *, model: str
         raise ValueError(f"{source} holds no published backbone: none of its names begins with patch_embed, but {some}, ...")
     weights = {name: value.contiguous() for name, value in translate(published, family).items()}
     if model:
-        from .models.vision import build
-
         facts = {"num_classes": 0} | facts_of(weights)
         expected = {name: value.shape for name, value in build(model, device="meta", **facts).state_dict().items()}
         wrong = sorted(name for name in expected.keys() | weights.keys() if not _same(expected.get(name), weights.get(name)))
         if wrong:
-            raise ValueError(f"{source} does not fit {model}: {len(wrong)} tensors differ, the first is {wrong[0]}")
+            first = wrong[0]
+            found = f"{list(weights[first].shape)}" if first in weights else "not there"
+            wanted = f"{list(expected[first])}" if first in expected else "not there"
+            raise ValueError(
+                f"{source} does not fit {model}: {len(wrong)} tensors differ, the first is {first}, {found} in the file and "
+                f"{wanted} in the model; name the backbone that the weights are of (`nalaformer models` lists them), or none"
+            )
     out.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(out) as aside:
         save_file(weights, aside, metadata={"format": "pt", "family": family})

@@ -29,7 +29,7 @@ def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
         ours = FAMILIES[family](weights)
     except KeyError as error:
         raise ValueError(
-            f"weights of the family {family} must hold {error}, got none of that name; name their family"
+            f"weights of the family {family} must hold {error}, got none of that name; name {fitting_families(weights)}"
         ) from error
     known = OUR_MODEL if is_model else OUR_LAYER
     unknown = [name for name in ours if not known.search(name)]
@@ -37,9 +37,21 @@ def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
         some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
         raise ValueError(
             f"every name must be one of a published {family} {'model' if is_model else 'layer'}, got {len(unknown)} others: "
-            f"{some}; leave them out, or name the family that they are of"
+            f"{some}; leave them out, or name {fitting_families(weights)}"
         )
     return ours
+
+
+def fitting_families(weights: Weights) -> str:
+    """Those by whose rules every name of a framed model or a layer becomes one of ours, in words."""
+    found = []
+    for family, rename in FAMILIES.items():
+        try:
+            if all(OUR_LAYER.search(name) for name in rename(dict(weights))):
+                found.append(family)
+        except KeyError:
+            continue
+    return f"the family that they are of: {' or '.join(found)}" if found else "the family that they are of"
 
 
 # our own names, which every published one becomes

@@ -1,5 +1,6 @@
 """Names that people type, and what to say when a name is wrong."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Generic, TypeVar
@@ -13,6 +14,14 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
     near = get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names) or 'none'}")
+
+
+def check_options(maker: Callable[..., object], options: Iterable[str], kind: str) -> None:
+    """Refuse options that the function or class does not take; kind: what it makes, in words."""
+    taken = inspect.signature(maker).parameters
+    for option in options:
+        if option not in taken:
+            raise unknown_name(f"option of {kind}:", option, taken)
 
 
 class Registry(Generic[T]):

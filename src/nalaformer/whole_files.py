@@ -116,6 +116,19 @@ def refuse_content(path: Path) -> None:
         raise ValueError(f"{path} must not exist or be an empty folder, got one with content; choose another, or remove it")
 
 
+def refuse_unwritable(path: Path) -> None:
+    """Before long work: a file that could not be written where it is asked for."""
+    if path.is_dir():
+        raise ValueError(f"{path} must be a file to write, got a folder; name a file in it")
+    place = path.absolute().parent
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"{path} must lie in a folder, got the file {place} in its way; choose another place")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"{path} must lie where files can be written, got {place} without that right; choose another place")
+
+
 def is_leftover(path: Path) -> bool:
     """Whether it is a lock, or what a killed process has left unfinished."""
     name = path.name

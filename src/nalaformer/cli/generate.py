@@ -80,11 +80,14 @@ def run_images(
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..recipes import load_pipeline
+    from ..whole_files import refuse_unwritable
 
     if out.suffix not in (".png", ".npz"):
         raise ValueError(f"--out must end in .png, a grid, or .npz, images and labels, got {out}")
     if count < 1:
         raise ValueError(f"--count must be positive, got {count}")
+    # sampling takes minutes
+    refuse_unwritable(out)
     console = make_console()
     pipeline = load_pipeline(run, autoencoder=autoencoder, device=device)
     chosen: Sequence[int | str] = labels or range(pipeline.transformer.num_classes)

@@ -1,5 +1,7 @@
 """`nalaformer data encode` and `nalaformer data unpack`: images in the form that training reads."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +41,8 @@ def add_to(data: "typer.Typer") -> None:
         """Write the images of a .npz file as PNG files in a folder per class, from which classifiers learn."""
         from ..data.generation import unpack_images
 
-        counts = unpack_images(file, out, holdout=holdout, seed=seed)
+        with settings_as_options():
+            counts = unpack_images(file, out, holdout=holdout, seed=seed)
         told = ", ".join(f"{count:,} images of {split}" for split, count in counts.items())
         make_console().print(f"{out}: {told}", soft_wrap=True)
 
@@ -52,7 +55,8 @@ def run_encode(
     from ..data.generation import GenerationDataConfig, encode_images
     from ..training.ranks import find_device
 
-    config = GenerationDataConfig(data=str(images), image_size=image_size, holdout=holdout, data_seed=seed)
+    with settings_as_options():
+        config = GenerationDataConfig(data=str(images), image_size=image_size, holdout=holdout, data_seed=seed)
     console = make_console(stderr=True)
     columns = (TextColumn("encoding"), BarColumn(), TextColumn("{task.completed:.0f} images"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -61,10 +65,21 @@ def run_encode(
         def advance(done: int, total: int) -> None:
             progress.update(bar, advance=done, total=total)
 
-        about = encode_images(config, autoencoder, out, batch_size=batch_size, device=str(find_device(device)), advance=advance)
+        with settings_as_options():
+            place = str(find_device(device))
+            about = encode_images(config, autoencoder, out, batch_size=batch_size, device=place, advance=advance)
     console = make_console()
     for line in about["left_out"]:
         console.print(f"left out: {line}", soft_wrap=True)
     counts = ", ".join(f"{count:,} latents of {split}" for split, count in about["counts"].items())
     shape = " x ".join(map(str, about["shape"]))
     console.print(f"{out}: {counts}, {shape} each", soft_wrap=True)
+
+
+@contextmanager
+def settings_as_options() -> Iterator[None]:
+    """Errors that advise a setting of training advise the option of the command instead."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("holdout=", "--holdout ")) from error

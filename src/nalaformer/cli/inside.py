@@ -66,9 +66,10 @@ def run_analyze(model: str, images: list[Path], out: Path, beside: str | None, m
 
 
 def run_explore(model: str, images: list[Path], beside: str | None, port: int, most: int, device: str) -> None:
-    from ..studies.see_inside import explorer_of, serve
+    from ..studies.see_inside import explorer_of, refuse_used_port, serve
 
     need("matplotlib")
+    refuse_used_port(port)
     console = make_console()
     with looking(model, images, beside, most, device) as (looks, _):
         explorer = explorer_of(looks)

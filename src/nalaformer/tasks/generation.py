@@ -12,7 +12,7 @@ from ..data.generation import GenerationData, GenerationDataConfig, open_generat
 from ..field_types import check_ranges
 from ..models.diffusion import OBJECTIVES, DiffusionTransformer, Objective, layout_of, need_diffusers
 from ..models.diffusion.network import check_size
-from ..registry import unknown_name
+from ..registry import check_options, unknown_name
 from .base import TASKS, Gather, Loss, SummedMetrics
 
 # errors are told for as many equal parts of the noise levels
@@ -84,6 +84,7 @@ class Generation:
         """The diffusion transformer of a name such as "dit_s2"; options change its layout."""
         shape: dict[str, Any] = {name: facts[name] for name in ("channels", "num_classes")}
         shape["learned_variance"] = OBJECTIVES[facts["objective"]].learned_variance
+        check_options(DiffusionTransformer, options, "a diffusion transformer")
         # what follows from the data is no option: given twice, it is refused
         network = DiffusionTransformer(**(layout_of(name) | options), **shape)
         check_size(facts["height"], facts["width"], network.patch_size)

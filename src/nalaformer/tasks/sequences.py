@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..data.sequences import IGNORE, SEQUENCES, SequenceData, Stored, make_sequences
 from ..field_types import check_field_types, check_ranges
 from ..models.sequence import SEQUENCE_MODELS
-from ..registry import unknown_name
+from ..registry import check_options, unknown_name
 from .base import TASKS, Loss, SummedMetrics
 
 
@@ -80,6 +80,7 @@ class Sequences:
 
     @staticmethod
     def create_model(name: str, options: dict[str, Any], facts: dict[str, Any]) -> nn.Module:
+        check_options(SEQUENCE_MODELS[name], options, "a sequence model")
         return SEQUENCE_MODELS[name](**facts, **options)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:

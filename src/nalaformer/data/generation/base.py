@@ -1,6 +1,7 @@
 """What a generator of images learns from: one interface for all kinds of data, and their names."""
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -91,8 +92,14 @@ def open_generation_data(config: GenerationDataConfig, split: str) -> Generation
             return GENERATION_DATA[name](config, split)
     if Path(config.data).exists():
         raise ValueError(f"data must be a folder, a .npz file or the name of generated data, got the file {config.data}")
-    unknown = unknown_name("data", config.data, ["shapes"])
-    raise ValueError(f"{unknown}; or a path: of a folder with a folder of images for each class, or of a .npz file")
+    kinds = "a folder with a folder of images for each class, a folder of `nalaformer data encode`, or a .npz file"
+    # recipes for data of one's own have a placeholder, which is no slip of the pen
+    if get_close_matches(config.data, ["shapes"], cutoff=0.7):
+        raise ValueError(f"{unknown_name('data', config.data, ['shapes'])}; or a path: of {kinds}")
+    raise ValueError(
+        f"data must be the path of {kinds}, or shapes, got {config.data!r}, which is none; give its path, such as "
+        "data=/path/to/images"
+    )
 
 
 def as_values(pixels: NDArray[np.uint8]) -> Tensor:

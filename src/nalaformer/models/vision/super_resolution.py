@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...attention import METHODS, AttentionConfig, LayerNorm, configure
-from ...registry import unknown_name
+from ...registry import check_options, unknown_name
 from .block import Block, as_image, as_tokens, parameters_without_decay
 
 SCALES = (2, 3, 4)
@@ -29,6 +29,7 @@ def build_super_resolution(name: str, *, scale: int, **options: Any) -> "SuperRe
     """The network of that name; options change its layout."""
     if name not in LAYOUTS:
         raise unknown_name("super-resolution model", name, LAYOUTS)
+    check_options(SuperResolution, options, "super-resolution")
     return SuperResolution(scale=scale, **(LAYOUTS[name] | options))
 
 

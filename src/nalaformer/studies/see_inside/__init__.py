@@ -2,7 +2,7 @@
 
 from .look import Look, look_into, read_images
 from .report import explorer_of, write_report
-from .server import ExploreServer, serve
+from .server import ExploreServer, refuse_used_port, serve
 from .subject import Subject, load_subject
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "load_subject",
     "look_into",
     "read_images",
+    "refuse_used_port",
     "serve",
     "write_report",
 ]

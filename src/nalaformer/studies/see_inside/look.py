@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...analysis import HeadStatistics, LayerRecord, record
+from ...analysis import HeadStatistics, LayerRecord, attention_layers, record
 from ...data import CorruptImage, read_image
 from .figures import Curve, as_inline_svg, draw_one_curve
 from .maps import Layer, layer_of, maps_of
@@ -128,6 +128,11 @@ def read_images(paths: Sequence[Path]) -> tuple[list[tuple[str, Any]], list[str]
 
 def look_into(subject: Subject, images: Sequence[tuple[str, Any]], *, advance: Callable[[str], None] = lambda _: None) -> Look:
     """Run the model once over the images and take the figures of every layer; `advance` gets the name of each layer."""
+    if not attention_layers(subject.model):
+        raise ValueError(
+            f"a model to look into must have attention, got {subject.name} without any that is known here; name one of "
+            "`nalaformer models`, a ViT, DeiT, Swin or the like of timm, or a run of such a model"
+        )
     device = next(subject.model.parameters()).device
     prepared = [subject.prepare(image) for _, image in images]
     records = [found for found in record(subject.model, torch.stack(prepared).to(device)) if found.grid is not None]

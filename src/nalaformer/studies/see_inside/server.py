@@ -1,5 +1,6 @@
 """The page with exact maps on request, for this machine alone."""
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -147,6 +148,17 @@ class ExploreServer(ThreadingHTTPServer):
 
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
+
+
+def refuse_used_port(port: int) -> None:
+    """Before a model is loaded; 0 is always free."""
+    try:
+        socket.create_server((ADDRESS, port)).close()
+    except OSError as error:
+        raise ValueError(
+            f"--port must name a port of {ADDRESS} that can be had, got {port}: {error.strerror}; choose another, or leave the "
+            "option out for a free one"
+        ) from error
 
 
 def serve(explorer: Explorer, *, port: int, say: Callable[[str], None]) -> None:

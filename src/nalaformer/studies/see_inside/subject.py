@@ -15,6 +15,7 @@ from ...data import eval_transform, seed_everything
 from ...recipes import load_run
 from ...recipes.initial_weights import backbone_of, load_weights
 from ...registry import unknown_name
+from ...tasks import task_name
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,7 +77,10 @@ def subject_of_run(folder: Path) -> Subject:
     task: Any = run.task
     name, notes = as_text(str(folder)), [f"trained: {run.recipe.model}, step {run.step}"]
     if not hasattr(task, "answer"):
-        raise ValueError(f"a run to look into must have learned from images, got {folder}")
+        raise ValueError(
+            "a run to look into must have learned to answer images (classification, detection, segmentation, super-resolution)"
+            f", got {folder}, a run of {task_name(run.recipe.task)}; name one of those"
+        )
     if "scale" in run.facts:
         notes.append(f"on images of {PIXEL_SIDE} pixels: each pixel is a token")
         return Subject(name=name, model=run.model, prepare=unscaled, mean=(0.0,) * 3, spread=(1.0,) * 3, notes=notes)
