@@ -67,7 +67,7 @@ def solve_kernel(
     among_keys = tl.where(is_below, beta[:, None] * similar * decay, 0.0)
     inverse = inverse_of(among_keys, rows, LEVELS, PRECISION)
     of_keys = (inverse * amount[None, :]).to(DOT)
-    for block in tl.static_range((F + BF - 1) // BF):
+    for block in range((F + BF - 1) // BF):
         feature = block * BF + tl.arange(0, BF)
         k = load_rows(keys_ptr, first, rows, ok, feature, feature < F, heads * F).to(DOT)
         w = tl.dot(of_keys, k, input_precision=PRECISION)
@@ -78,7 +78,7 @@ def solve_kernel(
         of_values = tl.trans(scores * (decay * scale)).to(DOT)
     else:
         of_values = (inverse * beta[None, :]).to(DOT)
-    for block in tl.static_range((V + BV - 1) // BV):
+    for block in range((V + BV - 1) // BV):
         value = block * BV + tl.arange(0, BV)
         v = load_rows(v_ptr + head * V, first, rows, ok, value, value < V, heads * V).to(DOT)
         u = tl.dot(of_values, v, input_precision=PRECISION)
@@ -177,11 +177,11 @@ def output_kernel(
     scores = product_of_rows(queries_ptr, k_ptr + head * F, first, rows, ok, heads * F, F, BF, SIZE, DOT, PRECISION)
     weights = (scores * decay_between(high, low, rows, FADES)).to(DOT)
     before_ptr = states_ptr + tl.program_id(0).to(tl.int64) * F * V
-    for block in tl.static_range((V + BV - 1) // BV):
+    for block in range((V + BV - 1) // BV):
         value = block * BV + tl.arange(0, BV)
         is_value = value < V
         out = tl.zeros((SIZE, BV), tl.float32)
-        for part in tl.static_range((F + BF - 1) // BF):
+        for part in range((F + BF - 1) // BF):
             feature = part * BF + tl.arange(0, BF)
             q = load_rows(queries_ptr, first, rows, ok, feature, feature < F, heads * F).to(DOT)
             state = load_rows(before_ptr, 0, feature, feature < F, value, is_value, V)

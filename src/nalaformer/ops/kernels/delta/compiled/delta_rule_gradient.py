@@ -102,7 +102,7 @@ def times_states(
 ):
     """x S^T [SIZE, BF] for a block of features."""
     total = tl.zeros((SIZE, BF), tl.float32)
-    for block in tl.static_range((V + BV - 1) // BV):
+    for block in range((V + BV - 1) // BV):
         value = block * BV + tl.arange(0, BV)
         x = load_rows(x_ptr, first, rows, ok, value, value < V, stride).to(DOT)
         state = load_rows(states_ptr, 0, feature, feature < F, value, value < V, V)
@@ -156,7 +156,7 @@ def gradient_kernel(
     dbeta = tl.zeros((SIZE,), tl.float32)
     damong = tl.zeros((SIZE, SIZE), tl.float32)
     dweights = tl.zeros((SIZE, SIZE), tl.float32)
-    for block in tl.static_range((V + BV - 1) // BV):
+    for block in range((V + BV - 1) // BV):
         value = block * BV + tl.arange(0, BV)
         is_value = value < V
         du = load_rows(by_corrections_ptr, first, rows, ok, value, is_value, heads * V)
@@ -192,7 +192,7 @@ def gradient_kernel(
     damong *= beta[:, None]
     dsimilar = (damong + tl.trans(damong)).to(DOT)
     in_states = tl.program_id(0).to(tl.int64) * F * V
-    for block in tl.static_range((F + BF - 1) // BF):
+    for block in range((F + BF - 1) // BF):
         feature = block * BF + tl.arange(0, BF)
         is_feature = feature < F
         q = load_rows(queries_ptr, first, rows, ok, feature, is_feature, heads * F)
@@ -224,7 +224,7 @@ def gradient_kernel(
             by_end = tl.sum(by_keys * key, axis=1)
             by_sum += beta * along + tl.sum(dq * q.to(tl.float32), axis=1) - by_end
             at_end += tl.sum(by_end, axis=0)
-            for part in tl.static_range((V + BV - 1) // BV):
+            for part in range((V + BV - 1) // BV):
                 value = part * BV + tl.arange(0, BV)
                 state = load_rows(states_ptr + in_states, 0, feature, is_feature, value, value < V, V).to(tl.float32)
                 dstate = load_rows(dstates_ptr + in_states, 0, feature, is_feature, value, value < V, V).to(tl.float32)

@@ -78,7 +78,7 @@ def inverse_of(a, rows, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """
     row, column = rows[:, None], rows[None, :]
     inverse = (row == column).to(tl.float32) - tl.where(row >> 1 == column >> 1, a, 0.0)
-    for level in tl.static_range(1, LEVELS):
+    for level in range(1, LEVELS):
         joins = (row >> level != column >> level) & (row >> (level + 1) == column >> (level + 1))
         joined = tl.dot(tl.where(joins, a, 0.0), inverse, input_precision=PRECISION)
         inverse -= tl.dot(inverse, joined, input_precision=PRECISION)
@@ -101,7 +101,7 @@ def product_of_rows(
 ):
     """x y^T [SIZE, SIZE] of a piece."""
     total = tl.zeros((SIZE, SIZE), tl.float32)
-    for block in tl.static_range((F + BF - 1) // BF):
+    for block in range((F + BF - 1) // BF):
         feature = block * BF + tl.arange(0, BF)
         x = load_rows(x_ptr, first, rows, ok, feature, feature < F, stride).to(DOT)
         y = load_rows(y_ptr, first, rows, ok, feature, feature < F, stride).to(DOT)
