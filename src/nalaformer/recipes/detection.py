@@ -4,7 +4,7 @@ from typing import Any
 
 from ..tasks import DetectionConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe, enter
+from .recipe import RECIPES, Recipe, enter, every
 
 # a backbone and heads that a CPU trains from nothing
 SMALL_BACKBONE: dict[str, Any] = {
@@ -34,8 +34,7 @@ def shapes(detector: str, detector_options: dict[str, Any], *, steps: int) -> Re
             warmup=50,
             clip_norm=1.0,
             precision="auto",
-            eval_every=100,
-            save_every=100,
+            **every(100),
         ),
     )
 
@@ -91,8 +90,7 @@ def detection() -> Recipe:
             warmup=1,
             clip_norm=1.0,
             precision="auto",
-            eval_every=100,
-            save_every=100,
+            **every(100),
         ),
     )
 
@@ -133,8 +131,7 @@ def coco(detector: str, schedule: str) -> Recipe:
             warmup=0.07,
             precision="bfloat16",
             workers=8,
-            eval_every=7329,
-            save_every=7329,
+            **every(7329),
         ),
     )
 

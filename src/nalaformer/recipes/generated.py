@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ..tasks import ClassificationConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe
+from .recipe import RECIPES, Recipe, every
 
 # one token per cell: a plain stack of two blocks, so that attention alone can compare cells
 SMALL_VIT = {
@@ -49,8 +49,7 @@ def cue_grid() -> Recipe:
             beta2=0.98,
             warmup=65,
             clip_norm=1.0,
-            eval_every=100,
-            save_every=100,
+            **every(100),
         ),
     )
 
@@ -76,6 +75,5 @@ def marked_pair() -> Recipe:
     Expected: not measured; chance is 0.25.
     """
     base = cue_grid()
-    lengths = replace(base.training, steps=2_000, warmup=200, eval_every=500, save_every=500)
-    training = replace(lengths, batch_size=64, learning_rate=1e-3)
+    training = replace(base.training, steps=2_000, batch_size=64, learning_rate=1e-3, warmup=200, **every(500))
     return replace(base, task=ClassificationConfig(data="marked_pair", eval_samples=1_000), training=training)

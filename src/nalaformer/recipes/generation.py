@@ -4,7 +4,7 @@ from typing import Any
 
 from ..tasks import GenerationConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe
+from .recipe import RECIPES, Recipe, every
 
 
 def flow(model: str, task: GenerationConfig, *, model_options: dict[str, Any] | None = None, **training: Any) -> Recipe:
@@ -37,8 +37,7 @@ def shapes_dit_tiny() -> Recipe:
         learning_rate=2e-3,
         warmup=50,
         ema=0.99,
-        eval_every=500,
-        save_every=500,
+        **every(500),
     )
 
 
@@ -62,8 +61,7 @@ def shapes_dit() -> Recipe:
         ema=0.999,
         precision="auto",
         workers=12,
-        eval_every=1_000,
-        save_every=2_500,
+        **every(1_000),
     )
 
 
@@ -90,8 +88,7 @@ def imagenet_dit_s2() -> Recipe:
             ema=0.9999,
             precision="bfloat16",
             workers=8,
-            eval_every=10_000,
-            save_every=10_000,
+            **every(10_000),
         ),
     )
 
@@ -114,6 +111,5 @@ def own_images_dit() -> Recipe:
         ema=0.9995,
         precision="auto",
         workers=8,
-        eval_every=2_500,
-        save_every=2_500,
+        **every(2_500),
     )

@@ -4,7 +4,7 @@ from ..data import Augmentation
 from ..models.vision import VARIANTS
 from ..tasks import ClassificationConfig
 from ..training import TrainingConfig
-from .recipe import Recipe, enter
+from .recipe import Recipe, enter, every
 
 BATCH = 1024
 
@@ -34,8 +34,7 @@ def imagenet(model: str) -> Recipe:
             repeats=3,
             precision="bfloat16",
             workers=8,
-            eval_every=1251,
-            save_every=1251,
+            **every(1251),
         ),
     )
 

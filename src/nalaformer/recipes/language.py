@@ -2,7 +2,7 @@
 
 from ..tasks import LanguageConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe, enter
+from .recipe import RECIPES, Recipe, enter, every
 
 
 @RECIPES.register("lm_tiny")
@@ -25,8 +25,7 @@ def lm_tiny() -> Recipe:
             beta2=0.95,
             warmup=15,
             clip_norm=1.0,
-            eval_every=50,
-            save_every=50,
+            **every(50),
         ),
     )
 
@@ -55,8 +54,7 @@ def lm_text() -> Recipe:
             clip_norm=1.0,
             precision="bfloat16",
             workers=4,
-            eval_every=500,
-            save_every=500,
+            **every(500),
         ),
     )
 
@@ -87,8 +85,7 @@ def nala_340m(attention: str) -> Recipe:
             clip_norm=1.0,
             precision="bfloat16",
             workers=4,
-            eval_every=1000,
-            save_every=1000,
+            **every(1000),
         ),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..tasks import SequencesConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe
+from .recipe import RECIPES, Recipe, every
 
 
 def arena(task: SequencesConfig, *, batch_size: int, learning_rate: float, warmup: int, **training: Any) -> Recipe:
@@ -163,8 +163,7 @@ def mqar() -> Recipe:
             weight_decay=0.1,
             warmup_learning_rate=0.0,
             min_learning_rate=0.0,
-            eval_every=703,
-            save_every=703,
+            **every(703),
         ),
     )
 

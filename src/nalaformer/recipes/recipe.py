@@ -38,6 +38,11 @@ class Recipe:
 RECIPES: Registry[Callable[[], Recipe]] = Registry("recipe")
 
 
+def every(steps: int) -> dict[str, Any]:
+    """Settings of a run that is evaluated and saved after every so many steps."""
+    return {"eval_every": steps, "save_every": steps}
+
+
 def enter(name: str, make: Callable[[], Recipe], words: str) -> None:
     """Register a recipe whose words are put together, as the published figures of a size are."""
 

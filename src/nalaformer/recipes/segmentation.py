@@ -2,7 +2,7 @@
 
 from ..tasks import SegmentationConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe, enter
+from .recipe import RECIPES, Recipe, enter, every
 
 # a backbone for images of 96 pixels, which a CPU trains in minutes
 SMALL = {
@@ -38,8 +38,7 @@ def scenes() -> Recipe:
             warmup=100,
             clip_norm=1.0,
             precision="auto",
-            eval_every=250,
-            save_every=250,
+            **every(250),
         ),
     )
 
@@ -124,7 +123,6 @@ def own_data() -> Recipe:
             warmup=100,
             clip_norm=1.0,
             precision="auto",
-            eval_every=100,
-            save_every=100,
+            **every(100),
         ),
     )

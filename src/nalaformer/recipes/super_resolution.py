@@ -4,7 +4,7 @@ from typing import Any
 
 from ..tasks import SuperResolutionConfig
 from ..training import TrainingConfig
-from .recipe import RECIPES, Recipe, enter
+from .recipe import RECIPES, Recipe, enter, every
 
 
 def div2k(scale: int) -> Recipe:
@@ -23,8 +23,7 @@ def div2k(scale: int) -> Recipe:
             ema=0.999,
             precision="bfloat16",
             workers=8,
-            eval_every=5_000,
-            save_every=5_000,
+            **every(5_000),
         ),
     )
 
@@ -75,8 +74,7 @@ def super_resolution_small() -> Recipe:
         steps=800,
         learning_rate=1.5e-3,
         warmup=20,
-        eval_every=200,
-        save_every=200,
+        **every(200),
     )
 
 
@@ -97,6 +95,5 @@ def super_resolution() -> Recipe:
         warmup=100,
         clip_norm=1.0,
         ema=0.99,
-        eval_every=250,
-        save_every=250,
+        **every(250),
     )

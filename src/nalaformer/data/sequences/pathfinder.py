@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,44 +138,20 @@ class PathX(Pathfinder):
 
     stream_name = "pathx"
 
-    def __init__(
-        self,
-        *,
-        split: str,
-        samples: int,
-        seed: int = 0,
-        size: int = 128,
-        contour: int = 14,
-        distractors: int = 8,
-        distractor_length: int = 4,
-        paddle: float = 5.0,
-        thickness: float = 1.5,
-        margins: Sequence[float] = (2.0, 3.0),
-        seed_distance: float = 20.0,
-        marker: float = 3.0,
-        continuity: float = 1.8,
-        contrast: float = 0.9,
-        antialias: int = 2,
-        match: float = 12.0,
-    ) -> None:
-        super().__init__(
-            split=split,
-            samples=samples,
-            seed=seed,
-            size=size,
-            contour=contour,
-            distractors=distractors,
-            distractor_length=distractor_length,
-            paddle=paddle,
-            thickness=thickness,
-            margins=margins,
-            seed_distance=seed_distance,
-            marker=marker,
-            continuity=continuity,
-            contrast=contrast,
-            antialias=antialias,
-            match=match,
-        )
+    # the same options with other defaults
+    __init__ = partialmethod(
+        Pathfinder.__init__,
+        size=128,
+        distractors=8,
+        paddle=5.0,
+        thickness=1.5,
+        margins=(2.0, 3.0),
+        seed_distance=20.0,
+        marker=3.0,
+        continuity=1.8,
+        contrast=0.9,
+        match=12.0,
+    )
 
 
 def stroke(canvas: NDArray[np.float32], start: Floats, end: Floats, radius: float) -> None:
