@@ -8,7 +8,7 @@ from torch import Tensor
 from ..common.launch import Description, Launches, kind, processors, start
 from ..common.op import operator
 from .compiled.residual import residual_gradient_kernel, residual_kernel
-from .layer_norm_op import BLOCK, GRADIENT_PROGRAMS, GRADIENT_STAGES, blocks
+from .norm_launch import BLOCK, GRADIENT_PROGRAMS, GRADIENT_STAGES, blocks
 
 _launches = Launches()
 

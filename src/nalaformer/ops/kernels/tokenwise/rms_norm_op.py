@@ -5,42 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.launch import Description, Launches, kind, processors, start
 from ..common.op import operator
-from .compiled.rms_norm import rms_norm_gradient_kernel, rms_norm_kernel
-from .layer_norm_op import BLOCK, GRADIENT_PROGRAMS, GRADIENT_STAGES, blocks
-
-_launches = Launches()
+from .norm_launch import norm_gradients, normalised
 
 
 def run_forward(
     x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output in `dtype`, x + y (empty without y), and 1 / root mean square [R]."""
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     total = torch.empty(0 if y is None else x.shape, dtype=x.dtype, device=x.device)
-    inverse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    gates, added = x if gate is None else gate, x if y is None else y
-
-    def describe() -> Description:
-        rows, channels = x.shape
-        size, columns = blocks(channels, BLOCK)
-        return (
-            (-(-rows // size),),
-            (rows, x.stride(0), added.stride(0), gates.stride(0), eps),
-            {
-                "C": channels,
-                "BR": size,
-                "BC": columns,
-                "ADDS": y is not None,
-                "GATED": gate is not None,
-                "num_warps": 4,
-                "num_stages": 1,
-            },
-        )
-
-    tensors = (x, added, gates, weight, out, out if y is None else total, inverse)
-    start(_launches, (eps, dtype, kind(x, y, gate, weight)), rms_norm_kernel, tensors, describe)
+    out, inverse = normalised(x, y, gate, weight, None, eps, dtype, None if y is None else total)
     return out, total, inverse
 
 
@@ -53,36 +27,7 @@ def run_backward(
     dout: Tensor, dtotal: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (to which dtotal is added), of gate (empty without one) and of the weight."""
-    rows, channels = x.shape
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    dtotal = dtotal if dtotal is None or dtotal.stride(-1) == 1 else dtotal.contiguous()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dgate = torch.empty(0 if gate is None else gate.shape, dtype=x.dtype if gate is None else gate.dtype, device=x.device)
-    size, columns = blocks(channels, BLOCK // 2)
-    steps = -(-rows // size)
-    stretch = -(-steps // (GRADIENT_PROGRAMS * processors(x.device)))
-    programs = -(-steps // stretch)
-    partial = torch.empty(programs, channels, dtype=torch.float32, device=x.device)
-    gates, added = x if gate is None else gate, x if dtotal is None else dtotal
-
-    def describe() -> Description:
-        return (
-            (programs,),
-            (rows, stretch, x.stride(0), gates.stride(0), dout.stride(0), added.stride(0)),
-            {
-                "C": channels,
-                "BR": size,
-                "BC": columns,
-                "ADDS": dtotal is not None,
-                "GATED": gate is not None,
-                "STAGES": GRADIENT_STAGES,
-                "num_warps": 4,
-            },
-        )
-
-    tensors = (x, gates, weight, dout, added, inverse, dx, dx if gate is None else dgate, partial)
-    start(_launches, ("gradient", kind(dout, dtotal, x, gate, weight)), rms_norm_gradient_kernel, tensors, describe)
-    return dx, dgate, partial.sum(0).to(weight.dtype)
+    return norm_gradients(dout, dtotal, x, gate, weight, None, inverse)
 
 
 def gradient_shapes(dout: Any, dtotal: Any, x: Any, gate: Any, weight: Any, inverse: Any) -> Any:

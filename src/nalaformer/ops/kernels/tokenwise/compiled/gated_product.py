@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .layer_norm import sigmoid
+from .norm import sigmoid
 
 
 @triton.jit
