@@ -1,8 +1,6 @@
 """The attention layers: every published method on any grid, with padding, in any dtype, saved and loaded."""
 
 import math
-from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -10,13 +8,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from helpers.attention_layers import make
 from nalaformer import Rotary, linear_attention, use_backend
-from nalaformer.attention import METHODS, Attention, AttentionConfig, build
+from nalaformer.attention import METHODS, Attention
 from nalaformer.attention.position_table import PositionTable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
-
-LINEAR_METHODS = [name for name, config in METHODS.items() if config.feature_map is not None]
 # a learned table is stretched over the padded grid as well: its positions are those of the padded size, by design
 WITHOUT_TABLE = [(name, {"position": "none"} if config.position == "table" else {}) for name, config in METHODS.items()]
 
@@ -24,15 +21,6 @@ WITHOUT_TABLE = [(name, {"position": "none"} if config.position == "table" else 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def make(method: str, *, dim: int = 16, num_heads: int = 2, dtype: torch.dtype = torch.float32, **options) -> Attention:
-    """With parameters moved away from their start, where zeros would hide mistakes."""
-    layer = build(method, dim=dim, num_heads=num_heads, **options)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return layer.to(dtype)
 
 
 def causal_options(method: str) -> dict[str, object]:
@@ -99,121 +87,6 @@ def test_the_position_table_is_trained_through_a_stretch():
     table = PositionTable(channels=3, grid=(4, 6))
     table((7, 9)).square().sum().backward()
     assert (table.table.grad != 0).all()
-
-
-# --- windows ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shifted", [False, True], ids=["plain", "shifted"])
-@pytest.mark.parametrize("grid", [(1, 1), (3, 3), (6, 9), (7, 8), (2, 11), (4, 3)], ids=str)
-def test_windows_are_attention_among_the_tokens_of_a_tile(grid, shifted):
-    layer = make("softmax", window=3, shifted=shifted, position="relative", dtype=torch.float64)
-    x = torch.randn(2, grid[0] * grid[1], 16, dtype=torch.float64)
-    key_mask = torch.rand(2, x.shape[1]) < 0.8
-
-    # by definition: tiles of 3, of which a shift moves the first border to 1 along sides that have more than one tile
-    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    offsets = [1 if shifted and side > 3 else 0 for side in grid]
-    tiles = [
-        (place.flatten() - offset).div(3, rounding_mode="floor") for place, offset in zip((rows, columns), offsets, strict=True)
-    ]
-    together = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
-    for tile in tiles:
-        together &= tile[:, None] == tile
-    apart = [place.flatten()[:, None] - place.flatten() for place in (rows, columns)]
-    bias = layer.relative_bias.bias[((apart[0] + 2) * 5 + apart[1] + 2).clamp(0, 24)].permute(2, 0, 1)
-    visible = together & key_mask[:, None, None, :]
-    q, k, v = layer.qkvg(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-    scores = (q @ k.transpose(-2, -1) / 8**0.5 + bias).masked_fill(~visible, -math.inf)
-    expected = layer.projection((scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2).flatten(2))
-
-    assert (layer(x, grid, key_mask) - expected)[key_mask].abs().max() < 1e-12
-
-
-@pytest.mark.parametrize(("shifted", "edges"), [(False, (0, 4, 8)), (True, (0, 2, 6, 8))], ids=["plain", "shifted"])
-@pytest.mark.parametrize("name", LINEAR_METHODS)
-def test_linear_windows_are_the_layer_on_each_tile(name, shifted, edges):
-    # without positions, which begin anew at the corner of a window: a tile by itself may be a part of one
-    layer = make(name, position="none", local_mix="none", window=4, shifted=shifted)
-    alone = Attention(replace(layer.config, window=0, shifted=False), dim=16, num_heads=2)
-    alone.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 7, 8, 16)
-    out = layer(x.flatten(1, 2), (7, 8)).unflatten(1, (7, 8))
-    for top, bottom in pairwise(edges):
-        for left, right in pairwise(edges):
-            # the lower tiles end at row 7: a window's eighth row is padding that must not count
-            tile = x[:, top:bottom, left:right]
-            expected = alone(tile.flatten(1, 2), tuple(tile.shape[1:3])).unflatten(1, tile.shape[1:3])
-            assert (out[:, top:bottom, left:right] - expected).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("key_mask", [None, torch.rand(2, 12, generator=torch.Generator().manual_seed(0)) < 0.7])
-def test_a_token_sees_its_group_alone(method, key_mask):
-    layer = make(method, position="none", local_mix="none")
-    # more groups than the parts of a shifted window, and numbers that nobody uses
-    groups = 7 * (torch.arange(24) % 6).view(2, 12)
-    x = torch.randn(2, 12, 16)
-    out = layer(x, groups=groups, key_mask=key_mask)
-    for group in range(0, 42, 7):
-        visible = groups == group if key_mask is None else (groups == group) & key_mask
-        expected = layer(x, key_mask=visible)
-        assert (out - expected)[visible].abs().max() < 1e-6
-
-
-def test_other_groups_do_not_reach_a_token_through_any_part_of_the_layer(method):
-    """The local mix included: the neighbours of a token may be of another group."""
-    layer = make(method)
-    groups = (torch.arange(24) % 6).view(2, 12)
-    x = torch.randn(2, 12, 16)
-    out = layer(x, (3, 4), groups=groups)
-    for group in groups.unique():
-        inside = groups == group
-        moved = torch.where(inside[..., None], x, 5 * torch.randn_like(x))
-        assert torch.equal(layer(moved, (3, 4), groups=groups)[inside], out[inside])
-        # and the neighbours of the same group do
-        alone = layer(torch.where(inside[..., None], x + 1, x), (3, 4), groups=groups)
-        assert (alone - out)[inside].abs().amax(-1).min() > 0
-
-
-@pytest.mark.parametrize("method", [name for name, config in METHODS.items() if config.local_mix != "none"])
-def test_the_local_mix_of_a_group_is_that_of_an_image_without_the_others(method):
-    layer = make(method, position="none")
-    groups = torch.tensor([0, 1, 0, 0, 2, 1, 1, 0, 2, 0, 1, 0]).expand(2, -1)
-    x = torch.randn(2, 12, 16)
-    out = layer(x, (3, 4), groups=groups)
-    for group in range(3):
-        inside = groups == group
-        assert (out - layer(x, (3, 4), key_mask=inside))[inside].abs().max() < 1e-6
-
-
-def test_a_number_of_groups_that_is_told_changes_nothing(method):
-    layer = make(method)
-    groups, x = torch.randint(3, (2, 12)), torch.randn(2, 12, 16)
-    assert torch.equal(layer(x, (3, 4), groups=groups), layer(x, (3, 4), groups=groups, num_groups=5))
-
-
-@pytest.mark.parametrize("name", LINEAR_METHODS)
-def test_a_token_beyond_the_number_of_groups_that_was_told_is_no_result(name):
-    out = make(name)(torch.randn(1, 4, 16), (2, 2), groups=torch.tensor([[0, 1, 2, 1]]), num_groups=2)
-    assert out.isnan().all(-1).tolist() == [[False, False, True, False]]
-
-
-def test_wrong_groups_say_the_rule():
-    x = torch.randn(2, 12, 16)
-    with pytest.raises(ValueError, match="groups must be integers of at least 0, got -1; hide"):
-        make("linear")(x, groups=torch.arange(12).expand(2, -1) - 1)
-    with pytest.raises(ValueError, match="num_groups must be at least 1, got 0"):
-        make("linear")(x, groups=torch.zeros(2, 12, dtype=torch.long), num_groups=0)
-    with pytest.raises(ValueError, match=r"groups must be integers for each token, \(2, 12\), got \(2, 11\)"):
-        make("linear")(x, groups=torch.zeros(2, 11, dtype=torch.long))
-    with pytest.raises(ValueError, match="use window=0"):
-        make("linear", window=2)(x, (3, 4), groups=torch.zeros(2, 12, dtype=torch.long))
-
-
-def test_gradients_flow_through_shifted_windows_to_every_parameter():
-    layer = make("softmax", window=3, shifted=True, position="relative")
-    layer(torch.randn(2, 63, 16), (7, 9)).square().sum().backward()
-    assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in layer.parameters())
 
 
 # --- padding, mates, order ----------------------------------------------------------------------------------------------
@@ -448,126 +321,3 @@ def test_gates_multiply_what_is_projected(gate, activation):
     plain.load_state_dict({name: x[:48] if name.startswith("qkvg") else x for name, x in weights.items()})
     x = torch.randn(2, 15, 16, dtype=torch.float64)
     assert (gated(x) - plain(x) * activation(gated.qkvg(x)[..., 48:])).abs().max() < 1e-12
-
-
-# --- errors: rule, value, remedy ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("dim", "heads"), [(18, 4), (0, 1), (16, 0), (16, -2)])
-def test_dim_must_be_a_multiple_of_the_heads(method, dim, heads):
-    with pytest.raises(ValueError, match=f"dim must be a positive multiple of num_heads, got dim {dim} and {heads} heads"):
-        build(method, dim=dim, num_heads=heads)
-
-
-@pytest.mark.parametrize("name", ["polaformerpp", "nalaformer", "mirrorla"])
-def test_rotary_wants_head_sizes_in_fours(name):
-    with pytest.raises(ValueError, match=r'multiples of 4, got 6 \(dim 12 / 2 heads\); choose other heads or position="none"'):
-        build(name, dim=12, num_heads=2)
-
-
-def test_two_streams_want_even_head_sizes():
-    with pytest.raises(ValueError, match=r"polarity reads the values in 2 equal parts .*, got 5 \(dim 10 / 2 heads\)"):
-        build("polaformer", dim=10, num_heads=2)
-
-
-def test_an_unknown_method_suggests_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown attention 'nalaformr'; did you mean 'nalaformer'.* known: flatten"):
-        build("nalaformr", dim=16, num_heads=2)
-
-
-def test_a_misspelt_part_suggests_the_nearest(method):
-    with pytest.raises(ValueError, match="'kernel_siz'; did you mean 'kernel_size'"):
-        build(method, dim=16, num_heads=2, kernel_siz=3)
-
-
-def test_a_misspelt_map_option_suggests_the_nearest():
-    with pytest.raises(ValueError, match="'directon'; did you mean 'direction'"):
-        build("nalaformer", dim=16, num_heads=2, directon="cosine")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gate": "silly"}, "unknown gate 'silly'; did you mean 'silu'. known: linear, none, silu"),
-        ({"position": "rotery"}, "unknown position 'rotery'; did you mean 'rotary'"),
-        ({"local_mix": "channel"}, "unknown local_mix 'channel'; did you mean 'channels'"),
-        ({"rotary_over": "heads"}, "unknown rotary_over 'heads'; did you mean 'head'"),
-        ({"value_upsampling": "grids"}, "unknown value_upsampling 'grids'; did you mean 'grid'"),
-        ({"feature_map": "norm_awar"}, "unknown feature map 'norm_awar'; did you mean 'norm_aware'"),
-        ({"kernel_size": 4}, "kernel_size must be positive and odd, .*, got 4"),
-        ({"kernel_size": -1}, "kernel_size must be .*, got -1"),
-        ({"key_reduction": 0}, "key_reduction must be at least 1, got 0"),
-        ({"causal": True}, 'a causal layer cannot look around: use local_mix="none" and key_reduction=1'),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_wrong_part_is_refused_with_rule_and_value(options, message):
-    with pytest.raises(ValueError, match=message):
-        build("nalaformer", dim=16, num_heads=2, **options)
-
-
-@pytest.mark.parametrize("shape", [(12, 16), (2, 12, 15), (2, 16, 3, 4)], ids=str)
-def test_tokens_of_another_shape_are_refused(method, shape):
-    with pytest.raises(ValueError, match=r"x must be tokens \[batch, tokens, 16\], got shape .*; flatten an image with"):
-        make(method)(torch.randn(shape))
-
-
-@pytest.mark.parametrize("grid", [(3, 5), (0, 12), (-3, -4)], ids=str)
-def test_a_grid_that_does_not_cover_the_tokens_is_refused(method, grid):
-    with pytest.raises(ValueError, match="grid must "):
-        make(method)(torch.randn(2, 12, 16), grid)
-
-
-def test_a_grid_of_three_sizes_is_refused_by_name(method):
-    with pytest.raises(ValueError, match="grid"):
-        make(method)(torch.randn(2, 12, 16), (3, 4, 1))
-
-
-def test_no_tokens_at_all_are_refused(method):
-    with pytest.raises(ValueError, match="at least one token"):
-        make(method)(torch.randn(2, 0, 16))
-
-
-@pytest.mark.parametrize(
-    "key_mask",
-    [torch.ones(2, 12), torch.ones(2, 11, dtype=torch.bool), torch.ones(1, 12, dtype=torch.bool)],
-    ids=["float", "short", "batch"],
-)
-def test_a_wrong_mask_is_refused(method, key_mask):
-    with pytest.raises(ValueError, match=r"key_mask must be bool \[batch, keys\] = \(2, 12\), .*, got "):
-        make(method)(torch.randn(2, 12, 16), (3, 4), key_mask)
-
-
-def test_a_mask_with_reduced_keys_is_refused(method):
-    layer = make(method, key_reduction=2)
-    with pytest.raises(ValueError, match=r"key_mask needs a key for each token, got key_reduction=2.*; use key_reduction=1"):
-        layer(torch.randn(2, 12, 16), (3, 4), torch.ones(2, 12, dtype=torch.bool))
-
-
-def test_a_config_cannot_be_changed_by_accident():
-    config = AttentionConfig(feature_map="relu")
-    with pytest.raises(AttributeError):
-        config.gate = "silu"
-
-
-@pytest.mark.parametrize("name", LINEAR_METHODS)
-def test_another_map_comes_with_its_own_defaults(name):
-    layer = build(name, dim=16, num_heads=2, feature_map="split")
-    assert type(layer.map).__name__ == "Split"
-    assert layer(torch.randn(2, 12, 16), (3, 4)).shape == (2, 12, 16)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        ("softmax", {"shifted": True}, r"shifted windows .* need window=1 or more, got window=0"),
-        ("softmax", {"position": "relative"}, r"need window=1 or more, got window=0"),
-        ("softmax", {"window": -1}, r"or 0 for none, got -1"),
-        ("softmax", {"window": 4, "causal": True}, r"windows .* look around: use causal=False"),
-        ("softmax", {"window": 4, "key_reduction": 2}, r"as many keys as queries.*key_reduction=1"),
-        ("linear", {"window": 4, "position": "relative"}, r"needs the weight of each pair, got the linear relu map"),
-    ],
-)
-def test_windows_that_cannot_be_say_why(method, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(method, dim=16, num_heads=2, **options)

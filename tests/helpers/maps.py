@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from nalaformer import FEATURE_MAPS
 
 # options that change what a map computes; the registry alone would test the defaults only
@@ -21,3 +24,9 @@ MAP_NAMES = [*FEATURE_MAPS.names(), *VARIANTS]
 
 # looks at all tokens at once, so it has no causal form and stands in none of the lists above
 VARIANCE_AWARE = "reflection+variance"
+
+
+def entropy(features: Tensor) -> Tensor:
+    """PSE: the entropy of the features over the channels."""
+    share = features / features.sum(-1, keepdim=True)
+    return -torch.xlogy(share, share).sum(-1)

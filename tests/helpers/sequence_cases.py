@@ -1,5 +1,7 @@
 """Options with which every kind of sequence data is small."""
 
+from nalaformer.data.sequences import SEQUENCES
+
 # small, with sizes that divide nothing
 CASES = {
     "listops": {"shortest": 10, "longest": 73, "max_depth": 5},
@@ -16,3 +18,7 @@ CASES = {
     "needles": {"length": 131, "needles": 9, "names": 31, "values": 17, "words": 13},
     "variables": {"length": 131, "needles": 9, "names": 31, "values": 17, "words": 13},
 }
+
+
+def make(name, samples=40, split="train", seed=0, **options):
+    return SEQUENCES[name](split=split, samples=samples, seed=seed, **(CASES.get(name, {}) | options))

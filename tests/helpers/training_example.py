@@ -84,6 +84,10 @@ def stop_at(trainer, step):
     return trainer
 
 
+def same_bits(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     outcome = make_trainer(sys.argv[1], task=Regression(seconds=float(sys.argv[2]))).fit()

@@ -1,0 +1,180 @@
+"""Images from files and folders, none of them trusted."""
+
+import itertools
+import random
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile
+
+from nalaformer.data import (
+    Augmentation,
+    CorruptImage,
+    CueGrid,
+    ImageFolder,
+    find_images,
+    images,
+    read_image,
+    training_transform,
+)
+from nalaformer.data.augment import posterize
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of small images in the ImageNet layout."""
+    for split, name, number in itertools.product(("train", "val"), ("cat", "dog"), range(5)):
+        path = tmp_path / split / name / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (12, 10, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    return tmp_path
+
+
+def as_tensor(image):
+    return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).float()
+
+
+def test_a_folder_gives_images_with_the_label_of_their_class(folder):
+    data = ImageFolder(folder, "train", transform=as_tensor)
+    assert data.classes == ("cat", "dog")
+    assert [data[i][1] for i in range(len(data))] == [0] * 5 + [1] * 5
+    assert data[0][0].shape == (3, 12, 10)
+
+
+def test_generated_images_written_to_a_folder_come_back_the_same(tmp_path):
+    data = CueGrid(split="val", samples=12)
+    data.write(tmp_path)
+    again = ImageFolder(tmp_path, "val", transform=as_tensor)
+    assert again.classes == tuple(sorted({data.classes[data[i][1]] for i in range(12)} | set(data.classes)))
+    by_name = {path.rsplit("/", 1)[-1]: index for index, (path, _) in enumerate(again.files)}
+    for index in range(12):
+        image, label = data[index]
+        read, read_label = again[by_name[f"{index:06d}.png"]]
+        assert again.classes[read_label] == data.classes[label]
+        assert torch.allclose(read, (image + 0.5) * 255, atol=0.51)
+
+
+@pytest.mark.parametrize("missing", ["train", "classes"])
+def test_a_folder_that_has_no_images_says_what_it_should_have(tmp_path, missing):
+    if missing == "classes":
+        (tmp_path / "train" / "empty").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"class"):
+        ImageFolder(tmp_path, "train", transform=as_tensor)
+
+
+def corrupt(path, how):
+    content = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "not an image":
+        path.write_bytes(b"hello")
+    elif how == "empty":
+        path.write_bytes(b"")
+
+
+@pytest.fixture(params=["jpg", "png"])
+def picture(request, tmp_path):
+    path = tmp_path / f"picture.{request.param}"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+@pytest.mark.parametrize("how", ["truncated", "not an image", "empty"])
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_broken_file_is_refused_even_where_others_made_pillow_lenient(picture, how, lenient, monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", lenient)
+    assert read_image(picture).size == (64, 64)
+    corrupt(picture, how)
+    with pytest.raises(CorruptImage, match=picture.name):
+        read_image(picture)
+    assert lenient == ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+GREYS = np.arange(256, dtype=np.uint16).reshape(16, 16)
+
+
+def png_of_16_bits(pixels, kind):
+    """A PNG file by the letter of its format, for the kinds that Pillow reads and does not write; pixels: [H, W, channels]."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 16, kind, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("written", ["png", "tiff", "big-endian tiff", "ppm", "grey and alpha", "colour", "colour and alpha"])
+def test_an_image_of_16_bits_is_that_of_8_bits(written, tmp_path):
+    pixels = GREYS * 257
+    kinds = {"grey and alpha": (4, 2), "colour": (2, 3), "colour and alpha": (6, 4)}
+    path = tmp_path / f"picture.{'png' if written in kinds else written.removeprefix('big-endian ')}"
+    if written in kinds:
+        kind, channels = kinds[written]
+        path.write_bytes(png_of_16_bits(np.stack([pixels] * channels, axis=-1), kind))
+    elif written == "big-endian tiff":
+        Image.frombytes("I;16B", (16, 16), pixels.astype(">u2").tobytes()).save(path)
+    else:
+        Image.fromarray(pixels).save(path)
+    assert np.array_equal(np.asarray(read_image(path)), np.stack([GREYS] * 3, axis=-1))
+    # as training and evaluation read it
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    path.rename(tmp_path / "train" / "cat" / path.name)
+    image, _ = ImageFolder(tmp_path, "train", transform=as_tensor)[0]
+    assert torch.equal(image, torch.from_numpy(GREYS.astype(np.float32)).expand(3, -1, -1))
+
+
+def test_a_damaged_image_of_16_bits_is_refused_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    path = tmp_path / "picture.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 2**16, (64, 64), dtype=np.uint16)).save(path)
+    corrupt(path, "truncated")
+    with pytest.raises(CorruptImage, match=path.name):
+        read_image(path)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(np.int32, "integers"), (np.float32, "floats")])
+def test_pixels_without_an_agreed_white_are_refused(dtype, kind, tmp_path):
+    path = tmp_path / "picture.tiff"
+    Image.fromarray(GREYS.astype(dtype)).save(path)
+    with pytest.raises(CorruptImage, match=f"must be of 8 or 16 bits, got {kind} of 32.*save it with 8 or 16"):
+        read_image(path)
+
+
+def test_an_image_too_large_is_refused_before_it_is_decoded(picture, monkeypatch):
+    monkeypatch.setattr(images, "MOST_PIXELS", 64 * 64 - 1)
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(CorruptImage, match="64 x 64 pixels"):
+        read_image(picture)
+
+
+def test_the_strongest_posterization_is_black_and_no_error():
+    augmentation = Augmentation(auto_augment="rand-m10-n12-inc1")
+    transform = training_transform(16, augmentation)
+    image = Image.fromarray(np.full((20, 20, 3), 200, np.uint8))
+    for seed in range(40):
+        random.seed(seed)
+        np.random.seed(seed)
+        assert transform(image).shape == (3, 16, 16)
+    assert posterize(image, 0).getextrema() == ((0, 0),) * 3
+    assert posterize(image, 1).getextrema() == ((128, 128),) * 3
+
+
+def test_a_missing_file_is_not_called_corrupt(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_image(tmp_path / "none.png")
+
+
+def test_images_are_found_below_folders_and_by_themselves(folder):
+    assert len(find_images([folder / "val"])) == 10
+    one = folder / "val" / "cat" / "0.png"
+    assert find_images([one]) == [one]
+    with pytest.raises(ValueError, match="must exist"):
+        find_images([folder / "none.png"])
+    (folder / "empty").mkdir()
+    with pytest.raises(ValueError, match="at least one"):
+        find_images([folder / "empty"])

@@ -1,0 +1,164 @@
+"""Pathfinder: the label follows the contour, and nothing else tells it."""
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.sequence_cases import make
+from nalaformer.data.sequences import SEQUENCES, contours
+
+
+@pytest.fixture(scope="module")
+def scene():
+    data = SEQUENCES["pathfinder"](split="train", samples=3000)
+    return data, data.scene(np.arange(3000))
+
+
+def is_connected(tails, heads, markers, margin):
+    """Follow the contour from the first marker, knowing nothing of which strokes belong together."""
+    ends = np.stack((tails, heads), axis=1)  # [P, 2, 2]
+    here = int(np.abs(ends - markers[0]).sum(-1).min(1).argmin())
+    free = 1 - int(np.abs(ends[here] - markers[0]).sum(-1).argmin())
+    seen = {here}
+    while True:
+        point = ends[here, free]
+        distance = np.linalg.norm(ends - point, axis=-1)
+        distance[list(seen)] = np.inf
+        if distance.min() > margin + 1e-6:
+            return bool(np.linalg.norm(point - markers[1]) < 1e-6)
+        here, near = (int(place) for place in np.unravel_index(distance.argmin(), distance.shape))
+        free = 1 - near
+        seen.add(here)
+
+
+def test_following_the_contour_gives_the_label(scene):
+    _, found = scene
+    contours = found.contours
+    for image in range(300):
+        connected = is_connected(contours.tails[image], contours.heads[image], found.markers[image], 1.0)
+        assert connected == bool(found.labels[image])
+    assert 0.45 < found.labels.mean() < 0.55
+
+
+def test_strokes_of_different_places_keep_clear_of_each_other(scene):
+    data, found = scene
+    before = data.spec.predecessors
+    part = np.linspace(0, 1, 9)[:, None]
+    for image in range(40):
+        tails, heads = found.contours.tails[image], found.contours.heads[image]
+        points = tails[:, None] + part * (heads - tails)[:, None]  # [P, 9, 2]
+        distance = np.linalg.norm(points[:, None, :, None] - points[None, :, None], axis=-1).min(axis=(2, 3))
+        for stroke in range(len(tails)):
+            others = [p for p in range(stroke) if p != before[stroke]]
+            assert distance[stroke, others].min(initial=9) > 2.0 - 1e-6
+        assert points.min() >= 1
+        assert points.max() <= 31
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": 64, "paddle": 10.0, "contour": 4},
+        {"size": 80, "paddle": 9.0, "contour": 4, "margins": (1.0, 3.0), "thickness": 1.5},
+    ],
+    ids=["long paddles", "two margins"],
+)
+def test_strokes_of_any_length_do_not_cross(options):
+    found = SEQUENCES["pathfinder"](split="train", samples=12, **options).scene(np.arange(12)).contours
+    first, second = np.triu_indices(found.tails.shape[1], 1)
+    a, b = (ends[:, first, 0] + 1j * ends[:, first, 1] for ends in (found.tails, found.heads))
+    c, d = (ends[:, second, 0] + 1j * ends[:, second, 1] for ends in (found.tails, found.heads))
+
+    # where the lines meet, as shares of the strokes: a + s (b - a) = c + t (d - c)
+    def cross(u, v):
+        return (u.conj() * v).imag
+
+    s, t = cross(c - a, d - c) / cross(b - a, d - c), cross(c - a, b - a) / cross(b - a, d - c)
+    assert not ((s >= 0) & (s <= 1) & (t >= 0) & (t <= 1)).any()
+
+
+def test_contours_that_would_turn_back_on_themselves_are_refused():
+    with pytest.raises(ValueError, match=r"continuity must be at least 1, got 0\.6"):
+        make("pathfinder", continuity=0.6)
+
+
+def test_turns_follow_the_square_of_the_cosine(scene):
+    data, found = scene
+    before = data.spec.predecessors
+    direction = found.contours.heads - found.contours.tails
+    heading = np.arctan2(direction[..., 1], direction[..., 0])
+    later = np.flatnonzero(before >= 0)
+    turn = (heading[:, later] - heading[:, before[later]] + np.pi) % (2 * np.pi) - np.pi
+    assert np.abs(turn).max() <= np.pi / 2 + 1e-9
+    # free turns have a standard deviation of 32.5 degrees; what is in the way changes it a little
+    assert np.degrees(turn.std()) == pytest.approx(32.5, abs=4)
+
+
+def logistic_accuracy(features, labels):
+    """Of a logistic regression fitted to one half, on the other half."""
+    x = torch.tensor((features - features.mean(0)) / features.std(0), dtype=torch.float64)
+    y = torch.tensor(labels, dtype=torch.float64)
+    half = len(y) // 2
+    model = torch.nn.Linear(x.shape[1], 1).double()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=100)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(x[:half])[:, 0], y[:half])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return ((model(x[half:])[:, 0] > 0) == (y[half:] > 0.5)).double().mean().item()
+
+
+def leak_features(data, found):
+    images = data.drawn(found)
+    distance = np.linalg.norm(found.markers[:, 0] - found.markers[:, 1], axis=1)
+    brightness = images.mean(axis=(1, 2))
+    return np.stack((distance, distance**2, brightness, brightness**2), axis=1)
+
+
+def test_marker_distance_and_brightness_do_not_tell_the_label(scene):
+    data, found = scene
+    assert logistic_accuracy(leak_features(data, found), found.labels) < 0.53
+
+
+@pytest.mark.parametrize("contour", [6, 9])
+def test_easier_rungs_do_not_tell_the_label_either(contour):
+    data = SEQUENCES["pathfinder"](split="val", samples=3000, contour=contour)
+    found = data.scene(np.arange(3000))
+    assert logistic_accuracy(leak_features(data, found), found.labels) < 0.53
+
+
+def test_the_leak_check_finds_a_leak():
+    # without equal distances the two ends of one contour are nearer to each other
+    data = SEQUENCES["pathfinder"](split="train", samples=1000, contour=4, match=99.0)
+    found = data.scene(np.arange(1000))
+    assert logistic_accuracy(leak_features(data, found), found.labels) > 0.53
+
+
+def test_discs_are_white_and_strokes_visible(scene):
+    data, found = scene
+    images = data.drawn(found)[:50]
+    middle = (found.contours.tails + found.contours.heads) / 2
+    for image in range(50):
+        x, y = np.floor(found.markers[image]).astype(int).T
+        assert (images[image][y, x] == 255).all()
+        # a thin stroke through the corner of a pixel may light its neighbour instead
+        lit = np.lib.stride_tricks.sliding_window_view(np.pad(images[image], 1), (3, 3)).max(axis=(2, 3))
+        x, y = np.floor(middle[image]).astype(int).T
+        assert (lit[y, x] > 90).all()
+    assert 0.05 < (images > 0).mean() < 0.4
+
+
+def test_contours_that_find_no_place_are_given_up(monkeypatch):
+    monkeypatch.setattr(contours, "MOST_RESTARTS", 3)
+    # by their area alone they would fit
+    with pytest.raises(ValueError, match=r"100 paddles .* begun 3 times in vain; choose shorter"):
+        make("pathfinder", size=32, contour=40, distractors=5, distractor_length=4, seed_distance=7.0).batch([0, 1])
+
+
+def test_too_many_strokes_are_refused():
+    with pytest.raises(ValueError, match="do not fit"):
+        SEQUENCES["pathfinder"](split="train", samples=1, size=12)
