@@ -103,15 +103,8 @@ class LanguageMeasurement(Measurement):
         }
 
     def row(self, result: Result[Any]) -> dict[str, object]:
-        return {
-            "what": self.what,
-            "mixer": self.mixer,
-            "size": self.size,
-            "batch": self.batch,
-            "context": self.context,
-            "cache_filled_with": self.filled,
-            "tokens_per_second": rounded(result.per_second),
-        }
+        own = {name: getattr(self, name) for name in ("what", "mixer", "size", "batch", "context")}
+        return own | {"cache_filled_with": self.filled, "tokens_per_second": rounded(result.per_second)}
 
     def said(self, result: Result[Any]) -> str:
         memory = "" if result.cache_mib is None else f", cache {result.cache_mib:,.4g} MiB"

@@ -4,6 +4,8 @@ They attend to features and know no norm-aware map. So they are given ready-made
 out the map, and their inputs are twice as wide as ours. Each is judged by its own formula on the features that it was given.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,28 +38,12 @@ def make_flash_bla(case: Case) -> Attend:
     return lambda q, k, v: linear_attention(q, k, v)
 
 
+PEER: dict[str, Any] = {"oracle": features_oracle, "features": True, "slack": SLACK, "devices": ("cuda",)}
 IMPLEMENTATIONS.register("fla chunk_linear_attn")(
-    Implementation(
-        make=make_fla,
-        oracle=features_oracle,
-        causal=True,
-        bidirectional=False,
-        package="fla.ops.linear_attn",
-        features=True,
-        slack=SLACK,
-        devices=("cuda",),
-    )
+    Implementation(make=make_fla, causal=True, bidirectional=False, package="fla.ops.linear_attn", **PEER)
 )
 IMPLEMENTATIONS.register("flash-bla")(
-    Implementation(
-        make=make_flash_bla,
-        oracle=features_oracle,
-        heads_first=True,
-        package="flash_bla.ops.linear_attn.fused",
-        features=True,
-        slack=SLACK,
-        devices=("cuda",),
-    )
+    Implementation(make=make_flash_bla, heads_first=True, package="flash_bla.ops.linear_attn.fused", **PEER)
 )
 
 

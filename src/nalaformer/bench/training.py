@@ -85,15 +85,8 @@ class TrainingMeasurement(Measurement):
         return {"median_ms": milliseconds, "peak_mib": peak, "others_cpu": clocks.share()}
 
     def row(self, result: Result[Any]) -> dict[str, object]:
-        return {
-            "model": self.model,
-            "form": self.form,
-            "size": self.size,
-            "batch": self.batch,
-            "context": self.context,
-            "tokens_per_second": rounded(result.per_second),
-            "peak_mib": rounded(result.peak_mib),
-        }
+        own = {name: getattr(self, name) for name in ("model", "form", "size", "batch", "context")}
+        return own | {"tokens_per_second": rounded(result.per_second), "peak_mib": rounded(result.peak_mib)}
 
     def said(self, result: Result[Any]) -> str:
         memory = "" if result.peak_mib is None else f", peak {result.peak_mib / 1024:.1f} GiB"

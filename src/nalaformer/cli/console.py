@@ -23,6 +23,15 @@ def make_console(*, stderr: bool = False, width: int | None = None) -> "Console"
     return Console(highlight=False, markup=False, emoji=False, stderr=stderr, width=width or WIDTH)
 
 
+def table_of(*headings: str) -> "Table":
+    from rich.table import Table
+
+    table = Table()
+    for heading in headings:
+        table.add_column(heading)
+    return table
+
+
 def print_table(title: str, table: "Table") -> None:
     """A title and a table below it.
 

@@ -4,11 +4,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from .console import make_console, print_table
+from .console import make_console, print_table, table_of
 
 if TYPE_CHECKING:
     import typer
-    from rich.table import Table
 
     from ..evaluation import LanguageModel
 
@@ -173,12 +172,3 @@ def show_tasks(
         error = f"{result.error:.4g}" if result.error is not None else ""
         table.add_row(result.task, result.metric, f"{result.value:.4g}", error, str(result.samples))
     print_table(title, table)
-
-
-def table_of(*headings: str) -> "Table":
-    from rich.table import Table
-
-    table = Table()
-    for heading in headings:
-        table.add_column(heading)
-    return table

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import make_console, print_table
+from .console import make_console, print_table, table_of
 
 if TYPE_CHECKING:
     from ..evaluation.images import Extractor
@@ -20,7 +20,6 @@ def show_image_figures(
     options: dict[str, Any],
 ) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.table import Table
 
     from ..evaluation.images import image_figures, read_image_set, shape_figures
 
@@ -48,9 +47,7 @@ def show_image_figures(
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=sum(count.values()))
             figures |= image_figures(generated, real, network, advance=lambda number: progress.advance(bar, number), **options)
-    table = Table()
-    for heading in ("figure", "value"):
-        table.add_column(heading)
+    table = table_of("figure", "value")
     for name, value in figures.items():
         table.add_row(name, f"{value:.4g}")
     counted = " and ".join(f"{number:,} {name}" for name, number in count.items())

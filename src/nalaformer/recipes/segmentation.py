@@ -1,5 +1,7 @@
 """Semantic segmentation: ADE20K and Cityscapes as published, generated scenes, and data of one's own."""
 
+from typing import Any
+
 from ..tasks import SegmentationConfig
 from ..training import TrainingConfig
 from .recipe import RECIPES, Recipe, enter, every
@@ -12,6 +14,15 @@ SMALL = {
     "mlp_ratios": 2.0,
     "drop_path_rate": 0.0,
     "decoder_channels": 64,
+}
+# a run of minutes
+SHORT: dict[str, Any] = {
+    "steps": 1_000,
+    "batch_size": 8,
+    "weight_decay": 0.01,
+    "warmup": 100,
+    "clip_norm": 1.0,
+    "precision": "auto",
 }
 
 
@@ -30,16 +41,7 @@ def scenes() -> Recipe:
         model_options=SMALL,
         initial_weights="torch",
         task=SegmentationConfig(data="scenes", short_side=96, crop=96, smallest_scale=0.75, largest_scale=1.5),
-        training=TrainingConfig(
-            steps=1_000,
-            batch_size=8,
-            learning_rate=2e-3,
-            weight_decay=0.01,
-            warmup=100,
-            clip_norm=1.0,
-            precision="auto",
-            **every(250),
-        ),
+        training=TrainingConfig(**SHORT, learning_rate=2e-3, **every(250)),
     )
 
 
@@ -115,14 +117,5 @@ def own_data() -> Recipe:
         model="semantic_fpn:nalaformer_xt_linear",
         model_options={"decoder_channels": 128},
         task=SegmentationConfig(data="your_folder", short_side=160, crop=128, color_jitter=0.2),
-        training=TrainingConfig(
-            steps=1_000,
-            batch_size=8,
-            learning_rate=5e-4,
-            weight_decay=0.01,
-            warmup=100,
-            clip_norm=1.0,
-            precision="auto",
-            **every(100),
-        ),
+        training=TrainingConfig(**SHORT, learning_rate=5e-4, **every(100)),
     )

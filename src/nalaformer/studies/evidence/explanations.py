@@ -5,7 +5,6 @@ python -m nalaformer.studies.evidence explanations benchmarks/training/explanati
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...analysis.explanations import METHODS, explain
-from ...bench.machine import describe_machine
 from ...bench.runner import Say, say_on_stdout
 from ...data.cells import CueGrid
-from ...whole_files import write_csv
 from .glyph_pair import (
     BLACK,
     CELLS,
@@ -30,25 +27,23 @@ from .glyph_pair import (
     pair_batch,
     pair_loss,
     train,
+    write_rows,
 )
 
 CUE_CELLS = 5
 POINTS = 12
 COLUMNS = (
-    *(
-        "task",
-        "model",
-        "seed",
-        "method",
-        "pointing",
-        "heat_on_evidence",
-        "deletion",
-        "insertion",
-        "accuracy",
-        "images",
-        "steps",
-    ),
-    *("device", "torch", "commit", "date"),
+    "task",
+    "model",
+    "seed",
+    "method",
+    "pointing",
+    "heat_on_evidence",
+    "deletion",
+    "insertion",
+    "accuracy",
+    "images",
+    "steps",
 )
 
 
@@ -73,14 +68,8 @@ def study_explanations(
     out: Path, *, seeds: int = 1, steps: int = 500, images: int = 96, say: Say = say_on_stdout
 ) -> list[dict[str, object]]:
     """Train, explain, judge; the rows are written after each model."""
-    facts = describe_machine().columns("cpu") | {"date": datetime.now(UTC).date().isoformat()}
-    rows: list[dict[str, object]] = []
-    for seed in range(seeds):
-        for row in explanation_rows(seed=seed, steps=steps, images=images):
-            rows.append(row | facts)
-            say(" ".join(f"{key}={value}" for key, value in row.items()))
-            write_csv(out, COLUMNS, rows)
-    return rows
+    rows = (row for seed in range(seeds) for row in explanation_rows(seed=seed, steps=steps, images=images))
+    return write_rows(out, COLUMNS, rows, say)
 
 
 def explanation_rows(*, seed: int, steps: int, images: int) -> Iterator[dict[str, object]]:

@@ -7,7 +7,6 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...bench.machine import describe_machine
 from ...bench.runner import Say, say_on_stdout
 from ...conversion import filter_tokens
-from ...whole_files import write_csv
-from .glyph_pair import GlyphPair, make_pyramid, make_vit, pair_accuracy, pair_batch, pair_loss, train
+from .glyph_pair import GlyphPair, make_pyramid, make_vit, pair_accuracy, pair_batch, pair_loss, train, write_rows
 
 SHARES = (1.0, 0.5, 0.25, 0.1)
 # where tokens are dropped: before the second block of the ViTs, before the coarse stage of the pyramid
 PLACE = 1
-COLUMNS = (
-    *("model", "seed", "by", "fine_tuned", "share", "accuracy", "images_per_second", "images", "steps", "tuning_steps"),
-    *("device", "torch", "commit", "date"),
-)
+COLUMNS = ("model", "seed", "by", "fine_tuned", "share", "accuracy", "images_per_second", "images", "steps", "tuning_steps")
 
 
 def study_filtering(
     out: Path, *, steps: int = 250, tuning_steps: int = 30, images: int = 256, seed: int = 0, say: Say = say_on_stdout
 ) -> list[dict[str, object]]:
     """Train, filter, measure; writes the rows and, beside them, the curves as PNG and SVG."""
-    facts = describe_machine().columns("cpu") | {"date": datetime.now(UTC).date().isoformat()}
-    rows: list[dict[str, object]] = []
-    for row in filtering_rows(seed=seed, steps=steps, tuning_steps=tuning_steps, images=images):
-        rows.append(row | facts)
-        say(" ".join(f"{key}={value}" for key, value in row.items()))
-        write_csv(out, COLUMNS, rows)
+    measured = filtering_rows(seed=seed, steps=steps, tuning_steps=tuning_steps, images=images)
+    rows = write_rows(out, COLUMNS, measured, say)
     for ending in (".png", ".svg"):
         draw_filtering(rows, out.with_suffix(ending))
     return rows

@@ -1,6 +1,7 @@
 """Images with two glyphs among clutter, networks that name both, and their training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,13 +10,18 @@ from numpy.random import Generator
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from ...bench.machine import describe_machine
+from ...bench.runner import Say, today
 from ...conversion import convert
 from ...data.cells import CueGrid, GlyphGrid, unit_vectors
 from ...data.generated import Image
 from ...data.glyphs import NAMES
 from ...models.vision.variants import build
 from ...recipes.generated import small_vit
+from ...whole_files import write_csv
 
+# of every row, beside what a study measures
+MACHINE_COLUMNS = ("device", "torch", "commit", "date")
 CELLS, CELL_SIZE, GLYPHS = 6, 8, 6
 IMAGE_SIZE = CELLS * CELL_SIZE
 # black, as the images have it: pixels minus one half
@@ -94,6 +100,17 @@ def make_cue_vit(attention: str, *, cells: int) -> nn.Module:
     """The network of the cue_grid recipe with three blocks: a token for each cell, the largest logit of all tokens counts."""
     options = small_vit(cells * CELL_SIZE) | {"depths": [3]}
     return build("vit_nala_tiny_patch16", attention=attention, num_classes=4, **options)
+
+
+def write_rows(out: Path, columns: Sequence[str], rows: Iterable[dict[str, object]], say: Say) -> list[dict[str, object]]:
+    """Say each row as it comes, and write the file anew with it."""
+    facts = describe_machine().columns("cpu") | {"date": today()}
+    found: list[dict[str, object]] = []
+    for row in rows:
+        found.append(row | facts)
+        say(" ".join(f"{key}={value}" for key, value in row.items()))
+        write_csv(out, (*columns, *MACHINE_COLUMNS), found)
+    return found
 
 
 def pair_loss(logits: Tensor, kinds: Tensor) -> Tensor:

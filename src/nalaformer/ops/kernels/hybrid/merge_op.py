@@ -56,15 +56,9 @@ def run_backward(
     return dmax, dtotal, dweighted, dlinear_total, dlinear, dgate
 
 
-def _contiguous(
-    row_max: Tensor,
-    total: Tensor,
-    weighted: Tensor,
-    linear_total: Tensor | None,
-    linear_weighted: Tensor | None,
-    gate: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """In the order of the kernels; what is not there is not read, but must be a pointer."""
+def _contiguous(row_max: Tensor, total: Tensor, weighted: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
+    """In the order of the kernels. Unused pointers still need a valid tensor. rest: linear_total, linear_weighted, gate."""
+    linear_total, linear_weighted, gate = rest
     tensors = (weighted, total, row_max, linear_weighted, linear_total, gate)
     return tuple((weighted if x is None else x).contiguous() for x in tensors)
 
