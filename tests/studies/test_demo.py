@@ -74,11 +74,11 @@ def test_the_page_needs_nothing_beside_itself_and_leaves_its_pictures_as_files(r
 def test_a_lead_is_claimed_only_where_the_interval_lies_on_one_side(result):
     scores = {"softmax": (1.0, 1.0), "mirrorla": (0.1, 0.1)}
     clear = with_scores(result, **scores, nalaformer=(0.85, 0.851), linear=(0.78, 0.781)).findings()
-    assert any("NaLaFormer leads of NaLaFormer (0.85) and linear (ReLU) (0.78): by 0.0" in line for line in clear)
+    assert any("NaLaFormer (0.85) leads linear (ReLU) (0.78) by 0.0" in line for line in clear)
     spread = with_scores(result, **scores, nalaformer=(0.6, 0.9), linear=(0.55, 0.8)).findings()
-    assert any("differ by nothing that 2 seeds could show" in line for line in spread)
+    assert any("2 seeds show no difference between NaLaFormer (0.75) and linear (ReLU)" in line for line in spread)
     behind = with_scores(result, **scores, nalaformer=(0.7, 0.701), linear=(0.78, 0.781)).findings()
-    assert any("linear (ReLU) leads of NaLaFormer" in line for line in behind)
+    assert any("linear (ReLU) (0.78) leads NaLaFormer (0.70) by 0.0" in line for line in behind)
 
 
 def test_a_method_that_loses_at_the_flat_task_is_named(result):

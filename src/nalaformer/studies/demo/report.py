@@ -38,7 +38,7 @@ def cells(finding: Finding) -> tuple[str, ...]:
         f"{finding.diagnosis.mean_by_nearness[0].item():.2f}",
         # no minus in front of a rounded zero
         f"{round(finding.diagnosis.sharpening, 2) + 0.0:.2f}",
-        f"{finding.milliseconds[-1]:.0f}",
+        f"{finding.milliseconds[-1]:,.0f}",
     )
 
 

@@ -63,8 +63,12 @@ class DemoResult:
         softmax, *linear = sorted(self.found, key=lambda f: (f.entry.label != "softmax", -mean(f, "pointing")))
         if softmax.entry.label != "softmax" or not linear:
             return ""
-        order = ", ".join(f"{f.entry.label} {mean(f, 'pointing'):.2f}" for f in linear)
-        return f"Pointing needs sharp attention: softmax reaches {mean(softmax, 'pointing'):.2f}; in linear time {order}."
+        verbs = [" reaches", *[""] * len(linear)]
+        order = ", ".join(f"{f.entry.label}{verb} {mean(f, 'pointing'):.2f}" for f, verb in zip(linear, verbs, strict=False))
+        return (
+            f"Pointing needs sharp attention: softmax reaches {mean(softmax, 'pointing'):.2f}. Of the methods that take linear "
+            f"time, {order}."
+        )
 
     def against(self, other: str) -> list[str]:
         """NaLaFormer beside another method and beside the best of those in linear time."""
@@ -89,11 +93,11 @@ class DemoResult:
 
     def on_norms(self) -> str:
         sharpen = {f.entry.label: f.diagnosis.sharpening for f in self.found}
-        does = [f"{label} ({nats:.2f})" for label, nats in sharpen.items() if nats >= LEAST_DROP]
+        does = [f"{label} (by {nats:.2f} nats)" for label, nats in sharpen.items() if nats >= LEAST_DROP]
         does_not = [label for label, nats in sharpen.items() if nats < LEAST_DROP]
-        sides = (("sharper in", does), ("unchanged in", does_not))
-        told = "; ".join(f"{how} {', '.join(labels)}" for how, labels in sides if labels)
-        return f"Let the queries of a trained network grow from half to twice their norm, and attention is (nats) {told}."
+        sides = (("sharpens in", does), ("stays as it is in", does_not))
+        told = "; it ".join(f"{how} {', '.join(labels)}" for how, labels in sides if labels)
+        return f"When queries of the trained networks grow from half to twice their norm, attention {told}."
 
     def on_cost(self) -> str:
         by_label = {finding.entry.label: finding for finding in self.found}
@@ -102,8 +106,8 @@ class DemoResult:
             return ""
         a, b = softmax.milliseconds, nala.milliseconds
         return (
-            f"A sequence of {TOKENS[0]:,} tokens takes {a[0]:.3g} ms with softmax and {b[0]:.3g} ms with NaLaFormer, one of "
-            f"{TOKENS[-1]:,} tokens {a[-1]:.3g} and {b[-1]:.3g} ms."
+            f"A sequence of {TOKENS[0]:,} tokens takes {three_digits(a[0])} ms with softmax and {three_digits(b[0])} ms with "
+            f"NaLaFormer; one of {TOKENS[-1]:,} tokens takes {three_digits(a[-1])} ms and {three_digits(b[-1])} ms."
         )
 
 
@@ -114,12 +118,21 @@ def mean(finding: Finding, task: str) -> float:
 def verdict(one: Finding, other: Finding, task: str) -> str:
     """Who leads, as far as the interval of the difference says it."""
     difference = difference_of(one.accuracies[task], other.accuracies[task])
-    names = f"{one.entry.label} ({mean(one, task):.2f}) and {other.entry.label} ({mean(other, task):.2f})"
+    first, second = (f"{each.entry.label} ({mean(each, task):.2f})" for each in (one, other))
+    seeds = len(one.accuracies[task])
+    if seeds < 2:
+        return f"one seed cannot tell whether {first} and {second} differ; ask for more with --seeds."
     if not (difference.is_positive or difference.is_negative):
-        return f"{names} differ by nothing that {len(one.accuracies[task])} seeds could show."
-    leader = one if difference.is_positive else other
+        return f"{seeds} seeds show no difference between {first} and {second}."
+    if difference.is_negative:
+        first, second = second, first
     low, high = sorted(abs(difference.middle + side * difference.half) for side in (-1, 1))
-    return f"{leader.entry.label} leads of {names}: by {low:.2f} to {high:.2f} (95% interval over seeds)."
+    return f"{first} leads {second} by {low:.2f} to {high:.2f} (95% interval over seeds)."
+
+
+def three_digits(number: float) -> str:
+    """4.57, 63.1, 1,110."""
+    return f"{float(f'{number:.3g}'):,.15g}"
 
 
 def run_demo(

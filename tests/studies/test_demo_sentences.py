@@ -1,0 +1,78 @@
+"""The sentences of the demo, as a newcomer reads them."""
+
+import pytest
+import torch
+
+from nalaformer.studies.demo import ENTRIES
+from nalaformer.studies.demo.diagnose import FACTORS, Diagnosis
+from nalaformer.studies.demo.report import cells
+from nalaformer.studies.demo.study import DemoResult, Finding
+
+TIMES = {"softmax": (4.567, 63.14, 1113.2), "linear": (1.0, 2.0, 3.0), "nalaformer": (2.0, 12.0, 97.26)}
+SHARPENING = {"softmax": 0.5, "linear": 0.0, "nalaformer": 0.25}
+
+
+def finding(attention, pointing):
+    grown = tuple(SHARPENING[attention] if factor <= 0.5 else 0.0 for factor in FACTORS)
+    weights = torch.full((16, 32), 1 / 40)
+    measured = {"correlation": 0.0, "drop": 0.0, "norms": (), "entropies": (), "grown": grown, "parameters": 1}
+    return Finding(
+        entry=next(entry for entry in ENTRIES if entry.attention == attention),
+        accuracies={"pointing": pointing, "majority": (0.9,) * len(pointing)},
+        curves={},
+        diagnosis=Diagnosis(**measured, by_nearness=weights, mean_by_nearness=weights[0]),
+        milliseconds=TIMES[attention],
+    )
+
+
+def result(nalaformer, linear):
+    scores = {"softmax": (0.99,) * len(linear), "linear": linear, "nalaformer": nalaformer}
+    found = tuple(finding(attention, values) for attention, values in scores.items())
+    return DemoResult(found=found, chance={}, steps={}, batch_size=32, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("nalaformer", "linear", "sentence"),
+    [
+        (
+            *((0.87, 0.88, 0.86), (0.78, 0.79, 0.77)),
+            "At pointing NaLaFormer (0.87) leads linear (ReLU) (0.78) by 0.07 to 0.11 (95% interval over seeds).",
+        ),
+        (
+            *((0.78, 0.79, 0.77), (0.87, 0.88, 0.86)),
+            "At pointing linear (ReLU) (0.87) leads NaLaFormer (0.78) by 0.07 to 0.11 (95% interval over seeds).",
+        ),
+        (
+            *((0.6, 0.9, 0.7), (0.5, 0.9, 0.7)),
+            "At pointing 3 seeds show no difference between NaLaFormer (0.73) and linear (ReLU) (0.70).",
+        ),
+        (
+            *((0.9,), (0.1,)),
+            "At pointing one seed cannot tell whether NaLaFormer (0.90) and linear (ReLU) (0.10) differ; ask for more with "
+            "--seeds.",
+        ),
+    ],
+)
+def test_who_leads_is_one_plain_sentence(nalaformer, linear, sentence):
+    assert sentence in result(nalaformer, linear).findings()
+
+
+def test_the_other_findings_are_plain_sentences():
+    lines = result((0.87, 0.88), (0.78, 0.79)).findings()
+    assert lines[0] == (
+        "Pointing needs sharp attention: softmax reaches 0.99. Of the methods that take linear time, NaLaFormer reaches 0.88, "
+        "linear (ReLU) 0.79."
+    )
+    assert lines[-2] == (
+        "When queries of the trained networks grow from half to twice their norm, attention sharpens in softmax (by 0.50 "
+        "nats), NaLaFormer (by 0.25 nats); it stays as it is in linear (ReLU)."
+    )
+
+
+def test_times_are_written_without_powers_of_ten():
+    found = result((0.87, 0.88), (0.78, 0.79))
+    assert found.findings()[-1] == (
+        "A sequence of 1,024 tokens takes 4.57 ms with softmax and 2 ms with NaLaFormer; one of 16,384 tokens takes 1,110 ms "
+        "and 97.3 ms."
+    )
+    assert cells(found.found[0])[-1] == "1,113"
