@@ -4,29 +4,10 @@ import pytest
 import torch
 
 import nalaformer
-from helpers.delta_inputs import GATES, inputs
+from helpers.delta_inputs import BAR, DEVICE, GATES, inputs, outcome, relative_error
 from nalaformer.ops import delta_rule, unit_features
-from nalaformer.ops.backend import INTERPRETING
 
 pytestmark = pytest.mark.kernels
-
-DEVICE = "cpu" if INTERPRETING else "cuda"
-# float32 sums of some hundred products in two matrix products behind each other, against float64
-BAR = 3e-6
-
-
-def relative_error(ours, exact):
-    return ((ours.double() - exact).norm() / exact.norm().clamp(min=1e-6)).item()
-
-
-def outcome(backend, dtype, tensors, decay, state, upstream, bounds=None):
-    """Outputs, last state, and the gradients of everything."""
-    leaves = [None if x is None else x.to(DEVICE, dtype).requires_grad_() for x in (*tensors, decay, state)]
-    *given, fade, before = leaves
-    with nalaformer.use_backend(backend):
-        found = delta_rule(*given, log_decay=fade, state=before, cu_seqlens=bounds)
-    given = [x.to(DEVICE, dtype) for x in upstream]
-    return [*found, *torch.autograd.grad(found, [x for x in leaves if x is not None], given)]
 
 
 @GATES
