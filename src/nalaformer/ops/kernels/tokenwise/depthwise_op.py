@@ -10,10 +10,12 @@ from ..common.launch import Description, Launches, kind, processors, start
 from ..common.op import operator
 from .compiled.depthwise import depthwise_kernel, depthwise_weight_kernel
 
-# tokens and channels per step; a thread then reads 16 bytes of neighbouring channels at once
-TOKENS, CHANNELS, WARPS = 32, 64, 4
-# programs per multiprocessor that share the tokens of a weight's gradient, and how far ahead they read
-WEIGHT_PROGRAMS, WEIGHT_STAGES = 4, 3
+# columns and channels that a program walks down with; a thread then reads neighbouring channels at once
+COLUMNS, CHANNELS, WARPS = 8, 64, 4
+# programs per multiprocessor, and rows below which one is not worth its taps
+PROGRAMS, LEAST_ROWS = 16, 4
+# of a weight's gradient: tokens per step, programs per multiprocessor that share them, and how far ahead they read
+TOKENS, WEIGHT_PROGRAMS, WEIGHT_STAGES = 32, 4, 3
 _launches = Launches()
 
 
@@ -27,30 +29,40 @@ def convolved(
     """x: [B, N, C]; taps: [SIZE * SIZE, W], C a multiple of W -> [B, N, C]; flip: the transposed convolution."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added, offset = x if plus is None else plus, taps if bias is None else bias
+    is_residual = plus is x
 
     def describe() -> Description:
-        batch, tokens, channels = x.shape
+        batch, _, channels = x.shape
         block = block_of(channels)
+        walks = batch * -(-width // COLUMNS)
+        stretch = rows_of_a_walk(height, walks * -(-channels // block), x.device)
         return (
-            (batch * -(-tokens // TOKENS), -(-channels // block)),
-            (height, width, channels, *x.stride()[:2], *added.stride()[:2], *out.stride()[:2]),
+            (walks * -(-height // stretch), -(-channels // block)),
+            (height, width, channels, stretch, *x.stride()[:2], *added.stride()[:2], *out.stride()[:2]),
             {
                 "WEIGHTS": taps.shape[1],
                 "SHARED": taps.shape[1] != channels,
                 "SIZE": isqrt(taps.shape[0]),
                 "FLIP": flip,
-                "PLUS": plus is not None,
+                "PLUS": plus is not None and not is_residual,
+                "RESIDUAL": is_residual,
                 "HAS_BIAS": bias is not None,
-                "BN": TOKENS,
+                "BW": COLUMNS,
                 "BC": block,
                 "num_warps": WARPS,
                 "num_stages": 1,
             },
         )
 
-    key = (flip, height, kind(x, plus, taps, bias))
+    key = (flip, height, is_residual, kind(x, plus, taps, bias))
     start(_launches, key, depthwise_kernel, (x, added, taps, offset, out), describe)
     return out
+
+
+def rows_of_a_walk(height: int, walks: int, device: torch.device) -> int:
+    """Rows of the grid that a program walks down, alike for all: few enough that there are programs for the whole GPU."""
+    rows = max(LEAST_ROWS, -(-height * walks // (PROGRAMS * processors(device))))
+    return -(-height // -(-height // rows))
 
 
 def weight_programs(x: Tensor, size: int) -> tuple[int, int]:

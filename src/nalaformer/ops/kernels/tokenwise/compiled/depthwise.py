@@ -14,6 +14,7 @@ def depthwise_kernel(
     height,
     width,
     channels,
+    stretch,  # rows of the grid per program
     x_batch,
     x_token,
     plus_batch,
@@ -22,46 +23,104 @@ def depthwise_kernel(
     out_token,
     WEIGHTS: tl.constexpr,  # kernels: one per channel, or fewer that the heads share
     SHARED: tl.constexpr,
-    SIZE: tl.constexpr,
+    SIZE: tl.constexpr,  # 3 or 5
     FLIP: tl.constexpr,  # the transposed convolution, for the gradient
     PLUS: tl.constexpr,
+    RESIDUAL: tl.constexpr,  # x itself is added
     HAS_BIAS: tl.constexpr,
-    BN: tl.constexpr,
+    BW: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """out = convolution(x) [+ bias] [+ plus], zeros outside of the grid."""
-    num_tokens = height * width
-    tiles = tl.cdiv(num_tokens, BN)
-    batch = (tl.program_id(0) // tiles).to(tl.int64)
-    token = (tl.program_id(0) % tiles) * BN + tl.arange(0, BN)
+    """out = convolution(x) [+ bias] [+ plus or x], zeros outside of the grid.
+
+    A program walks down some columns. It reads a row once and adds it to the SIZE rows of outputs that see it, whose sums it
+    holds: a SIZE-th of the loads that each output by itself would take.
+    """
+    half: tl.constexpr = SIZE // 2
+    columns = tl.cdiv(width, BW)
+    stretches = tl.cdiv(height, stretch)
+    program = tl.program_id(0)
+    column = (program % columns) * BW + tl.arange(0, BW)
+    first = (program // columns) % stretches * stretch
+    last = tl.minimum(first + stretch, height)
+    batch = (program // (columns * stretches)).to(tl.int64)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    row = token // width
-    column = token % width
     is_channel = channel < channels
-    is_token = token < num_tokens
-    inside = is_token[:, None] & is_channel[None, :]
+    inside = (column < width)[:, None] & is_channel[None, :]
     # told apart here, or the compiler could not see that neighbours lie side by side
     kernel = channel % WEIGHTS if SHARED else channel
-    out = tl.zeros((BN, BC), tl.float32)
-    if HAS_BIAS:
-        out += tl.load(bias_ptr + kernel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-    if PLUS:
-        at = plus_ptr + batch * plus_batch + (token[:, None] * plus_token + channel[None, :])
-        out += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    # 32-bit offsets inside of a sample: half the registers for addresses, so more loads are under way
-    here = token[:, None] * x_token + channel[None, :]
+    weights = ()
+    for tap in tl.static_range(SIZE * SIZE):
+        place = SIZE * SIZE - 1 - tap if FLIP else tap
+        weight = tl.load(taps_ptr + place * WEIGHTS + kernel, mask=is_channel, other=0.0).to(tl.float32)
+        if RESIDUAL and tap == SIZE * SIZE // 2:
+            weight += 1.0
+        weights = weights + (weight[None, :],)  # noqa: RUF005
+    # 32-bit offsets inside of a sample
     x_ptr += batch * x_batch
-    # a 5x5 kernel unrolled whole would ask for more registers than there are
-    for tap_row in tl.range(0, SIZE, loop_unroll_factor=3 if SIZE == 3 else 1):
-        for tap_column in tl.static_range(SIZE):
-            down, right = tap_row - SIZE // 2, tap_column - SIZE // 2
-            x = neighbour(x_ptr, here, row, column, inside, height, width, x_token, down, right)
-            tap = tap_row * SIZE + tap_column
-            place = SIZE * SIZE - 1 - tap if FLIP else tap
-            weight = tl.load(taps_ptr + place * WEIGHTS + kernel, mask=is_channel, other=0.0)
-            out += x * weight.to(tl.float32)[None, :]
-    at = out_ptr + batch * out_batch + (token[:, None] * out_token + channel[None, :])
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    x_at = column[:, None] * x_token + channel[None, :]
+    out_at = out_ptr + batch * out_batch + (column[:, None] * out_token + channel[None, :])
+    plus_at = plus_ptr + batch * plus_batch + (column[:, None] * plus_token + channel[None, :])
+    start = tl.zeros((BW, BC), tl.float32)
+    if HAS_BIAS:
+        start += tl.load(bias_ptr + kernel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    sum0, sum1, sum2, sum3 = start, start, start, start
+    begin, end = tl.maximum(first - half, 0), tl.minimum(last + half, height)
+    x0 = beside(x_ptr, x_at, begin, end, column, width, inside, x_token, -half)
+    x1 = beside(x_ptr, x_at, begin, end, column, width, inside, x_token, 1 - half)
+    x2 = beside(x_ptr, x_at, begin, end, column, width, inside, x_token, 2 - half)
+    x3, x4 = x2, x2
+    if SIZE == 5:
+        x3 = beside(x_ptr, x_at, begin, end, column, width, inside, x_token, 1)
+        x4 = beside(x_ptr, x_at, begin, end, column, width, inside, x_token, 2)
+    for row in tl.range(begin, last + half, num_stages=1):
+        # the next row is on its way while this one is added up
+        next0 = beside(x_ptr, x_at, row + 1, end, column, width, inside, x_token, -half)
+        next1 = beside(x_ptr, x_at, row + 1, end, column, width, inside, x_token, 1 - half)
+        next2 = beside(x_ptr, x_at, row + 1, end, column, width, inside, x_token, 2 - half)
+        next3, next4 = next2, next2
+        if SIZE == 5:
+            next3 = beside(x_ptr, x_at, row + 1, end, column, width, inside, x_token, 1)
+            next4 = beside(x_ptr, x_at, row + 1, end, column, width, inside, x_token, 2)
+        # sums of the rows from row - half on, each with the row of taps that meets it
+        if SIZE == 3:
+            done = added3(sum0, x0, x1, x2, weights, 6)
+            sum0 = added3(sum1, x0, x1, x2, weights, 3)
+            sum1 = added3(start, x0, x1, x2, weights, 0)
+        else:
+            done = added5(sum0, x0, x1, x2, x3, x4, weights, 20)
+            sum0 = added5(sum1, x0, x1, x2, x3, x4, weights, 15)
+            sum1 = added5(sum2, x0, x1, x2, x3, x4, weights, 10)
+            sum2 = added5(sum3, x0, x1, x2, x3, x4, weights, 5)
+            sum3 = added5(start, x0, x1, x2, x3, x4, weights, 0)
+        x0, x1, x2, x3, x4 = next0, next1, next2, next3, next4
+        is_done = inside & ((column * 0 + row) >= first + half)[:, None]
+        if PLUS:
+            done += tl.load(plus_at + (row - half) * width * plus_token, mask=is_done, other=0.0).to(tl.float32)
+        tl.store(out_at + (row - half) * width * out_token, done.to(out_ptr.dtype.element_ty), mask=is_done)
+
+
+@triton.jit
+def beside(x_ptr, x_at, row, end, column, width, inside, x_token, right):
+    """What lies `right` of each column in a row; zeros outside of the grid and from the row `end` on."""
+    is_seen = ((column + right >= 0) & (column + right < width) & (column * 0 + row < end))[:, None] & inside
+    return tl.load(x_ptr + (x_at + (row * width + right) * x_token), mask=is_seen, other=0.0)
+
+
+@triton.jit
+def added3(total, x0, x1, x2, weights, first: tl.constexpr):
+    """The total and a row of three tokens, each times its tap."""
+    total += x0.to(tl.float32) * weights[first]
+    total += x1.to(tl.float32) * weights[first + 1]
+    return total + x2.to(tl.float32) * weights[first + 2]
+
+
+@triton.jit
+def added5(total, x0, x1, x2, x3, x4, weights, first: tl.constexpr):
+    """The same of five."""
+    total = added3(total, x0, x1, x2, weights, first)
+    total += x3.to(tl.float32) * weights[first + 3]
+    return total + x4.to(tl.float32) * weights[first + 4]
 
 
 @triton.jit
