@@ -394,6 +394,10 @@ def test_learnable_powers_follow_their_parameters():
     assert not list(norm_aware().parameters())
 
 
+# seen to in tests/feature_maps/test_norm_aware_open.py
+MAPS["norm_aware"].of("saturation", "keys", "start_gain")
+
+
 @MAPS["norm_aware"].of("powers")
 def test_mild_powers_are_one_plus_softplus_of_their_parameters():
     phi, x = norm_aware(powers="mild", norm_scale=0.5), torch.randn(1, 5, 2, 8, dtype=torch.float64)

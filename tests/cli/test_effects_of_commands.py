@@ -426,6 +426,10 @@ def test_a_scoreboard_trains_every_method_with_every_rate_and_seed(tmp_path):
     assert float(row["learning_rate"]) == RECIPES["mqar_small"]().training.learning_rate
 
 
+# seen to in tests/studies/test_scoreboard_rows.py
+COMMANDS.of("scoreboard.jobs", "scoreboard.smoke")
+
+
 @COMMANDS.of("scoreboard.device")
 def test_a_scoreboard_without_its_device_is_refused(tmp_path, no_gpu):
     run("scoreboard", "mqar_small", *BOARD, "--device", "cuda", "--out", tmp_path / "a.csv", fails="needs a CUDA device")

@@ -35,11 +35,12 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "nala_cosine": of("norm_aware", direction="cosine"),
     "nala_mild": of("norm_aware", powers="mild", norm_scale="head"),
     "nala_contrast": of("norm_aware", contrast="learned"),
+    "nala_open": of("norm_aware", powers="mild", norm_scale="head", saturation="none", keys="like_queries", start_gain=1.0),
     "hedgehog": of("hedgehog"),
     "mala_map": of("mala", gate="none"),
     "rala_map": of("rala", gate="none"),
 }
-"""The rivals under short names; the file of a scoreboard has each in full."""
+"""The rivals under short names, and nala_open, a form of our own; the file of a scoreboard has each in full."""
 ALL = "all"
 # looks at all queries, later ones too
 BIDIRECTIONAL = ("rala_map",)
