@@ -449,6 +449,9 @@ def test_another_language_has_other_words_and_the_same_facts(name):
     assert (zero["inputs"][is_word] != one["inputs"][is_word]).mean() > 0.5
 
 
+# seen to in tests/data/test_image_file.py
+SEQUENCE_OPTIONS.of("pixels.file", "patches.file", "patches.patch")
+
 # ---- released files
 
 

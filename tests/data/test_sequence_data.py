@@ -10,7 +10,7 @@ from helpers.sequence_cases import CASES, make
 from nalaformer.data import batches_from
 from nalaformer.data.sequences import IGNORE, SEQUENCES, known_options, make_sequences, write
 
-RELEASED = {"text", "retrieval", "image"}
+RELEASED = {"text", "retrieval", "image", "pixels", "patches"}
 
 
 def digest(arrays):

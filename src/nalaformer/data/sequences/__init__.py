@@ -3,6 +3,7 @@
 from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_tensor, known_options, make_sequences
 from .copying import Copying, Induction
 from .filler import ENTROPY, Filler
+from .image_file import ImagePatches, ImagePixels
 from .listops import ListOps, ListOpsWithoutBrackets
 from .mqar import AssociativeRecall
 from .needles import FAMILIES, HiddenFacts, Needles, RecallLanguage, Variables
@@ -23,6 +24,8 @@ __all__ = [
     "Filler",
     "GreyImage",
     "HiddenFacts",
+    "ImagePatches",
+    "ImagePixels",
     "Induction",
     "ListOps",
     "ListOpsWithoutBrackets",

@@ -53,7 +53,7 @@ def recalling(recipe: str, asks: str, *, tiny: dict[str, Any], **data: Any) -> B
     """Causal rows: two blocks of a gated short convolution and attention, 128 channels."""
     settings = {"steps": 4_000, "warmup": 200, "batch_size": 64, "eval_every": 500, **SAMPLES}
     small = {"data_options": tiny, "eval_options": {}, "model_options": {"dim": 8, "depth": 1}}
-    return BoardRow(recipe=recipe, settings=settings | data, tiny=small, learning_rates=(1e-3, 4e-3), asks=asks)
+    return BoardRow(recipe=recipe, settings=settings | data, tiny=small, learning_rates=(1.5e-3, 5e-3), asks=asks)
 
 
 def arena(recipe: str, asks: str, tiny: dict[str, Any]) -> BoardRow:
@@ -64,6 +64,22 @@ def arena(recipe: str, asks: str, tiny: dict[str, Any]) -> BoardRow:
         tiny={"data_options": tiny, "model_options": TINY_VECTORS},
         learning_rates=(RECIPES[recipe]().training.learning_rate,),
         asks=asks,
+    )
+
+
+def images(data: str, asks: str, **model: Any) -> BoardRow:
+    """Rows of images from a file, two layers, about 10 epochs of 54,000 images in batches of 128."""
+    settings = {"data": data, "steps": 4_200, "batch_size": 128, "warmup": 200, "eval_every": 420, "clip_value": 0.0}
+    sizes = {"train_samples": 54_000, "eval_samples": 6_000, "test_samples": 10_000, "weight_decay": 0.01, "clip_norm": 1.0}
+    options = {"model_options": {"dropout": 0.1, **model}}
+    tiny = {"model_options": TINY_VECTORS}
+    return BoardRow(
+        recipe="lra_image",
+        settings=settings | sizes | options,
+        tiny=tiny,
+        learning_rates=(1e-3, 3e-3),
+        asks=asks,
+        file_option="file",
     )
 
 
@@ -90,6 +106,10 @@ ROWS: dict[str, BoardRow] = {
         "lra_pathfinder",
         "Say whether two discs lie on one contour, pixel by pixel.",
         {"size": 12, "contour": 2, "distractors": 1, "distractor_length": 2, "seed_distance": 3.0},
+    ),
+    "image_pixels": images("pixels", "Name what an image shows, pixel by pixel; needs a file, such as Fashion-MNIST."),
+    "image_patches": images(
+        "patches", "Name what an image shows, patch by patch; needs a file, such as Fashion-MNIST.", dim=128, mlp_dim=256
     ),
 }
 ALL = "all"
@@ -119,6 +139,8 @@ def make_board(
         raise unknown_name("task (a row of the scoreboard or a recipe)", name, [*ROWS, *RECIPES.names()])
     row = ROWS.get(name)
     small = [*assignments(row.tiny | FEW)] if smoke and row is not None else []
+    if row is not None and row.file_option and not any(each.startswith("data_options=") for each in settings):
+        raise ValueError(f'{name} reads a file of yours: pass \'data_options={{"{row.file_option}": "/path/to/it"}}\'')
     recipe = row.make([*small, *settings]) if row is not None else recipe_with(name, list(settings))
     original = RECIPES[name]() if row is None else row.make(small)
     refuse_others(name, recipe, original)
