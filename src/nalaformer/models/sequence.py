@@ -9,17 +9,25 @@ from torch import Tensor, nn
 from ..attention import METHODS, Attention, build
 from ..feature_maps import FEATURE_MAPS
 from ..registry import Registry, unknown_name
+from .delta_layer import DELTA_RULES, DeltaLayer
 
 SEQUENCE_MODELS: Registry[type[nn.Module]] = Registry("sequence model")
 
 
 def sequence_attention(
     name: str, *, dim: int, num_heads: int, causal: bool = False, options: dict[str, Any] | None = None
-) -> Attention:
-    """The attention of a method, or the plain layer with the feature map of that name.
+) -> nn.Module:
+    """The attention of a method, the plain layer with the feature map of that name, or a delta rule ("delta", "gated_delta").
 
+    A delta rule is causal and takes feature_map (none by default) and the options of the map.
     Convolutions and positions inside attention are off unless asked for: they hide what the maps differ in.
     """
+    if name in DELTA_RULES:
+        if not causal:
+            raise ValueError(f"the delta rule goes from token to token: {name} needs a causal model, such as recall")
+        given = dict(options or {})
+        map_name = given.pop("feature_map", None)
+        return DeltaLayer(dim=dim, num_heads=num_heads, gated=name == "gated_delta", feature_map_name=map_name, **given)
     chosen = {"position": "none", "local_mix": "none", "causal": causal} | (options or {})
     if name in METHODS:
         if causal and METHODS[name].map_options.get("variance") and "feature_map" not in chosen:
@@ -28,7 +36,7 @@ def sequence_attention(
         return build(name, dim=dim, num_heads=num_heads, **chosen)
     if name in FEATURE_MAPS.names():
         return build("linear", dim=dim, num_heads=num_heads, **({"feature_map": name} | chosen))
-    raise unknown_name("attention (a method or a feature map)", name, [*METHODS, *FEATURE_MAPS.names()])
+    raise unknown_name("attention (a method or a feature map)", name, [*METHODS, *FEATURE_MAPS.names(), *DELTA_RULES])
 
 
 def state_size(model: nn.Module) -> int:
@@ -42,6 +50,8 @@ def state_size(model: nn.Module) -> int:
             # some maps look at all tokens first
             features = layer.map.given(token, token, key_mask=None, causal=False).key(token).shape[-1]
             total += heads * features * size
+        elif isinstance(layer, DeltaLayer):
+            total += layer.num_heads * layer.features * layer.head_dim
     return total
 
 
@@ -133,7 +143,7 @@ class SequenceClassifier(nn.Module):
 class EncoderBlock(nn.Module):
     """x += attention(norm x); x += mlp(norm x)."""
 
-    def __init__(self, attention: Attention, *, dim: int, mlp_dim: int, dropout: float) -> None:
+    def __init__(self, attention: nn.Module, *, dim: int, mlp_dim: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.LayerNorm(dim), attention
         self.mlp_norm = nn.LayerNorm(dim)

@@ -39,16 +39,23 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "hedgehog": of("hedgehog"),
     "mala_map": of("mala", gate="none"),
     "rala_map": of("rala", gate="none"),
+    "deltanet": of("delta"),
+    "deltanet_nala": of("delta", feature_map="norm_aware"),
+    "gated_deltanet": of("gated_delta"),
+    "gated_deltanet_nala": of("gated_delta", feature_map="norm_aware"),
 }
 """The rivals under short names, and nala_open, a form of our own; the file of a scoreboard has each in full."""
 ALL = "all"
 # looks at all queries, later ones too
 BIDIRECTIONAL = ("rala_map",)
+# go from token to token
+CAUSAL = ("deltanet", "deltanet_nala", "gated_deltanet", "gated_deltanet_nala")
 
 
 def methods_for(*, causal: bool) -> list[Method]:
     """Those that can be trained where tokens see all others, or earlier ones alone."""
-    return [method for name, method in METHODS_OF_THE_BOARD.items() if not (causal and name in BIDIRECTIONAL)]
+    left_out = BIDIRECTIONAL if causal else CAUSAL
+    return [method for name, method in METHODS_OF_THE_BOARD.items() if name not in left_out]
 
 
 def short_name(label: str) -> str:
