@@ -8,10 +8,11 @@ transformers' suites need the packages parameterized and httpx. Exits with 1 if 
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,8 @@ from xml.etree import ElementTree
 TESTS = Path(__file__).resolve().parent
 # these need several GPUs or files from the network, whatever the model
 ELSEWHERE = "not fsdp and not tp_ and not tensor_parallel and not pipeline"
+# the suite of a model of the peer's own, with layers of the same kinds, that runs beside ours
+BESIDE = "Qwen3NextModelTest"
 
 
 def main() -> int:
@@ -81,18 +84,36 @@ def run(folder: Path, options: list[str], environment: dict[str, str]) -> Path:
     return results
 
 
-def outcomes(file: Path) -> tuple[int, list[str], Counter[str]]:
-    """How many passed, which failed, and how many were skipped for each reason."""
-    passed, failed, skipped = 0, [], Counter()
+def results_of(file: Path) -> dict[tuple[str, str], str]:
+    """By class and test: "passed", "failed", or why it was skipped. One of several parts that did not pass speaks for all."""
+    found: dict[tuple[str, str], str] = {}
     for case in ElementTree.parse(file).iter("testcase"):
+        test = case.get("classname", "").rpartition(".")[2], case.get("name", "")
         reason = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
-            failed.append(f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}")
-        elif reason is not None:
-            skipped[reason.get("message", "")] += 1
-        else:
-            passed += 1
-    return passed, sorted(set(failed)), skipped
+            found[test] = "failed"
+        elif found.get(test, "passed") == "passed":
+            found[test] = "passed" if reason is None else (reason.get("message", "").splitlines() or [""])[0]
+    return found
+
+
+def outcomes(file: Path) -> tuple[int, list[str], Counter[str]]:
+    """Of ours: how many passed, which failed, and how many were skipped for each reason."""
+    ours = {test: result for test, result in results_of(file).items() if test[0] != BESIDE}
+    failed = sorted(f"{suite}::{name}" for (suite, name), result in ours.items() if result == "failed")
+    skipped = Counter(result for result in ours.values() if result not in ("passed", "failed"))
+    return list(ours.values()).count("passed"), failed, skipped
+
+
+def skipped_by_ours_alone(file: Path) -> list[tuple[str, int, str]]:
+    """(test, layouts of ours that skip it, why) for what the peer's own model passes, parameters left out."""
+    results = results_of(file)
+    passed = {name for (suite, name), result in results.items() if suite == BESIDE and result == "passed"}
+    alone: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for (suite, name), result in results.items():
+        if suite != BESIDE and name in passed and result not in ("passed", "failed"):
+            alone[re.sub(r"_\d+_.*", "", name), result].add(suite)
+    return sorted((name, len(suites), reason) for (name, reason), suites in alone.items())
 
 
 def table(name: str, file: Path) -> str:
@@ -101,7 +122,10 @@ def table(name: str, file: Path) -> str:
     lines = [f"## {name}: {passed} passed, {len(failed)} failed, {skipped.total()} skipped ({versions})", ""]
     lines += [f"- failed: {test}" for test in failed]
     lines += ["", "| skipped | why |", "|---|---|"]
-    lines += [f"| {count} | {reason.splitlines()[0] if reason else ''} |" for reason, count in skipped.most_common()]
+    lines += [f"| {count} | {reason} |" for reason, count in skipped.most_common()]
+    if any(suite == BESIDE for suite, _ in results_of(file)):
+        lines += ["", f"Skipped by ours, passed by {BESIDE}:", "", "| test | layouts | why |", "|---|---|---|"]
+        lines += [f"| {test} | {count} | {reason} |" for test, count, reason in skipped_by_ours_alone(file)]
     return "\n".join(lines)
 
 

@@ -1,5 +1,6 @@
 """transformers' own suites (models, generation, causal language models, training) over our language models.
 
+Qwen3-Next, a model of theirs with layers of both kinds, runs beside ours: what it can and ours cannot is in the table.
 `run_peers.py` runs this file with a checkout of transformers on the path; nothing else can import it.
 """
 
@@ -9,12 +10,22 @@ import sys
 import types
 import unittest
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, StaticCache
 from transformers.models.auto import modeling_auto
 
-from nalaformer.models.language import NaLaConfig, NaLaForCausalLM, NaLaForSequenceClassification, NaLaModel, RecurrentLayer
+from nalaformer.models.language import (
+    NaLaConfig,
+    NaLaForCausalLM,
+    NaLaForQuestionAnswering,
+    NaLaForSequenceClassification,
+    NaLaForTokenClassification,
+    NaLaModel,
+    RecurrentLayer,
+)
 
 
 def fill_missing(folder: Path) -> list[str]:
@@ -57,8 +68,11 @@ if not hasattr(PreTrainedConfig, "has_no_defaults_at_init"):
 modeling_auto.MODEL_MAPPING_NAMES["nala"] = "NaLaModel"
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nala"] = "NaLaForCausalLM"
 modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["nala"] = "NaLaForSequenceClassification"
+modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["nala"] = "NaLaForTokenClassification"
+modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES["nala"] = "NaLaForQuestionAnswering"
 
 from tests import causal_lm_tester  # noqa: E402
+from tests.models.qwen3_next.test_modeling_qwen3_next import Qwen3NextModelTest  # noqa: E402, F401
 
 LAYOUTS = {
     "Linear": {"mixers": "linear", "num_key_value_heads": 1},
@@ -77,7 +91,8 @@ class OverOurModels:
         for layer, kind in zip(past_key_values.layers, config.layer_types, strict=True):
             assert layer.get_seq_length() == seq_length
             if kind == "full_attention":
-                shape = (batch_size, config.num_key_value_heads, seq_length, config.head_dim)
+                room = past_key_values.max_cache_len if isinstance(past_key_values, StaticCache) else seq_length
+                shape = (batch_size, config.num_key_value_heads, room, config.head_dim)
                 assert layer.keys.shape == layer.values.shape == shape
             else:
                 assert isinstance(layer, RecurrentLayer)
@@ -108,8 +123,30 @@ class OverOurModels:
         has_cache = decoder_past_key_values is not None
         for step, weights in enumerate(attentions):
             queries = prompt_length + step if step == 0 or not has_cache else 1
-            shape = (batch_size, config.num_attention_heads, queries, prompt_length + step)
+            is_static = isinstance(decoder_past_key_values, StaticCache)
+            keys = decoder_past_key_values.max_cache_len if is_static else prompt_length + step
+            shape = (batch_size, config.num_attention_heads, queries, keys)
             assert [tuple(each.shape) for each in weights] == [shape] * config.layer_types.count("full_attention")
+
+    def test_can_init_all_missing_weights(self) -> None:
+        """Theirs asks the file of the configuration for a year of copyright, to leave old models out."""
+        with patch(f"{causal_lm_tester.ModelTesterMixin.__module__}.inspect.getfile", return_value=causal_lm_tester.__file__):
+            super().test_can_init_all_missing_weights()
+
+    def test_left_padding_compatibility(self) -> None:
+        """Theirs takes models without attention for models without padding."""
+        with patch.object(self, "has_attentions", True):
+            super().test_left_padding_compatibility()
+
+    def test_custom_4d_attention_mask(self) -> None:
+        """A mask for each pair of tokens; where a layer has no pairs, a refusal in the place of another result."""
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        if set(config.layer_types) == {"full_attention"}:
+            super().test_custom_4d_attention_mask()
+        else:
+            mask = torch.ones(1, 1, *inputs["input_ids"].shape[1:] * 2, dtype=torch.bool)
+            with pytest.raises(ValueError, match="a mask for each pair of tokens needs `softmax` mixers alone"):
+                NaLaForCausalLM(config)(inputs["input_ids"], attention_mask=mask)
 
 
 def suite(name: str, options: dict) -> type:
@@ -123,6 +160,8 @@ def suite(name: str, options: dict) -> type:
         "config_class": NaLaConfig,
         "causal_lm_class": NaLaForCausalLM,
         "sequence_classification_class": NaLaForSequenceClassification,
+        "token_classification_class": NaLaForTokenClassification,
+        "question_answering_class": NaLaForQuestionAnswering,
     }
     tester = type(f"{name}Tester", (causal_lm_tester.CausalLMModelTester,), classes | {"__init__": start})
     facts = {"model_tester_class": tester, "has_attentions": "softmax" in options["mixers"], "__module__": __name__}

@@ -21,6 +21,7 @@ EXTRAS |= {"segmentation_models_pytorch": "segmentation"}
 EXTRAS |= {"diffusers": "diffusion"}
 EXTRAS |= {"transformers": "language", "tokenizers": "language", "peft": "language"}
 EXTRAS |= {"captum": "explain"}
+EXTRAS |= {"onnx": "export", "onnxscript": "export"}
 EXTRAS |= {"lm_eval": "evaluation", "datasets": "evaluation"}
 
 

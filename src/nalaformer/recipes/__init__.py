@@ -12,7 +12,7 @@ from . import (  # noqa: F401
     segmentation,
     super_resolution,
 )
-from .export import export_run
+from .export import export_onnx, export_run
 from .overrides import Setting, changed, settings_of
 from .recipe import RECIPES, Recipe, recipe_with, recipe_words
 from .run import LoadedRun, build_model, load_run, make_trainer
@@ -30,6 +30,7 @@ __all__ = [
     "build_model",
     "changed",
     "evaluate_run",
+    "export_onnx",
     "export_run",
     "grid_of",
     "load_answering_run",

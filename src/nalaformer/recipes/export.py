@@ -1,12 +1,17 @@
-"""A trained language model as a folder that transformers reads."""
+"""A trained language model as a folder that transformers reads, or its step as an ONNX program."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
+
+import torch
+from torch import nn
 
 from ..data.text import fingerprint, load_tokenizer
 from ..tasks import LanguageModelling
-from ..whole_files import whole_folder
-from .run import load_run
+from ..tasks.language import pretrained_model
+from ..whole_files import UNFINISHED, sync, whole_folder
+from .run import LoadedRun, load_run
 
 
 def export_run(folder: str | Path, out: str | Path, *, tokenizer: str | Path | None = None, step: int | None = None) -> Path:
@@ -14,9 +19,7 @@ def export_run(folder: str | Path, out: str | Path, *, tokenizer: str | Path | N
 
     tokenizer: its folder, for a run whose data has moved. AutoModelForCausalLM and AutoTokenizer load the result.
     """
-    run = load_run(folder, step=step)
-    if not isinstance(run.task, LanguageModelling):
-        raise ValueError(f"a run that has learned language can be exported, got {folder}, which has learned something else")
+    run = load_language_run(folder, step)
     words = load_tokenizer(tokenizer) if tokenizer is not None else run.task.tokenizer
     if fingerprint(words) != run.facts["tokenizer"]:
         raise ValueError(
@@ -27,3 +30,41 @@ def export_run(folder: str | Path, out: str | Path, *, tokenizer: str | Path | N
         cast(Any, run.model).save_pretrained(str(aside))
         words.save_pretrained(str(aside))
     return Path(out)
+
+
+def export_onnx(source: str | Path, out: str | Path, *, step: int | None = None) -> Path:
+    """Write one step of a language model with recurrent mixers as an ONNX program: token and states in, logits and states out.
+
+    source: the folder of a run (its best checkpoint, or that of a step), or one that save_pretrained wrote. In float32.
+    """
+    from ..models.language import NaLaForCausalLM
+    from ..models.language.onnx_step import export_step
+
+    out = Path(out)
+    model = language_model_of(Path(source), step)
+    if not isinstance(model, NaLaForCausalLM):
+        raise ValueError(f"a step of a NaLaForCausalLM can be an ONNX program, got {type(model).__name__} in {source}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent, prefix=UNFINISHED) as aside:
+        export_step(model.float(), Path(aside) / out.name)
+        # the weights of a large model are a file of their own, which the program names: the program comes last
+        for file in sorted(Path(aside).iterdir(), key=lambda file: file.name == out.name):
+            sync(file)
+            file.replace(out.parent / file.name)
+    sync(out.parent)
+    return out
+
+
+def language_model_of(source: Path, step: int | None) -> nn.Module:
+    if not (source / "config.json").is_file():
+        return load_language_run(source, step).model
+    if step is not None:
+        raise ValueError(f"a folder for transformers holds one model, got step {step} with {source}; name the folder of a run")
+    return pretrained_model(source, vocab_size=1, dtype=torch.float32).eval()
+
+
+def load_language_run(folder: str | Path, step: int | None) -> LoadedRun:
+    run = load_run(folder, step=step)
+    if not isinstance(run.task, LanguageModelling):
+        raise ValueError(f"a run that has learned language can be exported, got {folder}, which has learned something else")
+    return run

@@ -191,7 +191,7 @@ def test_caches_that_would_lose_the_state_are_refused():
         with pytest.raises(ValueError, match="must be a NaLaCache"):
             use(prompt, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="cache_implementation must be None"):
-        model.generate(prompt, **GREEDY, cache_implementation="static")
+        model.generate(prompt, **GREEDY, cache_implementation="offloaded")
 
 
 def test_gradients_flow_through_a_cached_state():

@@ -10,7 +10,14 @@ from .config import MIXER_NAMES, SIZES, NaLaConfig
 
 if TYPE_CHECKING:
     from .cache import NaLaCache, RecurrentLayer
-    from .model import NaLaForCausalLM, NaLaForSequenceClassification, NaLaModel
+    from .model import (
+        NaLaForCausalLM,
+        NaLaForQuestionAnswering,
+        NaLaForSequenceClassification,
+        NaLaForTokenClassification,
+        NaLaModel,
+    )
+    from .static_cache import NaLaStaticCache
 
 __all__ = [
     "MIXER_NAMES",
@@ -18,8 +25,11 @@ __all__ = [
     "NaLaCache",
     "NaLaConfig",
     "NaLaForCausalLM",
+    "NaLaForQuestionAnswering",
     "NaLaForSequenceClassification",
+    "NaLaForTokenClassification",
     "NaLaModel",
+    "NaLaStaticCache",
     "RecurrentLayer",
 ]
 
@@ -27,8 +37,11 @@ _PLACES = {
     "NaLaCache": "cache",
     "RecurrentLayer": "cache",
     "NaLaForCausalLM": "model",
+    "NaLaForQuestionAnswering": "model",
     "NaLaForSequenceClassification": "model",
+    "NaLaForTokenClassification": "model",
     "NaLaModel": "model",
+    "NaLaStaticCache": "static_cache",
 }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from ...json_text import parse_json
 from ..state_layer import StateLayer
@@ -62,9 +62,7 @@ class RecurrentLayer(StateLayer):
 
     def mix(self, mixer: Callable[[Tensor, "Tokens", "RecurrentLayer"], Tensor], x: Tensor, tokens: "Tokens") -> Tensor:
         """mixer(x, tokens, self), recorded if asked for. x [B, N, C]."""
-        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-            # steps in place outside of inference mode cannot change what was made inside of it
-            self.tensors = {name: y.clone() if y.is_inference() else y for name, y in self.tensors.items()}
+        self.leave_inference_mode()
         if not self.record_past:
             if self.recorded:
                 # what comes now is not recorded: nothing before it can be taken back any more
@@ -85,6 +83,11 @@ class RecurrentLayer(StateLayer):
         while sum(each.length for each in self.recorded[1:]) >= RECORDED_TOKENS:
             self.recorded.pop(0)
         return torch.cat([*out, mixer(x, tokens, self)], dim=1)
+
+    def leave_inference_mode(self) -> None:
+        """Copy what was made in inference mode and is used outside: steps in place cannot change it there."""
+        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+            self.tensors = {name: y.clone() if y.is_inference() else y for name, y in self.tensors.items()}
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse what cannot be taken back."""
@@ -110,14 +113,34 @@ class RecurrentLayer(StateLayer):
             left -= last.length
 
 
-class NaLaCache(Cache):
+class LanguageCache(Cache):
+    """What the caches of a language model share."""
+
+    layers: list[RecurrentLayer | DynamicLayer | StaticLayer]  # type: ignore[assignment]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is remembered, by name."""
+        found = {}
+        for number, layer in enumerate(self.layers):
+            pair = {} if layer.keys is None or layer.values is None else {"keys": layer.keys, "values": layer.values}
+            for name, tensor in (layer.tensors if isinstance(layer, RecurrentLayer) else pair).items():
+                found[f"layers.{number}.{name}"] = tensor
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+
+class NaLaCache(LanguageCache, DynamicCache):
     """The cache of a language model: constant in size but for `softmax` mixers, which keep every key and value."""
 
     layers: list[RecurrentLayer | DynamicLayer]  # type: ignore[assignment]
 
     def __init__(self, config: NaLaConfig) -> None:
         recurrent = [mixer in RECURRENT_MIXERS for mixer in config.mixer_of_layers]
-        super().__init__(layers=[RecurrentLayer() if is_recurrent else DynamicLayer() for is_recurrent in recurrent])
+        Cache.__init__(self, layers=[RecurrentLayer() if is_recurrent else DynamicLayer() for is_recurrent in recurrent])
         # what of the model its states mean something to
         self.kind = {
             "mixers": list(config.mixer_of_layers),
@@ -139,20 +162,6 @@ class NaLaCache(Cache):
             else:
                 # transformers 5.17 zeroes the keys of a dynamic layer and keeps their number
                 self.layers[number] = type(layer)()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that is remembered, by name."""
-        found = {}
-        for number, layer in enumerate(self.layers):
-            pair = {} if layer.keys is None or layer.values is None else {"keys": layer.keys, "values": layer.values}
-            for name, tensor in (layer.tensors if isinstance(layer, RecurrentLayer) else pair).items():
-                found[f"layers.{number}.{name}"] = tensor
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a safetensors file; `load` goes on from it."""

@@ -189,9 +189,8 @@ class SoftmaxMixer(nn.Module):
         else:
             # decided by a branch: where lengths are symbols, so is a comparison, which torch does not take
             is_causal = True if tokens.pairs is None and x.shape[1] > 1 else False  # noqa: SIM210
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=tokens.pairs, is_causal=is_causal, enable_gqa=self.is_grouped
-            )
+            mask = tokens.pairs if tokens.pairs is None or tokens.pairs.dtype == torch.bool else tokens.pairs.to(q.dtype)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=self.is_grouped)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -202,7 +201,8 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor | None) -> tu
     if pairs is None:
         length, total = q.shape[2], k.shape[2]
         pairs = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~pairs, -math.inf)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~pairs, -math.inf) if pairs.dtype == torch.bool else scores + pairs
     weights = widened(scores).softmax(-1).to(q.dtype)
     return weights @ v, weights
 

@@ -1,4 +1,4 @@
-"""The language models: a pre-norm decoder, and its heads for the next token and for classes of sequences."""
+"""The language models: a pre-norm decoder, and its heads for the next token, for classes and for answers."""
 
 import inspect
 from typing import Any, cast
@@ -7,7 +7,11 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -18,18 +22,21 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 
 from ...feature_maps import FeatureMap, feature_map
 from ...registry import unknown_name
-from .cache import NaLaCache, RecurrentLayer
+from .cache import LanguageCache, NaLaCache, RecurrentLayer
 from .config import NaLaConfig
 from .layers import RMSNorm, ShortConvolution, SwiGLU
 from .loss import can_do_without_logits, next_token_loss
 from .mixers import MIXERS, GatedDeltaMixer
-from .tokens import Tokens, describe_tokens
+from .static_cache import NaLaStaticCache
+from .tokens import Masks, Tokens, describe_tokens, static_masks
 
 logger = logging.get_logger(__name__)
 # what generation, the trainer and collators of transformers pass to every model, and losses read
@@ -51,7 +58,7 @@ class NaLaBlock(GradientCheckpointingLayer):
         self.number = number
 
     # transformers looks for the cache by this name where it recomputes blocks
-    def forward(self, x: Tensor, tokens: Tokens, past_key_values: NaLaCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens, past_key_values: LanguageCache | None = None) -> Tensor:
         layer = None if past_key_values is None else past_key_values.layers[self.number]
         y = self.mixer_norm(x)
         mixed = layer.mix(self.mixer, y, tokens) if isinstance(layer, RecurrentLayer) else self.mixer(y, tokens, layer)
@@ -69,6 +76,7 @@ class NaLaPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["NaLaBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
+    _can_compile_fullgraph = True
 
     def __init__(self, config: NaLaConfig, *inputs: Any, **kwargs: Any) -> None:
         if "gated_delta" in config.mixer_of_layers:
@@ -105,9 +113,9 @@ class NaLaModel(NaLaPreTrainedModel):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Masks | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: NaLaCache | None = None,
+        past_key_values: LanguageCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -115,10 +123,10 @@ class NaLaModel(NaLaPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """attention_mask: [B, earlier and new tokens], 0 = padding, on either side.
+        """attention_mask: [B, earlier and new tokens], 0 = padding, on either side; or what describe_tokens says.
 
         Packed sequences, as DataCollatorWithFlattening gives them: position_ids that begin again with 0, or cu_seq_lens_q.
-        past_key_values: a NaLaCache of the tokens before; it is changed.
+        past_key_values: a NaLaCache or NaLaStaticCache of the tokens before; it is changed.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("the tokens must come either as input_ids or as inputs_embeds, got both or none of them")
@@ -137,6 +145,7 @@ class NaLaModel(NaLaPreTrainedModel):
             position_ids=position_ids,
             cu_seqlens=cu_seq_lens_q,
             past=0 if cache is None else cache.get_seq_length(),
+            capacity=cache.max_cache_len if isinstance(cache, NaLaStaticCache) else None,
             wants_weights=self._wants_weights(output_attentions),
         )
         if tokens.cu_seqlens is not None and cache is not None:
@@ -165,7 +174,7 @@ class NaLaModel(NaLaPreTrainedModel):
             )
         return bool(wanted)
 
-    def _cache(self, given: NaLaCache | None, use_cache: bool | None) -> NaLaCache | None:
+    def _cache(self, given: LanguageCache | None, use_cache: bool | None) -> LanguageCache | None:
         if self.is_gradient_checkpointing and self.training:
             # a block that runs twice would count its tokens twice
             if given is not None and given.get_seq_length() > 0:
@@ -195,9 +204,9 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Masks | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: NaLaCache | None = None,
+        past_key_values: LanguageCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -249,13 +258,19 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         return not self.config.logits_in_training and can_do_without_logits(self.lm_head, self.loss_function)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
-        """Put a NaLaCache where generation looks for one; transformers would make one that knows no states."""
-        if generation_config.cache_implementation not in (None, "dynamic"):
+        """Put a cache of ours where generation looks for one; transformers would make one that knows no states."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "static"):
             raise ValueError(
-                f"cache_implementation must be None for this model, whose cache has a constant size, "
-                f"got {generation_config.cache_implementation!r}"
+                f"cache_implementation must be None, 'dynamic' or 'static' for this model, got {kind!r}; the states of "
+                "recurrent mixers have a constant size as they are"
             )
         given = model_kwargs.get("past_key_values")
         if given is not None:
@@ -264,10 +279,27 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         elif self.is_gradient_checkpointing and self.training:
             logger.warning_once("Gradient checkpointing keeps no cache; generating with use_cache=False.")
             generation_config.use_cache = model_kwargs["use_cache"] = False
+        elif generation_config.use_cache is not False and kind == "static":
+            asked = getattr(generation_config, "max_cache_len", None) or 0
+            # room as in the longest call so far: another size would be compiled anew
+            self._static_length = max(max_cache_length, asked, getattr(self, "_static_length", 0))
+            model_kwargs["past_key_values"] = NaLaStaticCache(self.config, self._static_length)
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = NaLaCache(self.config)
             if getattr(generation_config, "is_assistant", False):
                 model_kwargs["past_key_values"].activate_past_recording()
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: NaLaConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: NaLaStaticCache,
+        **kwargs: Any,
+    ) -> Masks:
+        """Masks of one size for the steps of a static cache; generation asks for them outside of what it compiles."""
+        past = past_key_values.get_seq_length()
+        return static_masks(config, inputs_embeds, attention_mask, past, past_key_values.max_cache_len)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
@@ -295,7 +327,7 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: NaLaCache | None = None,
+        past_key_values: LanguageCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -337,6 +369,14 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
         )
 
 
+class NaLaForTokenClassification(GenericForTokenClassification, NaLaPreTrainedModel):  # type: ignore[misc]
+    """A class of each token, which has seen the tokens before it alone: logits [B, N, labels]."""
+
+
+class NaLaForQuestionAnswering(GenericForQuestionAnswering, NaLaPreTrainedModel):  # type: ignore[misc]
+    """Where the answer begins and ends in a text that holds question and answer: start_logits and end_logits [B, N]."""
+
+
 def check_known(arguments: dict[str, Any]) -> None:
     """transformers hands on what its tools may say to any model; a misspelt name is none of that."""
     for name in arguments:
@@ -345,15 +385,17 @@ def check_known(arguments: dict[str, Any]) -> None:
 
 
 def check_cache(cache: object) -> None:
-    if not isinstance(cache, NaLaCache):
+    if not isinstance(cache, LanguageCache):
         raise ValueError(
-            f"past_key_values must be a NaLaCache, got {type(cache).__name__}, which would lose the state of the recurrent "
-            "layers; make one with NaLaCache(model.config)"
+            f"past_key_values must be a NaLaCache or NaLaStaticCache, got {type(cache).__name__}, which would lose the "
+            "state of the recurrent layers; make one with NaLaCache(model.config)"
         )
 
 
 AutoModel.register(NaLaConfig, NaLaModel, exist_ok=True)
 AutoModelForCausalLM.register(NaLaConfig, NaLaForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(NaLaConfig, NaLaForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(NaLaConfig, NaLaForTokenClassification, exist_ok=True)
+AutoModelForQuestionAnswering.register(NaLaConfig, NaLaForQuestionAnswering, exist_ok=True)
 # by this table transformers' Trainer knows that labels are the next tokens, where it smooths them itself
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NaLaConfig.model_type] = NaLaForCausalLM.__name__

@@ -54,6 +54,10 @@ def export_step(model: NaLaForCausalLM, path: str | PathLike[str]) -> list[str]:
 
     Inputs: `tokens`, `positions`, and the states under their names. Outputs: `logits`, and the states as `after.<name>`.
     """
+    # asked for first: torch says less about what is missing
+    import onnx  # noqa: F401
+    import onnxscript  # noqa: F401
+
     step = LanguageStep(model).eval()
     states = step.first_states(2)
     inputs = (torch.ones(2, 1, dtype=torch.int64), torch.ones(2, 1, dtype=torch.int64), *states.values())

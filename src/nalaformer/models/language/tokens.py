@@ -3,11 +3,15 @@
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import Rotary, rotary_frequencies
 from ...ops.exporting import is_exporting, is_jit_tracing
-from .config import NaLaConfig
+from .config import RECURRENT_MIXERS, NaLaConfig
+
+Masks = dict[str, Tensor | None]
+"""Masks made before the call, by the kind of layer: "full_attention" as Tokens.pairs, "linear_attention" as Tokens.key_mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +21,7 @@ class Tokens:
     rotary: Rotary
     """Positions [B, N, 1]."""
     past: int
-    """Earlier tokens of each row, padding included."""
+    """Earlier tokens of each row, padding included; a static cache counts them in a tensor."""
     key_mask: Tensor | None
     """[B, N] bool, False where a new token is padding; None: all are real."""
     sequence: Tensor | None
@@ -25,7 +29,8 @@ class Tokens:
     cu_seqlens: Tensor | None
     """[S + 1] on the CPU, where the packed sequences begin in the B * N tokens, and their end; None: each row is one."""
     pairs: Tensor | None
-    """[B or 1, 1, N, past + N] bool, which keys a token of a `softmax` mixer sees; None: all up to itself."""
+    """[B or 1, 1, N, past + N] bool, which keys a token of a `softmax` mixer sees; None: all up to itself. Or numbers that are
+    added to the scores. With a static cache there is a column for each token that it has room for."""
     weights: list[Tensor] | None = None
     """Where `softmax` mixers put their weights [B, H, N, past + N]; None: nobody asks for them."""
 
@@ -39,25 +44,37 @@ def describe_tokens(
     config: NaLaConfig,
     embeddings: Tensor,
     *,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Masks | None,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     past: int,
+    capacity: int | None = None,
     wants_weights: bool = False,
 ) -> Tokens:
-    """embeddings [B, N, C]; attention_mask [B, past + N]; position_ids [B or 1, N], whose zeros begin packed sequences."""
+    """embeddings [B, N, C]; attention_mask [B, past + N]; position_ids [B or 1, N], whose zeros begin packed sequences.
+
+    attention_mask may also be [B or 1, 1, N, past + N] where all mixers are `softmax`, or Masks.
+    capacity: tokens that a static cache has room for; None: the cache grows.
+    """
     batch, length = embeddings.shape[:2]
     device = embeddings.device
-    visible = _visible(attention_mask, batch, past + length)
-    # a row padded long ago decodes like any other
-    key_mask = None if visible is None else none_if_all(visible[:, past:])
+    visible = key_mask = pairs = None
+    if isinstance(attention_mask, dict):
+        key_mask, pairs = attention_mask["linear_attention"], attention_mask["full_attention"]
+    elif attention_mask is not None and attention_mask.dim() == 4:
+        pairs = _mask_of_pairs(config, attention_mask)
+    else:
+        visible = _visible(attention_mask, batch, past + length)
+        # a row padded long ago decodes like any other
+        key_mask = None if visible is None else none_if_all(visible[:, visible.shape[1] - length :])
     if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
         raise ValueError(
             f"position_ids must have a position for each of the {length} new tokens of {batch} rows, "
             f"got shape {tuple(position_ids.shape)}"
         )
     starts = sequence = bounds = None
-    if past == 0 and (cu_seqlens is not None or (position_ids is not None and length > 1)):
+    # a cache that counts in a tensor has seen tokens
+    if not isinstance(past, Tensor) and past == 0 and (cu_seqlens is not None or (position_ids is not None and length > 1)):
         starts, bounds = _packing(position_ids, cu_seqlens, key_mask, batch, length, device)
     if starts is not None:
         sequence = starts.flatten().cumsum(0).unflatten(0, (batch, length))
@@ -66,23 +83,46 @@ def describe_tokens(
     dim = config.head_dim
     assert dim is not None
     frequencies = rotary_frequencies(dim // 2, base=config.rotary_base, device=device)
-    has_softmax = "softmax" in config.mixer_of_layers
+    if pairs is None and "softmax" in config.mixer_of_layers:
+        pairs = _pairs(visible, sequence, past, length, device, capacity)
     return Tokens(
         rotary=Rotary(position_ids.expand(batch, length)[..., None], frequencies),
         past=past,
         key_mask=key_mask,
         sequence=sequence,
         cu_seqlens=bounds,
-        pairs=_pairs(visible, sequence, past, length, device) if has_softmax else None,
+        pairs=pairs,
         weights=[] if wants_weights else None,
     )
+
+
+def static_masks(config: NaLaConfig, embeddings: Tensor, attention_mask: Tensor | None, past: int, capacity: int) -> Masks:
+    """Masks for a static cache, of one size at every step. attention_mask [B, past + N]; the names as in describe_tokens."""
+    batch, length = embeddings.shape[:2]
+    visible = _visible(attention_mask, batch, past + length)
+    key_mask = None if visible is None else none_if_all(visible[:, visible.shape[1] - length :])
+    has_softmax = "softmax" in config.mixer_of_layers
+    pairs = _pairs(visible, None, past, length, embeddings.device, capacity) if has_softmax else None
+    return {"full_attention": pairs, "linear_attention": key_mask}
+
+
+def _mask_of_pairs(config: NaLaConfig, mask: Tensor) -> Tensor:
+    recurrent = [mixer for mixer in config.mixer_of_layers if mixer in RECURRENT_MIXERS]
+    if recurrent:
+        raise ValueError(
+            f"a mask for each pair of tokens needs `softmax` mixers alone, got attention_mask of shape {tuple(mask.shape)} and "
+            f"{len(recurrent)} layers with {recurrent[0]!r} mixers, whose state holds all earlier tokens; give "
+            "[batch, earlier and new tokens]"
+        )
+    return mask
 
 
 def _visible(attention_mask: Tensor | None, batch: int, total: int) -> Tensor | None:
     """[B, past + N] bool, or None where nothing is padding."""
     if attention_mask is None:
         return None
-    if attention_mask.shape != (batch, total):
+    # where a cache counts in a tensor, the comparison would wait for the device
+    if not isinstance(total, Tensor) and attention_mask.shape != (batch, total):
         raise ValueError(
             f"attention_mask must be [batch, earlier and new tokens] = {(batch, total)}, got {tuple(attention_mask.shape)}; "
             "1 marks a real token, 0 padding"
@@ -141,21 +181,26 @@ def _packing(
 def _positions(visible: Tensor | None, starts: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
     """[B or 1, N]: the number of real tokens before each in its sequence."""
     if visible is not None:
-        return (visible.cumsum(1) - 1).clamp(min=0)[:, past:]
-    places = torch.arange(past, past + length, device=device)[None]
+        return (visible.cumsum(1) - 1).clamp(min=0)[:, visible.shape[1] - length :]
+    places = (past + torch.arange(length, device=device))[None]
     return places if starts is None else places - (places * starts).cummax(1).values
 
 
-def _pairs(visible: Tensor | None, sequence: Tensor | None, past: int, length: int, device: torch.device) -> Tensor | None:
+def _pairs(
+    visible: Tensor | None, sequence: Tensor | None, past: int, length: int, device: torch.device, capacity: int | None
+) -> Tensor | None:
     """The mask of exact attention, or None where its causal form, or none at all, says the same."""
     # a program that is recorded would keep the form of its example for every length
     is_recorded = is_exporting() or is_jit_tracing()
-    if visible is None and sequence is None and not is_recorded and (past == 0 or length == 1):
+    is_static = capacity is not None
+    if visible is None and sequence is None and not is_recorded and not is_static and (past == 0 or length == 1):
         return None
-    rows = torch.arange(past, past + length, device=device)[:, None]
-    columns = torch.arange(past + length, device=device)
+    rows = (past + torch.arange(length, device=device))[:, None]
+    columns = torch.arange(past + length if capacity is None else capacity, device=device)
     pairs = (columns <= rows)[None]
     if visible is not None:
+        if capacity is not None:
+            visible = F.pad(visible, (0, capacity - visible.shape[1]))
         # a row of padding sees itself: softmax over nothing is NaN
         pairs = (pairs & visible[:, None]) | (columns == rows)
     if sequence is not None:
