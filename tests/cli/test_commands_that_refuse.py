@@ -98,7 +98,10 @@ def test_a_run_that_makes_images_cannot_be_analyzed(tmp_path, image):
 
 def test_a_model_without_attention_is_refused_with_what_can_be_analyzed(tmp_path, image):
     said = refusal("analyze", "test_efficientnet", "--images", image, "--out", tmp_path / "report", "--device", "cpu")
-    assert "must have attention, got test_efficientnet without any that is known here; name one of `nalaformer models`" in said
+    assert (
+        "must have attention, got test_efficientnet with no attention layer that is known here; name one of `nalaformer models`"
+        in said
+    )
 
 
 def test_a_used_port_is_refused_before_the_model_is_loaded(image, monkeypatch):

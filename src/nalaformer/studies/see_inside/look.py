@@ -10,6 +10,7 @@ import torch
 
 from ...analysis import HeadStatistics, LayerRecord, attention_layers, record
 from ...data import CorruptImage, read_image
+from .explained import Explanation, explanations_of
 from .figures import Curve, as_inline_svg, draw_one_curve
 from .maps import Layer, layer_of, maps_of
 from .page import Column, ModelOnPage, as_address
@@ -63,6 +64,7 @@ class Look:
     layers: Sequence[Layer]
     statistics: Sequence[Sequence[HeadStatistics]]
     """For each layer, of each head."""
+    explanations: Sequence[Explanation] = ()
 
     def curves(self) -> list[Curve]:
         """Entropy against query norm of each layer."""
@@ -110,6 +112,7 @@ class Look:
             layers=layers,
             columns=columns,
             figures=figures,
+            explanations=[each.figure() for each in self.explanations],
         )
 
 
@@ -130,12 +133,13 @@ def look_into(subject: Subject, images: Sequence[tuple[str, Any]], *, advance: C
     """Run the model once over the images and take the figures of every layer; `advance` gets the name of each layer."""
     if not attention_layers(subject.model):
         raise ValueError(
-            f"a model to look into must have attention, got {subject.name} without any that is known here; name one of "
-            "`nalaformer models`, a ViT, DeiT, Swin or the like of timm, or a run of such a model"
+            f"a model to look into must have attention, got {subject.name} with no attention layer that is known here; name "
+            "one of `nalaformer models`, a ViT, DeiT, Swin or the like of timm, or a run of such a model"
         )
     device = next(subject.model.parameters()).device
     prepared = [subject.prepare(image) for _, image in images]
-    records = [found for found in record(subject.model, torch.stack(prepared).to(device)) if found.grid is not None]
+    batch = torch.stack(prepared).to(device)
+    records = [found for found in record(subject.model, batch) if found.grid is not None]
     if not records:
         raise ValueError(f"{subject.name} has no attention over an image: none of its layers keeps the patches in a grid")
     statistics = []
@@ -148,4 +152,13 @@ def look_into(subject: Subject, images: Sequence[tuple[str, Any]], *, advance: C
         for (name, image), picture in zip(images, seen, strict=True)
     ]
     layers = [layer_of(found) for found in records]
-    return Look(subject=subject, first=seen[0], images=shown, records=records, layers=layers, statistics=statistics)
+    explanations = explanations_of(subject, [name for name, _ in images], batch)
+    return Look(
+        subject=subject,
+        first=seen[0],
+        images=shown,
+        records=records,
+        layers=layers,
+        statistics=statistics,
+        explanations=explanations,
+    )

@@ -43,6 +43,8 @@ class ModelOnPage:
     columns: Sequence[Column] = ()
     figures: Sequence[str] = ()
     """SVG elements, one for each layer."""
+    explanations: Sequence[str] = ()
+    """Figure elements, those of an image side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class Page:
             lead=html.escape(self.lead),
             notes="".join(notes_of(model) for model in self.models),
             accuracy=html.escape(self.accuracy),
-            figures=figures_of(self),
+            figures=explanations_of(self) + figures_of(self),
             tables="".join(table_of(model, number) for number, model in enumerate(self.models) if model.columns),
             footer=html.escape(" ".join([f"Made by nalaformer {__version__}.", *self.footer])),
             data=as_script_data({"live": self.is_live, "start": self.start, "models": [shown(model) for model in self.models]}),
@@ -103,6 +105,23 @@ def notes_of(model: ModelOnPage) -> str:
     if model.is_random:
         return f'<p class="warning" role="note"><strong>⚠ Random weights: {name}</strong> {words}.</p>'
     return f'<p class="facts"><b>{name}</b>: {words}.</p>' if words else ""
+
+
+def explanations_of(page: Page) -> str:
+    """Where any of the models names classes."""
+    if not any(model.explanations for model in page.models):
+        return ""
+    parts = [
+        '<section id="explained"><h2>What does the answer rest on?</h2>',
+        '<p class="hint">Each map sums to 100% over the image, and bright places count most. Rollout follows attention from '
+        "the last layer to the first, whatever the class; decision-aware counts what attention brings to the class that the "
+        "model names.</p>",
+    ]
+    for model in page.models:
+        if len(page.models) > 1:
+            parts.append(f"<h3>{html.escape(model.name)}</h3>")
+        parts.append(f'<div class="plots">{"".join(model.explanations)}</div>')
+    return "".join(parts) + "</section>"
 
 
 def figures_of(page: Page) -> str:

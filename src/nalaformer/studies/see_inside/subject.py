@@ -47,6 +47,8 @@ class Subject:
     """Where its weights are from."""
     is_random: bool = False
     """True: it has learned nothing."""
+    names_classes: bool = False
+    """True: its output is a score for each class."""
     answer: "Callable[[Image], str] | None" = None
     """What it says of an image, where it names images."""
 
@@ -94,7 +96,7 @@ def subject_of_run(folder: Path) -> Subject:
     def answer(image: "Image") -> str:
         return ", ".join(task.answer(run.model, image, run.facts, task.AnswerOptions()).cells[:2])
 
-    return Subject(name=name, model=run.model, prepare=task.prepare, notes=notes, answer=answer, **numbers)
+    return Subject(name=name, model=run.model, prepare=task.prepare, notes=notes, answer=answer, names_classes=True, **numbers)
 
 
 def unscaled(image: "Image") -> Tensor:
@@ -137,6 +139,7 @@ def subject_of_name(text: str) -> Subject:
         spread=settings["std"],
         notes=notes,
         is_random=is_random,
+        names_classes=getattr(model, "num_classes", 0) > 0,
     )
 
 
