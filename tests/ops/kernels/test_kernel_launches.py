@@ -364,9 +364,10 @@ if INTERPRETING:
             ),
             (
                 "language",
-                "cross_entropy_kernel gated_product_gradient_kernel gated_product_kernel lower_inverse_kernel "
-                "norm_gradient_kernel norm_kernel scan_gradient_kernel scan_kernel short_convolution_gradient_kernel "
-                "short_convolution_kernel short_convolution_step_kernel unit_features_gradient_kernel unit_features_kernel",
+                "cross_entropy_kernel delta_gradient_kernel delta_output_kernel gated_product_gradient_kernel "
+                "gated_product_kernel norm_gradient_kernel norm_kernel scan_gradient_kernel scan_kernel "
+                "short_convolution_gradient_kernel short_convolution_kernel short_convolution_step_kernel solve_kernel "
+                "unit_features_gradient_kernel unit_features_kernel",
             ),
         ],
     )

@@ -21,14 +21,16 @@ import torch
 import triton
 from torch import Tensor
 
-from ..common.launch import PRECISION, Description, Launches, kind, processors, start
+from ..common.launch import PRECISION, Description, Launches, kind, processors, reads_ahead, start
 from ..common.op import operator
-from .compiled.delta_rule import output_kernel, scan_kernel, solve_kernel
-from .compiled.delta_rule_gradient import gradient_kernel, scan_gradient_kernel
+from .compiled.delta_rule import delta_output_kernel, scan_kernel, solve_kernel
+from .compiled.delta_rule_gradient import delta_gradient_kernel, scan_gradient_kernel
 
 LEVELS = 6
 SIZE = 2**LEVELS  # tokens of a piece
 BLOCK = 64  # features or values at once
+LARGEST_STATE = 8192  # numbers of the state that a program carries along
+LARGEST_READ_AHEAD = 128  # features; two tiles of more do not fit on chip
 # warps, and tiles that are read ahead
 FORMS = {"solve": (4, 1), "scan": (4, 2), "output": (4, 1), "scan gradient": (4, 2), "gradient": (4, 1)}
 _launches = Launches()
@@ -80,6 +82,8 @@ class Call(NamedTuple):
     def describe(self, name: str, numbers: Sequence[float], flags: dict[str, bool]) -> Description:
         warps, stages = FORMS[name]
         is_scan = name in ("scan", "scan gradient")
+        # three products make one of float32, which takes more registers
+        is_wide = self.dtype == torch.float32
         features, values = (max(16, triton.next_power_of_2(x)) for x in (self.features, self.width))
         constants = {
             "F": self.features,
@@ -87,12 +91,12 @@ class Call(NamedTuple):
             "SIZE": SIZE,
             "LEVELS": LEVELS,
             "BF": features if is_scan else min(BLOCK, features),
-            "BV": self.columns(values) if is_scan else min(BLOCK, values),
+            "BV": self.columns(features, values) if is_scan else min(BLOCK, values),
             "FADES": self.fades,
             "PACKED": self.packing.owners is not None,
             "PRECISION": PRECISION[self.dtype],
-            "num_warps": warps,
-            "num_stages": stages if self.dtype != torch.float32 else 1,
+            "num_warps": 8 if is_wide else warps,
+            "num_stages": stages if not is_wide and features <= LARGEST_READ_AHEAD and reads_ahead(self.device) else 1,
             **flags,
         }
         grid = (
@@ -100,12 +104,11 @@ class Call(NamedTuple):
         )
         return grid, (self.tokens, self.heads, *numbers), constants
 
-    def columns(self, values: int) -> int:
-        """Of the state that a program carries along: as many as leave every multiprocessor programs enough."""
-        columns = min(BLOCK, values)
-        while (
-            columns > 16 and self.sequences * self.heads * triton.cdiv(self.width, columns) < 2 * processors(self.device) - 16
-        ):
+    def columns(self, features: int, values: int) -> int:
+        """Of the state that a program carries along: few enough for its registers, and for two programs a multiprocessor."""
+        columns = min(BLOCK, values, LARGEST_STATE // features)
+        fewest = 2 * processors(self.device) * 0.9
+        while columns > 16 and self.sequences * self.heads * triton.cdiv(self.width, columns) < fewest:
             columns //= 2
         return columns
 
@@ -162,7 +165,7 @@ def run_forward(
         HAS_INITIAL=initial is not None,
     )
     out = torch.empty_like(v)
-    call.start("output", output_kernel, (q, k, u, log_decay, states, *packing, out), (scale,))
+    call.start("output", delta_output_kernel, (q, k, u, log_decay, states, *packing, out), (scale,))
     return out, final, states, u
 
 
@@ -219,7 +222,7 @@ def run_backward(
     dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
     ddecay = None if log_decay is None else torch.empty_like(log_decay)
     given = (q, k, v, beta, log_decay, dout, inverse, u, du, states, dstates, *packing)
-    call.start("gradient", gradient_kernel, (*given, dq, dk, dv, dbeta, ddecay), (scale,))
+    call.start("gradient", delta_gradient_kernel, (*given, dq, dk, dv, dbeta, ddecay), (scale,))
     return dq, dk, dv, dbeta, q.new_empty(0) if ddecay is None else ddecay, dinitial
 
 

@@ -143,7 +143,7 @@ def scan_kernel(
 
 
 @triton.jit
-def output_kernel(
+def delta_output_kernel(
     q_ptr,  # [rows, heads, F]
     k_ptr,  # [rows, heads, F]
     u_ptr,  # [rows, heads, V]

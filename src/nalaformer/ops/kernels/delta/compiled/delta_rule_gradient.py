@@ -111,7 +111,7 @@ def times_states(
 
 
 @triton.jit
-def gradient_kernel(
+def delta_gradient_kernel(
     q_ptr,  # [rows, heads, F]
     k_ptr,  # [rows, heads, F]
     v_ptr,  # [rows, heads, V]
