@@ -185,7 +185,8 @@ def delta_gradient_kernel(
     at_end = tl.sum(tl.zeros((SIZE,), tl.float32), axis=0)
     if FADES:
         scores = product_of_rows(queries_ptr, keys_ptr, first, rows, ok, heads * F, F, BF, SIZE, DOT, PRECISION)
-        by_pair = beta[:, None] * by_similar + dweights * scores
+        # a token and itself would cancel, and take digits along
+        by_pair = beta[:, None] * by_similar + tl.where(rows[:, None] > rows[None, :], dweights * scores, 0.0)
         # the columns through a transpose: both sums then lie alike
         by_sum = tl.sum(by_pair, axis=1) - tl.sum(tl.trans(by_pair), axis=1)
     dscores = dweights.to(DOT)
