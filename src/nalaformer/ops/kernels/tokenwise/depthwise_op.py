@@ -14,8 +14,9 @@ from .compiled.depthwise import depthwise_kernel, depthwise_weight_kernel
 COLUMNS, CHANNELS, WARPS = 8, 64, 4
 # programs per multiprocessor, and rows below which one is not worth its taps
 PROGRAMS, LEAST_ROWS = 16, 4
-# of a weight's gradient: tokens per step, programs per multiprocessor that share them, and how far ahead they read
-TOKENS, WEIGHT_PROGRAMS, WEIGHT_STAGES = 32, 4, 3
+# programs per multiprocessor that share the tokens of a weight's gradient; their warps by the side of the kernel, whose sums of
+# all taps must leave registers for more than a few warps
+WEIGHT_PROGRAMS, WEIGHT_WARPS = 6, {3: 4, 5: 8}
 _launches = Launches()
 
 
@@ -65,13 +66,15 @@ def rows_of_a_walk(height: int, walks: int, device: torch.device) -> int:
     return -(-height // -(-height // rows))
 
 
-def weight_programs(x: Tensor, size: int) -> tuple[int, int]:
-    """Tiles of tokens per program, and programs that share them."""
-    batch, tokens, channels = x.shape
-    tiles = batch * -(-tokens // TOKENS)
-    programs = tiles * size * -(-channels // block_of(channels))
-    stretch = max(4, -(-programs // (WEIGHT_PROGRAMS * processors(x.device))))
-    return stretch, -(-tiles // stretch)
+def weight_walks(x: Tensor, height: int, width: int) -> tuple[int, int, int]:
+    """Rows of a walk, walks of a program, and programs that share those of some columns and channels."""
+    batch, _, channels = x.shape
+    places = -(-width // COLUMNS) * -(-channels // block_of(channels))
+    splits = max(1, WEIGHT_PROGRAMS * processors(x.device) // places)
+    rows = min(height, max(LEAST_ROWS, batch * height // splits))
+    walks = batch * -(-height // rows)
+    of_program = -(-walks // splits)
+    return rows, of_program, -(-walks // of_program)
 
 
 def gradient_of_taps(x: Tensor, dout: Tensor, taps: Tensor, height: int, width: int) -> Tensor:
@@ -79,16 +82,16 @@ def gradient_of_taps(x: Tensor, dout: Tensor, taps: Tensor, height: int, width: 
     batch, _, channels = x.shape
     count, kernels = taps.shape
     size = isqrt(count)
-    stretch, splits = weight_programs(x, size)
-    partial = torch.empty(splits, count + 1, channels, dtype=torch.float32, device=x.device)
+    rows, walks, splits = weight_walks(x, height, width)
+    columns = -(-width // COLUMNS)
+    partial = torch.empty(columns * splits, count + 1, channels, dtype=torch.float32, device=x.device)
 
     def describe() -> Description:
         block = block_of(channels)
         return (
-            # the rows of taps first: they read the same tokens while these are still on chip
-            (size, splits, -(-channels // block)),
-            (batch, height, width, channels, stretch, *x.stride()[:2], *dout.stride()[:2]),
-            {"SIZE": size, "BN": TOKENS, "BC": block, "STAGES": WEIGHT_STAGES, "num_warps": WARPS},
+            (columns, splits, -(-channels // block)),
+            (batch, height, width, channels, rows, walks, *x.stride()[:2], *dout.stride()[:2]),
+            {"SIZE": size, "BW": COLUMNS, "BC": block, "num_warps": WEIGHT_WARPS[size], "num_stages": 1},
         )
 
     start(_launches, (height, kind(x, dout, taps)), depthwise_weight_kernel, (x, dout, partial), describe)

@@ -124,74 +124,87 @@ def added5(total, x0, x1, x2, x3, x4, weights, first: tl.constexpr):
 
 
 @triton.jit
-def neighbour(x_ptr, here, row, column, inside, height, width, x_token, down, right):
-    """What lies `down` and `right` of each token; zeros outside of the grid."""
-    is_seen = (row + down >= 0) & (row + down < height) & (column + right >= 0) & (column + right < width)
-    at = x_ptr + (here + (down * width + right) * x_token)
-    return tl.load(at, mask=is_seen[:, None] & inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def depthwise_weight_kernel(
     x_ptr,  # [B, N, C]
     dout_ptr,  # [B, N, C]
-    partial_ptr,  # [splits, SIZE * SIZE + 1, C] float32: of each tap, then of the bias
+    partial_ptr,  # [programs of a channel, SIZE * SIZE + 1, C] float32: of each tap, then of the bias
     batches,
     height,
     width,
     channels,
-    stretch,  # tiles of tokens per program
+    stretch,  # rows of dout in a walk
+    walks,  # of a program
     x_batch,
     x_token,
     dout_batch,
     dout_token,
     SIZE: tl.constexpr,  # 3 or 5
-    BN: tl.constexpr,
+    BW: tl.constexpr,
     BC: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Sums over tokens of dout times a neighbour, for one row of taps; the middle row sums dout for the bias as well."""
-    num_tokens = height * width
-    tiles = tl.cdiv(num_tokens, BN)
-    tap_row = tl.program_id(0)
+    """Sums over tokens of dout times a neighbour, for each tap, and of dout by itself for the bias.
+
+    A program walks down some columns, as the convolution does, with the SIZE rows of dout that see a row of x.
+    """
+    half: tl.constexpr = SIZE // 2
+    column = tl.program_id(0) * BW + tl.arange(0, BW)
     split = tl.program_id(1)
-    down = tap_row - SIZE // 2
     channel = tl.program_id(2) * BC + tl.arange(0, BC)
     is_channel = channel < channels
-    bias = tl.zeros((BN, BC), tl.float32)
-    tap0 = tl.zeros((BN, BC), tl.float32)
-    tap1 = tl.zeros((BN, BC), tl.float32)
-    tap2 = tl.zeros((BN, BC), tl.float32)
-    if SIZE == 5:
-        tap3 = tl.zeros((BN, BC), tl.float32)
-        tap4 = tl.zeros((BN, BC), tl.float32)
-    last = tl.minimum((split + 1) * stretch, batches * tiles)
-    # the stages of the loop are asked for here: without a matrix product Triton would not prefetch
-    for tile in tl.range(split * stretch, last, num_stages=STAGES):
-        batch = (tile // tiles).to(tl.int64)
-        token = (tile % tiles) * BN + tl.arange(0, BN)
-        row = token // width
-        column = token % width
-        inside = (token < num_tokens)[:, None] & is_channel[None, :]
-        at = dout_ptr + batch * dout_batch + (token[:, None] * dout_token + channel[None, :])
-        dout = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        x = x_ptr + batch * x_batch
-        here = token[:, None] * x_token + channel[None, :]
-        bias += dout
-        first = -(SIZE // 2)
-        tap0 += dout * neighbour(x, here, row, column, inside, height, width, x_token, down, first)
-        tap1 += dout * neighbour(x, here, row, column, inside, height, width, x_token, down, first + 1)
-        tap2 += dout * neighbour(x, here, row, column, inside, height, width, x_token, down, first + 2)
-        if SIZE == 5:
-            tap3 += dout * neighbour(x, here, row, column, inside, height, width, x_token, down, first + 3)
-            tap4 += dout * neighbour(x, here, row, column, inside, height, width, x_token, down, first + 4)
-    out = partial_ptr + split.to(tl.int64) * (SIZE * SIZE + 1) * channels + channel
-    taps = out + tap_row * SIZE * channels
-    tl.store(taps, tl.sum(tap0, axis=0), mask=is_channel)
-    tl.store(taps + channels, tl.sum(tap1, axis=0), mask=is_channel)
-    tl.store(taps + 2 * channels, tl.sum(tap2, axis=0), mask=is_channel)
-    if SIZE == 5:
-        tl.store(taps + 3 * channels, tl.sum(tap3, axis=0), mask=is_channel)
-        tl.store(taps + 4 * channels, tl.sum(tap4, axis=0), mask=is_channel)
-    if tap_row == SIZE // 2:
-        tl.store(out + SIZE * SIZE * channels, tl.sum(bias, axis=0), mask=is_channel)
+    inside = (column < width)[:, None] & is_channel[None, :]
+    x_at = column[:, None] * x_token + channel[None, :]
+    dout_at = column[:, None] * dout_token + channel[None, :]
+    bias = tl.zeros((BW, BC), tl.float32)
+    sums = ()
+    for _ in tl.static_range(SIZE * SIZE):
+        sums = sums + (tl.zeros((BW, BC), tl.float32),)  # noqa: RUF005
+    stretches = tl.cdiv(height, stretch)
+    for walk in tl.range(split * walks, tl.minimum((split + 1) * walks, batches * stretches), num_stages=1):
+        batch = (walk // stretches).to(tl.int64)
+        first = walk % stretches * stretch
+        last = tl.minimum(first + stretch, height)
+        begin, end = tl.maximum(first - half, 0), tl.minimum(last + half, height)
+        x_in, dout_in = x_ptr + batch * x_batch, dout_ptr + batch * dout_batch
+        for tap in tl.static_range(SIZE):
+            is_own = inside & (column * 0 + (begin + tap - half) >= first)[:, None]
+            dout = beside(dout_in, dout_at, begin + tap - half, last, column, width, is_own, dout_token, 0)
+            bias += dout.to(tl.float32)
+            if tap == 0:
+                dout0, dout1, dout2, dout3, dout4 = dout, dout, dout, dout, dout
+            elif SIZE == 3:
+                dout0, dout1, dout2 = dout1, dout2, dout
+            else:
+                dout0, dout1, dout2, dout3, dout4 = dout1, dout2, dout3, dout4, dout
+        x = ()
+        for tap in tl.static_range(SIZE):
+            x = x + (beside(x_in, x_at, begin, end, column, width, inside, x_token, tap - half),)  # noqa: RUF005
+        for row in tl.range(begin, end, num_stages=1):
+            # the next rows are on their way while these are added up
+            later = beside(dout_in, dout_at, row + half + 1, last, column, width, inside, dout_token, 0)
+            coming, new = (), ()
+            for tap in tl.static_range(SIZE):
+                coming = coming + (beside(x_in, x_at, row + 1, end, column, width, inside, x_token, tap - half),)  # noqa: RUF005
+            for line in tl.static_range(SIZE):
+                # a line of taps meets the row of dout that lies as far above x as it looks down
+                dout = dout0
+                if line == SIZE - 2:
+                    dout = dout1
+                elif line == SIZE - 3:
+                    dout = dout2
+                elif line == SIZE - 4:
+                    dout = dout3
+                elif line == SIZE - 5:
+                    dout = dout4
+                for tap in tl.static_range(SIZE):
+                    new = new + (sums[line * SIZE + tap] + dout.to(tl.float32) * x[tap].to(tl.float32),)  # noqa: RUF005
+            sums, x = new, coming
+            bias += later.to(tl.float32)
+            if SIZE == 3:
+                dout0, dout1, dout2 = dout1, dout2, later
+            else:
+                dout0, dout1, dout2, dout3, dout4 = dout1, dout2, dout3, dout4, later
+    program = split * tl.num_programs(0) + tl.program_id(0)
+    out = partial_ptr + program.to(tl.int64) * (SIZE * SIZE + 1) * channels + channel
+    for tap in tl.static_range(SIZE * SIZE):
+        tl.store(out + tap * channels, tl.sum(sums[tap], axis=0), mask=is_channel)
+    tl.store(out + SIZE * SIZE * channels, tl.sum(bias, axis=0), mask=is_channel)
