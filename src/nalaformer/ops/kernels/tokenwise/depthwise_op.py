@@ -13,7 +13,7 @@ from .compiled.depthwise import depthwise_kernel, depthwise_weight_kernel
 # columns and channels that a program walks down with; a thread then reads neighbouring channels at once
 COLUMNS, CHANNELS, WARPS = 8, 64, 4
 # programs per multiprocessor, and rows below which one is not worth its taps
-PROGRAMS, LEAST_ROWS = 16, 4
+PROGRAMS, LEAST_ROWS = 16, 8
 # programs per multiprocessor that share the tokens of a weight's gradient; their warps by the side of the kernel, whose sums of
 # all taps must leave registers for more than a few warps
 WEIGHT_PROGRAMS, WEIGHT_WARPS = 6, {3: 4, 5: 8}
