@@ -60,7 +60,7 @@ class Backbone(nn.Module):
         ]
         self._initialise()
         self.to(dtype=dtype)
-        self.register_load_state_dict_pre_hook(_translate_published_names)
+        self.register_load_state_dict_pre_hook(translate_published_names)
 
     def forward(self, image: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(image))
@@ -256,7 +256,7 @@ def _drop_path(config: BackboneConfig, stage: int, block: int) -> float:
     return config.drop_path_rate * (sum(config.depths[:stage]) + block) / max(last, 1)
 
 
-def _translate_published_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def translate_published_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     # only a whole model by itself: inside another module the names have a prefix that no published file has
     if prefix:
         return

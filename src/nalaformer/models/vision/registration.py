@@ -5,11 +5,31 @@ from typing import Any
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import FeatureGetterNet
 
-from .backbone import Backbone
+from .backbone import Backbone, translate_published_names
 from .variants import VARIANTS, build
 
 __all__: list[str] = []
+
+
+def take_files_of_whole_networks(features: FeatureGetterNet, names: set[str]) -> None:
+    """Let features_only=True load files of the whole network, of our names or the authors', without what timm cut off.
+
+    names: of the whole network's parameters; others stay in the file, for torch to refuse.
+    """
+
+    def hook(_: Any, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+        if prefix or any(key.startswith("model.") for key in state_dict):
+            return
+        translate_published_names(features.model, state_dict, prefix)
+        kept = set(features.model.state_dict())
+        for key in list(state_dict):
+            value = state_dict.pop(key)
+            if key in kept or key not in names:
+                state_dict[f"model.{key}"] = value
+
+    features.register_load_state_dict_pre_hook(hook)
 
 
 def entry(name: str) -> Callable[..., Backbone]:
@@ -20,7 +40,17 @@ def entry(name: str) -> Callable[..., Backbone]:
         features |= options.pop("feature_cfg", None) or {}
         if options.get("features_only") and "output_fmt" in options:
             features["output_fmt"] = options.pop("output_fmt")
-        return build_model_with_cfg(lambda **changes: build(name, **changes), name, pretrained, feature_cfg=features, **options)
+        names: set[str] = set()
+
+        def build_whole(**changes: Any) -> Backbone:
+            model = build(name, **changes)
+            names.update(model.state_dict())
+            return model
+
+        model = build_model_with_cfg(build_whole, name, pretrained, feature_cfg=features, **options)
+        if isinstance(model, FeatureGetterNet):
+            take_files_of_whole_networks(model, names)
+        return model
 
     # timm files a function under its name, and looks for its default_cfgs in its module
     create.__name__ = create.__qualname__ = name
