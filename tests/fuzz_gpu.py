@@ -26,6 +26,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 import nalaformer
 from helpers.attention_formula import Turning, formula, formula_weights
+from helpers.contrast_formula import rala_weight, weighted_and_contrasted
 from helpers.kernel_checks import CAUSAL_MAPS, DEVICE, MAPS
 from nalaformer import Rotary
 
@@ -41,6 +42,7 @@ ROOM = 3
 FLOOR = 1e-2
 UNSTEADY = 10.0
 LAYOUTS = ("contiguous", "one projection", "offset by one", "wide rows")
+WEIGHTS = ("given", "global_query")
 LARGEST = 128
 
 
@@ -71,6 +73,9 @@ def forms(seed: int):
                 "masked": not packed and chance.random() < 0.4,
                 "rotary": size % 2 == 0 and chance.random() < 0.35,
                 "scale": chance.choice((0.1, 1.0, 1.0, 3.0)),
+                # a state holds neither; the global query looks at later tokens
+                "contrast": None if mode == "recurrent" else chance.choice((None, None, "mean_score", "given")),
+                "key_weight": None if mode == "recurrent" else chance.choice((None, None, *WEIGHTS[: 1 + (mode != "causal")])),
             }
 
 
@@ -125,6 +130,7 @@ def run(case: dict) -> tuple[str, dict[str, float]]:
         arguments["key_mask"] = torch.rand(*batch, keys, device=DEVICE) > 0.3
     if case["rotary"]:
         arguments["rotary"] = positions(case, bounds, keys)
+    arguments |= extensions(case, batch, keys)
     upstream = torch.randn(*batch, tokens, heads, case["value_size"], device=DEVICE).to(dtype)
     steady = steady_rows(case, feature_map, inputs, arguments, bounds)
     upstream = upstream * steady.to(dtype)
@@ -179,6 +185,38 @@ class RoundedFeatures:
 
     def key(self, k, log_scale=0.0):
         return self.rounded(self.feature_map.key(k, log_scale))
+
+
+def extensions(case: dict, batch: tuple[int, ...], keys: int) -> dict:
+    """The contrast and the weights of keys of a call."""
+    found = {}
+    if case.get("contrast"):
+        given = torch.rand(*batch, case["tokens"], case["heads"], device=DEVICE)
+        found["contrast"] = given if case["contrast"] == "given" else case["contrast"]
+    if case.get("key_weight"):
+        given = torch.rand(*batch, keys, case["kv_heads"], device=DEVICE) + 0.1
+        found["key_weight"] = given if case["key_weight"] == "given" else case["key_weight"]
+        if case["key_weight"] == "global_query" and case["masked"]:
+            found["query_mask"] = torch.rand(*batch, case["tokens"], device=DEVICE) > 0.3
+    return found
+
+
+def exact_extensions(case: dict, feature_map, q, k, start: int, arguments: dict) -> dict:
+    """The same of one sequence (of a batch of them where nothing is packed) as the formula takes it, weights as numbers."""
+    found = {}
+    for name, tokens in (("contrast", q.shape[1]), ("key_weight", k.shape[1])):
+        value = arguments.get(name)
+        if isinstance(value, torch.Tensor):
+            found[name] = value[None, start : start + tokens] if case["packed"] else value
+        elif value == "global_query":
+            found[name] = rala_weight(
+                feature_map, q, k, key_mask=arguments.get("key_mask"), query_mask=arguments.get("query_mask")
+            )
+        elif value is not None:
+            found[name] = value
+    if "key_weight" in found:
+        found["key_weight"] = found["key_weight"].repeat_interleave(q.shape[2] // found["key_weight"].shape[2], 2)
+    return found
 
 
 def positions(case: dict, bounds: torch.Tensor | None, keys: int) -> Rotary | tuple[Rotary, Rotary]:
@@ -244,9 +282,17 @@ def steady_rows(case: dict, feature_map, inputs, arguments, bounds) -> torch.Ten
     every rounding, and would hide all others.
     """
     causal, mask = case["mode"] != "bidirectional", arguments.get("key_mask")
-    rows = []
+    rows, start = [], 0
     for q, k, _, turning in samples_of(case, inputs, bounds):
         weights = formula_weights(feature_map, q, k, causal=causal, key_mask=mask, turning=turning)
+        of_keys = exact_extensions(case, feature_map, q, k, start, arguments).get("key_weight")
+        if of_keys is not None:
+            # the denominators are those of plain weights
+            factors = of_keys.transpose(1, 2)[:, :, None]
+            plain = formula_weights(feature_map, q, k, causal=causal, key_mask=mask)
+            totals = [(w * factors).sum(-1, keepdim=True) for w in plain]
+            weights = [w * factors / (total + (total == 0)) for w, total in zip(weights, totals, strict=True)]
+        start += q.shape[1]
         magnified = torch.stack([w.detach().abs().sum(-1) for w in weights]).amax(0)  # [B, H, N]
         rows.append((magnified <= UNSTEADY).transpose(1, 2)[..., None])
     return rows[0] if bounds is None else torch.cat([x[0] for x in rows])
@@ -256,10 +302,15 @@ def exact_results(case: dict, feature_map, inputs, arguments, bounds, upstream) 
     """Output and gradients by the formula in float64; packed sequences one after the other."""
     inputs = [x.detach().double().requires_grad_() for x in inputs]
     causal, mask = case["mode"] != "bidirectional", arguments.get("key_mask")
-    outputs = [
-        formula(feature_map, q, k, v, causal=causal, key_mask=mask, turning=turning)
-        for q, k, v, turning in samples_of(case, inputs, bounds)
-    ]
+    outputs, start = [], 0
+    for q, k, v, turning in samples_of(case, inputs, bounds):
+        extended = exact_extensions(case, feature_map, q, k, start, arguments)
+        options = {"causal": causal, "key_mask": mask, "turning": turning}
+        if extended:
+            outputs.append(weighted_and_contrasted(feature_map, q, k, v, eps=1e-6, **options, **extended))
+        else:
+            outputs.append(formula(feature_map, q, k, v, **options))
+        start += q.shape[1]
     out = outputs[0] if bounds is None else torch.cat([x[0] for x in outputs])
     return [out, *torch.autograd.grad(out, inputs, upstream.double())]
 
