@@ -78,8 +78,11 @@ def rala_weight(
     for sample in range(q.shape[0]):
         keys = slice(None) if key_mask is None else key_mask[sample]
         queries = slice(None) if query_mask is None else query_mask[sample]
-        mean = exact.streams_as_numbers(q[sample, queries].double()[None])[0][0].mean(0)  # [H, F]
-        phi_k = exact.key(k[sample, keys].double()[None])[0].repeat_interleave(q.shape[2] // k.shape[2], 1)
+        shown = q[sample, queries].double()
+        mean = exact.streams_as_numbers(shown[None])[0][0].sum(0) / max(1, len(shown))  # [H, F]
+        # as many heads as the map has, before it is applied: their parameters differ
+        repeated = k[sample, keys].double().repeat_interleave(q.shape[2] // k.shape[2], 1)
+        phi_k = exact.key(repeated[None])[0]
         scores = (phi_k * mean).sum(-1) * q.shape[3] ** -0.5  # [n, H]
         weights[sample, keys] = len(scores) * scores.exp() / scores.exp().sum(0)
     return weights
