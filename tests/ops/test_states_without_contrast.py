@@ -7,7 +7,9 @@ from nalaformer import LinearState, feature_map, recurrent_linear_attention
 from nalaformer.ops import recurrent_step_
 
 
-@pytest.mark.parametrize("option", [{"contrast": "mean_score"}, {"key_weight": torch.ones(1, 1, 1)}], ids=lambda x: next(iter(x)))
+@pytest.mark.parametrize(
+    "option", [{"contrast": "mean_score"}, {"key_weight": torch.ones(1, 1, 1)}], ids=lambda x: next(iter(x))
+)
 def test_decoding_with_a_contrast_or_weights_of_keys_is_refused(option):
     q = torch.randn(1, 1, 1, 4)
     elu = feature_map("elu", num_heads=1, head_dim=4)
