@@ -11,6 +11,7 @@ from nalaformer.models.vision import VARIANTS
 NAMES = (
     *("nalaformer_xt", "nalaformer_t", "nalaformer_xt_linear", "nalaformer_xt_paper", "mirrorla_t", "polaformerpp_b0"),
     *("polaformer_pvt_t", "flatten_pvt_t", "polaformer_swin_t", "flatten_swin_t", "vit_nala_tiny_patch16"),
+    *("ravlt_t", "mavit_t"),
 )
 EXCLUDED = {"torchscript": "TorchScript cannot compile the op, which is Python; torch.export takes the models"}
 
