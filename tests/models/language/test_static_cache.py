@@ -133,3 +133,8 @@ def test_a_copied_static_cache_goes_its_own_way():
     growing = NaLaCache(model.config)
     model(tokens[:, :5], past_key_values=growing)
     torch.testing.assert_close(found, model(tokens[:, 5:6], past_key_values=growing).logits, rtol=0, atol=1e-10)
+
+
+def test_beams_choose_rows_of_a_static_cache():
+    model, prompts = make("hybrid"), padded_prompts()
+    assert torch.equal(model.generate(**prompts, **STATIC, num_beams=3), model.generate(**prompts, **GREEDY, num_beams=3))
