@@ -369,11 +369,11 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
         )
 
 
-class NaLaForTokenClassification(GenericForTokenClassification, NaLaPreTrainedModel):  # type: ignore[misc]
+class NaLaForTokenClassification(GenericForTokenClassification, NaLaPreTrainedModel):
     """A class of each token, which has seen the tokens before it alone: logits [B, N, labels]."""
 
 
-class NaLaForQuestionAnswering(GenericForQuestionAnswering, NaLaPreTrainedModel):  # type: ignore[misc]
+class NaLaForQuestionAnswering(GenericForQuestionAnswering, NaLaPreTrainedModel):
     """Where the answer begins and ends in a text that holds question and answer: start_logits and end_logits [B, N]."""
 
 

@@ -53,8 +53,9 @@ class NaLaStaticCache(LanguageCache, StaticCache):
 
     def __init__(self, config: NaLaConfig, max_cache_len: int) -> None:
         recurrent = [mixer in RECURRENT_MIXERS for mixer in config.mixer_of_layers]
-        layers = [StaticRecurrentLayer() if is_recurrent else StaticLayer(max_cache_len) for is_recurrent in recurrent]
-        Cache.__init__(self, layers=layers)
+        Cache.__init__(
+            self, layers=[StaticRecurrentLayer() if is_recurrent else StaticLayer(max_cache_len) for is_recurrent in recurrent]
+        )
         self.max_cache_len = max_cache_len
 
     def crop(self, tokens_to_remove: int) -> None:
