@@ -68,10 +68,11 @@ def sum_keys(
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
-    LEAN: tl.constexpr = is_lean(DOT, BD, BV, 128)
+    IS_PLAIN: tl.constexpr = PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV, 128 if IS_PLAIN and not GUARD else 64)
     # features as operands, unless they are turned or weighed first
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 and not HAS_WEIGHT and not BY_MEAN else None
-    ACROSS: tl.constexpr = LEAN and PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
+    ACROSS: tl.constexpr = LEAN and IS_PLAIN
     unit = unit_matrix(BD, DOT)
     if ACROSS:
         s_a = tl.zeros([BD, BV], tl.float32)
