@@ -68,11 +68,10 @@ def sum_keys(
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
-    IS_PLAIN: tl.constexpr = PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
-    LEAN: tl.constexpr = is_lean(DOT, BD, BV, 128 if IS_PLAIN and not GUARD else 64)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV, 128)
     # features as operands, unless they are turned or weighed first
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 and not HAS_WEIGHT and not BY_MEAN else None
-    ACROSS: tl.constexpr = LEAN and IS_PLAIN
+    ACROSS: tl.constexpr = LEAN and PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
     unit = unit_matrix(BD, DOT)
     if ACROSS:
         s_a = tl.zeros([BD, BV], tl.float32)
