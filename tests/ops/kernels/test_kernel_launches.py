@@ -356,7 +356,7 @@ if INTERPRETING:
             (
                 "bidirectional",
                 "dk_kernel dq_kernel dsums_kernel feature_gradient_kernel feature_products_kernel feature_sums_kernel "
-                "merge_kernel output_kernel query_sums_kernel state_kernel whole_kernel",
+                "merge_kernel output_kernel state_kernel whole_kernel",
             ),
             (
                 "causal",

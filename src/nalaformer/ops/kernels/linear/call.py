@@ -130,7 +130,7 @@ class Call:
     def is_whole(self) -> bool:
         """Whether one program per sample and head does it all."""
         is_short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS and self.samples * self.heads <= WHOLE_PROGRAMS
-        return is_short and self.heads == self.kv_heads and not self.is_packed and not self.settings.by_mean_query
+        return is_short and self.heads == self.kv_heads and not self.is_packed
 
     @cached_property
     def per_row(self) -> torch.Size:
@@ -201,7 +201,6 @@ class Call:
             "CUBE": self.settings.is_cube,
             "HAS_MASK": self.has_mask,
             "HAS_WEIGHT": self.settings.has_weight,
-            "BY_MEAN": self.settings.by_mean_query,
             "CONTRAST": self.settings.contrast > 0,
             "PACKED": self.is_packed,
             "GUARD": self.settings.is_guarded,
