@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .backend import get_backend, runs_kernels
+from .backend import INTERPRETING, get_backend, runs_kernels
 from .checks import check_cu_seqlens, check_key_mask
 from .exporting import is_exporting, is_jit_tracing
 from .features import compute_dtype, hide, outside_autocast
@@ -25,6 +25,8 @@ from .kept_tensors import is_transformed
 # tokens solved for at once: the work inside a piece grows with it, the number of sequential steps falls
 CHUNK = 64
 LARGEST_KERNEL_FEATURES = 256
+# of the kernels of this library, as far as they were checked on a GPU; float32 takes minutes to compile there and loses digits
+LARGEST_OWN_FEATURES, LARGEST_OWN_VALUES = 128, 64
 # for kernels that take differences of running sums, where -inf would give NaN: exp of it is zero in the state's digits
 SMALLEST_LOG_DECAY = -100.0
 
@@ -141,9 +143,12 @@ def delta_step_(
 
 
 def _runs_own_kernels(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels of this library serve the call: on a GPU, features and values that fit on chip."""
-    fits = v.dtype in (torch.bfloat16, torch.float16, torch.float32) and q.dtype != torch.float64
-    return fits and max(q.shape[-1], v.shape[-1]) <= LARGEST_KERNEL_FEATURES and q.numel() > 0 and runs_kernels(v)
+    """Whether the kernels of this library serve the call: in bfloat16 on a GPU, features and values that fit on chip."""
+    if q.numel() == 0 or q.dtype == torch.float64 or not runs_kernels(v):
+        return False
+    if INTERPRETING:
+        return max(q.shape[-1], v.shape[-1]) <= LARGEST_KERNEL_FEATURES and v.dtype != torch.float64
+    return v.dtype == torch.bfloat16 and q.shape[-1] <= LARGEST_OWN_FEATURES and v.shape[-1] <= LARGEST_OWN_VALUES
 
 
 def _on_kernels(

@@ -24,15 +24,15 @@ def shapes_dit_tiny() -> Recipe:
     """Make images of shapes, with a tiny diffusion transformer, on a CPU.
 
     Command: nalaformer train shapes_dit_tiny attention=nalaformer
-    Cost: ten minutes of one CPU core.
-    Expected: explained 0.952, from 0 (measured, one seed). The run is too short for valid samples: none of 32 was. Crosses
-        and squares can be told by eye, but the things of an image differ in colour. shapes_dit is made for valid samples.
+    Cost: about 25 minutes of one CPU core.
+    Expected: of 200 samples 0.09 are valid and show what was asked for, explained 0.964 (measured, one seed); none was after
+        2,000 steps. shapes_dit, on a GPU, is made for valid samples.
     """
     return flow(
         "dit_s2",
-        GenerationConfig(data="shapes", objective="flow", levels="middle", eval_samples=64, judged=32, judged_steps=20),
+        GenerationConfig(data="shapes", objective="flow", levels="middle", eval_samples=64, judged=64, judged_steps=20),
         model_options={"depth": 3, "dim": 64, "num_heads": 2, "mlp_ratio": 2.0},
-        steps=2_500,
+        steps=6_000,
         batch_size=16,
         learning_rate=2e-3,
         warmup=50,

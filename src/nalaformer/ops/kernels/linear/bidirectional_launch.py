@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..common.launch import strides
 from ..common.split_sums_launch import merge, merge_scaled
-from .call import Call, TokenLayout, angle_stride, parameter_row
+from .call import WHOLE_PROGRAMS, Call, TokenLayout, angle_stride, parameter_row
 from .compiled.bidirectional import output_kernel, state_kernel, whole_kernel
 from .compiled.bidirectional_gradient import dq_kernel, dsums_kernel
 from .compiled.bidirectional_gradient_of_keys import dk_kernel
@@ -33,7 +33,7 @@ def forward(
             whole_kernel,
             (q, k, v, mask, weight, parameters, cos_q, sin_q, cos_k, sin_k, out, inverse, sums, scale),
             lambda: (
-                "whole",
+                "whole" if call.samples * call.heads <= WHOLE_PROGRAMS else "whole_many",
                 (call.samples * call.heads,),
                 (
                     *(call.num_queries, call.num_keys, call.heads),

@@ -19,8 +19,8 @@ from torch import Tensor
 from ...kernel_spec import MapSettings
 from ..common.launch import PRECISION, Bounded, Description, Launches, processors, reads_ahead, start, strides
 
-# up to this many tokens, and samples times heads, a single program owns a sample and head: one launch instead of two or three.
-# Beyond either those were faster (one H200): smaller tiles, and from 512 tokens on several programs for each sample and head
+# up to this many tokens a single program owns a sample and head: one launch instead of two or three. Of heads beyond 64, and of
+# other types than bfloat16, only up to so many samples times heads, which leave most of the GPU idle anyway (one H200)
 WHOLE_TOKENS, WHOLE_PROGRAMS = 256, 128
 
 
@@ -54,8 +54,10 @@ class Tile:
 # of 128. machine_code.py says how, and tests/compile_kernels.py finds it without a GPU
 TILES = {
     "state": {64: Tile(64, 4, 4), 128: Tile(64, 8, 3)},
-    "output": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
+    "output": {64: Tile(64, 4, 3), 128: Tile(64, 4, 1)},
     "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1)},
+    # the same kernel where programs are many
+    "whole_many": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
     "dq": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
     "dsums": {64: Tile(64, 4, 3), 128: Tile(32, 8, 1)},
     # the same kernel, over the few long stretches of the causal ones
@@ -69,7 +71,8 @@ TILES = {
 # with rotary, where it differs: turned features beside plain ones take their registers, and tables what reading ahead takes. In
 # heads of 128 not timed: what fits on chip
 TURNED_TILES = {
-    **{kernel: {64: Tile(64, 4, 2)} for kernel in ("output", "dq", "dsums")},
+    "output": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)},
+    **{kernel: {64: Tile(64, 4, 2)} for kernel in ("dq", "dsums")},
     **{kernel: {64: Tile(32, 4, 2)} for kernel in ("causal_dq", "causal_dk", "causal_dv")},
     "state": {64: Tile(64, 4, 2), 128: Tile(64, 8, 2)},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)},
@@ -129,8 +132,10 @@ class Call:
     @cached_property
     def is_whole(self) -> bool:
         """Whether one program per sample and head does it all."""
-        is_short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS and self.samples * self.heads <= WHOLE_PROGRAMS
-        return is_short and self.heads == self.kv_heads and not self.is_packed
+        is_short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS
+        is_small = max(self.block_d, self.block_v) <= 64 and self.operand == torch.bfloat16
+        is_worth_it = is_small or self.samples * self.heads <= WHOLE_PROGRAMS
+        return is_short and is_worth_it and self.heads == self.kv_heads and not self.is_packed
 
     @cached_property
     def per_row(self) -> torch.Size:
@@ -148,8 +153,8 @@ class Call:
         table = TILES[kernel] | (TURNED_TILES.get(kernel, {}) if self.pairs else {})
         chosen = next(entry for size, entry in table.items() if largest <= size)
         if self.operand != torch.bfloat16:
-            # twice the bytes per element: half the tokens fit
-            return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps, 1)
+            # twice the bytes per element: half the tokens fit, and large heads take the registers of eight warps
+            return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps if largest <= 64 else 8, 1)
         return chosen if reads_ahead(self.device) else Tile(chosen.tokens, chosen.warps, 1)
 
     def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
