@@ -35,8 +35,6 @@ LAYOUTS = {"cuda": {"depth": 28, "width": 1152}, "cpu": {"depth": 2, "width": 57
 REDUCTION, PATCH, CHANNELS, CLASSES = 8, 2, 4, 1000
 IMAGE_SIZES = {"cpu": (256, 512), "cuda": (512, 1024, 2048, 4096)}
 SECONDS = 1.0
-# of a usual sampler
-SAMPLER_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +46,8 @@ class StepMeasurement(ImageMeasurement):
     head_size: int
     depth: int
     width: int
+    # as samplers run it where the host would be the limit
+    is_captured = True
     what_counts = "parameters, latents and the class are held before and do not count; activations and the result count"
 
     @property
@@ -103,13 +103,8 @@ class StepMeasurement(ImageMeasurement):
         return latents.to(self.device, self.dtype), time, label
 
     def make_call(self, built: None) -> Callable[[], object]:
-        """As a sampler calls it: a CUDA graph where the host would be the limit."""
-        from ..models.diffusion.prediction import prediction
-
-        network, (latents, time, label) = self.make_network(), self.make_inputs()
-        with torch.no_grad():
-            predict = prediction(network, latents, label, guidance=1.0, calls=SAMPLER_STEPS)
-        return torch.no_grad()(lambda: predict(latents, time[0]))
+        network, inputs = self.make_network(), self.make_inputs()
+        return torch.no_grad()(lambda: network(*inputs))
 
     def small(self) -> Self:
         return replace(self, image_size=64)
