@@ -20,6 +20,7 @@ def rows_of(study, deadline=1e18):
     return rows
 
 
+@pytest.mark.slow
 def test_every_method_is_timed_both_ways_at_every_length():
     rows = rows_of(TOY)
     assert all(row["ms"] > 0 for row in rows)
