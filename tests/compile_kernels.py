@@ -90,6 +90,10 @@ def bidirectional():
     attend("elu", torch.bfloat16, size=64, rotary=Rotary.sequence(80, 64), **extended)
     call.WHOLE_TOKENS = 256
     attend("elu", torch.bfloat16, size=64, backward=False, **extended)
+    # weights by the mean query, made by the kernels
+    visible = torch.ones(1, 80, dtype=torch.bool)
+    attend("elu", torch.bfloat16, size=64, key_weight="global_query", rotary=Rotary.sequence(80, 64))
+    attend("split", torch.bfloat16, size=64, key_weight="global_query", key_mask=visible, query_mask=visible)
     q, k = (torch.zeros(1, 80, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     split = nalaformer.feature_map("split", num_heads=2, head_dim=64)
     nalaformer.global_query_weight(q, k, feature_map=split).sum().backward()

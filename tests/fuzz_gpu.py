@@ -226,20 +226,10 @@ def positions(case: dict, bounds: torch.Tensor | None, keys: int) -> Rotary | tu
     return (of_q, of_k) if case["mode"] == "bidirectional" else of_q
 
 
-def weighed(feature_map, q, k, arguments: dict) -> dict:
-    """The arguments with RALA's weights as numbers, as a user makes them."""
-    if not isinstance(arguments.get("key_weight"), str):
-        return arguments
-    known = {name: arguments[name] for name in ("key_mask", "query_mask", "cu_seqlens") if name in arguments}
-    others = {name: value for name, value in arguments.items() if name != "query_mask"}
-    return others | {"key_weight": nalaformer.global_query_weight(q, k, feature_map=feature_map, **known)}
-
-
 def results(case: dict, feature_map, inputs, arguments, upstream) -> list[torch.Tensor]:
     """Output and gradients as a user gets them; recurrent: in two pieces and, without gradients, a last step in place."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     if case["mode"] != "recurrent":
-        arguments = weighed(feature_map, *inputs[:2], arguments)
         out = nalaformer.linear_attention(*inputs, feature_map=feature_map, causal=case["mode"] == "causal", **arguments)
         return [out, *torch.autograd.grad(out, inputs, upstream)]
     tokens = case["tokens"]

@@ -236,7 +236,7 @@ class Attention(nn.Module):
             key_mask=visible,
             query_mask=visible,
             contrast=self.contrast_of(q),
-            key_weight=self.key_weights(q, k, visible),
+            key_weight=None if self.config.key_weight == "none" else self.config.key_weight,
         )
 
     def key_weights(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor | None:

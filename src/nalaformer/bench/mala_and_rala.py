@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..feature_maps import feature_map
-from ..ops import global_query_weight, linear_attention, use_backend
+from ..ops import linear_attention, use_backend
 from .cases import Case
 from .implementations import IMPLEMENTATIONS, Attend, Implementation
 
@@ -19,7 +19,7 @@ MOST_TOKENS = {"cpu": 4096, "cuda": 69696}
 def attend_with(q: Tensor, k: Tensor, v: Tensor, *, method: str) -> Tensor:
     """elu + 1 features with the extension of a method: "elu" (none), "mala" or "rala"; [B, N, H, D]."""
     phi = feature_map("elu", num_heads=q.shape[2], head_dim=q.shape[3])
-    weight = global_query_weight(q, k, feature_map=phi) if method == "rala" else None
+    weight = "global_query" if method == "rala" else None
     contrast = "mean_score" if method == "mala" else None
     return linear_attention(q, k, v, feature_map=phi, contrast=contrast, key_weight=weight)
 

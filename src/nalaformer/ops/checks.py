@@ -163,18 +163,44 @@ def check_contrast(contrast: Tensor | str | None, q: Tensor) -> None:
         )
 
 
-def check_key_weight(key_weight: Tensor | None, q: Tensor, k: Tensor) -> None:
+def check_key_weight(
+    key_weight: Tensor | str | None,
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+) -> None:
     if key_weight is None:
+        return
+    if isinstance(key_weight, str) and key_weight == "global_query":
+        check_padding_of_queries(q, k, key_mask, query_mask)
+        if causal:
+            raise ValueError(
+                'key_weight="global_query" looks at all queries, later ones too, and got causal=True; '
+                "use causal=False, or weights of your own"
+            )
         return
     if not isinstance(key_weight, Tensor) or not key_weight.is_floating_point():
         raise ValueError(
-            f"key_weight must be a float tensor, got {key_weight!r}; nalaformer.global_query_weight makes that of RALA"
+            f"key_weight must be a float tensor, got {key_weight!r}; nalaformer.global_query_weight makes that of RALA, and "
+            'key_weight="global_query" stands for it'
         )
     allowed = [(*k.shape[:-2], heads) for heads in (k.shape[-2], q.shape[-2])]
     if tuple(key_weight.shape) not in allowed:
         raise ValueError(
             f"key_weight must hold a number for each key and head of k or of q, {allowed[0]} or {allowed[1]}, "
             f"got {tuple(key_weight.shape)}"
+        )
+
+
+def check_padding_of_queries(q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
+    if key_mask is not None and query_mask is None and q.shape[1] == k.shape[1]:
+        raise ValueError(
+            "the weight of a key looks at all queries and cannot know which of them are padding, got a key_mask for as many "
+            f"keys as queries ({q.shape[1]}) and no query_mask; pass query_mask=key_mask in self-attention, and in "
+            "cross-attention the mask of the queries (all True if there is no padding)"
         )
 
 

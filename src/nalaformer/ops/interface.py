@@ -24,6 +24,7 @@ from .checks import (
 )
 from .contrast import contrast_of
 from .features import FeatureMapLike, compute_dtype, heads_for, outside_autocast, repeated
+from .key_weight import MAPS_IN_KERNELS, numbers_of
 from .state import LinearState
 
 
@@ -39,7 +40,7 @@ def linear_attention(
     query_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     contrast: Tensor | str | None = None,
-    key_weight: Tensor | None = None,
+    key_weight: Tensor | str | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Attention in time and memory linear in the number of tokens.
@@ -54,12 +55,13 @@ def linear_attention(
     rotary: positions of all tokens, or a pair (of q, of k) for cross-attention; turns the numerator only unless it was
         made with normalised=True.
     key_mask: [B, M] bool, True = visible. A row that sees nothing gives zeros; hidden tokens may hold NaN.
-    query_mask: [B, N] bool, True = a token, not padding. Only the variance-aware reflection asks, which looks at all queries:
-        in self-attention it is the key_mask.
+    query_mask: [B, N] bool, True = a token, not padding. Only what looks at all queries asks, the variance-aware reflection and
+        the global query: in self-attention it is the key_mask.
     cu_seqlens: [S + 1] running total of lengths, beginning with 0. Then q, k, v are [T, H, D]: S sequences back to back.
     contrast: moves each output away from the mean of the values that it sees, out_i + z_i (out_i - mean_j v_j). "mean_score":
         z_i = D^-1/2 phi_q(q_i) . mean_j phi_k(k_j) (MALA); or z itself, [B, N, H].
-    key_weight: [B, M, K] or [B, M, H], >= 0: multiplies phi_k(k_j); `global_query_weight` makes that of RALA.
+    key_weight: multiplies phi_k(k_j). "global_query": a softmax over the keys for the mean query (RALA), as
+        `global_query_weight` says; or numbers >= 0, [B, M, K] or [B, M, H].
     eps: times the n visible keys; 0 makes the weights sum to one however small the keys are.
     """
     if cu_seqlens is not None:
@@ -67,7 +69,7 @@ def linear_attention(
     turns = check_call(q, k, v, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
     check_query_mask(query_mask, q)
     check_contrast(contrast, q)
-    check_key_weight(key_weight, q, k)
+    check_key_weight(key_weight, q, k, causal=causal, key_mask=key_mask, query_mask=query_mask)
     needs_grad = _needs_grad(q, k, v, feature_map, contrast, key_weight)
     k, v = heads_for(feature_map, q, k, v)
     key_weight, k, v = _weight_for(q, k, v, key_weight)
@@ -78,6 +80,9 @@ def linear_attention(
         backend, spec = choose(
             q, k, v, feature_map=mapped, causal=causal, rotary=turns, has_contrast=has_score, has_weight=has_weight
         )
+        # the kernels make the weights while they read the keys, of maps that they know well enough and without a mean score
+        by_mean_query = isinstance(key_weight, str) and not has_score and spec is not None and spec.name in MAPS_IN_KERNELS
+        weight = None if by_mean_query else numbers_of(key_weight, q, k, feature_map, key_mask, query_mask)
         against = None
         if contrast is not None and (backend != "triton" or not has_score):
             # what reaches the values through attention and through their mean may cancel: added before it is rounded
@@ -95,7 +100,9 @@ def linear_attention(
                 key_mask=key_mask,
                 eps=eps,
                 has_contrast=has_score,
-                key_weight=key_weight,
+                key_weight=weight,
+                by_mean_query=by_mean_query,
+                query_mask=query_mask,
             )
             out = kernels.attend(ready, causal=causal, keep=needs_grad)
             return (out if against is None else against.moved_by_strength(out)).to(q.dtype)
@@ -108,10 +115,10 @@ def linear_attention(
                 key_mask=key_mask,
                 eps=eps,
                 contrast=against,
-                key_weight=key_weight,
+                key_weight=weight,
             )
             return out.to(q.dtype)
-        options: dict[str, Any] = {"contrast": against, "key_weight": key_weight, "eps": eps, "recompute": needs_grad}
+        options: dict[str, Any] = {"contrast": against, "key_weight": weight, "eps": eps, "recompute": needs_grad}
         if causal:
             return chunked.causal_linear_attention(
                 q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, **options
@@ -224,7 +231,7 @@ def attention_weights(
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
     contrast: Tensor | str | None = None,
-    key_weight: Tensor | None = None,
+    key_weight: Tensor | str | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """The exact weights that linear attention gives to each value: [B, H, R, M], for diagnostics.
@@ -237,12 +244,13 @@ def attention_weights(
         raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream!r}")
     check_query_mask(query_mask, q)
     check_contrast(contrast, q)
-    check_key_weight(key_weight, q, k)
+    check_key_weight(key_weight, q, k, causal=causal, key_mask=key_mask, query_mask=query_mask)
     index = None if rows is None else check_rows(rows, q)
     k, _ = heads_for(feature_map, q, k, k)
     key_weight, k, _ = _weight_for(q, k, k, key_weight)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
+        weight = numbers_of(key_weight, q, k, feature_map, key_mask, query_mask)
         return reference.attention_weights(
             q,
             k,
@@ -253,7 +261,7 @@ def attention_weights(
             eps=eps,
             rows=index,
             contrast=contrast_of(contrast, q, k, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k)),
-            key_weight=key_weight,
+            key_weight=weight,
         )[stream]
 
 
@@ -270,7 +278,7 @@ def _packed(
     query_mask: Tensor | None,
     cu_seqlens: Tensor,
     contrast: Tensor | str | None,
-    key_weight: Tensor | None,
+    key_weight: Tensor | str | None,
     eps: float,
 ) -> Tensor:
     """Each sequence by itself; the tensors are only cut, never padded."""
@@ -288,7 +296,7 @@ def _packed(
             )
     lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
     check_contrast(contrast, q)
-    check_key_weight(key_weight, q, k)
+    check_key_weight(key_weight, q, k, causal=causal)
     pair = check_rotary_pair(rotary, q[None], k[None])
     if q.shape[0] == 0:
         return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * v.sum()
@@ -297,10 +305,11 @@ def _packed(
         spread_k, spread_v = heads_for(feature_map, q[None], k[None], v[None])
         # a map that looks at all tokens must see each sequence by itself
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
-        weight, spread_k, spread_v = _weight_for(q[None], spread_k, spread_v, None if key_weight is None else key_weight[None])
+        weight = key_weight[None] if isinstance(key_weight, Tensor) else None
+        weight, spread_k, spread_v = _weight_for(q[None], spread_k, spread_v, weight)
         of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
         of_all = partial(of_all, has_contrast=isinstance(contrast, str), has_weight=weight is not None)
-        is_one_call = is_same and not isinstance(contrast, Tensor)
+        is_one_call = is_same and not isinstance(contrast, Tensor) and not isinstance(key_weight, str)
         backend, spec = of_all(feature_map=feature_map) if is_one_call else Choice("chunked")
         if backend == "triton":
             from . import kernels
@@ -345,8 +354,10 @@ def _packed(
     return torch.cat(outputs)
 
 
-def _weight_for(q: Tensor, k: Tensor, v: Tensor, key_weight: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor]:
+def _weight_for(q: Tensor, k: Tensor, v: Tensor, key_weight: Any) -> tuple[Any, Tensor, Tensor]:
     """The weight, keys and values with as many heads: those of the queries where either has them."""
+    if isinstance(key_weight, str):
+        return key_weight, repeated(q, k), repeated(q, v)
     if key_weight is None or key_weight.shape[2] == k.shape[2]:
         return key_weight, k, v
     return repeated(q, key_weight), repeated(q, k), repeated(q, v)

@@ -23,6 +23,8 @@ class MapSettings(NamedTuple):
     """What multiplies the mean product of the kernels' features to give the strength of a contrast; 0: no contrast."""
     has_weight: bool = False
     """Keys have weights."""
+    by_mean_query: bool = False
+    """The kernels weigh keys themselves, by their products with the mean query."""
 
 
 class KernelSpec(NamedTuple):
@@ -48,10 +50,12 @@ class KernelSpec(NamedTuple):
     """Rows are all heads of a token together; with more than one head, features are written out before attention. Then
     parameters may be [B, heads of the map, P], other ones for each sample."""
 
-    def settings(self, *, streams: int, eps: float, contrast: float = 0.0, has_weight: bool = False) -> MapSettings:
+    def settings(
+        self, *, streams: int, eps: float, contrast: float = 0.0, has_weight: bool = False, by_mean_query: bool = False
+    ) -> MapSettings:
         plain = (self.norm_scale, self.alpha, eps, self.log2_key_shift, self.is_guarded, self.is_cube)
         contrast *= 2.0**self.log2_key_shift
-        return MapSettings(self.name, self.parts, streams, *plain, contrast, has_weight)
+        return MapSettings(self.name, self.parts, streams, *plain, contrast, has_weight, by_mean_query)
 
     @property
     def is_written_out(self) -> bool:

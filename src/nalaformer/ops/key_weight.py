@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from .backend import LARGEST_HEAD, MOST_ROWS, get_backend, runs_kernels
-from .checks import check_call, check_cu_seqlens, check_query_mask
+from .checks import check_call, check_cu_seqlens, check_padding_of_queries, check_query_mask
 from .chunked import direct, piece_size, pieces, recomputing
 from .features import FeatureMapLike, compute_dtype, heads_for, hide, key_features, key_log_scale, outside_autocast, repeated
 from .kept_tensors import is_transformed
 
+# maps without parameters, the same for queries and keys, with features >= 0
+MAPS_IN_KERNELS = ("relu", "elu", "split")
 # products of two features of at most this size fit into float32, whatever their signs
 LARGEST_FEATURE = 1e17
 
@@ -24,7 +26,9 @@ def global_query_weight(
     query_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """RALA's weight of each key, for `linear_attention(..., key_weight=)`: a softmax over the keys for the mean query.
+    """RALA's weight of each key: a softmax over the keys for the mean query.
+
+    `linear_attention(..., key_weight="global_query")` weighs keys so; here are the numbers themselves.
 
         a_j = n softmax_j( D^-1/2 mean_i phi_q(q_i) . phi_k(k_j) )
 
@@ -37,12 +41,7 @@ def global_query_weight(
         return _of_packed(q, k, feature_map, cu_seqlens)
     check_call(q, k, None, feature_map=feature_map, causal=False, rotary=None, key_mask=key_mask, eps=0.0)
     check_query_mask(query_mask, q)
-    if key_mask is not None and query_mask is None and q.shape[1] == k.shape[1]:
-        raise ValueError(
-            "the weight of a key looks at all queries and cannot know which of them are padding, got a key_mask for as many "
-            f"keys as queries ({q.shape[1]}) and no query_mask; pass query_mask=key_mask in self-attention, and in "
-            "cross-attention the mask of the queries (all True if there is no padding)"
-        )
+    check_padding_of_queries(q, k, key_mask, query_mask)
     k, _ = heads_for(feature_map, q, k, k)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=False)
@@ -50,11 +49,25 @@ def global_query_weight(
             from .kernels.linear import global_query_op
 
             spec = mapped.kernel_spec(q.device)
-            if spec is not None and spec.name in global_query_op.MAPS:
+            if spec is not None and spec.name in MAPS_IN_KERNELS:
                 logits = global_query_op.key_logits(q, repeated(q, k), query_mask, key_mask, spec.name, spec.parts)
                 return softmax_over_keys(logits, key_mask)
         mean = mean_query(mapped, q, query_mask, compute_dtype(q, k))
         return softmax_over_keys(key_logits(mapped, mean, k, key_mask), key_mask)
+
+
+def numbers_of(
+    key_weight: Tensor | str | None,
+    q: Tensor,
+    k: Tensor,
+    feature_map: FeatureMapLike,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+) -> Tensor | None:
+    """The argument of a call as numbers."""
+    if not isinstance(key_weight, str):
+        return key_weight
+    return global_query_weight(q, k, feature_map=feature_map, key_mask=key_mask, query_mask=query_mask)
 
 
 def mean_query(feature_map: FeatureMapLike, q: Tensor, query_mask: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,8 @@ class Prepared(NamedTuple):
     layout: TokenLayout
     settings: MapSettings
     weight: Tensor
-    """float32 [B, K, M] or [K, T], empty where keys have none; for bidirectional attention."""
+    """float32 [B, K, M] or [K, T], empty where keys have none; where the mean query weighs them, the mask of queries or empty.
+    For bidirectional attention."""
 
 
 def prepare(
@@ -44,10 +45,13 @@ def prepare(
     longest: int = 0,
     has_contrast: bool = False,
     key_weight: Tensor | None = None,
+    by_mean_query: bool = False,
+    query_mask: Tensor | None = None,
 ) -> Prepared:
     """[B, N, H, D] inputs, or [T, H, D] with cu_seqlens, whose longest sequence has so many tokens.
 
-    has_contrast: that of the mean score. key_weight: [B, M, K] or [T, K].
+    has_contrast: that of the mean score. key_weight: [B, M, K] or [T, K]. by_mean_query: instead the mean of the queries that
+    query_mask [B, N] shows weighs the keys.
     Maps that the kernels do not know, or not for a head by itself, are computed here; the others are left to them.
     """
     contrast = q.shape[-1] ** -0.5 if has_contrast else 0.0
@@ -73,10 +77,19 @@ def prepare(
     if parameters is None:
         parameters = q.new_empty(1, 0, dtype=torch.float32)
     layout = TokenLayout(*angles, None if key_mask is None else key_mask.contiguous(), cu_seqlens, longest)
-    has_weight = key_weight is not None
-    settings = spec.settings(streams=feature_map.streams, eps=eps, contrast=contrast, has_weight=has_weight)
-    # tokens side by side, as the kernels read numbers per token
-    weight = q.new_empty(0, dtype=torch.float32) if key_weight is None else key_weight.float().transpose(-2, -1).contiguous()
+    settings = spec.settings(
+        streams=feature_map.streams,
+        eps=eps,
+        contrast=contrast,
+        has_weight=key_weight is not None,
+        by_mean_query=by_mean_query,
+    )
+    weight = q.new_empty(0, dtype=torch.float32)
+    if key_weight is not None:
+        # tokens side by side, as the kernels read numbers per token
+        weight = key_weight.float().transpose(-2, -1).contiguous()
+    elif by_mean_query and query_mask is not None:
+        weight = query_mask.contiguous()
     return Prepared(q, k, v, parameters, layout, settings, weight)
 
 

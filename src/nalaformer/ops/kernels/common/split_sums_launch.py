@@ -21,29 +21,43 @@ def merge(launches: Launches, sums: Tensor, *, group: int = 1) -> Tensor:
     return total
 
 
-def merge_scaled(launches: Launches, sums: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Everything together, and its scale: the largest of the splits."""
+def merge_scaled(launches: Launches, sums: Tensor, scale: Tensor, *, counts_weights: bool) -> tuple[Tensor, Tensor]:
+    """Everything together, and its scale: the largest of the splits. counts_weights: the last column is scaled too."""
     if len(sums) == 1:
         return sums[0], scale[0]
     total, largest = torch.empty_like(sums[0]), torch.empty_like(scale[0])
-    start_merge(launches, sums, scale, total, largest, group=1, is_guarded=True)
+    start_merge(launches, sums, scale, total, largest, group=1, is_guarded=True, counts_weights=counts_weights)
     return total, largest
 
 
 def start_merge(
-    launches: Launches, sums: Tensor, scale: Tensor, total: Tensor, largest: Tensor, *, group: int, is_guarded: bool
+    launches: Launches,
+    sums: Tensor,
+    scale: Tensor,
+    total: Tensor,
+    largest: Tensor,
+    *,
+    group: int,
+    is_guarded: bool,
+    counts_weights: bool = False,
 ) -> None:
     elements = total[0].numel()
     at_once = min(MERGE_AT_ONCE, triton.next_power_of_2(len(sums) * group))
     start(
         launches,
-        ("merge", sums.shape, group, is_guarded, sums.device),
+        ("merge", sums.shape, group, is_guarded, counts_weights, sums.device),
         merge_kernel,
         (sums, scale, total, largest),
         lambda: (
             (triton.cdiv(elements, MERGE_BLOCK), len(total)),
             (len(sums), group, elements),
-            {"V": sums.shape[-1] - 2, "GUARD": is_guarded, "AT_ONCE": at_once, "BLOCK": MERGE_BLOCK},
+            {
+                "V": sums.shape[-1] - 2,
+                "GUARD": is_guarded,
+                "COUNTS_WEIGHTS": counts_weights,
+                "AT_ONCE": at_once,
+                "BLOCK": MERGE_BLOCK,
+            },
         ),
     )
 

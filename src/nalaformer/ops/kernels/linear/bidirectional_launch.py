@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..common.launch import strides
 from ..common.split_sums_launch import merge, merge_scaled
+from . import mean_query_launch
 from .call import WHOLE_PROGRAMS, Call, TokenLayout, angle_stride, parameter_row
 from .compiled.bidirectional import output_kernel, state_kernel, whole_kernel
 from .compiled.bidirectional_gradient import dq_kernel, dsums_kernel
@@ -21,8 +22,9 @@ def forward(
     layout: TokenLayout,
     out: Tensor,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fills `out`; returns the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K], and if kept 1 / denominator."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fills `out`; returns the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K], if kept 1 / denominator, and the mean
+    query where it weighs keys."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
     if call.is_whole:
@@ -45,12 +47,15 @@ def forward(
                 {"KEEP": keep},
             ),
         )
-        return sums, scale, inverse
+        return sums, scale, inverse, sums.new_empty(0)
 
     count, stretch = call.splits("state", call.num_keys, call.kv_heads)
-    partial, partial_scale = sums_of_keys(call, k, v, parameters, weight, layout, count, stretch)
-    if call.settings.is_guarded:
-        sums, scale = merge_scaled(call.launches, partial, partial_scale)
+    query_sums, mean = None, torch.empty(mean_query_launch.shape_of_mean(call), dtype=torch.float32, device=call.device)
+    if call.settings.by_mean_query:
+        query_sums = mean_query_launch.sums_of_queries(call, q, weight)
+    partial, partial_scale = sums_of_keys(call, k, v, parameters, weight, layout, count, stretch, query_sums, mean)
+    if call.settings.is_guarded or call.settings.by_mean_query:
+        sums, scale = merge_scaled(call.launches, partial, partial_scale, counts_weights=call.settings.by_mean_query)
     else:
         sums, scale = merge(call.launches, partial), partial_scale[0]
 
@@ -71,7 +76,7 @@ def forward(
             {"KEEP": keep},
         ),
     )
-    return sums, scale, inverse
+    return sums, scale, inverse, mean
 
 
 def sums_of_keys(
@@ -83,20 +88,26 @@ def sums_of_keys(
     layout: TokenLayout,
     count: int,
     stretch: int,
+    query_sums: Tensor | None = None,
+    mean: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sums of each of `count` stretches of keys, [count, B * K, PARTS, D, V + 2], and their log2 scale."""
+    """The sums of each of `count` stretches of keys, [count, B * K, PARTS, D, V + 2], and their log2 scale.
+
+    query_sums: of the queries whose mean weighs the keys, [splits, B * K, PARTS * D + 1]; `mean` is filled with that.
+    """
     _, _, cos, sin, mask, bounds = layout.pointers(k)
     sums = call.sums(count, call.kv_heads)
     scale = sums.new_empty(sums.shape[:2])
+    given = sums if query_sums is None else query_sums
     call.start(
         ("state", stretch),
         state_kernel,
-        (k, v, mask, weight, bounds, parameters, cos, sin, sums, scale),
+        (k, v, mask, weight, given, sums if mean is None else mean, bounds, parameters, cos, sin, sums, scale),
         lambda: (
             "state",
             (count, call.samples * call.kv_heads),
             (
-                *(call.num_key_rows, call.num_keys, call.kv_heads, stretch),
+                *(call.num_key_rows, call.num_keys, call.kv_heads, stretch, len(given)),
                 *(*strides(k), *strides(v), angle_stride(layout.cos_k)),
                 *parameter_row(call.kv_heads, parameters),
                 call.scalars[1],
@@ -159,12 +170,14 @@ def backward(
     layout: TokenLayout,
     sums: Tensor,
     scale: Tensor,
+    mean: Tensor,
     is_learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv, that of the weight; and for learned maps those of the query's [4, D] and key's [2, D] parameters per head."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     # the strides of what comes from outside are part of a launch; dout's layout is chosen by the next layer
     kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned)
+    by_mean = call.settings.by_mean_query
 
     def parameter_buffer(splits: int, heads: int, rows: int) -> Tensor:
         if not is_learned:
@@ -180,47 +193,65 @@ def backward(
     dsums = merge(call.launches, partial, group=call.group)
     del partial
 
-    dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
     count, stretch = call.splits("dq", call.num_queries, call.heads)
     dquery = parameter_buffer(count, call.heads, 4)
-    call.start(
-        ("dq", kind_of_dout),
-        dq_kernel,
-        (q, dout, inverse, drop, bounds, parameters, cos_q, sin_q, sums, dq, dquery),
-        lambda: (
-            "dq",
-            (count, call.samples * call.heads),
-            (
-                *call.query_sizes(stretch),
-                *(*strides(q), *strides(dout), *strides(dq), angle_stride(layout.cos_q)),
-                *parameter_row(call.heads, parameters),
-                *(*call.scalars, call.settings.contrast),
-            ),
-            {"LEARNED": is_learned},
-        ),
-    )
-    # what is no longer needed goes before the next gradients come: less memory at the peak
-    del drop
-    dk, dv, dweight = [torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v, weight)]
-
     key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)
     dkey = parameter_buffer(key_count, call.kv_heads, 2)
-    call.start(
-        ("dk", is_learned),
-        dk_kernel,
-        (k, v, mask, weight, bounds, parameters, cos_k, sin_k, dsums, scale, dk, dv, dweight, dkey),
-        lambda: (
-            "dk",
-            (key_count, call.samples * call.kv_heads),
-            (
-                *(call.num_key_rows, call.num_keys, call.kv_heads, key_stretch),
-                *(*strides(k), *strides(v), *strides(dk), *strides(dv), angle_stride(layout.cos_k)),
-                *parameter_row(call.kv_heads, parameters),
-                call.scalars[1],
+    # of the mean query, by each stretch of keys
+    dmean = mean.new_empty((key_count, mean.shape[0], mean.shape[1] - 1)) if by_mean else scale
+
+    def of_queries() -> Tensor:
+        dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
+        call.start(
+            ("dq", kind_of_dout, mean_query_launch.kind_of_mask(call, weight)),
+            dq_kernel,
+            (q, dout, inverse, drop, weight, mean, dmean, bounds, parameters, cos_q, sin_q, sums, dq, dquery),
+            lambda: (
+                "dq",
+                (count, call.samples * call.heads),
+                (
+                    *(*call.query_sizes(stretch), len(dmean)),
+                    *(*strides(q), *strides(dout), *strides(dq), angle_stride(layout.cos_q)),
+                    *parameter_row(call.heads, parameters),
+                    *(*call.scalars, call.settings.contrast),
+                ),
+                {"LEARNED": is_learned, "HAS_QUERY_MASK": by_mean and weight.numel() > 0},
             ),
-            {"LEARNED": is_learned},
-        ),
-    )
+        )
+        return dq
+
+    def of_keys() -> tuple[Tensor, Tensor, Tensor]:
+        dk, dv, dweight = [torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v, weight)]
+        call.start(
+            ("dk", is_learned),
+            dk_kernel,
+            (
+                *(k, v, mask, weight, bounds, parameters, cos_k, sin_k),
+                *(sums, mean, dsums, scale, dk, dv, dweight, dmean, dkey),
+            ),
+            lambda: (
+                "dk",
+                (key_count, call.samples * call.kv_heads),
+                (
+                    *(call.num_key_rows, call.num_keys, call.kv_heads, key_stretch),
+                    *(*strides(k), *strides(v), *strides(dk), *strides(dv), angle_stride(layout.cos_k)),
+                    *parameter_row(call.kv_heads, parameters),
+                    call.scalars[1],
+                ),
+                {"LEARNED": is_learned},
+            ),
+        )
+        return dk, dv, dweight
+
+    if by_mean:
+        # queries get their share of what keys say of the mean
+        dk, dv, dweight = of_keys()
+        dq = of_queries()
+    else:
+        dq = of_queries()
+        # what is no longer needed goes before the next gradients come: less memory at the peak
+        del drop
+        dk, dv, dweight = of_keys()
     if not is_learned:
         return dq, dk, dv, dweight, None, None
     return dq, dk, dv, dweight, dquery.sum((0, 1)), dkey.sum((0, 1))

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernel_spec import MapSettings
 from ..common.launch import readable
 from ..common.op import operator
-from . import bidirectional_launch
+from . import bidirectional_launch, mean_query_launch
 from .call import TokenLayout, call_for, new_call, types_of
 
 # parameters per channel of maps that treat queries and keys alike, in one stream
@@ -24,10 +24,12 @@ def run_forward(
     layout: TokenLayout,
     settings: MapSettings,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output [B, N, H, V] (or [T, H, V]), sums, their scale, and (if a backward pass follows) 1 / denominator per row.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output [B, N, H, V] (or [T, H, V]), sums, their scale, (if a backward pass follows) 1 / denominator per row, and the mean
+    query (where it weighs keys).
 
-    weight: float32 [B, K, M] (or [K, T]); empty where keys have none.
+    weight: float32 [B, K, M] (or [K, T]), empty where keys have none; where the mean query weighs them, the mask [B, N] of
+    queries, empty if all count.
     """
     call = call_for(q, k, v, parameters, layout, settings)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1], device=q.device)
@@ -40,7 +42,8 @@ def shapes(q: Any, k: Any, v: Any, parameters: Any, weight: Any, layout: Any, se
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1])
     sums = q.new_empty(rows, *call.shape_of_sums, dtype=torch.float32)
     inverse = q.new_empty(call.per_row if keep else 0, dtype=torch.float32)
-    return out, sums, q.new_empty(rows, dtype=torch.float32), inverse
+    mean = q.new_empty(mean_query_launch.shape_of_mean(call), dtype=torch.float32)
+    return out, sums, q.new_empty(rows, dtype=torch.float32), inverse, mean
 
 
 def run_backward(
@@ -55,13 +58,14 @@ def run_backward(
     sums: Tensor,
     scale: Tensor,
     inverse: Tensor,
+    mean: Tensor,
     is_learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradients of the parameters (empty if they are not learned) and of the weight."""
     call = call_for(q, k, v, parameters, layout, settings)
     dout = readable(dout)
     dq, dk, dv, dweight, dquery, dkey = bidirectional_launch.backward(
-        call, q, k, v, dout, inverse, parameters, weight, layout, sums, scale, is_learned
+        call, q, k, v, dout, inverse, parameters, weight, layout, sums, scale, mean, is_learned
     )
     return dq, dk, dv, parameter_gradient(settings.name, parameters, dquery, dkey), dweight
 

@@ -10,8 +10,6 @@ from ..common.launch import Description, Launches, kind, processors, start, stri
 from ..common.op import operator
 from .compiled.global_query import feature_gradient_kernel, feature_products_kernel, feature_sums_kernel
 
-# maps of common/compiled/maps.py without parameters, the same for queries and keys
-MAPS = ("relu", "elu", "split")
 # numbers in a tile: 32 per thread
 TILE_NUMBERS = 4096
 PROGRAMS_PER_PROCESSOR = 4

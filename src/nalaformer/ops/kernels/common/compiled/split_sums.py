@@ -17,6 +17,7 @@ def merge_kernel(
     elements,  # E
     V: tl.constexpr,
     GUARD: tl.constexpr,
+    COUNTS_WEIGHTS: tl.constexpr,  # the count is that of the weights of keys, scaled as the sums are
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -39,7 +40,7 @@ def merge_kernel(
             if GUARD:
                 keep = exp2(tl.load(scale_ptr + tl.minimum(split, splits - 1) * rows + row) - largest)
                 # the number of keys is not scaled
-                own *= tl.where(offsets % (V + 2) == V + 1, 1.0, keep)
+                own *= keep if COUNTS_WEIGHTS else tl.where(offsets % (V + 2) == V + 1, 1.0, keep)
             total += own
     tl.store(total_ptr + tl.cast(row, tl.int64) * elements + offsets, total, mask=offsets < elements)
     if GUARD and tl.program_id(0) == 0:

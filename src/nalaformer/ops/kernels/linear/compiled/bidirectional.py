@@ -8,8 +8,9 @@
     dk kernel       k, v, those   -> dk, dv
 
 The sums of a sample and head are float32 [PARTS, D, V + 2]: S, then the key sum z as column V, then the number of visible
-keys as column V + 1. Their gradients have the same shape (last column unused). Features exist in registers only. With a
-contrast (compiled/contrast.py) the sum of the values, V numbers, follows them.
+keys as column V + 1, or the sum of their weights where the mean query weighs them (compiled/mean_query.py). Their gradients
+have the same shape (last column unused). Features exist in registers only. With a contrast (compiled/contrast.py) the sum of
+the values, V numbers, follows them.
 
 Rows are tokens. DOT is the type of matrix operands: bfloat16 for bfloat16 inputs, float32 otherwise; sums are float32 always.
 Each loop runs in a fixed order and nothing is added atomically, so results are the same in every run.
@@ -37,6 +38,7 @@ from ...common.compiled.tiles import (
 )
 from .contrast import LARGEST_STRENGTH, contrasted, load_value_sum, size_of_sums, store_value_sum, without_mean
 from .key_sums import sum_keys
+from .mean_query import mean_of_sums, store_mean
 
 # of maps without a bound, as in ops.features: LARGEST_TURNED_OUTPUT and 1 / SMALLEST_DIVISOR
 LARGEST_TURNED_OUTPUT = constant(1e12)
@@ -157,6 +159,8 @@ def state_kernel(
     v_ptr,  # [B, M, K, V]
     mask_ptr,  # [B, M] uint8
     weight_ptr,  # [B, K, M] (packed: [K, T]): factors of the keys
+    query_sums_ptr,  # [query_splits, B * K, PARTS * D + 1]: BY_MEAN
+    mean_ptr,  # [B * K, PARTS * D + 1]: written, BY_MEAN
     cu_ptr,  # [B + 1]
     param_ptr,  # [heads of the map, P]
     cos_ptr,  # [B or 1, M, PAIRS]
@@ -167,6 +171,7 @@ def state_kernel(
     num_keys,
     kv_heads,
     stretch,  # tokens per split, a multiple of BN
+    query_splits,
     stride_kb,
     stride_k,
     stride_kh,
@@ -188,6 +193,7 @@ def state_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    BY_MEAN: tl.constexpr,
     CONTRAST: tl.constexpr,
     PACKED: tl.constexpr,
     GUARD: tl.constexpr,
@@ -202,21 +208,29 @@ def state_kernel(
     cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
+    mean_a = None
+    mean_b = None
+    if BY_MEAN:
+        mean_a, mean_b, share = mean_of_sums(query_sums_ptr, query_splits, D, BD, PARTS)
+        if tl.program_id(0) == 0:
+            store_mean(mean_ptr, mean_a, mean_b, share, D, BD, PARTS)
     s_a, s_b, z_a, z_b, count, log_scale, value_sum = sum_keys(
         k_ptr + sample_offset(sample, row, stride_kb, stride_k, PACKED) + head * stride_kh,
         v_ptr + sample_offset(sample, row, stride_vb, stride_v, PACKED) + head * stride_vh,
         mask_ptr + tl.cast(sample, tl.int64) * num_keys,
         weight_ptr + place_per_row(sample, head, kv_heads, row, num_key_rows, PACKED),
+        mean_a,
+        mean_b,
         param_ptr + (head // param_group) * num_params,
         *(cos_ptr, sin_ptr, start, stop, stride_k, stride_v, alpha),
-        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, CONTRAST, GUARD, DOT, PRECISION),
+        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, BY_MEAN, CONTRAST, GUARD, DOT, PRECISION),
     )
     place = place_of_program()
     sums = sums_ptr + place * size_of_sums(D, V, PARTS, CONTRAST)
     store_both_sums(sums, s_a, s_b, z_a, z_b, count, D, V, BD, BV, PARTS)
     if CONTRAST:
         store_value_sum(sums, value_sum, D, V, BV, PARTS)
-    if GUARD:
+    if GUARD or BY_MEAN:
         tl.store(scale_ptr + place, log_scale)
 
 
@@ -367,11 +381,13 @@ def whole_kernel(
         v_ptr + wide * stride_vb + head * stride_vh,
         mask_ptr + wide * num_keys,
         weight_ptr + tl.cast(tl.program_id(0), tl.int64) * num_keys,
+        None,
+        None,
         params,
         cos_k_ptr + wide * stride_angle_kb,
         sin_k_ptr + wide * stride_angle_kb,
         *(0, num_keys, stride_k, stride_v, alpha),
-        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, CONTRAST, GUARD, DOT, PRECISION),
+        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, False, CONTRAST, GUARD, DOT, PRECISION),
     )
     if KEEP:
         sums = sums_ptr + tl.cast(tl.program_id(0), tl.int64) * size_of_sums(D, V, PARTS, CONTRAST)

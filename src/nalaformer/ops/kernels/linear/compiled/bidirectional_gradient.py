@@ -11,7 +11,7 @@ what the mean adds does not cancel. So it is with a contrast, which has a mean o
 import triton
 import triton.language as tl
 
-from ...common.compiled.map_gradients import phi_query_gradient
+from ...common.compiled.map_gradients import phi_of_both_gradient, phi_query_gradient
 from ...common.compiled.maps import is_unbounded, phi_query
 from ...common.compiled.products import (
     high_and_low,
@@ -38,10 +38,12 @@ from ...common.compiled.tiles import (
     store_rows,
     store_two_parameters,
     sum_over_rows,
+    visible_rows,
 )
 from .bidirectional import LARGEST_INVERSE, eps_of, factor_of_gradients
 from .centred_sums import centred_sums
 from .contrast import drop_with_contrast, load_value_sum, size_of_sums, store_value_sum, strength_of
+from .mean_query import gradient_of_mean, has_slope
 
 
 @triton.jit
@@ -50,6 +52,9 @@ def dq_kernel(
     dout_ptr,  # [B, N, H, V]
     inverse_ptr,  # [STREAMS, B, H, N] (packed: [STREAMS, H, T]): 1 / denominator
     drop_ptr,  # the same: minus dout . (out - m)
+    mask_ptr,  # [B, N] uint8: of queries, BY_MEAN and HAS_QUERY_MASK
+    mean_ptr,  # [B * H, PARTS * D + 1]: BY_MEAN
+    dmean_ptr,  # [key_splits, B * H, PARTS * D]: BY_MEAN
     cu_ptr,
     param_ptr,
     cos_ptr,
@@ -63,6 +68,7 @@ def dq_kernel(
     heads,
     group,
     stretch,
+    key_splits,
     stride_qb,
     stride_q,
     stride_qh,
@@ -89,6 +95,8 @@ def dq_kernel(
     STREAMS: tl.constexpr,
     PAIRS: tl.constexpr,
     CONTRAST: tl.constexpr,
+    BY_MEAN: tl.constexpr,
+    HAS_QUERY_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     LEARNED: tl.constexpr,
     DOT: tl.constexpr,
@@ -130,6 +138,9 @@ def dq_kernel(
     unit = unit_matrix(BD, DOT)
     wide_a = right_factor(z_a[None, :], DOT)
     wide_b = right_factor(z_b[None, :], DOT)
+    if BY_MEAN:
+        mask_ptr += tl.cast(sample, tl.int64) * num_queries
+        row_a, row_b = gradient_of_mean(mean_ptr, dmean_ptr, key_splits, D, BD, PARTS)
     for first in range(start, stop, BN):
         ok = rows < stop - first
         x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
@@ -163,6 +174,11 @@ def dq_kernel(
                 else:
                     p2 += g0
                     p3 += g1
+        if BY_MEAN:
+            # every query that counts is a part of the mean
+            counts = visible_rows(mask_ptr, first, rows, ok, HAS_QUERY_MASK)[:, None] & has_slope(x)
+            step, g0, g1 = phi_of_both_gradient(x, row_a, row_b, None, channels, 0.0, D, MAP)
+            dx += tl.where(counts, step, 0.0)
         store_rows(dq_ptr, dx, first, rows, ok, channels, in_head, stride_dq)
     if LEARNED:
         place = place_of_program()

@@ -3,9 +3,20 @@
 import triton
 import triton.language as tl
 
+from ...common.compiled.fastmath import exp2
 from ...common.compiled.map_gradients import phi_key_gradient
 from ...common.compiled.maps import phi_key
-from ...common.compiled.products import digits, is_lean, left_factor, plus_product, right_factor, times, unit_matrix, widened
+from ...common.compiled.products import (
+    digits,
+    high_and_low,
+    is_lean,
+    left_factor,
+    plus_product,
+    right_factor,
+    times,
+    unit_matrix,
+    widened,
+)
 from ...common.compiled.tiles import (
     angles_of,
     load_both_sums,
@@ -24,6 +35,7 @@ from ...common.compiled.tiles import (
     visible_rows,
 )
 from .contrast import load_value_sum, size_of_sums
+from .mean_query import NEARLY_ALL, along_sums, has_slope, load_mean, product_with_mean, store_row
 
 
 @triton.jit
@@ -36,11 +48,14 @@ def dk_kernel(
     param_ptr,
     cos_ptr,
     sin_ptr,
+    sums_ptr,  # [B * K, PARTS, D, V + 2]: read BY_MEAN
+    mean_ptr,  # [B * K, PARTS * D + 1]: BY_MEAN
     dsums_ptr,  # [B * K, PARTS, D, V + 2]
     scale_ptr,  # [B * K]
     dk_ptr,  # [B, M, K, D]
     dv_ptr,  # [B, M, K, V]
     dweight_ptr,  # as weight_ptr
+    dmean_ptr,  # [splits, B * K, PARTS * D]: written BY_MEAN
     dparam_ptr,  # [splits, B * K, 2, D]
     num_key_rows,
     num_keys,
@@ -73,6 +88,7 @@ def dk_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    BY_MEAN: tl.constexpr,
     CONTRAST: tl.constexpr,
     PACKED: tl.constexpr,
     GUARD: tl.constexpr,
@@ -94,6 +110,13 @@ def dk_kernel(
     dvalue = load_value_sum(dsums, D, V, BV, PARTS, CONTRAST)
     place = place_per_row(sample, head, kv_heads, row, num_key_rows, PACKED)
     ds_a, ds_b, dz_a, dz_b = load_both_sums(dsums, D, V, BD, BV, PARTS)
+    dmean_a = tl.zeros([16, BD], tl.float32)
+    dmean_b = tl.zeros([16, BD], tl.float32)
+    if BY_MEAN:
+        mean_a, mean_b = load_mean(mean_ptr, D, BD, PARTS)
+        sums = sums_ptr + tl.cast(tl.program_id(1), tl.int64) * size_of_sums(D, V, PARTS, CONTRAST)
+        of_mean_weight = along_sums(sums, ds_a, ds_b, dz_a, dz_b, D, V, BD, BV, PARTS)
+        nearly_all = tl.load(sums + V + 1) * NEARLY_ALL
     ds_a, low_a = digits(ds_a, DOT)
     ds_b, low_b = digits(ds_b, DOT)
     k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
@@ -103,7 +126,7 @@ def dk_kernel(
     dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
     param_ptr += (head // param_group) * num_params
     log_scale = 0.0
-    if GUARD:
+    if GUARD or BY_MEAN:
         log_scale = tl.load(scale_ptr + tl.program_id(1))
 
     channels = tl.arange(0, BD)
@@ -114,7 +137,7 @@ def dk_kernel(
     p1 = tl.zeros([BD], tl.float32)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
-    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 and not HAS_WEIGHT else None
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 and not HAS_WEIGHT and not BY_MEAN else None
     ones = left_factor(tl.full([BN, 1], 1.0, tl.float32), DOT)
     wide_a = right_factor(dz_a[None, :], DOT)
     wide_b = right_factor(dz_b[None, :], DOT)
@@ -129,6 +152,14 @@ def dk_kernel(
             plain_a, plain_b = a, b
             a *= weight
             b *= weight
+        if BY_MEAN:
+            # no product exceeds the largest, but rounded in another order one may seem to: by 1e13 where they are near 1e20
+            weight = exp2(tl.minimum(product_with_mean(a, b, mean_a, mean_b, PARTS) - log_scale, 0.0))
+            weight = tl.where(ok[:, None], weight, 0.0)
+            a *= weight
+            b *= weight
+            # as they were summed: the gradients of all products add up to nothing only with the same numbers
+            summed_a, summed_b = a.to(DOT), b.to(DOT)
         a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
         dv = tl.dot(a.to(DOT), ds_a, input_precision=PRECISION)
         if PARTS == 2:
@@ -155,6 +186,20 @@ def dk_kernel(
             store_per_row(dweight_ptr + place, dweight, first, rows, exists)
             da *= weight
             db *= weight
+        if BY_MEAN:
+            dproduct = da * summed_a.to(tl.float32)
+            if PARTS == 2:
+                dproduct += db * summed_b.to(tl.float32)
+            dproduct = tl.sum(tl.where(in_head[None, :], dproduct, 0.0), axis=1)[:, None] - weight * of_mean_weight
+            # a key that has all the weight keeps it: what is left of the difference is rounding
+            dproduct = tl.where(weight < nearly_all, dproduct, 0.0)
+            per_weight = dproduct / tl.where(weight == 0.0, 1.0, weight)
+            column = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + per_weight, DOT))
+            dmean_a = tl.dot(column, summed_a, dmean_a, input_precision=PRECISION)
+            da = da * weight + tl.where(has_slope(x), dproduct * mean_a, 0.0)
+            if PARTS == 2:
+                dmean_b = tl.dot(column, summed_b, dmean_b, input_precision=PRECISION)
+                db = db * weight + tl.where(has_slope(x), dproduct * mean_b, 0.0)
         dx, g0, g1 = phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
         # hidden keys get a gradient of zero, which must be written
         store_rows(
@@ -163,5 +208,7 @@ def dk_kernel(
         if LEARNED:
             p0 += sum_over_rows(g0, ok, in_head)
             p1 += sum_over_rows(g1, ok, in_head)
+    if BY_MEAN:
+        store_row(dmean_ptr + place_of_program() * (PARTS * D), dmean_a, dmean_b, channels, D, PARTS)
     if LEARNED:
         store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)

@@ -6,21 +6,9 @@ For maps without parameters that are the same for queries and keys, with feature
 import triton
 import triton.language as tl
 
-from ...common.compiled.fastmath import constant
 from ...common.compiled.map_gradients import phi_of_both_gradient
-from ...common.compiled.maps import phi_of_both
 from ...common.compiled.tiles import load_per_row, load_rows, place_of_program, store_per_row, store_rows, visible_rows
-
-# as in ops.key_weight
-LARGEST_FEATURE = constant(1e17)
-
-
-@triton.jit
-def bounded_features(x, ok, channels, D: tl.constexpr, MAP: tl.constexpr):
-    """phi(x) as far as its products stay finite, 0 in rows that are not ok; maps of one part give it twice."""
-    # these maps have no parameters: the pointer is never read
-    a, b = phi_of_both(x.to(tl.float32), ok, None, channels, 0.0, D, MAP)
-    return tl.minimum(a, LARGEST_FEATURE), tl.minimum(b, LARGEST_FEATURE)
+from .mean_query import LARGEST_FEATURE, bounded_features, store_row
 
 
 @triton.jit
@@ -31,14 +19,6 @@ def load_row(ptr, channels, D: tl.constexpr, PARTS: tl.constexpr):
     if PARTS == 2:
         b = tl.load(ptr + D + channels, mask=channels < D, other=0.0)[None, :]
     return a, b
-
-
-@triton.jit
-def store_row(ptr, a, b, channels, D: tl.constexpr, PARTS: tl.constexpr):
-    """a and b [BN, BD], summed over their rows."""
-    tl.store(ptr + channels, tl.sum(a, axis=0), mask=channels < D)
-    if PARTS == 2:
-        tl.store(ptr + D + channels, tl.sum(b, axis=0), mask=channels < D)
 
 
 @triton.jit

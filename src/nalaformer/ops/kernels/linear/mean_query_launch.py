@@ -1,0 +1,52 @@
+"""The sums of queries whose mean weighs the keys; compiled/mean_query.py has the formulas."""
+
+import torch
+from torch import Tensor
+
+from ..common.launch import processors, strides
+from .call import Call
+from .compiled.mean_query import query_sums_kernel
+
+# numbers in a tile: 32 per thread
+TILE_NUMBERS = 4096
+PROGRAMS_PER_PROCESSOR = 4
+# every program that reads keys adds the sums of all stretches up
+MOST_SPLITS = 64
+
+
+def shape_of_mean(call: Call) -> tuple[int, ...]:
+    """Of the features of the mean query, and behind them D^-1/2 / n; empty where it weighs no keys."""
+    if not call.settings.by_mean_query:
+        return (0,)
+    return call.samples * call.heads, call.settings.parts * call.head_dim + 1
+
+
+def kind_of_mask(call: Call, mask: Tensor) -> object:
+    """What a launch depends on of the mask of queries, which comes from outside."""
+    return call.settings.by_mean_query and (mask.numel() > 0, mask.data_ptr() % 16)
+
+
+def sums_of_queries(call: Call, q: Tensor, mask: Tensor) -> Tensor:
+    """Features of queries summed over stretches of them, and how many there are: [splits, B * H, PARTS * D + 1].
+
+    mask: [B, N], or empty.
+    """
+    rows = call.samples * call.heads
+    tile = max(16, TILE_NUMBERS // call.block_d)
+    tiles = -(-call.num_queries // tile)
+    most = min(MOST_SPLITS, PROGRAMS_PER_PROCESSOR * processors(call.device) // rows)
+    stretch = -(-tiles // max(1, min(tiles, most))) * tile
+    splits = -(-call.num_queries // stretch)
+    sums = torch.empty((splits, *shape_of_mean(call)), dtype=torch.float32, device=call.device)
+    call.start(
+        ("query_sums", kind_of_mask(call, mask)),
+        query_sums_kernel,
+        (q, mask, sums),
+        lambda: (
+            "state",
+            (splits, rows),
+            (call.num_queries, call.heads, stretch, *strides(q)),
+            {"BN": tile, "HAS_QUERY_MASK": mask.numel() > 0, "num_warps": 4, "num_stages": 3},
+        ),
+    )
+    return sums
