@@ -37,7 +37,7 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-@BENCH.of("ops.quick", "ops.out")
+@BENCH.of("ops.quick", "ops.out", "ops.shape", "ops.seconds")
 def test_bench_ops_measures_its_cases_into_its_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cases, "QUICK", (Case(batch=1, heads=1, tokens=20, head_dim=8),))
@@ -56,6 +56,30 @@ def test_bench_ops_measures_its_cases_into_its_file(tmp_path, monkeypatch):
     run("ops")
     assert {row["shape"] for row in rows_of("benchmarks/results/ops_cpu.csv")} == {"B1 H1 N24 D8"}
     assert asked[-1] == 2.0
+    two = tuple(Case(batch=1, heads=1, tokens=tokens, head_dim=8, beside_softmax=True) for tokens in (24, 28))
+    monkeypatch.setitem(cases.CASES, "cpu", two)
+    run("ops", "--shape", "B1 H1 N28 D8", "--seconds", 0.1)
+    written = rows_of("benchmarks/results/ops_cpu.csv")
+    assert {row["shape"] for row in written} == {"B1 H1 N28 D8"}
+    assert {row["implementation"] for row in written} == {"nalaformer", "torch SDPA"}
+    assert asked[-1] == 0.1
+
+
+def test_a_shape_that_is_no_case_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"B1 H4 N4096 D64"):
+        cases.cases_for("cpu", shapes=["B1 H4 N4097 D64"])
+
+
+def test_an_eager_call_is_timed_on_the_host(monkeypatch):
+    from nalaformer.bench import OpMeasurement, measure, ops
+
+    asked = []
+    monkeypatch.setattr(ops, "host_ms", lambda call, *, seconds: asked.append(call()) or 0.5)
+    case = Case(batch=1, heads=1, tokens=20, head_dim=8, beside_softmax=True, eager=True)
+    found = measure(OpMeasurement(case=case, implementation="nalaformer", direction="forward", device="cpu"), seconds=0.1)
+    assert found.median_ms == 0.5
+    assert asked[0].shape == (1, 20, 1, 8)
+    assert found.measurement.row(found)["op"] == "bidirectional attention, eager call"
 
 
 @BENCH.of("models.size", "models.seconds", "models.out")

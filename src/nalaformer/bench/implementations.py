@@ -52,6 +52,8 @@ class Implementation:
     """True: an output depends on all queries, so the oracle is given all of them."""
     heads_first: bool = False
     """True: it wants [B, H, N, D], and gets it in that order in memory; False: [B, N, H, D]."""
+    beside_softmax: bool = False
+    """Whether it is also measured where ours stands beside softmax alone."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     most_tokens: Mapping[str, int] = field(default_factory=dict)
     """Per device: beyond this, it takes minutes a call or more memory than most machines have."""
@@ -59,7 +61,8 @@ class Implementation:
     def runs(self, case: Case, device: str) -> bool:
         fits = case.tokens <= self.most_tokens.get(device, case.tokens)
         has_form = self.make_step is not None if case.step else self.causal if case.causal else self.bidirectional
-        return device in self.devices and fits and has_form
+        is_wanted = self.beside_softmax or not case.beside_softmax
+        return device in self.devices and fits and has_form and is_wanted
 
     def why_missing(self) -> str | None:
         """Why its package cannot be imported; None if it can or if it needs none."""
@@ -156,7 +159,9 @@ def make_compiled(case: Case) -> Attend:
     return torch.compile(published_formula, dynamic=False)
 
 
-IMPLEMENTATIONS.register(OURS)(Implementation(make=make_ours, oracle=norm_aware_oracle, causal=True, make_step=make_our_step))
+IMPLEMENTATIONS.register(OURS)(
+    Implementation(make=make_ours, oracle=norm_aware_oracle, causal=True, make_step=make_our_step, beside_softmax=True)
+)
 IMPLEMENTATIONS.register(PUBLISHED)(
     Implementation(make=lambda case: published_formula, oracle=norm_aware_oracle, heads_first=True)
 )
@@ -169,6 +174,7 @@ IMPLEMENTATIONS.register(SOFTMAX)(
         oracle=softmax_oracle,
         causal=True,
         make_step=make_softmax_step,
+        beside_softmax=True,
         heads_first=True,
         most_tokens={"cpu": 16384, "cuda": 131072},
     )

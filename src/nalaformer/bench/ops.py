@@ -11,7 +11,7 @@ from torch import Tensor
 from .cases import Case
 from .implementations import IMPLEMENTATIONS, Attend, Implementation
 from .measurement import CallMeasurement, Result
-from .timing import copy_bandwidth
+from .timing import copy_bandwidth, host_ms
 
 FORWARD, BOTH = "forward", "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)
@@ -59,6 +59,8 @@ class OpMeasurement(CallMeasurement):
         return replace(self, case=replace(self.case, tokens=min(64, self.case.tokens)))
 
     def figures(self, built: None, *, seconds: float, memory: bool) -> dict[str, Any]:
+        if self.case.eager:
+            return {"median_ms": host_ms(self.make_call(built), seconds=seconds)}
         # a step prepares a state from inputs that its call no longer holds: beside those its memory says nothing
         found = super().figures(built, seconds=seconds, memory=memory and not self.case.step)
         return found | {"floor_ms": floor_ms(self) if self.device == "cuda" and not self.case.step else None}

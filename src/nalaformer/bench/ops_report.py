@@ -166,6 +166,9 @@ def summary_lines(results: Sequence[OpResult], left_out: Mapping[str, str] | Non
             who = f"{result.measurement.implementation}, one step of decoding"
             where = f"{case.batch} samples, {case.heads} heads of {case.head_dim}, token {case.tokens:,}"
             lines.append(f"{who} ({where}): {1e3 * result.median_ms:,.3g} microseconds")
+        if result.measurement.case.eager and result.median_ms:
+            who = f"{result.measurement.implementation}, an eager call, {result.measurement.direction}"
+            lines.append(f"{who} ({result.measurement.case.shape}): {result.median_ms:.3g} ms of the host")
     for name, reason in (left_out or {}).items():
         lines.append(f"left out: {name}, which cannot be imported here ({reason})")
     return lines + mistake_lines(results)

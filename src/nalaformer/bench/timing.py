@@ -44,6 +44,25 @@ def times_ms(
     return once + timed(call, repeats - 1)
 
 
+def host_ms(call: Callable[[], object], *, seconds: float = 2.0, in_a_row: int = 50) -> float:
+    """Milliseconds of one of many eager calls in a row, on the host's clock: the median over such rows.
+
+    The device works meanwhile, so this is what Python takes, or the device where that takes longer.
+    """
+
+    def row() -> float:
+        start = time.perf_counter()
+        for _ in range(in_a_row):
+            call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start) / in_a_row
+
+    row()
+    repeats = max(3, round(1e3 * seconds / max(row() * in_a_row, 1e-3)))
+    return statistics.median(row() for _ in range(repeats))
+
+
 def _timed_on_cpu(call: Callable[[], object], repeats: int) -> list[float]:
     times = []
     for _ in range(repeats):

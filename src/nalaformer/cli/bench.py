@@ -24,9 +24,17 @@ def add_to(app: "typer.Typer") -> None:
         device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
         out: Annotated[Path | None, typer.Option(help="CSV file.", show_default="benchmarks/results/ops_<device>.csv")] = None,
         quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases, shorter timing.")] = False,
+        shape: Annotated[
+            list[str] | None,
+            typer.Option(help='Only this case, by its shape in the table ("B1 H4 N4096 D64"); may be repeated.'),
+        ] = None,
+        seconds: Annotated[
+            float | None, typer.Option(help="Of timing per measurement.", show_default="2; with --quick 0.3")
+        ] = None,
     ) -> None:
         """Time and memory of linear attention, the published formula, torch's softmax attention, and peers on a GPU."""
-        run_bench_ops(device, out or Path(f"benchmarks/results/ops_{device}.csv"), quick)
+        seconds = (0.3 if quick else 2.0) if seconds is None else seconds
+        run_bench_ops(device, out or Path(f"benchmarks/results/ops_{device}.csv"), quick, shape or [], seconds)
 
     @bench.command("models")
     def bench_models(
@@ -155,7 +163,7 @@ def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict
     exit_by(run_language(device, out, seconds=seconds, **plan))
 
 
-def run_bench_ops(device: str, out: Path, quick: bool) -> None:
+def run_bench_ops(device: str, out: Path, quick: bool, shapes: list[str], seconds: float) -> None:
     from rich.progress import Progress
 
     from ..bench import cases_for, describe_machine, left_out
@@ -164,12 +172,12 @@ def run_bench_ops(device: str, out: Path, quick: bool) -> None:
     from ..bench.runner import headline, recorded
 
     console = make_console()
-    machine, measurements = describe_machine(), plan(cases_for(device, quick=quick), device)
+    machine, measurements = describe_machine(), plan(cases_for(device, quick=quick, shapes=shapes), device)
     console.print(headline(machine, measurements[0]))
     results = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(measurements[0].label, total=len(measurements))
-        for result in recorded(measurements, out, COLUMNS, machine, seconds=0.3 if quick else 2.0):
+        for result in recorded(measurements, out, COLUMNS, machine, seconds=seconds):
             results.append(result)
             # what is measured now is the next one
             coming = measurements[min(len(results), len(measurements) - 1)].label
