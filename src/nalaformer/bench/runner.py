@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..whole_files import write_csv
+from ..atomic_files import write_csv
 from .machine import Machine, version_of
 from .measurement import MEASURED, OUT_OF_MEMORY, WRONG, M, Measurement, Result, give_back_memory, outcome_of
 

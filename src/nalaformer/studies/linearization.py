@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..atomic_files import write_csv
 from ..bench.decode_study import DecodeStudy
 from ..bench.decoding import comparison, plan_decoding
 from ..bench.machine import describe_machine
@@ -13,7 +14,6 @@ from ..bench.prompts import PromptStudy, Shape, plan_prompts
 from ..bench.runner import Say, run_part, say_on_stdout
 from ..folder_lock import only_writer
 from ..registry import unknown_name
-from ..whole_files import write_csv
 from .recall import RecallStudy, run_recall, small_recall, toy_recall
 
 PARTS = ("recall", "prompt", "decode")

@@ -10,6 +10,7 @@ from numpy.random import Generator
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from ...atomic_files import write_csv
 from ...bench.machine import describe_machine
 from ...bench.runner import Say, today
 from ...conversion import convert
@@ -18,7 +19,6 @@ from ...data.generated import Image
 from ...data.glyphs import NAMES
 from ...models.vision.variants import build
 from ...recipes.generated import small_vit
-from ...whole_files import write_csv
 
 # of every row, beside what a study measures
 MACHINE_COLUMNS = ("device", "torch", "commit", "date")
