@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ...common.compiled.map_gradients import along_query, phi_query_gradient
 from ...common.compiled.maps import phi_key
-from ...common.compiled.products import cut, is_lean, left_factor, right_factor, times, unit_matrix, widened
+from ...common.compiled.products import is_lean, left_factor, right_factor, times, truncated_digits, unit_matrix, widened
 from ...common.compiled.tiles import (
     angles_of,
     load_both_sums,
@@ -172,11 +172,11 @@ def causal_dq_kernel(
         drop = tl.sum(widened(dout, unit_v, LEAN) * widened(out, unit_v, LEAN), axis=1)[:, None]
         dout = dout.to(DOT)
         # what came before the tile. The denominator is divided out at the end
-        high, low = cut(s_a, DOT)
+        high, low = truncated_digits(s_a, DOT)
         da = times(dout, high, low, PRECISION)
         db_turned = da
         if PARTS == 2:
-            high, low = cut(s_b, DOT)
+            high, low = truncated_digits(s_b, DOT)
             db_turned = times(dout, high, low, PRECISION)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION), 0.0)
