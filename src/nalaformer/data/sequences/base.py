@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...registry import Registry, unknown_name
-from .random_numbers import Keys, sample_keys
+from .random_numbers import RandomKeys, sample_keys
 
 SPLITS = ("train", "val", "test")
 # the target of a position that asks nothing, as torch's cross-entropy has it
@@ -104,7 +104,7 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     def stream(self) -> int:
         return zlib.crc32(f"{self.stream_name}/{self.split}".encode())
 
-    def keys(self, indices: NDArray[np.int64]) -> Keys:
+    def keys(self, indices: NDArray[np.int64]) -> RandomKeys:
         """The random key of each sample."""
         return sample_keys(self.seed, self.stream, indices)
 

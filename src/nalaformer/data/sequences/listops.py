@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import SEQUENCES, Arrays, SequenceData, SequenceFacts
-from .random_numbers import Keys, child_keys, integers, uniform_at
+from .random_numbers import RandomKeys, child_keys, integers, uniform_at
 
 Ints = NDArray[np.int64]
 
@@ -89,7 +89,7 @@ class ListOps(SequenceData):
             labels[piece] = values(levels)
         return {"inputs": tokens, "targets": labels}
 
-    def accepted(self, keys: Keys) -> Keys:
+    def accepted(self, keys: RandomKeys) -> RandomKeys:
         """For each sample the key of the first tree whose length is right."""
         found = np.zeros_like(keys)
         pending = np.arange(len(keys))
@@ -119,7 +119,7 @@ class ListOpsWithoutBrackets(ListOps):
     brackets = False
 
 
-def grown(keys: Keys, max_depth: int, max_arguments: int) -> list[Level]:
+def grown(keys: RandomKeys, max_depth: int, max_arguments: int) -> list[Level]:
     """One random tree for each key, level by level."""
     levels: list[Level] = []
     tree = np.arange(len(keys))

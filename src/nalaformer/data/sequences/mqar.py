@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import IGNORE, SEQUENCES, Arrays, SequenceData, SequenceFacts
-from .random_numbers import Keys, child_keys, integers, uniforms
+from .random_numbers import RandomKeys, child_keys, integers, uniforms
 
 # (tokens, pairs), each as often as it stands here: 100k of the first kind and 20k of each other, in the published mixture
 TRAIN = ((64, 4),) * 5 + ((128, 8), (256, 16), (256, 32), (256, 64))
@@ -75,7 +75,7 @@ class AssociativeRecall(SequenceData):
                 inputs[piece, :tokens], targets[piece, :tokens] = self.of_kind(keys[piece], tokens, pairs)
         return {"inputs": inputs, "targets": targets, "group": group}
 
-    def of_kind(self, keys: Keys, tokens: int, pairs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def of_kind(self, keys: RandomKeys, tokens: int, pairs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         half = self.vocabulary // 2
         # token 0 stays free
         asked = 1 + distinct(child_keys(keys, KEYS), half - 1, pairs)
@@ -94,7 +94,7 @@ class AssociativeRecall(SequenceData):
         return inputs, targets
 
 
-def distinct(keys: Keys, below: int, count: int, weight: NDArray[np.floating[Any]] | None = None) -> NDArray[np.int64]:
+def distinct(keys: RandomKeys, below: int, count: int, weight: NDArray[np.floating[Any]] | None = None) -> NDArray[np.int64]:
     """`count` different numbers below `below` for each key, drawn one after the other with these weights: [B, count]."""
     # exponential clocks: the order in which they ring is that of drawing without replacement
     clocks = -np.log1p(-uniforms(keys, below))

@@ -18,7 +18,7 @@ PUBLISHED_CONTOUR = 14
 
 
 @dataclass
-class Scene:
+class ContourScenes:
     """What an image shows."""
 
     contours: Contours
@@ -104,7 +104,7 @@ class Pathfinder(SequenceData):
             labels[piece] = scene.labels
         return {"inputs": pixels, "targets": labels}
 
-    def scene(self, indices: NDArray[np.int64]) -> Scene:
+    def scene(self, indices: NDArray[np.int64]) -> ContourScenes:
         """The geometry of the images, for those who want to look behind the pixels."""
         keys = self.keys(indices)
         chosen = uniforms(child_keys(keys, CHOICES), 2)
@@ -115,9 +115,9 @@ class Pathfinder(SequenceData):
         far = np.where(labels == 1, contours.anchor, 1 - contours.anchor)
         last = 2 * self.spec.contour - 2
         markers = np.stack((contours.tails[image, contours.anchor], contours.heads[image, last + far]), axis=1)
-        return Scene(contours=contours, labels=labels, markers=markers)
+        return ContourScenes(contours=contours, labels=labels, markers=markers)
 
-    def drawn(self, scene: Scene) -> NDArray[np.uint8]:
+    def drawn(self, scene: ContourScenes) -> NDArray[np.uint8]:
         """Images [B, size, size], anti-aliased by drawing them `antialias` times as large."""
         scale, size = self.antialias, self.spec.size
         canvas = np.zeros((len(scene.labels), size * scale, size * scale), np.float32)
