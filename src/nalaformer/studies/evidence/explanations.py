@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...analysis.explanations import EXPLANATIONS, explain
 from ...bench.runner import Say, say_on_stdout
-from ...data.cells import CueGrid
+from ...data.glyph_grids import CueGrid
 from .glyph_pair import (
     BLACK,
     CELLS,
