@@ -19,8 +19,8 @@ from ...child_processes import worker_pool
 from ...data import seed_everything
 from ...data.sequences import RecallLanguage
 from ...training import TrainingConfig
-from ...training.resident import resident
-from ...training.sprint import Sprint
+from ...training.captured_training import Sprint
+from ...training.data_on_device import resident
 from .start import start_for_recall_
 
 # a needle, key-value pairs, chains of variables, repeated phrases

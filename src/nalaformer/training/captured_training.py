@@ -22,8 +22,8 @@ from ..data import seed_everything
 from ..data.sequences import IGNORE
 from ..ops.graphs import NotCapturable, captured
 from .config import TrainingConfig
+from .data_on_device import Bucket, Plan, make_plan
 from .precision import precision_on
-from .resident import Bucket, Plan, make_plan
 from .schedule import make_schedule
 
 MOST_ANSWERS = 2**17
