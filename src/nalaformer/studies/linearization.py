@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_files import write_csv
-from ..bench.decode_study import DecodeStudy
 from ..bench.decoding import comparison, plan_decoding
+from ..bench.decoding_models import DecodeStudy
 from ..bench.machine import describe_machine
 from ..bench.prompts import PromptStudy, Shape, plan_prompts
 from ..bench.runner import Say, run_part, say_on_stdout
