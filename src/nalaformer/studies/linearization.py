@@ -10,7 +10,7 @@ from ..atomic_files import write_csv
 from ..bench.decoding import comparison, plan_decoding
 from ..bench.decoding_models import DecodeStudy
 from ..bench.machine import describe_machine
-from ..bench.prompts import PromptStudy, PromptShape, plan_prompts
+from ..bench.prompts import PromptShape, PromptStudy, plan_prompts
 from ..bench.runner import Say, run_part, say_on_stdout
 from ..folder_lock import only_writer
 from ..registry import unknown_name
