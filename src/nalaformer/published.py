@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .atomic_files import atomic_file
 from .published_names import (
     FAMILIES,
     backbone_part,
@@ -19,7 +20,6 @@ from .published_names import (
 )
 from .registry import unknown_name
 from .weight_files import read
-from .whole_files import whole_file
 
 if TYPE_CHECKING:
     from .models.diffusion import NaLaDiT
@@ -143,7 +143,7 @@ def convert_file(source: str | Path, out: str | Path, family: str, *, model: str
                 f"{wanted} in the model; name the backbone that the weights are of (`nalaformer models` lists them), or none"
             )
     out.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(out) as aside:
+    with atomic_file(out) as aside:
         save_file(weights, aside, metadata={"format": "pt", "family": family})
     return list(weights)
 

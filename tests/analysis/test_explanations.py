@@ -7,7 +7,7 @@ from torch import nn
 from helpers.looked_at_models import IMAGE_MODELS, looked_at
 from helpers.option_effects import Effects
 from nalaformer.analysis import explain, record, rollout
-from nalaformer.analysis.explanations import METHODS
+from nalaformer.analysis.explanations import EXPLANATIONS
 from nalaformer.analysis.layers import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,7 +56,12 @@ def test_gradient_rollout_weighs_each_pair_by_its_gradient(name):
 # integrated gradients see pixels and logits alone: one model stands for all
 @pytest.mark.parametrize(
     ("name", "method"),
-    [(name, method) for name in IMAGE_MODELS for method in METHODS if method != "integrated_gradients" or name == "timm vit"],
+    [
+        (name, method)
+        for name in IMAGE_MODELS
+        for method in EXPLANATIONS
+        if method != "integrated_gradients" or name == "timm vit"
+    ],
 )
 def test_every_method_maps_every_model_and_leaves_it_as_it_was(name, method):
     model, images = looked_at(name)

@@ -5,7 +5,7 @@ import torch
 
 from helpers.looked_at_models import timm_vit
 from nalaformer.analysis import attention_map, explain
-from nalaformer.analysis.explanations import METHODS
+from nalaformer.analysis.explanations import EXPLANATIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,7 +58,7 @@ def test_a_target_that_is_no_class_is_refused(model, target, method):
         explain(model, IMAGE, target, method=method)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EXPLANATIONS)
 def test_an_explanation_is_the_same_where_gradients_are_switched_off(model, method):
     if method == "integrated_gradients":
         pytest.importorskip("captum")

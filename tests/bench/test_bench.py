@@ -9,6 +9,7 @@ import torch
 
 import nalaformer as nf
 from helpers.bench_results import TINY, counts_memory, result
+from nalaformer.atomic_files import write_csv
 from nalaformer.bench import IMPLEMENTATIONS, Case, OpMeasurement, cases_for, describe_machine, measure
 from nalaformer.bench import ops as bench_ops
 from nalaformer.bench.cases import GROWTH
@@ -16,7 +17,6 @@ from nalaformer.bench.implementations import OURS, PUBLISHED, published_formula
 from nalaformer.bench.ops import BOTH, DIRECTIONS, FORWARD, plan
 from nalaformer.bench.ops_report import COLUMNS, bars, crossover, growth, results_table, slope, summary_lines
 from nalaformer.bench.runner import row_of
-from nalaformer.whole_files import write_csv
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

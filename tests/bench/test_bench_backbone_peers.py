@@ -151,7 +151,7 @@ def test_training_must_be_a_quarter_faster():
 def test_the_command_measures_peers_into_their_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "measure", lambda measurement, **_: Result(measurement=measurement, median_ms=5.0))
-    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
+    monkeypatch.setattr(runner, "build_and_check", lambda measurement: None)
     done = CliRunner().invoke(cli.build_app(), ["bench", "models", "--case", "peers", "--size", "64"])
     assert done.exit_code == 0, done.output
     with Path("benchmarks/results/backbone_peers_cpu.csv").open() as file:

@@ -10,12 +10,12 @@ from transformers import DynamicCache
 
 from nalaformer.attention.hybrid import roll_, stepping
 from nalaformer.bench import decoding
-from nalaformer.bench.decode_study import DecodeStudy, build_decoder
 from nalaformer.bench.decoding import DecodeMeasurement, checked_error, make_fixed, plan_decoding
-from nalaformer.bench.fixed_layer import ROWS, WAYS
+from nalaformer.bench.decoding_models import DecodeStudy, build_decoder
 from nalaformer.bench.measurement import WRONG, Result
 from nalaformer.bench.random_caches import random_cache
 from nalaformer.bench.runner import run_part
+from nalaformer.bench.softmax_decoding import ROWS, WAYS
 from nalaformer.models.hybrid.cache import HybridCache
 from nalaformer.models.hybrid.decoder import SteppingDecoder
 from nalaformer.models.hybrid.stepping import Stepping

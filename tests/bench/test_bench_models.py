@@ -86,7 +86,7 @@ def test_a_run_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
         return Result(measurement=measurement, outcome=MEASURED, median_ms=5.0)
 
     monkeypatch.setattr(runner, "measure", measure_two)
-    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
+    monkeypatch.setattr(runner, "build_and_check", lambda measurement: None)
     with pytest.raises(KeyboardInterrupt):
         run_models("cpu", tmp_path / "a.csv", (32,), say=lambda line: None)
     assert [row["variant"] for row in read(tmp_path / "a.csv")] == [LINEAR, REFERENCE]
@@ -266,7 +266,7 @@ def test_the_command_measures_the_sizes_it_is_given(monkeypatch, tmp_path):
         return Result(measurement=measurement, outcome=outcome, median_ms=5.0, error=0.5)
 
     monkeypatch.setattr(runner, "measure", planted_result)
-    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
+    monkeypatch.setattr(runner, "build_and_check", lambda measurement: None)
     arguments = ["bench", "models", "--size", "64", "--size", "32", "--seconds", "0.5", "--out", str(tmp_path / "a.csv")]
     outcome = MEASURED
     done = CliRunner().invoke(cli.build_app(), arguments)

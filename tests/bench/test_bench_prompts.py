@@ -7,9 +7,9 @@ import torch
 
 from nalaformer.bench import prompts, runner
 from nalaformer.bench.measurement import Result
-from nalaformer.bench.prompts import SOFTMAX, TORCH, PromptStudy, Shape, checked_error, plan_prompts
+from nalaformer.bench.prompts import SOFTMAX, TORCH, PromptShape, PromptStudy, checked_error, plan_prompts
 
-SMALL = Shape(heads=2, key_heads=1, head_dim=8)
+SMALL = PromptShape(heads=2, key_heads=1, head_dim=8)
 TOY = PromptStudy(shapes=(SMALL,), lengths=(40, 56), chunk_size=8, max_salient=8, checked=45, longest_torch=40, seconds=0.0)
 
 

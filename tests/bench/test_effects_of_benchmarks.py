@@ -92,7 +92,7 @@ def test_bench_models_measures_its_sizes_for_so_long_into_its_file(tmp_path, mon
         return Result(measurement=measurement, median_ms=5.0)
 
     monkeypatch.setattr(runner, "measure", measure)
-    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
+    monkeypatch.setattr(runner, "build_and_check", lambda measurement: None)
     run("models", "--size", 64, "--size", 32, "--seconds", 0.5, "--out", "mine.csv")
     assert {row["image_size"] for row in rows_of("mine.csv")} == {"32", "64"}
     assert set(asked) == {0.5}
@@ -104,7 +104,7 @@ def test_bench_models_measures_its_sizes_for_so_long_into_its_file(tmp_path, mon
 def test_bench_models_measures_the_case_that_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "measure", lambda measurement, **_: Result(measurement=measurement, median_ms=5.0))
-    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
+    monkeypatch.setattr(runner, "build_and_check", lambda measurement: None)
     run("models", "--case", "super_resolution", "--size", 20)
     assert {row["tokens"] for row in rows_of("benchmarks/results/super_resolution_cpu.csv")} == {"400"}
     assert Path("benchmarks/results/super_resolution_cpu.png").is_file()
@@ -150,7 +150,7 @@ def test_bench_training_measures_its_plan_for_so_long_into_its_file(tmp_path, mo
         return Result(measurement=measurement, median_ms=5.0)
 
     monkeypatch.setattr(runner, "measure", measure)
-    monkeypatch.setattr(runner, "prepare", lambda measurement: None)
+    monkeypatch.setattr(runner, "build_and_check", lambda measurement: None)
     monkeypatch.setattr(bench_training, "make_step", lambda measurement: measurement)
     monkeypatch.setattr(bench_training, "kernel_lines", lambda step, device: shown.append(step.label) or [])
     plan = ("--model", "delta", "--model", "llama", "--form", "blocks", "--form", "whole", "--shape", "3x16", "--shape", "1x32")

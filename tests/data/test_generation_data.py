@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from helpers.option_effects import Effects
+from nalaformer.atomic_files import unfinished_folder
 from nalaformer.data import BadSample, ImageFolder
 from nalaformer.data.generation import (
     GENERATION_DATA,
@@ -24,7 +25,6 @@ from nalaformer.data.generation import encoding as encoding_module
 from nalaformer.data.generation.encoding import NOTE
 from nalaformer.data.generation.latents import ABOUT
 from nalaformer.data.loading import random_state_of
-from nalaformer.whole_files import unfinished_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = Effects(field.name for field in fields(GenerationDataConfig))
@@ -279,7 +279,7 @@ def test_a_cut_npz_file_and_one_that_unpacks_to_too_much_are_refused(npz, monkey
 
 def test_unpacked_images_are_those_of_the_file(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr("nalaformer.whole_files.sync", synced.append)
+    monkeypatch.setattr("nalaformer.atomic_files.sync", synced.append)
     content = arrays()
     labels = np.arange(6) % 3 + 9
     np.savez(tmp_path / "a.npz", **(content | {"train_labels": labels, "test_labels": labels}))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nalaformer.data.detection import CocoFolder, EvalSamples, OverlappingShapes, TrainingSamples
-from nalaformer.data.written_once import written_once
+from nalaformer.data.generated_folders import written_once
 
 TRAIN = 24
 

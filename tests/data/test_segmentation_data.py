@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from nalaformer.data import BadSample, batches_in_order
+from nalaformer.data.generated_folders import written_once
 from nalaformer.data.loading import random_state_of
 from nalaformer.data.segmentation import (
     IGNORED,
@@ -20,7 +21,6 @@ from nalaformer.data.segmentation import (
     read_mask,
     write_scenes,
 )
-from nalaformer.data.written_once import written_once
 
 IDS = np.arange(12, dtype=np.uint8).reshape(3, 4) % 3
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from nalaformer.atomic_files import atomic_folder
 from nalaformer.data import batches_from
 from nalaformer.data.text import (
     IGNORED,
@@ -32,7 +33,6 @@ from nalaformer.data.text import (
     train_tokenizer,
 )
 from nalaformer.data.text.documents import Document
-from nalaformer.whole_files import whole_folder
 
 
 @pytest.fixture(scope="module")
@@ -265,8 +265,8 @@ def test_a_corpus_in_which_nothing_can_be_read_is_refused(tmp_path):
 
 def test_a_process_killed_while_writing_leaves_no_folder_of_that_name(tmp_path):
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom nalaformer.whole_files import whole_folder\n"
-        "with whole_folder(sys.argv[1]) as folder:\n    (folder / 'a').write_text('x')\n"
+        "import sys, time\nfrom pathlib import Path\nfrom nalaformer.atomic_files import atomic_folder\n"
+        "with atomic_folder(sys.argv[1]) as folder:\n    (folder / 'a').write_text('x')\n"
         "    print('in', flush=True)\n    time.sleep(60)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -275,7 +275,7 @@ def test_a_process_killed_while_writing_leaves_no_folder_of_that_name(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "out").exists()
-    with whole_folder(tmp_path / "out") as folder:
+    with atomic_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("y")
     assert (tmp_path / "out" / "a").read_text() == "y"
 

@@ -145,7 +145,7 @@ def test_a_model_of_another_build_and_a_missing_package_are_refused_before_the_t
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="matplotlib"):
         run_command(tmp_path, tmp_path / "out", more=["--steps", "1"])
-    monkeypatch.setattr("nalaformer.whole_files.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("nalaformer.atomic_files.free_bytes", lambda folder: 1000)
     with pytest.raises(ValueError, match="a converted model needs about"):
         run_command(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

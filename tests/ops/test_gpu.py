@@ -157,8 +157,8 @@ def test_a_captured_training_run_is_the_eager_one(name, attention, monkeypatch):
     from nalaformer.models.sequence import RecallModel, SequenceClassifier
     from nalaformer.ops.graphs import NotCapturable
     from nalaformer.training import TrainingConfig
-    from nalaformer.training.resident import resident
-    from nalaformer.training.sprint import Sprint
+    from nalaformer.training.captured_training import Sprint
+    from nalaformer.training.data_on_device import resident
 
     options = {
         "listops": {"shortest": 12, "longest": 64, "max_depth": 4},

@@ -16,8 +16,8 @@ from nalaformer.studies.scoreboard import runs as scoreboard
 from nalaformer.studies.scoreboard.runs import Method, Run, prepared
 from nalaformer.tasks import Sequences
 from nalaformer.training import TrainingConfig
-from nalaformer.training.resident import resident
-from nalaformer.training.sprint import Sprint
+from nalaformer.training.captured_training import Sprint
+from nalaformer.training.data_on_device import resident
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPRINT = Effects(field.name for field in fields(TrainingConfig))

@@ -82,7 +82,7 @@ def test_the_study_of_explanations_writes_a_row_for_each_model_and_method(tmp_pa
     rows = study_explanations(tmp_path / "e.csv", seeds=1, steps=1, images=2, say=lambda _: None)
     with (tmp_path / "e.csv").open() as file:
         written = list(csv.DictReader(file))
-    assert len(written) == len(rows) == 5 * (len(explanations.METHODS) + 1)
+    assert len(written) == len(rows) == 5 * (len(explanations.EXPLANATIONS) + 1)
     assert {(row["task"], row["model"]) for row in written} == {
         ("glyph_pair", "vit softmax"),
         ("glyph_pair", "vit nalaformer"),

@@ -25,7 +25,7 @@ from nalaformer.studies.recall.teacher import (
     train_teacher,
     unmasked,
 )
-from nalaformer.training.resident import resident
+from nalaformer.training.data_on_device import resident
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,8 +22,8 @@ from nalaformer.studies.scoreboard import runs as scoreboard
 from nalaformer.studies.scoreboard.report import COLUMNS, read_rows, scoreboard_table, standings
 from nalaformer.studies.scoreboard.runs import Method, parse_methods, run_scoreboard
 from nalaformer.training import TrainingConfig
-from nalaformer.training.resident import make_plan, resident
-from nalaformer.training.sprint import Sprint
+from nalaformer.training.captured_training import Sprint
+from nalaformer.training.data_on_device import make_plan, resident
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MQAR = {"vocabulary": 32, "mixture": [[16, 2], [24, 3]]}
@@ -159,7 +159,7 @@ def test_what_a_capture_needs_leaves_no_trace(monkeypatch):
             tensor.copy_(old)
         return call
 
-    monkeypatch.setattr("nalaformer.training.sprint.captured", run_and_restore)
+    monkeypatch.setattr("nalaformer.training.captured_training.captured", run_and_restore)
     for is_new in (True, False):
         sprint = make_sprint()
         if not is_new:

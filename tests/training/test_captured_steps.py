@@ -7,8 +7,8 @@ from nalaformer.data.sequences import SEQUENCES
 from nalaformer.models.sequence import RecallModel
 from nalaformer.ops.graphs import NotCapturable
 from nalaformer.training import TrainingConfig
-from nalaformer.training.resident import resident
-from nalaformer.training.sprint import Sprint
+from nalaformer.training.captured_training import Sprint
+from nalaformer.training.data_on_device import resident
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +28,7 @@ def failing_sprint(monkeypatch):
         def fail(*_, **__):
             raise failure
 
-        monkeypatch.setattr("nalaformer.training.sprint.captured", fail)
+        monkeypatch.setattr("nalaformer.training.captured_training.captured", fail)
         return sprint
 
     return make

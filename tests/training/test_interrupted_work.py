@@ -15,14 +15,14 @@ import torch
 from typer.testing import CliRunner
 
 from helpers.training_example import Points, Regression, make_model, make_trainer
-from nalaformer import cli, folder_lock, whole_files
+from nalaformer import atomic_files, cli, folder_lock
+from nalaformer.atomic_files import atomic_folder, is_full_disk, write_atomically
 from nalaformer.data.sequences import Stored, plan_write, stored, write
 from nalaformer.data.text import tokenize_corpus
 from nalaformer.folder_lock import InUse, is_running, only_writer, process_start
 from nalaformer.stopping import clean_exit, stop_requests
 from nalaformer.training import Checkpoints, plan, plan_lines
 from nalaformer.training.log import RunLog, read_log
-from nalaformer.whole_files import is_full_disk, whole_folder, write_atomically
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -242,14 +242,14 @@ def full(*_):
 
 def test_a_full_disk_leaves_no_file_beside_the_one_that_was_to_be_written(tmp_path, monkeypatch):
     write_atomically(tmp_path / "a.json", b"old")
-    monkeypatch.setattr(whole_files.os, "fsync", full)
+    monkeypatch.setattr(atomic_files.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "a.json", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a.json", b"old")]
 
 
 def half_written(path, then):
-    with whole_folder(path) as folder:
+    with atomic_folder(path) as folder:
         (folder / "half").touch()
         then()
 
@@ -274,10 +274,10 @@ def test_every_writer_s_word_for_a_full_disk_is_known(tmp_path):
 def test_a_run_that_cannot_fit_is_refused_before_its_first_step(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path / "run", steps=2)
     needed = 2 * plan.checkpoint_bytes(trainer)
-    monkeypatch.setattr(whole_files, "free_bytes", lambda folder: needed - 1)
+    monkeypatch.setattr(atomic_files, "free_bytes", lambda folder: needed - 1)
     with pytest.raises(ValueError, match=r"a run needs about .* make room, or choose a folder on another disk"):
         trainer.fit()
-    monkeypatch.setattr(whole_files, "free_bytes", lambda folder: needed)
+    monkeypatch.setattr(atomic_files, "free_bytes", lambda folder: needed)
     assert trainer.fit().is_finished
 
 
@@ -313,19 +313,19 @@ def test_a_split_that_is_refused_is_refused_before_another_is_made(tmp_path, mon
 
 
 def test_two_writers_of_a_whole_folder_do_not_meet(tmp_path):
-    with whole_folder(tmp_path / "out") as folder:
+    with atomic_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("first")
-        with pytest.raises(InUse), whole_folder(tmp_path / "out"):
+        with pytest.raises(InUse), atomic_folder(tmp_path / "out"):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "a").read_text() == "first"
 
 
 def test_what_a_killed_writer_has_left_is_removed_by_the_next(tmp_path):
-    left = whole_files.unfinished_folder(tmp_path / "out")
+    left = atomic_files.unfinished_folder(tmp_path / "out")
     left.mkdir()
     (left / "half").touch()
-    with whole_folder(tmp_path / "out") as folder:
+    with atomic_folder(tmp_path / "out") as folder:
         (folder / "a").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "a"]
 
@@ -342,7 +342,7 @@ def test_a_vocabulary_that_cannot_be_is_refused_before_the_text_is_read(tmp_path
     monkeypatch.setattr("nalaformer.data.text.corpus.read_documents", lambda *_: pytest.fail("was read"))
     with pytest.raises(ValueError, match="vocab_size must exceed 256"):
         tokenize_corpus([tmp_path / "a.txt"], tmp_path / "out", train_vocab=10)
-    monkeypatch.setattr(whole_files, "free_bytes", lambda folder: 2)
+    monkeypatch.setattr(atomic_files, "free_bytes", lambda folder: 2)
     with pytest.raises(ValueError, match="a corpus needs about"):
         tokenize_corpus([tmp_path / "a.txt"], tmp_path / "out", train_vocab=300)
 

@@ -11,7 +11,7 @@ from .layers import Recorder, attention_layers, for_heads, record
 from .maps import as_images, as_map, moved, rollout, spread_keys, start_at
 from .records import LayerRecord
 
-METHODS = ("decision_aware", "gradient_rollout", "rollout", "integrated_gradients")
+EXPLANATIONS = ("decision_aware", "gradient_rollout", "rollout", "integrated_gradients")
 
 
 def explain(
@@ -33,8 +33,8 @@ def explain(
     rollout: attention alone, whatever the class; see `rollout`.
     integrated_gradients: Captum's, over `steps` images between one whose pixels are all `baseline` and this one.
     """
-    if method not in METHODS:
-        raise unknown_name("method of explanation", method, METHODS)
+    if method not in EXPLANATIONS:
+        raise unknown_name("method of explanation", method, EXPLANATIONS)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     images = as_images(image).detach()

@@ -190,11 +190,11 @@ class Recorder(TorchFunctionMode):
             out = attend(q, k, v, grid, key_grid, key_mask, groups)
             windows = None
             if module.config.window:
-                cut = Windows(grid, size=module.config.window, shifted=module.config.shifted)
-                groups, key_mask = cut.groups(q), cut.visible(key_mask, q)
+                layout = Windows(grid, size=module.config.window, shifted=module.config.shifted)
+                groups, key_mask = layout.groups(q), layout.visible(key_mask, q)
                 # from 1, so that padding, which is 0, becomes -1
-                windows = cut.split(torch.arange(1, grid[0] * grid[1] + 1, device=q.device)[None, :, None])[..., 0] - 1
-                q, k = cut.split(q), cut.split(k)
+                windows = layout.split(torch.arange(1, grid[0] * grid[1] + 1, device=q.device)[None, :, None])[..., 0] - 1
+                q, k = layout.split(q), layout.split(k)
             if module.map is None:
                 for found in self.records[seen:]:
                     found.windows, found.heads_first = windows, False
@@ -205,7 +205,7 @@ class Recorder(TorchFunctionMode):
             rotary = None
             if module.config.position == "rotary":
                 channels = module.head_dim * (2 if module.config.rotary_over == "features" else 1)
-                sides = (cut.shape, cut.shape) if module.config.window else (grid, key_grid)
+                sides = (layout.shape, layout.shape) if module.config.window else (grid, key_grid)
                 rotary = tuple(module._rotary(side, channels, q) for side in sides)
             found = LinearRecord(
                 name=layer.name,

@@ -22,12 +22,12 @@ from ..models.hybrid.cache import HybridCache
 from ..models.hybrid.decoder import SteppingDecoder
 from ..models.hybrid.model import HybridForCausalLM
 from ..models.hybrid.stepping import Stepping
-from .decode_study import SOFTMAX, DecodeStudy, build_decoder
-from .fixed_layer import WAYS, FixedDecoder, FixedLayer, fastest_way
+from .decoding_models import SOFTMAX, DecodeStudy, build_decoder
 from .language import LARGEST_ERROR
 from .measurement import Measurement, Result, give_back_memory
 from .memory import MIB, peak_extra_mib
 from .random_caches import ordinary_cache, random_cache
+from .softmax_decoding import WAYS, FixedDecoder, FixedLayer, fastest_way
 
 CAPTURED, EAGER, PLAIN = "replays of a CUDA graph", "eager", "eager, in place"
 GENERATE = "generate"

@@ -19,7 +19,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 MakeStep = Callable[[Tensor, Tensor, Tensor], Callable[[], Tensor]]
 
 
-class Oracle(Protocol):
+class Truth(Protocol):
     """The truth in float64 for some queries of one head."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None) -> Tensor: ...
@@ -34,7 +34,7 @@ class Implementation:
 
     make: Callable[[Case], Attend]
     """Everything that is done once: building modules, compiling."""
-    oracle: Oracle
+    oracle: Truth
     """q rows [B, R, 1, D], k and v [B, N, 1, D] -> [B, R, 1, D]; places [R] for causal attention: each row's among the keys."""
     causal: bool = False
     """Whether it has a causal form."""

@@ -186,7 +186,7 @@ def make_tokens(measurement: LanguageMeasurement, model: "NaLaForCausalLM", leng
 def make_cache(measurement: LanguageMeasurement, model: "NaLaForCausalLM") -> "NaLaCache":
     """The cache after `context` tokens; exact layers hold memory for all of them and one more."""
     from ..models.language.cache import NaLaCache, RecurrentLayer
-    from .fixed_layer import FixedLayer
+    from .softmax_decoding import FixedLayer
 
     cache = NaLaCache(model.config)
     is_real = measurement.filled == REAL

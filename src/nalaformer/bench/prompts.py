@@ -23,7 +23,7 @@ LARGEST_ERROR = {torch.bfloat16: 1e-2, torch.float32: 2e-5}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class PromptShape:
     heads: int
     key_heads: int
     head_dim: int
@@ -36,7 +36,10 @@ class Shape:
 class PromptStudy:
     """Prompts of one sample, and what reads them."""
 
-    shapes: tuple[Shape, ...] = (Shape(heads=8, key_heads=8, head_dim=128), Shape(heads=32, key_heads=8, head_dim=64))
+    shapes: tuple[PromptShape, ...] = (
+        PromptShape(heads=8, key_heads=8, head_dim=128),
+        PromptShape(heads=32, key_heads=8, head_dim=64),
+    )
     lengths: tuple[int, ...] = (8192, 32_768, 131_072)
     chunk_size: int = 64
     max_salient: int = 1024
@@ -65,7 +68,7 @@ class PromptMeasurement(CallMeasurement):
     """One method over one prompt, forward or with gradients."""
 
     study: PromptStudy
-    shape: Shape
+    shape: PromptShape
     method: str
     length: int
     direction: str
@@ -111,7 +114,7 @@ def plan_prompts(study: PromptStudy, device: str) -> list[PromptMeasurement]:
 
 
 def checked_error(
-    name: str, settings: HybridSettings | None, shape: Shape, length: int, *, device: str, dtype: torch.dtype
+    name: str, settings: HybridSettings | None, shape: PromptShape, length: int, *, device: str, dtype: torch.dtype
 ) -> float:
     """The largest distance of output and gradients from those of plain torch in float64, relative to their norms."""
     if settings is not None and settings.max_salient:
@@ -125,7 +128,7 @@ def checked_error(
     return max(((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True))
 
 
-def random_inputs(shape: Shape, length: int, *, device: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def random_inputs(shape: PromptShape, length: int, *, device: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """q, k, v and gate; and the gradient of the output."""
     made = torch.Generator(device=device).manual_seed(0)
     heads = (shape.heads, shape.key_heads, shape.key_heads, shape.heads, shape.heads)
@@ -136,7 +139,7 @@ def random_inputs(shape: Shape, length: int, *, device: str, dtype: torch.dtype)
 
 
 def make_attention(
-    name: str, settings: HybridSettings | None, shape: Shape, *, device: str
+    name: str, settings: HybridSettings | None, shape: PromptShape, *, device: str
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     if settings is None:
 

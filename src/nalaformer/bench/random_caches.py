@@ -10,7 +10,7 @@ from ..attention.hybrid import HybridAttention, HybridState, empty_state, salien
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.cache import HybridCache
 from ..models.hybrid.model import HybridForCausalLM
-from .decode_study import DecodeStudy
+from .decoding_models import DecodeStudy
 
 
 def ordinary_cache(model: Any, study: DecodeStudy, context: int, batch: int) -> tuple[Any, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..whole_files import write_csv
+from ..atomic_files import write_csv
 from .machine import Machine, version_of
 from .measurement import MEASURED, OUT_OF_MEMORY, WRONG, M, Measurement, Result, give_back_memory, outcome_of
 
@@ -38,7 +38,7 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class CheckedSubject:
     """What measurements of one subject share."""
 
     subject: object
@@ -46,7 +46,7 @@ class Prepared:
     checked: Result[Any]
 
 
-def prepare(measurement: Measurement) -> Prepared:
+def build_and_check(measurement: Measurement) -> CheckedSubject:
     """Build the subject and check it."""
     built = None
 
@@ -59,12 +59,12 @@ def prepare(measurement: Measurement) -> Prepared:
         return Result(measurement=measurement, outcome=WRONG if is_wrong else MEASURED, error=error)
 
     checked = _attempt(Result(measurement=measurement), check)
-    return Prepared(subject=measurement.subject, built=built, checked=checked)
+    return CheckedSubject(subject=measurement.subject, built=built, checked=checked)
 
 
-def measure(measurement: M, *, seconds: float = 2.0, memory: bool = True, prepared: Prepared | None = None) -> Result[M]:
+def measure(measurement: M, *, seconds: float = 2.0, memory: bool = True, prepared: CheckedSubject | None = None) -> Result[M]:
     """Correctness, then time and memory; too little memory and a failure are outcomes."""
-    prepared = prepared or prepare(measurement)
+    prepared = prepared or build_and_check(measurement)
     result: Result[M] = replace(prepared.checked, measurement=measurement)
     if result.outcome != MEASURED:
         return result
@@ -95,7 +95,7 @@ def measured(measurements: Iterable[M], *, seconds: float, deadline: float = inf
         if prepared is None or prepared.subject != measurement.subject:
             # the memory of the last one is needed
             prepared = None
-            prepared = prepare(measurement)
+            prepared = build_and_check(measurement)
         yield measure(measurement, seconds=seconds, prepared=prepared)
 
 

@@ -79,8 +79,8 @@ def run_images(
 ) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from ..atomic_files import refuse_unwritable
     from ..recipes import load_pipeline
-    from ..whole_files import refuse_unwritable
 
     if out.suffix not in (".png", ".npz"):
         raise ValueError(f"--out must end in .png, a grid, or .npz, images and labels, got {out}")
@@ -104,11 +104,11 @@ def write_images(images: "Tensor", labels: Sequence[int], out: Path, *, columns:
     """A grid, or an .npz file with images [N, H, W, 3] and labels [N]; whole or not there."""
     import numpy as np
 
+    from ..atomic_files import atomic_file
     from ..recipes import grid_of
-    from ..whole_files import whole_file
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(out) as aside, aside.open("wb") as file:
+    with atomic_file(out) as aside, aside.open("wb") as file:
         if out.suffix == ".png":
             grid_of(images, columns=columns).save(file, format="PNG")
         else:

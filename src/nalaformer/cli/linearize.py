@@ -59,6 +59,7 @@ def run_linearize(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    from ..atomic_files import free_bytes, megabytes, refuse_full_disk
     from ..data.text import load_tokenizer
     from ..folder_lock import only_writer, refuse_in_use
     from ..linearize import LinearizeConfig, linearize, save, token_windows, write_report
@@ -68,7 +69,6 @@ def run_linearize(
     from ..tasks.language import reading_model
     from ..training import TrainingConfig, TrainingStopped
     from ..training.ranks import find_device
-    from ..whole_files import free_bytes, megabytes, refuse_full_disk
 
     if not data:
         raise ValueError("the conversion learns from text, got none; name files or folders with --data")

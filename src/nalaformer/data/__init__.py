@@ -2,9 +2,9 @@
 
 from .augment import Augmentation, eval_transform, training_transform
 from .bad_sample import BadSample
-from .cells import CountGrid, CueGrid
 from .folder import ImageFolder, usual_side
 from .generated import GENERATED, Generated
+from .glyph_grids import CountGrid, CueGrid
 from .images import SUFFIXES, CorruptImage, find_images, read_image
 from .loading import Batch, Batches, Samples, batches_from, batches_in_order, map_tensors, seed_everything, steps_per_epoch
 from .relation import MarkedPair

@@ -2,6 +2,7 @@
 
 import zlib
 from abc import abstractmethod
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,23 +19,26 @@ Image = NDArray[np.float32]
 GENERATED: Registry[type["Generated"]] = Registry("generated data")
 
 
+@dataclass(kw_only=True, eq=False)
 class Generated(Dataset[tuple[Tensor, int]]):
     """Sample i is a function of (name, seed, split, i) alone: (image [3, H, W], pixels minus one half, label).
 
     Train and eval never share a sample: their random streams differ.
     """
 
-    classes: tuple[str, ...]
-    image_size: int
+    split: str
+    samples: int
+    seed: int = 0
+    classes: tuple[str, ...] = field(init=False)
+    image_size: int = field(init=False)
 
-    def __init__(self, *, split: str, samples: int, seed: int = 0) -> None:
-        if split not in ("train", "val"):
-            raise ValueError(f'split must be "train" or "val", got {split!r}')
-        if samples < 1:
-            raise ValueError(f"samples must be positive, got {samples}")
-        self.split, self.samples, self.seed = split, samples, seed
+    def __post_init__(self) -> None:
+        if self.split not in ("train", "val"):
+            raise ValueError(f'split must be "train" or "val", got {self.split!r}')
+        if self.samples < 1:
+            raise ValueError(f"samples must be positive, got {self.samples}")
         # names of classes may change, their streams may not: the stream is named by what is drawn
-        self.stream = zlib.crc32(f"{type(self).__name__}/{split}".encode())
+        self.stream = zlib.crc32(f"{type(self).__name__}/{self.split}".encode())
 
     @abstractmethod
     def draw(self, random: Generator) -> tuple[Image, int]:

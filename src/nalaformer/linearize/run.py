@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from ..atomic_files import clear_disk_errors, write_atomically
 from ..data import Samples, seed_everything
 from ..folder_lock import only_writer
 from ..models.hybrid.attention import converted_attentions
@@ -18,7 +19,6 @@ from ..models.hybrid.model import HybridForCausalLM
 from ..models.hybrid.support import check_config
 from ..training import Trainer, TrainingConfig, TrainingStopped
 from ..training.ranks import started
-from ..whole_files import clear_disk_errors, write_atomically
 from .compatibility import check_model
 from .config import LinearizeConfig
 from .finetune import NextToken, with_adapter

@@ -9,9 +9,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ..atomic_files import clear_disk_errors, is_leftover, sync, sync_tree, unfinished_folder, write_atomically
 from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, load_tokenizer, tokenize_corpus
 from ..json_text import parse_json
-from ..whole_files import clear_disk_errors, is_leftover, sync, sync_tree, unfinished_folder, write_atomically
 from .run import Linearized
 
 MADE_FROM = "made_from.json"

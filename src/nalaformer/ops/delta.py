@@ -99,11 +99,11 @@ def _packed(
             return out[0], states
         done, start = [], 0
         for number, length in enumerate(lengths):
-            cut = slice(start, start + length)
+            piece = slice(start, start + length)
             start += length
-            decay = None if log_decay is None else log_decay[None, cut]
+            decay = None if log_decay is None else log_decay[None, piece]
             before = None if state is None else state[number : number + 1]
-            done.append(_piece(q[None, cut], k[None, cut], v[None, cut], beta[None, cut], decay, before, scale))
+            done.append(_piece(q[None, piece], k[None, piece], v[None, piece], beta[None, piece], decay, before, scale))
         return torch.cat([out[0] for out, _ in done]), torch.cat([after for _, after in done])
 
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..atomic_files import UNFINISHED, atomic_folder, sync
 from ..data.text import fingerprint, load_tokenizer
 from ..tasks import LanguageModelling
 from ..tasks.language import pretrained_model
-from ..whole_files import UNFINISHED, sync, whole_folder
 from .run import LoadedRun, load_run
 
 
@@ -26,7 +26,7 @@ def export_run(folder: str | Path, out: str | Path, *, tokenizer: str | Path | N
             f"the model must be exported with the tokenizer that it was trained with, got another with {len(words)} entries; "
             "name the right one (--tokenizer DIR)"
         )
-    with whole_folder(out) as aside:
+    with atomic_folder(out) as aside:
         cast(Any, run.model).save_pretrained(str(aside))
         words.save_pretrained(str(aside))
     return Path(out)

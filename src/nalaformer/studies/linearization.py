@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bench.decode_study import DecodeStudy
+from ..atomic_files import write_csv
 from ..bench.decoding import comparison, plan_decoding
+from ..bench.decoding_models import DecodeStudy
 from ..bench.machine import describe_machine
-from ..bench.prompts import PromptStudy, Shape, plan_prompts
+from ..bench.prompts import PromptShape, PromptStudy, plan_prompts
 from ..bench.runner import Say, run_part, say_on_stdout
 from ..folder_lock import only_writer
 from ..registry import unknown_name
-from ..whole_files import write_csv
 from .recall import RecallStudy, run_recall, small_recall, toy_recall
 
 PARTS = ("recall", "prompt", "decode")
@@ -40,7 +40,7 @@ def toy_study() -> LinearizationStudy:
     return LinearizationStudy(
         recall=toy_recall(),
         prompt=PromptStudy(
-            shapes=(Shape(heads=2, key_heads=1, head_dim=8),),
+            shapes=(PromptShape(heads=2, key_heads=1, head_dim=8),),
             lengths=(64,),
             chunk_size=8,
             max_salient=8,

@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..atomic_files import put_in_place, remove_folder
 from ..json_text import parse_json
-from ..whole_files import put_in_place, remove_folder
 
 NAME = re.compile(r"step_(\d{8,})")
 MANIFEST, STATE = "manifest.json", "state.json"

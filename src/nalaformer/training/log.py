@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..whole_files import write_atomically
+from ..atomic_files import write_atomically
 
 Row = dict[str, Any]
 

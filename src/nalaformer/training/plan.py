@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..atomic_files import free_bytes, megabytes, refuse_full_disk
 from ..data.loading import workers_here
 from ..folder_lock import refuse_in_use
-from ..whole_files import free_bytes, megabytes, refuse_full_disk
 from .precision import precision_on, slowness_of
 from .ranks import find_device
 from .settings import refuse_other_origin, refuse_other_settings

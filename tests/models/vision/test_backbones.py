@@ -18,7 +18,7 @@ import nalaformer
 from nalaformer import cli
 from nalaformer.attention import METHODS
 from nalaformer.models.vision import VARIANTS, Backbone, build, card, count_multiply_adds
-from nalaformer.models.vision.figures import FIGURES
+from nalaformer.models.vision.known_costs import KNOWN_COSTS
 from nalaformer.models.vision.multiply_adds import attention_multiply_adds
 from nalaformer.when_imported import when_imported
 
@@ -75,12 +75,12 @@ def test_the_multiply_adds_that_cards_show_are_those_of_the_network(name):
 
 
 def test_there_are_figures_of_no_other_backbone():
-    assert set(FIGURES) == set(VARIANTS)
+    assert set(KNOWN_COSTS) == set(VARIANTS)
 
 
 def test_a_backbone_without_figures_is_counted(monkeypatch):
-    counted = FIGURES["nalaformer_xt"]
-    monkeypatch.delitem(FIGURES, "nalaformer_xt")
+    counted = KNOWN_COSTS["nalaformer_xt"]
+    monkeypatch.delitem(KNOWN_COSTS, "nalaformer_xt")
     found = card("nalaformer_xt")
     assert (found.parameters, found.multiply_adds) == counted
 

@@ -64,7 +64,7 @@ class Store(NamedTuple):
         return nobody.scatter(-1, place, order)[..., :size], nobody.bool().scatter(-1, place, True)[..., :size]
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """Tokens of m leaving chunks that enter the store, c of each: places in their chunk and scores, [B, S, m, c].
 
     Scores are -inf where the chunk does not leave. is_left_out: [B, S, m, l], tokens of leaving chunks that do not enter.
@@ -75,7 +75,7 @@ class Choice(NamedTuple):
     is_left_out: Tensor
 
 
-def choose(scores: Tensor, positions: Tensor, leaves: Tensor, *, heads: int, settings: HybridSettings) -> Choice:
+def choose_salient(scores: Tensor, positions: Tensor, leaves: Tensor, *, heads: int, settings: HybridSettings) -> Chosen:
     """The best salient_per_chunk tokens of each chunk for each of `heads` heads; of equals the older wins.
 
     scores: [B, m, l, heads of the rule]; positions: [B or 1, m, l]; leaves: [B or 1, m], whether the chunk leaves the window.
@@ -88,7 +88,7 @@ def choose(scores: Tensor, positions: Tensor, leaves: Tensor, *, heads: int, set
     index = rank_descending(compared)[..., : settings.salient_per_chunk]
     leaves = leaves[:, None, :, None]
     entering = compared.gather(-1, index).masked_fill(~leaves, -torch.inf)
-    return Choice(index, entering, leaves.expand_as(compared).scatter(-1, index, False))
+    return Chosen(index, entering, leaves.expand_as(compared).scatter(-1, index, False))
 
 
 def updated_store(
@@ -103,7 +103,7 @@ def updated_store(
         left_out = layout.leaves[:, None, :, None].expand(batch, heads, leaving, size)
         return Store(kept, kept_values, kept_scores, old, 0, None, left_out)
     chunks, tokens = (leaving, size), slice(0, leaving * size)
-    choice = choose(
+    choice = choose_salient(
         scores[:, tokens].unflatten(1, chunks),
         layout.positions[:, tokens].unflatten(1, chunks),
         layout.leaves,

@@ -22,7 +22,7 @@ from ...ops.backend import LARGEST_HEAD, runs_kernels
 from ...ops.features import outside_autocast
 from .branches import EPS, Exact, Linear, linear_branch, merge, sums_before
 from .checks import check_inputs
-from .salient import Leaving, best, choose, entries
+from .salient import Leaving, best, choose_salient, entries
 from .settings import HybridSettings, most_salient
 from .state import HybridState
 
@@ -192,7 +192,7 @@ def roll_(state: HybridState, *, feature_map: FeatureMap, settings: HybridSettin
                 scores = state.scores[:, :size]
             else:
                 scores = settings.rule.of_tokens(state.window_keys[:, :size], positions)
-            chosen = choose(scores[:, None], positions[:, None], leaves, heads=keys.shape[1], settings=settings)
+            chosen = choose_salient(scores[:, None], positions[:, None], leaves, heads=keys.shape[1], settings=settings)
             is_left_out, index = chosen.is_left_out[:, :, 0], chosen.places[:, :, 0]
             gone = _enter_store(state, entries(keys, index), entries(values, index), chosen.scores[:, :, 0])
         if settings.linear:

@@ -12,7 +12,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from ...field_types import check_ranges
-from ..written_once import written_once
+from ..generated_folders import written_once
 from .masks import Mask, encode_runs
 
 CLASSES = ("disc", "square", "triangle", "cross")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...whole_files import unfinished_folder, whole_file, whole_folder, write_atomically
+from ...atomic_files import atomic_file, atomic_folder, unfinished_folder, write_atomically
 from ..bad_sample import BadSample
 from .autoencoder import Autoencoder, load_autoencoder
 from .base import SPLITS, GenerationData, GenerationDataConfig, open_generation_data
@@ -54,7 +54,7 @@ def encode_images(
         "shape": list(encoder.latent_shape(first.height, first.width)),
         "class_names": list(first.class_names),
     }
-    with whole_folder(out, keep_unfinished=True) as aside:
+    with atomic_folder(out, keep_unfinished=True) as aside:
         note = aside / NOTE
         if note.is_file() and read_note(note) != asked:
             raise ValueError(
@@ -97,7 +97,7 @@ def encode_shard(encoder: Autoencoder, data: GenerationData, places: range, path
             moments.append(torch.stack(encoder.encode(torch.stack(images)), dim=1).half().cpu().numpy())
             images = []
     shape = (0, 2, *encoder.latent_shape(data.height, data.width))
-    with whole_file(path) as aside, aside.open("wb") as file:
+    with atomic_file(path) as aside, aside.open("wb") as file:
         np.save(file, np.concatenate(moments) if moments else np.empty(shape, dtype=np.float16), allow_pickle=False)
     written = {"labels": labels, "left_out": left_out}
     write_atomically(note, json.dumps(written).encode())

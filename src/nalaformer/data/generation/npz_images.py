@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...whole_files import whole_folder
+from ...atomic_files import atomic_folder
 from ..bad_sample import BadSample
 from .base import GENERATION_DATA, GenerationData, GenerationDataConfig, as_values
 
@@ -159,7 +159,7 @@ def unpack_images(path: str | Path, out: str | Path, *, holdout: float = 0.0, se
     digits = len(str(len(class_names) - 1))
     folders = [name if not name.isdigit() else name.zfill(digits) for name in class_names]
     # to wait for 70,000 files one by one takes minutes
-    with whole_folder(out, wait_for_disk=False) as aside:
+    with atomic_folder(out, wait_for_disk=False) as aside:
         for split, (images, labels) in splits.items():
             for name in folders:
                 (aside / split / name).mkdir(parents=True)

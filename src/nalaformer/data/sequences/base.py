@@ -4,7 +4,7 @@ import inspect
 import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...registry import Registry, unknown_name
-from .random_numbers import Keys, sample_keys
+from .random_numbers import RandomKeys, sample_keys
 
 SPLITS = ("train", "val", "test")
 # the target of a position that asks nothing, as torch's cross-entropy has it
@@ -42,6 +42,7 @@ class SequenceFacts:
     """Token 0 stands for nothing."""
 
 
+@dataclass(kw_only=True, eq=False)
 class SequenceData(Dataset[dict[str, Tensor]]):
     """Sample i is a function of (name, seed, split, i) alone: however it is batched, and however many others there are.
 
@@ -49,22 +50,24 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     where nothing is asked), `group` (an index into `groups`: what figures are reported for separately).
     """
 
-    stream_name: str
+    split: str
+    samples: int
+    seed: int = 0
+    stream_name: str = field(init=False)
     """Of the random stream; data that differs only in how it is shown shares it."""
-    groups: tuple[str, ...] = ("all",)
-    chance: float
+    groups: tuple[str, ...] = field(default=("all",), init=False)
+    chance: float = field(init=False)
     """Accuracy of guessing."""
-    shortcuts: dict[str, float] = {}
+    shortcuts: dict[str, float] = field(default_factory=dict, init=False)
     """Accuracies that can be had without doing the task, measured, by how."""
 
-    def __init__(self, *, split: str, samples: int, seed: int = 0) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-        if samples < 1:
-            raise ValueError(f"samples must be positive, got {samples}")
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
-        self.split, self.samples, self.seed = split, samples, seed
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {self.split!r}")
+        if self.samples < 1:
+            raise ValueError(f"samples must be positive, got {self.samples}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
 
     @property
     @abstractmethod
@@ -104,7 +107,7 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     def stream(self) -> int:
         return zlib.crc32(f"{self.stream_name}/{self.split}".encode())
 
-    def keys(self, indices: NDArray[np.int64]) -> Keys:
+    def random_keys(self, indices: NDArray[np.int64]) -> RandomKeys:
         """The random key of each sample."""
         return sample_keys(self.seed, self.stream, indices)
 

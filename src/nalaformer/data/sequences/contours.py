@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .random_numbers import Keys, child_keys, integers, uniforms
+from .random_numbers import RandomKeys, child_keys, integers, uniforms
 
 Floats = NDArray[np.float64]
 
@@ -76,7 +76,7 @@ class Contours:
     anchor: NDArray[np.int64]
 
 
-def grow(keys: Keys, spec: ContourSpec, margin: Floats) -> Contours:
+def grow(keys: RandomKeys, spec: ContourSpec, margin: Floats) -> Contours:
     """Contours for each key; margin: [B], that of each image."""
     images, paddles = len(keys), spec.paddles
     tails, heads = np.zeros((images, paddles, 2)), np.zeros((images, paddles, 2))

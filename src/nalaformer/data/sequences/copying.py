@@ -1,5 +1,7 @@
 """Repeating what was seen: a whole sequence, or what followed one token."""
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,14 +11,17 @@ from .random_numbers import child_keys, integers, uniforms
 SEPARATOR, FIRST = 1, 2
 
 
+@dataclass(kw_only=True, eq=False)
 class RandomTokens(SequenceData):
     """Token 1 separates, tokens 2.. are drawn evenly."""
 
-    def __init__(self, *, split: str, samples: int, seed: int = 0, length: int = 256, vocabulary: int = 64) -> None:
-        super().__init__(split=split, samples=samples, seed=seed)
-        if length < 4 or vocabulary < 4:
-            raise ValueError(f"length and vocabulary must be at least 4, got {length} and {vocabulary}")
-        self.length, self.vocabulary = length, vocabulary
+    length: int = 256
+    vocabulary: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length < 4 or self.vocabulary < 4:
+            raise ValueError(f"length and vocabulary must be at least 4, got {self.length} and {self.vocabulary}")
 
     @property
     def facts(self) -> SequenceFacts:
@@ -29,15 +34,15 @@ class Copying(RandomTokens):
 
     stream_name = "copying"
 
-    def __init__(self, *, split: str, samples: int, seed: int = 0, length: int = 256, vocabulary: int = 64) -> None:
-        super().__init__(split=split, samples=samples, seed=seed, length=length, vocabulary=vocabulary)
-        if length % 2:
-            raise ValueError(f"length must be even: both halves are the same, got {length}")
-        self.chance = 1 / (vocabulary - FIRST)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length % 2:
+            raise ValueError(f"length must be even: both halves are the same, got {self.length}")
+        self.chance = 1 / (self.vocabulary - FIRST)
 
     def make(self, indices: NDArray[np.int64]) -> Arrays:
         half = self.length // 2
-        content = FIRST + integers(uniforms(self.keys(indices), half), self.vocabulary - FIRST)
+        content = FIRST + integers(uniforms(self.random_keys(indices), half), self.vocabulary - FIRST)
         separator = np.full((len(indices), 1), SEPARATOR)
         targets = np.full((len(indices), self.length), IGNORE)
         targets[:, half:] = content
@@ -50,12 +55,12 @@ class Induction(RandomTokens):
 
     stream_name = "induction"
 
-    def __init__(self, *, split: str, samples: int, seed: int = 0, length: int = 256, vocabulary: int = 64) -> None:
-        super().__init__(split=split, samples=samples, seed=seed, length=length, vocabulary=vocabulary)
-        self.chance = 1 / (vocabulary - FIRST - 1)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.chance = 1 / (self.vocabulary - FIRST - 1)
 
     def make(self, indices: NDArray[np.int64]) -> Arrays:
-        keys, rows = self.keys(indices), np.arange(len(indices))
+        keys, rows = self.random_keys(indices), np.arange(len(indices))
         choice = self.vocabulary - FIRST
         drawn = uniforms(child_keys(keys, 0), 2)
         cue, place = integers(drawn[:, 0], choice), integers(drawn[:, 1], self.length - 2)

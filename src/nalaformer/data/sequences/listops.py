@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import SEQUENCES, Arrays, SequenceData, SequenceFacts
-from .random_numbers import Keys, child_keys, integers, uniform_at
+from .random_numbers import RandomKeys, child_keys, integers, uniform_at
 
 Ints = NDArray[np.int64]
 
@@ -41,6 +41,7 @@ class Level:
 
 
 @SEQUENCES.register("listops")
+@dataclass(kw_only=True, eq=False)
 class ListOps(SequenceData):
     """[MAX 4 [MIN 2 9 ] 7 ]: what is the value? Operators open a list and brackets close it.
 
@@ -53,23 +54,18 @@ class ListOps(SequenceData):
     chance = 0.1
     brackets = True
 
-    def __init__(
-        self,
-        *,
-        split: str,
-        samples: int,
-        seed: int = 0,
-        shortest: int = 500,
-        longest: int = 2000,
-        max_depth: int = 10,
-        max_arguments: int = 10,
-    ) -> None:
-        super().__init__(split=split, samples=samples, seed=seed)
+    shortest: int = 500
+    longest: int = 2000
+    max_depth: int = 10
+    max_arguments: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shortest, longest, max_depth, max_arguments = self.shortest, self.longest, self.max_depth, self.max_arguments
         if not 2 <= max_arguments <= 10 or max_depth < 2:
             raise ValueError(f"max_arguments must be 2..10 and max_depth at least 2, got {max_arguments} and {max_depth}")
         if shortest < 3 or longest < shortest + 10:
             raise ValueError(f"lengths must leave room: shortest >= 3, longest >= shortest + 10, got {shortest} and {longest}")
-        self.shortest, self.longest, self.max_depth, self.max_arguments = shortest, longest, max_depth, max_arguments
         if (shortest, longest, max_depth, max_arguments) == PUBLISHED:
             self.shortcuts = SHORTCUTS
 
@@ -84,12 +80,12 @@ class ListOps(SequenceData):
         # in pieces: the trees of a piece fit into the cache
         for start in range(0, len(indices), 64):
             piece = slice(start, start + 64)
-            levels = grown(self.accepted(self.keys(indices[piece])), self.max_depth, self.max_arguments)
+            levels = grown(self.accepted(self.random_keys(indices[piece])), self.max_depth, self.max_arguments)
             tokens[piece] = written(levels, len(indices[piece]), self.facts.length, brackets=self.brackets)
             labels[piece] = values(levels)
         return {"inputs": tokens, "targets": labels}
 
-    def accepted(self, keys: Keys) -> Keys:
+    def accepted(self, keys: RandomKeys) -> RandomKeys:
         """For each sample the key of the first tree whose length is right."""
         found = np.zeros_like(keys)
         pending = np.arange(len(keys))
@@ -119,7 +115,7 @@ class ListOpsWithoutBrackets(ListOps):
     brackets = False
 
 
-def grown(keys: Keys, max_depth: int, max_arguments: int) -> list[Level]:
+def grown(keys: RandomKeys, max_depth: int, max_arguments: int) -> list[Level]:
     """One random tree for each key, level by level."""
     levels: list[Level] = []
     tree = np.arange(len(keys))

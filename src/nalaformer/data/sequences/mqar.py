@@ -1,13 +1,14 @@
 """Multi-query associative recall in zoology's protocol (Arora et al., 2023)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .base import IGNORE, SEQUENCES, Arrays, SequenceData, SequenceFacts
-from .random_numbers import Keys, child_keys, integers, uniforms
+from .random_numbers import RandomKeys, child_keys, integers, uniforms
 
 # (tokens, pairs), each as often as it stands here: 100k of the first kind and 20k of each other, in the published mixture
 TRAIN = ((64, 4),) * 5 + ((128, 8), (256, 16), (256, 32), (256, 64))
@@ -16,6 +17,7 @@ KEYS, VALUES, PLACES, FILLER = range(4)
 
 
 @SEQUENCES.register("mqar")
+@dataclass(kw_only=True, eq=False)
 class AssociativeRecall(SequenceData):
     """k1 v1 k2 v2 ... then, among other tokens, each key once more: at that position the answer is its value.
 
@@ -27,30 +29,25 @@ class AssociativeRecall(SequenceData):
 
     stream_name = "mqar"
 
-    def __init__(
-        self,
-        *,
-        split: str,
-        samples: int,
-        seed: int = 0,
-        vocabulary: int = 8192,
-        mixture: Sequence[Sequence[int]] | None = None,
-        power: float = 0.01,
-        random_filler: bool = True,
-    ) -> None:
-        super().__init__(split=split, samples=samples, seed=seed)
-        chosen = (TRAIN if split == "train" else TEST) if mixture is None else mixture
-        self.mixture = tuple((int(tokens), int(pairs)) for tokens, pairs in chosen)
-        for tokens, pairs in self.mixture:
+    vocabulary: int = 8192
+    mixture: Sequence[Sequence[int]] | None = None
+    power: float = 0.01
+    random_filler: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mixture = (TRAIN if self.split == "train" else TEST) if self.mixture is None else self.mixture
+        # the kind of each sample in turn
+        self.turns = tuple((int(tokens), int(pairs)) for tokens, pairs in mixture)
+        for tokens, pairs in self.turns:
             if pairs < 1 or tokens % 2 or 4 * pairs > tokens:
                 raise ValueError(f"a kind is (tokens, pairs), tokens even and at least 4 pairs, got ({tokens}, {pairs})")
-            if pairs >= vocabulary // 2:
-                raise ValueError(f"{pairs} pairs need a vocabulary above {2 * pairs}, got {vocabulary}")
-        self.vocabulary, self.power, self.random_filler = vocabulary, power, random_filler
-        self.kinds = tuple(dict.fromkeys(self.mixture))
+            if pairs >= self.vocabulary // 2:
+                raise ValueError(f"{pairs} pairs need a vocabulary above {2 * pairs}, got {self.vocabulary}")
+        self.kinds = tuple(dict.fromkeys(self.turns))
         self.groups = tuple(f"{tokens} tokens, {pairs} pairs" for tokens, pairs in self.kinds)
         # the answer is one of the values
-        self.chance = 2 / vocabulary
+        self.chance = 2 / self.vocabulary
 
     @property
     def facts(self) -> SequenceFacts:
@@ -64,9 +61,9 @@ class AssociativeRecall(SequenceData):
     def make(self, indices: NDArray[np.int64]) -> Arrays:
         inputs = np.zeros((len(indices), self.facts.length), np.int32)
         targets = np.full(inputs.shape, IGNORE, np.int32)
-        place = indices % len(self.mixture)
-        group = np.array([self.kinds.index(kind) for kind in self.mixture])[place]
-        keys = self.keys(indices)
+        place = indices % len(self.turns)
+        group = np.array([self.kinds.index(kind) for kind in self.turns])[place]
+        keys = self.random_keys(indices)
         # distinct tokens are found by sorting half a vocabulary of random numbers: pieces keep that small
         for number, (tokens, pairs) in enumerate(self.kinds):
             rows = np.flatnonzero(group == number)
@@ -75,7 +72,7 @@ class AssociativeRecall(SequenceData):
                 inputs[piece, :tokens], targets[piece, :tokens] = self.of_kind(keys[piece], tokens, pairs)
         return {"inputs": inputs, "targets": targets, "group": group}
 
-    def of_kind(self, keys: Keys, tokens: int, pairs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def of_kind(self, keys: RandomKeys, tokens: int, pairs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         half = self.vocabulary // 2
         # token 0 stays free
         asked = 1 + distinct(child_keys(keys, KEYS), half - 1, pairs)
@@ -94,7 +91,7 @@ class AssociativeRecall(SequenceData):
         return inputs, targets
 
 
-def distinct(keys: Keys, below: int, count: int, weight: NDArray[np.floating[Any]] | None = None) -> NDArray[np.int64]:
+def distinct(keys: RandomKeys, below: int, count: int, weight: NDArray[np.floating[Any]] | None = None) -> NDArray[np.int64]:
     """`count` different numbers below `below` for each key, drawn one after the other with these weights: [B, count]."""
     # exponential clocks: the order in which they ring is that of drawing without replacement
     clocks = -np.log1p(-uniforms(keys, below))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.random import Generator
@@ -30,6 +31,7 @@ class Riddle:
     group: str
 
 
+@dataclass(kw_only=True, eq=False)
 class HiddenFacts(SequenceData):
     """A text of filler in which facts (three tokens each) are hidden, then questions; the next token is asked.
 
@@ -45,57 +47,48 @@ class HiddenFacts(SequenceData):
     """
 
     stream_name = "needles"
-    default_families: tuple[str, ...] = FAMILIES
+    default_families: ClassVar[tuple[str, ...]] = FAMILIES
 
-    def __init__(
-        self,
-        *,
-        split: str,
-        samples: int,
-        seed: int = 0,
-        length: int = 512,
-        families: Sequence[str] | None = None,
-        needles: int = 16,
-        fewest_needles: int = 0,
-        hops: int = 4,
-        values_per_name: int = 4,
-        questions: int = 4,
-        words: int = 64,
-        names: int = 256,
-        values: int = 256,
-        predict: str = "all",
-        language: int = 0,
-    ) -> None:
-        super().__init__(split=split, samples=samples, seed=seed)
-        self.families = tuple(self.default_families if families is None else families)
-        if not self.families or set(self.families) - set(FAMILIES):
-            raise ValueError(f"families must be some of {', '.join(FAMILIES)}, got {', '.join(self.families)}")
-        if predict not in ("all", "answers"):
-            raise ValueError(f'predict must be "all" or "answers", got {predict!r}')
-        if min(needles, hops, values_per_name, questions) < 1 or not 0 <= fewest_needles <= needles:
+    length: int = 512
+    families: Sequence[str] | None = None
+    needles: int = 16
+    fewest_needles: int = 0
+    hops: int = 4
+    values_per_name: int = 4
+    questions: int = 4
+    words: int = 64
+    names: int = 256
+    values: int = 256
+    predict: str = "all"
+    language: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kinds = tuple(self.default_families if self.families is None else self.families)
+        if not self.kinds or set(self.kinds) - set(FAMILIES):
+            raise ValueError(f"families must be some of {', '.join(FAMILIES)}, got {', '.join(self.kinds)}")
+        if self.predict not in ("all", "answers"):
+            raise ValueError(f'predict must be "all" or "answers", got {self.predict!r}')
+        counts = (self.needles, self.hops, self.values_per_name, self.questions)
+        if min(counts) < 1 or not 0 <= self.fewest_needles <= self.needles:
             raise ValueError(
                 "needles, hops, values_per_name and questions must be positive and fewest_needles at most needles, got "
-                f"{needles}, {hops}, {values_per_name}, {questions} and {fewest_needles}"
+                f"{', '.join(map(str, counts))} and {self.fewest_needles}"
             )
-        if needles > names:
-            raise ValueError(f"every fact needs a name of its own: names must be at least {needles}, got {names}")
-        most_facts = max(needles, values_per_name if "multi_value" in self.families else 1, hops)
-        longest = 2 + (values_per_name if "multi_value" in self.families else 1)
-        if 3 * most_facts + questions * longest + 3 > length:
-            raise ValueError(
-                f"{most_facts} facts and {questions} questions need a length of {3 * most_facts + questions * longest + 3}, "
-                f"got {length}"
-            )
-        self.length, self.predict = length, predict
-        self.needles, self.fewest_needles = needles, fewest_needles or needles
-        self.hops, self.values_per_name, self.questions = hops, values_per_name, questions
-        self.words, self.names, self.values, self.language = words, names, values, language
-        self.first_name = FIRST_WORD + words
-        self.first_value = self.first_name + names
-        steps = (f"variables, {step} {'hop' if step == 1 else 'hops'}" for step in range(1, hops + 1))
-        self.groups = tuple(f for f in FAMILIES if f in self.families and f != "variables")
-        self.groups += tuple(steps) if "variables" in self.families else ()
-        self.chance = 1 / values
+        self.fewest_needles = self.fewest_needles or self.needles
+        if self.needles > self.names:
+            raise ValueError(f"every fact needs a name of its own: names must be at least {self.needles}, got {self.names}")
+        answers = self.values_per_name if "multi_value" in self.kinds else 1
+        most_facts = max(self.needles, answers, self.hops)
+        needed = 3 * most_facts + self.questions * (2 + answers) + 3
+        if needed > self.length:
+            raise ValueError(f"{most_facts} facts and {self.questions} questions need a length of {needed}, got {self.length}")
+        self.first_name = FIRST_WORD + self.words
+        self.first_value = self.first_name + self.names
+        steps = (f"variables, {step} {'hop' if step == 1 else 'hops'}" for step in range(1, self.hops + 1))
+        self.groups = tuple(f for f in FAMILIES if f in self.kinds and f != "variables")
+        self.groups += tuple(steps) if "variables" in self.kinds else ()
+        self.chance = 1 / self.values
 
     @property
     def facts(self) -> SequenceFacts:
@@ -131,7 +124,7 @@ class HiddenFacts(SequenceData):
 
     def riddle(self, random: Generator) -> Riddle:
         """Facts and questions of a random family."""
-        family = self.families[int(random.integers(len(self.families)))]
+        family = self.kinds[int(random.integers(len(self.kinds)))]
         span = math.log(self.needles + 1) - math.log(self.fewest_needles)
         count = min(self.needles, int(self.fewest_needles * math.exp(random.random() * span)))
         if family == "single":

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partialmethod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ PUBLISHED_CONTOUR = 14
 
 
 @dataclass
-class Scene:
+class ContourScenes:
     """What an image shows."""
 
     contours: Contours
@@ -28,6 +27,7 @@ class Scene:
 
 
 @SEQUENCES.register("pathfinder")
+@dataclass(kw_only=True, eq=False)
 class Pathfinder(SequenceData):
     """Two long contours and some short ones; discs on two ends: of one contour (label 1) or of the two long ones (label 0).
 
@@ -39,56 +39,45 @@ class Pathfinder(SequenceData):
     stream_name = "pathfinder"
     chance = 0.5
 
-    def __init__(
-        self,
-        *,
-        split: str,
-        samples: int,
-        seed: int = 0,
-        size: int = 32,
-        contour: int = 14,
-        distractors: int = 5,
-        distractor_length: int = 4,
-        paddle: float = 2.0,
-        thickness: float = 0.5,
-        margins: Sequence[float] = (1.0,),
-        seed_distance: float = 7.0,
-        marker: float = 1.5,
-        continuity: float = 1.0,
-        contrast: float = 1.5,
-        antialias: int = 2,
-        match: float = 3.0,
-    ) -> None:
-        super().__init__(split=split, samples=samples, seed=seed)
-        if contour < 2 or distractors < 0 or distractor_length < 1:
+    size: int = 32
+    contour: int = 14
+    distractors: int = 5
+    distractor_length: int = 4
+    paddle: float = 2.0
+    thickness: float = 0.5
+    margins: Sequence[float] = (1.0,)
+    seed_distance: float = 7.0
+    marker: float = 1.5
+    continuity: float = 1.0
+    contrast: float = 1.5
+    antialias: int = 2
+    match: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.contour < 2 or self.distractors < 0 or self.distractor_length < 1:
             raise ValueError(
-                f"contours need 2 paddles or more, short ones 1 or more, got {contour}, {distractors} x {distractor_length}"
+                "contours need 2 paddles or more, short ones 1 or more, got "
+                f"{self.contour}, {self.distractors} x {self.distractor_length}"
             )
-        if continuity < 1:
+        if self.continuity < 1:
             raise ValueError(
-                f"continuity must be at least 1, got {continuity:g}: contours would turn back on themselves by more than 90 "
-                "degrees, into the paddle before; choose 1 or more"
+                f"continuity must be at least 1, got {self.continuity:g}: contours would turn back on themselves by more than "
+                "90 degrees, into the paddle before; choose 1 or more"
             )
-        room = (size - 2) ** 2 / ((paddle + min(margins)) * 2 * (min(margins) + thickness))
+        alike = ("size", "contour", "distractors", "distractor_length", "paddle", "thickness", "seed_distance", "continuity")
         self.spec = ContourSpec(
-            size=size,
-            contour=contour,
-            distractors=distractors,
-            distractor_length=distractor_length,
-            paddle=paddle,
-            thickness=thickness,
-            margin=max(margins),
-            seed_distance=seed_distance,
-            continuity=continuity,
+            **{name: getattr(self, name) for name in alike},
+            margin=max(self.margins),
             padding=1.0,
             # ends of short contours are near each other: what is alike there is less
-            match=match * contour / PUBLISHED_CONTOUR,
+            match=self.match * self.contour / PUBLISHED_CONTOUR,
         )
+        nearest = min(self.margins)
+        room = (self.size - 2) ** 2 / ((self.paddle + nearest) * 2 * (nearest + self.thickness))
         if self.spec.paddles > room:
-            raise ValueError(
-                f"{self.spec.paddles} paddles do not fit into {size} x {size} pixels; choose shorter contours or fewer"
-            )
-        self.margins, self.marker, self.contrast, self.antialias = tuple(margins), marker, contrast, antialias
+            place = f"{self.size} x {self.size} pixels"
+            raise ValueError(f"{self.spec.paddles} paddles do not fit into {place}; choose shorter or fewer contours")
 
     @property
     def facts(self) -> SequenceFacts:
@@ -104,9 +93,9 @@ class Pathfinder(SequenceData):
             labels[piece] = scene.labels
         return {"inputs": pixels, "targets": labels}
 
-    def scene(self, indices: NDArray[np.int64]) -> Scene:
+    def scene(self, indices: NDArray[np.int64]) -> ContourScenes:
         """The geometry of the images, for those who want to look behind the pixels."""
-        keys = self.keys(indices)
+        keys = self.random_keys(indices)
         chosen = uniforms(child_keys(keys, CHOICES), 2)
         margin = np.asarray(self.margins)[(chosen[:, 0] * len(self.margins)).astype(np.int64)]
         contours = grow(child_keys(keys, GEOMETRY), self.spec, margin)
@@ -115,9 +104,9 @@ class Pathfinder(SequenceData):
         far = np.where(labels == 1, contours.anchor, 1 - contours.anchor)
         last = 2 * self.spec.contour - 2
         markers = np.stack((contours.tails[image, contours.anchor], contours.heads[image, last + far]), axis=1)
-        return Scene(contours=contours, labels=labels, markers=markers)
+        return ContourScenes(contours=contours, labels=labels, markers=markers)
 
-    def drawn(self, scene: Scene) -> NDArray[np.uint8]:
+    def drawn(self, scene: ContourScenes) -> NDArray[np.uint8]:
         """Images [B, size, size], anti-aliased by drawing them `antialias` times as large."""
         scale, size = self.antialias, self.spec.size
         canvas = np.zeros((len(scene.labels), size * scale, size * scale), np.float32)
@@ -133,25 +122,22 @@ class Pathfinder(SequenceData):
 
 
 @SEQUENCES.register("pathx")
+@dataclass(kw_only=True, eq=False)
 class PathX(Pathfinder):
     """Pathfinder of 128 pixels: 16,384 tokens."""
 
     stream_name = "pathx"
 
-    # the same options with other defaults
-    __init__ = partialmethod(
-        Pathfinder.__init__,
-        size=128,
-        distractors=8,
-        paddle=5.0,
-        thickness=1.5,
-        margins=(2.0, 3.0),
-        seed_distance=20.0,
-        marker=3.0,
-        continuity=1.8,
-        contrast=0.9,
-        match=12.0,
-    )
+    size: int = 128
+    distractors: int = 8
+    paddle: float = 5.0
+    thickness: float = 1.5
+    margins: Sequence[float] = (2.0, 3.0)
+    seed_distance: float = 20.0
+    marker: float = 3.0
+    continuity: float = 1.8
+    contrast: float = 0.9
+    match: float = 12.0
 
 
 def stroke(canvas: NDArray[np.float32], start: Floats, end: Floats, radius: float) -> None:

@@ -1,5 +1,7 @@
 """Vectors as tokens: pointing at the nearest of many, which needs sharp attention, and counting and voting, which need flat."""
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +11,7 @@ from .random_numbers import child_keys, integers, normals, uniforms
 KEYS, CLASSES, PROBES, CHOICES = range(4)
 
 
+@dataclass(kw_only=True, eq=False)
 class Probed(SequenceData):
     """`keys` tokens (direction; class, one of eight, as a unit vector; 0), then `probes` tokens that ask (...; 1).
 
@@ -18,23 +21,26 @@ class Probed(SequenceData):
     chance = 1 / 8
     classes = 8
 
-    def __init__(
-        self, *, split: str, samples: int, seed: int = 0, keys: int = 256, probes: int = 16, dimensions: int = 6
-    ) -> None:
-        super().__init__(split=split, samples=samples, seed=seed)
-        if keys < 2 or probes < 1 or dimensions < 2:
-            raise ValueError(f"needs keys >= 2, probes >= 1, dimensions >= 2, got {keys}, {probes}, {dimensions}")
-        self.num_keys, self.probes, self.dimensions = keys, probes, dimensions
+    keys: int = 256
+    probes: int = 16
+    dimensions: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keys < 2 or self.probes < 1 or self.dimensions < 2:
+            raise ValueError(
+                f"needs keys >= 2, probes >= 1, dimensions >= 2, got {self.keys}, {self.probes}, {self.dimensions}"
+            )
 
     @property
     def facts(self) -> SequenceFacts:
         channels = self.dimensions + self.classes + 1
-        return SequenceFacts(answers="tokens", outputs=8, length=self.num_keys + self.probes, channels=channels)
+        return SequenceFacts(answers="tokens", outputs=8, length=self.keys + self.probes, channels=channels)
 
     def directions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
         """Random unit vectors of the keys: [B, keys, dimensions]."""
-        drawn = normals(child_keys(self.keys(indices), KEYS), self.num_keys * self.dimensions)
-        return unit(drawn.reshape(len(indices), self.num_keys, self.dimensions))
+        drawn = normals(child_keys(self.random_keys(indices), KEYS), self.keys * self.dimensions)
+        return unit(drawn.reshape(len(indices), self.keys, self.dimensions))
 
     def put_together(
         self,
@@ -46,39 +52,31 @@ class Probed(SequenceData):
     ) -> Arrays:
         vectors = np.concatenate((key_vectors, probe_vectors), axis=1)
         classes = np.concatenate((key_classes, probe_classes), axis=1)
-        asks = np.broadcast_to(np.arange(vectors.shape[1])[None, :, None] >= self.num_keys, (*vectors.shape[:2], 1))
+        asks = np.broadcast_to(np.arange(vectors.shape[1])[None, :, None] >= self.keys, (*vectors.shape[:2], 1))
         targets = np.full(vectors.shape[:2], IGNORE)
-        targets[:, self.num_keys :] = answers
+        targets[:, self.keys :] = answers
         return {"inputs": np.concatenate((vectors, classes, asks), axis=2).astype(np.float32), "targets": targets}
 
 
 @SEQUENCES.register("pointing")
+@dataclass(kw_only=True, eq=False)
 class Pointing(Probed):
     """A probe is a noisy copy of some key; the answer is the class of the key that is nearest to it."""
 
     stream_name = "pointing"
 
-    def __init__(
-        self,
-        *,
-        split: str,
-        samples: int,
-        seed: int = 0,
-        keys: int = 256,
-        probes: int = 16,
-        dimensions: int = 6,
-        noise: float = 0.05,
-    ) -> None:
-        super().__init__(split=split, samples=samples, seed=seed, keys=keys, probes=probes, dimensions=dimensions)
-        if noise < 0:
-            raise ValueError(f"noise must not be negative, got {noise}")
-        self.noise = noise
+    noise: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.noise < 0:
+            raise ValueError(f"noise must not be negative, got {self.noise}")
 
     def make(self, indices: NDArray[np.int64]) -> Arrays:
-        keys, batch = self.keys(indices), len(indices)
+        keys, batch = self.random_keys(indices), len(indices)
         vectors = self.directions(indices)
-        classes = integers(uniforms(child_keys(keys, CLASSES), self.num_keys), self.classes)
-        chosen = integers(uniforms(child_keys(keys, CHOICES), self.probes), self.num_keys)
+        classes = integers(uniforms(child_keys(keys, CLASSES), self.keys), self.classes)
+        chosen = integers(uniforms(child_keys(keys, CHOICES), self.probes), self.keys)
         noise = self.noise * normals(child_keys(keys, PROBES), self.probes * self.dimensions)
         near = np.take_along_axis(vectors, chosen[:, :, None], axis=1)
         probes = unit(near + noise.reshape(near.shape))
@@ -98,21 +96,19 @@ class Counting(Probed):
 
     stream_name = "pointing_control"
 
-    def __init__(
-        self, *, split: str, samples: int, seed: int = 0, keys: int = 256, probes: int = 16, dimensions: int = 6
-    ) -> None:
-        super().__init__(split=split, samples=samples, seed=seed, keys=keys, probes=probes, dimensions=dimensions)
-        if keys < 7 * self.classes:
-            raise ValueError(f"keys must be at least {7 * self.classes}, so that every number fits, got {keys}")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keys < 7 * self.classes:
+            raise ValueError(f"keys must be at least {7 * self.classes}, so that every number fits, got {self.keys}")
 
     def make(self, indices: NDArray[np.int64]) -> Arrays:
-        keys, batch = self.keys(indices), len(indices)
+        keys, batch = self.random_keys(indices), len(indices)
         vectors = self.directions(indices)
         counts = integers(uniforms(child_keys(keys, CLASSES), self.classes), 8)
         # class c takes the first counts[c] of the next free places; what is left has no class; then all are shuffled
         ends = counts.cumsum(axis=1)
-        kinds = (np.arange(self.num_keys)[None, :, None] >= ends[:, None]).sum(axis=2)
-        order = uniforms(child_keys(keys, PROBES), self.num_keys).argsort(axis=1)
+        kinds = (np.arange(self.keys)[None, :, None] >= ends[:, None]).sum(axis=2)
+        order = uniforms(child_keys(keys, PROBES), self.keys).argsort(axis=1)
         kinds = np.take_along_axis(kinds, order, axis=1)
         asked = integers(uniforms(child_keys(keys, CHOICES), self.probes), self.classes)
         answers = np.take_along_axis(counts, asked, axis=1)
@@ -122,6 +118,7 @@ class Counting(Probed):
 
 
 @SEQUENCES.register("majority")
+@dataclass(kw_only=True, eq=False)
 class Majority(Probed):
     """Every key has a class; the answer of every probe is the class of most keys, `lead` more of them than chance gave it.
 
@@ -130,30 +127,22 @@ class Majority(Probed):
 
     stream_name = "majority"
 
-    def __init__(
-        self,
-        *,
-        split: str,
-        samples: int,
-        seed: int = 0,
-        keys: int = 256,
-        probes: int = 16,
-        dimensions: int = 6,
-        lead: int = 2,
-    ) -> None:
-        super().__init__(split=split, samples=samples, seed=seed, keys=keys, probes=probes, dimensions=dimensions)
-        if not 1 <= lead <= keys // 2:
-            raise ValueError(f"lead must be 1 to {keys // 2}, half of the keys, so that there is somebody to lead, got {lead}")
-        self.lead = lead
+    lead: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = self.keys // 2
+        if not 1 <= self.lead <= most:
+            raise ValueError(f"lead must be 1 to {most}, half of the keys, so that there is somebody to lead, got {self.lead}")
 
     def make(self, indices: NDArray[np.int64]) -> Arrays:
-        keys, batch = self.keys(indices), len(indices)
-        classes = integers(uniforms(child_keys(keys, CLASSES), self.num_keys), self.classes)
+        keys, batch = self.random_keys(indices), len(indices)
+        classes = integers(uniforms(child_keys(keys, CLASSES), self.keys), self.classes)
         counts = (classes[:, :, None] == np.arange(self.classes)).sum(axis=1)
         # among classes that are even, each is as likely to win
         winners = (counts + uniforms(child_keys(keys, CHOICES), self.classes)).argmax(axis=1)[:, None]
         # the winner takes over keys of others, whichever come first in a random order: what it has already comes last
-        order = uniforms(child_keys(keys, PROBES), self.num_keys) + (classes == winners)
+        order = uniforms(child_keys(keys, PROBES), self.keys) + (classes == winners)
         taken = order.argsort(axis=1).argsort(axis=1) < self.lead
         classes = np.where(taken, winners, classes)
         none = np.zeros((batch, self.probes, self.dimensions + self.classes))

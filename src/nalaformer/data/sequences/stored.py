@@ -14,17 +14,17 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from ...child_processes import worker_pool
-from ...folder_lock import refuse_in_use
-from ...json_text import parse_json
-from ...whole_files import (
+from ...atomic_files import (
+    atomic_folder,
     megabytes,
     refuse_content,
     refuse_full_disk,
     unfinished_folder,
-    whole_folder,
     write_atomically,
 )
+from ...child_processes import worker_pool
+from ...folder_lock import refuse_in_use
+from ...json_text import parse_json
 from ..mapped_files import mapped
 from .base import SEQUENCES, SPLITS, Arrays, SequenceData, SequenceFacts, known_options, make_sequences
 
@@ -57,7 +57,7 @@ def write(
     if about_if_any(target) == about:
         advance(len(data))
         return target
-    with whole_folder(target, keep_unfinished=True) as unfinished:
+    with atomic_folder(target, keep_unfinished=True) as unfinished:
         try:
             finished = finished_chunks(unfinished, data, about)
             advance(sum(min(CHUNK, len(data) - start) for start in finished))

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from ..written_once import written_once
+from ..generated_folders import written_once
 
 SCENES = "scenes"
 """The name by which they are asked for."""

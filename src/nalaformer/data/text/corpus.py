@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...atomic_files import atomic_folder, free_bytes, megabytes, refuse_content, refuse_full_disk
 from ...folder_lock import refuse_in_use
-from ...whole_files import free_bytes, megabytes, refuse_content, refuse_full_disk, whole_folder
 from .documents import Document, Reading, find_text, one_line_per_message, read_documents
 from .shards import SHARD_TOKENS, Shard, ShardWriter, TokenShards
 from .tokenizer import ChatTemplate, check_vocab_size, encode, fingerprint, load_tokenizer, start_token, train_tokenizer
@@ -68,7 +68,7 @@ def tokenize_corpus(
                 f"more than {most_bad} lines cannot be read, the last of them {line}; mend them, or allow more (--most-bad)"
             )
 
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         if tokenizer is not None:
             words = load_tokenizer(tokenizer)
         else:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...registry import unknown_name
-from .figures import FIGURES
+from .known_costs import KNOWN_COSTS
 from .multiply_adds import count_multiply_adds
 from .variants import VARIANTS, build
 
@@ -40,7 +40,7 @@ def card(name: str) -> ModelCard:
     """The card of a backbone."""
     if name not in VARIANTS:
         raise unknown_name("backbone", name, VARIANTS)
-    parameters, multiply_adds = FIGURES[name] if name in FIGURES else count(name)
+    parameters, multiply_adds = KNOWN_COSTS[name] if name in KNOWN_COSTS else count(name)
     variant = VARIANTS[name]
     config = variant.config
     stages = ("l" if config.is_linear(stage) else "v" for stage in range(len(config.depths)))

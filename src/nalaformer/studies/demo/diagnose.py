@@ -49,7 +49,7 @@ def diagnose(folder: Path) -> Diagnosis:
     data = run.task.eval_data
     inputs = torch.stack([torch.as_tensor(data[index]["inputs"]) for index in range(min(SEQUENCES, len(data)))])
     assert isinstance(data, Pointing)
-    keys, dimensions = data.num_keys, data.dimensions
+    keys, dimensions = data.keys, data.dimensions
     layers = queries_and_keys(run.model, inputs)
     asking = slice(keys, None)
     norms = [q[:, asking].norm(dim=-1).transpose(1, 2) for _, q, _ in layers]  # [B, H, probes]

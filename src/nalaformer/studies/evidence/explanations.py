@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...analysis.explanations import METHODS, explain
+from ...analysis.explanations import EXPLANATIONS, explain
 from ...bench.runner import Say, say_on_stdout
-from ...data.cells import CueGrid
+from ...data.glyph_grids import CueGrid
 from .glyph_pair import (
     BLACK,
     CELLS,
@@ -103,7 +103,7 @@ def explanation_rows(*, seed: int, steps: int, images: int) -> Iterator[dict[str
 
 
 def judged_rows(model: nn.Module, judged: Judged, common: dict[str, object]) -> Iterator[dict[str, object]]:
-    for method in (*METHODS, "random"):
+    for method in (*EXPLANATIONS, "random"):
         if method == "random":
             generator = torch.Generator().manual_seed(0)
             heat = torch.rand(len(judged.images), judged.cells, judged.cells, generator=generator)

@@ -10,15 +10,15 @@ from numpy.random import Generator
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from ...atomic_files import write_csv
 from ...bench.machine import describe_machine
 from ...bench.runner import Say, today
 from ...conversion import convert
-from ...data.cells import CueGrid, GlyphGrid, unit_vectors
 from ...data.generated import Image
+from ...data.glyph_grids import CueGrid, GlyphGrid, unit_vectors
 from ...data.glyphs import NAMES
 from ...models.vision.variants import build
 from ...recipes.generated import small_vit
-from ...whole_files import write_csv
 
 # of every row, beside what a study measures
 MACHINE_COLUMNS = ("device", "torch", "commit", "date")

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...atomic_files import atomic_folder, write_atomically
 from ...child_processes import worker_pool
 from ...data import seed_everything
 from ...data.sequences import RecallLanguage
 from ...training import TrainingConfig
-from ...training.resident import resident
-from ...training.sprint import Sprint
-from ...whole_files import whole_folder, write_atomically
+from ...training.captured_training import Sprint
+from ...training.data_on_device import resident
 from .start import start_for_recall_
 
 # a needle, key-value pairs, chains of variables, repeated phrases
@@ -274,7 +274,7 @@ def save_teacher(course: Course, config: TeacherConfig, folder: str | Path) -> N
     folder.mkdir(parents=True, exist_ok=True)
     name = f"after_{course.lessons}_lessons"
     if not (folder / name).exists():
-        with whole_folder(folder / name) as unfinished:
+        with atomic_folder(folder / name) as unfinished:
             course.model.save_pretrained(unfinished)
     facts = {"model": name, "lessons": course.lessons, "tokens": course.tokens, "seconds": course.seconds}
     write_atomically(folder / "course.json", json.dumps({**facts, "config": settings_of(config)}, indent=1).encode())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...whole_files import write_csv
+from ...atomic_files import write_csv
 
 if TYPE_CHECKING:
     from rich.table import Table

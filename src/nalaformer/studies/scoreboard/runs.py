@@ -24,9 +24,9 @@ from ...recipes import Recipe, build_model
 from ...stopping import stop_requests
 from ...tasks import Sequences, SequencesConfig
 from ...training import TrainingConfig
+from ...training.captured_training import Sprint
 from ...training.config import PRECISIONS
-from ...training.resident import resident
-from ...training.sprint import Sprint
+from ...training.data_on_device import resident
 from .methods import Method, parse_methods
 from .processes import finished_in_processes
 from .report import Row, read_rows, save_rows

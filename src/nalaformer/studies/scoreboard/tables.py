@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...whole_files import write_atomically
+from ...atomic_files import write_atomically
 from .methods import short_name
 from .report import Row, Standing, read_rows, standings
 from .rows import ROWS

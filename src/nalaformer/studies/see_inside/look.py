@@ -11,9 +11,9 @@ import torch
 from ...analysis import HeadStatistics, LayerRecord, attention_layers, record
 from ...data import CorruptImage, read_image
 from .explained import Explanation, explanations_of
-from .figures import Curve, as_inline_svg, draw_one_curve
 from .maps import Layer, layer_of, maps_of
 from .page import Column, ModelOnPage, as_address
+from .pictures import Curve, as_inline_svg, draw_one_curve
 from .subject import Subject, as_text
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...atomic_files import write_atomically
 from ...bench import describe_machine
-from ...whole_files import write_atomically
-from .figures import as_inline_svg, draw_curves, draw_depth, draw_maps, save_png_and_svg
 from .look import Look
 from .maps import ACCURACY, fitting, maps_of, packed
 from .page import ModelOnPage, Page
+from .pictures import as_inline_svg, draw_curves, draw_depth, draw_maps, save_png_and_svg
 from .server import Explorer
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...data.generated_folders import written_once
 from ...data.segmentation import IGNORED, EvalResize, MaskedImages, TrainingCrop, write_scenes
-from ...data.written_once import written_once
 from ..base import TASKS, Answer, Loss
 from .config import SCENES, SegmentationAnswers, SegmentationConfig
 from .metrics import ConfusionMatrix

@@ -58,7 +58,7 @@ def packing_of(lengths: Sequence[int], device: torch.device) -> Packing:
     return Packing(*(torch.tensor(x, dtype=torch.int32).to(device, non_blocking=True) for x in (owners, sequences)))
 
 
-class Call(NamedTuple):
+class DeltaCall(NamedTuple):
     """The sizes of a call."""
 
     rows: int
@@ -120,10 +120,10 @@ class Call(NamedTuple):
         return self.empty(self.rows, self.heads, size)
 
 
-def call_of(q: Tensor, v: Tensor, log_decay: Tensor | None, packing: Packing) -> Call:
+def call_of(q: Tensor, v: Tensor, log_decay: Tensor | None, packing: Packing) -> DeltaCall:
     batch, tokens, heads, features = q.shape
     pieces, sequences = sizes_of(q, packing)
-    return Call(
+    return DeltaCall(
         *(batch * tokens, tokens, heads, features, v.shape[3], pieces, sequences, packing),
         fades=log_decay is not None,
         dtype=v.dtype,
@@ -170,7 +170,7 @@ def run_forward(
 
 
 def solve(
-    call: Call, tensors: Sequence[Tensor | None], u: Tensor, scale: float, *, is_gradient: bool
+    call: DeltaCall, tensors: Sequence[Tensor | None], u: Tensor, scale: float, *, is_gradient: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """w, s, e and, for gradients, T; u is written."""
     w = call.per_head(call.features)

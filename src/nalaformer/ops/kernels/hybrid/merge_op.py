@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..common.launch import Description, kind, start
 from ..common.op import operator
-from .compiled.merge import merge_gradient_kernel, merge_kernel
+from .compiled.merge import merge_branches_kernel, merge_gradient_kernel
 from .launch import LAUNCHES, padded
 
 # numbers that a program holds at once
@@ -28,7 +28,7 @@ def run_forward(
     """[..., V] in the given type; weighted sums [..., V] and totals [...] of both branches, gate [..., V or 1]."""
     out = torch.empty(weighted.shape, dtype=dtype, device=weighted.device)
     tensors = _contiguous(row_max, total, weighted, linear_total, linear_weighted, gate)
-    _start("merge", merge_kernel, tensors, (out,), linear_weighted is not None, gate, is_released, eps)
+    _start("merge", merge_branches_kernel, tensors, (out,), linear_weighted is not None, gate, is_released, eps)
     return out
 
 

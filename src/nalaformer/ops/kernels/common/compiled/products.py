@@ -23,8 +23,8 @@ def high_and_low(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def cut(x, DOT: tl.constexpr):
-    """digits, for where both are used: cut off by a mask, which spares conversions there and back, instead of rounded."""
+def truncated_digits(x, DOT: tl.constexpr):
+    """Like digits, but the high part is truncated by a mask, not rounded: where both parts are used, this saves conversions."""
     high = x
     if tl.bfloat16 == DOT:
         high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)

@@ -61,7 +61,7 @@ def load_parts(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def merge_kernel(
+def merge_branches_kernel(
     weighted_ptr,  # [rows, V] float32
     total_ptr,  # [rows] float32
     max_ptr,  # [rows] float32

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ...common.compiled.map_gradients import along_query, phi_query_gradient
 from ...common.compiled.maps import phi_key
-from ...common.compiled.products import cut, is_lean, left_factor, right_factor, times, unit_matrix, widened
+from ...common.compiled.products import is_lean, left_factor, right_factor, times, truncated_digits, unit_matrix, widened
 from ...common.compiled.tiles import (
     angles_of,
     load_both_sums,
@@ -62,7 +62,7 @@ def times_state(
 ):
     """x [BN, BV] times the sums of a part, [BV, BD], with all their digits; read here, they leave the registers at once."""
     s, z = load_sums(ptr, D, V, BD, BV)
-    high, low = cut(s, DOT)
+    high, low = truncated_digits(s, DOT)
     return times(x, tl.trans(high), tl.trans(low), PRECISION)
 
 
@@ -196,11 +196,11 @@ def causal_dq_kernel(
             if PARTS == 2:
                 db_turned = times_state(dout, before + D * (V + 2), D, V, BD, BV, DOT, PRECISION)
         else:
-            high, low = cut(s_a, DOT)
+            high, low = truncated_digits(s_a, DOT)
             da = times(dout, high, low, PRECISION)
             db_turned = da
             if PARTS == 2:
-                high, low = cut(s_b, DOT)
+                high, low = truncated_digits(s_b, DOT)
                 db_turned = times(dout, high, low, PRECISION)
         # key sums of the tiles between the state and this one
         near_a = tl.zeros([16, BD], tl.float32)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ...common.compiled.map_gradients import phi_key_gradient
 from ...common.compiled.maps import phi_query
-from ...common.compiled.products import cut, high_and_low, is_lean, times, unit_matrix, widened
+from ...common.compiled.products import high_and_low, is_lean, times, truncated_digits, unit_matrix, widened
 from ...common.compiled.tiles import (
     angles_of,
     load_both_sums,
@@ -265,11 +265,11 @@ def causal_dk_kernel(
             if PARTS == 2:
                 db = times_state(v, after + D * (V + 2), D, V, BD, BV, DOT, PRECISION)
         else:
-            high, low = cut(ds_a, DOT)
+            high, low = truncated_digits(ds_a, DOT)
             da = times(v, high, low, PRECISION)
             db = da
             if PARTS == 2:
-                high, low = cut(ds_b, DOT)
+                high, low = truncated_digits(ds_b, DOT)
                 db = times(v, high, low, PRECISION)
         if TILED:
             for later in range(first + BN, end, BN):
@@ -289,12 +289,12 @@ def causal_dk_kernel(
                         *(PARTS, PAIRS, SAME_ANGLES, True, TILED, DOT, PRECISION),
                     )
         # what belongs to the features before the turn, from z: the sixteen rows add up
-        high, low = cut(wide_a, DOT)
+        high, low = truncated_digits(wide_a, DOT)
         plain_a = da if PAIRS == 0 else tl.zeros([BN, BD], tl.float32)
         plain_a = tl.dot(ones, low, tl.dot(ones, high, plain_a, input_precision=PRECISION), input_precision=PRECISION)
         plain_b = plain_a
         if PARTS == 2:
-            high, low = cut(wide_b, DOT)
+            high, low = truncated_digits(wide_b, DOT)
             plain_b = db if PAIRS == 0 else tl.zeros([BN, BD], tl.float32)
             plain_b = tl.dot(ones, low, tl.dot(ones, high, plain_b, input_precision=PRECISION), input_precision=PRECISION)
         if PAIRS == 0:

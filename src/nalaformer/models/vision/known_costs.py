@@ -4,7 +4,7 @@ A backbone that is not listed here is counted when it is asked for; tests compar
 """
 
 # name: parameters with 1000 classes, multiply-adds of one image of 224 x 224
-FIGURES: dict[str, tuple[int, int]] = {
+KNOWN_COSTS: dict[str, tuple[int, int]] = {
     "nalaformer_xt": (6_142_248, 644_625_280),
     "nalaformer_t": (15_907_752, 2_857_393_152),
     "nalaformer_s": (25_654_184, 5_035_376_512),

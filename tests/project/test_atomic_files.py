@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nalaformer import published, whole_files
+from nalaformer import atomic_files, published
+from nalaformer.atomic_files import atomic_file, atomic_folder, put_in_place, write_atomically, write_csv
 from nalaformer.training import Checkpoint, Checkpoints
-from nalaformer.whole_files import put_in_place, whole_file, whole_folder, write_atomically, write_csv
 
 
 def write_folder(path):
-    with whole_folder(path) as folder:
+    with atomic_folder(path) as folder:
         (folder / "a").write_bytes(b"new")
 
 
@@ -51,7 +51,7 @@ def test_what_gets_its_name_has_reached_the_disk(tmp_path, monkeypatch, kind):
 
 
 def write_half(path):
-    with whole_file(path) as aside:
+    with atomic_file(path) as aside:
         aside.write_bytes(b"half")
         raise KeyboardInterrupt
 
@@ -72,7 +72,7 @@ def test_an_older_folder_goes_only_when_the_new_one_has_reached_the_disk(tmp_pat
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(whole_files.os, "fsync", full)
+        patch.setattr(atomic_files.os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             put_in_place(tmp_path / "new", tmp_path / "old")
     assert (tmp_path / "old" / "old").exists()

@@ -16,7 +16,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """A file to write, which gets its name `path` at the end; after an error the old one stays and nothing is beside it."""
     aside = path.with_name(f".{path.name}_{os.getpid()}")
     try:
@@ -31,14 +31,14 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """The file has its old content or the new one, whatever happens."""
-    with whole_file(path) as aside:
+    with atomic_file(path) as aside:
         aside.write_bytes(content)
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
     """These columns of the rows, as a whole file in the place of an old one; what a row does not have is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as aside, aside.open("w", newline="") as file:
+    with atomic_file(path) as aside, aside.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
@@ -79,7 +79,7 @@ def remove_folder(path: Path) -> None:
 
 
 @contextmanager
-def whole_folder(path: str | Path, *, keep_unfinished: bool = False, wait_for_disk: bool = True) -> Iterator[Path]:
+def atomic_folder(path: str | Path, *, keep_unfinished: bool = False, wait_for_disk: bool = True) -> Iterator[Path]:
     """A folder to write into, which gets its name `path` at the end; after an error nothing is left of it.
 
     A folder of that name that holds something, or that another process is writing, is refused before anything is written.
@@ -106,7 +106,7 @@ def whole_folder(path: str | Path, *, keep_unfinished: bool = False, wait_for_di
 
 
 def unfinished_folder(path: Path) -> Path:
-    """Where `whole_folder` writes before the folder is whole."""
+    """Where `atomic_folder` writes before the folder is whole."""
     return path.absolute().with_name(f"{UNFINISHED}{path.absolute().name}")
 
 

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from nalaformer.data.written_once import written_once
+from nalaformer.data.generated_folders import written_once
 
 OTHER = """
 import sys
-from nalaformer.data.written_once import written_once
+from nalaformer.data.generated_folders import written_once
 
 def write(folder):
     (folder / "theirs").touch()

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..atomic_files import atomic_folder
 from ..folder_lock import InUse
-from ..whole_files import whole_folder
 
 # to write it takes seconds; whoever holds it longer has died on another host
 MOST_SECONDS = 600.0
@@ -18,7 +18,7 @@ def written_once(folder: str | Path, write: Callable[[Path], None]) -> Path:
     while not is_written(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with whole_folder(folder) as aside:
+            with atomic_folder(folder) as aside:
                 write(aside)
         except InUse:
             if time.monotonic() - start > MOST_SECONDS:

@@ -1,6 +1,7 @@
 """Grids of coloured glyphs with one marked cell: pointing, which needs sharp attention, and counting, which needs flat."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.random import Generator
@@ -10,21 +11,25 @@ from .generated import GENERATED, Generated, Image
 from .glyphs import NAMES, glyph_masks
 
 
+@dataclass(kw_only=True, eq=False)
 class GlyphGrid(Generated):
     """A square of `cells` x `cells` cells of `cell_size` pixels: coloured glyphs, blanks, and one cell with a white frame.
 
     Colours are points of a sphere around grey, on black: all of them differ from each other by direction alone.
     """
 
-    def __init__(self, *, split: str, samples: int, seed: int = 0, cells: int = 6, cell_size: int = 8, glyphs: int = 4) -> None:
-        super().__init__(split=split, samples=samples, seed=seed)
-        if not 2 <= glyphs <= len(NAMES):
-            raise ValueError(f"glyphs must be between 2 and {len(NAMES)}, got {glyphs}")
-        if (cells * cells - 1) // glyphs < 1:
-            raise ValueError(f"a grid must have room for every glyph and the marked cell, got {cells} x {cells} cells")
-        self.cells, self.cell_size, self.glyphs = cells, cell_size, glyphs
-        self.image_size = cells * cell_size
-        self.masks = glyph_masks(cell_size)[:glyphs]
+    cells: int = 6
+    cell_size: int = 8
+    glyphs: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 2 <= self.glyphs <= len(NAMES):
+            raise ValueError(f"glyphs must be between 2 and {len(NAMES)}, got {self.glyphs}")
+        if (self.cells**2 - 1) // self.glyphs < 1:
+            raise ValueError(f"a grid must have room for every glyph and the marked cell, got {self.cells**2} cells")
+        self.image_size = self.cells * self.cell_size
+        self.masks = glyph_masks(self.cell_size)[: self.glyphs]
 
     def place(self, random: Generator, patches: NDArray[np.float32]) -> tuple[Image, NDArray[np.int64]]:
         """Put patches [P, 3, size, size] into random cells, the rest stays black: the image, and the cell of each patch."""
@@ -46,6 +51,7 @@ class GlyphGrid(Generated):
 
 
 @GENERATED.register("cue_grid")
+@dataclass(kw_only=True, eq=False)
 class CueGrid(GlyphGrid):
     """The marked cell shows a colour; the label is the glyph that has it.
 
@@ -56,25 +62,16 @@ class CueGrid(GlyphGrid):
     eval split is full always.
     """
 
-    def __init__(
-        self,
-        *,
-        split: str,
-        samples: int,
-        seed: int = 0,
-        cells: int = 6,
-        cell_size: int = 8,
-        glyphs: int = 4,
-        separation: float = 10.0,
-        crowding: float = 5.0,
-    ) -> None:
-        super().__init__(split=split, samples=samples, seed=seed, cells=cells, cell_size=cell_size, glyphs=glyphs)
-        if not 0 <= separation <= 60:
-            raise ValueError(f"separation must be between 0 and 60 degrees: beyond, few colours are left, got {separation}")
-        if crowding <= 0:
-            raise ValueError(f"crowding must be positive, got {crowding}")
-        self.separation, self.crowding = separation, crowding
-        self.classes = NAMES[:glyphs]
+    separation: float = 10.0
+    crowding: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.separation <= 60:
+            raise ValueError(f"separation must be between 0 and 60 degrees: few colours lie beyond, got {self.separation}")
+        if self.crowding <= 0:
+            raise ValueError(f"crowding must be positive, got {self.crowding}")
+        self.classes = NAMES[: self.glyphs]
 
     def draw(self, random: Generator) -> tuple[Image, int]:
         return self.arranged(random)[:2]
@@ -107,28 +104,21 @@ class CueGrid(GlyphGrid):
 
 
 @GENERATED.register("count_grid")
+@dataclass(kw_only=True, eq=False)
 class CountGrid(GlyphGrid):
     """The control: the marked cell shows a glyph; the label is how many other cells show it, 1 to `most`.
 
     Attention must be spread over all of them. How many cells are filled says nothing: it is the same in every image.
     """
 
-    def __init__(
-        self,
-        *,
-        split: str,
-        samples: int,
-        seed: int = 0,
-        cells: int = 6,
-        cell_size: int = 8,
-        glyphs: int = 4,
-        most: int = 8,
-    ) -> None:
-        super().__init__(split=split, samples=samples, seed=seed, cells=cells, cell_size=cell_size, glyphs=glyphs)
-        if not 2 <= most <= (cells * cells - 1) // 2:
-            raise ValueError(f"most must be between 2 and half of the cells, got {most} for {cells} x {cells} cells")
-        self.most = most
-        self.classes = tuple(str(number) for number in range(1, most + 1))
+    most: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 2 <= self.most <= (self.cells**2 - 1) // 2:
+            size = f"{self.cells} x {self.cells}"
+            raise ValueError(f"most must be between 2 and half of the cells, got {self.most} for {size} cells")
+        self.classes = tuple(str(number) for number in range(1, self.most + 1))
 
     def draw(self, random: Generator) -> tuple[Image, int]:
         cued, number = int(random.integers(self.glyphs)), int(random.integers(1, self.most + 1))

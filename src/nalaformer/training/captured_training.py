@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..atomic_files import clear_disk_errors, write_atomically
 from ..data import seed_everything
 from ..data.sequences import IGNORE
 from ..ops.graphs import NotCapturable, captured
-from ..whole_files import clear_disk_errors, write_atomically
 from .config import TrainingConfig
+from .data_on_device import Bucket, Plan, make_plan
 from .precision import precision_on
-from .resident import Bucket, Plan, make_plan
 from .schedule import make_schedule
 
 MOST_ANSWERS = 2**17
