@@ -114,6 +114,13 @@ def test_the_command_runs_so_many_jobs_at_a_time(tmp_path, monkeypatch, in_threa
         run_boards([tiny()], out=tmp_path / "a.csv", jobs=0)
 
 
+def test_what_is_made_in_seconds_is_made_by_each_process_and_the_rest_once(tmp_path, monkeypatch, in_threads):
+    written, write = [], runs.write
+    monkeypatch.setattr(runs, "write", lambda name, *given, **named: written.append(name) or write(name, *given, **named))
+    run_boards([tiny("mqar_80"), tiny("listops")], out=tmp_path / "a.csv", jobs=2)
+    assert written == ["listops"] * 3
+
+
 def in_blocks_of_one(board):
     return replace(board, recipe=replace(board.recipe, training=replace(board.recipe.training, eval_every=1)))
 
@@ -149,6 +156,19 @@ class Slow:
     label = "slow"
 
 
+class Five:
+    """Five slow runs."""
+
+    total = left = 5
+
+    def __len__(self):
+        return self.left
+
+    def take(self):
+        self.left -= 1
+        return Slow()
+
+
 def test_jobs_end_when_somebody_asks_to_stop(monkeypatch):
     begun, said, started = time.monotonic(), [], []
 
@@ -166,7 +186,7 @@ def test_jobs_end_when_somebody_asks_to_stop(monkeypatch):
 
     monkeypatch.setattr(processes, "worker_pool", pool)
     jobs = {"jobs": 2, "device": "cpu", "until": begun + 1000, "say": said.append}
-    assert list(processes.finished_in_processes([Slow()] * 5, work, **jobs)) == []
+    assert list(processes.finished_in_processes(Five(), work, **jobs)) == []
     assert said == ["stopped; 2 runs are put aside and 3 are left, and the same command goes on"]
 
 

@@ -56,6 +56,8 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     """Accuracy of guessing."""
     shortcuts: dict[str, float] = {}
     """Accuracies that can be had without doing the task, measured, by how."""
+    is_quick = False
+    """True where a core makes tens of thousands of samples in seconds, so that keeping them saves nothing."""
 
     def __init__(self, *, split: str, samples: int, seed: int = 0) -> None:
         if split not in SPLITS:

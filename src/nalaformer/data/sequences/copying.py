@@ -12,6 +12,8 @@ SEPARATOR, FIRST = 1, 2
 class RandomTokens(SequenceData):
     """Token 1 separates, tokens 2.. are drawn evenly."""
 
+    is_quick = True
+
     def __init__(self, *, split: str, samples: int, seed: int = 0, length: int = 256, vocabulary: int = 64) -> None:
         super().__init__(split=split, samples=samples, seed=seed)
         if length < 4 or vocabulary < 4:
