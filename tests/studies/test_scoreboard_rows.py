@@ -16,7 +16,7 @@ from nalaformer import cli
 from nalaformer.studies.scoreboard import METHODS_OF_THE_BOARD, ROWS, make_board, processes, row_names, run_boards, runs
 from nalaformer.studies.scoreboard.methods import parse_methods, short_name
 from nalaformer.studies.scoreboard.report import read_rows
-from nalaformer.studies.scoreboard.tables import BEGIN, END, fill, markdown, rows_of
+from nalaformer.studies.scoreboard.tables import BEGIN, END, fill, markdown, rows_of, summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROJECT = Path(__file__).parents[2]
@@ -199,6 +199,27 @@ def test_the_tables_of_the_page_are_those_of_the_files():
     assert shown == markdown(rows_of(PROJECT / "benchmarks" / "results"))
 
 
+def test_the_summary_has_seeds_spread_and_state_beside_the_plain_map():
+    def row(method, seed, test, state):
+        fixed = {
+            "task": "majority_256",
+            "learning_rate": "0.1",
+            "dev": "0.5",
+            "parameters": "1",
+            "steps": "4",
+            "settings": "{}",
+        }
+        return fixed | {"method": method, "seed": str(seed), "test": str(test), "state_size": str(state)}
+
+    rows = [row("relu", seed, 0.5 + 0.1 * seed, 64) for seed in range(3)]
+    rows += [row("split", seed, 0.25, 128) for seed in range(2)] + [row("softmax", 0, 1.0, 0)]
+    lines = summary({"majority_256": rows}).splitlines()
+    assert "| relu | 1 | 0.600 ± 0.100 |" in lines
+    assert "| sign_split | 2 | 0.250 ± 0.000 (2) |" in lines
+    assert "| softmax | grows | 1.000 (1) |" in lines
+    assert "| deltanet |  | - |" in lines
+
+
 def test_every_row_is_explained_on_the_page():
     page = (PROJECT / "docs" / "scoreboard.md").read_text()
     assert [name for name in [*ROWS, *METHODS_OF_THE_BOARD] if f"`{name}`" not in page] == []
@@ -215,6 +236,13 @@ def test_a_page_is_filled_from_the_files_beside_chance_and_machine(tmp_path):
     assert "old" not in text
     assert f"| nala_mild | {float(rows[1]['test']):.4f} | - | 1 |" in text
     assert "| chance | 0.1250 |" in text
+    # what is not there is called so, and what has no form for a row is not missed
+    assert f"| nala_mild |  | {float(rows[1]['test']):.3f} (1) |" in text
+    assert "| relu |  | not measured |" in text
+    assert "| rala_map |  | - |" in text
+    assert "Rows that have not been measured yet: `pointing_256`," in text
+    assert "Not measured yet: relu, elu," in text
+    assert "rala_map" not in text.partition("Not measured yet:")[2].partition("\n")[0]
     assert rows[0]["commit"] in text
     assert json.loads(rows[0]["settings"])["data"]["data"] == "mqar"
     (tmp_path / "b.md").write_text("none")

@@ -50,6 +50,8 @@ class Standing:
     parameters: int
     state_size: int
     steps: int
+    rates: int = 1
+    """Learning rates that were tried."""
     settings: str = ""
     """In which it differs from others in the same file, as "batch_size=4"."""
 
@@ -83,6 +85,7 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
                 parameters=int(best[0]["parameters"]),
                 state_size=int(best[0]["state_size"]),
                 steps=int(steps),
+                rates=len(by_rate),
                 # of runs as long: with the steps, warm-up and more change by themselves
                 settings=differing([row["settings"] for row in rows if row["steps"] == steps])[settings],
             )

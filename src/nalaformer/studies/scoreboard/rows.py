@@ -26,6 +26,11 @@ class BoardRow:
     file_option: str = ""
     """The option of the data that names a file of the user's, if it needs one."""
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see earlier ones alone."""
+        return RECIPES[self.recipe]().model == CAUSAL_MODEL
+
     def make(self, settings: Sequence[str] = ()) -> Recipe:
         return recipe_with(self.recipe, [*assignments(self.settings), *settings])
 
@@ -35,6 +40,7 @@ def assignments(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
 
 
+CAUSAL_MODEL = "recall"
 SAMPLES = {"train_samples": 50_000, "eval_samples": 500, "test_samples": 2_000}
 FEW = {"train_samples": 4, "eval_samples": 2, "test_samples": 2, "batch_size": 2, "warmup": 0}
 # bfloat16 on a GPU that computes in it
@@ -147,7 +153,7 @@ def make_board(
     original = RECIPES[name]() if row is None else row.make(small)
     refuse_others(name, recipe, original)
     rates = list(learning_rates) or (list(row.learning_rates) if row is not None else [recipe.training.learning_rate])
-    chosen = parse_methods(methods, causal=recipe.model == "recall")
+    chosen = parse_methods(methods, causal=recipe.model == CAUSAL_MODEL)
     if smoke:
         recipe = replace(recipe, training=replace(recipe.training, eval_every=2))
         seeds, rates, steps = 1, rates[:1], steps or 2
