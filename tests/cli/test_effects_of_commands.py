@@ -415,9 +415,14 @@ def test_a_scoreboard_is_of_its_task_and_settings(tmp_path, monkeypatch):
     assert row["steps"] == "2"
 
 
-@COMMANDS.of("scoreboard.methods", "scoreboard.seeds", "scoreboard.learning_rates")
+@COMMANDS.of("scoreboard.methods", "scoreboard.seeds", "scoreboard.learning_rates", "scoreboard.every_rate")
 def test_a_scoreboard_trains_every_method_with_every_rate_and_seed(tmp_path):
-    rows = board(tmp_path / "a.csv", "--methods", "relu, split", "--seeds", 2, "--learning-rates", "1e-3,2e-3", steps=1)
+    asked = ("--methods", "relu, split", "--seeds", 2, "--learning-rates", "1e-3,2e-3")
+    # the second seed at one rate of each method, and then at the other too
+    assert len(board(tmp_path / "a.csv", *asked, steps=1)) == 6
+    flags = ("--steps", 1, "--device", "cpu", "--out", tmp_path / "a.csv", "--every-rate")
+    run("scoreboard", "mqar_small", *BOARD, *asked, *flags)
+    rows = read_rows(tmp_path / "a.csv")
     found = sorted((row["method"], row["learning_rate"], row["seed"]) for row in rows)
     assert found == [(method, rate, seed) for method in ("relu", "split") for rate in ("0.001", "0.002") for seed in "01"]
     # other weights and another order for another seed, larger steps with a larger rate

@@ -19,6 +19,7 @@ from nalaformer.folder_lock import InUse, only_writer
 from nalaformer.models.sequence import RecallModel
 from nalaformer.recipes import RECIPES, changed
 from nalaformer.studies.scoreboard import runs as scoreboard
+from nalaformer.studies.scoreboard.order import Order
 from nalaformer.studies.scoreboard.report import COLUMNS, read_rows, scoreboard_table, standings
 from nalaformer.studies.scoreboard.runs import Method, parse_methods, run_scoreboard
 from nalaformer.training import TrainingConfig
@@ -90,19 +91,39 @@ def test_an_epoch_of_the_plan_has_every_sample_once():
 # ---- one run
 
 
-def make_sprint(steps=6, seed=0, **settings):
+def make_sprint(steps=6, seed=0, solved_at=float("inf"), **settings):
     data = SEQUENCES["mqar"](split="train", samples=64, **MQAR)
     torch.manual_seed(3)
     model = RecallModel(attention="split", dim=16, dropout=0.1, **vars(data.facts))
     config = TrainingConfig(**({"steps": steps, "batch_size": 8, "learning_rate": 1e-2, "eval_every": 2} | settings))
     buckets = resident(data, "cpu")
-    return Sprint(model, config, train=buckets, dev=buckets, groups=2, steps=steps, seed=seed)
+    return Sprint(model, config, train=buckets, dev=buckets, groups=2, steps=steps, seed=seed, solved_at=solved_at)
 
 
 def test_a_run_learns_its_few_samples():
     sprint = make_sprint(steps=150, eval_every=50, learning_rate=2e-2)
     assert sprint.run()
     assert sprint.progress.best_dev > 0.9
+
+
+def test_a_run_ends_when_its_task_is_solved(tmp_path):
+    sprint = make_sprint(solved_at=0.0)
+    assert sprint.run()
+    assert (sprint.progress.step, sprint.progress.is_solved) == (2, True)
+    sprint.save(tmp_path / "run.safetensors")
+    again = make_sprint(solved_at=0.0)
+    again.resume(tmp_path / "run.safetensors")
+    assert again.run()
+    assert again.progress.step == 2
+    whole = make_sprint()
+    assert whole.run()
+    assert (whole.progress.step, whole.progress.is_solved) == (6, False)
+
+
+def test_a_row_says_that_its_task_was_solved_and_in_which_precision(tmp_path, monkeypatch):
+    monkeypatch.setattr(scoreboard, "SOLVED", 0.0)
+    (row,) = board(tmp_path / "a.csv", methods="relu")
+    assert (row["outcome"], row["best_step"], row["loop"]) == ("solved", "2", "eager, float32")
 
 
 def test_a_run_that_was_put_aside_goes_on_to_the_same_bits(tmp_path):
@@ -326,6 +347,67 @@ def test_the_best_rate_is_chosen_on_dev_and_never_on_test():
     assert standing.standard_error == pytest.approx(0.1)
 
 
+def of_seeds(rate, devs):
+    figures = {"test": "0.5", "parameters": "1", "state_size": "0", "steps": "4", "settings": "{}"}
+    return [
+        {"task": "t", "method": "relu", "learning_rate": rate, "seed": str(seed), "dev": str(dev)} | figures
+        for seed, dev in enumerate(devs)
+    ]
+
+
+def test_rates_are_compared_on_the_seeds_that_all_of_them_have():
+    # the first seed chose 0.1; that its second seed was unlucky makes 0.2, which had no second, no better
+    (standing,) = standings([*of_seeds("0.1", [0.8, 0.1]), *of_seeds("0.2", [0.7])])
+    assert (standing.learning_rate, standing.seeds) == ("0.1", 2)
+    (standing,) = standings([*of_seeds("0.1", [0.8, 0.1]), *of_seeds("0.2", [0.7, 0.7])])
+    assert (standing.learning_rate, standing.seeds) == ("0.2", 2)
+
+
+def test_later_seeds_are_trained_at_the_rate_that_was_best_with_the_first(tmp_path, monkeypatch):
+    one_run = scoreboard.one_run
+
+    def with_dev(run, *given):
+        # each method has another best rate
+        return one_run(run, *given) | {"dev": str(run.rate if run.method.name == "relu" else -run.rate)}
+
+    monkeypatch.setattr(scoreboard, "one_run", with_dev)
+    rows = board(tmp_path / "a.csv", seeds=(0, 1, 2), rates=(1e-3, 2e-3), steps=1)
+    tried = [(row["seed"], row["method"], row["learning_rate"]) for row in rows]
+    assert tried[:4] == [("0", method, rate) for rate in ("0.001", "0.002") for method in ("relu", "split")]
+    assert tried[4:] == [(seed, *chosen) for seed in "12" for chosen in (("relu", "0.002"), ("split", "0.001"))]
+    monkeypatch.setattr(scoreboard, "one_run", lambda *_: pytest.fail("was run again"))
+    assert board(tmp_path / "a.csv", seeds=(0, 1, 2), rates=(1e-3, 2e-3), steps=1) == rows
+
+
+def test_a_method_waits_for_all_rates_of_its_first_seed_and_gives_up_those_that_failed():
+    made = scoreboard.Board(
+        title="t", recipe=recipe(), methods=parse_methods("relu"), seeds=(0, 1), learning_rates=(1e-3, 2e-3), steps=1
+    )
+    rows = []
+    order = Order([made], rows)
+    assert (order.total, len(order)) == (3, 3)
+    first, second = order.take(), order.take()
+    assert order.take() is None
+    rows.append(first.key | {"dev": "0.5"})
+    assert order.take() is None
+    assert len(order) == 1
+    order.failed(second)
+    last = order.take()
+    assert (last.seed, last.rate) == (1, 1e-3)
+    assert len(order) == 0
+    # nothing to choose from
+    order = Order([made], [])
+    for _ in range(2):
+        order.failed(order.take())
+    assert order.take() is None
+    assert len(order) == 0
+
+
+def test_every_rate_is_trained_with_every_seed_where_asked_for(tmp_path):
+    rows = board(tmp_path / "a.csv", methods="relu", seeds=(0, 1), rates=(1e-3, 2e-3), steps=1, every_rate=True)
+    assert [(row["seed"], row["learning_rate"]) for row in rows] == [(s, r) for s in "01" for r in ("0.001", "0.002")]
+
+
 def test_a_foreign_file_is_not_overwritten(tmp_path):
     (tmp_path / "a.csv").write_text("name,value\nx,1\n")
     with pytest.raises(ValueError, match="scoreboard's file"):
@@ -362,7 +444,8 @@ def test_the_command_prints_a_table_with_chance(run, tmp_path):
     assert "chance" in result.output
     assert "softmax" in result.output
     with (tmp_path / "a.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 8
+        # of two methods, two rates with the first seed and one with the second
+        assert len(list(csv.DictReader(file))) == 6
 
 
 def test_the_table_names_shortcuts(tmp_path):

@@ -16,7 +16,7 @@ from nalaformer import cli
 from nalaformer.studies.scoreboard import METHODS_OF_THE_BOARD, ROWS, make_board, processes, row_names, run_boards, runs
 from nalaformer.studies.scoreboard.methods import parse_methods, short_name
 from nalaformer.studies.scoreboard.report import read_rows
-from nalaformer.studies.scoreboard.tables import BEGIN, END, fill, markdown, rows_of
+from nalaformer.studies.scoreboard.tables import BEGIN, END, fill, markdown, rows_of, summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROJECT = Path(__file__).parents[2]
@@ -114,6 +114,13 @@ def test_the_command_runs_so_many_jobs_at_a_time(tmp_path, monkeypatch, in_threa
         run_boards([tiny()], out=tmp_path / "a.csv", jobs=0)
 
 
+def test_what_is_made_in_seconds_is_made_by_each_process_and_the_rest_once(tmp_path, monkeypatch, in_threads):
+    written, write = [], runs.write
+    monkeypatch.setattr(runs, "write", lambda name, *given, **named: written.append(name) or write(name, *given, **named))
+    run_boards([tiny("mqar_80"), tiny("listops")], out=tmp_path / "a.csv", jobs=2)
+    assert written == ["listops"] * 3
+
+
 def in_blocks_of_one(board):
     return replace(board, recipe=replace(board.recipe, training=replace(board.recipe.training, eval_every=1)))
 
@@ -149,6 +156,19 @@ class Slow:
     label = "slow"
 
 
+class Five:
+    """Five slow runs."""
+
+    total = left = 5
+
+    def __len__(self):
+        return self.left
+
+    def take(self):
+        self.left -= 1
+        return Slow()
+
+
 def test_jobs_end_when_somebody_asks_to_stop(monkeypatch):
     begun, said, started = time.monotonic(), [], []
 
@@ -166,7 +186,7 @@ def test_jobs_end_when_somebody_asks_to_stop(monkeypatch):
 
     monkeypatch.setattr(processes, "worker_pool", pool)
     jobs = {"jobs": 2, "device": "cpu", "until": begun + 1000, "say": said.append}
-    assert list(processes.finished_in_processes([Slow()] * 5, work, **jobs)) == []
+    assert list(processes.finished_in_processes(Five(), work, **jobs)) == []
     assert said == ["stopped; 2 runs are put aside and 3 are left, and the same command goes on"]
 
 
@@ -177,6 +197,27 @@ def test_the_tables_of_the_page_are_those_of_the_files():
     page = (PROJECT / "docs" / "scoreboard.md").read_text()
     shown = page.partition(BEGIN)[2].partition(END)[0].strip()
     assert shown == markdown(rows_of(PROJECT / "benchmarks" / "results"))
+
+
+def test_the_summary_has_seeds_spread_and_state_beside_the_plain_map():
+    def row(method, seed, test, state):
+        fixed = {
+            "task": "majority_256",
+            "learning_rate": "0.1",
+            "dev": "0.5",
+            "parameters": "1",
+            "steps": "4",
+            "settings": "{}",
+        }
+        return fixed | {"method": method, "seed": str(seed), "test": str(test), "state_size": str(state)}
+
+    rows = [row("relu", seed, 0.5 + 0.1 * seed, 64) for seed in range(3)]
+    rows += [row("split", seed, 0.25, 128) for seed in range(2)] + [row("softmax", 0, 1.0, 0)]
+    lines = summary({"majority_256": rows}).splitlines()
+    assert "| relu | 1 | 0.600 ± 0.100 |" in lines
+    assert "| sign_split | 2 | 0.250 ± 0.000 (2) |" in lines
+    assert "| softmax | grows | 1.000 (1) |" in lines
+    assert "| deltanet |  | - |" in lines
 
 
 def test_every_row_is_explained_on_the_page():
@@ -195,6 +236,13 @@ def test_a_page_is_filled_from_the_files_beside_chance_and_machine(tmp_path):
     assert "old" not in text
     assert f"| nala_mild | {float(rows[1]['test']):.4f} | - | 1 |" in text
     assert "| chance | 0.1250 |" in text
+    # what is not there is called so, and what has no form for a row is not missed
+    assert f"| nala_mild |  | {float(rows[1]['test']):.3f} (1) |" in text
+    assert "| relu |  | not measured |" in text
+    assert "| rala_map |  | - |" in text
+    assert "Rows that have not been measured yet: `pointing_256`," in text
+    assert "Not measured yet: relu, elu," in text
+    assert "rala_map" not in text.partition("Not measured yet:")[2].partition("\n")[0]
     assert rows[0]["commit"] in text
     assert json.loads(rows[0]["settings"])["data"]["data"] == "mqar"
     (tmp_path / "b.md").write_text("none")

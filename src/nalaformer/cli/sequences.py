@@ -60,7 +60,7 @@ def add_to(app: "typer.Typer") -> None:
                 autocompletion=completion.methods,
             ),
         ] = "softmax, relu, nalaformer",
-        seeds: Annotated[int, typer.Option(help="Runs of each method and rate.")] = 3,
+        seeds: Annotated[int, typer.Option(help="Runs of each method at its best rate.")] = 3,
         learning_rates: Annotated[str, typer.Option(help="By comma.", show_default="those of the row or recipe")] = "",
         steps: Annotated[int, typer.Option(help="Of each run; 0: those of the recipe.")] = 0,
         out: Annotated[Path | None, typer.Option(help="CSV file.", show_default="runs/scoreboard_<tasks>.csv")] = None,
@@ -71,6 +71,10 @@ def add_to(app: "typer.Typer") -> None:
         data_folder: Annotated[Path | None, typer.Option(help="Keep generated data here for the next time.")] = None,
         workers: Annotated[int, typer.Option(help="Processes that make data.")] = 1,
         jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 1,
+        every_rate: Annotated[
+            bool,
+            typer.Option("--every-rate", help="All seeds with every rate; else the later ones at the rate of the first seed."),
+        ] = False,
         smoke: Annotated[
             bool, typer.Option("--smoke", help="Two steps of the smallest form of each row: does everything run?")
         ] = False,
@@ -83,7 +87,7 @@ def add_to(app: "typer.Typer") -> None:
         asked: dict[str, Any] = {"methods": methods, "seeds": seeds, "learning_rates": rates, "settings": settings or []}
         boards = [make_board(name, **asked, steps=steps, smoke=smoke) for name in names]
         out = out or Path("runs") / f"scoreboard_{'smoke' if smoke else '_'.join(names)}.csv"
-        run_boards_command(boards, out, device, minutes, data_folder, workers, jobs)
+        run_boards_command(boards, out, device, minutes, data_folder, workers, jobs, every_rate)
 
 
 def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: str, workers: int, dry_run: bool) -> None:
@@ -122,7 +126,14 @@ def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: 
 
 
 def run_boards_command(
-    boards: "list[Board]", out: Path, device: str, minutes: float, data_folder: Path | None, workers: int, jobs: int
+    boards: "list[Board]",
+    out: Path,
+    device: str,
+    minutes: float,
+    data_folder: Path | None,
+    workers: int,
+    jobs: int,
+    every_rate: bool,
 ) -> None:
     from ..studies.scoreboard import run_boards, scoreboard_table
     from ..training.ranks import find_device
@@ -136,6 +147,7 @@ def run_boards_command(
         data_folder=data_folder,
         workers=workers,
         jobs=jobs,
+        every_rate=every_rate,
         say=lambda line: console.print(line, soft_wrap=True),
     )
     for board in boards:

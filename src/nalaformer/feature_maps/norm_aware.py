@@ -19,6 +19,10 @@ LARGEST_NORM = 1e15
 SMALLEST_PEAK = 1e-30
 # Without saturation: a channel of half the largest is 1e-10 of it then, and more only loses digits.
 LARGEST_TURN = 32.0
+# A sign whose largest channel is less than this share of the largest of all is not brought up to 1: gradients stay small.
+SMALLEST_SIGN = 0.125
+# Below it expm1(a x) / expm1(a) is x to the last digit.
+SMALLEST_STEEPNESS = 1e-6
 
 
 @FEATURE_MAPS.register("norm_aware")
@@ -41,7 +45,12 @@ class NormAware(FeatureMap):
     saturation="none": |q| in place of tanh |q| in the power, so that doubling a large query still sharpens it.
     keys="like_queries": the norm of a key sets its power by the same rule, with lambda and tau or the gain b, and its length
         stays: phi_k = |k| f / |f|, f = [relu(k)^p ; relu(-k)^p].
-    The last three are forms of our own, which kernels get as ready features.
+    growth="exponential": f = [expm1(g relu(x)) ; expm1(g relu(-x))] in place of powers, for queries and keys, with the gain g =
+        softplus(a) norm_scale sqrt(D): the plain sign split for short vectors, exponentials for long ones.
+    peaks="each_sign": f of each sign is divided by its largest channel, so that the channels of either sign speak for the
+        vector with one voice, as in Hedgehog; "shared": by the largest of all, which changes nothing.
+    The last five are forms of our own, which kernels get as ready features. growth and peaks need direction="split",
+    powers="mild", saturation="none" and keys="like_queries".
 
     A query of norm below 1e-5 has no direction; the published code gives NaN at zero. Ours fades it into a query that weighs
     all channels alike, so outputs and gradients stay bounded.
@@ -65,6 +74,8 @@ class NormAware(FeatureMap):
         start_gain: float = 0.126928,
         saturation: str = "tanh",
         keys: str = "powers",
+        growth: str = "power",
+        peaks: str = "shared",
     ) -> None:
         super().__init__(num_heads=num_heads, head_dim=head_dim)
         if direction not in ("split", "cosine"):
@@ -75,6 +86,16 @@ class NormAware(FeatureMap):
             raise ValueError(f'saturation must be "tanh" (as published) or "none", got {saturation!r}')
         if keys not in ("powers", "like_queries"):
             raise ValueError(f'keys must be "powers" (as published) or "like_queries", got {keys!r}')
+        if growth not in ("power", "exponential"):
+            raise ValueError(f'growth must be "power" (as published) or "exponential", got {growth!r}')
+        if peaks not in ("shared", "each_sign"):
+            raise ValueError(f'peaks must be "shared" or "each_sign", got {peaks!r}')
+        is_open = (direction, powers, saturation, keys) == ("split", "mild", "none", "like_queries")
+        if (growth, peaks) != ("power", "shared") and not is_open:
+            raise ValueError(
+                f'growth={growth!r} and peaks={peaks!r} need direction="split", powers="mild", saturation="none" and '
+                f'keys="like_queries", got {direction!r}, {powers!r}, {saturation!r} and {keys!r}; pass all four'
+            )
         check_number("start_gain", start_gain, above=True, why="so that the power grows with the norm")
         for name, value in (("lambda_", lambda_), ("tau", tau)):
             check_number(name, value, above=True, why="so that the power grows with the norm")
@@ -104,7 +125,7 @@ class NormAware(FeatureMap):
         elif learnable:
             self.lambda_ = nn.Parameter(torch.full((num_heads,), float(lambda_)))
             self.tau = nn.Parameter(torch.full((num_heads,), float(tau)))
-        self.saturation, self.keys = saturation, keys
+        self.saturation, self.keys, self.growth, self.peaks = saturation, keys, growth, peaks
         # the power of a key may be a parameter of each head
         self.heads_have_own_keys = powers == "mild" or (learnable and keys == "like_queries")
 
@@ -114,8 +135,11 @@ class NormAware(FeatureMap):
         unit = q / norm
         # powers without a bound leave nothing of a channel of 1/8; what is divided out of a query cancels. The largest
         # channel of a unit vector is no smaller, and a query that has no direction stays small
-        base = unit if self.saturation == "tanh" else unit / unit.abs().amax(-1, keepdim=True).clamp(min=self.head_dim**-0.5)
-        features = self.spread(base.abs() ** self.query_power(norm), unit)
+        if self.saturation == "tanh":
+            features = self.spread(unit.abs() ** self.query_power(norm), unit)
+        else:
+            peak = unit.abs().amax(-1, keepdim=True).clamp(min=self.head_dim**-0.5)
+            features = self.grown(unit / peak, unit, norm, peak, self.query_gain if self.powers == "mild" else None)
         # 1 for a zero query, 0 from SMALLEST_NORM on; without gradient, which would be steep and point nowhere
         if cheap_to_look_at(size) and bool((size >= SMALLEST_NORM**2).all()):
             return features
@@ -141,10 +165,26 @@ class NormAware(FeatureMap):
         """|k| f / |f|, times exp(-log_scale)."""
         shape, peak, length = in_shape(k)
         gain = self.key_gain if self.powers == "mild" else None
-        magnitude = shape.abs() ** self.power_of(peak * length, gain)
-        sharpened = magnitude.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM).sqrt()
+        features = self.grown(shape, shape / length, peak * length, 1 / length, gain)
+        sharpened = features.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM).sqrt()
         kept = peak * (-log_scale).exp() if isinstance(log_scale, Tensor) else peak
-        return self.spread(magnitude * (kept * (length / sharpened)), shape / length)
+        return features * (kept * (length / sharpened))
+
+    def grown(self, shape: Tensor, unit: Tensor, norm: Tensor, peak: Tensor, gain: Tensor | None) -> Tensor:
+        """Features of the vector norm * unit, the largest of them 1. shape: unit divided by its largest channel, the peak."""
+        if self.growth == "power" and self.peaks == "shared":
+            return self.spread(shape.abs() ** self.power_of(norm, gain), unit)
+        parts = both_signs(shape).chunk(2, dim=-1)
+        if self.peaks == "each_sign":
+            parts = tuple(part / part.amax(-1, keepdim=True).clamp(min=SMALLEST_SIGN) for part in parts)
+        if self.growth == "power":
+            power = self.power_of(norm, gain)
+            return torch.cat([part**power for part in parts], dim=-1)
+        # what grows above 1 in the power, times the size of the largest channel
+        steepness = ((self.power_of(norm, gain) - 1) * (self.head_dim**0.5 * peak)).clamp(min=SMALLEST_STEEPNESS)
+        # expm1(a x) / expm1(a) of x up to 1, where exp(a) may fit into no float
+        grown = [((part - 1) * steepness).exp() * torch.expm1(-steepness * part) for part in parts]
+        return torch.cat(grown, dim=-1) / torch.expm1(-steepness)
 
     def key_log_scale(self, k: Tensor) -> Tensor:
         if self.keys == "like_queries":
@@ -153,6 +193,7 @@ class NormAware(FeatureMap):
         return excess(self.key_power(k) * k.abs().amax(dim=-1, keepdim=True).log())
 
     def kernel_spec(self, device: torch.device) -> KernelSpec | None:
+        # growth and peaks come with both
         if self.saturation == "none" or self.keys == "like_queries":
             return None
         if self.powers == "mild":

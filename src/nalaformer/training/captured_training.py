@@ -38,10 +38,14 @@ class SprintProgress:
     best_dev: float = -1.0
     seconds: float = 0.0
     is_diverged: bool = False
+    is_solved: bool = False
 
 
 class Sprint:
-    """A model trained on resident data by a TrainingConfig; the weights that are best on the dev data are kept."""
+    """A model trained on resident data by a TrainingConfig; the weights that are best on the dev data are kept.
+
+    solved_at: the dev accuracy at which a run ends before its last step.
+    """
 
     def __init__(
         self,
@@ -54,12 +58,13 @@ class Sprint:
         steps: int,
         seed: int,
         eval_batch: int = 0,
+        solved_at: float = float("inf"),
     ) -> None:
         # a bucket that fills no batch is never asked
         train = [each for each in train if len(each) >= config.batch_size] or train
         self.device = train[0].group.device
         self.model, self.config, self.steps, self.seed = model.to(self.device), config, steps, seed
-        self.train, self.dev, self.groups = train, dev, groups
+        self.train, self.dev, self.groups, self.solved_at = train, dev, groups, solved_at
         self.eval_batch = eval_batch or 4 * config.batch_size
         self.plan: Plan = make_plan(train, steps=steps, batch_size=config.batch_size, seed=seed)
         self.progress = SprintProgress()
@@ -68,6 +73,7 @@ class Sprint:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.best = [p.detach().clone() for p in self.parameters]
         self.on_gpu = self.device.type == "cuda"
+        self.precision = precision_on(self.device, config.precision)
         self.optimizer = self._make_optimizer()
         self.host_rates = self._rates()
         self.rates = torch.tensor(self.host_rates, dtype=torch.float32, device=self.device)
@@ -111,6 +117,8 @@ class Sprint:
     ) -> bool:
         """Train to the end, or until the clock (time.monotonic) or somebody says so; whether the end was reached.
 
+        The end comes early where the task is solved or the loss is no number.
+
         One block of steps, up to an evaluation, is always done: however short the time, repeated calls come to an end. aside:
         where the run is saved on the way, after the blocks that end when save_minutes have passed.
         """
@@ -120,7 +128,7 @@ class Sprint:
         block = config.eval_every or self.steps
         first = progress.step
         last_saved = time.monotonic()
-        while progress.step < self.steps and not progress.is_diverged:
+        while progress.step < self.steps and not (progress.is_diverged or progress.is_solved):
             if is_asked_to_stop() or (progress.step > first and time.monotonic() > until):
                 return False
             started = time.monotonic()
@@ -136,6 +144,7 @@ class Sprint:
             found = self.evaluate(self.dev)
             dev, self.dev_shares = found["accuracy"], found["groups"]
             progress.is_diverged = loss != loss
+            progress.is_solved = dev >= self.solved_at and not progress.is_diverged
             if dev > progress.best_dev and not progress.is_diverged:
                 progress.best_dev, progress.best_step = dev, last
                 self._copy(self.parameters, self.best)
@@ -185,10 +194,9 @@ class Sprint:
         self.cursors[number] += 1
 
     def _logits(self, inputs: Tensor, at: Tensor | None) -> Tensor:
-        precision = precision_on(self.device, self.config.precision)
-        is_low = precision != torch.float32
+        is_low = self.precision != torch.float32
         # the cache of casts would outlive a captured step
-        with torch.autocast(self.device.type, precision, enabled=is_low, cache_enabled=False):
+        with torch.autocast(self.device.type, self.precision, enabled=is_low, cache_enabled=False):
             logits = self.model(inputs) if at is None else self.model(inputs, at=at)
         return logits.float().flatten(0, -2)
 

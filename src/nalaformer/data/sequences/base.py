@@ -60,6 +60,8 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     """Accuracy of guessing."""
     shortcuts: dict[str, float] = field(default_factory=dict, init=False)
     """Accuracies that can be had without doing the task, measured, by how."""
+    is_quick = False
+    """True where a core makes tens of thousands of samples in seconds, so that keeping them saves nothing."""
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:

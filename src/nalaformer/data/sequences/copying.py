@@ -15,6 +15,7 @@ SEPARATOR, FIRST = 1, 2
 class RandomTokens(SequenceData):
     """Token 1 separates, tokens 2.. are drawn evenly."""
 
+    is_quick = True
     length: int = 256
     vocabulary: int = 64
 

@@ -27,6 +27,7 @@ class AssociativeRecall(SequenceData):
     and the published test lengths in the others. Shorter sequences are padded with token 0, which nothing asks about.
     """
 
+    is_quick = True
     stream_name = "mqar"
 
     vocabulary: int = 8192

@@ -22,6 +22,14 @@ def of(name: str, **options: Any) -> Method:
     return Method(name=name, options=options)
 
 
+# powers without a bound, keys treated as queries
+OPEN: dict[str, Any] = {
+    "powers": "mild",
+    "norm_scale": "head",
+    "saturation": "none",
+    "keys": "like_queries",
+    "start_gain": 1.0,
+}
 METHODS_OF_THE_BOARD: dict[str, Method] = {
     "softmax": of("softmax"),
     "relu": of("relu"),
@@ -35,8 +43,13 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "nala_cosine": of("norm_aware", direction="cosine"),
     "nala_mild": of("norm_aware", powers="mild", norm_scale="head"),
     "nala_contrast": of("norm_aware", contrast="learned"),
-    "nala_open": of("norm_aware", powers="mild", norm_scale="head", saturation="none", keys="like_queries", start_gain=1.0),
+    "nala_open": of("norm_aware", **OPEN),
+    "nala_open_contrast": of("norm_aware", **OPEN, contrast="learned"),
+    "nala_signs": of("norm_aware", **OPEN, peaks="each_sign"),
+    "nala_signs_contrast": of("norm_aware", **OPEN, peaks="each_sign", contrast="learned"),
+    "nala_exp": of("norm_aware", **OPEN, growth="exponential"),
     "hedgehog": of("hedgehog"),
+    "hedgehog_contrast": of("hedgehog", contrast="learned"),
     "mala_map": of("mala", gate="none"),
     "rala_map": of("rala", gate="none"),
     "deltanet": of("delta"),
@@ -44,7 +57,7 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "gated_deltanet": of("gated_delta"),
     "gated_deltanet_nala": of("gated_delta", feature_map="norm_aware"),
 }
-"""The rivals under short names, and nala_open, a form of our own; the file of a scoreboard has each in full."""
+"""The rivals under short names, and forms of our own (nala_open and below it); the file of a scoreboard has each in full."""
 ALL = "all"
 # looks at all queries, later ones too
 BIDIRECTIONAL = ("rala_map",)

@@ -3,7 +3,7 @@
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -24,43 +24,57 @@ class Labelled(Protocol):
     def label(self) -> str: ...
 
 
+Job = TypeVar("Job", bound=Labelled)
+
+
+class Queue(Protocol[Job]):
+    """What is to be done; what comes next may depend on what has ended."""
+
+    total: int
+
+    def __len__(self) -> int: ...
+    def take(self) -> Job | None: ...
+    def failed(self, run: Job, /) -> None: ...
+
+
 Work = Callable[..., Result | None]
 
 
 def finished_in_processes(
-    todo: Sequence[Labelled],
+    order: Queue[Job],
     work: Work[Result],
     *,
     jobs: int,
     device: str,
     until: float,
     say: Callable[[str], None],
-) -> Iterator[tuple[int, Result]]:
-    """Number and result of each run as it ends; work(run, stop_file) gives None where it was put aside.
+) -> Iterator[tuple[int, Job, Result]]:
+    """Number, run and result as each ends; work(run, stop_file) gives None where it was put aside.
 
     A run that fails ends no other: those that are left are done first, and then the failures are raised as one error.
     """
     failures: list[str] = []
-    aside = 0
+    aside = begun = 0
     with tempfile.TemporaryDirectory() as folder, worker_pool(jobs, context=context_for(device)) as pool:
         # a file says it to processes of every kind
         stop_file = Path(folder) / "stop"
-        next_number = 0
-        working: dict[Future[Result | None], int] = {}
+        working: dict[Future[Result | None], tuple[int, Job]] = {}
         with stop_requests(stop_file.touch):
             while True:
                 # the first of each process is always begun: however short the time, repeated calls come to an end
-                while next_number < len(todo) and len(working) < jobs and not stop_file.exists():
-                    if next_number >= jobs and time.monotonic() > until:
+                while len(working) < jobs and not stop_file.exists():
+                    if begun >= jobs and time.monotonic() > until:
                         break
-                    run = todo[next_number]
-                    working[pool.submit(in_process, work, run, stop_file, jobs)] = next_number
-                    next_number += 1
+                    run = order.take()
+                    if run is None:
+                        break
+                    begun += 1
+                    working[pool.submit(in_process, work, run, stop_file, jobs)] = begun, run
                 if not working:
                     break
                 for ended in wait(working, return_when=FIRST_COMPLETED).done:
-                    number = working.pop(ended)
-                    label = f"[{number + 1}/{len(todo)}] {todo[number].label}"
+                    number, run = working.pop(ended)
+                    label = f"[{number}/{order.total}] {run.label}"
                     try:
                         result = ended.result()
                     except BrokenProcessPool as error:
@@ -69,20 +83,20 @@ def finished_in_processes(
                             "goes on"
                         ) from error
                     except Exception as error:
+                        order.failed(run)
                         failures.append(f"{label}: {type(error).__name__}: {error}")
                         say(f"{label}: failed, {type(error).__name__}: {error}")
                         continue
                     if result is None:
                         aside += 1
                     else:
-                        yield number, result
+                        yield number, run, result
             is_stopped = stop_file.exists()
-    left = len(todo) - next_number
-    if left or aside:
+    if len(order) or aside:
         why = "stopped" if is_stopped else "the time is up"
-        say(f"{why}; {aside} runs are put aside and {left} are left, and the same command goes on")
+        say(f"{why}; {aside} runs are put aside and {len(order)} are left, and the same command goes on")
     if failures:
-        raise RuntimeError(f"{len(failures)} of {len(todo)} runs failed; rows of the others are kept. " + "; ".join(failures))
+        raise RuntimeError(f"{len(failures)} of {order.total} runs failed; rows of the others are kept. " + "; ".join(failures))
 
 
 def context_for(device: str) -> str:

@@ -50,6 +50,8 @@ class Standing:
     parameters: int
     state_size: int
     steps: int
+    rates: int = 1
+    """Learning rates that were tried."""
     settings: str = ""
     """In which it differs from others in the same file, as "batch_size=4"."""
 
@@ -61,7 +63,8 @@ class Standing:
 def standings(rows: Sequence[Row]) -> list[Standing]:
     """Each method at the rate whose mean over seeds is best on dev, the best on test first. Test chooses nothing.
 
-    Runs with other settings are no seeds of these: they stand for themselves.
+    The rates of a method are compared on the seeds that all of them have. Runs with other settings are no seeds of these: they
+    stand for themselves.
     """
     found = []
     for method, steps, settings in dict.fromkeys((row["method"], row["steps"], row["settings"]) for row in rows):
@@ -69,7 +72,7 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
         for row in rows:
             if (row["method"], row["steps"], row["settings"]) == (method, steps, settings):
                 by_rate.setdefault(row["learning_rate"], []).append(row)
-        rate, best = max(by_rate.items(), key=lambda item: statistics.mean(float(row["dev"]) for row in item[1]))
+        rate, best = best_rate(by_rate)
         tests = [float(row["test"]) for row in best]
         found.append(
             Standing(
@@ -82,11 +85,22 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
                 parameters=int(best[0]["parameters"]),
                 state_size=int(best[0]["state_size"]),
                 steps=int(steps),
+                rates=len(by_rate),
                 # of runs as long: with the steps, warm-up and more change by themselves
                 settings=differing([row["settings"] for row in rows if row["steps"] == steps])[settings],
             )
         )
     return sorted(found, key=lambda standing: -standing.test)
+
+
+def best_rate(by_rate: dict[str, list[Row]]) -> tuple[str, list[Row]]:
+    """The rate with the best dev accuracy in the mean over the seeds that all rates have, and its rows."""
+    common = set.intersection(*({row["seed"] for row in rows} for rows in by_rate.values()))
+
+    def dev(item: tuple[str, list[Row]]) -> float:
+        return statistics.mean(float(row["dev"]) for row in item[1] if not common or row["seed"] in common)
+
+    return max(by_rate.items(), key=dev)
 
 
 def differing(settings: Sequence[str]) -> dict[str, str]:

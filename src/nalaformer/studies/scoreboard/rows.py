@@ -26,6 +26,11 @@ class BoardRow:
     file_option: str = ""
     """The option of the data that names a file of the user's, if it needs one."""
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see earlier ones alone."""
+        return RECIPES[self.recipe]().model == CAUSAL_MODEL
+
     def make(self, settings: Sequence[str] = ()) -> Recipe:
         return recipe_with(self.recipe, [*assignments(self.settings), *settings])
 
@@ -35,8 +40,11 @@ def assignments(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
 
 
+CAUSAL_MODEL = "recall"
 SAMPLES = {"train_samples": 50_000, "eval_samples": 500, "test_samples": 2_000}
 FEW = {"train_samples": 4, "eval_samples": 2, "test_samples": 2, "batch_size": 2, "warmup": 0}
+# bfloat16 on a GPU that computes in it
+QUICK = {"precision": "auto"}
 # two layers of 128 channels, two heads of 64
 VECTORS = {"dropout": 0.0, "dim": 128, "mlp_dim": 256}
 TINY_VECTORS = {"dim": 8, "mlp_dim": 8, "depth": 1}
@@ -44,14 +52,14 @@ TINY_VECTORS = {"dim": 8, "mlp_dim": 8, "depth": 1}
 
 def probing(recipe: str, asks: str, **data: Any) -> BoardRow:
     """Rows of vectors: 256 keys and 16 probes."""
-    settings = {"model_options": VECTORS, "steps": 4_000, "warmup": 200, "eval_every": 500, **SAMPLES}
+    settings = {"model_options": VECTORS, "steps": 4_000, "warmup": 200, "eval_every": 500, **SAMPLES, **QUICK}
     tiny = {"data_options": {"keys": 56, "probes": 2}, "model_options": TINY_VECTORS}
     return BoardRow(recipe=recipe, settings=settings | data, tiny=tiny, learning_rates=(1e-3, 3e-3), asks=asks)
 
 
 def recalling(recipe: str, asks: str, *, tiny: dict[str, Any], **data: Any) -> BoardRow:
     """Causal rows: two blocks of a gated short convolution and attention, 128 channels."""
-    settings = {"steps": 4_000, "warmup": 200, "batch_size": 64, "eval_every": 500, **SAMPLES}
+    settings = {"steps": 4_000, "warmup": 200, "batch_size": 64, "eval_every": 500, **SAMPLES, **QUICK}
     small = {"data_options": tiny, "eval_options": {}, "model_options": {"dim": 8, "depth": 1}}
     return BoardRow(recipe=recipe, settings=settings | data, tiny=small, learning_rates=(1.5e-3, 5e-3), asks=asks)
 
@@ -71,7 +79,7 @@ def images(data: str, asks: str, **model: Any) -> BoardRow:
     """Rows of images from a file, two layers, about 10 epochs of 54,000 images in batches of 128."""
     settings = {"data": data, "steps": 4_200, "batch_size": 128, "warmup": 200, "eval_every": 420, "clip_value": 0.0}
     sizes = {"train_samples": 54_000, "eval_samples": 6_000, "test_samples": 10_000, "weight_decay": 0.01, "clip_norm": 1.0}
-    options = {"model_options": {"dropout": 0.1, **model}}
+    options = {"model_options": {"dropout": 0.1, **model}, **QUICK}
     tiny = {"model_options": TINY_VECTORS}
     return BoardRow(
         recipe="lra_image",
@@ -145,7 +153,7 @@ def make_board(
     original = RECIPES[name]() if row is None else row.make(small)
     refuse_others(name, recipe, original)
     rates = list(learning_rates) or (list(row.learning_rates) if row is not None else [recipe.training.learning_rate])
-    chosen = parse_methods(methods, causal=recipe.model == "recall")
+    chosen = parse_methods(methods, causal=recipe.model == CAUSAL_MODEL)
     if smoke:
         recipe = replace(recipe, training=replace(recipe.training, eval_every=2))
         seeds, rates, steps = 1, rates[:1], steps or 2

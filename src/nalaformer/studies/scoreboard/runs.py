@@ -28,6 +28,7 @@ from ...training.captured_training import Sprint
 from ...training.config import PRECISIONS
 from ...training.data_on_device import resident
 from .methods import Method, parse_methods
+from .order import Order
 from .processes import finished_in_processes
 from .report import Row, read_rows, save_rows
 
@@ -40,6 +41,8 @@ NO_SETTINGS = {
     *("learning_rate", "seed", "steps", "epochs", "cooldown", "device", "workers", "compile", "checkpoint_activations"),
     *("save_every", "save_minutes", "keep", "tensorboard", "bad_steps", "on_corrupt", "most_corrupt"),
 }
+# share of right answers on dev at which a run ends: nothing is left to be told apart
+SOLVED = 0.9995
 # what a sprint does whatever a recipe says: a row must not claim otherwise
 FIXED_SETTINGS = {"optimizer": "adamw", "ema": 0.0, "accumulate": 1, "repeats": 1, "seed": 0, "eval_epochs": 0.0}
 
@@ -84,6 +87,9 @@ class Run:
     def file_name(self) -> str:
         """Under which it is put aside."""
         return sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:16] + ".safetensors"
+
+    def is_same(self, row: Row) -> bool:
+        return all(row[name] == value for name, value in self.key.items())
 
     def is_in(self, rows: Sequence[Row]) -> bool:
         key = self.key
@@ -135,11 +141,10 @@ class Board:
 
     def runs(self, seed: int) -> list[Run]:
         """Those of one seed."""
-        return [
-            Run(task=self.title, recipe=self.recipe, method=method, rate=rate, seed=seed, steps=self.total_steps)
-            for rate in self.learning_rates
-            for method in self.methods
-        ]
+        return [self.run(method, rate, seed) for rate in self.learning_rates for method in self.methods]
+
+    def run(self, method: Method, rate: float, seed: int) -> Run:
+        return Run(task=self.title, recipe=self.recipe, method=method, rate=rate, seed=seed, steps=self.total_steps)
 
     def refuse_unmade(self) -> None:
         """What cannot be made or described should say so before others have trained for hours."""
@@ -167,14 +172,18 @@ def run_boards(
     data_folder: str | Path | None = None,
     workers: int = 1,
     jobs: int = 1,
+    every_rate: bool = False,
     say: Say = lambda line: None,
 ) -> list[Row]:
     """Train every run that `out` does not hold yet, and return all its rows; the file is whole after each run.
 
-    The first seed of all boards comes first. seconds: after that many the runs in progress are put aside, and the same call
-    goes on with them; so it is on SIGTERM and Ctrl-C, after their next evaluation.
+    The first seed of all boards comes first, with every rate; the others follow at the rate that was best on its dev data,
+    or, if every_rate is set, with every rate too.
+    seconds: after that many the runs in progress are put aside, and the same call goes on with them; so it is on SIGTERM and
+    Ctrl-C, after their next evaluation.
     data_folder: where generated data is kept for the next call, in a folder for each title if there are several boards;
-    without it, data is made anew. workers: processes that make it. jobs: runs at a time, each in a process of its own.
+    without it, data is made anew. workers: processes that make it. jobs: runs at a time, each in a process of its own, which
+    makes the data itself where that takes seconds.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be the number of runs at a time, at least 1, got {jobs}")
@@ -185,45 +194,56 @@ def run_boards(
         rows = read_rows(out)
         # before minutes of work: a file that cannot be written should say so
         save_rows(out, rows)
-        seeds = dict.fromkeys(seed for board in boards for seed in board.seeds)
-        planned = [run for seed in seeds for board in boards if seed in board.seeds for run in board.runs(seed)]
-        todo = [run for run in planned if not run.is_in(rows)]
+        order = Order(boards, rows, every_rate=every_rate)
         where = machine.device_name(device)
         for board in boards:
-            left, of_all = (sum(run.task == board.title for run in some) for some in (todo, planned))
-            say(f"{board.title}: {left} of {of_all} runs to do, {board.total_steps} steps each, on {where}")
-        if todo:
+            of_all = Order([board], [], every_rate=every_rate).total
+            say(f"{board.title}: {order.of(board)} of {of_all} runs to do, {board.total_steps} steps each, on {where}")
+        if order:
             for board in boards:
                 board.refuse_unmade()
             with ExitStack() as stack:
                 tasks: dict[str, Sequences] = {}
                 for board in boards:
-                    if any(run.task == board.title for run in todo):
+                    if order.of(board):
                         place = Path(data_folder, board.title) if data_folder and len(boards) > 1 else data_folder
+                        makers = workers
                         if place is None and jobs > 1:
-                            # made once, for all processes
-                            place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                        tasks[board.title] = stack.enter_context(prepared(board.recipe.task, place, workers, say))
+                            if is_quick(board.recipe.task):
+                                # each process makes its own, sooner than it would read another's
+                                makers = 1
+                            else:
+                                # made once, for all processes
+                                place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                        tasks[board.title] = stack.enter_context(prepared(board.recipe.task, place, makers, say))
                 finished = finished_runs if jobs == 1 else partial(finished_at_once, jobs=jobs)
-                for row in finished(todo, tasks, out, device=device, until=until, say=say):
+                for row in finished(order, tasks, out, device=device, until=until, say=say):
                     rows.append({**row, **machine.columns(device), "date": today()})
                     save_rows(out, rows)
     return rows
 
 
+def is_quick(config: SequencesConfig) -> bool:
+    """Whether a process makes these data in seconds."""
+    return config.data in SEQUENCES.names() and SEQUENCES[config.data].is_quick
+
+
 def finished_runs(
-    todo: Sequence[Run], tasks: dict[str, Sequences], out: Path, *, device: str, until: float, say: Say
+    order: Order, tasks: dict[str, Sequences], out: Path, *, device: str, until: float, say: Say
 ) -> Iterator[Row]:
     """The row of each run as it ends, until the time is up or somebody asks to stop."""
     asked: list[bool] = []
     loaded: dict[str, Loaded] = {}
     with stop_requests(lambda: asked.append(True)):
-        for number, run in enumerate(todo):
-            if asked or (number and time.monotonic() > until):
+        for number in range(1, order.total + 1):
+            if asked or (number > 1 and time.monotonic() > until):
                 why = "stopped" if asked else "the time is up"
-                say(f"{why}; {len(todo) - number} runs are left, and the same command goes on")
+                say(f"{why}; {len(order)} runs are left, and the same command goes on")
                 break
-            label = f"[{number + 1}/{len(todo)}] {run.label}"
+            run = order.take()
+            if run is None:
+                break
+            label = f"[{number}/{order.total}] {run.label}"
             named: Say = lambda line, label=label: say(f"{label}: {line}")  # type: ignore[misc]  # noqa: E731
             if run.task not in loaded:
                 # one task at a time: a million sequences are gigabytes
@@ -236,15 +256,14 @@ def finished_runs(
 
 
 def finished_at_once(
-    todo: Sequence[Run], tasks: dict[str, Sequences], out: Path, *, jobs: int, device: str, until: float, say: Say
+    order: Order, tasks: dict[str, Sequences], out: Path, *, jobs: int, device: str, until: float, say: Say
 ) -> Iterator[Row]:
     """The same with that many runs at a time."""
     work = partial(
         run_apart, configs={title: task.config for title, task in tasks.items()}, out=out, device=device, until=until
     )
-    for number, figures in finished_in_processes(todo, work, jobs=jobs, device=device, until=until, say=say):
-        run = todo[number]
-        say(f"[{number + 1}/{len(todo)}] {run.label}: dev {figures['dev']}, test {figures['test']}, {figures['seconds']} s")
+    for number, run, figures in finished_in_processes(order, work, jobs=jobs, device=device, until=until, say=say):
+        say(f"[{number}/{order.total}] {run.label}: dev {figures['dev']}, test {figures['test']}, {figures['seconds']} s")
         yield run.key | figures
 
 
@@ -329,12 +348,12 @@ def one_run(
         "test": f"{tested['accuracy']:.5f}",
         "groups": json.dumps(by_group) if len(by_group) > 1 else "",
         "best_step": str(progress.best_step),
-        "outcome": "diverged" if progress.is_diverged else "finished",
+        "outcome": "diverged" if progress.is_diverged else "solved" if progress.is_solved else "finished",
         "parameters": str(sum(p.numel() for p in model.parameters())),
         "state_size": str(state_size(model)),
         "seconds": f"{progress.seconds:.1f}",
         "steps_per_second": f"{progress.step / max(progress.seconds, 1e-9):.1f}",
-        "loop": sprint.how,
+        "loop": f"{sprint.how}, {str(sprint.precision).removeprefix('torch.')}",
         "chance": f"{data.chance:.4g}",
         "shortcuts": json.dumps(data.shortcuts) if data.shortcuts else "",
     }
@@ -343,7 +362,7 @@ def one_run(
 def make_sprint(run: Run, loaded: Loaded) -> Sprint:
     model = make_model(run.recipe, run.method, loaded.facts, seed=run.seed)
     parts: Any = {"train": loaded.train, "dev": loaded.dev, "groups": len(loaded.task.eval_data.groups)}
-    return Sprint(model, run.training, steps=run.steps, seed=run.seed, **parts)
+    return Sprint(model, run.training, steps=run.steps, seed=run.seed, solved_at=SOLVED, **parts)
 
 
 @contextmanager

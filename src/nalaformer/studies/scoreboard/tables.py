@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...atomic_files import write_atomically
-from .methods import short_name
+from .methods import METHODS_OF_THE_BOARD, methods_for, short_name
 from .report import Row, Standing, read_rows, standings
 from .rows import ROWS
 
@@ -13,6 +13,9 @@ BEGIN, END = "<!-- tables of the scoreboard: begin -->", "<!-- tables of the sco
 HEAD = ("method", "test", "± sd", "seeds", "dev", "best rate", "steps", "parameters", "state")
 PATTERN = "scoreboard_*.csv"
 NONE = "No row has been measured yet."
+# seeds of a figure that is whole
+FULL = 3
+PLAIN = METHODS_OF_THE_BOARD["relu"].label
 
 
 def rows_of(folder: str | Path) -> list[Row]:
@@ -21,22 +24,78 @@ def rows_of(folder: str | Path) -> list[Row]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A section for each task, those of ROWS first and in their order."""
+    """All methods on all tasks in one table, then a section for each task, those of ROWS first and in their order."""
     titles = [name for name in ROWS if any(row["task"] == name for row in rows)]
     titles += [name for name in dict.fromkeys(row["task"] for row in rows) if name not in titles]
-    return "\n\n".join(section(title, [row for row in rows if row["task"] == title]) for title in titles) or NONE
+    if not titles:
+        return NONE
+    by_title = {title: [row for row in rows if row["task"] == title] for title in titles}
+    missing = [f"`{name}`" for name in ROWS if name not in titles]
+    unmeasured = [f"Rows that have not been measured yet: {', '.join(missing)}."] if missing else []
+    sections = [section(title, of_title) for title, of_title in by_title.items()]
+    return "\n\n".join([summary(by_title), *unmeasured, *sections])
+
+
+def summary(by_title: dict[str, list[Row]]) -> str:
+    """Methods by tasks: the mean over seeds on test, with its spread; what is missing is called so."""
+    found: dict[str, dict[str, Standing]] = {title: {} for title in by_title}
+    for title, rows in by_title.items():
+        for each in standings(rows):
+            # of several settings those with most seeds
+            if (known := found[title].get(each.method)) is None or each.seeds > known.seeds:
+                found[title][each.method] = each
+    labels = [method.label for method in METHODS_OF_THE_BOARD.values()]
+    labels += [label for label in dict.fromkeys(name for methods in found.values() for name in methods) if label not in labels]
+    lines = [
+        [short_name(label), state_of(label, found), *(cell(label, title, found[title]) for title in found)] for label in labels
+    ]
+    about = (
+        "Test accuracy at the rate that is best on dev, mean ± standard deviation over seeds; in brackets the seeds, where "
+        "there are fewer than three. State: numbers that attention remembers, relative to `relu`."
+    )
+    return f"{table(['method', 'state', *found], lines)}\n\n{about}"
+
+
+def cell(label: str, title: str, found: dict[str, Standing]) -> str:
+    """The figure of a method on a task, or why there is none."""
+    if label not in found:
+        return "not measured" if title not in ROWS or label in labels_for(title) else "-"
+    each = found[label]
+    spread = f" ± {each.spread:.3f}" if each.seeds > 1 else ""
+    return f"{each.test:.3f}{spread}" + (f" ({each.seeds})" if each.seeds < FULL else "")
+
+
+def state_of(label: str, found: dict[str, dict[str, Standing]]) -> str:
+    """How much a method remembers, relative to plain ReLU attention in the same model."""
+    for standing in found.values():
+        if label in standing and standing[label].state_size == 0:
+            return "grows"
+        if label in standing and PLAIN in standing:
+            return f"{standing[label].state_size / standing[PLAIN].state_size:g}"
+    return ""
+
+
+def labels_for(title: str) -> list[str]:
+    """The methods that have a form for a row."""
+    return [method.label for method in methods_for(causal=ROWS[title].is_causal)]
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])
 
 
 def section(title: str, rows: Sequence[Row]) -> str:
-    """One task: what it asks, the methods, chance and shortcuts, and with what it was measured."""
+    """One task: what it asks, the methods, chance and shortcuts, what is missing, and with what it was measured."""
     asks = f"{ROWS[title].asks}\n\n" if title in ROWS else ""
     levels = {"chance": float(rows[0]["chance"])}
     levels |= {f"shortcut: {name}": value for name, value in json.loads(rows[0]["shortcuts"] or "{}").items()}
     lines = [line_of(each) for each in standings(rows)] + [
         [name, f"{value:.4f}", *[""] * (len(HEAD) - 2)] for name, value in levels.items()
     ]
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in [list(HEAD), ["---"] * len(HEAD), *lines])
-    return f"### {title}\n\n{asks}{table}\n\n{measured_with(rows)}"
+    measured = {row["method"] for row in rows}
+    missing = [short_name(label) for label in (labels_for(title) if title in ROWS else []) if label not in measured]
+    left = f"Not measured yet: {', '.join(missing)}.\n\n" if missing else ""
+    return f"### {title}\n\n{asks}{table(HEAD, lines)}\n\n{left}{measured_with(rows)}"
 
 
 def line_of(each: Standing) -> list[str]:
@@ -44,13 +103,14 @@ def line_of(each: Standing) -> list[str]:
     spread = f"{each.spread:.4f}" if each.seeds > 1 else "-"
     state = f"{each.state_size:,}" if each.state_size else "grows"
     sizes = (f"{each.steps:,}", f"{each.parameters:,}", state)
-    return [name, f"{each.test:.4f}", spread, str(each.seeds), f"{each.dev:.4f}", each.learning_rate, *sizes]
+    rate = f"{each.learning_rate} of {each.rates}"
+    return [name, f"{each.test:.4f}", spread, str(each.seeds), f"{each.dev:.4f}", rate, *sizes]
 
 
 def measured_with(rows: Sequence[Row]) -> str:
-    devices, commits = (", ".join(dict.fromkeys(row[name] for row in rows)) for name in ("device", "commit"))
+    devices, commits, loops = ("; ".join(dict.fromkeys(row[name] for row in rows)) for name in ("device", "commit", "loop"))
     minutes = sum(float(row["seconds"]) for row in rows) / 60
-    return f"{devices}; commit {commits}; {len(rows)} runs, {minutes:.0f} minutes of runs in all."
+    return f"{devices}; {loops}; commit {commits}; {len(rows)} runs, whose times add up to {minutes:.0f} minutes."
 
 
 def fill(page: str | Path, folder: str | Path) -> None:

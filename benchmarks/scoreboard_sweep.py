@@ -1,0 +1,135 @@
+"""One timed part of a sweep of the scoreboard, for a GPU that is lent for minutes.
+
+What `nalaformer scoreboard` does, with two things around it. NVIDIA's multi-process service lets the kernels of small runs
+share the GPU; where it does not start, processes take turns, and fewer of them run. The compiled kernels are packed beside the
+results, so that the next machine compiles nothing. The same command goes on where the last one stopped.
+"""
+
+import argparse
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1]
+sys.path.insert(0, str(PROJECT / "src"))
+CONTROL = "nvidia-cuda-mps-control"
+KERNELS = "kernels.tar.gz"
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def shared_gpu(wanted: bool) -> Iterator[bool]:
+    """Whether processes that start meanwhile share the GPU through the multi-process service."""
+    with tempfile.TemporaryDirectory() as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for place in places.values():
+            os.mkdir(place)
+        if not wanted or shutil.which(CONTROL) is None:
+            say(f"no multi-process service: {'not wanted' if not wanted else CONTROL + ' is missing'}")
+            yield False
+            return
+        os.environ |= places
+        try:
+            works = answers([CONTROL, "-d"]) and answers([sys.executable, __file__, "--probe"])
+            say("multi-process service: " + ("on" if works else "does not work here"))
+            if not works:
+                for name in places:
+                    del os.environ[name]
+            yield works
+        finally:
+            subprocess.run([CONTROL], input="quit\n", text=True, check=False, timeout=20, env=os.environ | places)
+
+
+def answers(command: list[str]) -> bool:
+    """Whether a command ends well and soon."""
+    try:
+        # its output goes nowhere: a daemon would hold a pipe open
+        return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=30).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def probe() -> int:
+    """0 if the driver gives this process a context on the GPU, which takes a fraction of the time that importing torch does."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    context, memory = ctypes.c_void_p(), ctypes.c_void_p()
+    steps = (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0),
+        lambda: driver.cuCtxSetCurrent(context),
+        lambda: driver.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(1 << 20)),
+    )
+    return next((result for step in steps if (result := step())), 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", default="pointing_256,mqar_80,majority_256", help="by comma, the most important first")
+    parser.add_argument("--methods", default="all", help="as `nalaformer scoreboard --methods` takes them")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=4.5)
+    parser.add_argument("--jobs", type=int, default=14, help="runs at a time where they share the GPU")
+    parser.add_argument("--jobs-in-turns", type=int, default=6, help="and where they do not")
+    parser.add_argument("--no-service", action="store_true", help="do not try the multi-process service")
+    parser.add_argument("--images", default="", help=".npz file of the rows of images")
+    parser.add_argument("--folder", type=Path, default=PROJECT / "runs" / "scoreboard", help="what the next call goes on from")
+    parser.add_argument("--out", type=Path, default=None, help="folder that gets a copy of the results and the kernels")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--smoke", action="store_true", help="two steps of the smallest form of each row")
+    asked = parser.parse_args()
+    began = time.monotonic()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    kernels = asked.folder / "kernels"
+    os.environ.setdefault("TRITON_CACHE_DIR", str(kernels))
+    if (asked.folder / KERNELS).exists() and not kernels.exists():
+        with tarfile.open(asked.folder / KERNELS) as packed:
+            packed.extractall(kernels, filter="data")
+    with shared_gpu(asked.device == "cuda" and not asked.no_service) as is_shared:
+        from nalaformer.studies.scoreboard import ROWS, make_board, run_boards
+
+        boards = []
+        for name in asked.rows.split(","):
+            option = ROWS[name].file_option
+            settings = [f'data_options={{"{option}": "{asked.images}"}}'] if option else []
+            boards.append(make_board(name, methods=asked.methods, seeds=asked.seeds, settings=settings, smoke=asked.smoke))
+        table = asked.folder / "scoreboard_h200.csv"
+        failure = ""
+        try:
+            run_boards(
+                boards,
+                out=table,
+                device=asked.device,
+                seconds=60 * asked.minutes - (time.monotonic() - began),
+                jobs=asked.jobs if is_shared else asked.jobs_in_turns,
+                say=lambda line: say(f"{time.monotonic() - began:6.1f} s  {line}"),
+            )
+        except RuntimeError as error:
+            failure = str(error)
+        finally:
+            if asked.out is not None:
+                asked.out.mkdir(parents=True, exist_ok=True)
+                if table.exists():
+                    shutil.copy(table, asked.out)
+                if kernels.exists():
+                    with tarfile.open(asked.out / KERNELS, "w:gz") as packed:
+                        packed.add(kernels, arcname=".")
+    say(f"{time.monotonic() - began:6.1f} s in all")
+    if failure:
+        say(failure)
+    return 1 if failure else 0
+
+
+if __name__ == "__main__":
+    sys.exit(probe() if sys.argv[1:] == ["--probe"] else main())

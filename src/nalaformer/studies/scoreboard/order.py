@@ -1,0 +1,71 @@
+"""Which run comes next: a sweep that is cut short should be whole for fewer seeds, and spend nothing on rates that lost."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .report import Row
+
+if TYPE_CHECKING:
+    from .methods import Method
+    from .runs import Board, Run
+
+
+class Order:
+    """The first seed of all boards with every rate; then the other seeds, each method at the rate that its first seed chose.
+
+    rows: those of the file; whoever trains adds to them, and tells `failed` of runs that give none. every_rate: other seeds
+    are trained with every rate too. A method waits until all rates of its first seed have ended.
+    """
+
+    def __init__(self, boards: "Sequence[Board]", rows: list[Row], *, every_rate: bool = False) -> None:
+        self.rows = rows
+        self.firm: deque[Run] = deque()
+        self.open: deque[tuple[Board, Method, int]] = deque()
+        self.lost: list[Row] = []
+        seeds = dict.fromkeys(seed for board in boards for seed in board.seeds)
+        for seed in seeds:
+            for board in boards:
+                if seed not in board.seeds:
+                    continue
+                if every_rate or seed == board.seeds[0] or len(board.learning_rates) == 1:
+                    self.firm.extend(run for run in board.runs(seed) if not run.is_in(rows))
+                else:
+                    self.open.extend(
+                        (board, method, seed) for method in board.methods if not self._is_done(board, method, seed)
+                    )
+        self.total = len(self)
+
+    def __len__(self) -> int:
+        """Runs that are left."""
+        return len(self.firm) + len(self.open)
+
+    def of(self, board: "Board") -> int:
+        """Those of one board."""
+        return sum(run.task == board.title for run in self.firm) + sum(each is board for each, *_ in self.open)
+
+    def take(self) -> "Run | None":
+        """The next run; None if there is none, or none before a run in progress has ended."""
+        if self.firm:
+            return self.firm.popleft()
+        for _ in range(len(self.open)):
+            board, method, seed = self.open.popleft()
+            firsts = [board.run(method, rate, board.seeds[0]) for rate in board.learning_rates]
+            if all(run.is_in(self.rows) or run.is_in(self.lost) for run in firsts):
+                found = [run for run in firsts if run.is_in(self.rows)]
+                if found:
+                    return board.run(method, max(found, key=self._dev).rate, seed)
+                # every rate failed: there is nothing to repeat
+                continue
+            self.open.append((board, method, seed))
+        return None
+
+    def failed(self, run: "Run") -> None:
+        """A run that will give no row."""
+        self.lost.append(run.key)
+
+    def _dev(self, run: "Run") -> float:
+        return next(float(row["dev"]) for row in self.rows if run.is_same(row))
+
+    def _is_done(self, board: "Board", method: "Method", seed: int) -> bool:
+        return any(board.run(method, rate, seed).is_in(self.rows) for rate in board.learning_rates)
