@@ -353,14 +353,16 @@ if INTERPRETING:
     @pytest.mark.parametrize(
         ("calls", "kernels"),
         [
-            (
+            pytest.param(
                 "bidirectional",
                 "dk_kernel dq_kernel dsums_kernel feature_gradient_kernel feature_products_kernel feature_sums_kernel "
                 "merge_kernel output_kernel query_sums_kernel state_kernel whole_kernel",
+                marks=pytest.mark.slow,
             ),
-            (
+            pytest.param(
                 "causal",
                 "causal_dk_kernel causal_dq_kernel causal_dv_kernel causal_kernel dsums_kernel prefix_kernel state_kernel",
+                marks=pytest.mark.slow,
             ),
             (
                 "language",

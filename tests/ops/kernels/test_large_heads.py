@@ -18,57 +18,6 @@ def poisoned(poisoned_memory):
     """Memory that nothing wrote is NaN: a missing store fails."""
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Causal heads of any size in the form of large ones: tiles of 16 tokens, two of them between two states."""
-    from nalaformer.ops.kernels.linear import call
-
-    monkeypatch.setattr(call, "LARGEST_WALKED", dict.fromkeys(call.LARGEST_WALKED, 0))
-    monkeypatch.setattr(call, "STRETCH", 32)
-    monkeypatch.setattr(call, "TILES", {kernel: {128: call.Tile(16, 4, 1)} for kernel in call.TILES})
-    monkeypatch.setattr(call, "TURNED_TILES", {})
-    monkeypatch.setattr(call, "CALLS", {})
-
-
-@pytest.mark.parametrize("name", ["norm_aware learnable", "elu", "hedgehog"])
-def test_causal_tiles_see_all_that_came_before(name, small_tiles):
-    check(name, make(*[(1, 53, 1, 8)] * 3), heads=1, head_dim=8, causal=True)
-
-
-@pytest.mark.parametrize("name", ["norm_aware learnable", "elu"])
-def test_causal_tiles_with_rotary_and_key_mask(name, small_tiles):
-    arguments = {"rotary": Rotary.sequence(53, 8, device=DEVICE), "key_mask": torch.rand(1, 53, device=DEVICE) > 0.3}
-    check(name, make(*[(1, 53, 1, 8)] * 3), heads=1, head_dim=8, causal=True, **arguments)
-
-
-def test_causal_tiles_of_packed_sequences_with_shared_keys(small_tiles):
-    bounds = torch.tensor([0, 1, 1, 38], device=DEVICE)
-    tensors = make((38, 2, 8), (38, 1, 8), (38, 1, 5))
-    check("norm_aware", tensors, heads=2, head_dim=8, causal=True, cu_seqlens=bounds, rotary=Rotary.packed(bounds, 8))
-
-
-def test_causal_tiles_go_on_where_an_earlier_piece_ended(small_tiles):
-    q, k, v = make(*[(1, 60, 1, 8)] * 3)
-    feature_map = nalaformer.feature_map("norm_aware", num_heads=1, head_dim=8)
-    with nalaformer.use_backend("triton"):
-        whole = nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True)
-        _, state = nalaformer.recurrent_linear_attention(q[:, :21], k[:, :21], v[:, :21], feature_map=feature_map)
-        rest, _ = nalaformer.recurrent_linear_attention(q[:, 21:], k[:, 21:], v[:, 21:], feature_map=feature_map, state=state)
-    assert relative_error(rest, whole[:, 21:].double()) < 3e-6
-
-
-@pytest.mark.parametrize(("place", "value"), [(5, float("nan")), (20, float("inf"))])
-def test_a_value_that_is_no_number_reaches_no_earlier_token_of_its_tile(place, value, small_tiles):
-    q, k, v = make(*[(1, 36, 1, 8)] * 3)
-    feature_map = nalaformer.feature_map("relu", num_heads=1, head_dim=8)
-    with nalaformer.use_backend("triton"):
-        clean = nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True)
-        v[0, place, 0, 3] = value
-        out = nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True)
-    assert torch.equal(out[:, :place], clean[:, :place])
-    assert not out[:, place:, :, 3].isfinite().all()
-
-
 @pytest.mark.parametrize("size", [8, 24])
 @pytest.mark.parametrize("extra", [0, 1, 8])
 def test_rows_of_eight_numbers_may_lie_anywhere(size, extra):
@@ -110,7 +59,6 @@ if INTERPRETING:
 
         teach_bfloat16(monkeypatch)
         monkeypatch.setattr(call, "CALLS", {})
-        monkeypatch.setattr(call, "STRETCH", 64)
         monkeypatch.setattr(call, "TILES", {name: {128: call.Tile(32, 8, 1)} for name in call.TILES})
         monkeypatch.setattr(call, "TURNED_TILES", {})
         tensors = [x.bfloat16() for x in make((1, 90, 2, 72), (1, 90, 1, 72), (1, 90, 1, 66))]
@@ -120,7 +68,6 @@ if INTERPRETING:
         if case == "values with a mean":
             tensors[2] += 10
         check_half_precision("norm_aware", torch.bfloat16, tensors, torch.randn(1, 90, 2, 66).bfloat16(), **arguments)
-        assert all(made.is_tiled for made in call.CALLS.values())
 
     def test_sums_of_large_bfloat16_heads_stay_near_float64(monkeypatch):
         from helpers.bfloat16_in_the_interpreter import teach_bfloat16

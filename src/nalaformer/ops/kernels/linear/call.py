@@ -19,8 +19,8 @@ from torch import Tensor
 from ...kernel_spec import MapSettings
 from ..common.launch import PRECISION, Bounded, Description, Launches, processors, reads_ahead, start, strides
 
-# up to this many tokens a single program owns a sample and head: one launch instead of two or three. Of larger heads only up to
-# so many samples times heads, which leave most of the GPU idle anyway (one H200)
+# up to this many tokens a single program owns a sample and head: one launch instead of two or three. Of heads beyond 64, and of
+# other types than bfloat16, only up to so many samples times heads, which leave most of the GPU idle anyway (one H200)
 WHOLE_TOKENS, WHOLE_PROGRAMS = 256, 128
 
 
@@ -63,24 +63,20 @@ TILES = {
     # the same kernel, over the few long stretches of the causal ones
     "causal_dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 3)},
     "dk": {64: Tile(64, 4, 3), 128: Tile(128, 8, 1)},
-    "causal": {64: Tile(64, 4, 2), 128: Tile(128, 8, 1)},
-    "causal_dq": {64: Tile(32, 4, 3), 128: Tile(128, 8, 1)},
-    "causal_dk": {64: Tile(32, 4, 3), 128: Tile(128, 8, 1)},
-    "causal_dv": {64: Tile(64, 4, 3), 128: Tile(128, 8, 1)},
+    "causal": {64: Tile(64, 4, 2), 128: Tile(16, 8, 3)},
+    "causal_dq": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
+    "causal_dk": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
+    "causal_dv": {64: Tile(64, 4, 3), 128: Tile(16, 8, 3)},
 }
-# causal heads up to this size, by type of operands: a program walks through a stretch with the state in registers. Beyond it
-# a program owns a tile, and the state is known before each stretch of so many tokens
-LARGEST_WALKED = {torch.bfloat16: 64, torch.float16: 128, torch.float32: 128}
-STRETCH = 256
 # with rotary, where it differs: turned features beside plain ones take their registers, and tables what reading ahead takes. In
 # heads of 128 not timed: what fits on chip
 TURNED_TILES = {
     **{kernel: {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)} for kernel in ("output", "dq")},
-    **{kernel: {64: Tile(32, 4, 2), 128: Tile(64, 8, 1)} for kernel in ("causal_dq", "causal_dk", "causal_dv")},
+    **{kernel: {64: Tile(32, 4, 2)} for kernel in ("causal_dq", "causal_dk", "causal_dv")},
     "dsums": {64: Tile(64, 4, 2)},
     "state": {64: Tile(64, 4, 2), 128: Tile(64, 8, 2)},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)},
-    "causal": {64: Tile(32, 4, 2), 128: Tile(64, 8, 1)},
+    "causal": {64: Tile(32, 4, 2), 128: Tile(16, 8, 2)},
     "causal_dsums": {128: Tile(64, 8, 1)},
 }
 # by kernel: programs per multiprocessor that run there at once, each of which reads ahead, and steps below which a program is
@@ -143,11 +139,6 @@ class Call:
         return is_short and is_worth_it and is_plain
 
     @cached_property
-    def is_tiled(self) -> bool:
-        """Whether a causal program owns a tile instead of a stretch."""
-        return max(self.block_d, self.block_v) > LARGEST_WALKED[self.operand]
-
-    @cached_property
     def per_row(self) -> torch.Size:
         """Shape of what is kept per query: [streams, B, H, N], or [streams, H, T] if packed; tokens side by side."""
         batch = () if self.is_packed else (self.samples,)
@@ -163,8 +154,8 @@ class Call:
         table = TILES[kernel] | (TURNED_TILES.get(kernel, {}) if self.pairs else {})
         chosen = next(entry for size, entry in table.items() if largest <= size)
         if self.operand != torch.bfloat16:
-            # twice the bytes per element: half the tokens fit
-            return Tile(max(16, min(32 if largest <= 64 else 16, chosen.tokens // 2)), chosen.warps, 1)
+            # twice the bytes per element: half the tokens fit, and large heads take the registers of eight warps
+            return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps if largest <= 64 else 8, 1)
         return chosen if reads_ahead(self.device) else Tile(chosen.tokens, chosen.warps, 1)
 
     def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
@@ -175,8 +166,6 @@ class Call:
         return known
 
     def best_splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
-        if kernel == "causal" and self.is_tiled:
-            return -(-tokens // STRETCH), STRETCH
         chosen = self.tile(kernel)
         at_once = SPREAD[kernel][0] * processors(self.device)
         rows = max(1, self.samples * heads)
@@ -199,8 +188,6 @@ class Call:
         return tokens // self.smallest_stretch(kernel) + 2
 
     def smallest_stretch(self, kernel: str) -> int:
-        if kernel == "causal" and self.is_tiled:
-            return STRETCH
         # sums of large heads take as long as many tokens, however small the tiles that such heads leave room for
         return SPREAD[kernel][1] * max(self.tile(kernel).tokens, self.block_v // 4)
 
@@ -226,7 +213,6 @@ class Call:
             "GUARD": self.settings.is_guarded,
             "DOT": tl.bfloat16 if self.operand == torch.bfloat16 else tl.float32,
             "PRECISION": PRECISION[self.operand],
-            "TILED": self.is_tiled,
             "num_warps": chosen.warps,
             "num_stages": chosen.stages,
         }

@@ -9,8 +9,7 @@ from .bidirectional_launch import sums_of_gradients, sums_of_keys
 from .call import Call, TokenLayout, angle_stride, is_aligned, parameter_row
 from .compiled.causal import causal_kernel
 from .compiled.causal_gradient import causal_dq_kernel
-from .compiled.causal_gradient_of_keys import causal_dk_kernel
-from .compiled.causal_gradient_of_values import causal_dv_kernel
+from .compiled.causal_gradient_of_keys import causal_dk_kernel, causal_dv_kernel
 
 
 def forward(
@@ -44,7 +43,7 @@ def forward(
         (q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, sums, total, out, inverse),
         lambda: (
             "causal",
-            (programs(call, count, tokens_at_once(call, q, k, v)), call.samples * call.heads),
+            (count, call.samples * call.heads),
             (
                 *(call.num_rows, call.num_queries, call.heads, call.group, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(out)),
@@ -61,11 +60,6 @@ def tokens_at_once(call: Call, q: Tensor, k: Tensor, v: Tensor) -> int:
     """Of the tile; without reading ahead ptxas 12.8 breaks the larger one (machine_code.py)."""
     tokens = call.tile("causal").tokens
     return tokens if is_aligned(q, k, v) else min(tokens, 32)
-
-
-def programs(call: Call, stretches: int, tokens: int) -> int:
-    """For each sample and head: one for a stretch, or for a tile of so many tokens."""
-    return -(-call.num_queries // tokens) if call.is_tiled else stretches
 
 
 def backward(
@@ -94,12 +88,8 @@ def backward(
     dquery = dkey = drop
     if is_learned:
         dquery, dkey = (
-            torch.empty(
-                (programs(call, count, call.tile(kernel).tokens), call.samples, heads, 2, call.head_dim),
-                dtype=torch.float32,
-                device=call.device,
-            )
-            for kernel, heads in (("causal_dq", call.heads), ("causal_dk", call.kv_heads))
+            torch.empty((count, call.samples, heads, 2, call.head_dim), dtype=torch.float32, device=call.device)
+            for heads in (call.heads, call.kv_heads)
         )
     call.start(
         ("causal dq", kind_of_dout),
@@ -107,7 +97,7 @@ def backward(
         (q, k, v, out, dout, inverse, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, before, dq, drop, dquery),
         lambda: (
             "causal_dq",
-            (programs(call, count, call.tile("causal_dq").tokens), call.samples * call.heads),
+            (count, call.samples * call.heads),
             (
                 *(call.num_rows, call.num_queries, call.heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq)),
@@ -129,7 +119,7 @@ def backward(
         (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, drop, after, dk, dkey),
         lambda: (
             "causal_dk",
-            (programs(call, count, call.tile("causal_dk").tokens), call.samples * call.kv_heads),
+            (count, call.samples * call.kv_heads),
             (
                 *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk)),
@@ -145,7 +135,7 @@ def backward(
         (q, k, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, after, dv),
         lambda: (
             "causal_dv",
-            (programs(call, count, call.tile("causal_dv").tokens), call.samples * call.kv_heads),
+            (count, call.samples * call.kv_heads),
             (
                 *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
                 *(*strides(q), *strides(k), *strides(dout), *strides(dv)),

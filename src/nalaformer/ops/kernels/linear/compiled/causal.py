@@ -10,12 +10,8 @@
     causal dv        q, k, dout, those    -> dv
 
 Inside a tile of tokens attention is the masked product of the tile's features; what came before the tile comes through the
-state. TILED: the state of a large head takes more registers than there are. Then stretches are short and a program owns a tile
-of one: the state before the stretch is read once, and the tiles between it and the program's own are looked at key by key (by
-query in the gradients of keys and values, whose state comes after the stretch).
-
-The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a scale
-per key each row would need its own.
+state. The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a
+scale per key each row would need its own.
 """
 
 import triton
@@ -47,18 +43,12 @@ def lower_triangle(BN: tl.constexpr):
 
 
 @triton.jit
-def products_of(aq, bq, ak, bk, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Products of the features in rows and of those in columns."""
-    product = tl.dot(aq, tl.trans(ak), input_precision=PRECISION)
-    if PARTS == 2:
-        product = tl.dot(bq, tl.trans(bk), product, input_precision=PRECISION)
-    return product
-
-
-@triton.jit
 def products_within(aq, bq, ak, bk, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """Feature products of a tile's queries (rows) and keys (columns), zero for later keys."""
-    return tl.where(lower_triangle(aq.shape[0]), products_of(aq, bq, ak, bk, PARTS, PRECISION), 0.0)
+    within = tl.dot(aq, tl.trans(ak), input_precision=PRECISION)
+    if PARTS == 2:
+        within = tl.dot(bq, tl.trans(bk), within, input_precision=PRECISION)
+    return tl.where(lower_triangle(aq.shape[0]), within, 0.0)
 
 
 @triton.jit
@@ -99,83 +89,6 @@ def holds_no_number(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV:
 
 
 @triton.jit
-def own_tokens(stretch, length, BN: tl.constexpr, TILED: tl.constexpr):
-    """The number of a program's stretch, where that begins and ends, and the tokens of the program: all of them, or a tile."""
-    number = tl.program_id(0)
-    if TILED:
-        number = number * BN // stretch
-    start = number * stretch
-    stop = tl.minimum(start + stretch, length)
-    first = start
-    last = stop
-    if TILED:
-        first = tl.program_id(0) * BN
-        last = tl.minimum(first + BN, stop)
-    return number, start, stop, first, last
-
-
-@triton.jit
-def key_operands(
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    param_ptr,
-    first,
-    rows,
-    exists,
-    ok,
-    stride_k,
-    stride_v,
-    alpha,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    MAP: tl.constexpr,
-    PARTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CUBE: tl.constexpr,
-    LEAN: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """The values of a tile as they are, the features of its keys in both parts, and those turned."""
-    channels = tl.arange(0, BD)
-    columns = tl.arange(0, BV)
-    TYPE: tl.constexpr = DOT if is_lean(DOT, BD, BV, 128) and PAIRS == 0 else None
-    x = widened(load_rows(k_ptr, first, rows, ok, channels, channels < D, stride_k), unit_matrix(BD, DOT), LEAN)
-    raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
-    a, b = phi_key(x, ok, param_ptr, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
-    turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-    turned_b = turned_a
-    if PARTS == 2:
-        turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-    return raw, a.to(DOT), b.to(DOT), turned_a, turned_b
-
-
-@triton.jit
-def product_with_state(
-    aq,
-    bq,
-    before,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    PARTS: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Features times S, which is read here, a part at a time, and leaves the registers at once."""
-    s, z = load_sums(before, D, V, BD, BV)
-    product = tl.dot(aq, s.to(DOT), input_precision=PRECISION)
-    if PARTS == 2:
-        s, z = load_sums(before + D * (V + 2), D, V, BD, BV)
-        product = tl.dot(bq, s.to(DOT), product, input_precision=PRECISION)
-    return product
-
-
-@triton.jit
 def write_tile(
     q_ptr,
     k_ptr,
@@ -189,13 +102,11 @@ def write_tile(
     inverse_ptr,
     query_params,
     key_params,
-    before,
     s_a,
     s_b,
     wide_a,
     wide_b,
     count,
-    start,
     first,
     stop,
     stride_q,
@@ -217,20 +128,16 @@ def write_tile(
     HAS_MASK: tl.constexpr,
     KEEP: tl.constexpr,
     IS_SUSPECT: tl.constexpr,
-    TILED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Outputs of the tokens from `first` on; the state after them: S^T of both parts, z in sixteen columns, and the count.
-
-    TILED: the state is that before `start`, and stays so; the keys from there to `first` are looked at one by one.
-    """
+    """Outputs of the tokens from `first` on; the state after them: S^T of both parts, z in sixteen columns, and the count."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
     LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
-    TYPE: tl.constexpr = DOT if is_lean(DOT, BD, BV, 128) and PAIRS == 0 else None
+    TYPE: tl.constexpr = DOT if LEAN else None
     unit = unit_matrix(BD, DOT)
     # z is updated and read by products: sums over rows would make the warps wait for each other at every step
     ones = tl.full([BN, 16], 1.0, DOT)
@@ -248,55 +155,34 @@ def write_tile(
     total = tl.dot(plain_aq, high_and_low(wide_a, DOT), input_precision=PRECISION)
     if PARTS == 2:
         total = tl.dot(plain_bq, high_and_low(wide_b, DOT), total, input_precision=PRECISION)
-    if TILED:
-        above = product_with_state(turned_aq, turned_bq, before, D, V, BD, BV, PARTS, DOT, PRECISION)
-    else:
-        above = tl.dot(turned_aq, tl.trans(s_a.to(DOT)), input_precision=PRECISION)
-        if PARTS == 2:
-            above = tl.dot(turned_bq, tl.trans(s_b.to(DOT)), above, input_precision=PRECISION)
-    below = tl.sum(total, axis=1)[:, None]
-    if TILED:
-        for earlier in range(start, first, BN):
-            whole = rows >= 0
-            seen_there = visible_rows(mask_ptr, earlier, rows, whole, HAS_MASK)
-            raw, plain_ak, plain_bk, turned_ak, turned_bk = key_operands(
-                *(k_ptr, v_ptr, cos_k_ptr, sin_k_ptr, key_params, earlier, rows, whole, seen_there, stride_k, stride_v, alpha),
-                *(D, V, BD, BV, MAP, PARTS, PAIRS, CUBE, LEAN, DOT),
-            )
-            weights = products_of(plain_aq, plain_bq, plain_ak, plain_bk, PARTS, PRECISION)
-            below += tl.sum(weights, axis=1)[:, None]
-            if PAIRS > 0:
-                weights = products_of(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
-            above = tl.dot(weights.to(DOT), raw.to(DOT), above, input_precision=PRECISION)
-            seen, count = seen_keys(count, seen_there, HAS_MASK)
-    raw, plain_ak, plain_bk, turned_ak, turned_bk = key_operands(
-        *(k_ptr, v_ptr, cos_k_ptr, sin_k_ptr, key_params, first, rows, exists, ok, stride_k, stride_v, alpha),
-        *(D, V, BD, BV, MAP, PARTS, PAIRS, CUBE, LEAN, DOT),
-    )
+    above = tl.dot(turned_aq, tl.trans(s_a.to(DOT)), input_precision=PRECISION)
+    if PARTS == 2:
+        above = tl.dot(turned_bq, tl.trans(s_b.to(DOT)), above, input_precision=PRECISION)
+    x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+    raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
     v = raw.to(DOT)
+    ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
+    plain_ak = ak.to(DOT)
+    plain_bk = bk.to(DOT)
+    turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+    turned_bk = turned_ak
+    if PARTS == 2:
+        turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
     within = products_within(plain_aq, plain_bq, plain_ak, plain_bk, PARTS, PRECISION)
     seen, count = seen_keys(count, ok, HAS_MASK)
-    inverse = inverse_of(below, within, eps * seen)
+    inverse = inverse_of(tl.sum(total, axis=1)[:, None], within, eps * seen)
     if KEEP:
         store_per_row(inverse_ptr, inverse, first, rows, exists)
     if PAIRS > 0:
         within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
-    if TILED:
-        # the sums of the values tell whether one is no number; a branch costs little where there is one tile
-        sums = tl.dot(tl.trans(ones), v, input_precision=PRECISION)
-        if tl.max(tl.max(((sums - sums) != 0.0).to(tl.int32), axis=1), axis=0) > 0:
-            above += weighted_values(within, raw, DOT, PRECISION)
-        else:
-            above = tl.dot(within.to(DOT), v, above, input_precision=PRECISION)
-    elif IS_SUSPECT:
+    if IS_SUSPECT:
         above += weighted_values(within, raw, DOT, PRECISION)
     else:
         above = tl.dot(within.to(DOT), v, above, input_precision=PRECISION)
     store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)
-    if not TILED:
-        wide_a = tl.dot(tl.trans(plain_ak), ones, wide_a, input_precision=PRECISION)
-        s_a = tl.dot(tl.trans(v), turned_ak, s_a, input_precision=PRECISION)
-    if PARTS == 2 and not TILED:
+    wide_a = tl.dot(tl.trans(plain_ak), ones, wide_a, input_precision=PRECISION)
+    s_a = tl.dot(tl.trans(v), turned_ak, s_a, input_precision=PRECISION)
+    if PARTS == 2:
         wide_b = tl.dot(tl.trans(plain_bk), ones, wide_b, input_precision=PRECISION)
         s_b = tl.dot(tl.trans(v), turned_bk, s_b, input_precision=PRECISION)
     return s_a, s_b, wide_a, wide_b, count
@@ -356,7 +242,6 @@ def causal_kernel(
     PACKED: tl.constexpr,
     KEEP: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
-    TILED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -379,14 +264,15 @@ def causal_kernel(
     inverse_ptr += place_per_row(sample, head, heads, row, num_rows, PACKED)
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
-    number, start, stop, first_own, last_own = own_tokens(stretch, length, BN, TILED)
-    owner = (tl.cast(number, tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
     before = before_ptr + owner * (PARTS * D * (V + 2))
     s_a, s_b, z_a, z_b = load_both_sums(before, D, V, BD, BV, PARTS)
     count = tl.load(before + V + 1)
     # the sums after this stretch tell whether one of its values is no number; unknown means yes
     is_suspect = tl.program_id(0) >= 0
-    if HAS_TOTAL and not TILED:
+    if HAS_TOTAL:
         size = PARTS * D * (V + 2)
         after = total_ptr + (sample * kv_heads + kv_head) * size
         if tl.program_id(0) + 1 < tl.num_programs(0):
@@ -396,28 +282,20 @@ def causal_kernel(
     wide_b = tl.zeros([BD, 16], tl.float32) + z_b[:, None]
     s_a = tl.trans(s_a)
     s_b = tl.trans(s_b)
-    if TILED:
-        for first in range(first_own, last_own, BN):
-            write_tile(
-                *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, out_ptr, inverse_ptr),
-                *(query_params, key_params, before, s_a, s_b, wide_a, wide_b, count, start, first, last_own),
-                *(stride_q, stride_k, stride_v, stride_o, norm_scale, alpha, eps),
-                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, KEEP, False, TILED, DOT, PRECISION),
-            )
     # two loops: a branch in each step would cost those that need none
-    elif is_suspect:
-        for first in range(first_own, last_own, BN):
+    if is_suspect:
+        for first in range(start, stop, BN):
             s_a, s_b, wide_a, wide_b, count = write_tile(
                 *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, out_ptr, inverse_ptr),
-                *(query_params, key_params, before, s_a, s_b, wide_a, wide_b, count, start, first, last_own),
+                *(query_params, key_params, s_a, s_b, wide_a, wide_b, count, first, stop),
                 *(stride_q, stride_k, stride_v, stride_o, norm_scale, alpha, eps),
-                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, KEEP, True, TILED, DOT, PRECISION),
+                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, KEEP, True, DOT, PRECISION),
             )
     else:
-        for first in range(first_own, last_own, BN):
+        for first in range(start, stop, BN):
             s_a, s_b, wide_a, wide_b, count = write_tile(
                 *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, out_ptr, inverse_ptr),
-                *(query_params, key_params, before, s_a, s_b, wide_a, wide_b, count, start, first, last_own),
+                *(query_params, key_params, s_a, s_b, wide_a, wide_b, count, first, stop),
                 *(stride_q, stride_k, stride_v, stride_o, norm_scale, alpha, eps),
-                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, KEEP, False, TILED, DOT, PRECISION),
+                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, KEEP, False, DOT, PRECISION),
             )

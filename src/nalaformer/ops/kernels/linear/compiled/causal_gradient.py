@@ -26,7 +26,6 @@ from ...common.compiled.tiles import (
     load_both_sums,
     load_per_row,
     load_rows,
-    load_sums,
     place_of_program,
     place_per_row,
     rotated,
@@ -39,7 +38,7 @@ from ...common.compiled.tiles import (
     sum_over_rows,
     visible_rows,
 )
-from .causal import key_operands, lower_triangle, own_tokens, seen_keys
+from .causal import lower_triangle, seen_keys
 
 
 @triton.jit
@@ -47,23 +46,6 @@ def diagonal(BN: tl.constexpr):
     """[BN, BN]: True where row and column are the same token."""
     rows = tl.arange(0, BN)
     return rows[:, None] == rows[None, :]
-
-
-@triton.jit
-def times_state(
-    x,
-    ptr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """x [BN, BV] times the sums of a part, [BV, BD], with all their digits; read here, they leave the registers at once."""
-    s, z = load_sums(ptr, D, V, BD, BV)
-    high, low = truncated_digits(s, DOT)
-    return times(x, tl.trans(high), tl.trans(low), PRECISION)
 
 
 @triton.jit
@@ -129,7 +111,6 @@ def causal_dq_kernel(
     PACKED: tl.constexpr,
     SAME_ANGLES: tl.constexpr,
     LEARNED: tl.constexpr,
-    TILED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -158,8 +139,9 @@ def causal_dq_kernel(
     drop_ptr += place_of_rows
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
-    number, start, end, first_own, stop = own_tokens(stretch, length, BN, TILED)
-    owner = (tl.cast(number, tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
     before = before_ptr + owner * (PARTS * D * (V + 2))
     s_a, s_b, z_a, z_b = load_both_sums(before, D, V, BD, BV, PARTS)
 
@@ -178,10 +160,10 @@ def causal_dq_kernel(
     p0 = tl.zeros([BD], tl.float32)
     p1 = tl.zeros([BD], tl.float32)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
-    TYPE: tl.constexpr = DOT if is_lean(DOT, BD, BV, 128) and PAIRS == 0 else None
+    TYPE: tl.constexpr = DOT if LEAN else None
     unit = unit_matrix(BD, DOT)
     unit_v = unit_matrix(BV, DOT)
-    for first in range(first_own, stop, BN):
+    for first in range(start, stop, BN):
         exists = rows < stop - first
         ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
         dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
@@ -190,39 +172,12 @@ def causal_dq_kernel(
         drop = tl.sum(widened(dout, unit_v, LEAN) * widened(out, unit_v, LEAN), axis=1)[:, None]
         dout = dout.to(DOT)
         # what came before the tile. The denominator is divided out at the end
-        if TILED:
-            da = times_state(dout, before, D, V, BD, BV, DOT, PRECISION)
-            db_turned = da
-            if PARTS == 2:
-                db_turned = times_state(dout, before + D * (V + 2), D, V, BD, BV, DOT, PRECISION)
-        else:
-            high, low = truncated_digits(s_a, DOT)
-            da = times(dout, high, low, PRECISION)
-            db_turned = da
-            if PARTS == 2:
-                high, low = truncated_digits(s_b, DOT)
-                db_turned = times(dout, high, low, PRECISION)
-        # key sums of the tiles between the state and this one
-        near_a = tl.zeros([16, BD], tl.float32)
-        near_b = tl.zeros([16, BD], tl.float32)
-        if TILED:
-            for earlier in range(start, first, BN):
-                whole = rows >= 0
-                seen_there = visible_rows(mask_ptr, earlier, rows, whole, HAS_MASK)
-                v, a, b, turned_a, turned_b = key_operands(
-                    *(k_ptr, v_ptr, cos_k_ptr, sin_k_ptr, key_params, earlier, rows, whole, seen_there, stride_k, stride_v),
-                    *(alpha, D, V, BD, BV, MAP, PARTS, PAIRS, CUBE, LEAN, DOT),
-                )
-                toward = tl.dot(dout, tl.trans(v.to(DOT)), input_precision=PRECISION)
-                if PAIRS == 0:
-                    toward -= drop
-                toward = toward.to(DOT)
-                da = tl.dot(toward, turned_a, da, input_precision=PRECISION)
-                near_a = tl.dot(ones, a, near_a, input_precision=PRECISION)
-                if PARTS == 2:
-                    db_turned = tl.dot(toward, turned_b, db_turned, input_precision=PRECISION)
-                    near_b = tl.dot(ones, b, near_b, input_precision=PRECISION)
-                seen, count = seen_keys(count, seen_there, HAS_MASK)
+        high, low = truncated_digits(s_a, DOT)
+        da = times(dout, high, low, PRECISION)
+        db_turned = da
+        if PARTS == 2:
+            high, low = truncated_digits(s_b, DOT)
+            db_turned = times(dout, high, low, PRECISION)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION), 0.0)
         minus = tl.where(lower_triangle(BN), drop, 0.0)
@@ -241,33 +196,24 @@ def causal_dq_kernel(
         a = a.to(DOT)
         b = b.to(DOT)
         lost = left_factor(-drop, DOT)
-        # without rotary what the near tiles take away again is in their products
-        before_a = right_factor(wide_a if PAIRS == 0 else wide_a + near_a, DOT)
-        before_b = right_factor(wide_b if PAIRS == 0 else wide_b + near_b, DOT)
+        before_a = right_factor(wide_a, DOT)
+        before_b = right_factor(wide_b, DOT)
         da = tl.dot(toward, turned_a, da, input_precision=PRECISION)
-        if not TILED:
-            s_a = tl.dot(tl.trans(v), turned_a, s_a, input_precision=PRECISION)
+        s_a = tl.dot(tl.trans(v), turned_a, s_a, input_precision=PRECISION)
         da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
         da = tl.dot(lost, before_a, da, input_precision=PRECISION)
         if PAIRS > 0:
             da -= tl.dot(minus.to(DOT), a, input_precision=PRECISION)
-        if TILED and PAIRS == 0:
-            before_a = right_factor(wide_a + near_a, DOT)
-        if not TILED:
-            wide_a = tl.dot(ones, a, wide_a, input_precision=PRECISION)
+        wide_a = tl.dot(ones, a, wide_a, input_precision=PRECISION)
         db = da
         if PARTS == 2:
             db = tl.dot(toward, turned_b, db_turned, input_precision=PRECISION)
-            if not TILED:
-                s_b = tl.dot(tl.trans(v), turned_b, s_b, input_precision=PRECISION)
+            s_b = tl.dot(tl.trans(v), turned_b, s_b, input_precision=PRECISION)
             db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
             db = tl.dot(lost, before_b, db, input_precision=PRECISION)
             if PAIRS > 0:
                 db -= tl.dot(minus.to(DOT), b, input_precision=PRECISION)
-            if TILED and PAIRS == 0:
-                before_b = right_factor(wide_b + near_b, DOT)
-            if not TILED:
-                wide_b = tl.dot(ones, b, wide_b, input_precision=PRECISION)
+            wide_b = tl.dot(ones, b, wide_b, input_precision=PRECISION)
         y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
         # a factor of all features changes an output only through eps, which tells what the rounding of out did to the drop
         seen, count = seen_keys(count, ok, HAS_MASK)

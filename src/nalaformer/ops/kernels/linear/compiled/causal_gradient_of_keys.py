@@ -1,10 +1,10 @@
-"""Gradients of keys in causal linear attention; causal_gradient.py has the formulas and the gradient of queries."""
+"""Gradients of keys and values in causal linear attention; causal_gradient.py has the formulas and the gradient of queries."""
 
 import triton
 import triton.language as tl
 
 from ...common.compiled.map_gradients import phi_key_gradient
-from ...common.compiled.maps import phi_query
+from ...common.compiled.maps import phi_key, phi_query
 from ...common.compiled.products import high_and_low, is_lean, times, truncated_digits, unit_matrix, widened
 from ...common.compiled.tiles import (
     angles_of,
@@ -23,8 +23,7 @@ from ...common.compiled.tiles import (
     sum_over_rows,
     visible_rows,
 )
-from .causal import own_tokens
-from .causal_gradient import diagonal, times_state
+from .causal_gradient import diagonal
 
 
 @triton.jit
@@ -68,7 +67,7 @@ def query_operands(
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
-    TYPE: tl.constexpr = DOT if is_lean(DOT, BD, BV, 128) and PAIRS == 0 else None
+    TYPE: tl.constexpr = DOT if LEAN else None
     exists = rows < stop - first
     inverse = load_per_row(inverse_ptr, first, rows, exists)
     dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
@@ -83,6 +82,20 @@ def query_operands(
     if PARTS == 2:
         turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
     return dout.to(DOT), a.to(DOT), b.to(DOT), turned_a, turned_b
+
+
+@triton.jit
+def add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """What the queries of a tile and head add to the gradients of its values, and of the sums before it."""
+    weights = tl.dot(ak, tl.trans(aq), input_precision=PRECISION)
+    if PARTS == 2:
+        weights = tl.dot(bk, tl.trans(bq), weights, input_precision=PRECISION)
+    weights = tl.where(upper_triangle(dout.shape[0]), weights, 0.0).to(DOT)
+    dv = tl.dot(weights, dout, dv, input_precision=PRECISION)
+    ds_a = tl.dot(tl.trans(dout), aq, ds_a, input_precision=PRECISION)
+    if PARTS == 2:
+        ds_b = tl.dot(tl.trans(dout), bq, ds_b, input_precision=PRECISION)
+    return dv, ds_a, ds_b
 
 
 @triton.jit
@@ -106,45 +119,32 @@ def add_to_keys(
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
     SAME_ANGLES: tl.constexpr,
-    LATER: tl.constexpr,
-    TILED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """What the queries of a tile and head add to the gradients of its keys' features (those before the turn apart), and of the
-    sums before it unless TILED.
-
-    LATER: the queries are those of a later tile, all of which see the keys. What they take away again goes to the sums with
-    rotary.
-    """
+    sums before it."""
     BN: tl.constexpr = dout.shape[0]
     weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
     toward = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     if PAIRS == 0:
         toward = tl.dot(ones, weight, toward, input_precision=PRECISION)
-    elif not LATER:
+    else:
         minus = tl.where(upper_triangle(BN), tl.dot(ones, weight, input_precision=PRECISION), 0.0)
         if SAME_ANGLES:
             minus += tl.where(diagonal(BN), toward, 0.0)
             toward = tl.where(diagonal(BN), 0.0, toward)
-    if not LATER:
-        toward = tl.where(upper_triangle(BN), toward, 0.0)
-    toward = toward.to(DOT)
-    IS_SUMMED: tl.constexpr = not TILED or (LATER and PAIRS > 0)
+    toward = tl.where(upper_triangle(BN), toward, 0.0).to(DOT)
     da = tl.dot(toward, aq, da, input_precision=PRECISION)
-    if not TILED:
-        ds_a = tl.dot(tl.trans(dout), aq, ds_a, input_precision=PRECISION)
-    if IS_SUMMED:
-        wide_a = tl.dot(weight, a, wide_a, input_precision=PRECISION)
-    if PAIRS > 0 and not LATER:
+    ds_a = tl.dot(tl.trans(dout), aq, ds_a, input_precision=PRECISION)
+    wide_a = tl.dot(weight, a, wide_a, input_precision=PRECISION)
+    if PAIRS > 0:
         plain_a = tl.dot(minus.to(DOT), a, plain_a, input_precision=PRECISION)
     if PARTS == 2:
         db = tl.dot(toward, bq, db, input_precision=PRECISION)
-        if not TILED:
-            ds_b = tl.dot(tl.trans(dout), bq, ds_b, input_precision=PRECISION)
-        if IS_SUMMED:
-            wide_b = tl.dot(weight, b, wide_b, input_precision=PRECISION)
-        if PAIRS > 0 and not LATER:
+        ds_b = tl.dot(tl.trans(dout), bq, ds_b, input_precision=PRECISION)
+        wide_b = tl.dot(weight, b, wide_b, input_precision=PRECISION)
+        if PAIRS > 0:
             plain_b = tl.dot(minus.to(DOT), b, plain_b, input_precision=PRECISION)
     return da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b
 
@@ -208,7 +208,6 @@ def causal_dk_kernel(
     SAME_ANGLES: tl.constexpr,
     GROUPED: tl.constexpr,
     LEARNED: tl.constexpr,
-    TILED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -231,9 +230,10 @@ def causal_dk_kernel(
     cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
     heads = kv_heads * group
     key_params = param_ptr + (head // key_param_group) * num_params
-    number, begin, end, start, stop = own_tokens(stretch, length, BN, TILED)
-    owner = tl.cast(number, tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    after = after_ptr + owner * (PARTS * D * (V + 2))
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    place = place_of_program()
+    after = after_ptr + place * (PARTS * D * (V + 2))
     ds_a, ds_b, dz_a, dz_b = load_both_sums(after, D, V, BD, BV, PARTS)
     # turned: then a product of tiles in memory adds to them
     ds_a = tl.trans(ds_a)
@@ -259,35 +259,12 @@ def causal_dk_kernel(
         ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         # gradients of the turned features
-        if TILED:
-            da = times_state(v, after, D, V, BD, BV, DOT, PRECISION)
-            db = da
-            if PARTS == 2:
-                db = times_state(v, after + D * (V + 2), D, V, BD, BV, DOT, PRECISION)
-        else:
-            high, low = truncated_digits(ds_a, DOT)
-            da = times(v, high, low, PRECISION)
-            db = da
-            if PARTS == 2:
-                high, low = truncated_digits(ds_b, DOT)
-                db = times(v, high, low, PRECISION)
-        if TILED:
-            for later in range(first + BN, end, BN):
-                for member in range(0, group if GROUPED else 1):
-                    query_head = head * group + member if GROUPED else head
-                    own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
-                    dout, a, b, aq, bq = query_operands(
-                        q_ptr + q_offset + query_head * stride_qh,
-                        dout_ptr + do_offset + query_head * stride_doh,
-                        inverse_ptr + own,
-                        *(cos_q_ptr, sin_q_ptr, param_ptr + (query_head // query_param_group) * num_params, later, end),
-                        *(stride_q, stride_do, norm_scale, alpha, D, V, BD, BV, BN, MAP, PARTS, PAIRS, True, DOT),
-                    )
-                    drop = load_per_row(drop_ptr + own, later, rows, rows < end - later)
-                    da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b = add_to_keys(
-                        *(v, ones, drop, dout, a, b, aq, bq, da, db, da, db, ds_a, ds_b, wide_a, wide_b),
-                        *(PARTS, PAIRS, SAME_ANGLES, True, TILED, DOT, PRECISION),
-                    )
+        high, low = truncated_digits(ds_a, DOT)
+        da = times(v, high, low, PRECISION)
+        db = da
+        if PARTS == 2:
+            high, low = truncated_digits(ds_b, DOT)
+            db = times(v, high, low, PRECISION)
         # what belongs to the features before the turn, from z: the sixteen rows add up
         high, low = truncated_digits(wide_a, DOT)
         plain_a = da if PAIRS == 0 else tl.zeros([BN, BD], tl.float32)
@@ -314,7 +291,7 @@ def causal_dk_kernel(
             drop = load_per_row(drop_ptr + own, first, rows, exists)
             da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b = add_to_keys(
                 *(v, ones, drop, dout, a, b, aq, bq, da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b),
-                *(PARTS, PAIRS, SAME_ANGLES, False, TILED, DOT, PRECISION),
+                *(PARTS, PAIRS, SAME_ANGLES, DOT, PRECISION),
             )
         if PAIRS > 0:
             da = plain_a + rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
@@ -333,4 +310,122 @@ def causal_dk_kernel(
             p0 += sum_over_rows(g0, ok, in_head)
             p1 += sum_over_rows(g1, ok, in_head)
     if LEARNED:
-        store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)
+        store_two_parameters(dparam_ptr + place * (2 * D), p0, p1, D, BD)
+
+
+@triton.jit
+def causal_dv_kernel(
+    q_ptr,  # [B, N, H, D]
+    k_ptr,  # [B, N, K, D]
+    dout_ptr,  # [B, N, H, V]
+    mask_ptr,
+    cu_ptr,
+    param_ptr,
+    cos_q_ptr,
+    sin_q_ptr,
+    cos_k_ptr,
+    sin_k_ptr,
+    inverse_ptr,  # [1, B, H, N] or [1, H, T]
+    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
+    dv_ptr,  # [B, N, K, V]
+    num_rows,
+    num_tokens,
+    kv_heads,
+    group,
+    stretch,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_dob,
+    stride_do,
+    stride_doh,
+    stride_dvb,
+    stride_dv,
+    stride_dvh,
+    stride_angle_q,
+    stride_angle_k,
+    query_param_group,
+    key_param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dv, from the last tile of a stretch to the first. Apart from dk: the two together need more registers than there are."""
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
+    stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
+    stride_dvb, stride_dv, stride_dvh = row_strides(stride_dvb, stride_dv, stride_dvh, V)
+    sample = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
+    q_offset = sample_offset(sample, row, stride_qb, stride_q, PACKED)
+    do_offset = sample_offset(sample, row, stride_dob, stride_do, PACKED)
+    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
+    dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
+    mask_ptr += tl.cast(sample, tl.int64) * num_tokens
+    cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
+    cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
+    heads = kv_heads * group
+    key_params = param_ptr + (head // key_param_group) * num_params
+    start = tl.program_id(0) * stretch
+    stop = tl.minimum(start + stretch, length)
+    place = place_of_program()
+    after = after_ptr + place * (PARTS * D * (V + 2))
+    ds_a, ds_b, dz_a, dz_b = load_both_sums(after, D, V, BD, BV, PARTS)
+    # turned: then a product of tiles in memory adds to them
+    ds_a = tl.trans(ds_a)
+    ds_b = tl.trans(ds_b)
+
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
+    unit = unit_matrix(BD, DOT)
+    TYPE: tl.constexpr = DOT if LEAN else None
+    tiles = tl.cdiv(tl.maximum(stop - start, 0), BN)
+    for tile in range(0, tiles):
+        first = start + (tiles - 1 - tile) * BN
+        exists = rows < stop - first
+        ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
+        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
+        ak = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        bk = ak
+        dv = tl.dot(ak, tl.trans(ds_a.to(DOT)), input_precision=PRECISION)
+        if PARTS == 2:
+            bk = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+            dv = tl.dot(bk, tl.trans(ds_b.to(DOT)), dv, input_precision=PRECISION)
+        # a loop of one is none: the next tile is then read while this one is computed
+        for member in range(0, group if GROUPED else 1):
+            query_head = head * group + member if GROUPED else head
+            own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
+            dout, plain_aq, plain_bq, aq, bq = query_operands(
+                q_ptr + q_offset + query_head * stride_qh,
+                dout_ptr + do_offset + query_head * stride_doh,
+                inverse_ptr + own,
+                *(cos_q_ptr, sin_q_ptr, param_ptr + (query_head // query_param_group) * num_params, first, stop),
+                *(stride_q, stride_do, norm_scale, alpha, D, V, BD, BV, BN, MAP, PARTS, PAIRS, False, DOT),
+            )
+            dv, ds_a, ds_b = add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS, DOT, PRECISION)
+        # hidden keys get a gradient of zero, which must be written
+        store_rows(
+            dv_ptr, tl.where(ok[:, None], dv, 0.0) if HAS_MASK else dv, first, rows, exists, columns, columns < V, stride_dv
+        )
