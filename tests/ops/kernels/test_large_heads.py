@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nalaformer
-from helpers.kernel_checks import DEVICE, check, check_half_precision, make, relative_error
+from helpers.kernel_checks import check, check_half_precision, make
 from nalaformer import Rotary
 from nalaformer.ops.backend import INTERPRETING
 
