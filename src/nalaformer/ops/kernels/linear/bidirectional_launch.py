@@ -10,6 +10,7 @@ from .call import WHOLE_PROGRAMS, Call, TokenLayout, angle_stride, parameter_row
 from .compiled.bidirectional import output_kernel, state_kernel, whole_kernel
 from .compiled.bidirectional_gradient import dq_kernel, dsums_kernel
 from .compiled.bidirectional_gradient_of_keys import dk_kernel
+from .compiled.whole_gradient import whole_gradient_kernel
 
 
 def forward(
@@ -186,6 +187,32 @@ def backward(
         return torch.empty(shape, dtype=torch.float32, device=call.device)
 
     drop = torch.empty_like(inverse)
+    if call.is_whole:
+        dsums = call.sums(1, call.heads)
+        dq, dk, dv, dweight = [torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v, weight)]
+        dquery, dkey = parameter_buffer(1, call.heads, 4), parameter_buffer(1, call.heads, 2)
+        call.start(
+            ("whole gradient", kind_of_dout),
+            whole_gradient_kernel,
+            (
+                *(q, k, v, dout, mask, weight, parameters, cos_q, sin_q, cos_k, sin_k, sums, scale, inverse, drop, dsums),
+                *(dq, dk, dv, dweight, dquery, dkey),
+            ),
+            lambda: (
+                "whole_gradient",
+                (1, call.samples * call.heads),
+                (
+                    *(call.per_row[1:].numel(), call.num_queries, call.num_keys, call.heads),
+                    *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *strides(dk), *strides(dv)),
+                    *(angle_stride(layout.cos_q), angle_stride(layout.cos_k)),
+                    *parameter_row(call.heads, parameters),
+                    *(*call.scalars, call.settings.contrast),
+                ),
+                {"LEARNED": is_learned},
+            ),
+        )
+        of_parameters = (dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None)
+        return dq, dk, dv, dweight, *of_parameters
     sum_count, sum_stretch = call.splits("dsums", call.num_queries, call.heads)
     partial = sums_of_gradients(
         call, q, dout, parameters, layout, sums, scale, inverse, drop, kind_of_dout, sum_count, sum_stretch

@@ -58,6 +58,8 @@ TILES = {
     "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1)},
     # the same kernel where programs are many
     "whole_many": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
+    # all gradients of a sample and head by one program
+    "whole_gradient": {64: Tile(64, 4, 3), 128: Tile(32, 8, 1)},
     "dq": {64: Tile(64, 4, 3), 128: Tile(32, 4, 2)},
     "dsums": {64: Tile(64, 4, 3), 128: Tile(32, 8, 1)},
     # the same kernel, over the few long stretches of the causal ones
@@ -73,7 +75,7 @@ TILES = {
 TURNED_TILES = {
     **{kernel: {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)} for kernel in ("output", "dq")},
     **{kernel: {64: Tile(32, 4, 2)} for kernel in ("causal_dq", "causal_dk", "causal_dv")},
-    "dsums": {64: Tile(64, 4, 2)},
+    **{kernel: {64: Tile(64, 4, 2)} for kernel in ("dsums", "whole_gradient")},
     "state": {64: Tile(64, 4, 2), 128: Tile(64, 8, 2)},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)},
     "causal": {64: Tile(32, 4, 2), 128: Tile(16, 8, 2)},

@@ -75,8 +75,9 @@ def backward(
     layout: TokenLayout,
     before: Tensor,
     is_learned: bool,
+    moves_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dv, the gradient of the initial sums; and for learned maps those of the parameters per head."""
+    """dq, dk, dv, the gradient of the initial sums if they move; and for learned maps those of the parameters per head."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v))
     group = call.group
@@ -107,12 +108,17 @@ def backward(
             constants,
         ),
     )
-    by_query = sums_of_gradients(
-        *(call, q, dout, parameters, layout, before, before, inverse, drop, kind_of_dout, count, stretch),
-        kernel="causal_dsums",
-    )
-    after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
-    dinitial = prefix(call.launches, after, dtotal, reverse=True)
+    if count == 1 and dtotal is None and not moves_initial:
+        # nothing comes after the only stretch, and nobody asks what came before it
+        after = call.sums(1, call.kv_heads).zero_()
+        dinitial = after[0]
+    else:
+        by_query = sums_of_gradients(
+            *(call, q, dout, parameters, layout, before, before, inverse, drop, kind_of_dout, count, stretch),
+            kernel="causal_dsums",
+        )
+        after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
+        dinitial = prefix(call.launches, after, dtotal, reverse=True)
     call.start(
         ("causal dk", kind_of_dout),
         causal_dk_kernel,

@@ -78,8 +78,10 @@ def run_backward(
     before: Tensor,
     inverse: Tensor,
     is_learned: bool,
+    moves_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, the gradient of the parameters (empty if they are not learned) and that of the initial sums."""
+    """dq, dk, dv, the gradient of the parameters (empty if they are not learned) and that of the initial sums, if it is asked
+    for."""
     call = call_for(q, k, v, parameters, layout, settings)
     if dout is None:
         dout = v.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -88,7 +90,7 @@ def run_backward(
     count, _ = call.splits("causal", call.num_queries, call.heads)
     before = before[:count]
     dq, dk, dv, dinitial, dquery, dkey = causal_launch.backward(
-        call, q, k, v, out, dout, inverse, dtotal, parameters, layout, before, is_learned
+        call, q, k, v, out, dout, inverse, dtotal, parameters, layout, before, is_learned, moves_initial
     )
     return dq, dk, dv, parameter_gradient(settings.name, parameters, dquery, dkey), dinitial
 
@@ -106,7 +108,8 @@ def gradient_shapes(
     before: Any,
     *rest: Any,
 ) -> Any:
-    dparameters = torch.empty_like(parameters) if rest[-1] else parameters.new_empty(0)
+    *_, is_learned, _ = rest
+    dparameters = torch.empty_like(parameters) if is_learned else parameters.new_empty(0)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dparameters, torch.empty_like(before[0])
 
 
@@ -123,7 +126,7 @@ def gradients(ctx: Any, run: Any, dout: Any, dtotal: Any) -> Any:
     saved = ctx.saved_tensors
     layout = TokenLayout._make((*saved[4:10], ctx.longest))
     dtotal = dtotal if ctx.want_total else None
-    return run(dout, dtotal, *saved[:4], layout, ctx.settings, *saved[10:], ctx.needs_input_grad[3])
+    return run(dout, dtotal, *saved[:4], layout, ctx.settings, *saved[10:], *ctx.needs_input_grad[3:5])
 
 
 with_gradients, forward, backward = operator(
