@@ -145,7 +145,7 @@ class LayerRecord:
         return out.index_add_(-1, index, split)[..., :-1]
 
     def statistics(self) -> "list[HeadStatistics]":
-        """Of each head, over all queries: see `HeadStatistics`."""
+        """The statistics of each head over all queries; see `HeadStatistics`."""
         from .statistics import head_statistics
 
         return head_statistics(self)
@@ -298,7 +298,7 @@ class HybridRecord(LayerRecord):
         return found.permute(0, 2, 3, 1)
 
     def log_denominators(self) -> Tensor:
-        """Of the exact part alone the logits' size is known: not a number here."""
+        """NaN: a hybrid layer knows the size of the logits only for its exact part."""
         return torch.full((self.q.shape[0], self.num_heads, self.q.shape[1]), torch.nan, device=self.q.device)
 
 

@@ -217,7 +217,7 @@ def make_images(measurement: ModelMeasurement, number: int) -> Tensor:
 
 
 def relative_error(measurement: ModelMeasurement) -> float | None:
-    """Of the logits of one image against those of the reference path; None where that path has too little memory."""
+    """The error of one image's logits against the reference path; None where that path has too little memory."""
     model, image = build_variant(measurement).eval(), make_images(measurement, 1)
     with torch.no_grad():
         try:

@@ -51,7 +51,7 @@ class TrainingMeasurement(Measurement):
     size: str
     """A name of nalaformer.models.language.SIZES."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Of the configuration, for smaller networks."""
+    """Fields of the configuration to change, for smaller networks."""
     largest_errors = LARGEST_ERROR
 
     @property

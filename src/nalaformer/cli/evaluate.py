@@ -88,10 +88,12 @@ def add_to(app: "typer.Typer") -> None:
                 help="fid, kid, frechet, kernel, precision, recall or accuracy; repeatable.", show_default="all that fit"
             ),
         ] = None,
-        split: Annotated[str, typer.Option(help="Of the reference: train or val.", autocompletion=completion.splits)] = "val",
+        split: Annotated[
+            str, typer.Option(help="Split of the reference: train or val.", autocompletion=completion.splits)
+        ] = "val",
         size: Annotated[int, typer.Option(help="Cut and resize images of folders to this side; 0: as they are.")] = 0,
         limit: Annotated[int, typer.Option(help="Images of each set, spread over it; 0: all.")] = 0,
-        neighbours: Annotated[int, typer.Option(help="Of precision and recall.")] = 3,
+        neighbours: Annotated[int, typer.Option(help="Neighbours that precision and recall look at.")] = 3,
         batch_size: Annotated[int, typer.Option(help="Images at once.")] = 64,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:

@@ -32,7 +32,7 @@ def add_to(app: "typer.Typer") -> None:
         max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 100,
         temperature: Annotated[float, typer.Option(help="0: the likeliest token each time; 1: as the model gives them.")] = 0.0,
         top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of that total probability.")] = 1.0,
-        seed: Annotated[int | None, typer.Option(help="Of the drawing.", show_default="another each time")] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the drawing.", show_default="another each time")] = None,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
         """Continue a text, streamed as it is written, in memory that does not grow with it."""
@@ -55,7 +55,7 @@ def add_to(app: "typer.Typer") -> None:
                 autocompletion=completion.completing(completion.samplers),
             ),
         ] = "",
-        seed: Annotated[int, typer.Option(help="Of the noise; the same seed gives the same images.")] = 0,
+        seed: Annotated[int, typer.Option(help="Seed of the noise; the same seed gives the same images.")] = 0,
         height: Annotated[int, typer.Option(help="In pixels, of latents where the run makes latents; 0: as trained.")] = 0,
         width: Annotated[int, typer.Option(help="As height.")] = 0,
         autoencoder: Annotated[

@@ -24,7 +24,7 @@ def add_to(data: "typer.Typer") -> None:
         out: Annotated[Path, typer.Option(help="Folder of the latents.")],
         image_size: Annotated[int, typer.Option(help="Side to which the images of a folder are cut and resized.")] = 256,
         holdout: Annotated[float, typer.Option(help="Share held out where there is no val split.")] = 0.0,
-        seed: Annotated[int, typer.Option(help="Of what is held out.")] = 0,
+        seed: Annotated[int, typer.Option(help="Seed that decides what is held out.")] = 0,
         batch_size: Annotated[int, typer.Option(help="Images at once.")] = 16,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
@@ -36,7 +36,7 @@ def add_to(data: "typer.Typer") -> None:
         file: Annotated[Path, typer.Argument(help="A .npz file with images and labels, such as Fashion-MNIST.")],
         out: Annotated[Path, typer.Option(help="Folder; it gets train/<class>/ and val/<class>/.")],
         holdout: Annotated[float, typer.Option(help="Share held out where the file has no val or test part.")] = 0.0,
-        seed: Annotated[int, typer.Option(help="Of what is held out.")] = 0,
+        seed: Annotated[int, typer.Option(help="Seed that decides what is held out.")] = 0,
     ) -> None:
         """Write the images of a .npz file as PNG files in a folder per class, from which classifiers learn."""
         from ..data.generation import unpack_images

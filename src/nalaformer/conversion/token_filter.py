@@ -233,7 +233,7 @@ def _attended_in(block: nn.Module) -> Callable[[Any, Tensor], Tensor]:
 
 
 def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
-    """By name, so that timm need not be imported; subclasses count."""
+    """True for these classes and their subclasses, compared by name, so that timm need not be imported."""
     return any(f"{kind.__module__}.{kind.__qualname__}" in classes for kind in type(module).__mro__)
 
 

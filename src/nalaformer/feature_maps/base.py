@@ -97,7 +97,7 @@ class FeatureMap(nn.Module):
 
 
 def excess(log_size: Tensor) -> Tensor:
-    """By how much features of this logarithmic size exceed the largest that we want; 0 for ordinary ones."""
+    """How far features of this logarithmic size exceed the largest that we want; 0 for ordinary ones."""
     return (log_size - LOG_LARGEST_FEATURE).clamp(min=0)
 
 

@@ -35,7 +35,7 @@ class Transfer:
     teacher_square: Tensor
     """Mean square of the teacher's outputs: what the error is a part of."""
     scorer_loss: Tensor | None
-    """Of a learned selection."""
+    """The loss of the scorer; None without a learned selection."""
 
 
 class ConvertedAttention(nn.Module):

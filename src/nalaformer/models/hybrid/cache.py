@@ -107,7 +107,7 @@ class HybridCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Of all that is remembered."""
+        """Bytes of all states."""
         return sum(state.nbytes for state in (layer.held for layer in self.layers) if state is not None)
 
 

@@ -134,7 +134,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         model_kwargs["past_key_values"] = HybridCache(self.config)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "HybridForCausalLM":
-        """Of `to`, `half` and the like: the memory of decoders does not stay behind."""
+        """`to`, `half` and the like also drop the decoders, whose memory would stay behind."""
         # there is none yet while a model is made
         if (stepping := getattr(self, "stepping", None)) is not None:
             stepping.forget()

@@ -35,9 +35,9 @@ class Finding:
     curves: dict[str, tuple[tuple[tuple[int, float], ...], ...]]
     """For each task and seed (step, accuracy) of each evaluation."""
     diagnosis: Diagnosis
-    """Of the first seed's network that points."""
+    """The diagnosis of the first seed's pointing network."""
     milliseconds: tuple[float, ...]
-    """Of one sequence, for each of TOKENS."""
+    """The time of one sequence, for each of TOKENS."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,12 +61,12 @@ class RecallStudy:
     transfer_steps: int = 40
     finetune_steps: int = 40
     batch_size: int = 16
-    """Of both stages: 80 steps of 16 texts of 4,096 tokens are 5.2M tokens for each method."""
+    """Texts of a step in both stages: 80 steps of 16 texts of 4,096 tokens are 5.2M tokens for each method."""
     transfer_rate: float = 1e-2
     finetune_rate: float = 1e-3
     eval_lengths: tuple[int, ...] = (2048, 4096, 8192)
     eval_texts: int = 64
-    """Of each family and length, on average."""
+    """Texts of each family and length, on average."""
     questions: int = 16
     """About each of those."""
     eval_tokens: int = 65_536

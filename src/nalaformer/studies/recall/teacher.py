@@ -41,13 +41,13 @@ class Lesson:
     """Texts that are practised until they are mastered."""
 
     lengths: tuple[int, ...]
-    """Of the texts; with several, each batch is of one of them."""
+    """Lengths of the texts; each batch has texts of one length."""
     facts: int
     """Hidden in a text at most, all asked for; at least half as many."""
     steps: int = 1500
     """At most."""
     tokens: int = 65_536
-    """Of a batch of the longest texts."""
+    """Tokens of a batch of the longest texts."""
 
 
 LESSONS = (
@@ -80,7 +80,7 @@ class TeacherConfig:
     hops: int = 2
     """Longest chain of variables."""
     families: tuple[str, ...] = FAMILIES
-    """Of facts and questions: names in data.sequences.FAMILIES."""
+    """Families of facts and questions, from data.sequences.FAMILIES."""
     lessons: tuple[Lesson, ...] = LESSONS
     """One after the other: from the start at full length nothing would be learned."""
     learning_rate: float = 1e-3

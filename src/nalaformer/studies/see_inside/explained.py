@@ -50,7 +50,7 @@ class Explanation:
 
 
 def explanations_of(subject: Subject, names: Sequence[str], images: Tensor) -> list[Explanation]:
-    """Of a classifier, for images [N, 3, H, W] as the model takes them; none of a model that names no class."""
+    """Explanations of a classifier for images [N, 3, H, W] as it takes them; none for a model that names no class."""
     if not subject.names_classes:
         return []
     try:

@@ -80,7 +80,7 @@ class Look:
         ]
 
     def relative_entropy(self) -> list[list[float]]:
-        """Of each head of each layer: 1 if it looks at all tokens alike."""
+        """A number for each head of each layer: 1 if it looks at all tokens alike."""
         return [
             [head.entropy / math.log(layer.keys) if layer.keys > 1 else 0.0 for head in heads]
             for layer, heads in zip(self.layers, self.statistics, strict=True)

@@ -44,15 +44,15 @@ class Layer:
     kind: str
     heads: int
     grid: Grid
-    """Of the patches that ask."""
+    """The grid of the patches that ask."""
     key_grid: Grid
-    """Of those that are asked, fewer where the layer reduces its keys."""
+    """The grid of the patches that are asked: smaller where the layer reduces its keys."""
     prefix: int
     """Tokens in front of both."""
     queries: Grid
     """Patches whose rows are stored, evenly over the grid."""
     cells: Grid
-    """Of a map."""
+    """Rows and columns of a map."""
 
     @property
     def beside(self) -> list[str]:

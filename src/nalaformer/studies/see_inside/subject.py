@@ -42,7 +42,7 @@ class Subject:
     mean: tuple[float, ...]
     """Subtracted from each channel by `prepare`."""
     spread: tuple[float, ...]
-    """By which `prepare` divides each channel."""
+    """`prepare` divides each channel by this."""
     notes: list[str] = field(default_factory=list)
     """Where its weights are from."""
     is_random: bool = False

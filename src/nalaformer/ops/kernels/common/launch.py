@@ -140,7 +140,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, token and head; packed tensors have no batch."""
+    """The strides of batch, token and head; packed tensors have no batch."""
     return (0, x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
 
 
