@@ -246,7 +246,7 @@ class Attention(nn.Module):
         return global_query_weight(q, k, feature_map=self.map, key_mask=visible, query_mask=visible)
 
     def contrast_of(self, q: Tensor) -> Tensor | str | None:
-        """As linear_attention takes it."""
+        """The contrast in the form that linear_attention takes."""
         if self.contrast is not None:
             return self.contrast(q)
         return None if self.config.contrast == "none" else self.config.contrast

@@ -57,7 +57,7 @@ class PeerMeasurement(BackboneMeasurement):
         return torch.float32 if self.direction == TRAINING else self.dtype
 
     def make_network(self) -> nn.Module:
-        """With the same random weights every time, in the mode of its direction; neither folded nor compiled."""
+        """The network with the same random weights every time, in the mode of its direction; neither folded nor compiled."""
         import timm
 
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ class PeerMeasurement(BackboneMeasurement):
 
     @torch.no_grad()
     def check(self, built: nn.Module) -> float | None:
-        """In inference: the logits of one image against the plain network on the reference path."""
+        """Compares the logits of one image with those of the plain network on the reference path; only in inference."""
         if not self.is_ours or self.direction == TRAINING:
             return None
         images = self.make_images()

@@ -105,7 +105,7 @@ def plan_training(
     shapes: Sequence[str] | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> list[TrainingMeasurement]:
-    """What will be measured, by model, whose correctness is checked once. shapes: as "16x2048"."""
+    """What will be measured, model by model: each is checked once. shapes: rows x tokens, such as "16x2048"."""
     refuse_missing_device(device)
     for name, chosen, known in (("model", models, MODELS), ("form", forms, FORMS)):
         for given in chosen or ():

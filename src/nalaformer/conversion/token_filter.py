@@ -66,7 +66,7 @@ class Choices:
 
 
 def _memory_of(x: Tensor) -> StorageWeakRef | None:
-    """None where a tensor stands for others: compiled code and torch.func run no block twice behind our back."""
+    """The tensor's memory; None for stand-ins of compiled code and torch.func, which never run a block twice on their own."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return None
     return StorageWeakRef(x.untyped_storage())

@@ -161,7 +161,7 @@ def _on_kernels(
     scale: float,
     lengths: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """lengths: of the sequences that are packed in a batch of one."""
+    """lengths: the lengths of the sequences that are packed in a batch of one."""
     from .kernels.delta import delta_op
 
     packing = delta_op.UNPACKED if lengths is None else delta_op.packing_of(lengths, q.device)

@@ -186,7 +186,7 @@ def check_model_folder(folder: str | Path) -> None:
 
 @contextmanager
 def reading_model(folder: str | Path) -> Iterator[None]:
-    """Around what transformers reads of a local folder: whatever is wrong with it is one ValueError that names it."""
+    """Put around transformers' reading of a local folder: any fault of the folder becomes one ValueError that names it."""
     check_model_folder(folder)
     try:
         yield

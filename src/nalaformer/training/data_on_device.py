@@ -49,7 +49,7 @@ def resident(
     pool: Executor | None = None,
     advance: Callable[[int], None] = lambda samples: None,
 ) -> list[Bucket]:
-    """All samples on the device. only_answers: of a language, the answers and not every next token; pool: who makes them."""
+    """All samples on the device. only_answers: targets are the answers, not every next token; pool: makes the samples."""
     lengths = np.asarray(data.group_lengths)
     pieces: dict[int, list[Arrays]] = {}
     indices = [np.arange(start, min(start + CHUNK, len(data))) for start in range(0, len(data), CHUNK)]

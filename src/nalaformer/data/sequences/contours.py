@@ -206,7 +206,7 @@ def are_crossing(a: Floats, b: Floats, c: Floats, d: Floats) -> NDArray[np.bool_
 
 
 def squared_distance(point: Floats, start: Floats, end: Floats) -> Floats:
-    """From points to strokes; all [n, 2]."""
+    """Squared distances from points to strokes; all [n, 2]."""
     (px, py), (sx, sy) = (point[..., 0], point[..., 1]), (start[..., 0], start[..., 1])
     dx, dy = end[..., 0] - sx, end[..., 1] - sy
     rx, ry = px - sx, py - sy

@@ -71,7 +71,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As the host's; the cache is a HybridCache."""
+        """Called like the host's forward; the cache is a HybridCache."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:

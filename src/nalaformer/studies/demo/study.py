@@ -55,7 +55,7 @@ class DemoResult:
         return len(self.found[0].accuracies[TASKS[0].name])
 
     def findings(self) -> list[str]:
-        """In words, only what the figures bear."""
+        """The findings in words: only what the figures support."""
         lines = [self.on_pointing(), *self.against("linear (ReLU)"), self.on_majority(), self.on_norms(), self.on_cost()]
         return [line for line in lines if line]
 

@@ -88,7 +88,7 @@ class RecallStudy:
         return hybrid_settings("still", selection=rule, **store)
 
     def texts(self, length: int) -> RecallLanguage:
-        """Those that models are asked about."""
+        """The texts that models are asked about."""
         samples = self.eval_texts * len(self.teacher.families)
         return self.teacher.data(length, facts=self.facts, split="test", samples=samples, questions=self.questions)
 

@@ -240,7 +240,7 @@ class Answering(nn.Module):
 
 @contextmanager
 def unmasked(model: Any) -> Iterator[None]:
-    """Within, a forward pass never waits for the device, so that it can be captured as a CUDA graph."""
+    """Inside the block a forward pass never waits for the device, so a CUDA graph can capture it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import AttentionInterface
 

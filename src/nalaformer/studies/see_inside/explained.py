@@ -39,7 +39,7 @@ class Explanation:
     """Share of every cell, if all counted alike."""
 
     def figure(self) -> str:
-        """As HTML; names come from users and are escaped."""
+        """The explanation as HTML; names come from users and are escaped."""
         words = (
             f"{self.image}, {self.method.replace('_', '-')}: {self.meaning}. Largest cell {100 * self.largest:.2g}%, all alike "
             f"would be {100 * self.even:.2g}%."

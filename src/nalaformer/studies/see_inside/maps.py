@@ -81,7 +81,7 @@ class Layer:
         return (math.prod(self.queries) + self.prefix) * self.heads * (4 * (2 + self.prefix) + math.prod(self.cells))
 
     def described(self) -> dict[str, Any]:
-        """For the page."""
+        """What the page needs to know of the maps."""
         shown = {name: list(getattr(self, name)) for name in ("grid", "queries", "cells", "beside")}
         return {"name": self.name, "kind": self.kind, "heads": self.heads, "keys": self.keys, **shown}
 

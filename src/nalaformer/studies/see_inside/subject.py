@@ -100,7 +100,7 @@ def subject_of_run(folder: Path) -> Subject:
 
 
 def unscaled(image: "Image") -> Tensor:
-    """As super-resolution reads images: [3, 64, 64] from 0 to 1."""
+    """The image as super-resolution reads it: [3, 64, 64], from 0 to 1."""
     from torchvision.transforms.functional import pil_to_tensor
 
     return pil_to_tensor(image.resize((PIXEL_SIDE, PIXEL_SIDE))) / 255

@@ -1,4 +1,4 @@
-"""What may be chosen when pixels are learned and when a model is asked."""
+"""Settings of segmentation: for training, and for prediction."""
 
 from dataclasses import dataclass
 

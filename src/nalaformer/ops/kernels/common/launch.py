@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Bounded(dict[object, T]):
-    """What was made for earlier calls, forgotten all at once when it has become too much: whoever needs it makes it again."""
+    """A cache of what earlier calls made. When it is full it forgets everything, and the next calls make theirs again."""
 
     MOST = 4096
 
