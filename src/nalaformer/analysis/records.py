@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..attention.cells import Grid
 from ..attention.hybrid import HybridSettings, hybrid_attention
 from ..attention.windows import Groups
 from ..feature_maps import FeatureMap
@@ -21,7 +22,6 @@ from ..ops.linear_form import LinearForm
 if TYPE_CHECKING:
     from .statistics import HeadStatistics
 
-Grid = tuple[int, int]
 # Queries whose weights exist at the same time.
 CHUNK = 256
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..data.sequences import IGNORE, SequenceData
-
-Arrays = dict[str, NDArray[Any]]
+from ..data.sequences.base import Arrays
 
 CHUNK = 1024
 

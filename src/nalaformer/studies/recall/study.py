@@ -22,13 +22,12 @@ from torch import Tensor
 
 from ...attention.hybrid import HybridSettings, hybrid_settings
 from ...bench.measurement import failure_of, give_back_memory
+from ...bench.runner import Say
 from ...data.sequences import RecallLanguage, as_tensor
 from ...folder_lock import only_writer
 from ...linearize import LinearizeConfig, linearize
 from ...training import TrainingConfig
 from .teacher import Lesson, TeacherConfig, train_teacher
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True, kw_only=True)

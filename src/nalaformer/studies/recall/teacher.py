@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...atomic_files import atomic_folder, write_atomically
+from ...bench.runner import Say
 from ...child_processes import worker_pool
 from ...data import seed_everything
 from ...data.sequences import RecallLanguage
@@ -32,8 +33,6 @@ DEV_TEXTS = 128
 MOST_TOKENS = 2**24
 # steps between two looks at the accuracy
 BLOCK = 50
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True, kw_only=True)

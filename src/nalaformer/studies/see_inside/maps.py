@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...analysis import LayerRecord, attention_entropy
+from ...attention.cells import Grid
 
-Grid = tuple[int, int]
 # a map on the page needs no finer cells
 MOST_CELLS = 28
 # bytes of all maps of a page; base64 makes four of three
