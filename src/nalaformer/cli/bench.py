@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .console import make_console
+from .console import make_console, progress_bar
 from .packages import need
 
 if TYPE_CHECKING:
@@ -164,8 +164,6 @@ def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict
 
 
 def run_bench_ops(device: str, out: Path, quick: bool, shapes: list[str], seconds: float) -> None:
-    from rich.progress import Progress
-
     from ..bench import cases_for, describe_machine, left_out
     from ..bench.ops import plan
     from ..bench.ops_report import COLUMNS, results_table, summary_lines
@@ -175,13 +173,12 @@ def run_bench_ops(device: str, out: Path, quick: bool, shapes: list[str], second
     machine, measurements = describe_machine(), plan(cases_for(device, quick=quick, shapes=shapes), device)
     console.print(headline(machine, measurements[0]))
     results = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(measurements[0].label, total=len(measurements))
+    with progress_bar(console, measurements[0].label, total=len(measurements)) as (progress, bar):
         for result in recorded(measurements, out, COLUMNS, machine, seconds=seconds):
             results.append(result)
             # what is measured now is the next one
             coming = measurements[min(len(results), len(measurements) - 1)].label
-            progress.update(task, description=coming, completed=len(results))
+            progress.update(bar, description=coming, completed=len(results))
     console.print(results_table(results))
     for line in summary_lines(results, left_out(device)):
         console.print(line)

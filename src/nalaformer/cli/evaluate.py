@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from .console import make_console, print_table, table_of
+from .console import make_console, print_table, progress_bar, table_of
 
 if TYPE_CHECKING:
     import typer
@@ -123,17 +123,13 @@ def run_eval(run: Path, data: str | None, step: int | None, split: str, device: 
 def show_perplexity(
     loaded: "LanguageModel", model: Path, files: list[Path], field: str, window: int | None, stride: int | None, batch_size: int
 ) -> None:
-    from rich.progress import Progress, TextColumn
-
     from ..evaluation import score_text
 
     console = make_console()
     if window is None:
         window = min(getattr(loaded.model.config, "max_position_embeddings", None) or 2048, 2048)
     stride = max(1, window // 4) if stride is None else stride
-    columns = (TextColumn("scoring"), TextColumn("{task.completed} tokens"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=None)
+    with progress_bar(console, "scoring", count="{task.completed:.0f} tokens") as (progress, bar):
         score = score_text(
             loaded,
             files,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .console import make_console
+from .console import make_console, progress_bar
 
 if TYPE_CHECKING:
     import typer
@@ -77,8 +77,6 @@ def add_to(app: "typer.Typer") -> None:
 def run_images(
     run: Path, labels: list[str], count: int, autoencoder: Path | None, out: Path, device: str, options: dict[str, Any]
 ) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     from ..atomic_files import refuse_unwritable
     from ..recipes import load_pipeline
 
@@ -92,9 +90,7 @@ def run_images(
     pipeline = load_pipeline(run, autoencoder=autoencoder, device=device)
     chosen: Sequence[int | str] = labels or range(pipeline.transformer.num_classes)
     numbers = [pipeline.number_of(label) for label in chosen for _ in range(count)]
-    columns = (TextColumn("images"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=len(numbers))
+    with progress_bar(console, "images", total=len(numbers), count="{task.percentage:.0f}%") as (progress, bar):
         made = pipeline.sample(numbers, **options, advance=lambda images: progress.advance(bar, images))
     write_images(made, numbers, out, columns=count)
     console.print(f"{len(numbers)} images of {len(chosen)} labels: {out}", soft_wrap=True)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from .console import make_console
+from .console import make_console, progress_bar
 
 if TYPE_CHECKING:
     import typer
@@ -50,17 +50,13 @@ def add_to(data: "typer.Typer") -> None:
 def run_encode(
     images: Path, autoencoder: Path, out: Path, image_size: int, holdout: float, seed: int, batch_size: int, device: str
 ) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     from ..data.generation import GenerationDataConfig, encode_images
     from ..training.ranks import find_device
 
     with settings_as_options():
         config = GenerationDataConfig(data=str(images), image_size=image_size, holdout=holdout, data_seed=seed)
     console = make_console(stderr=True)
-    columns = (TextColumn("encoding"), BarColumn(), TextColumn("{task.completed:.0f} images"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=None)
+    with progress_bar(console, "encoding", count="{task.completed:.0f} images") as (progress, bar):
 
         def advance(done: int, total: int) -> None:
             progress.update(bar, advance=done, total=total)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .console import make_console
+from .console import make_console, progress_bar
 
 if TYPE_CHECKING:
     import typer
@@ -93,8 +93,6 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: str, workers: int, dry_run: bool) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from ..data.sequences import plan_write, write
     from ..json_text import parse_json
 
@@ -109,11 +107,8 @@ def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: 
         for line in lines:
             make_console().print(line, soft_wrap=True)
         return
-    console = make_console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        for split, count in asked.items():
-            bar = progress.add_task(f"{name}, {split}", total=count)
+    for split, count in asked.items():
+        with progress_bar(make_console(stderr=True), f"{name}, {split}", total=count) as (progress, bar):
             folder = write(
                 name,
                 out,
@@ -122,9 +117,9 @@ def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: 
                 seed=seed,
                 options=chosen,
                 workers=workers,
-                advance=lambda made, bar=bar: progress.advance(bar, made),  # type: ignore[misc]
+                advance=lambda made, progress=progress, bar=bar: progress.advance(bar, made),  # type: ignore[misc]
             )
-            make_console().print(f"{count} sequences: {folder}", soft_wrap=True)
+        make_console().print(f"{count} sequences: {folder}", soft_wrap=True)
 
 
 def run_boards_command(
