@@ -117,7 +117,7 @@ def _is_at(descriptor: int, file: Path) -> bool:
 
 
 def _read_holder(descriptor: int) -> Holder | None:
-    """None where the file is new, or its holder was killed before it had written its name."""
+    """The holder; None if the file is new, or if its holder was killed before it wrote its name."""
     try:
         return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
     except (ValueError, TypeError):

@@ -43,7 +43,7 @@ def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
 
 
 def fitting_families(weights: Weights) -> str:
-    """Those by whose rules every name of a framed model or a layer becomes one of ours, in words."""
+    """The families whose rules turn every name of a framed model or a layer into one of ours, in words."""
     found = []
     for family, rename in FAMILIES.items():
         try:

@@ -11,7 +11,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 @contextmanager
 def stop_requests(ask: Callable[[], None]) -> Iterator[None]:
-    """Within, SIGTERM and Ctrl-C call `ask`, and whoever works looks at it when it can stop; a second Ctrl-C does not wait.
+    """SIGTERM and Ctrl-C call `ask` inside the block, and the work stops when it can; a second Ctrl-C does not wait.
 
     Ctrl-C is KeyboardInterrupt as ever, at the end of the block.
     """
@@ -35,7 +35,7 @@ def stop_requests(ask: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """Within, SIGTERM is an exception (SystemExit), so that blocks that clean up behind them do."""
+    """Turns SIGTERM into an exception (SystemExit) inside the block, so that everything cleans up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -46,7 +46,7 @@ def clean_exit() -> Iterator[None]:
 
 @contextmanager
 def handled(handlers: dict[signal.Signals, Handler]) -> Iterator[None]:
-    """Within, the signals go to the handlers; those that this process was started to ignore stay ignored."""
+    """Sends the signals to the handlers inside the block; signals that this process was started to ignore stay ignored."""
     before: dict[signal.Signals, Any] = {}
     try:
         for number, handler in handlers.items():

@@ -134,7 +134,7 @@ def test_variants_differ_in_the_stages_and_the_backend_they_are_named_for(monkey
     build = bench_models.build_variant
     monkeypatch.setattr(bench_models, "build_variant", watched)
     for name in MODEL_VARIANTS:
-        bench_models.make_model_call(measurement_of(name, FORWARD))()
+        measurement_of(name, FORWARD).make_call(None)()
     assert found == {
         LINEAR: ("llll", "auto"),
         REFERENCE: ("llll", "reference"),
@@ -156,12 +156,12 @@ def test_training_is_in_train_mode_and_forward_is_not(monkeypatch):
     build = bench_models.build_variant
     monkeypatch.setattr(bench_models, "build_variant", watched)
     for direction in (TRAINING, FORWARD):
-        bench_models.make_model_call(measurement_of(direction=direction))()
+        measurement_of(direction=direction).make_call(None)()
     assert modes == [(True, True), (False, False)]
 
 
 def test_training_differentiates_every_parameter():
-    gradients = bench_models.make_model_call(measurement_of())()
+    gradients = measurement_of().make_call(None)()
     parameters = list(bench_models.build_variant(measurement_of()).parameters())
     assert [g.shape for g in gradients] == [p.shape for p in parameters]
     assert all(g.isfinite().all() and g.any() for g in gradients)
@@ -184,13 +184,13 @@ def test_wrong_logits_are_not_timed(factor, monkeypatch, in_this_process):
 
 
 def test_too_little_memory_is_an_outcome(tmp_path, monkeypatch, in_this_process):
-    def full(measurement):
+    def full(*_):
         def call():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB")
 
         return call
 
-    monkeypatch.setattr(bench_models, "make_model_call", full)
+    monkeypatch.setattr(bench_models, "make_backbone_call", full)
     found = measure(measurement_of(SOFTMAX), seconds=0)
     assert found.outcome == OUT_OF_MEMORY
     row = runner.row_of(found, describe_machine())
@@ -217,10 +217,10 @@ def test_a_reference_path_without_memory_leaves_the_others_to_be_timed(monkeypat
 
 @pytest.mark.parametrize("kind", [RuntimeError, Exception])
 def test_another_error_is_told_with_its_reason(kind, monkeypatch, in_this_process):
-    def broken(measurement):
+    def broken(*_):
         raise kind("no kernel for\nthis")
 
-    monkeypatch.setattr(bench_models, "make_model_call", broken)
+    monkeypatch.setattr(bench_models, "make_backbone_call", broken)
     found = measure(measurement_of(SOFTMAX), seconds=0)
     assert model_bar_lines([found])[-1].endswith("softmax, training: failed: no kernel for this")
 

@@ -1,8 +1,10 @@
 """What the documents say of the rooms and of the ways through them is so."""
 
+import ast
 import pkgutil
 import re
 import tomllib
+from collections import Counter
 
 import pytest
 
@@ -58,3 +60,31 @@ def test_contributing_lists_the_rooms_in_the_order_of_the_contract():
     listed = re.findall(r"^      (\w+) {2,}\S", text.split("src/nalaformer/\n")[1], re.MULTILINE)
     order = rooms()
     assert [name for name in listed if name in order] == order[::-1], "from the bottom up"
+
+
+def sources():
+    """The files of the package, by path."""
+    return {path: path.read_text() for path in (PROJECT / "src" / "nalaformer").rglob("*.py")}
+
+
+def test_no_file_of_the_package_has_more_than_450_lines():
+    long = {path.name: count for path, text in sources().items() if (count := len(text.splitlines())) > 450}
+    assert not long, "split it by idea"
+
+
+def test_the_kernels_show_at_most_six_entries():
+    folder = PROJECT / "src" / "nalaformer" / "ops" / "kernels"
+    assert len([path for path in folder.iterdir() if path.name != "__pycache__"]) <= 6
+
+
+def test_a_class_name_has_one_meaning_in_the_package():
+    trees = [ast.parse(text) for text in sources().values()]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    # an attention and its options, both in the comparison of maps and on the scoreboard
+    assert {name for name, count in names.items() if count > 1 and not name.startswith("_")} <= {"Method"}
+
+
+def test_no_test_imports_from_another_test_file():
+    """What tests share lies in tests/helpers."""
+    imports_a_test = re.compile(r"^\s*(from|import) (tests\.)?(\w+\.)*test_", re.MULTILINE)
+    assert not [path.name for path in (PROJECT / "tests").rglob("test_*.py") if imports_a_test.search(path.read_text())]

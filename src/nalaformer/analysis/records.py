@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..attention.cells import Grid
 from ..attention.hybrid import HybridSettings, hybrid_attention
 from ..attention.windows import Groups
 from ..feature_maps import FeatureMap
@@ -21,7 +22,6 @@ from ..ops.linear_form import LinearForm
 if TYPE_CHECKING:
     from .statistics import HeadStatistics
 
-Grid = tuple[int, int]
 # Queries whose weights exist at the same time.
 CHUNK = 256
 
@@ -145,7 +145,7 @@ class LayerRecord:
         return out.index_add_(-1, index, split)[..., :-1]
 
     def statistics(self) -> "list[HeadStatistics]":
-        """Of each head, over all queries: see `HeadStatistics`."""
+        """The statistics of each head over all queries; see `HeadStatistics`."""
         from .statistics import head_statistics
 
         return head_statistics(self)
@@ -298,7 +298,7 @@ class HybridRecord(LayerRecord):
         return found.permute(0, 2, 3, 1)
 
     def log_denominators(self) -> Tensor:
-        """Of the exact part alone the logits' size is known: not a number here."""
+        """NaN: a hybrid layer knows the size of the logits only for its exact part."""
         return torch.full((self.q.shape[0], self.num_heads, self.q.shape[1]), torch.nan, device=self.q.device)
 
 

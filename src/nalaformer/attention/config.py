@@ -33,7 +33,7 @@ class AttentionConfig:
     local_mix: str = "none"
     """Depth-wise convolution of the values: "none", "channels" (a kernel per channel) or "heads" (shared by the heads)."""
     kernel_size: int = 5
-    """Of the local mix; odd."""
+    """Side of the local mix's kernel, an odd number."""
     norm: bool = False
     """LayerNorm over the channels after attention and local mix."""
     gate: str = "none"

@@ -18,7 +18,7 @@ from ..ops import (
 )
 from ..ops.exporting import is_jit_tracing
 from ..ops.kept_tensors import kept
-from .cells import cells_at, on_grid
+from .cells import Grid, cells_at, on_grid
 from .config import AttentionConfig
 from .layer_norm import LayerNorm
 from .learned_contrast import LearnedContrast
@@ -26,7 +26,6 @@ from .local_mix import LocalMix, resize_values
 from .position_table import PositionTable
 from .windows import Groups, RelativeBias, Windows, held_to_sizes
 
-Grid = tuple[int, int]
 # layers of one stage share their positions, and the next step asks for them again
 kept_rotary = kept(Rotary.grid, maxsize=32)
 
@@ -246,7 +245,7 @@ class Attention(nn.Module):
         return global_query_weight(q, k, feature_map=self.map, key_mask=visible, query_mask=visible)
 
     def contrast_of(self, q: Tensor) -> Tensor | str | None:
-        """As linear_attention takes it."""
+        """The contrast in the form that linear_attention takes."""
         if self.contrast is not None:
             return self.contrast(q)
         return None if self.config.contrast == "none" else self.config.contrast

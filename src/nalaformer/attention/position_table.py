@@ -23,7 +23,7 @@ class PositionTable(nn.Module):
 
     @torch.no_grad()
     def resample(self, grid: tuple[int, int]) -> None:
-        """Keep the table as it is on another grid, in place: to learn it there."""
+        """Resample the table to another grid in place, to learn it there."""
         if tuple(grid) != self.grid:
             self.table = nn.Parameter(self._resampled(grid).contiguous(), requires_grad=self.table.requires_grad)
             self.grid = tuple(grid)

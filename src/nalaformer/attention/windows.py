@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Grid = tuple[int, int]
+from .cells import Grid
+
 MOST_PARTS = 4  # of a shifted window, which do not see each other
 
 

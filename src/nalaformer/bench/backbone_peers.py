@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import use_backend
 from .cases import refuse_missing_device
 from .machine import describe_machine
-from .measurement import CallMeasurement, Result
-from .models import FORWARD, LARGEST_ERROR, MODEL_COLUMNS, TRAINING
-from .runner import Bar, Say, busy_lines, mistake_lines, rounded, run_plan, say_on_stdout
+from .measurement import Result
+from .models import FORWARD, MODEL_COLUMNS, TRAINING, BackboneMeasurement, checked_image_sizes, make_backbone_call
+from .runner import Bar, Say, busy_lines, mistake_lines, run_plan, say_on_stdout
 
 OURS, CONVNEXT = "nalaformer_t_linear", "convnext_tiny"
 # those whose layers know the size of the image
@@ -31,26 +31,17 @@ LEAST = {FORWARD: 1.0, TRAINING: 1.25}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerMeasurement(CallMeasurement):
-    """A backbone in one form at an image size, forward or in training."""
+class PeerMeasurement(BackboneMeasurement):
+    """A backbone in one form."""
 
     model: str
     """OURS or one of PEERS."""
     form: str
     """One of OUR_FORMS; peers are not folded."""
-    image_size: int
-    batch: int
-    direction: str
-    largest_errors = LARGEST_ERROR
-    what_counts = "parameters and images are held before and do not count; activations and gradients count"
 
     @property
     def label(self) -> str:
         return f"{self.image_size} px x {self.batch}, {self.model}, {self.form}, {self.direction}"
-
-    @property
-    def units(self) -> int:
-        return self.batch
 
     @property
     def is_ours(self) -> bool:
@@ -66,7 +57,7 @@ class PeerMeasurement(CallMeasurement):
         return torch.float32 if self.direction == TRAINING else self.dtype
 
     def make_network(self) -> nn.Module:
-        """With the same random weights every time, in the mode of its direction; neither folded nor compiled."""
+        """The network with the same random weights every time, in the mode of its direction; neither folded nor compiled."""
         import timm
 
         torch.manual_seed(0)
@@ -89,7 +80,7 @@ class PeerMeasurement(CallMeasurement):
 
     @torch.no_grad()
     def check(self, built: nn.Module) -> float | None:
-        """In inference: the logits of one image against the plain network on the reference path."""
+        """Compares the logits of one image with those of the plain network on the reference path; only in inference."""
         if not self.is_ours or self.direction == TRAINING:
             return None
         images = self.make_images()
@@ -105,28 +96,12 @@ class PeerMeasurement(CallMeasurement):
         return images.expand(self.batch, -1, -1, -1).to(self.device, self.weights).contiguous()
 
     def make_call(self, built: nn.Module) -> Callable[[], object]:
-        images = self.make_images()
-        if self.direction == FORWARD:
-            return torch.no_grad()(lambda: built(images))
-        parameters = list(built.parameters())
-        labels = torch.arange(self.batch, device=self.device)
-
-        def step() -> object:
-            with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-                logits = built(images)
-                loss = F.cross_entropy(logits.float(), labels % logits.shape[1])
-            return torch.autograd.grad(loss, parameters)
-
-        return step
+        is_mixed = self.direction == TRAINING and self.device == "cuda"
+        context = partial(torch.autocast, self.device, torch.bfloat16, enabled=is_mixed)
+        return make_backbone_call(built, self.make_images(), self.direction, context)
 
     def row(self, result: Result[Any]) -> dict[str, object]:
-        names = ("model", "batch", "image_size", "direction")
-        figures = {"variant": self.form, "images_per_second": rounded(result.per_second)}
-        return {name: getattr(self, name) for name in names} | figures
-
-    def said(self, result: Result[Any]) -> str:
-        memory = "" if result.peak_extra_mib is None else f", {result.peak_extra_mib:,.0f} MiB"
-        return f"{result.per_second:.4g} images/s, {result.median_ms:.4g} ms{memory}"
+        return {"model": self.model, "variant": self.form} | super().row(result)
 
 
 PeerResult = Result[PeerMeasurement]
@@ -135,9 +110,7 @@ PeerResult = Result[PeerMeasurement]
 def plan_peers(device: str, sizes: Sequence[int] | None = None) -> list[PeerMeasurement]:
     """What will be measured: first ours and ConvNeXt-T, which the bars need."""
     refuse_missing_device(device)
-    sizes = SIZES[device] if sizes is None else sizes
-    if not sizes or min(sizes) < 32:
-        raise ValueError(f"image sizes must be at least 32, the stride of the last stage, got {list(sizes)}")
+    sizes = checked_image_sizes(SIZES[device] if sizes is None else sizes)
     everything = [
         PeerMeasurement(
             model=model,

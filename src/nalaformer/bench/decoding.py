@@ -115,7 +115,7 @@ def comparison(results: Sequence[Result[DecodeMeasurement]]) -> list[str]:
 
 @contextmanager
 def few_salient(model: Any) -> Iterator[None]:
-    """Within, a cap on salient tokens is so low that the second chunk's must compete with the first one's."""
+    """Lowers the cap on salient tokens, so that those of the second chunk must compete with those of the first."""
     attentions = [attention.hybrid for attention in converted_attentions(model)]
     before = [hybrid.settings for hybrid in attentions]
     for hybrid in attentions:
@@ -225,7 +225,7 @@ def measure_generate(model: Any, study: DecodeStudy, context: int, batch: int) -
 
 @contextmanager
 def steps_taken_over(model: Any) -> Iterator[None]:
-    """Within, a decoder takes the steps of a converted model from the first one on; without graphs where a device has none."""
+    """Lets a decoder take all steps of a converted model; without graphs where the device has none."""
     if isinstance(model, HybridForCausalLM):
         model.stepping = Stepping(after=0, capture=None if model.device.type == "cuda" else False)
     try:

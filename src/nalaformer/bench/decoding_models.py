@@ -30,7 +30,7 @@ class DecodeStudy:
     steps: int = 128
     """A chunk leaves the window once in as many steps as it has tokens: two of them belong to every measurement."""
     eager_steps: int = 12
-    """Of the rows that are bound by the host, of the smallest batch; 0: no such rows."""
+    """Steps of the eager rows, which wait for the host; they have the smallest batch. 0: no such rows."""
     generated: int = 128
     """Tokens of the rows of `generate`, of the smallest batch; 0: no such rows."""
 
@@ -40,7 +40,7 @@ class DecodeStudy:
 
     @property
     def methods(self) -> dict[str, HybridSettings | None]:
-        """By name; None: softmax with a cache of all keys and values."""
+        """The settings of each method; None: softmax with a cache of all keys and values."""
         store = {"chunk_size": self.chunk_size, "salient_per_chunk": self.salient_per_chunk}
         capped = hybrid_settings("still", max_salient=self.max_salient, **store)
         return {

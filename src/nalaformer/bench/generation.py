@@ -120,7 +120,7 @@ StepResult = Result[StepMeasurement]
 def plan_generation(
     device: str, sizes: Sequence[int] | None = None, *, depth: int | None = None, width: int | None = None
 ) -> list[StepMeasurement]:
-    """What will be measured, the smallest first. depth, width: of smaller networks, for a look."""
+    """What will be measured, the smallest first. depth, width: sizes of a smaller network, for a quick look."""
     refuse_missing_device(device)
     sizes = IMAGE_SIZES[device] if sizes is None else sizes
     unit = REDUCTION * PATCH

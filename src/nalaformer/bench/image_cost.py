@@ -24,7 +24,7 @@ class ImageMeasurement(CallMeasurement):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Of the image."""
+        """The number of tokens of the image."""
 
     @property
     @abstractmethod
@@ -47,9 +47,9 @@ class ChartStyle:
     tokens: str
     """What tokens are, below the axis."""
     colours: Mapping[str, str]
-    """By variant."""
+    """The colour of each variant."""
     dashes: Mapping[str, str]
-    """By setting."""
+    """The dashes of each setting."""
 
 
 def run_image_costs(

@@ -1,4 +1,4 @@
-"""What is compared. A further one is one entry: a function that makes the call, its layout and its oracle."""
+"""The implementations that are compared. A new one is one entry: a function that makes the call, its layout, its oracle."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -61,7 +61,7 @@ class LanguageMeasurement(Measurement):
     filled: str = ""
     """What the cache of a DECODE holds: REAL or RANDOM."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Of the configuration, for smaller networks."""
+    """Fields of the configuration to change, for smaller networks."""
     largest_errors = LARGEST_ERROR
 
     @property

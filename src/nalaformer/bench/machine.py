@@ -24,7 +24,7 @@ class Machine:
     triton: str
     nalaformer: str
     commit: str
-    """Of the package's source, "+dirty" if it was changed since; "unknown" outside a git checkout."""
+    """The commit of the package's source, with "+dirty" if files changed since; "unknown" outside a git checkout."""
     cpu: str
     threads: int
     gpus: tuple[str, ...]

@@ -143,16 +143,16 @@ class Result(Generic[M]):
     outcome: str = MEASURED
     """MEASURED, WRONG, OUT_OF_MEMORY or FAILED."""
     reason: str = ""
-    """Of a failure."""
+    """Why it failed."""
     error: float | None = None
-    """Of what is timed, relative to the truth; None: there is nothing to compare it with, or it did not run."""
+    """The relative error of what is timed; None: there is nothing to compare it with, or it did not run."""
     median_ms: float | None = None
     timed: str = ""
     """What a time is of, where it can be several things."""
     floor_ms: float | None = None
     """On a GPU: reading each input once and writing each output once, at the speed of a plain copy measured here."""
     cache_mib: float | None = None
-    """Of all that is remembered of the tokens before."""
+    """The size of all that is remembered of the earlier tokens."""
     peak_extra_mib: float | None = None
     """At the worst moment, beyond what is held before the call. None also where the system cannot tell."""
     peak_mib: float | None = None

@@ -1,6 +1,7 @@
 """Whole backbones: the fast path must give the reference's logits; then images per second, memory, a table and two bars."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -66,33 +67,74 @@ BARS = ((224, REFERENCE, 3.0), (1024, SOFTMAX, 2.0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelMeasurement(CallMeasurement):
-    """A variant at an image size, forward or in training."""
+class BackboneMeasurement(CallMeasurement):
+    """A backbone at an image size, forward or in training."""
 
-    variant: str
-    """A name of MODEL_VARIANTS."""
     image_size: int
     batch: int
     direction: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the backbone, on top of the variant's: smaller networks for a look."""
     largest_errors = LARGEST_ERROR
     what_counts = "parameters and images are held before and do not count; activations and gradients count"
 
     @property
-    def label(self) -> str:
-        return f"{self.image_size} px x {self.batch}, {self.variant}, {self.direction}"
-
-    @property
     def units(self) -> int:
         return self.batch
+
+    def row(self, result: Result[Any]) -> dict[str, object]:
+        own = {name: getattr(self, name) for name in ("batch", "image_size", "direction")}
+        return own | {"images_per_second": rounded(result.per_second)}
+
+    def said(self, result: Result[Any]) -> str:
+        memory = "" if result.peak_extra_mib is None else f", {result.peak_extra_mib:,.0f} MiB"
+        return f"{result.per_second:.4g} images/s, {result.median_ms:.4g} ms{memory}"
+
+
+def make_backbone_call(
+    model: nn.Module, images: Tensor, direction: str, context: Callable[[], AbstractContextManager[object]]
+) -> Callable[[], object]:
+    """Logits without gradients, or the gradients of cross entropy; the network and its loss are called within `context`."""
+    parameters, labels = list(model.parameters()), torch.arange(len(images), device=images.device)
+
+    def forward() -> object:
+        with torch.no_grad(), context():
+            return model(images)
+
+    def step() -> object:
+        with context():
+            logits = model(images)
+            loss = F.cross_entropy(logits.float(), labels % logits.shape[1])
+        return torch.autograd.grad(loss, parameters)
+
+    return forward if direction == FORWARD else step
+
+
+def checked_image_sizes(sizes: Sequence[int]) -> Sequence[int]:
+    if not sizes or min(sizes) < 32:
+        raise ValueError(f"image sizes must be at least 32, the stride of the last stage, got {list(sizes)}")
+    return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMeasurement(BackboneMeasurement):
+    """A variant of ours."""
+
+    variant: str
+    """A name of MODEL_VARIANTS."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the backbone, on top of the variant's: smaller networks for a look."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.image_size} px x {self.batch}, {self.variant}, {self.direction}"
 
     def check(self, built: None) -> float | None:
         return relative_error(self) if MODEL_VARIANTS[self.variant].is_compared else None
 
     def make_call(self, built: None) -> Callable[[], object]:
         # not captured: a training step as users run it, and what Python costs is part of it
-        return make_model_call(self)
+        model = build_variant(self).train(self.direction == TRAINING)
+        backend = MODEL_VARIANTS[self.variant].backend
+        return make_backbone_call(model, make_images(self, self.batch), self.direction, lambda: use_backend(backend))
 
     def small(self) -> Self:
         return replace(self, image_size=64, batch=2)
@@ -104,18 +146,7 @@ class ModelMeasurement(CallMeasurement):
         return cls(**(values | {"changes": changes}))
 
     def row(self, result: Result[Any]) -> dict[str, object]:
-        return {
-            "model": MODEL_VARIANTS[self.variant].model,
-            "variant": self.variant,
-            "batch": self.batch,
-            "image_size": self.image_size,
-            "direction": self.direction,
-            "images_per_second": rounded(result.per_second),
-        }
-
-    def said(self, result: Result[Any]) -> str:
-        memory = "" if result.peak_extra_mib is None else f", {result.peak_extra_mib:,.0f} MiB"
-        return f"{result.per_second:.4g} images/s, {result.median_ms:.4g} ms{memory}"
+        return {"model": MODEL_VARIANTS[self.variant].model, "variant": self.variant} | super().row(result)
 
 
 ModelResult = Result[ModelMeasurement]
@@ -126,9 +157,7 @@ def plan_models(
 ) -> list[ModelMeasurement]:
     """What will be measured, in order: first what the bars need."""
     refuse_missing_device(device)
-    sizes = DEFAULT_SIZES[device] if sizes is None else sizes
-    if not sizes or min(sizes) < 32:
-        raise ValueError(f"image sizes must be at least 32, the stride of the last stage, got {list(sizes)}")
+    sizes = checked_image_sizes(DEFAULT_SIZES[device] if sizes is None else sizes)
     everything = [
         ModelMeasurement(
             variant=variant,
@@ -171,30 +200,6 @@ def run_models(
     return results
 
 
-def make_model_call(measurement: ModelMeasurement) -> Callable[[], object]:
-    """The call that is measured: logits without gradients in eval mode, or cross entropy and its gradients in train mode."""
-    variant = MODEL_VARIANTS[measurement.variant]
-    model = build_variant(measurement).train(measurement.direction == TRAINING)
-    images = make_images(measurement, measurement.batch)
-    if measurement.direction == FORWARD:
-
-        def forward() -> object:
-            with torch.no_grad(), use_backend(variant.backend):
-                return model(images)
-
-        return forward
-    parameters = list(model.parameters())
-    labels = torch.arange(measurement.batch, device=measurement.device)
-
-    def step() -> object:
-        with use_backend(variant.backend):
-            logits = model(images)
-            loss = F.cross_entropy(logits.float(), labels % logits.shape[1])
-            return torch.autograd.grad(loss, parameters)
-
-    return step
-
-
 def build_variant(measurement: ModelMeasurement) -> nn.Module:
     """The network with the same random weights every time."""
     from ..models.vision import build
@@ -212,7 +217,7 @@ def make_images(measurement: ModelMeasurement, number: int) -> Tensor:
 
 
 def relative_error(measurement: ModelMeasurement) -> float | None:
-    """Of the logits of one image against those of the reference path; None where that path has too little memory."""
+    """The error of one image's logits against the reference path; None where that path has too little memory."""
     model, image = build_variant(measurement).eval(), make_images(measurement, 1)
     with torch.no_grad():
         try:

@@ -38,7 +38,7 @@ class Growth:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the least-squares line through (log x, log y)."""
+    """The slope of the least-squares line through (log x, log y)."""
     if len(x) != len(y) or len(set(x)) < 2 or min(*x, *y) <= 0:
         raise ValueError(f"a slope needs positive values at two or more different places, got {list(x)} and {list(y)}")
     logs_x, logs_y = [math.log(value) for value in x], [math.log(value) for value in y]

@@ -48,11 +48,11 @@ class PromptStudy:
     longest_torch: int = 8192
     """Beyond, plain torch only makes the reader wait."""
     seconds: float = 0.2
-    """Of each measurement."""
+    """The time that each measurement takes."""
 
     @property
     def methods(self) -> dict[str, HybridSettings | None]:
-        """By name; None: softmax over all tokens."""
+        """The settings of each method; None: softmax over all tokens."""
         still = hybrid_settings("still", chunk_size=self.chunk_size)
         return {
             SOFTMAX: None,

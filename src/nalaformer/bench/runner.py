@@ -102,7 +102,7 @@ def measured(measurements: Iterable[M], *, seconds: float, deadline: float = inf
 def recorded(
     measurements: Iterable[M], path: Path, columns: Sequence[str], machine: Machine, *, seconds: float
 ) -> Iterator[Result[M]]:
-    """Each result as it comes, when its row is in the file: whatever stops a long run, what it has measured stays."""
+    """Each result as soon as its row is in the file: if a long run stops, its measurements stay."""
     # a path that cannot be written should say so now and not after minutes
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = []

@@ -58,7 +58,7 @@ class EnlargementMeasurement(ImageMeasurement):
     """A variant on one image, forward or in training."""
 
     side: int
-    """Of the image that is enlarged."""
+    """The side of the image that is enlarged."""
     direction: str
     model: str = "super_resolution_light"
     what_counts = "parameters and the images are held before and do not count; activations, gradients and the result count"

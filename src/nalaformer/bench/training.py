@@ -51,7 +51,7 @@ class TrainingMeasurement(Measurement):
     size: str
     """A name of nalaformer.models.language.SIZES."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Of the configuration, for smaller networks."""
+    """Fields of the configuration to change, for smaller networks."""
     largest_errors = LARGEST_ERROR
 
     @property
@@ -105,7 +105,7 @@ def plan_training(
     shapes: Sequence[str] | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> list[TrainingMeasurement]:
-    """What will be measured, by model, whose correctness is checked once. shapes: as "16x2048"."""
+    """What will be measured, model by model: each is checked once. shapes: rows x tokens, such as "16x2048"."""
     refuse_missing_device(device)
     for name, chosen, known in (("model", models, MODELS), ("form", forms, FORMS)):
         for given in chosen or ():

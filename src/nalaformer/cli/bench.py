@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .console import make_console
+from .console import make_console, progress_bar
 from .packages import need
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def add_to(app: "typer.Typer") -> None:
         size: Annotated[
             list[int] | None, typer.Option(help="Image size; may be repeated.", show_default="224; cuda: also 512, 1024, 2048")
         ] = None,
-        seconds: Annotated[float, typer.Option(help="Of timing per measurement.")] = 3.0,
+        seconds: Annotated[float, typer.Option(help="Seconds of timing per measurement.")] = 3.0,
         case: Annotated[
             str,
             typer.Option(
@@ -70,7 +70,7 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
         batch: Annotated[list[int] | None, typer.Option(help="Rows; may be repeated.", show_default="1 and 8, cpu: 1")] = None,
         prefill: Annotated[int | None, typer.Option(help="Tokens of one layer.", show_default="131072, cpu: 8192")] = None,
-        seconds: Annotated[float, typer.Option(help="Of timing per measurement.")] = 0.5,
+        seconds: Annotated[float, typer.Option(help="Seconds of timing per measurement.")] = 0.5,
     ) -> None:
         """Tokens per second and memory against the context: linear, gated_delta and softmax mixers."""
         run_bench_language(device, out, seconds, {"size": size, "contexts": context, "batches": batch, "prefill": prefill})
@@ -92,7 +92,7 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Option(help="Rows x tokens; may be repeated.", show_default="16x2048, 4x8192, 1x32768; cpu: 2x128"),
         ] = None,
-        seconds: Annotated[float, typer.Option(help="Of timing per measurement.")] = 1.5,
+        seconds: Annotated[float, typer.Option(help="Seconds of timing per measurement.")] = 1.5,
         profile: Annotated[bool, typer.Option("--profile", help="Then show the kernels of a step of the first one.")] = False,
     ) -> None:
         """Tokens per second and memory of training steps: our mixers, and transformers' Llama of the same widths."""
@@ -117,10 +117,10 @@ def add_to(app: "typer.Typer") -> None:
             Path | None, typer.Option(help="Folder in which the softmax teacher is kept: a later run takes it from there.")
         ] = None,
         teacher_minutes: Annotated[
-            float | None, typer.Option(help="Of the teacher's training.", show_default="4, small: 10")
+            float | None, typer.Option(help="Minutes of the teacher's training.", show_default="4, small: 10")
         ] = None,
         method: Annotated[
-            list[str] | None, typer.Option(help="Of recall, by name; may be repeated.", show_default="all")
+            list[str] | None, typer.Option(help="Method of the recall part, by name; may be repeated.", show_default="all")
         ] = None,
         size: Annotated[str, typer.Option(help="full, small (recall on a CPU) or toy (only the way is tried).")] = "full",
     ) -> None:
@@ -164,8 +164,6 @@ def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict
 
 
 def run_bench_ops(device: str, out: Path, quick: bool, shapes: list[str], seconds: float) -> None:
-    from rich.progress import Progress
-
     from ..bench import cases_for, describe_machine, left_out
     from ..bench.ops import plan
     from ..bench.ops_report import COLUMNS, results_table, summary_lines
@@ -175,13 +173,12 @@ def run_bench_ops(device: str, out: Path, quick: bool, shapes: list[str], second
     machine, measurements = describe_machine(), plan(cases_for(device, quick=quick, shapes=shapes), device)
     console.print(headline(machine, measurements[0]))
     results = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(measurements[0].label, total=len(measurements))
+    with progress_bar(console, measurements[0].label, total=len(measurements)) as (progress, bar):
         for result in recorded(measurements, out, COLUMNS, machine, seconds=seconds):
             results.append(result)
             # what is measured now is the next one
             coming = measurements[min(len(results), len(measurements) - 1)].label
-            progress.update(task, description=coming, completed=len(results))
+            progress.update(bar, description=coming, completed=len(results))
     console.print(results_table(results))
     for line in summary_lines(results, left_out(device)):
         console.print(line)

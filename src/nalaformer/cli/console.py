@@ -1,9 +1,12 @@
 """Where the commands print."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, TaskID
     from rich.table import Table
 
 # wide enough for every table of ours; used where the output is no terminal that knows better
@@ -21,6 +24,18 @@ def make_console(*, stderr: bool = False, width: int | None = None) -> "Console"
     if console.is_terminal:
         return console
     return Console(highlight=False, markup=False, emoji=False, stderr=stderr, width=width or WIDTH)
+
+
+@contextmanager
+def progress_bar(
+    console: "Console", description: str, *, total: float | None = None, count: str = "{task.completed:.0f}/{task.total}"
+) -> "Iterator[tuple[Progress, TaskID]]":
+    """A bar on a terminal, which goes away at the end; nothing elsewhere. count: what rich shows of the work behind the bar."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn(count), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress, progress.add_task(description, total=total)
 
 
 def table_of(*headings: str) -> "Table":

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from .console import make_console, print_table, table_of
+from .console import make_console, print_table, progress_bar, table_of
 
 if TYPE_CHECKING:
     import typer
@@ -88,10 +88,12 @@ def add_to(app: "typer.Typer") -> None:
                 help="fid, kid, frechet, kernel, precision, recall or accuracy; repeatable.", show_default="all that fit"
             ),
         ] = None,
-        split: Annotated[str, typer.Option(help="Of the reference: train or val.", autocompletion=completion.splits)] = "val",
+        split: Annotated[
+            str, typer.Option(help="Split of the reference: train or val.", autocompletion=completion.splits)
+        ] = "val",
         size: Annotated[int, typer.Option(help="Cut and resize images of folders to this side; 0: as they are.")] = 0,
         limit: Annotated[int, typer.Option(help="Images of each set, spread over it; 0: all.")] = 0,
-        neighbours: Annotated[int, typer.Option(help="Of precision and recall.")] = 3,
+        neighbours: Annotated[int, typer.Option(help="Neighbours that precision and recall look at.")] = 3,
         batch_size: Annotated[int, typer.Option(help="Images at once.")] = 64,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
@@ -121,17 +123,13 @@ def run_eval(run: Path, data: str | None, step: int | None, split: str, device: 
 def show_perplexity(
     loaded: "LanguageModel", model: Path, files: list[Path], field: str, window: int | None, stride: int | None, batch_size: int
 ) -> None:
-    from rich.progress import Progress, TextColumn
-
     from ..evaluation import score_text
 
     console = make_console()
     if window is None:
         window = min(getattr(loaded.model.config, "max_position_embeddings", None) or 2048, 2048)
     stride = max(1, window // 4) if stride is None else stride
-    columns = (TextColumn("scoring"), TextColumn("{task.completed} tokens"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=None)
+    with progress_bar(console, "scoring", count="{task.completed:.0f} tokens") as (progress, bar):
         score = score_text(
             loaded,
             files,

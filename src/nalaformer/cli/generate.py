@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .console import make_console
+from .console import make_console, progress_bar
 
 if TYPE_CHECKING:
     import typer
@@ -32,7 +32,7 @@ def add_to(app: "typer.Typer") -> None:
         max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 100,
         temperature: Annotated[float, typer.Option(help="0: the likeliest token each time; 1: as the model gives them.")] = 0.0,
         top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of that total probability.")] = 1.0,
-        seed: Annotated[int | None, typer.Option(help="Of the drawing.", show_default="another each time")] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the drawing.", show_default="another each time")] = None,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
         """Continue a text, streamed as it is written, in memory that does not grow with it."""
@@ -55,7 +55,7 @@ def add_to(app: "typer.Typer") -> None:
                 autocompletion=completion.completing(completion.samplers),
             ),
         ] = "",
-        seed: Annotated[int, typer.Option(help="Of the noise; the same seed gives the same images.")] = 0,
+        seed: Annotated[int, typer.Option(help="Seed of the noise; the same seed gives the same images.")] = 0,
         height: Annotated[int, typer.Option(help="In pixels, of latents where the run makes latents; 0: as trained.")] = 0,
         width: Annotated[int, typer.Option(help="As height.")] = 0,
         autoencoder: Annotated[
@@ -77,8 +77,6 @@ def add_to(app: "typer.Typer") -> None:
 def run_images(
     run: Path, labels: list[str], count: int, autoencoder: Path | None, out: Path, device: str, options: dict[str, Any]
 ) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     from ..atomic_files import refuse_unwritable
     from ..recipes import load_pipeline
 
@@ -92,9 +90,7 @@ def run_images(
     pipeline = load_pipeline(run, autoencoder=autoencoder, device=device)
     chosen: Sequence[int | str] = labels or range(pipeline.transformer.num_classes)
     numbers = [pipeline.number_of(label) for label in chosen for _ in range(count)]
-    columns = (TextColumn("images"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=len(numbers))
+    with progress_bar(console, "images", total=len(numbers), count="{task.percentage:.0f}%") as (progress, bar):
         made = pipeline.sample(numbers, **options, advance=lambda images: progress.advance(bar, images))
     write_images(made, numbers, out, columns=count)
     console.print(f"{len(numbers)} images of {len(chosen)} labels: {out}", soft_wrap=True)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from .console import make_console
+from .console import make_console, progress_bar
 
 if TYPE_CHECKING:
     import typer
@@ -24,7 +24,7 @@ def add_to(data: "typer.Typer") -> None:
         out: Annotated[Path, typer.Option(help="Folder of the latents.")],
         image_size: Annotated[int, typer.Option(help="Side to which the images of a folder are cut and resized.")] = 256,
         holdout: Annotated[float, typer.Option(help="Share held out where there is no val split.")] = 0.0,
-        seed: Annotated[int, typer.Option(help="Of what is held out.")] = 0,
+        seed: Annotated[int, typer.Option(help="Seed that decides what is held out.")] = 0,
         batch_size: Annotated[int, typer.Option(help="Images at once.")] = 16,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
@@ -36,7 +36,7 @@ def add_to(data: "typer.Typer") -> None:
         file: Annotated[Path, typer.Argument(help="A .npz file with images and labels, such as Fashion-MNIST.")],
         out: Annotated[Path, typer.Option(help="Folder; it gets train/<class>/ and val/<class>/.")],
         holdout: Annotated[float, typer.Option(help="Share held out where the file has no val or test part.")] = 0.0,
-        seed: Annotated[int, typer.Option(help="Of what is held out.")] = 0,
+        seed: Annotated[int, typer.Option(help="Seed that decides what is held out.")] = 0,
     ) -> None:
         """Write the images of a .npz file as PNG files in a folder per class, from which classifiers learn."""
         from ..data.generation import unpack_images
@@ -50,17 +50,13 @@ def add_to(data: "typer.Typer") -> None:
 def run_encode(
     images: Path, autoencoder: Path, out: Path, image_size: int, holdout: float, seed: int, batch_size: int, device: str
 ) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     from ..data.generation import GenerationDataConfig, encode_images
     from ..training.ranks import find_device
 
     with settings_as_options():
         config = GenerationDataConfig(data=str(images), image_size=image_size, holdout=holdout, data_seed=seed)
     console = make_console(stderr=True)
-    columns = (TextColumn("encoding"), BarColumn(), TextColumn("{task.completed:.0f} images"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=None)
+    with progress_bar(console, "encoding", count="{task.completed:.0f} images") as (progress, bar):
 
         def advance(done: int, total: int) -> None:
             progress.update(bar, advance=done, total=total)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import make_console, print_table, table_of
+from .console import make_console, print_table, progress_bar, table_of
 
 if TYPE_CHECKING:
     from ..evaluation.images import Extractor
@@ -19,8 +19,6 @@ def show_image_figures(
     device: str,
     options: dict[str, Any],
 ) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
     from ..evaluation.images import image_figures, read_image_set, shape_figures
 
     if extractor is None and reference != "shapes":
@@ -42,10 +40,7 @@ def show_image_figures(
         network = load_extractor(extractor, device)
         real = read_image_set(reference, split=split, size=size).thinned(limit)
         count["reference"] = len(real.images)
-        console = make_console(stderr=True)
-        columns = (TextColumn("features"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("", total=sum(count.values()))
+        with progress_bar(make_console(stderr=True), "features", total=sum(count.values())) as (progress, bar):
             figures |= image_figures(generated, real, network, advance=lambda number: progress.advance(bar, number), **options)
     table = table_of("figure", "value")
     for name, value in figures.items():

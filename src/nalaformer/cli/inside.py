@@ -45,7 +45,7 @@ def add_to(app: "typer.Typer") -> None:
         beside: Annotated[
             str | None, typer.Option(help="A second model, shown side by side.", autocompletion=of_backbones)
         ] = None,
-        port: Annotated[int, typer.Option(help="Of 127.0.0.1; 0: a free one.", min=0, max=65535)] = 0,
+        port: Annotated[int, typer.Option(help="Port of 127.0.0.1; 0: a free one.", min=0, max=65535)] = 0,
         most: Annotated[int, typer.Option(help="Images to look at, the first in order of their names.", min=1)] = 4,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:

@@ -33,10 +33,10 @@ def add_to(app: "typer.Typer") -> None:
         out: Annotated[Path, typer.Option(help="Folder for model, tokenizer, report and the runs.")] = Path("runs/linearized"),
         length: Annotated[int, typer.Option(min=1, help="Tokens of a window.")] = 1024,
         steps: Annotated[
-            int | None, typer.Option(min=0, help="Of stage 1, attention transfer; 0: none.", show_default="2 epochs")
+            int | None, typer.Option(min=0, help="Steps of stage 1, attention transfer; 0: none.", show_default="2 epochs")
         ] = None,
         finetune_steps: Annotated[
-            int | None, typer.Option(min=0, help="Of stage 2, LoRA; 0: none.", show_default="2 epochs")
+            int | None, typer.Option(min=0, help="Steps of stage 2, LoRA; 0: none.", show_default="2 epochs")
         ] = None,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, and end.")] = False,

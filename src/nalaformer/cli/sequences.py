@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from .console import make_console
+from .console import make_console, progress_bar
 
 if TYPE_CHECKING:
     import typer
@@ -29,11 +29,11 @@ def add_to(app: "typer.Typer") -> None:
             str, typer.Argument(help="Name of the sequence data, such as listops or pathfinder.", autocompletion=of_data)
         ],
         out: Annotated[Path, typer.Option(help="Folder; it gets a folder for each split.")],
-        samples: Annotated[int, typer.Option(help="Of the train split.")] = 96_000,
-        val_samples: Annotated[int, typer.Option(help="Of the val split; 0: none.")] = 2_000,
-        test_samples: Annotated[int, typer.Option(help="Of the test split; 0: none.")] = 20_000,
-        seed: Annotated[int, typer.Option(help="Of the data.")] = 0,
-        options: Annotated[str, typer.Option(help="Of the data, as JSON: '{\"contour\": 9}'.")] = "{}",
+        samples: Annotated[int, typer.Option(help="Sequences of the train split.")] = 96_000,
+        val_samples: Annotated[int, typer.Option(help="Sequences of the val split; 0: none.")] = 2_000,
+        test_samples: Annotated[int, typer.Option(help="Sequences of the test split; 0: none.")] = 20_000,
+        seed: Annotated[int, typer.Option(help="Seed of the data.")] = 0,
+        options: Annotated[str, typer.Option(help="Options of the data, as JSON: '{\"contour\": 9}'.")] = "{}",
         workers: Annotated[int, typer.Option(help="Processes.")] = 1,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, and end.")] = False,
     ) -> None:
@@ -61,8 +61,10 @@ def add_to(app: "typer.Typer") -> None:
             ),
         ] = "softmax, relu, nalaformer",
         seeds: Annotated[int, typer.Option(help="Runs of each method at its best rate.")] = 3,
-        learning_rates: Annotated[str, typer.Option(help="By comma.", show_default="those of the row or recipe")] = "",
-        steps: Annotated[int, typer.Option(help="Of each run; 0: those of the recipe.")] = 0,
+        learning_rates: Annotated[
+            str, typer.Option(help="Learning rates, separated by commas.", show_default="those of the row or recipe")
+        ] = "",
+        steps: Annotated[int, typer.Option(help="Steps of each run; 0: those of the recipe.")] = 0,
         out: Annotated[Path | None, typer.Option(help="CSV file.", show_default="runs/scoreboard_<tasks>.csv")] = None,
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
         minutes: Annotated[
@@ -91,8 +93,6 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: str, workers: int, dry_run: bool) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from ..data.sequences import plan_write, write
     from ..json_text import parse_json
 
@@ -107,11 +107,8 @@ def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: 
         for line in lines:
             make_console().print(line, soft_wrap=True)
         return
-    console = make_console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        for split, count in asked.items():
-            bar = progress.add_task(f"{name}, {split}", total=count)
+    for split, count in asked.items():
+        with progress_bar(make_console(stderr=True), f"{name}, {split}", total=count) as (progress, bar):
             folder = write(
                 name,
                 out,
@@ -120,9 +117,9 @@ def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: 
                 seed=seed,
                 options=chosen,
                 workers=workers,
-                advance=lambda made, bar=bar: progress.advance(bar, made),  # type: ignore[misc]
+                advance=lambda made, progress=progress, bar=bar: progress.advance(bar, made),  # type: ignore[misc]
             )
-            make_console().print(f"{count} sequences: {folder}", soft_wrap=True)
+        make_console().print(f"{count} sequences: {folder}", soft_wrap=True)
 
 
 def run_boards_command(

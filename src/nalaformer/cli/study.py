@@ -18,7 +18,7 @@ def add_to(app: "typer.Typer") -> None:
     def compare(
         out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("runs/compare"),
         tokens: Annotated[int, typer.Option(help="Number of tokens.")] = 256,
-        seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+        seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
     ) -> None:
         """Compare softmax and every feature map: does attention sharpen as the query grows?"""
         run_compare(out, tokens, seed)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from .console import make_console, print_table
+from .console import make_console, print_table, progress_bar
 
 if TYPE_CHECKING:
     import typer
@@ -116,13 +116,9 @@ def run_predict(images: list[Path], run: Path, out: Path | None, options: list[s
 @contextmanager
 def image_bar(paths: list[Path]) -> Iterator[Callable[[], None]]:
     """A progress bar over the images, on a terminal; within, call to say that one is done."""
-    from rich.progress import Progress
-
     from ..data import find_images
 
-    console = make_console()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("images", total=len(find_images(paths)))
+    with progress_bar(make_console(), "images", total=len(find_images(paths))) as (progress, bar):
         yield lambda: progress.advance(bar)
 
 

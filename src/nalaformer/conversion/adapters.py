@@ -42,7 +42,7 @@ class TimmWindowAttention(Adapter):
         return self.dropout(self.attention(x, self.window_size, groups=groups, num_groups=MOST_PARTS))
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
-        """For another image size; learned tables of our attention interpolate."""
+        """Set another image size; learned tables of our attention interpolate."""
         self.window_size = (window_size[0], window_size[1])
 
 

@@ -55,7 +55,7 @@ def factors_in(model: nn.Module) -> Iterator[Found]:
     uses = Counter(id(part) for module in names for part in (*module._modules.values(), *module._parameters.values()))
 
     def is_alone(module: nn.Module) -> bool:
-        """Whether nobody else uses or watches the layer: others must find it as it was."""
+        """True if nothing else uses or watches the layer: others must find it as it was."""
         is_watched = module._forward_hooks or module._forward_pre_hooks or is_parametrized(module)
         return not is_watched and all(uses[id(part)] == 1 for part in (module, *module.parameters()))
 
@@ -92,5 +92,5 @@ def scale_outputs(layer: Any, factor: Tensor, shift: Tensor | None) -> None:
 
 
 def exact(x: Tensor) -> Tensor:
-    """In float64, where the only rounding will be that of the result; on the host, since not every device has it."""
+    """The tensor in float64, so that only the result is rounded; on the host, since not every device has float64."""
     return x.detach().to("cpu", torch.float64)

@@ -150,7 +150,7 @@ def settled_without_grid(attention: str, options: dict[str, Any], *, bias: bool)
 
 
 def settled_with_grid(attention: str, options: dict[str, Any], *, bias: bool) -> AttentionConfig:
-    """Without positions unless asked for: these networks learn theirs in their convolutions."""
+    """No positions unless asked for: these networks learn positions in their convolutions."""
     return settled(attention, options, WITHOUT_NEW_PROJECTIONS | {"position": "none"}, bias=bias)
 
 

@@ -141,7 +141,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def with_names_of(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without what distributed training and torch.compile put in front, where the model has no such names itself."""
+    """Names without the prefixes of distributed training and torch.compile, unless the model has such names itself."""
     own = model.state_dict().keys()
     for front in ("", *FRONTS, "".join(FRONTS)):
         found = {name.removeprefix(front): value for name, value in state.items()}

@@ -66,7 +66,7 @@ class Choices:
 
 
 def _memory_of(x: Tensor) -> StorageWeakRef | None:
-    """None where a tensor stands for others: compiled code and torch.func run no block twice behind our back."""
+    """The tensor's memory; None for stand-ins of compiled code and torch.func, which never run a block twice on their own."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return None
     return StorageWeakRef(x.untyped_storage())
@@ -233,7 +233,7 @@ def _attended_in(block: nn.Module) -> Callable[[Any, Tensor], Tensor]:
 
 
 def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
-    """By name, so that timm need not be imported; subclasses count."""
+    """True for these classes and their subclasses, compared by name, so that timm need not be imported."""
     return any(f"{kind.__module__}.{kind.__qualname__}" in classes for kind in type(module).__mro__)
 
 

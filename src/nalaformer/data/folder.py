@@ -68,7 +68,7 @@ def has_splits(root: Path) -> bool:
 
 
 def uncut_folder(root: Path) -> Path:
-    """Where the class folders lie of which a share is held out: root, or root/train where that is all there is."""
+    """The folder whose classes lose a share to the val split: root, or root/train if there is nothing else."""
     names = {path.name for path in subfolders(root)}
     others = sorted(name for name in names if name.lower() in OTHER_SPLITS)
     if others and "train" in {name.lower() for name in names}:

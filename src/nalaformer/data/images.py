@@ -34,7 +34,7 @@ def read_image(path: str | Path) -> "Image":
 
 @contextmanager
 def opened_image(path: str | Path) -> "Iterator[Image]":
-    """The image, to be decoded within; whatever its decoder raises is CorruptImage, and a truncated file is refused."""
+    """Opens an image to be decoded inside the block; any error of the decoder becomes CorruptImage, truncated files too."""
     from PIL import Image, ImageFile
 
     before = ImageFile.LOAD_TRUNCATED_IMAGES

@@ -168,7 +168,7 @@ class SeededSamples(Dataset[tuple[Any, tuple[str, ...]]]):
 
 
 class random_state_of:
-    """Within, Python's, numpy's and torch's random numbers follow from the key; after, they go on as if nothing had been."""
+    """Seeds Python's, numpy's and torch's random numbers by the key inside the block, and restores them after it."""
 
     def __init__(self, *key: int) -> None:
         self.words = np.random.SeedSequence(key).generate_state(4, np.uint32)
@@ -216,7 +216,7 @@ def put_together(samples: list[tuple[Any, tuple[str, ...]]], collate: Callable[[
 
 
 def workers_here(asked: int) -> int:
-    """As many processes as were asked for, but no more than this one has cores to run on; two fit anywhere."""
+    """The number of processes that was asked for, but at most one for each core of this process, or two on a single core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(asked, max(2, cores or 1))
 

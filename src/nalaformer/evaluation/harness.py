@@ -181,7 +181,7 @@ def has_form(task: str, row: dict[str, Any]) -> bool:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Nothing is asked of the network within, whether the packages that would ask are imported already or not."""
+    """Keeps packages off the network inside the block, whether they are imported already or not."""
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))

@@ -62,7 +62,7 @@ class FeatureMap(nn.Module):
         return (ScaledFeatures(features) if self.queries_are_bounded else within_reach(features),)
 
     def key_log_scale(self, k: Tensor) -> Tensor | None:
-        """[B, N, H, 1]: by how much each key's features must be divided to stay below LARGEST_FEATURE; None: never."""
+        """[B, N, H, 1]: the log of what divides each key's features, to keep them below LARGEST_FEATURE; None: nothing does."""
         return None
 
     def kernel_spec(self, device: torch.device) -> KernelSpec | None:
@@ -97,7 +97,7 @@ class FeatureMap(nn.Module):
 
 
 def excess(log_size: Tensor) -> Tensor:
-    """By how much features of this logarithmic size exceed the largest that we want; 0 for ordinary ones."""
+    """How far features of this logarithmic size exceed the largest that we want; 0 for ordinary ones."""
     return (log_size - LOG_LARGEST_FEATURE).clamp(min=0)
 
 

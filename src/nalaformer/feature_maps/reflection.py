@@ -118,7 +118,7 @@ class Reflection(FeatureMap):
         return None if self.variance else self.kernel_spec_at(self.theta if self.blockwise else None, device)
 
     def kernel_spec_at(self, angles: Tensor | None, device: torch.device) -> KernelSpec:
-        """For block angles [H, D/2], or [B, H, D/2] for those of each sample."""
+        """The kernel spec for block angles [H, D/2], or for those of each sample [B, H, D/2]."""
         name = KERNEL_NAMES[self.cross_head, self.blockwise]
         if name == "relu":
             return KernelSpec(name, parts=1)

@@ -47,5 +47,5 @@ class LinearizeConfig:
 
     @property
     def stages(self) -> list[TrainingConfig]:
-        """Those that are not left out."""
+        """The stages that are not left out."""
         return [stage for stage in (self.transfer, self.finetune) if stage is not None]

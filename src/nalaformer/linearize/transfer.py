@@ -35,7 +35,7 @@ class TransferModel(Trainable):
         return self
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each layer: mean squared error, mean square of the teacher, loss of the scorer; [layers] each."""
+        """For each layer: mean squared error, mean square of the teacher, loss of the scorer; [layers] each."""
         with attention_mode(self.model, "transfer", self.layers) as attentions:
             # logits are not asked for: one is enough
             self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)

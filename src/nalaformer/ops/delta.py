@@ -11,6 +11,7 @@ import warnings
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,21 @@ LARGEST_KERNEL_FEATURES = 256
 LARGEST_OWN_FEATURES, LARGEST_OWN_VALUES = 128, 64
 # for kernels that take differences of running sums, where -inf would give NaN: exp of it is zero in the state's digits
 SMALLEST_LOG_DECAY = -100.0
+
+
+class DeltaInputs(NamedTuple):
+    """What comes with the tokens: q, k [B, N, H, F]; v [B, N, H, V]; beta, log_decay [B, N, H]. Packed, they have no B."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor | None
+
+    def batch_of_one(self, tokens: slice | None = None) -> "DeltaInputs":
+        """Packed sequences, or some of their tokens, as a batch of one."""
+        rows = [x if x is None or tokens is None else x[tokens] for x in self]
+        return DeltaInputs(*(None if x is None else x[None] for x in rows))  # type: ignore[arg-type]
 
 
 def delta_rule(
@@ -58,52 +74,43 @@ def delta_rule(
     if cu_seqlens is not None:
         if key_mask is not None:
             raise ValueError("key_mask and cu_seqlens exclude each other, got both; packed sequences have no padding to hide")
-        return _packed(q, k, v, beta, log_decay, state, cu_seqlens, scale)
-    _check(q, k, v, beta, log_decay, state, q.shape[0])
+        return _packed(DeltaInputs(q, k, v, beta, log_decay), state, cu_seqlens, scale)
+    _check(DeltaInputs(q, k, v, beta, log_decay), state, q.shape[0])
     check_key_mask(key_mask, k)
     if key_mask is not None:
         k, v = hide(k, key_mask), hide(v, key_mask)
         beta = torch.where(key_mask[..., None], beta, 0)
         log_decay = None if log_decay is None else torch.where(key_mask[..., None], log_decay, 0)
+    inputs = DeltaInputs(q, k, v, beta, log_decay)
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay, k, beta, state):
-            return _fused(kernels, q, k, v, beta, log_decay, state, None, scale)
+            return _fused(kernels, inputs, state, None, scale)
         if _runs_own_kernels(q, v):
-            return _on_kernels(q, k, v, beta, log_decay, state, scale)
-        return _piece(q, k, v, beta, log_decay, state, scale)
+            return _on_kernels(inputs, state, scale)
+        return _piece(*inputs, state, scale)
 
 
 # the lengths are read on the host: traced, every packing would be another program
 @torch.compiler.disable
-def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _packed(inputs: DeltaInputs, state: Tensor | None, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Each sequence by itself; the tensors are only cut, never padded."""
+    q, k, v, beta, log_decay = inputs
     lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
     if min(lengths) == 0:
         raise ValueError(f"packed sequences must hold at least one token, got lengths {lengths[:8]}; leave empty ones out")
-    _check(q[None], k[None], v[None], beta[None], None if log_decay is None else log_decay[None], state, len(lengths))
+    _check(inputs.batch_of_one(), state, len(lengths))
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay, k, beta, state):
-            return _fused(kernels, q, k, v, beta, log_decay, state, cu_seqlens, scale)
+            out, states = _fused(kernels, inputs.batch_of_one(), state, cu_seqlens, scale)
+            return out[0], states
         if _runs_own_kernels(q, v):
-            decay = None if log_decay is None else log_decay[None]
-            out, states = _on_kernels(q[None], k[None], v[None], beta[None], decay, state, scale, lengths)
+            out, states = _on_kernels(inputs.batch_of_one(), state, scale, lengths)
             return out[0], states
         done, start = [], 0
         for number, length in enumerate(lengths):
-            piece = slice(start, start + length)
-            start += length
-            decay = None if log_decay is None else log_decay[None, piece]
             before = None if state is None else state[number : number + 1]
-            done.append(_piece(q[None, piece], k[None, piece], v[None, piece], beta[None, piece], decay, before, scale))
+            done.append(_piece(*inputs.batch_of_one(slice(start, start + length)), before, scale))
+            start += length
         return torch.cat([out[0] for out, _ in done]), torch.cat([after for _, after in done])
 
 
@@ -126,10 +133,11 @@ def delta_step_(
         )
     if q.shape[1] != 1:
         raise ValueError(f"a step takes one token, got {q.shape[1]}; use delta_rule for more")
-    _check(q, k, v, beta, log_decay, state, q.shape[0])
+    inputs = DeltaInputs(q, k, v, beta, log_decay)
+    _check(inputs, state, q.shape[0])
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay):
-            out, after = _fused(kernels, q, k, v, beta, log_decay, state, None, scale)
+            out, after = _fused(kernels, inputs, state, None, scale)
             state.copy_(after)
             return out
         dtype = state.dtype
@@ -152,20 +160,13 @@ def _runs_own_kernels(q: Tensor, v: Tensor) -> bool:
 
 
 def _on_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    scale: float,
-    lengths: list[int] | None = None,
+    inputs: DeltaInputs, state: Tensor | None, scale: float, lengths: list[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """lengths: of the sequences that are packed in a batch of one."""
+    """lengths: the lengths of the sequences that are packed in a batch of one."""
     from .kernels.delta import delta_op
 
-    packing = delta_op.UNPACKED if lengths is None else delta_op.packing_of(lengths, q.device)
-    out, after = delta_op.attend(q, k, v, beta, log_decay, state, scale, packing)
+    packing = delta_op.UNPACKED if lengths is None else delta_op.packing_of(lengths, inputs.q.device)
+    out, after = delta_op.attend(*inputs, state, scale, packing)
     return out, after
 
 
@@ -265,32 +266,23 @@ def _kernels_for(q: Tensor, v: Tensor, log_decay: Tensor | None, *others: Tensor
 
 
 def _fused(
-    kernels: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
+    kernels: ModuleType, inputs: DeltaInputs, state: Tensor | None, cu_seqlens: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same by flash-linear-attention: chunks, or the recurrence for a single token."""
-    is_packed = cu_seqlens is not None
-    tensors = [x[None] if is_packed else x for x in (q.to(v.dtype), k.to(v.dtype), v)]
+    """The same by flash-linear-attention: chunks, or the recurrence for a single token; packed sequences as a batch of one."""
+    q, k, v, beta, log_decay = inputs
     options = {
-        "beta": beta[None] if is_packed else beta,
+        "beta": beta,
         "scale": scale,
         "initial_state": state,
         "output_final_state": True,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.to(q.device),
     }
-    form = "fused_recurrent" if q.shape[1] == 1 and not is_packed and not torch.is_grad_enabled() else "chunk"
+    form = "fused_recurrent" if q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled() else "chunk"
     if log_decay is not None:
-        options["g"] = (log_decay[None] if is_packed else log_decay).float().clamp(min=SMALLEST_LOG_DECAY)
+        options["g"] = log_decay.float().clamp(min=SMALLEST_LOG_DECAY)
     name = f"{form}_{'' if log_decay is None else 'gated_'}delta_rule"
-    out, after = getattr(kernels, name)(*(x.contiguous() for x in tensors), **options)
-    return out[0] if is_packed else out, after
+    out, after = getattr(kernels, name)(*(x.to(v.dtype).contiguous() for x in (q, k, v)), **options)
+    return out, after
 
 
 def _checked_scale(scale: float | None, q: Tensor) -> float:
@@ -303,15 +295,8 @@ def _checked_scale(scale: float | None, q: Tensor) -> float:
     return scale
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    num_states: int,
-) -> None:
+def _check(inputs: DeltaInputs, state: Tensor | None, num_states: int) -> None:
+    q, k, v, beta, log_decay = inputs
     for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta), ("log_decay", log_decay), ("state", state)):
         if x is None and name in ("log_decay", "state"):
             continue

@@ -1,4 +1,4 @@
-"""Whether a program is recorded that runs later without Python: by torch.export or torch.jit.trace."""
+"""Tells whether torch.export or torch.jit.trace is recording a program, which will run without Python."""
 
 import torch
 

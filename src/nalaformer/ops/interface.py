@@ -370,7 +370,7 @@ def _needs_grad(
     feature_map: FeatureMapLike,
     *others: Tensor | str | LinearState | None,
 ) -> bool:
-    """Whether a gradient is wanted of the tensors, the parameters of the map, or the others; a state: of what it sums."""
+    """True if a gradient is wanted of a tensor, of a parameter of the map, or of the sums of a state."""
     if not torch.is_grad_enabled():
         return False
     if q.requires_grad or k.requires_grad or v.requires_grad:

@@ -1,4 +1,4 @@
-"""Tensors that are made once and kept for later calls: only such as serve any later call."""
+"""Tensors that are made once and kept for later calls; a tensor that only one call can use is not kept."""
 
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def is_ordinary(x: Tensor) -> bool:
-    """Whether x holds numbers of its own: tensors of tracers hold none, and those of function transforms die with them."""
+    """True if x holds its own numbers: tensors of tracers hold none, and those of function transforms die with them."""
     return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 

@@ -32,7 +32,7 @@ def unit_features(feature_map: FeatureMapLike, q: Tensor, k: Tensor) -> tuple[Te
 
 
 def _is_fixed_row(spec: KernelSpec, q: Tensor) -> bool:
-    """Whether a head is mapped by itself, with parameters that all heads share and nobody learns."""
+    """True if each head is mapped by itself, with parameters that all heads share and that are not learned."""
     rows = spec.parameters
     has_row = rows is None or (rows.shape[0] == 1 and rows.dim() == 2 and not rows.requires_grad)
     return has_row and spec.before is None and not spec.spans_heads and not spec.is_guarded and q.shape[-1] <= LARGEST_HEAD

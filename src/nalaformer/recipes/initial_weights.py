@@ -1,4 +1,4 @@
-"""Weights to start from: by their names into the backbone of whatever is trained, and told to the last one."""
+"""Weights to start from, loaded by name into the backbone of any task's model; a report accounts for every one."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

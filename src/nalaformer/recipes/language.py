@@ -1,8 +1,16 @@
 """Language models: a minute on generated tales, your own text, and the paper's runs of 340 million parameters."""
 
+from typing import Any
+
 from ..tasks import LanguageConfig
 from ..training import TrainingConfig
 from .recipe import RECIPES, Recipe, enter, every
+
+
+def language_model(model: str, attention: str, task: LanguageConfig, **training: Any) -> Recipe:
+    """AdamW as it is usual for language models: a quick second moment and clipped gradients."""
+    settings = TrainingConfig(beta2=0.95, clip_norm=1.0, **training)
+    return Recipe(model=model, attention=attention, task=task, training=settings)
 
 
 @RECIPES.register("lm_tiny")
@@ -13,20 +21,16 @@ def lm_tiny() -> Recipe:
     Cost: about a minute on a CPU core.
     Expected: perplexity 2.80; with attention=gated_delta 2.76, with softmax 2.85 (one run each, measured on a CPU).
     """
-    return Recipe(
-        model="nano",
-        attention="linear",
-        task=LanguageConfig(data="tales", window=128, train_documents=4_000, eval_documents=100),
-        training=TrainingConfig(
-            steps=150,
-            batch_size=16,
-            learning_rate=4e-3,
-            weight_decay=0.01,
-            beta2=0.95,
-            warmup=15,
-            clip_norm=1.0,
-            **every(50),
-        ),
+    return language_model(
+        "nano",
+        "linear",
+        LanguageConfig(data="tales", window=128, train_documents=4_000, eval_documents=100),
+        steps=150,
+        batch_size=16,
+        learning_rate=4e-3,
+        weight_decay=0.01,
+        warmup=15,
+        **every(50),
     )
 
 
@@ -39,23 +43,19 @@ def lm_text() -> Recipe:
     Cost: 10,000 steps of 65,536 tokens; not measured. Set steps, model and batch_size to your text.
     Expected: not measured.
     """
-    return Recipe(
-        model="small",
-        attention="linear",
-        task=LanguageConfig(data="tokens", window=1024),
-        training=TrainingConfig(
-            steps=10_000,
-            batch_size=64,
-            learning_rate=1e-3,
-            weight_decay=0.1,
-            beta2=0.95,
-            warmup=500,
-            min_learning_rate=1e-4,
-            clip_norm=1.0,
-            precision="bfloat16",
-            workers=4,
-            **every(500),
-        ),
+    return language_model(
+        "small",
+        "linear",
+        LanguageConfig(data="tokens", window=1024),
+        steps=10_000,
+        batch_size=64,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        warmup=500,
+        min_learning_rate=1e-4,
+        precision="bfloat16",
+        workers=4,
+        **every(500),
     )
 
 
@@ -69,24 +69,20 @@ PUBLISHED = {"linear": None, "delta": (27.82, 49.77, 44.3), "gated_delta": (25.8
 
 def nala_340m(attention: str) -> Recipe:
     """340M parameters, 15B tokens. The paper gives size, corpus, tokens and batch; the rest is usual at this size."""
-    return Recipe(
-        model="340m",
-        attention=attention,
-        task=LanguageConfig(data="slimpajama", window=WINDOW),
-        training=TrainingConfig(
-            steps=STEPS,
-            batch_size=WINDOWS,
-            accumulate=4,
-            learning_rate=4e-4,
-            weight_decay=0.01,
-            beta2=0.95,
-            warmup=1024,
-            min_learning_rate=4e-5,
-            clip_norm=1.0,
-            precision="bfloat16",
-            workers=4,
-            **every(1000),
-        ),
+    return language_model(
+        "340m",
+        attention,
+        LanguageConfig(data="slimpajama", window=WINDOW),
+        steps=STEPS,
+        batch_size=WINDOWS,
+        accumulate=4,
+        learning_rate=4e-4,
+        weight_decay=0.01,
+        warmup=1024,
+        min_learning_rate=4e-5,
+        precision="bfloat16",
+        workers=4,
+        **every(1000),
     )
 
 

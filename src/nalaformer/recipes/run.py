@@ -24,7 +24,7 @@ class LoadedRun:
     model: nn.Module
     task: Any
     facts: dict[str, Any]
-    """Of the data it was trained on, such as the names of its classes; known without the data."""
+    """Facts of its training data, such as the names of its classes; they are saved, so the data is not needed."""
     step: int
     """At which its weights were saved."""
 

@@ -83,7 +83,7 @@ def load_answering_run(folder: Path) -> LoadedRun:
 def answers_of(
     run: LoadedRun, paths: list[Path], *, options: list[str] | None = None, device: str = "auto"
 ) -> Iterator[Prediction]:
-    """As `predict`, of a run that is loaded."""
+    """Like `predict`, for a run that is loaded already."""
     found = find_images(paths)
     chosen = changed(run.task.AnswerOptions(), options or [])
     with started(device) as ranks:

@@ -104,7 +104,7 @@ class ImageTask(RecipeTask, Protocol):
     """A task whose models answer for single images, of which the task may know nothing else: its data may be gone."""
 
     headings: tuple[str, ...]
-    """Of the answers' cells."""
+    """The heading of each cell of an answer."""
     AnswerOptions: type[Any]
     """The frozen dataclass of what may be chosen when a model is asked."""
 

@@ -32,17 +32,17 @@ class ClassificationConfig:
     data_options: dict[str, Any] = field(default_factory=dict)
     """Options of generated data, e.g. {"cells": 6}."""
     data_seed: int = 0
-    """Of generated data, and of which images are held out."""
+    """Seed of generated data, and of which images are held out."""
     train_samples: int = 100_000
-    """Of generated data: images before they repeat."""
+    """Generated data: how many images there are before they repeat."""
     eval_samples: int = 2_000
-    """Of generated data: images of the eval split."""
+    """Generated data: images of the eval split."""
     image_size: int = 224
     """Side of the images; 0: their own usual side, in multiples of 16 from 32 to 128; generated ones have their own size."""
     eval_crop: float = 0.9
     """Part of the resized image's side that evaluation looks at."""
     augmentation: Augmentation = field(default_factory=Augmentation)
-    """Of images from a folder."""
+    """How images from a folder are changed in training."""
     mixup: float = 0.0
     """Alpha of mixup; 0: none."""
     cutmix: float = 0.0

@@ -39,11 +39,11 @@ class DetectionConfig:
     data_options: dict[str, Any] = field(default_factory=dict)
     """Options of generated data, e.g. {"most_objects": 3}."""
     data_seed: int = 0
-    """Of generated data."""
+    """Seed of generated data."""
     train_samples: int = 1_000
-    """Of generated data: images to learn from."""
+    """Generated data: images to learn from."""
     eval_samples: int = 200
-    """Of generated data: images of the val split."""
+    """Generated data: images of the val split."""
     generated_folder: str = "runs/data"
     """Where generated data is written, once."""
     detector: str = "retinanet"
@@ -100,7 +100,7 @@ class Detection:
 
     @cached_property
     def folder(self) -> str:
-        """Of the data; generated data is written at the first call."""
+        """The folder of the data; generated data is written at the first call."""
         config = self.config
         if config.data != GENERATED_NAME:
             return config.data
@@ -279,7 +279,7 @@ FIGURES = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
 
 
 def figures(computed: Mapping[str, Tensor]) -> dict[str, float]:
-    """Of boxes, then of masks; -1 stands for "no such object" and is left out."""
+    """Figures of boxes, then of masks; -1 stands for "no such object" and is left out."""
     named = {
         f"{ours}_{name}": computed.get(f"{theirs}{name}")
         for ours, theirs in (("box", ""), ("box", "bbox_"), ("mask", "segm_"))

@@ -11,7 +11,7 @@ WINDOW, SIGMA = 11, 1.5
 # (0.01 * 255)^2 and (0.03 * 255)^2
 STABILISERS = (6.5025, 58.5225)
 MOST_DB = 100.0
-"""Of two images that are the same, whose ratio is infinite."""
+"""What two equal images get: their ratio is infinite."""
 
 
 def luma(image: Tensor) -> Tensor:

@@ -40,13 +40,13 @@ class LanguageConfig:
     tokenizer: str = ""
     """Folder of the tokenizer that made the tokens; empty: tokenizer/ beside them."""
     data_seed: int = 0
-    """Of generated text."""
+    """Seed of generated text."""
     train_documents: int = 10_000
-    """Of generated text."""
+    """Generated documents to learn from."""
     eval_documents: int = 200
-    """Of generated text."""
+    """Generated documents to evaluate on."""
     vocab_size: int = 512
-    """Of the tokenizer that is trained on generated text."""
+    """Entries of the tokenizer that is trained on generated text."""
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -186,7 +186,7 @@ def check_model_folder(folder: str | Path) -> None:
 
 @contextmanager
 def reading_model(folder: str | Path) -> Iterator[None]:
-    """Around what transformers reads of a local folder: whatever is wrong with it is one ValueError that names it."""
+    """Put around transformers' reading of a local folder: any fault of the folder becomes one ValueError that names it."""
     check_model_folder(folder)
     try:
         yield

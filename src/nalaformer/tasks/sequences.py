@@ -27,7 +27,7 @@ class SequencesConfig:
     eval_options: dict[str, Any] = field(default_factory=dict)
     """Options that differ in evaluation: longer sequences, more needles."""
     data_seed: int = 0
-    """Of generated data."""
+    """Seed of generated data."""
     train_samples: int = 100_000
     """Sequences before they repeat (all, at most, of a folder)."""
     eval_samples: int = 2_000

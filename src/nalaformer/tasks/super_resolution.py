@@ -49,13 +49,13 @@ class SuperResolutionConfig:
     kept_mib: int = 2048
     """Memory of each process for decoded images; those that do not fit are read again each time."""
     train_samples: int = 32
-    """Of generated images: how many to learn from."""
+    """Generated images to learn from."""
     eval_samples: int = 8
-    """Of generated images: how many to evaluate on."""
+    """Generated images to evaluate on."""
     image_size: int = 160
-    """Of generated images: their side."""
+    """Side of generated images."""
     data_seed: int = 0
-    """Of generated images."""
+    """Seed of generated images."""
     generated_folder: str = "runs/data"
     """Folder into which generated images are written, once."""
 

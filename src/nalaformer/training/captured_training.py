@@ -115,7 +115,7 @@ class Sprint:
         is_asked_to_stop: Callable[[], bool] = lambda: False,
         aside: Path | None = None,
     ) -> bool:
-        """Train to the end, or until the clock (time.monotonic) or somebody says so; whether the end was reached.
+        """Train to the end, until the clock (time.monotonic), or until asked to stop. Returns True if the end was reached.
 
         The end comes early where the task is solved or the loss is no number.
 

@@ -35,9 +35,9 @@ class TrainingConfig:
     weight_decay: float = 0.05
     """Not on biases, norms and what the model's no_weight_decay names."""
     beta2: float = 0.999
-    """Of Adam's second moment."""
+    """How slowly Adam's second moment changes."""
     epsilon: float = 1e-8
-    """Of Adam: added to the root of the second moment."""
+    """Adam adds this to the root of the second moment."""
     schedule: str = "cosine"
     """How the rate falls: "cosine"; "linear": straight up in the warm-up and straight down to the end (one cycle); or
     "steps": to a tenth at each time of decay_at."""
@@ -69,7 +69,7 @@ class TrainingConfig:
     device: str = "auto"
     """"cpu", "cuda", or "auto": a GPU where there is one."""
     seed: int = 0
-    """Of the weights, the order of the data, augmentation and dropout."""
+    """Decides the first weights, the order of the data, augmentation and dropout."""
     workers: int = 0
     """Processes that read data, on each rank, at most as many as there are cores; 0: the training process itself."""
     eval_every: int = 0

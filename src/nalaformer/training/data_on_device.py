@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..data.sequences import IGNORE, SequenceData
-
-Arrays = dict[str, NDArray[Any]]
+from ..data.sequences.base import Arrays
 
 CHUNK = 1024
 
@@ -49,7 +47,7 @@ def resident(
     pool: Executor | None = None,
     advance: Callable[[int], None] = lambda samples: None,
 ) -> list[Bucket]:
-    """All samples on the device. only_answers: of a language, the answers and not every next token; pool: who makes them."""
+    """All samples on the device. only_answers: targets are the answers, not every next token; pool: makes the samples."""
     lengths = np.asarray(data.group_lengths)
     pieces: dict[int, list[Arrays]] = {}
     indices = [np.arange(start, min(start + CHUNK, len(data))) for start in range(0, len(data), CHUNK)]

@@ -20,7 +20,7 @@ def precision_on(device: torch.device, name: str) -> torch.dtype:
 
 
 def slowness_of(device: torch.device, precision: torch.dtype) -> str:
-    """Why this precision is slow here and what to do; empty where it is not, or where nobody says."""
+    """Why this precision is slow here, and what to do; empty if it is not slow, or if the device does not tell."""
     if device.type != "cpu" or precision != torch.bfloat16 or not CPU_FACTS.exists():
         return ""
     if BFLOAT16_UNITS & set(CPU_FACTS.read_text().split()):

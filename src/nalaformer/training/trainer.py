@@ -43,7 +43,7 @@ class Outcome:
     step: int
     total_steps: int
     metrics: dict[str, float]
-    """Of the last evaluation; empty if there was none."""
+    """The figures of the last evaluation; empty if there was none."""
     skipped_steps: int
     """Steps whose loss or gradient was not finite."""
 

@@ -129,24 +129,25 @@ def merge(exact: Exact, linear: Linear | None, gate: Tensor | None, *, kind: str
     return (weighted + linear_weighted) / (total + linear_total + eps * scale)[..., None]
 
 
-def attend(
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    gate: Tensor | None,
-    *,
-    layout: Layout,
-    store: Store,
-    leaving: Sequence[Leaving],
-    before: LinearState,
-    feature_map: FeatureMap,
-    settings: HybridSettings,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [B, R, T, H, V] of one piece, and the linear sums after it: state [B, H, F, V], key_sum [B, H, F].
+class Piece(NamedTuple):
+    """Some chunks of a call, and what their queries see.
 
     rows: queries [B, R, T, H, D]; keys, values by slot, [B, slots, K, *]; gate: [B, R, T, H, V or 1].
     """
+
+    rows: Tensor
+    keys: Tensor
+    values: Tensor
+    gate: Tensor | None
+    layout: Layout
+    store: Store
+    leaving: Sequence[Leaving]
+    before: LinearState
+
+
+def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs [B, R, T, H, V] of one piece, and the linear sums after it: state [B, H, F, V], key_sum [B, H, F]."""
+    rows, keys, values, gate, layout, store, leaving, before = piece
     dtype = before.state.dtype
     heads = (keys.shape[2], -1)
     rows = rows.to(dtype)

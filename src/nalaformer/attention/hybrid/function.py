@@ -162,20 +162,10 @@ def _piece(
     with torch.no_grad():
         score_slots = _scores(state, layout, keys, scores, rows, settings, scale)
     store = updated_store(state, layout, keys, values, score_slots, settings)
+    gates, leaving = None if gate is None else layout.queries(gate), leaving_tokens(store, layout, keys, values)
+    piece = branches.Piece(rows, keys, values, gates, layout, store, leaving, state.linear)
     attend = fused.attend if is_fused else branches.attend
-    out, state_after, key_sum_after = attend(
-        rows,
-        keys,
-        values,
-        None if gate is None else layout.queries(gate),
-        layout=layout,
-        store=store,
-        leaving=leaving_tokens(store, layout, keys, values),
-        before=state.linear,
-        feature_map=feature_map,
-        settings=settings,
-        scale=scale,
-    )
+    out, state_after, key_sum_after = attend(piece, feature_map=feature_map, settings=settings, scale=scale)
     salient_keys, salient_values, salient_scores = store_after(store, layout, settings)
     count = state.linear.count + (q.shape[1] if key_mask is None else key_mask.sum(1))
     after = HybridState(

@@ -8,9 +8,8 @@ from torch import Tensor
 from ...feature_maps import FeatureMap
 from ...ops import LinearState
 from ...ops.backend import LARGEST_FEATURES, LARGEST_HEAD, runs_kernels
-from .branches import EPS
-from .layout import Layout
-from .salient import Leaving, Store, repeated_for
+from .branches import EPS, Piece
+from .salient import Leaving, repeated_for
 from .settings import HybridSettings
 from .state import HybridState
 
@@ -27,24 +26,12 @@ def serves(q: Tensor, k: Tensor, v: Tensor, state: HybridState) -> bool:
     )
 
 
-def attend(
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    gate: Tensor | None,
-    *,
-    layout: Layout,
-    store: Store,
-    leaving: Sequence[Leaving],
-    before: LinearState,
-    feature_map: FeatureMap,
-    settings: HybridSettings,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """What branches.attend computes, with outputs in the type of the queries."""
     # imported where used: Triton may be missing
     from ...ops.kernels.hybrid import exact_op, merge_op
 
+    rows, keys, values, gate, layout, store, leaving, before = piece
     queries = rows.flatten(1, 2)
     is_released = settings.merge == "released" and settings.linear
     # the row maximum has a gradient, which belongs to the highest key; with merge="exact" one of the size of eps, which

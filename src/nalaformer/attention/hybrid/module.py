@@ -17,7 +17,7 @@ SCORER_WIDTH = 64
 
 
 class HybridAttention(nn.Module):
-    """STILL's attention over queries, keys and values that somebody else projects: what a pretrained model is converted with.
+    """STILL's attention over given queries, keys and values; converted models use it behind their own projections.
 
     dim: channels of the tokens, which gate and scorer look at.
     """

@@ -108,7 +108,7 @@ class Received(Selection):
 
 
 class Given(Selection):
-    """Scores that somebody else has computed."""
+    """Scores that the caller has computed."""
 
     needs_scores = True
 

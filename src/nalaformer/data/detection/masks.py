@@ -107,6 +107,6 @@ def is_number(value: object) -> bool:
 
 
 def short(value: object) -> str:
-    """For an error's text: a polygon may have thousands of points."""
+    """A shortened form for error messages: a polygon may have thousands of points."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -134,7 +134,7 @@ class Shape:
 
 
 def annotation(mask: Mask, label: int, segmentation: Any, *, is_crowd: bool) -> dict[str, Any]:
-    """As COCO has it, the box around the pixels of the mask."""
+    """The annotation as COCO writes it: the box lies around the pixels of the mask."""
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     left, top = int(columns[0]), int(rows[0])
     return {
@@ -200,5 +200,5 @@ def paint(random: Generator, canvas: Canvas, mask: Mask, label: int) -> None:
 
 
 def as_bytes(canvas: Canvas, random: Generator) -> NDArray[np.uint8]:
-    """With the noise of a camera."""
+    """The image in bytes, with the noise of a camera."""
     return (canvas + random.normal(scale=6, size=canvas.shape)).clip(0, 255).astype(np.uint8)

@@ -16,7 +16,7 @@ Sample = tuple[Tensor, dict[str, Any]]
 
 
 def fitting_scale(size: tuple[int, int], short_side: int, longest_side: int) -> float:
-    """By how much an image is resized: to its short side, unless its long one would be too long; 0: no such wish."""
+    """The factor that makes the short side `short_side`, or less where the long side would be too long. 0: no such limit."""
     scale = short_side / min(size) if short_side else 1.0
     return min(scale, longest_side / max(size)) if longest_side else scale
 

@@ -29,11 +29,11 @@ class GenerationDataConfig:
     holdout: float = 0.0
     """Share of each class's images that is held out where a folder has no val/ or a .npz file no test part; 0: it must."""
     train_samples: int = 100_000
-    """Of shapes: images before they repeat."""
+    """Shapes only: how many images there are before they repeat."""
     eval_samples: int = 2_000
-    """Of shapes: images of the val split."""
+    """Shapes only: images of the val split."""
     data_seed: int = 0
-    """Of shapes, and of which images are held out."""
+    """Decides which shapes are drawn, and which images are held out."""
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -82,7 +82,7 @@ class GenerationData(Dataset[tuple[Tensor, int]]):
 
 
 GENERATION_DATA: Registry[type[GenerationData]] = Registry("data to generate images from")
-"""By name; at most one of them recognises a path."""
+"""All kinds by name; at most one of them recognises a path."""
 
 
 def open_generation_data(config: GenerationDataConfig, split: str) -> GenerationData:

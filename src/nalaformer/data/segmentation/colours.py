@@ -36,7 +36,7 @@ CITYSCAPES = (
 
 
 def spread_colours(count: int) -> tuple[tuple[int, int, int], ...]:
-    """So many colours, neighbours far apart: hues in steps of the golden ratio, in three brightnesses."""
+    """Colours whose neighbours are far apart: hues in steps of the golden ratio, in three brightnesses."""
     colours = []
     for number in range(count):
         hue, brightness = number * 0.618034 % 1, (1.0, 0.75, 0.5)[number // 12 % 3]

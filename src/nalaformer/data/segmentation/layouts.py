@@ -113,7 +113,7 @@ def folders(root: Path, split: str) -> LabelledFiles:
 
 
 def largest_id(masks: Iterable[str]) -> int:
-    """Of all masks that can be read; the others are named when they are learned from."""
+    """The largest id of all masks that can be read; training names the others when it meets them."""
     largest = -1
     for path in masks:
         try:

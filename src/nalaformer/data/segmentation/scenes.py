@@ -23,7 +23,7 @@ SIZES = ((256, 192), (224, 192), (288, 208))
 
 
 def write_scenes(folder: Path, *, train: int, val: int, seed: int = 0) -> None:
-    """So many scenes of each split, in the layout of ADE20K; scene i follows from (seed, split, i) alone."""
+    """Write scenes of each split in the layout of ADE20K; scene i follows from (seed, split, i) alone."""
     rows = [f"{number}\t0\t0\t0\t{name}\n" for number, name in enumerate(SCENE_CLASSES, 1)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADE20K_NAMES).write_text("Idx\tRatio\tTrain\tVal\tName\n" + "".join(rows))

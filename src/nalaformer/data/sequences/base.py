@@ -37,7 +37,7 @@ class SequenceFacts:
     vocabulary: int = 0
     """Number of different tokens; 0: inputs are vectors."""
     channels: int = 0
-    """Of vector inputs."""
+    """Channels of vector inputs."""
     is_padded: bool = False
     """Token 0 stands for nothing."""
 
@@ -54,7 +54,7 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     samples: int
     seed: int = 0
     stream_name: str = field(init=False)
-    """Of the random stream; data that differs only in how it is shown shares it."""
+    """The name of the random stream; data that differs only in how it is shown shares it."""
     groups: tuple[str, ...] = field(default=("all",), init=False)
     chance: float = field(init=False)
     """Accuracy of guessing."""

@@ -5,6 +5,7 @@ back instead, and all images of a batch grow side by side: in each round each im
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,8 +91,10 @@ def grow(keys: RandomKeys, spec: ContourSpec, margin: Floats) -> Contours:
     now = 0
     while len(active):
         drawn = uniforms(child_keys(keys[active], now), 3 * CANDIDATES + 1)
-        tail, head, heading = propose(drawn, spec, margin[active], count[active], predecessors, tails, heads, headings, active)
-        free = is_free(tail, head, spec, margin[active], count[active], predecessors, tails[active], heads[active])
+        now_at = count[active]
+        growing = Growing(tails[active], heads[active], headings[active], now_at, predecessors[now_at], margin[active])
+        tail, head, heading = propose(drawn, spec, growing)
+        free = is_free(tail, head, spec, growing)
         fits, choice = free.any(axis=1), free.argmax(axis=1)
         placed, at = active[fits], count[active[fits]]
         which = np.flatnonzero(fits), choice[fits]
@@ -120,29 +123,30 @@ def grow(keys: RandomKeys, spec: ContourSpec, margin: Floats) -> Contours:
     return Contours(tails=tails, heads=heads, anchor=anchor)
 
 
-def propose(
-    drawn: Floats,
-    spec: ContourSpec,
-    margin: Floats,
-    count: NDArray[np.int64],
-    predecessors: NDArray[np.int64],
-    tails: Floats,
-    heads: Floats,
-    headings: Floats,
-    active: NDArray[np.int64],
-) -> tuple[Floats, Floats, Floats]:
-    """Candidates for the next paddle of each active image: tails, heads [B, K, 2] and headings [B, K]."""
+class Growing(NamedTuple):
+    """Images that lack paddles: those that stand, [B, P, 2] and [B, P], how many [B], and which one the next continues [B]."""
+
+    tails: Floats
+    heads: Floats
+    headings: Floats
+    placed: NDArray[np.int64]
+    before: NDArray[np.int64]
+    margin: Floats
+
+
+def propose(drawn: Floats, spec: ContourSpec, growing: Growing) -> tuple[Floats, Floats, Floats]:
+    """Candidates for the next paddle of each image: tails, heads [B, K, 2] and headings [B, K]."""
+    tails, heads, headings, count, before, margin = growing
     first, second, third = (drawn[:, part * CANDIDATES : (part + 1) * CANDIDATES] for part in range(3))
-    before = predecessors[count]
-    begins = before < 0
-    heading = np.where(begins[:, None], 2 * np.pi * first, headings[active, before][:, None] + turns(first) / spec.continuity)
+    begins, image = before < 0, np.arange(len(before))
+    heading = np.where(begins[:, None], 2 * np.pi * first, headings[image, before][:, None] + turns(first) / spec.continuity)
     direction = np.stack((np.cos(heading), np.sin(heading)), axis=-1)
-    tail = heads[active, before][:, None] + margin[:, None, None] * direction
+    tail = heads[image, before][:, None] + margin[:, None, None] * direction
     # contour A begins in the middle, B at the seed distance from it, short ones anywhere
     low = np.where(count == 0, min(2 * spec.seed_distance, spec.size / 2 - 1), spec.padding)[:, None]
     anywhere = np.stack((second, third), axis=-1) * (spec.size - 2 * low)[:, None] + low[:, None]
     around = np.stack((np.cos(2 * np.pi * second), np.sin(2 * np.pi * second)), axis=-1)
-    beside = tails[active, 0][:, None] + spec.seed_distance * around
+    beside = tails[:, :1] + spec.seed_distance * around
     start = np.where((count == 1)[:, None, None], beside, anywhere)
     tail = np.where(begins[:, None, None], start, tail)
     return tail, tail + spec.paddle * direction, heading
@@ -157,17 +161,9 @@ def turns(u: Floats) -> Floats:
     return np.interp(u, ANGLE_SHARE, ANGLES)
 
 
-def is_free(
-    tail: Floats,
-    head: Floats,
-    spec: ContourSpec,
-    margin: Floats,
-    count: NDArray[np.int64],
-    predecessors: NDArray[np.int64],
-    tails: Floats,
-    heads: Floats,
-) -> NDArray[np.bool_]:
+def is_free(tail: Floats, head: Floats, spec: ContourSpec, growing: Growing) -> NDArray[np.bool_]:
     """Which candidates [B, K] lie inside the image and keep clear of all paddles but the one that they continue."""
+    tails, heads, _, count, before, margin = growing
     ends = np.stack((tail, head))
     inside: NDArray[np.bool_] = np.all((ends >= spec.padding) & (ends <= spec.size - spec.padding), axis=(0, 3))
     most = int(count.max())
@@ -175,7 +171,7 @@ def is_free(
         return inside
     clearance = margin + max(spec.thickness, 1.0)
     number = np.arange(most)[None]
-    matters = (number < count[:, None]) & (number != predecessors[count][:, None])
+    matters = (number < count[:, None]) & (number != before[:, None])
     # only paddles whose middles are near can touch: few of them, and only those are measured
     old, new = (tails[:, :most] + heads[:, :most]) / 2, (tail + head) / 2
     apart = (new[:, :, None, 0] - old[:, None, :, 0]) ** 2 + (new[:, :, None, 1] - old[:, None, :, 1]) ** 2  # [B, K, P]
@@ -206,7 +202,7 @@ def are_crossing(a: Floats, b: Floats, c: Floats, d: Floats) -> NDArray[np.bool_
 
 
 def squared_distance(point: Floats, start: Floats, end: Floats) -> Floats:
-    """From points to strokes; all [n, 2]."""
+    """Squared distances from points to strokes; all [n, 2]."""
     (px, py), (sx, sy) = (point[..., 0], point[..., 1]), (start[..., 0], start[..., 1])
     dx, dy = end[..., 0] - sx, end[..., 1] - sy
     rx, ry = px - sx, py - sy

@@ -38,7 +38,7 @@ class Filler:
         return texts.T
 
     def log_probability(self, texts: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Of each word from the third on, given the two before, in nats: [B, N - 2]; -inf for one that cannot follow."""
+        """Each word from the third on, given the two before it, in nats: [B, N - 2]; -inf for a word that cannot follow."""
         context = texts[:, :-2] * self.words + texts[:, 1:-1]
         is_it = self.successors[context] == texts[:, 2:, None]
         with np.errstate(divide="ignore"):

@@ -137,7 +137,7 @@ def grown(keys: RandomKeys, max_depth: int, max_arguments: int) -> list[Level]:
 
 
 def first_children(level: Level) -> Ints:
-    """Of each operator, the place of its first child in the next level."""
+    """For each operator, the place of its first child in the next level."""
     arguments = level.arguments[level.is_operator]
     return np.cumsum(arguments) - arguments
 

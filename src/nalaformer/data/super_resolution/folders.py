@@ -13,7 +13,7 @@ from ..images import SUFFIXES, find_images, read_image
 from .resize import reduce, to_eight_bits
 
 SPLITS = {"train": "train", "val": "valid"}
-"""Of our layouts, and what DIV2K calls them."""
+"""The splits, and what DIV2K calls them."""
 EVERY = 10
 """A folder without splits gives one image of so many, the first among them, to evaluation."""
 

@@ -12,7 +12,7 @@ from ..generated_folders import written_once
 SCENES = "scenes"
 """The name by which they are asked for."""
 VERSION = 1
-"""Of what is drawn: another one gets a folder of its own."""
+"""Increased when the drawings change: each version has its own folder."""
 OVERSAMPLING = 3
 """Pixels are means over so many points in each direction, as those of a camera are."""
 Plane = NDArray[np.float32]

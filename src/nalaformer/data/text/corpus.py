@@ -28,9 +28,9 @@ class Tokenized:
 
     folder: Path
     documents: dict[str, int]
-    """By split."""
+    """Documents of each split."""
     tokens: dict[str, int]
-    """By split."""
+    """Tokens of each split."""
     vocab_size: int
     bad: tuple[str, ...] = field(default=())
     """ "file:line: why" for everything that was left out; also in bad_lines.txt."""

@@ -24,7 +24,7 @@ class Extractor:
     observe: Callable[[Tensor], Observed]
     """uint8 [B, 3, H, W] -> features [B, F], and of a classifier also logits [B, classes]."""
     class_names: tuple[str, ...] = ()
-    """Of a classifier, by the place of its logits."""
+    """The classes of a classifier, in the order of its logits."""
     is_fid: bool = False
     """Whether it is the network by which FID and KID are defined."""
 

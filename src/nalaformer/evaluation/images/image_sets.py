@@ -24,7 +24,7 @@ class ImageSet:
     images: Tensor
     labels: Tensor | None = None
     class_names: tuple[str, ...] = ()
-    """By label; none: labels are numbers."""
+    """The name of each label; empty: labels are numbers."""
 
     def names(self) -> list[str]:
         """The name of each image's class."""

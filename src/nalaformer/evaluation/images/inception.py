@@ -14,7 +14,7 @@ from ...published import read
 
 FILE = "pt_inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-"""Of that file, also spread as weights-inception-2015-12-05-6726825d.pth. Only with it a distance is called FID."""
+"""The checksum of that file, also known as weights-inception-2015-12-05-6726825d.pth. Only its distance is called FID."""
 CLASSES = 1008
 SIDE = 299
 

@@ -93,7 +93,7 @@ class DiffusionTransformer(nn.Module):
 
     @torch.no_grad()
     def _start(self) -> None:
-        """As DiT starts: every block is the identity, and the output zero."""
+        """Initialise as DiT does: every block is the identity, and the output is zero."""
         for linear in (module for module in self.modules() if isinstance(module, nn.Linear)):
             nn.init.xavier_uniform_(linear.weight)
             if linear.bias is not None:
@@ -111,7 +111,7 @@ class DiffusionTransformer(nn.Module):
         return self.predict(images, times, labels)
 
     def predict(self, images: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """As the class says; samplers call this, whatever a subclass makes of its forward."""
+        """What the class describes. Samplers call this, since a subclass may have another forward."""
         grid = self._checked_grid(images, times, labels)
         tokens = self.patches(images).flatten(2).transpose(1, 2)
         positions = kept_positions(*grid, tokens.shape[-1], device=tokens.device)

@@ -19,7 +19,7 @@ Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Of each image [B]: what is minimised, and the mean squares of the prediction's error and of its target."""
+    """For each image [B]: what is minimised, and the mean squares of the prediction's error and of its target."""
 
     loss: Tensor
     error: Tensor

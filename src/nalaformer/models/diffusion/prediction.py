@@ -50,7 +50,7 @@ def prediction(
 
 
 def has_hooks(network: DiffusionTransformer) -> bool:
-    """Whether somebody listens to a module of the network."""
+    """True if a module of the network has hooks."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
 
 

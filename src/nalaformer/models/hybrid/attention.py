@@ -35,7 +35,7 @@ class Transfer:
     teacher_square: Tensor
     """Mean square of the teacher's outputs: what the error is a part of."""
     scorer_loss: Tensor | None
-    """Of a learned selection."""
+    """The loss of the scorer; None without a learned selection."""
 
 
 class ConvertedAttention(nn.Module):
@@ -52,7 +52,7 @@ class ConvertedAttention(nn.Module):
         self.transferred: Transfer | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, past_key_values: HybridCache | None = None, **kwargs: Any) -> Any:
-        """As the original's; its cache is ours."""
+        """Called like the original; its cache is ours."""
         call = AttentionPass(self, hidden_states, past_key_values)
         out = self.original(hidden_states, *args, past_key_values=None, hybrid_call=call, **kwargs)
         if not call.has_attended:
@@ -158,14 +158,14 @@ AttentionMaskInterface.register(INTERFACE, key_mask_of)
 
 
 def converted_attentions(model: nn.Module) -> list[ConvertedAttention]:
-    """Those of a model, by layer."""
+    """The converted attentions of a model, in the order of its layers."""
     found = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
     return sorted(found, key=lambda module: module.layer)
 
 
 @contextmanager
 def attention_mode(model: nn.Module, mode: str, layers: range | None = None) -> Iterator[list[ConvertedAttention]]:
-    """Within, the model attends in another mode; `layers` chooses those that are compared in "transfer"."""
+    """Sets the mode in which the model attends inside the block; `layers` are those that "transfer" compares."""
     if mode not in ("hybrid", "softmax", "transfer"):
         raise ValueError(f'mode must be "hybrid", "softmax" or "transfer", got {mode!r}')
     found = converted_attentions(model)

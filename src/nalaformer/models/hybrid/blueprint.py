@@ -80,7 +80,7 @@ def _weakly(parts: Sequence[Any]) -> list[Callable[[], Any]]:
 
 
 def global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
-    """Those that are called with every module, before it and after."""
+    """The hooks that torch calls before and after every module."""
     # torch has no other way to ask for them
     return torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks
 

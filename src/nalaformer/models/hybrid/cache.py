@@ -12,7 +12,7 @@ from ..state_layer import StateLayer
 
 
 class HybridCacheLayer(StateLayer):
-    """The state of one attention, in its own memory or in that of a decoder; whoever asks need not know."""
+    """The state of one attention, in its own memory or in a decoder's; callers see no difference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class HybridCacheLayer(StateLayer):
         return self._lock is not None
 
     def access(self) -> AbstractContextManager[object]:
-        """Within, nobody else changes `held`."""
+        """Inside the block no other thread changes `held`."""
         return nullcontext() if (lock := self._lock) is None else lock
 
     @property
@@ -42,7 +42,7 @@ class HybridCacheLayer(StateLayer):
             self.held, self._lock = state, None
 
     def lend(self, state: HybridState, lock: AbstractContextManager[object]) -> None:
-        """From now on a decoder's memory is what counts."""
+        """Let the state live in a decoder's memory from now on."""
         self.held, self._lock = state, lock
 
     def take_back(self) -> None:
@@ -99,7 +99,7 @@ class HybridCache(Cache):
     layers: list[HybridCacheLayer]  # type: ignore[assignment]
 
     def __init__(self, config: Any) -> None:
-        """config: of the model."""
+        """config: the model's."""
         number = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[HybridCacheLayer() for _ in range(number)])
         self.single_steps = 0
@@ -107,7 +107,7 @@ class HybridCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Of all that is remembered."""
+        """Bytes of all states."""
         return sum(state.nbytes for state in (layer.held for layer in self.layers) if state is not None)
 
 

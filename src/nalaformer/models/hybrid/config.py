@@ -17,7 +17,7 @@ class HybridConfig(PreTrainedConfig):
     sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
 
     text_config: dict[str, Any] | PreTrainedConfig | None = None
-    """Of the model that was converted."""
+    """The configuration of the model that was converted."""
     hybrid: dict[str, Any] | None = None
     """Fields of nalaformer.attention.hybrid.HybridSettings."""
     use_cache: bool = True

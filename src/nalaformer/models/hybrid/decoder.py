@@ -39,7 +39,7 @@ class SteppingCache(Cache):
     layers: list[SteppingLayer]  # type: ignore[assignment]
 
     def __init__(self, cache: HybridCache, attentions: Sequence[HybridAttention], *, capacity: int | None = None) -> None:
-        """A copy of what `cache` remembers. attentions: of the model, by layer; capacity: see `stepping_state`."""
+        """Starts from a copy of `cache`. attentions: the model's, in the order of layers; capacity: see `stepping_state`."""
         layers: list[Any] = []
         for layer, hybrid in zip(cache.layers, attentions, strict=True):
             with layer.access():
@@ -58,7 +58,7 @@ class SteppingCache(Cache):
         return sum(state.nbytes for state in self.states)
 
     def has_room(self) -> bool:
-        """For one more token of each sample."""
+        """True if there is room for one more token of each sample."""
         first = self.layers[0]
         return first.state.salient_after_step(first.hybrid.settings) <= first.state.capacity
 
@@ -89,7 +89,7 @@ class SteppingCache(Cache):
         return is_full
 
     def to_cache(self, config: Any) -> HybridCache:
-        """A copy that takes prompts, padding and beams again. config: of the model."""
+        """A copy that takes prompts, padding and beams again. config: the model's."""
         cache = HybridCache(config)
         for layer, own in zip(cache.layers, self.layers, strict=True):
             layer.put(own.state.clone(), own.seen)

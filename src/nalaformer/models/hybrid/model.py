@@ -71,7 +71,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As the host's; the cache is a HybridCache."""
+        """Called like the host's forward; the cache is a HybridCache."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
@@ -134,7 +134,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         model_kwargs["past_key_values"] = HybridCache(self.config)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "HybridForCausalLM":
-        """Of `to`, `half` and the like: the memory of decoders does not stay behind."""
+        """`to`, `half` and the like also drop the decoders, whose memory would stay behind."""
         # there is none yet while a model is made
         if (stepping := getattr(self, "stepping", None)) is not None:
             stepping.forget()

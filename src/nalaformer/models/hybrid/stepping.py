@@ -48,7 +48,7 @@ class Stepping:
 
     @property
     def decoders(self) -> list[SteppingDecoder]:
-        """Those that are kept, the one that was used last at the end."""
+        """The decoders that are kept; the last one was used last."""
         return [place.decoder for place in self._places]
 
     @property

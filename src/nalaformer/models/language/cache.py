@@ -129,7 +129,7 @@ class LanguageCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
 

@@ -57,7 +57,7 @@ class NaLaConfig(PreTrainedConfig):
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
     rms_norm_eps: float = 1e-6
-    """Of every RMSNorm."""
+    """The eps of every RMSNorm."""
     initializer_range: float = 0.02
     """Standard deviation of new weights."""
     max_position_embeddings: int = 2048
@@ -70,11 +70,11 @@ class NaLaConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
     """One matrix for the embedding and the output."""
     pad_token_id: int | None = None
-    """Of the tokenizer."""
+    """The tokenizer's padding."""
     bos_token_id: int | None = None
-    """Of the tokenizer."""
+    """The tokenizer's begin of a text."""
     eos_token_id: int | list[int] | None = None
-    """Of the tokenizer; generation stops there."""
+    """The tokenizer's end of a text; generation stops there."""
 
     @classmethod
     def from_size(cls, name: str, **changes: Any) -> "NaLaConfig":

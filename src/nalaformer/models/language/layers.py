@@ -53,7 +53,7 @@ def is_plain(linear: nn.Module) -> bool:
 
 
 def is_as_torch_made_it(module: nn.Module) -> bool:
-    """Whether nobody changed what a call does: hooks gather shards or move weights, and must be called."""
+    """True if a call does only what torch defines: hooks gather shards or move weights, and must be called."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     is_changed = any(hooks) or "forward" in module.__dict__
     return not is_changed and type(module.weight) in (nn.Parameter, Tensor)

@@ -141,7 +141,7 @@ class GatedDeltaMixer(DeltaMixer):
         self.reset_decay()
 
     def reset_decay(self) -> None:
-        """As in Mamba 2: rates of 1 to 16, time steps of 0.001 to 0.1 on a logarithmic scale."""
+        """Initialise as Mamba 2 does: rates of 1 to 16, time steps of 0.001 to 0.1 on a logarithmic scale."""
         rate = 1 + 15 * torch.rand(self.A_log.shape)
         step = torch.exp(math.log(1e-3) + math.log(100.0) * torch.rand(self.dt_bias.shape))
         initialization.copy_(self.A_log, rate.log())
@@ -208,7 +208,7 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor | None) -> tu
 
 
 def widened(x: Tensor) -> Tensor:
-    """In float32, or float64 if it is."""
+    """The tensor in float32; float64 stays float64."""
     return x.to(compute_dtype(x))
 
 

@@ -16,7 +16,7 @@ class Written:
     num_tokens: int
     """New tokens."""
     cache_bytes: int | None
-    """Of the cache after the last token; None for models of other families."""
+    """Bytes of the cache after the last token; None for models of other families."""
 
 
 class Writer:

@@ -1,4 +1,4 @@
-"""The demo: one small network with every attention, at a task that needs it sharp and one that needs it flat; a page."""
+"""The demo: one small network with every attention, at a task that needs sharp attention and one that needs flat."""
 
 from .entries import ENTRIES, TASKS, DemoTask, Entry, demo_recipe
 from .report import HOW_TO_READ, demo_table, write_report

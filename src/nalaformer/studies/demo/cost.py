@@ -17,7 +17,7 @@ ROUNDS = 3
 def milliseconds(
     entries: Sequence[Entry], tokens: Sequence[int] = TOKENS, rounds: int = ROUNDS
 ) -> dict[Entry, tuple[float, ...]]:
-    """Of one sequence through the demo's network, with all threads: the shortest of some rounds.
+    """The time of one sequence through the demo's network, with all threads: the shortest of some rounds.
 
     Every round times everything once. A neighbour that is busy for a moment spoils one round, and the others stand.
     """

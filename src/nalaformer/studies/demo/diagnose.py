@@ -20,7 +20,7 @@ FACTORS = tuple(2.0 ** (step / 2) for step in range(-6, 7))
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Of one trained network, on the first eval sequences; over the tokens that ask, in nats."""
+    """Statistics of one trained network on the first eval sequences, over the tokens that ask; entropies in nats."""
 
     correlation: float
     """Spearman of query norm and entropy over the tokens of a head, mean over heads; 0 below a drop of 0.02 nats."""
@@ -82,7 +82,7 @@ def diagnose(folder: Path) -> Diagnosis:
 
 
 def queries_and_keys(model: nn.Module, inputs: Tensor) -> list[tuple[Attention, Tensor, Tensor]]:
-    """Of every attention layer: itself, q and k [B, N, H, D] as it sees them."""
+    """For every attention layer: the layer, and q and k [B, N, H, D] as it sees them."""
     found: list[tuple[Attention, Tensor, Tensor]] = []
 
     def look(layer: nn.Module, given: tuple[Tensor]) -> None:

@@ -35,9 +35,9 @@ class Finding:
     curves: dict[str, tuple[tuple[tuple[int, float], ...], ...]]
     """For each task and seed (step, accuracy) of each evaluation."""
     diagnosis: Diagnosis
-    """Of the first seed's network that points."""
+    """The diagnosis of the first seed's pointing network."""
     milliseconds: tuple[float, ...]
-    """Of one sequence, for each of TOKENS."""
+    """The time of one sequence, for each of TOKENS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class DemoResult:
         return len(self.found[0].accuracies[TASKS[0].name])
 
     def findings(self) -> list[str]:
-        """In words, only what the figures bear."""
+        """The findings in words: only what the figures support."""
         lines = [self.on_pointing(), *self.against("linear (ReLU)"), self.on_majority(), self.on_norms(), self.on_cost()]
         return [line for line in lines if line]
 

@@ -73,7 +73,7 @@ def filtering_rows(*, seed: int, steps: int, tuning_steps: int, images: int) -> 
 
 @torch.no_grad()
 def images_per_second(model: nn.Module, images: Tensor, *, batch: int = 64, repeats: int = 9) -> float:
-    """Of one core: by the processor time of this process, which other work on the machine does not count in."""
+    """The rate of one core, by the processor time of this process: other work on the machine does not count."""
     images = images[:batch]
     seconds = []
     for _ in range(repeats + 1):

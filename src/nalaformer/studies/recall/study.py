@@ -22,13 +22,12 @@ from torch import Tensor
 
 from ...attention.hybrid import HybridSettings, hybrid_settings
 from ...bench.measurement import failure_of, give_back_memory
+from ...bench.runner import Say
 from ...data.sequences import RecallLanguage, as_tensor
 from ...folder_lock import only_writer
 from ...linearize import LinearizeConfig, linearize
 from ...training import TrainingConfig
 from .teacher import Lesson, TeacherConfig, train_teacher
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +60,12 @@ class RecallStudy:
     transfer_steps: int = 40
     finetune_steps: int = 40
     batch_size: int = 16
-    """Of both stages: 80 steps of 16 texts of 4,096 tokens are 5.2M tokens for each method."""
+    """Texts of a step in both stages: 80 steps of 16 texts of 4,096 tokens are 5.2M tokens for each method."""
     transfer_rate: float = 1e-2
     finetune_rate: float = 1e-3
     eval_lengths: tuple[int, ...] = (2048, 4096, 8192)
     eval_texts: int = 64
-    """Of each family and length, on average."""
+    """Texts of each family and length, on average."""
     questions: int = 16
     """About each of those."""
     eval_tokens: int = 65_536
@@ -88,7 +87,7 @@ class RecallStudy:
         return hybrid_settings("still", selection=rule, **store)
 
     def texts(self, length: int) -> RecallLanguage:
-        """Those that models are asked about."""
+        """The texts that models are asked about."""
         samples = self.eval_texts * len(self.teacher.families)
         return self.teacher.data(length, facts=self.facts, split="test", samples=samples, questions=self.questions)
 

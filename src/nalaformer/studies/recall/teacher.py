@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...atomic_files import atomic_folder, write_atomically
+from ...bench.runner import Say
 from ...child_processes import worker_pool
 from ...data import seed_everything
 from ...data.sequences import RecallLanguage
@@ -33,21 +34,19 @@ MOST_TOKENS = 2**24
 # steps between two looks at the accuracy
 BLOCK = 50
 
-Say = Callable[[str], object]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lesson:
     """Texts that are practised until they are mastered."""
 
     lengths: tuple[int, ...]
-    """Of the texts; with several, each batch is of one of them."""
+    """Lengths of the texts; each batch has texts of one length."""
     facts: int
     """Hidden in a text at most, all asked for; at least half as many."""
     steps: int = 1500
     """At most."""
     tokens: int = 65_536
-    """Of a batch of the longest texts."""
+    """Tokens of a batch of the longest texts."""
 
 
 LESSONS = (
@@ -80,7 +79,7 @@ class TeacherConfig:
     hops: int = 2
     """Longest chain of variables."""
     families: tuple[str, ...] = FAMILIES
-    """Of facts and questions: names in data.sequences.FAMILIES."""
+    """Families of facts and questions, from data.sequences.FAMILIES."""
     lessons: tuple[Lesson, ...] = LESSONS
     """One after the other: from the start at full length nothing would be learned."""
     learning_rate: float = 1e-3
@@ -240,7 +239,7 @@ class Answering(nn.Module):
 
 @contextmanager
 def unmasked(model: Any) -> Iterator[None]:
-    """Within, a forward pass never waits for the device, so that it can be captured as a CUDA graph."""
+    """Inside the block a forward pass never waits for the device, so a CUDA graph can capture it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import AttentionInterface
 

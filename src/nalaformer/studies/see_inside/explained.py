@@ -39,7 +39,7 @@ class Explanation:
     """Share of every cell, if all counted alike."""
 
     def figure(self) -> str:
-        """As HTML; names come from users and are escaped."""
+        """The explanation as HTML; names come from users and are escaped."""
         words = (
             f"{self.image}, {self.method.replace('_', '-')}: {self.meaning}. Largest cell {100 * self.largest:.2g}%, all alike "
             f"would be {100 * self.even:.2g}%."
@@ -50,7 +50,7 @@ class Explanation:
 
 
 def explanations_of(subject: Subject, names: Sequence[str], images: Tensor) -> list[Explanation]:
-    """Of a classifier, for images [N, 3, H, W] as the model takes them; none of a model that names no class."""
+    """Explanations of a classifier for images [N, 3, H, W] as it takes them; none for a model that names no class."""
     if not subject.names_classes:
         return []
     try:

@@ -80,7 +80,7 @@ class Look:
         ]
 
     def relative_entropy(self) -> list[list[float]]:
-        """Of each head of each layer: 1 if it looks at all tokens alike."""
+        """A number for each head of each layer: 1 if it looks at all tokens alike."""
         return [
             [head.entropy / math.log(layer.keys) if layer.keys > 1 else 0.0 for head in heads]
             for layer, heads in zip(self.layers, self.statistics, strict=True)
@@ -95,7 +95,7 @@ class Look:
         return [(f"{layer.name}\n{layer.kind}", each) for layer, each in zip(self.layers, maps, strict=True)]
 
     def on_page(self, layers: Sequence[dict[str, Any]]) -> ModelOnPage:
-        """With its layers as the page shows them."""
+        """The look with its layers as the page shows them."""
         columns = [
             Column(name=name, meaning=meaning, heads=[[value(head) for head in heads] for heads in self.statistics])
             for name, meaning, value in COLUMNS

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...analysis import LayerRecord, attention_entropy
+from ...attention.cells import Grid
 
-Grid = tuple[int, int]
 # a map on the page needs no finer cells
 MOST_CELLS = 28
 # bytes of all maps of a page; base64 makes four of three
@@ -44,15 +44,15 @@ class Layer:
     kind: str
     heads: int
     grid: Grid
-    """Of the patches that ask."""
+    """The grid of the patches that ask."""
     key_grid: Grid
-    """Of those that are asked, fewer where the layer reduces its keys."""
+    """The grid of the patches that are asked: smaller where the layer reduces its keys."""
     prefix: int
     """Tokens in front of both."""
     queries: Grid
     """Patches whose rows are stored, evenly over the grid."""
     cells: Grid
-    """Of a map."""
+    """Rows and columns of a map."""
 
     @property
     def beside(self) -> list[str]:
@@ -81,7 +81,7 @@ class Layer:
         return (math.prod(self.queries) + self.prefix) * self.heads * (4 * (2 + self.prefix) + math.prod(self.cells))
 
     def described(self) -> dict[str, Any]:
-        """For the page."""
+        """What the page needs to know of the maps."""
         shown = {name: list(getattr(self, name)) for name in ("grid", "queries", "cells", "beside")}
         return {"name": self.name, "kind": self.kind, "heads": self.heads, "keys": self.keys, **shown}
 

@@ -108,7 +108,7 @@ def notes_of(model: ModelOnPage) -> str:
 
 
 def explanations_of(page: Page) -> str:
-    """Where any of the models names classes."""
+    """The section of explanations; empty where no model names classes."""
     if not any(model.explanations for model in page.models):
         return ""
     parts = [

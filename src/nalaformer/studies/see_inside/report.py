@@ -87,7 +87,7 @@ def depth_figure(looks: Sequence[Look]) -> "Figure":
 
 
 def sharpest_layer(looks: Sequence[Look]) -> int:
-    """Where the slider stands at first: the layer of the first model that looks most sharply, at its part of the depth."""
+    """The first place of the slider: at the depth of the layer that looks most sharply in the first model."""
     means = [sum(heads) / len(heads) for heads in looks[0].relative_entropy()]
     deepest = max(len(look.layers) for look in looks) - 1
     return round(means.index(min(means)) * deepest / max(1, len(means) - 1))

@@ -127,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: every movement of the patch would be a line."""
+        """Log nothing: every movement of the patch would be a line."""
 
 
 class ExploreServer(ThreadingHTTPServer):

@@ -42,7 +42,7 @@ class Subject:
     mean: tuple[float, ...]
     """Subtracted from each channel by `prepare`."""
     spread: tuple[float, ...]
-    """By which `prepare` divides each channel."""
+    """`prepare` divides each channel by this."""
     notes: list[str] = field(default_factory=list)
     """Where its weights are from."""
     is_random: bool = False
@@ -100,7 +100,7 @@ def subject_of_run(folder: Path) -> Subject:
 
 
 def unscaled(image: "Image") -> Tensor:
-    """As super-resolution reads images: [3, 64, 64] from 0 to 1."""
+    """The image as super-resolution reads it: [3, 64, 64], from 0 to 1."""
     from torchvision.transforms.functional import pil_to_tensor
 
     return pil_to_tensor(image.resize((PIXEL_SIDE, PIXEL_SIDE))) / 255

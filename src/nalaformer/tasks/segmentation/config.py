@@ -1,4 +1,4 @@
-"""What may be chosen when pixels are learned and when a model is asked."""
+"""Settings of segmentation: for training, and for prediction."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class SegmentationConfig:
     generated_folder: str = "runs/data"
     """Where generated scenes are written, once; they are read like any other data."""
     data_seed: int = 0
-    """Of generated scenes."""
+    """Seed of generated scenes."""
     train_samples: int = 600
     """Generated scenes to learn from."""
     eval_samples: int = 100
@@ -36,7 +36,7 @@ class SegmentationConfig:
     color_jitter: float = 0.0
     """Strength of random brightness, contrast, saturation, and a fourth of it of hue; 0: none."""
     auxiliary_weight: float = 0.4
-    """Of the auxiliary head's loss, beside 1 of the decoder's; models without such a head have no such loss."""
+    """The factor of the auxiliary head's loss; the decoder's has 1. Models without such a head have no such loss."""
     window: int = 0
     """Side of the windows that evaluation slides over an image, logits averaged where they overlap; 0: the whole image."""
     window_stride: int = 0
@@ -68,7 +68,7 @@ class SegmentationAnswers:
     window_stride: int = 0
     """Pixels between windows; 0: two thirds of a window."""
     opacity: float = 0.6
-    """Of the classes' colours over the image."""
+    """How opaque the colours of the classes lie over the image."""
     legend: bool = True
     """Names of the classes beside the picture."""
 

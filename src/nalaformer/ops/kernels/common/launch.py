@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Bounded(dict[object, T]):
-    """What was made for earlier calls, forgotten all at once when it has become too much: whoever needs it makes it again."""
+    """A cache of what earlier calls made. When it is full it forgets everything, and the next calls make theirs again."""
 
     MOST = 4096
 
@@ -140,7 +140,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, token and head; packed tensors have no batch."""
+    """The strides of batch, token and head; packed tensors have no batch."""
     return (0, x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
 
 

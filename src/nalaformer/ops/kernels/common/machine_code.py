@@ -1,4 +1,4 @@
-"""What a fault of an assembler leaves in a compiled kernel, found before the kernel runs.
+"""Finds compiled kernels that a faulty assembler has broken, before they run.
 
 A product of warp groups finds its tile in shared memory by a descriptor of 64 bits: a place in the lower half, constants and a
 carry in the upper one. ptxas 12.8, which Triton 3.6 and 3.7 bring for Hopper GPUs, at times adds the constants to a register

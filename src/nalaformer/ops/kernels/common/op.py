@@ -34,7 +34,7 @@ class OnceDifferentiable(torch.autograd.Function):
 
 
 def once(gradients: Sequence[Any], causes: Sequence[Any]) -> list[Any]:
-    """The gradients, with an error for whoever differentiates them by one of their causes; both may hold None."""
+    """The gradients, which raise an error when they are differentiated by one of their causes; both may hold None."""
     found, leading = list(gradients), [x for x in causes if x is not None and x.requires_grad]
     if leading:
         places = [place for place, x in enumerate(found) if x is not None]

@@ -1,4 +1,4 @@
-"""Launches of the kernels that add the sums of single stretches up."""
+"""Launches of the kernels that add up the sums of single stretches."""
 
 import torch
 import triton

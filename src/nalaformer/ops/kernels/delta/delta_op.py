@@ -105,7 +105,7 @@ class DeltaCall(NamedTuple):
         return grid, (self.tokens, self.heads, *numbers), constants
 
     def columns(self, features: int, values: int) -> int:
-        """Of the state that a program carries along: few enough for its registers, and for two programs a multiprocessor."""
+        """Columns of the state that a program carries: few enough for its registers, and for two programs a multiprocessor."""
         columns = min(BLOCK, values, LARGEST_STATE // features)
         fewest = 2 * processors(self.device) * 0.9
         while columns > 16 and self.sequences * self.heads * triton.cdiv(self.width, columns) < fewest:

@@ -146,7 +146,7 @@ def _constants(kernel: str, inputs: tuple[Tensor, ...], chunk: int, is_capped: b
 def _numbers(
     q: Tensor, k: Tensor, v: Tensor, store_k: Tensor, chunk: int, old: int, per_chunk: int, scale: float
 ) -> tuple[float, ...]:
-    """Of the kernels that walk over keys."""
+    """The numbers of the kernels that walk over keys."""
     heads = q.shape[2]
     sizes = (q.shape[1] // chunk, chunk, store_k.shape[2], old, per_chunk)
     groups = (heads, heads // k.shape[2], heads // store_k.shape[1])

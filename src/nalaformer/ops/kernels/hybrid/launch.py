@@ -48,7 +48,7 @@ def operand(*tensors: Tensor) -> torch.dtype:
 
 
 def tile_of(kernel: str, width: int, dtype: torch.dtype) -> HybridTile:
-    """For heads of so many channels."""
+    """The tile for heads of so many channels."""
     if dtype != torch.bfloat16:
         return WIDE
     return next(tile for size, tile in TILES[kernel].items() if width <= size)

@@ -57,7 +57,7 @@ def run_backward(
 
 
 def _contiguous(row_max: Tensor, total: Tensor, weighted: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
-    """In the order of the kernels. Unused pointers still need a valid tensor. rest: linear_total, linear_weighted, gate."""
+    """The tensors in the order of the kernels; unused pointers need one too. rest: linear_total, linear_weighted, gate."""
     linear_total, linear_weighted, gate = rest
     tensors = (weighted, total, row_max, linear_weighted, linear_total, gate)
     return tuple((weighted if x is None else x).contiguous() for x in tensors)

@@ -1,4 +1,4 @@
-"""What products do in place of conversions, sums over rows, and registers for a row.
+"""Matrix products that replace conversions, sums over rows, and rows held in registers.
 
 Matrix units have time left where instructions and registers run out.
 """

@@ -77,7 +77,7 @@ def rows_of(pairs):
 
 @triton.jit
 def others_of(pairs):
-    """Of each channel the other one of its pair.
+    """For each channel, the other one of its pair.
 
     The bits of both without its own. Split and join would say it plainly, but Triton 3.6 compiles them wrongly in small tiles.
     """

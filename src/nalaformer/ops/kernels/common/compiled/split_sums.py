@@ -1,4 +1,4 @@
-"""What becomes of the sums [splits, rows, PARTS, D, V + 2] of single stretches: their total, or what comes before each."""
+"""Adds the sums [splits, rows, PARTS, D, V + 2] of single stretches: to their total, or to the sum before each stretch."""
 
 import triton
 import triton.language as tl

@@ -23,7 +23,7 @@ LN_2 = constant(0.6931471805599453)
 
 @triton.jit
 def scores_of(x, y, visible, scale, PRECISION: tl.constexpr):
-    """Of the rows of x and y, -inf where hidden."""
+    """The scores of the rows of x and y; -inf where hidden."""
     s = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
     return tl.where(visible, s, float("-inf"))
 
