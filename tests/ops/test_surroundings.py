@@ -143,9 +143,9 @@ def test_the_kernels_are_operators_that_torch_library_accepts():
 
     # aot_dispatch compiles, minutes long in the interpreter
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    x, weight, taps, bias = (y.requires_grad_() for y in make((2, 12, 6), (6, 1, 3, 3), (9, 6), (6,)))
+    x, weight, bias = (y.requires_grad_() for y in make((2, 12, 6), (6, 1, 3, 3), (6,)))
     torch.library.opcheck(depthwise_op.forward, (x, x, weight, bias, 3, 4, False, True), test_utils=checks)
-    torch.library.opcheck(depthwise_op.backward, (x, x, taps, 3, 4, True, True, True, True), test_utils=checks)
+    torch.library.opcheck(depthwise_op.backward, (x, x, weight, 3, 4, True, True, True, True), test_utils=checks)
     rows, scale, shift = (y.requires_grad_() for y in make((9, 6), (6,), (6,)))
     torch.library.opcheck(layer_norm_op.forward, (rows, rows, scale, shift, 1e-5), test_utils=checks)
     arguments = (rows, rows, rows, scale, shift, torch.ones(2, 9, device=DEVICE))

@@ -36,7 +36,7 @@ def depthwise_conv(
         is_residual = plus is x
         x = x if x.stride(-1) == 1 else x.contiguous()
         plus = None if is_residual else plus if plus is None or plus.stride(-1) == 1 else plus.contiguous()
-        return convolve(x, plus, weight, bias, *grid, is_residual, gelu)
+        return convolve(x, plus, weight.contiguous(), bias, *grid, is_residual, gelu)
     if gelu:
         y = F.gelu(x)
         x, plus = y, y if plus is x else plus

@@ -1,6 +1,5 @@
 """The depth-wise convolution as an operator."""
 
-from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ _launches = Launches()
 
 
 class Tiling(NamedTuple):
-    """How a grid is cut: columns of a strip, strips and channels of a tile, tiles of strips and of channels."""
+    """How a grid is cut: columns of a strip, strips of all samples, strips and channels of a tile, and how many tiles."""
 
     columns: int
     groups: int
@@ -42,11 +41,11 @@ def tiling(x: Tensor, width: int, size: int, choices: tuple[int, ...]) -> Tiling
     return Tiling(columns, groups, strips, block, -(-groups // strips), -(-channels // block), is_even)
 
 
-def constants_of(cut: Tiling, taps: Tensor, channels: int) -> dict[str, Any]:
+def constants_of(cut: Tiling, weight: Tensor, channels: int) -> dict[str, Any]:
     return {
-        "WEIGHTS": taps.shape[1],
-        "SHARED": taps.shape[1] != channels,
-        "SIZE": isqrt(taps.shape[0]),
+        "WEIGHTS": weight.shape[0],
+        "SHARED": weight.shape[0] != channels,
+        "SIZE": weight.shape[-1],
         "EVEN": cut.is_even,
         "BW": cut.columns,
         "BG": cut.strips,
@@ -65,17 +64,13 @@ def run_forward(
     width: int,
     is_residual: bool,
     is_activated: bool,
-) -> tuple[Tensor, Tensor]:
-    """weight: [W, 1, SIZE, SIZE] -> the output, and the taps [SIZE * SIZE, W] that it was computed with.
-
-    is_activated: y = gelu(x) is convolved instead of x; is_residual: y is added.
-    """
-    taps = weight.flatten(1).t().contiguous()
+) -> Tensor:
+    """weight: [W, 1, SIZE, SIZE] without gaps. is_activated: y = gelu(x) is convolved instead of x; is_residual: y is added."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    added, offset = x if plus is None else plus, taps if bias is None else bias
+    added, offset = x if plus is None else plus, weight if bias is None else bias
 
     def describe() -> Description:
-        size, channels = isqrt(taps.shape[0]), x.shape[2]
+        size, channels = weight.shape[-1], x.shape[2]
         cut = tiling(x, width, size, STRIPS[size])
         stretch = rows_of_a_walk(height, cut.tiles * cut.blocks, PROGRAMS * processors(x.device))
         strides = (*x.stride()[:2], *added.stride()[:2], *out.stride()[:2])
@@ -83,12 +78,12 @@ def run_forward(
         return (
             (cut.tiles * -(-height // stretch), cut.blocks),
             (cut.groups, height, width, channels, stretch, *strides),
-            constants_of(cut, taps, channels) | parts,
+            constants_of(cut, weight, channels) | parts,
         )
 
-    key = (height, is_residual, is_activated, kind(x, plus, taps, bias))
-    start(_launches, key, depthwise_kernel, (x, added, taps, offset, out), describe)
-    return out, taps
+    key = (height, is_residual, is_activated, kind(x, plus, weight, bias))
+    start(_launches, key, depthwise_kernel, (x, added, weight, offset, out), describe)
+    return out
 
 
 def rows_of_a_walk(height: int, tiles: int, programs: int) -> int:
@@ -97,16 +92,34 @@ def rows_of_a_walk(height: int, tiles: int, programs: int) -> int:
     return -(-height // -(-height // rows))
 
 
+class Shares(NamedTuple):
+    """How the tokens of a gradient are shared: rows of a walk, walks of a program, programs of a tile of channels."""
+
+    cut: Tiling
+    rows: int
+    walks: int
+    programs: int
+
+
+def shares(x: Tensor, height: int, width: int, size: int) -> Shares:
+    cut = tiling(x, width, size, GRADIENT_STRIPS[size])
+    most = max(1, GRADIENT_PROGRAMS * processors(x.device) // cut.blocks)
+    rows = rows_of_a_walk(height, cut.tiles, most)
+    walks = cut.tiles * -(-height // rows)
+    of_program = -(-walks // most)
+    return Shares(cut, rows, of_program, -(-walks // of_program))
+
+
 def shapes(
     x: Any, plus: Any, weight: Any, bias: Any, height: Any, width: Any, is_residual: Any, is_activated: Any
 ) -> Any:
-    return x.new_empty(x.shape), weight.new_empty(weight[0].numel(), weight.shape[0])
+    return x.new_empty(x.shape)
 
 
 def run_backward(
     dout: Tensor,
     x: Tensor,
-    taps: Tensor,
+    weight: Tensor,
     height: int,
     width: int,
     is_residual: bool,
@@ -114,53 +127,53 @@ def run_backward(
     moves_input: bool,
     moves_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, and of taps and bias in one, [SIZE * SIZE + 1, W]; empty where nobody asked."""
-    channels, (count, kernels) = x.shape[2], taps.shape
-    cut = tiling(x, width, isqrt(count), GRADIENT_STRIPS[isqrt(count)])
-    most = max(1, GRADIENT_PROGRAMS * processors(x.device) // cut.blocks)
-    rows = rows_of_a_walk(height, cut.tiles, most)
-    walks = cut.tiles * -(-height // rows)
-    of_program = -(-walks // most)
-    programs = -(-walks // of_program)
+    """Gradients of x, and of each tap and the bias in one, [SIZE * SIZE + 1, W]; empty where nobody asked."""
+    channels, kernels, count = x.shape[2], weight.shape[0], weight.shape[-1] ** 2
+    place = ("shares", height, width, count, x.shape, x.device)
+    shared = _launches.get(place)
+    if shared is None:
+        shared = _launches[place] = shares(x, height, width, weight.shape[-1])
     dx = torch.empty(x.shape if moves_input else 0, dtype=x.dtype, device=x.device)
-    partial = torch.empty(programs if moves_weight else 0, count + 1, channels, dtype=torch.float32, device=x.device)
+    partial = torch.empty(shared.programs if moves_weight else 0, count + 1, channels, dtype=torch.float32, device=x.device)
 
     def describe() -> Description:
+        cut, rows, walks, programs = shared
         strides = (*x.stride()[:2], *dout.stride()[:2], *(dx.stride()[:2] if moves_input else (0, 0)))
         asked = {"MOVES_INPUT": moves_input, "MOVES_WEIGHT": moves_weight}
         return (
             (programs, cut.blocks),
-            (cut.groups, height, width, channels, rows, of_program, *strides),
-            constants_of(cut, taps, channels) | {"RESIDUAL": is_residual, "GELU": is_activated, **asked},
+            (cut.groups, height, width, channels, rows, walks, *strides),
+            constants_of(cut, weight, channels) | {"RESIDUAL": is_residual, "GELU": is_activated, **asked},
         )
 
-    key = ("gradient", height, is_residual, is_activated, moves_input, moves_weight, kind(x, dout, taps))
-    start(_launches, key, depthwise_gradient_kernel, (x, dout, taps, dx, partial), describe)
+    key = ("gradient", height, is_residual, is_activated, moves_input, moves_weight, kind(x, dout, weight))
+    start(_launches, key, depthwise_gradient_kernel, (x, dout, weight, dx, partial), describe)
     if not moves_weight:
-        return dx, taps.new_empty(0)
+        return dx, weight.new_empty(0)
     sums = partial.sum(0)  # [SIZE * SIZE + 1, C]
     if kernels != channels:
         # heads that share a kernel add up
         sums = sums.view(count + 1, -1, kernels).sum(1)
-    return dx, sums.to(taps.dtype)
+    return dx, sums.to(weight.dtype)
 
 
-def gradient_shapes(dout: Any, x: Any, taps: Any, *rest: Any) -> Any:
-    (count, kernels), (moves_input, moves_weight) = taps.shape, rest[-2:]
-    return x.new_empty(x.shape if moves_input else 0), taps.new_empty((count + 1, kernels) if moves_weight else 0)
+def gradient_shapes(dout: Any, x: Any, weight: Any, *rest: Any) -> Any:
+    moves_input, moves_weight = rest[-2:]
+    of_taps = (weight.shape[-1] ** 2 + 1, weight.shape[0]) if moves_weight else 0
+    return x.new_empty(x.shape if moves_input else 0), weight.new_empty(of_taps)
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
     x, _, weight, _, *ctx.settings = inputs
-    # the taps have no graph: the weight stands for them where gradients are asked for gradients. plus itself is not needed
-    ctx.save_for_backward(x, output[1], weight)
+    # plus itself is not needed
+    ctx.save_for_backward(x, weight)
 
 
 def gradients(ctx: Any, run: Any, dout: Any) -> Any:
-    x, taps, weight = ctx.saved_tensors
+    x, weight = ctx.saved_tensors
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     moves_input, _, *of_weight = ctx.needs_input_grad[:4]
-    dx, sums = run(dout, x, taps, *ctx.settings, moves_input, any(of_weight))
+    dx, sums = run(dout, x, weight, *ctx.settings, moves_input, any(of_weight))
     return (dx, dout, sums[:-1].t().view(weight.shape), sums[-1]) if any(of_weight) else (dx, dout)
 
 

@@ -14,7 +14,7 @@ from .gelu import gelu, gelu_and_slope
 def depthwise_kernel(
     x_ptr,  # [B, N, C], channels side by side
     plus_ptr,  # [B, N, C]: added to the output; not read without PLUS
-    taps_ptr,  # [SIZE * SIZE, WEIGHTS]: neighbouring channels side by side, as in the tokens
+    weight_ptr,  # [WEIGHTS, SIZE * SIZE]
     bias_ptr,  # [WEIGHTS]; not read without HAS_BIAS
     out_ptr,  # [B, N, C]
     groups,  # strips of all samples
@@ -60,7 +60,7 @@ def depthwise_kernel(
     kernel = channel % WEIGHTS if SHARED else channel
     weights = ()
     for tap in tl.static_range(SIZE * SIZE):
-        weight = tl.load(taps_ptr + tap * WEIGHTS + kernel, mask=is_channel, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + kernel * (SIZE * SIZE) + tap, mask=is_channel, other=0.0).to(tl.float32)
         if RESIDUAL and tap == SIZE * SIZE // 2:
             weight += 1.0
         weights = weights + (weight[None, :],)  # noqa: RUF005
@@ -133,7 +133,7 @@ def added(total, y, weights, place: tl.constexpr, first: tl.constexpr, SIZE: tl.
 def depthwise_gradient_kernel(
     x_ptr,  # [B, N, C]
     dout_ptr,  # [B, N, C]
-    taps_ptr,  # [SIZE * SIZE, WEIGHTS]
+    weight_ptr,  # [WEIGHTS, SIZE * SIZE]
     dx_ptr,  # [B, N, C]; not written without MOVES_INPUT
     partial_ptr,  # [programs of a channel, SIZE * SIZE + 1, C] float32: of each tap, then of the bias; not without MOVES_WEIGHT
     groups,  # strips of all samples
@@ -160,7 +160,7 @@ def depthwise_gradient_kernel(
     BG: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """dx_q = gelu'(x_q) * sum_t taps_t dout_(q - t); sums over tokens q of y_q dout_(q - t) for each tap t, and of dout_q.
+    """dx_q = gelu'(x_q) * sum_t weight_t dout_(q - t); sums over tokens q of y_q dout_(q - t) for each tap t, and of dout_q.
 
     Both need the neighbours of dout and the token itself, so they share a pass.
     """
@@ -174,7 +174,7 @@ def depthwise_gradient_kernel(
     # backwards, as the neighbours of dout meet them
     weights = ()
     for tap in tl.static_range(SIZE * SIZE):
-        weight = tl.load(taps_ptr + (SIZE * SIZE - 1 - tap) * WEIGHTS + kernel, mask=is_channel, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + kernel * (SIZE * SIZE) + (SIZE * SIZE - 1 - tap), mask=is_channel, other=0.0).to(tl.float32)
         if RESIDUAL and tap == SIZE * SIZE // 2:
             weight += 1.0
         weights = weights + (weight[None, :],)  # noqa: RUF005
