@@ -110,9 +110,7 @@ def shares(x: Tensor, height: int, width: int, size: int) -> Shares:
     return Shares(cut, rows, of_program, -(-walks // of_program))
 
 
-def shapes(
-    x: Any, plus: Any, weight: Any, bias: Any, height: Any, width: Any, is_residual: Any, is_activated: Any
-) -> Any:
+def shapes(x: Any, plus: Any, weight: Any, bias: Any, height: Any, width: Any, is_residual: Any, is_activated: Any) -> Any:
     return x.new_empty(x.shape)
 
 

@@ -1,7 +1,7 @@
 """Depth-wise convolution of tokens that lie on a grid, channels side by side as the layers around it have them.
 
-A tile is [BG, BC]: channels of BG strips, each BW columns wide. A program walks down its strips and holds the tokens of a row as
-one tile per column, so a token is read (and its GELU computed) once for all the outputs of its strip that see it.
+A tile is [BG, BC]: channels of BG strips, each BW columns wide. A program walks down its strips and holds the tokens of a row
+as one tile per column, so a token is read (and its GELU computed) once for all the outputs of its strip that see it.
 """
 
 import triton
@@ -81,7 +81,9 @@ def depthwise_kernel(
         coming = row_of(x_at, row + 1, end, column, width, inside, x_token, half, BW, EVEN)
         is_done = (column * 0 + row) >= first + half
         if PLUS:
-            plus = row_of(plus_at, row - half, tl.where(row >= first + half, last, 0), column, width, inside, plus_token, 0, BW, EVEN)
+            # no row before the first
+            until = tl.where(row >= first + half, last, row - half)
+            plus = row_of(plus_at, row - half, until, column, width, inside, plus_token, 0, BW, EVEN)
         y = ()
         for place in tl.static_range(BW + 2 * half):
             seen = x[place].to(tl.float32)
@@ -174,7 +176,9 @@ def depthwise_gradient_kernel(
     # backwards, as the neighbours of dout meet them
     weights = ()
     for tap in tl.static_range(SIZE * SIZE):
-        weight = tl.load(weight_ptr + kernel * (SIZE * SIZE) + (SIZE * SIZE - 1 - tap), mask=is_channel, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + kernel * (SIZE * SIZE) + (SIZE * SIZE - 1 - tap), mask=is_channel, other=0.0).to(
+            tl.float32
+        )
         if RESIDUAL and tap == SIZE * SIZE // 2:
             weight += 1.0
         weights = weights + (weight[None, :],)  # noqa: RUF005
