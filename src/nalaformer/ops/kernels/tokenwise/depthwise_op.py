@@ -43,8 +43,8 @@ def tiling(x: Tensor, width: int, size: int, choices: tuple[int, ...]) -> Tiling
 
 def constants_of(cut: Tiling, weight: Tensor, channels: int) -> dict[str, Any]:
     return {
-        "WEIGHTS": weight.shape[0],
-        "SHARED": weight.shape[0] != channels,
+        # without them one compiled kernel serves all channels
+        "WEIGHTS": weight.shape[0] if weight.shape[0] != channels else 0,
         "SIZE": weight.shape[-1],
         "EVEN": cut.is_even,
         "BW": cut.columns,

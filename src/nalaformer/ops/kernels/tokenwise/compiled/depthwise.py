@@ -14,8 +14,8 @@ from .gelu import gelu, gelu_and_slope
 def depthwise_kernel(
     x_ptr,  # [B, N, C], channels side by side
     plus_ptr,  # [B, N, C]: added to the output; not read without PLUS
-    weight_ptr,  # [WEIGHTS, SIZE * SIZE]
-    bias_ptr,  # [WEIGHTS]; not read without HAS_BIAS
+    weight_ptr,  # [kernels, SIZE * SIZE]
+    bias_ptr,  # [kernels]; not read without HAS_BIAS
     out_ptr,  # [B, N, C]
     groups,  # strips of all samples
     height,
@@ -28,8 +28,7 @@ def depthwise_kernel(
     plus_token,
     out_batch,
     out_token,
-    WEIGHTS: tl.constexpr,  # kernels: one per channel, or fewer that the heads share
-    SHARED: tl.constexpr,
+    WEIGHTS: tl.constexpr,  # kernels that heads share; 0: one per channel
     SIZE: tl.constexpr,  # 3 or 5
     PLUS: tl.constexpr,
     RESIDUAL: tl.constexpr,  # y itself is added
@@ -57,7 +56,7 @@ def depthwise_kernel(
     batch = (group // strips).to(tl.int64)[:, None]
     column = group % strips * BW
     # told apart here, or the compiler could not see that neighbours lie side by side
-    kernel = channel % WEIGHTS if SHARED else channel
+    kernel = channel % WEIGHTS if WEIGHTS else channel
     weights = ()
     for tap in tl.static_range(SIZE * SIZE):
         weight = tl.load(weight_ptr + kernel * (SIZE * SIZE) + tap, mask=is_channel, other=0.0).to(tl.float32)
@@ -135,7 +134,7 @@ def added(total, y, weights, place: tl.constexpr, first: tl.constexpr, SIZE: tl.
 def depthwise_gradient_kernel(
     x_ptr,  # [B, N, C]
     dout_ptr,  # [B, N, C]
-    weight_ptr,  # [WEIGHTS, SIZE * SIZE]
+    weight_ptr,  # [kernels, SIZE * SIZE]
     dx_ptr,  # [B, N, C]; not written without MOVES_INPUT
     partial_ptr,  # [programs of a channel, SIZE * SIZE + 1, C] float32: of each tap, then of the bias; not without MOVES_WEIGHT
     groups,  # strips of all samples
@@ -151,7 +150,6 @@ def depthwise_gradient_kernel(
     dx_batch,
     dx_token,
     WEIGHTS: tl.constexpr,
-    SHARED: tl.constexpr,
     SIZE: tl.constexpr,  # 3 or 5
     RESIDUAL: tl.constexpr,
     GELU: tl.constexpr,
@@ -172,7 +170,7 @@ def depthwise_gradient_kernel(
     stretches = tl.cdiv(height, stretch)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
-    kernel = channel % WEIGHTS if SHARED else channel
+    kernel = channel % WEIGHTS if WEIGHTS else channel
     # backwards, as the neighbours of dout meet them
     weights = ()
     for tap in tl.static_range(SIZE * SIZE):
