@@ -24,7 +24,15 @@ from nalaformer.ops.kernels.common import launch
 from nalaformer.ops.kernels.common.machine_code import is_miscompiled
 from nalaformer.ops.kernels.delta import delta_op, unit_features_op  # noqa: F401
 from nalaformer.ops.kernels.linear import call
-from nalaformer.ops.kernels.tokenwise import gated_linear_op, linear_cross_entropy_op, rms_norm_op, short_convolution_op  # noqa: F401
+from nalaformer.ops.kernels.tokenwise import (  # noqa: F401
+    depthwise_op,
+    gated_linear_op,
+    layer_norm_op,
+    linear_cross_entropy_op,
+    residual_op,
+    rms_norm_op,
+    short_convolution_op,
+)
 
 H200 = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -135,6 +143,19 @@ def language():
     ops.linear_cross_entropy(x[0], x[1], torch.zeros(80, dtype=torch.int64)).backward()
 
 
+def backbone():
+    """What surrounds attention in a block of a backbone, at sizes that come out even and at others."""
+    for side, channels, dtype in ((14, 64, torch.bfloat16), (13, 70, torch.float16)):
+        x = torch.zeros(4, side * side, channels, dtype=dtype, requires_grad=True)
+        weight, bias = torch.zeros(channels, 1, 3, 3, requires_grad=True), torch.zeros(channels, requires_grad=True)
+        wide = torch.zeros(channels, 1, 5, 5, requires_grad=True)
+        grid = (side, side)
+        hidden = ops.depthwise_conv(x, weight, bias, grid=grid, plus=x, gelu=True)
+        mixed = ops.depthwise_conv(x, wide, None, grid=grid, plus=ops.depthwise_conv(x, weight, bias, grid=grid))
+        normed = ops.layer_norm(mixed, bias, bias, eps=1e-6, gate=hidden)
+        ops.scaled_residual(x, normed, scale=bias).sum().backward()
+
+
 backend.why_no_triton_here = lambda: None
 backend.why_not_on = lambda x: None
 original = launch.start
@@ -142,5 +163,5 @@ for module in [module for name, module in sys.modules.items() if name.startswith
     if getattr(module, "start", None) is original:
         module.start = compile_instead
 with nalaformer.use_backend("triton"):
-    {"bidirectional": bidirectional, "causal": causal, "language": language}[sys.argv[1]]()
+    {"backbone": backbone, "bidirectional": bidirectional, "causal": causal, "language": language}[sys.argv[1]]()
 print(*sorted(compiled))

@@ -16,6 +16,8 @@ from nalaformer.bench.backbone_peers import (
     EAGER,
     FOLDED,
     FOLDED_COMPILED,
+    FOLDED_GRAPHS,
+    GRAPHS,
     OURS,
     PEERS,
     PeerMeasurement,
@@ -39,8 +41,8 @@ def tiny(monkeypatch):
     """Small networks instead of the named ones, and what was asked to be compiled; nothing is."""
     compiled = []
 
-    def remembered(network, *, dynamic):
-        compiled.append(network)
+    def remembered(network, *, dynamic, mode):
+        compiled.append(mode)
         return network
 
     import timm
@@ -66,12 +68,40 @@ def test_what_the_bars_need_comes_first():
     assert {m.image_size for m in plan[:8]} == {64}
 
 
-@pytest.mark.parametrize("form", [EAGER, COMPILED, FOLDED, FOLDED_COMPILED])
+@pytest.mark.parametrize("form", [EAGER, COMPILED, GRAPHS, FOLDED, FOLDED_COMPILED, FOLDED_GRAPHS])
 def test_a_form_is_what_it_is_called(form, tiny):
     network = measurement_of(form=form).build()
     has_norms = any(isinstance(module, nn.BatchNorm2d) for module in network.modules())
-    assert has_norms == (form in (EAGER, COMPILED))
-    assert bool(tiny) == (form in (COMPILED, FOLDED_COMPILED))
+    assert has_norms == (form in (EAGER, COMPILED, GRAPHS))
+    modes = {COMPILED: [None], FOLDED_COMPILED: [None], GRAPHS: ["reduce-overhead"], FOLDED_GRAPHS: ["reduce-overhead"]}
+    assert tiny == modes.get(form, [])
+
+
+@pytest.mark.parametrize(("device", "has_them"), [("cpu", False), ("cuda", True)])
+def test_graphs_are_measured_where_there_are_any(device, has_them, monkeypatch):
+    monkeypatch.setattr(backbone_peers, "refuse_missing_device", lambda device: None)
+    found = {(m.model, m.direction) for m in plan_peers(device) if m.form == GRAPHS}
+    assert found == ({(name, way) for name in (OURS, *PEERS) for way in (FORWARD, TRAINING)} if has_them else set())
+    folded = {(m.model, m.direction) for m in plan_peers(device) if m.form == FOLDED_GRAPHS}
+    assert folded == ({(OURS, FORWARD)} if has_them else set())
+
+
+@pytest.mark.parametrize("direction", [FORWARD, TRAINING])
+def test_graphs_are_recorded_before_they_are_timed_and_every_call_is_a_step(direction, tiny, monkeypatch):
+    steps = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: steps.append("step"))
+    measurement = measurement_of(form=GRAPHS, direction=direction)
+    built = measurement.build()
+    built.register_forward_hook(lambda *_: steps.append("call"))
+    call = measurement.make_call(built)
+    assert steps == ["step", "call"] * backbone_peers.RECORDING_CALLS
+    call()
+    assert steps[-2:] == ["step", "call"]
+
+
+def test_memory_that_graphs_hold_between_calls_is_not_called_none(tiny):
+    assert measure(measurement_of(form=GRAPHS), seconds=0, memory=True).peak_extra_mib is None
+    assert measure(measurement_of(form=COMPILED), seconds=0, memory=True).peak_extra_mib is not None
 
 
 @pytest.mark.parametrize("direction", [FORWARD, TRAINING])
@@ -138,6 +168,12 @@ def test_the_bar_compares_the_faster_form_of_each(ours, is_met):
 
 def test_compiled_slower_than_eager_is_a_bar_not_met():
     slow, fast = (peer_bars([planted(OURS, EAGER, 5.0), planted(OURS, COMPILED, ms)])[0] for ms in (6.0, 4.0))
+    assert not slow.is_met
+    assert fast.is_met
+
+
+def test_folded_and_compiled_slower_than_folded_is_a_bar_not_met():
+    slow, fast = (peer_bars([planted(OURS, FOLDED, 5.0), planted(OURS, FOLDED_COMPILED, ms)])[0] for ms in (6.0, 4.0))
     assert not slow.is_met
     assert fast.is_met
 

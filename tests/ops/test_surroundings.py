@@ -52,27 +52,78 @@ def double(tensors):
     return [None if x is None else x.double() for x in tensors]
 
 
+# odd: strips, tiles and channels all overrun; shared kernels; and what comes out even, where kernels need fewer masks
+GRIDS = {"odd": (2, (7, 13), 70, 70, 3), "shared": (2, (7, 13), 12, 4, 5), "even": (4, (9, 14), 64, 64, 3)}
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("plus", ["none", "itself", "other"])
-@pytest.mark.parametrize(("channels", "kernels", "size"), [(70, 70, 3), (12, 4, 5)])
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("shape", GRIDS)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_convolution_and_its_gradients(backend, plus, channels, kernels, size, has_bias, poisoned_memory):
-    grid = (7, 13)
-    x, other, weight, bias, upstream = make(
-        (2, 91, channels), (2, 91, channels), (kernels, 1, size, size), (kernels,), (2, 91, channels)
-    )
+def test_convolution_and_its_gradients(backend, plus, gelu, shape, has_bias, poisoned_memory):
+    batch, grid, channels, kernels, size = GRIDS[shape]
+    x, other, upstream = make(*[(batch, grid[0] * grid[1], channels)] * 3)
+    weight, bias = make((kernels, 1, size, size), (kernels,))
     tensors = [x, other if plus == "other" else None, weight, bias if has_bias else None]
 
     def ours(x, other, weight, bias):
-        return depthwise_conv(x, weight, bias, grid=grid, plus={"none": None, "itself": x, "other": other}[plus])
+        return depthwise_conv(x, weight, bias, grid=grid, plus={"none": None, "itself": x, "other": other}[plus], gelu=gelu)
 
     def exact(x, other, weight, bias):
-        return convolved(x, weight, bias, grid) + {"none": 0, "itself": x, "other": other}[plus]
+        y = x * (1 + torch.erf(x / 2**0.5)) / 2 if gelu else x
+        return convolved(y, weight, bias, grid) + {"none": 0, "itself": y, "other": other}[plus]
 
     with nalaformer.use_backend(backend):
         found = gradients(ours, tensors, upstream)
     for a, b in zip(found, gradients(exact, double(tensors), upstream), strict=True):
         assert relative_error(a, b) < BAR
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_convolution_of_gelu_in_half_precision_is_rounded_once(dtype):
+    x, weight, bias, upstream = (y.to(dtype) for y in make((2, 12, 20), (20, 1, 3, 3), (20,), (2, 12, 20)))
+
+    def ours(x, weight, bias):
+        return depthwise_conv(x, weight, bias, grid=(3, 4), plus=x, gelu=True)
+
+    found = []
+    for backend, tensors in (("triton", [x, weight, bias]), ("reference", double([x, weight, bias]))):
+        with nalaformer.use_backend(backend):
+            found.append(gradients(ours, tensors, upstream))
+    for a, b in zip(*found, strict=True):
+        # room: half a unit in the last place is the most that rounding the result costs
+        assert relative_error(a, b) < torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("moved", ["input", "weight", "bias"])
+def test_only_the_gradients_that_are_asked_for_are_computed(moved, monkeypatch):
+    from nalaformer.ops.kernels.tokenwise import depthwise_op
+
+    asked = []
+    computed = depthwise_op.start
+    monkeypatch.setattr(depthwise_op, "start", lambda *given: asked.append(given[-1]()[2]) or computed(*given))
+    leaves = dict(zip(("input", "weight", "bias"), make((1, 6, 4), (4, 1, 3, 3), (4,)), strict=True))
+    leaves[moved].requires_grad_()
+    with nalaformer.use_backend("triton"):
+        depthwise_conv(leaves["input"], leaves["weight"], leaves["bias"], grid=(2, 3)).sum().backward()
+    assert (asked[-1]["MOVES_INPUT"], asked[-1]["MOVES_WEIGHT"]) == (moved == "input", moved != "input")
+
+
+def test_a_compiled_residual_convolution_is_told_that_it_is_one():
+    graphs = []
+
+    def look(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    x, weight = make((1, 6, 4), (4, 1, 3, 3))
+    with nalaformer.use_backend("triton"):
+        torch.compile(lambda x: depthwise_conv(x, weight, None, grid=(2, 3), plus=x), backend=look, fullgraph=True)(x)
+    (call,) = [node for graph in graphs for node in graph.graph.nodes if "depthwise" in str(node.target)]
+    plus, is_residual = call.args[1], call.args[6]
+    assert plus is None
+    assert is_residual
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -143,9 +194,9 @@ def test_the_kernels_are_operators_that_torch_library_accepts():
 
     # aot_dispatch compiles, minutes long in the interpreter
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    x, weight, taps, bias = (y.requires_grad_() for y in make((2, 12, 6), (6, 1, 3, 3), (9, 6), (6,)))
-    torch.library.opcheck(depthwise_op.forward, (x, x, weight, bias, 3, 4), test_utils=checks)
-    torch.library.opcheck(depthwise_op.backward, (x, x, taps, 3, 4, True, True, True), test_utils=checks)
+    x, weight, bias = (y.requires_grad_() for y in make((2, 12, 6), (6, 1, 3, 3), (6,)))
+    torch.library.opcheck(depthwise_op.forward, (x, x, weight, bias, 3, 4, False, True), test_utils=checks)
+    torch.library.opcheck(depthwise_op.backward, (x, x, weight, 3, 4, True, True, True, True), test_utils=checks)
     rows, scale, shift = (y.requires_grad_() for y in make((9, 6), (6,), (6,)))
     torch.library.opcheck(layer_norm_op.forward, (rows, rows, scale, shift, 1e-5), test_utils=checks)
     arguments = (rows, rows, rows, scale, shift, torch.ones(2, 9, device=DEVICE))

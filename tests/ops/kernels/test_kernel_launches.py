@@ -353,10 +353,15 @@ if INTERPRETING:
     @pytest.mark.parametrize(
         ("calls", "kernels"),
         [
+            (
+                "backbone",
+                "depthwise_gradient_kernel depthwise_kernel norm_gradient_kernel norm_kernel residual_gradient_kernel "
+                "residual_kernel",
+            ),
             pytest.param(
                 "bidirectional",
                 "dk_kernel dq_kernel dsums_kernel feature_gradient_kernel feature_products_kernel feature_sums_kernel "
-                "merge_kernel output_kernel query_sums_kernel state_kernel whole_kernel",
+                "merge_kernel output_kernel query_sums_kernel state_kernel whole_gradient_kernel whole_kernel",
                 marks=pytest.mark.slow,
             ),
             pytest.param(

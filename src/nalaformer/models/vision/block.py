@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from timm.layers import DropPath, LayerScale, get_act_layer, get_norm_layer
+from timm.layers import GELU, DropPath, LayerScale, get_act_layer, get_norm_layer
 from torch import Tensor, nn
 
 from ...attention import Attention, AttentionConfig, DepthwiseConv, LayerNorm
@@ -100,12 +100,22 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, kept: Tensor | None = None) -> Tensor:
         """kept: the cells of the grid in which the tokens of x stand; the others are empty."""
-        x = self.activation(self.fc1(x))
+        x = self.fc1(x)
+        if self.local is not None and kept is None and is_plain_gelu(self.activation):
+            # the convolution computes it where it reads x
+            return self.dropout(self.fc2(self.dropout(self.local(x, grid, plus=x, gelu=True))))
+        x = self.activation(x)
         if self.local is not None and kept is not None:
             x = x + cells_at(self.local(on_grid(x, grid, kept), grid), kept)
         elif self.local is not None:
             x = self.local(x, grid, plus=x)
         return self.dropout(self.fc2(self.dropout(x)))
+
+
+def is_plain_gelu(activation: nn.Module) -> bool:
+    """Whether a layer is GELU as torch defines it, and nobody watches it."""
+    is_gelu = type(activation) is GELU or (type(activation) is nn.GELU and activation.approximate == "none")
+    return is_gelu and not (activation._forward_hooks or activation._forward_pre_hooks or activation._backward_hooks)
 
 
 def make_norm(kind: str | type[nn.Module], dim: int, eps: float) -> nn.Module:

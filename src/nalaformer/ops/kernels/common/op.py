@@ -10,8 +10,11 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Run = Callable[..., Any]
+# operators as plain entries of torch's dispatcher: those of torch.library.custom_op pass three layers of Python at each call
+LIBRARY = torch.library.Library("nalaformer", "FRAGMENT")
 
 
 class OnceDifferentiable(torch.autograd.Function):
@@ -67,8 +70,8 @@ def gatherer(run: Run) -> Run:
     return gathered
 
 
-def custom_op(name: str, run: Run, shapes: Run, mutates: Sequence[str] = ()) -> Any:
-    """`run` as nalaformer::name, which takes spread arguments; `shapes` gives empty outputs for the arguments of `run`."""
+def flattened(run: Run) -> Run:
+    """`run` with spread arguments, and the signature that says so."""
     plain, gathered = signature(run), gatherer(run)
     leaves: list[Parameter] = []
     for parameter in plain.parameters.values():
@@ -80,9 +83,26 @@ def custom_op(name: str, run: Run, shapes: Run, mutates: Sequence[str] = ()) -> 
         return run(*gathered(given))
 
     flat.__signature__ = plain.replace(parameters=leaves)  # type: ignore[attr-defined]
-    made = torch.library.custom_op(f"nalaformer::{name}", flat, mutates_args=mutates)
+    return flat
+
+
+def custom_op(name: str, run: Run, shapes: Run, *, mutates: Sequence[str]) -> Any:
+    """`run`, which changes some arguments, as nalaformer::name; `shapes` gives empty outputs for the arguments of `run`.
+
+    Both operators here take spread arguments.
+    """
+    made, gathered = torch.library.custom_op(f"nalaformer::{name}", flattened(run), mutates_args=mutates), gatherer(run)
     made.register_fake(lambda *given: shapes(*gathered(given)))
     return made
+
+
+def plain_op(name: str, run: Run, shapes: Run) -> Any:
+    """The same of a `run` that changes nothing and returns new tensors. It has no gradient."""
+    flat, gathered = flattened(run), gatherer(run)
+    LIBRARY.define(name + torch.library.infer_schema(flat, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, flat, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nalaformer::{name}", lambda *given: shapes(*gathered(given)), lib=LIBRARY)
+    return getattr(torch.ops.nalaformer, name).default
 
 
 def operator(
@@ -90,13 +110,16 @@ def operator(
 ) -> tuple[Run, Any, Any]:
     """A function with first-order gradients, and the operators nalaformer::name and nalaformer::name_backward behind it.
 
+    What nalaformer::name puts into a compiled program is nalaformer::name_forward, which knows no gradients and costs the host
+    one layer of Python less.
     run, run_backward: what computes, and what gives empty outputs for the same arguments.
     save(ctx, inputs, output): keeps what gradients need; inputs of which there are gradients come before named tuples.
     gradients(ctx, backward, *of_outputs): of the first inputs, by the `backward` given; nobody sees those not asked for.
     outputs: how many of the forward pass the caller gets, whose gradients are given; the others are kept for gradients alone.
     """
     gathered = gatherer(run[0])
-    forward_op, backward_op = custom_op(name, *run), custom_op(f"{name}_backward", *run_backward)
+    forward_op, backward_op = plain_op(name, *run), plain_op(f"{name}_backward", *run_backward)
+    run_op = plain_op(f"{name}_forward", *run)
 
     def given(output: Any) -> Any:
         if not isinstance(output, tuple):
@@ -128,10 +151,20 @@ def operator(
 
         backward = staticmethod(derived(run_backward[0]))
 
-    forward_op.register_autograd(
-        derived(lambda *arguments: backward_op(*spread(arguments))),
-        setup_context=lambda ctx, inputs, output: save(ctx, gathered(inputs), output),
-    )
+    class Traced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *leaves: Any) -> Any:
+            output = run_op(*leaves)
+            save(ctx, gathered(leaves), output)
+            return output
+
+        backward = staticmethod(derived(lambda *arguments: backward_op(*spread(arguments))))
+
+    def differentiable(*leaves: Any) -> Any:
+        is_learned = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        return Traced.apply(*leaves) if is_learned else run_op(*leaves)
+
+    LIBRARY.impl(name, differentiable, "Autograd")
     eager = Eager.apply
 
     def call(*inputs: Any) -> Any:

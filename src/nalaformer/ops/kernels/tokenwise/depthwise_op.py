@@ -1,156 +1,178 @@
 """The depth-wise convolution as an operator."""
 
-from math import isqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..common.launch import Description, Launches, kind, processors, start
 from ..common.op import operator
-from .compiled.depthwise import depthwise_kernel, depthwise_weight_kernel
+from .compiled.depthwise import depthwise_gradient_kernel, depthwise_kernel
 
-# columns and channels that a program walks down with; a thread then reads neighbouring channels at once
-COLUMNS, CHANNELS, WARPS = 8, 64, 4
+# channels side by side in a tile, warps that share it, and numbers of it that a thread holds
+CHANNELS, WARPS, NUMBERS = 64, 4, 2
+# columns of a strip by the side of the kernel: many spare reading neighbours twice, few leave registers for sums
+STRIPS, GRADIENT_STRIPS = {3: (4, 7, 8), 5: (4, 7)}, {3: (4, 7, 8), 5: (4,)}
 # programs per multiprocessor, and rows below which one is not worth its taps
-PROGRAMS, LEAST_ROWS = 16, 8
-# programs per multiprocessor that share the tokens of a weight's gradient; their warps by the side of the kernel, whose sums of
-# all taps must leave registers for more than a few warps
-WEIGHT_PROGRAMS, WEIGHT_WARPS = 6, {3: 4, 5: 8}
+PROGRAMS, GRADIENT_PROGRAMS, LEAST_ROWS = 16, 4, 8
 _launches = Launches()
 
 
-def block_of(channels: int) -> int:
-    return min(CHANNELS, 1 << (channels - 1).bit_length())
+class Tiling(NamedTuple):
+    """How a grid is cut: columns of a strip, strips of all samples, strips and channels of a tile, and how many tiles."""
+
+    columns: int
+    groups: int
+    strips: int
+    channels: int
+    tiles: int
+    blocks: int
+    is_even: bool
 
 
-def convolved(
-    x: Tensor, plus: Tensor | None, taps: Tensor, bias: Tensor | None, height: int, width: int, *, flip: bool
-) -> Tensor:
-    """x: [B, N, C]; taps: [SIZE * SIZE, W], C a multiple of W -> [B, N, C]; flip: the transposed convolution."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    added, offset = x if plus is None else plus, taps if bias is None else bias
-    is_residual = plus is x
-
-    def describe() -> Description:
-        batch, _, channels = x.shape
-        block = block_of(channels)
-        walks = batch * -(-width // COLUMNS)
-        stretch = rows_of_a_walk(height, walks * -(-channels // block), x.device)
-        return (
-            (walks * -(-height // stretch), -(-channels // block)),
-            (height, width, channels, stretch, *x.stride()[:2], *added.stride()[:2], *out.stride()[:2]),
-            {
-                "WEIGHTS": taps.shape[1],
-                "SHARED": taps.shape[1] != channels,
-                "SIZE": isqrt(taps.shape[0]),
-                "FLIP": flip,
-                "PLUS": plus is not None and not is_residual,
-                "RESIDUAL": is_residual,
-                "HAS_BIAS": bias is not None,
-                "BW": COLUMNS,
-                "BC": block,
-                "num_warps": WARPS,
-                "num_stages": 1,
-            },
-        )
-
-    key = (flip, height, is_residual, kind(x, plus, taps, bias))
-    start(_launches, key, depthwise_kernel, (x, added, taps, offset, out), describe)
-    return out
-
-
-def rows_of_a_walk(height: int, walks: int, device: torch.device) -> int:
-    """Rows of the grid that a program walks down, alike for all: few enough that there are programs for the whole GPU."""
-    rows = max(LEAST_ROWS, -(-height * walks // (PROGRAMS * processors(device))))
-    return -(-height // -(-height // rows))
-
-
-def weight_walks(x: Tensor, height: int, width: int) -> tuple[int, int, int]:
-    """Rows of a walk, walks of a program, and programs that share those of some columns and channels."""
+def tiling(x: Tensor, width: int, size: int, choices: tuple[int, ...]) -> Tiling:
+    """For tokens [B, N, C] in rows of `width`: strips that read the fewest columns, those beyond their edges included."""
     batch, _, channels = x.shape
-    places = -(-width // COLUMNS) * -(-channels // block_of(channels))
-    splits = max(1, WEIGHT_PROGRAMS * processors(x.device) // places)
-    rows = min(height, max(LEAST_ROWS, batch * height // splits))
-    walks = batch * -(-height // rows)
-    of_program = -(-walks // splits)
-    return rows, of_program, -(-walks // of_program)
+    columns = min(choices, key=lambda count: (-(-width // count) * (count + size - 1), -count))
+    block = min(CHANNELS, 1 << (channels - 1).bit_length())
+    strips = 32 * WARPS * NUMBERS // block
+    groups = batch * -(-width // columns)
+    is_even = width % columns == 0 and groups % strips == 0 and channels % block == 0
+    return Tiling(columns, groups, strips, block, -(-groups // strips), -(-channels // block), is_even)
 
 
-def gradient_of_taps(x: Tensor, dout: Tensor, taps: Tensor, height: int, width: int) -> Tensor:
-    """[SIZE * SIZE + 1, W]: gradients of the taps, then of a bias."""
-    batch, _, channels = x.shape
-    count, kernels = taps.shape
-    size = isqrt(count)
-    rows, walks, splits = weight_walks(x, height, width)
-    columns = -(-width // COLUMNS)
-    partial = torch.empty(columns * splits, count + 1, channels, dtype=torch.float32, device=x.device)
-
-    def describe() -> Description:
-        block = block_of(channels)
-        return (
-            (columns, splits, -(-channels // block)),
-            (batch, height, width, channels, rows, walks, *x.stride()[:2], *dout.stride()[:2]),
-            {"SIZE": size, "BW": COLUMNS, "BC": block, "num_warps": WEIGHT_WARPS[size], "num_stages": 1},
-        )
-
-    start(_launches, (height, kind(x, dout, taps)), depthwise_weight_kernel, (x, dout, partial), describe)
-    sums = partial.sum(0)  # [SIZE * SIZE + 1, C]
-    if kernels != channels:
-        # heads that share a kernel add up
-        sums = sums.view(count + 1, -1, kernels).sum(1)
-    return sums.to(taps.dtype)
+def constants_of(cut: Tiling, weight: Tensor, channels: int) -> dict[str, Any]:
+    return {
+        # without them one compiled kernel serves all channels
+        "WEIGHTS": weight.shape[0] if weight.shape[0] != channels else 0,
+        "SIZE": weight.shape[-1],
+        "EVEN": cut.is_even,
+        "BW": cut.columns,
+        "BG": cut.strips,
+        "BC": cut.channels,
+        "num_warps": WARPS,
+        "num_stages": 1,
+    }
 
 
 def run_forward(
-    x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor | None, height: int, width: int
-) -> tuple[Tensor, Tensor]:
-    """weight: [W, 1, SIZE, SIZE] -> the output, and the taps that it was computed with."""
-    taps = weight.flatten(1).t().contiguous()
-    return convolved(x, plus, taps, bias, height, width, flip=False), taps
+    x: Tensor,
+    plus: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    height: int,
+    width: int,
+    is_residual: bool,
+    is_activated: bool,
+) -> Tensor:
+    """weight: [W, 1, SIZE, SIZE] without gaps. is_activated: y = gelu(x) is convolved instead of x; is_residual: y is added."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    added, offset = x if plus is None else plus, weight if bias is None else bias
+
+    def describe() -> Description:
+        size, channels = weight.shape[-1], x.shape[2]
+        cut = tiling(x, width, size, STRIPS[size])
+        stretch = rows_of_a_walk(height, cut.tiles * cut.blocks, PROGRAMS * processors(x.device))
+        strides = (*x.stride()[:2], *added.stride()[:2], *out.stride()[:2])
+        parts = {"PLUS": plus is not None, "RESIDUAL": is_residual, "GELU": is_activated, "HAS_BIAS": bias is not None}
+        return (
+            (cut.tiles * -(-height // stretch), cut.blocks),
+            (cut.groups, height, width, channels, stretch, *strides),
+            constants_of(cut, weight, channels) | parts,
+        )
+
+    key = (height, is_residual, is_activated, kind(x, plus, weight, bias))
+    start(_launches, key, depthwise_kernel, (x, added, weight, offset, out), describe)
+    return out
 
 
-def shapes(x: Any, plus: Any, weight: Any, bias: Any, height: Any, width: Any) -> Any:
-    return x.new_empty(x.shape), weight.new_empty(weight[0].numel(), weight.shape[0])
+def rows_of_a_walk(height: int, tiles: int, programs: int) -> int:
+    """Rows of the grid that a program walks down, alike for all: few enough that there are so many programs."""
+    rows = max(LEAST_ROWS, -(-height * tiles // programs))
+    return -(-height // -(-height // rows))
+
+
+class Shares(NamedTuple):
+    """How the tokens of a gradient are shared: rows of a walk, walks of a program, programs of a tile of channels."""
+
+    cut: Tiling
+    rows: int
+    walks: int
+    programs: int
+
+
+def shares(x: Tensor, height: int, width: int, size: int) -> Shares:
+    cut = tiling(x, width, size, GRADIENT_STRIPS[size])
+    most = max(1, GRADIENT_PROGRAMS * processors(x.device) // cut.blocks)
+    rows = rows_of_a_walk(height, cut.tiles, most)
+    walks = cut.tiles * -(-height // rows)
+    of_program = -(-walks // most)
+    return Shares(cut, rows, of_program, -(-walks // of_program))
+
+
+def shapes(x: Any, plus: Any, weight: Any, bias: Any, height: Any, width: Any, is_residual: Any, is_activated: Any) -> Any:
+    return x.new_empty(x.shape)
 
 
 def run_backward(
     dout: Tensor,
     x: Tensor,
-    taps: Tensor,
+    weight: Tensor,
     height: int,
     width: int,
     is_residual: bool,
+    is_activated: bool,
     moves_input: bool,
     moves_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, and of taps and bias in one; empty where nobody asked."""
-    plus = dout if is_residual else None
-    dx = convolved(dout, plus, taps, None, height, width, flip=True) if moves_input else x.new_empty(0)
-    return dx, gradient_of_taps(x, dout, taps, height, width) if moves_weight else taps.new_empty(0)
+    """Gradients of x, and of each tap and the bias in one, [SIZE * SIZE + 1, W]; empty where nobody asked."""
+    channels, kernels, count = x.shape[2], weight.shape[0], weight.shape[-1] ** 2
+    place = ("shares", height, width, count, x.shape, x.device)
+    shared = _launches.get(place)
+    if shared is None:
+        shared = _launches[place] = shares(x, height, width, weight.shape[-1])
+    dx = torch.empty(x.shape if moves_input else 0, dtype=x.dtype, device=x.device)
+    partial = torch.empty(shared.programs if moves_weight else 0, count + 1, channels, dtype=torch.float32, device=x.device)
+
+    def describe() -> Description:
+        cut, rows, walks, programs = shared
+        strides = (*x.stride()[:2], *dout.stride()[:2], *(dx.stride()[:2] if moves_input else (0, 0)))
+        asked = {"MOVES_INPUT": moves_input, "MOVES_WEIGHT": moves_weight}
+        return (
+            (programs, cut.blocks),
+            (cut.groups, height, width, channels, rows, walks, *strides),
+            constants_of(cut, weight, channels) | {"RESIDUAL": is_residual, "GELU": is_activated, **asked},
+        )
+
+    key = ("gradient", height, is_residual, is_activated, moves_input, moves_weight, kind(x, dout, weight))
+    start(_launches, key, depthwise_gradient_kernel, (x, dout, weight, dx, partial), describe)
+    if not moves_weight:
+        return dx, weight.new_empty(0)
+    sums = partial.sum(0)  # [SIZE * SIZE + 1, C]
+    if kernels != channels:
+        # heads that share a kernel add up
+        sums = sums.view(count + 1, -1, kernels).sum(1)
+    return dx, sums.to(weight.dtype)
 
 
-def gradient_shapes(
-    dout: Any, x: Any, taps: Any, height: Any, width: Any, is_residual: Any, moves_input: Any, moves_weight: Any
-) -> Any:
-    count, kernels = taps.shape
-    return x.new_empty(x.shape if moves_input else 0), taps.new_empty((count + 1, kernels) if moves_weight else 0)
+def gradient_shapes(dout: Any, x: Any, weight: Any, *rest: Any) -> Any:
+    moves_input, moves_weight = rest[-2:]
+    of_taps = (weight.shape[-1] ** 2 + 1, weight.shape[0]) if moves_weight else 0
+    return x.new_empty(x.shape if moves_input else 0), weight.new_empty(of_taps)
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, plus, weight, _, *ctx.grid = inputs
-    # the taps have no graph: the weight stands for them where gradients are asked for gradients. plus itself is not needed
-    ctx.save_for_backward(x, output[1], weight)
-    ctx.is_residual = plus is x
+    x, _, weight, _, *ctx.settings = inputs
+    # plus itself is not needed
+    ctx.save_for_backward(x, weight)
 
 
 def gradients(ctx: Any, run: Any, dout: Any) -> Any:
-    x, taps, weight = ctx.saved_tensors
+    x, weight = ctx.saved_tensors
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     moves_input, _, *of_weight = ctx.needs_input_grad[:4]
-    dx, sums = run(dout, x, taps, *ctx.grid, ctx.is_residual, moves_input, any(of_weight))
-    dplus = None if ctx.is_residual else dout
-    return (dx, dplus, sums[:-1].t().view(weight.shape), sums[-1]) if any(of_weight) else (dx, dplus)
+    dx, sums = run(dout, x, weight, *ctx.settings, moves_input, any(of_weight))
+    return (dx, dout, sums[:-1].t().view(weight.shape), sums[-1]) if any(of_weight) else (dx, dout)
 
 
 convolve, forward, backward = operator(

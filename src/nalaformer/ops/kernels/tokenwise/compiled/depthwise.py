@@ -1,16 +1,23 @@
-"""Depth-wise convolution of tokens that lie on a grid, channels side by side as the layers around it have them."""
+"""Depth-wise convolution of tokens that lie on a grid, channels side by side as the layers around it have them.
+
+A tile is [BG, BC]: channels of BG strips, each BW columns wide. A program walks down its strips and holds the tokens of a row
+as one tile per column, so a token is read (and its GELU computed) once for all the outputs of its strip that see it.
+"""
 
 import triton
 import triton.language as tl
+
+from .gelu import gelu, gelu_and_slope
 
 
 @triton.jit
 def depthwise_kernel(
     x_ptr,  # [B, N, C], channels side by side
     plus_ptr,  # [B, N, C]: added to the output; not read without PLUS
-    taps_ptr,  # [SIZE * SIZE, WEIGHTS]: neighbouring channels side by side, as in the tokens
-    bias_ptr,  # [WEIGHTS]; not read without HAS_BIAS
+    weight_ptr,  # [kernels, SIZE * SIZE]
+    bias_ptr,  # [kernels]; not read without HAS_BIAS
     out_ptr,  # [B, N, C]
+    groups,  # strips of all samples
     height,
     width,
     channels,
@@ -21,190 +28,224 @@ def depthwise_kernel(
     plus_token,
     out_batch,
     out_token,
-    WEIGHTS: tl.constexpr,  # kernels: one per channel, or fewer that the heads share
-    SHARED: tl.constexpr,
+    WEIGHTS: tl.constexpr,  # kernels that heads share; 0: one per channel
     SIZE: tl.constexpr,  # 3 or 5
-    FLIP: tl.constexpr,  # the transposed convolution, for the gradient
     PLUS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # x itself is added
+    RESIDUAL: tl.constexpr,  # y itself is added
+    GELU: tl.constexpr,  # y = gelu(x) instead of x
     HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,  # strips, tiles and channels come out even: only the edges of the grid need a mask
     BW: tl.constexpr,
+    BG: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """out = convolution(x) [+ bias] [+ plus or x], zeros outside of the grid.
+    """out = convolution(y) [+ bias] [+ plus or y], zeros outside of the grid.
 
-    A program walks down some columns. It reads a row once and adds it to the SIZE rows of outputs that see it, whose sums it
-    holds: a SIZE-th of the loads that each output by itself would take.
+    A program adds each row to the SIZE rows of outputs that see it, whose sums it holds.
     """
     half: tl.constexpr = SIZE // 2
-    columns = tl.cdiv(width, BW)
+    strips = tl.cdiv(width, BW)
     stretches = tl.cdiv(height, stretch)
     program = tl.program_id(0)
-    column = (program % columns) * BW + tl.arange(0, BW)
-    first = (program // columns) % stretches * stretch
+    group = program // stretches * BG + tl.arange(0, BG)
+    first = program % stretches * stretch
     last = tl.minimum(first + stretch, height)
-    batch = (program // (columns * stretches)).to(tl.int64)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
-    inside = (column < width)[:, None] & is_channel[None, :]
+    inside = (group < groups)[:, None] & is_channel[None, :]
+    batch = (group // strips).to(tl.int64)[:, None]
+    column = group % strips * BW
     # told apart here, or the compiler could not see that neighbours lie side by side
-    kernel = channel % WEIGHTS if SHARED else channel
+    kernel = channel % WEIGHTS if WEIGHTS else channel
     weights = ()
     for tap in tl.static_range(SIZE * SIZE):
-        place = SIZE * SIZE - 1 - tap if FLIP else tap
-        weight = tl.load(taps_ptr + place * WEIGHTS + kernel, mask=is_channel, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + kernel * (SIZE * SIZE) + tap, mask=is_channel, other=0.0).to(tl.float32)
         if RESIDUAL and tap == SIZE * SIZE // 2:
             weight += 1.0
         weights = weights + (weight[None, :],)  # noqa: RUF005
     # 32-bit offsets inside of a sample
-    x_ptr += batch * x_batch
-    x_at = column[:, None] * x_token + channel[None, :]
-    out_at = out_ptr + batch * out_batch + (column[:, None] * out_token + channel[None, :])
+    x_at = x_ptr + batch * x_batch + (column[:, None] * x_token + channel[None, :])
     plus_at = plus_ptr + batch * plus_batch + (column[:, None] * plus_token + channel[None, :])
-    start = tl.zeros((BW, BC), tl.float32)
+    out_at = out_ptr + batch * out_batch + (column[:, None] * out_token + channel[None, :])
+    start = tl.zeros((BG, BC), tl.float32)
     if HAS_BIAS:
         start += tl.load(bias_ptr + kernel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-    sum0, sum1, sum2, sum3 = start, start, start, start
+    sums = ()
+    for _ in tl.static_range((SIZE - 1) * BW):
+        sums = sums + (start,)  # noqa: RUF005
     begin, end = tl.maximum(first - half, 0), tl.minimum(last + half, height)
-    x0 = beside(x_ptr, x_at, begin, end, column, width, inside, x_token, -half)
-    x1 = beside(x_ptr, x_at, begin, end, column, width, inside, x_token, 1 - half)
-    x2 = beside(x_ptr, x_at, begin, end, column, width, inside, x_token, 2 - half)
-    x3, x4 = x2, x2
-    if SIZE == 5:
-        x3 = beside(x_ptr, x_at, begin, end, column, width, inside, x_token, 1)
-        x4 = beside(x_ptr, x_at, begin, end, column, width, inside, x_token, 2)
+    x = row_of(x_at, begin, end, column, width, inside, x_token, half, BW, EVEN)
     for row in tl.range(begin, last + half, num_stages=1):
         # the next row is on its way while this one is added up
-        next0 = beside(x_ptr, x_at, row + 1, end, column, width, inside, x_token, -half)
-        next1 = beside(x_ptr, x_at, row + 1, end, column, width, inside, x_token, 1 - half)
-        next2 = beside(x_ptr, x_at, row + 1, end, column, width, inside, x_token, 2 - half)
-        next3, next4 = next2, next2
-        if SIZE == 5:
-            next3 = beside(x_ptr, x_at, row + 1, end, column, width, inside, x_token, 1)
-            next4 = beside(x_ptr, x_at, row + 1, end, column, width, inside, x_token, 2)
-        # sums of the rows from row - half on, each with the row of taps that meets it
-        if SIZE == 3:
-            done = added3(sum0, x0, x1, x2, weights, 6)
-            sum0 = added3(sum1, x0, x1, x2, weights, 3)
-            sum1 = added3(start, x0, x1, x2, weights, 0)
-        else:
-            done = added5(sum0, x0, x1, x2, x3, x4, weights, 20)
-            sum0 = added5(sum1, x0, x1, x2, x3, x4, weights, 15)
-            sum1 = added5(sum2, x0, x1, x2, x3, x4, weights, 10)
-            sum2 = added5(sum3, x0, x1, x2, x3, x4, weights, 5)
-            sum3 = added5(start, x0, x1, x2, x3, x4, weights, 0)
-        x0, x1, x2, x3, x4 = next0, next1, next2, next3, next4
-        is_done = inside & ((column * 0 + row) >= first + half)[:, None]
+        coming = row_of(x_at, row + 1, end, column, width, inside, x_token, half, BW, EVEN)
+        is_done = (column * 0 + row) >= first + half
         if PLUS:
-            done += tl.load(plus_at + (row - half) * width * plus_token, mask=is_done, other=0.0).to(tl.float32)
-        tl.store(out_at + (row - half) * width * out_token, done.to(out_ptr.dtype.element_ty), mask=is_done)
+            # no row before the first
+            until = tl.where(row >= first + half, last, row - half)
+            plus = row_of(plus_at, row - half, until, column, width, inside, plus_token, 0, BW, EVEN)
+        y = ()
+        for place in tl.static_range(BW + 2 * half):
+            seen = x[place].to(tl.float32)
+            if GELU:
+                seen = gelu(seen)
+            y = y + (seen,)  # noqa: RUF005
+        for place in tl.static_range(BW):
+            done = added(sums[place], y, weights, place, SIZE * (SIZE - 1), SIZE)
+            if PLUS:
+                done += plus[place].to(tl.float32)
+            at = out_at + ((row - half) * width + place) * out_token
+            is_written = is_done[:, None] if EVEN else is_done[:, None] & inside & (column + place < width)[:, None]
+            tl.store(at, done.to(out_ptr.dtype.element_ty), mask=is_written)
+        new = ()
+        for line in tl.static_range(1, SIZE - 1):
+            for place in tl.static_range(BW):
+                new = new + (added(sums[line * BW + place], y, weights, place, SIZE * (SIZE - 1 - line), SIZE),)  # noqa: RUF005
+        for place in tl.static_range(BW):
+            new = new + (added(start, y, weights, place, 0, SIZE),)  # noqa: RUF005
+        sums, x = new, coming
 
 
 @triton.jit
-def beside(x_ptr, x_at, row, end, column, width, inside, x_token, right):
-    """What lies `right` of each column in a row; zeros outside of the grid and from the row `end` on."""
-    is_seen = ((column + right >= 0) & (column + right < width) & (column * 0 + row < end))[:, None] & inside
-    return tl.load(x_ptr + (x_at + (row * width + right) * x_token), mask=is_seen, other=0.0)
+def row_of(at, row, end, column, width, inside, token, beyond: tl.constexpr, BW: tl.constexpr, EVEN: tl.constexpr):
+    """A tile per column of the strips and `beyond` more on both sides; zeros outside of the grid and from the row `end` on."""
+    tiles = ()
+    is_row = (column * 0 + row) < end
+    for place in tl.static_range(BW + 2 * beyond):
+        is_seen = is_row
+        if place < beyond:
+            is_seen = is_seen & (column >= beyond - place)
+        if place >= beyond + BW or not EVEN:
+            is_seen = is_seen & (column + (place - beyond) < width)
+        is_read = is_seen[:, None] if EVEN else is_seen[:, None] & inside
+        tile = tl.load(at + (row * width + (place - beyond)) * token, mask=is_read, other=0.0)
+        tiles = tiles + (tile,)  # noqa: RUF005
+    return tiles
 
 
 @triton.jit
-def added3(total, x0, x1, x2, weights, first: tl.constexpr):
-    """The total and a row of three tokens, each times its tap."""
-    total += x0.to(tl.float32) * weights[first]
-    total += x1.to(tl.float32) * weights[first + 1]
-    return total + x2.to(tl.float32) * weights[first + 2]
+def added(total, y, weights, place: tl.constexpr, first: tl.constexpr, SIZE: tl.constexpr):
+    """The total and SIZE tokens of a row, each times its tap."""
+    for tap in tl.static_range(SIZE):
+        total += y[place + tap] * weights[first + tap]
+    return total
 
 
 @triton.jit
-def added5(total, x0, x1, x2, x3, x4, weights, first: tl.constexpr):
-    """The same of five."""
-    total = added3(total, x0, x1, x2, weights, first)
-    total += x3.to(tl.float32) * weights[first + 3]
-    return total + x4.to(tl.float32) * weights[first + 4]
-
-
-@triton.jit
-def depthwise_weight_kernel(
+def depthwise_gradient_kernel(
     x_ptr,  # [B, N, C]
     dout_ptr,  # [B, N, C]
-    partial_ptr,  # [programs of a channel, SIZE * SIZE + 1, C] float32: of each tap, then of the bias
-    batches,
+    weight_ptr,  # [kernels, SIZE * SIZE]
+    dx_ptr,  # [B, N, C]; not written without MOVES_INPUT
+    partial_ptr,  # [programs of a channel, SIZE * SIZE + 1, C] float32: of each tap, then of the bias; not without MOVES_WEIGHT
+    groups,  # strips of all samples
     height,
     width,
     channels,
-    stretch,  # rows of dout in a walk
+    stretch,  # rows in a walk
     walks,  # of a program
     x_batch,
     x_token,
     dout_batch,
     dout_token,
+    dx_batch,
+    dx_token,
+    WEIGHTS: tl.constexpr,
     SIZE: tl.constexpr,  # 3 or 5
+    RESIDUAL: tl.constexpr,
+    GELU: tl.constexpr,
+    MOVES_INPUT: tl.constexpr,
+    MOVES_WEIGHT: tl.constexpr,
+    EVEN: tl.constexpr,
     BW: tl.constexpr,
+    BG: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Sums over tokens of dout times a neighbour, for each tap, and of dout by itself for the bias.
+    """dx_q = gelu'(x_q) * sum_t weight_t dout_(q - t); sums over tokens q of y_q dout_(q - t) for each tap t, and of dout_q.
 
-    A program walks down some columns, as the convolution does, with the SIZE rows of dout that see a row of x.
+    Both need the neighbours of dout and the token itself, so they share a pass.
     """
     half: tl.constexpr = SIZE // 2
-    column = tl.program_id(0) * BW + tl.arange(0, BW)
-    split = tl.program_id(1)
-    channel = tl.program_id(2) * BC + tl.arange(0, BC)
+    columns: tl.constexpr = BW + 2 * half
+    strips = tl.cdiv(width, BW)
+    stretches = tl.cdiv(height, stretch)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
-    inside = (column < width)[:, None] & is_channel[None, :]
-    x_at = column[:, None] * x_token + channel[None, :]
-    dout_at = column[:, None] * dout_token + channel[None, :]
-    bias = tl.zeros((BW, BC), tl.float32)
+    kernel = channel % WEIGHTS if WEIGHTS else channel
+    # backwards, as the neighbours of dout meet them
+    weights = ()
+    for tap in tl.static_range(SIZE * SIZE):
+        weight = tl.load(weight_ptr + kernel * (SIZE * SIZE) + (SIZE * SIZE - 1 - tap), mask=is_channel, other=0.0).to(
+            tl.float32
+        )
+        if RESIDUAL and tap == SIZE * SIZE // 2:
+            weight += 1.0
+        weights = weights + (weight[None, :],)  # noqa: RUF005
+    bias = tl.zeros((BG, BC), tl.float32)
     sums = ()
     for _ in tl.static_range(SIZE * SIZE):
-        sums = sums + (tl.zeros((BW, BC), tl.float32),)  # noqa: RUF005
-    stretches = tl.cdiv(height, stretch)
-    for walk in tl.range(split * walks, tl.minimum((split + 1) * walks, batches * stretches), num_stages=1):
-        batch = (walk // stretches).to(tl.int64)
+        sums = sums + (tl.zeros((BG, BC), tl.float32),)  # noqa: RUF005
+    most = tl.cdiv(groups, BG) * stretches
+    for walk in tl.range(tl.program_id(0) * walks, tl.minimum((tl.program_id(0) + 1) * walks, most), num_stages=1):
+        group = walk // stretches * BG + tl.arange(0, BG)
         first = walk % stretches * stretch
         last = tl.minimum(first + stretch, height)
-        begin, end = tl.maximum(first - half, 0), tl.minimum(last + half, height)
-        x_in, dout_in = x_ptr + batch * x_batch, dout_ptr + batch * dout_batch
-        for tap in tl.static_range(SIZE):
-            is_own = inside & (column * 0 + (begin + tap - half) >= first)[:, None]
-            dout = beside(dout_in, dout_at, begin + tap - half, last, column, width, is_own, dout_token, 0)
-            bias += dout.to(tl.float32)
-            if tap == 0:
-                dout0, dout1, dout2, dout3, dout4 = dout, dout, dout, dout, dout
-            elif SIZE == 3:
-                dout0, dout1, dout2 = dout1, dout2, dout
-            else:
-                dout0, dout1, dout2, dout3, dout4 = dout1, dout2, dout3, dout4, dout
-        x = ()
-        for tap in tl.static_range(SIZE):
-            x = x + (beside(x_in, x_at, begin, end, column, width, inside, x_token, tap - half),)  # noqa: RUF005
-        for row in tl.range(begin, end, num_stages=1):
+        inside = (group < groups)[:, None] & is_channel[None, :]
+        batch = (group // strips).to(tl.int64)[:, None]
+        column = group % strips * BW
+        x_at = x_ptr + batch * x_batch + (column[:, None] * x_token + channel[None, :])
+        dout_at = dout_ptr + batch * dout_batch + (column[:, None] * dout_token + channel[None, :])
+        dx_at = dx_ptr + batch * dx_batch + (column[:, None] * dx_token + channel[None, :])
+        lines = ()
+        for line in tl.static_range(SIZE - 1):
+            # a row above the grid: none is read
+            above = first + line - half
+            found = row_of(
+                dout_at, above, tl.where(above >= 0, height, above), column, width, inside, dout_token, half, BW, EVEN
+            )
+            for place in tl.static_range(columns):
+                lines = lines + (found[place].to(tl.float32),)  # noqa: RUF005
+        below = row_of(dout_at, first + half, height, column, width, inside, dout_token, half, BW, EVEN)
+        x = row_of(x_at, first, last, column, width, inside, x_token, 0, BW, EVEN)
+        for row in tl.range(first, last, num_stages=1):
             # the next rows are on their way while these are added up
-            later = beside(dout_in, dout_at, row + half + 1, last, column, width, inside, dout_token, 0)
-            coming, new = (), ()
-            for tap in tl.static_range(SIZE):
-                coming = coming + (beside(x_in, x_at, row + 1, end, column, width, inside, x_token, tap - half),)  # noqa: RUF005
-            for line in tl.static_range(SIZE):
-                # a line of taps meets the row of dout that lies as far above x as it looks down
-                dout = dout0
-                if line == SIZE - 2:
-                    dout = dout1
-                elif line == SIZE - 3:
-                    dout = dout2
-                elif line == SIZE - 4:
-                    dout = dout3
-                elif line == SIZE - 5:
-                    dout = dout4
-                for tap in tl.static_range(SIZE):
-                    new = new + (sums[line * SIZE + tap] + dout.to(tl.float32) * x[tap].to(tl.float32),)  # noqa: RUF005
-            sums, x = new, coming
-            bias += later.to(tl.float32)
-            if SIZE == 3:
-                dout0, dout1, dout2 = dout1, dout2, later
-            else:
-                dout0, dout1, dout2, dout3, dout4 = dout1, dout2, dout3, dout4, later
-    program = split * tl.num_programs(0) + tl.program_id(0)
-    out = partial_ptr + program.to(tl.int64) * (SIZE * SIZE + 1) * channels + channel
-    for tap in tl.static_range(SIZE * SIZE):
-        tl.store(out + tap * channels, tl.sum(sums[tap], axis=0), mask=is_channel)
-    tl.store(out + SIZE * SIZE * channels, tl.sum(bias, axis=0), mask=is_channel)
+            below_next = row_of(dout_at, row + half + 1, height, column, width, inside, dout_token, half, BW, EVEN)
+            coming = row_of(x_at, row + 1, last, column, width, inside, x_token, 0, BW, EVEN)
+            for place in tl.static_range(columns):
+                lines = lines + (below[place].to(tl.float32),)  # noqa: RUF005
+            y = ()
+            for place in tl.static_range(BW):
+                token = x[place].to(tl.float32)
+                if GELU:
+                    token, slope = gelu_and_slope(token)
+                y = y + (token,)  # noqa: RUF005
+                if MOVES_INPUT:
+                    dx = lines[place] * weights[0]
+                    for tap in tl.static_range(1, SIZE * SIZE):
+                        dx += lines[tap // SIZE * columns + place + tap % SIZE] * weights[tap]
+                    if GELU:
+                        dx *= slope
+                    at = dx_at + (row * width + place) * dx_token
+                    if EVEN:
+                        tl.store(at, dx.to(dx_ptr.dtype.element_ty))
+                    else:
+                        is_written = inside & (column + place < width)[:, None]
+                        tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=is_written)
+            if MOVES_WEIGHT:
+                new = ()
+                for tap in tl.static_range(SIZE * SIZE):
+                    total = sums[tap]
+                    for place in tl.static_range(BW):
+                        total += lines[tap // SIZE * columns + place + tap % SIZE] * y[place]
+                    new = new + (total,)  # noqa: RUF005
+                sums = new
+                for place in tl.static_range(BW):
+                    bias += lines[half * columns + half + place]
+            rest = ()
+            for place in tl.static_range((SIZE - 1) * columns):
+                rest = rest + (lines[columns + place],)  # noqa: RUF005
+            lines, below, x = rest, below_next, coming
+    if MOVES_WEIGHT:
+        out = partial_ptr + tl.program_id(0).to(tl.int64) * (SIZE * SIZE + 1) * channels + channel
+        for tap in tl.static_range(SIZE * SIZE):
+            tl.store(out + (SIZE * SIZE - 1 - tap) * channels, tl.sum(sums[tap], axis=0), mask=is_channel)
+        tl.store(out + SIZE * SIZE * channels, tl.sum(bias, axis=0), mask=is_channel)
