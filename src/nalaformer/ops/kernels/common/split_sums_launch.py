@@ -21,7 +21,7 @@ def merge(launches: Launches, sums: Tensor, *, group: int = 1) -> Tensor:
     return total
 
 
-def merge_scaled(launches: Launches, sums: Tensor, scale: Tensor, *, counts_weights: bool) -> tuple[Tensor, Tensor]:
+def merge_scaled(launches: Launches, sums: Tensor, scale: Tensor, *, counts_weights: bool = False) -> tuple[Tensor, Tensor]:
     """Everything together, and its scale: the largest of the splits. counts_weights: the last column is scaled too."""
     if len(sums) == 1:
         return sums[0], scale[0]

@@ -117,7 +117,7 @@ def sum_keys(
             z_b *= keep
             count *= keep
             log_scale = larger
-            weight = tl.where(ok[:, None], exp2(product - log_scale), 0.0)
+            weight = tl.where(ok[:, None], exp2(tl.minimum(product - log_scale, 0.0)), 0.0)
             a *= weight
             b *= weight
             count += tl.reshape(weight, [BN])

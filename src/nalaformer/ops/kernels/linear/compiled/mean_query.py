@@ -42,10 +42,11 @@ def has_slope(x):
 @triton.jit
 def product_with_mean(a, b, mean_a, mean_b, PARTS: tl.constexpr):
     """log2 of exp(r . phi(k_j)), [BN, 1]."""
-    product = tl.minimum(a, LARGEST_FEATURE) * mean_a
+    # no factor comes after the sum: fused with the difference from the largest product, it would leave the rounding of that
+    product = tl.minimum(a, LARGEST_FEATURE) * (mean_a * LOG2_E)
     if PARTS == 2:
-        product += tl.minimum(b, LARGEST_FEATURE) * mean_b
-    return tl.sum(product, axis=1)[:, None] * LOG2_E
+        product += tl.minimum(b, LARGEST_FEATURE) * (mean_b * LOG2_E)
+    return tl.sum(product, axis=1)[:, None]
 
 
 @triton.jit
