@@ -21,6 +21,7 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[1]
 sys.path.insert(0, str(PROJECT / "src"))
 CONTROL = "nvidia-cuda-mps-control"
+PLACES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 KERNELS = "kernels.tar.gz"
 
 
@@ -33,7 +34,7 @@ def say(line: str) -> None:
 def shared_gpu(wanted: bool) -> Iterator[bool]:
     """Whether processes that start meanwhile share the GPU through the multi-process service."""
     with tempfile.TemporaryDirectory() as folder:
-        places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        places = {name: f"{folder}/{name}" for name in PLACES}
         for place in places.values():
             os.mkdir(place)
         if not wanted or shutil.which(CONTROL) is None:
@@ -45,11 +46,18 @@ def shared_gpu(wanted: bool) -> Iterator[bool]:
             works = answers([CONTROL, "-d"]) and answers([sys.executable, __file__, "--probe"])
             say("multi-process service: " + ("on" if works else "does not work here"))
             if not works:
-                for name in places:
-                    del os.environ[name]
+                # a service that half works would refuse everyone
+                end_service()
             yield works
         finally:
-            subprocess.run([CONTROL], input="quit\n", text=True, check=False, timeout=20, env=os.environ | places)
+            if PLACES[0] in os.environ:
+                end_service()
+
+
+def end_service() -> None:
+    subprocess.run([CONTROL], input="quit\n", text=True, check=False, timeout=20)
+    for name in PLACES:
+        del os.environ[name]
 
 
 def answers(command: list[str]) -> bool:

@@ -395,7 +395,7 @@ def test_learnable_powers_follow_their_parameters():
 
 
 # seen to in tests/feature_maps/test_norm_aware_open.py
-MAPS["norm_aware"].of("saturation", "keys", "start_gain", "growth", "peaks")
+MAPS["norm_aware"].of("saturation", "keys", "start_gain", "growth")
 
 
 @MAPS["norm_aware"].of("powers")

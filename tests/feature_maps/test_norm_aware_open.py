@@ -77,24 +77,10 @@ def test_short_vectors_have_the_features_of_the_sign_split(growth):
     torch.testing.assert_close(phi.key(x), split, rtol=1e-2, atol=1e-6)
 
 
-def test_with_a_peak_for_each_sign_the_largest_channels_of_both_count_alike():
-    x = torch.tensor([4.0, 2.0, -1.0, -0.5, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    query = norm_aware(**OPEN, peaks="each_sign").query(x.expand(1, 1, 2, 8))[0, 0, 0]
-    power = 1 + 0.7 * x.norm() / 8**0.5
-    expected = torch.zeros(16, dtype=torch.float64)
-    expected[0] = expected[8 + 2] = 1.0
-    expected[1] = expected[8 + 3] = 0.5**power
-    torch.testing.assert_close(query, expected, rtol=1e-6, atol=1e-12)
-    # with one peak for both, the negative channels are a quarter of the positive ones before the power
-    shared = norm_aware(**OPEN).query(x.expand(1, 1, 2, 8))[0, 0, 0]
-    torch.testing.assert_close(shared[8 + 2] / shared[0], 0.25**power, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("options", [{"growth": "exponential"}, {"peaks": "each_sign"}])
-def test_a_large_query_that_doubles_attends_more_sharply_in_every_form(options):
+def test_a_large_query_that_doubles_attends_more_sharply_with_exponential_growth():
     q, k = (torch.randn(1, 40, 2, 8, dtype=torch.float64) for _ in range(2))
     q = 6 * q / q.norm(dim=-1, keepdim=True)
-    phi = norm_aware(**OPEN, **options)
+    phi = norm_aware(**OPEN, growth="exponential")
     once, twice = (entropy(attention_weights(size * q, k, feature_map=phi, eps=0.0)).mean() for size in (1, 2))
     assert once - twice > 0.03
 
@@ -112,9 +98,8 @@ def test_the_gains_of_mild_powers_start_where_they_are_told(gain):
         ({"saturation": "relu"}, 'saturation must be "tanh" .* or "none", got \'relu\''),
         ({"keys": "queries"}, 'keys must be "powers" .* or "like_queries", got \'queries\''),
         ({"growth": "cubic"}, 'growth must be "power" .* or "exponential", got \'cubic\''),
-        ({"peaks": "none"}, 'peaks must be "shared" or "each_sign", got \'none\''),
-        ({"growth": "exponential"}, 'need direction="split", powers="mild", .* got .*published.*pass all four'),
-        (OPEN | {"peaks": "each_sign", "direction": "cosine"}, "need direction=.*got 'cosine'"),
+        ({"growth": "exponential"}, 'needs direction="split", powers="mild", .* got .*published.*pass all four'),
+        (OPEN | {"growth": "exponential", "direction": "cosine"}, "needs direction=.*got 'cosine'"),
         ({"start_gain": 0.0}, "start_gain must be a finite number above 0"),
     ],
 )

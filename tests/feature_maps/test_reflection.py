@@ -170,3 +170,24 @@ def test_folding_wants_the_projection_of_its_own_size():
 def test_only_a_reflection_folds_into_a_layer():
     with pytest.raises(ValueError, match="only a reflection folds into the projection, got norm_aware"):
         build("nalaformer", dim=16, num_heads=2).fold()
+
+
+def share_lost(made: nn.Module, x: Tensor) -> Tensor:
+    """Of the squares of reflected inputs, the share that ReLU throws away."""
+    return (-made.reflect(x, made.angles(x))).relu().square().mean() / x.square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"cross_head": False}, {"blockwise": False}], ids=["both", "blocks", "across"])
+def test_reflections_learn_to_lose_less_of_inputs_that_nothing_else_can_turn(options):
+    torch.manual_seed(0)
+    made = nalaformer.feature_map("reflection", num_heads=2, head_dim=8, **options)
+    # most of what they hold is negative, in the mean
+    x = torch.randn(4, 50, 2, 8) - 1.5
+    optimizer = torch.optim.Adam(made.parameters(), lr=0.05)
+    first = share_lost(made, x).item()
+    for _ in range(150):
+        optimizer.zero_grad()
+        share_lost(made, x).backward()
+        optimizer.step()
+    # the blocks alone turn pairs of channels: a pair of negative ones becomes positive and loses next to nothing
+    assert share_lost(made, x).item() < first / 3

@@ -22,7 +22,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "norm_aware+mild": ("norm_aware", {"powers": "mild", "norm_scale": "head"}),
     "norm_aware+open": ("norm_aware", OPEN),
     "norm_aware+exponential": ("norm_aware", OPEN | {"growth": "exponential"}),
-    "norm_aware+each_sign": ("norm_aware", OPEN | {"peaks": "each_sign"}),
     "focused+head": ("focused", {"norm_over": "head"}),
     "reflection+per_head": ("reflection", {"cross_head": False}),
 }

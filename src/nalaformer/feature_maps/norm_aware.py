@@ -19,8 +19,6 @@ LARGEST_NORM = 1e15
 SMALLEST_PEAK = 1e-30
 # Without saturation: a channel of half the largest is 1e-10 of it then, and more only loses digits.
 LARGEST_TURN = 32.0
-# A sign whose largest channel is less than this share of the largest of all is not brought up to 1: gradients stay small.
-SMALLEST_SIGN = 0.125
 # Below it expm1(a x) / expm1(a) is x to the last digit.
 SMALLEST_STEEPNESS = 1e-6
 
@@ -47,10 +45,8 @@ class NormAware(FeatureMap):
         stays: phi_k = |k| f / |f|, f = [relu(k)^p ; relu(-k)^p].
     growth="exponential": f = [expm1(g relu(x)) ; expm1(g relu(-x))] in place of powers, for queries and keys, with the gain g =
         softplus(a) norm_scale sqrt(D): the plain sign split for short vectors, exponentials for long ones.
-    peaks="each_sign": f of each sign is divided by its largest channel, so that the channels of either sign speak for the
-        vector with one voice, as in Hedgehog; "shared": by the largest of all, which changes nothing.
-    The last five are forms of our own, which kernels get as ready features. growth and peaks need direction="split",
-    powers="mild", saturation="none" and keys="like_queries".
+        Needs direction="split", powers="mild", saturation="none" and keys="like_queries".
+    The last four are forms of our own; kernels get saturation="none" and keys="like_queries" as ready features.
 
     A query of norm below 1e-5 has no direction; the published code gives NaN at zero. Ours fades it into a query that weighs
     all channels alike, so outputs and gradients stay bounded.
@@ -75,7 +71,6 @@ class NormAware(FeatureMap):
         saturation: str = "tanh",
         keys: str = "powers",
         growth: str = "power",
-        peaks: str = "shared",
     ) -> None:
         super().__init__(num_heads=num_heads, head_dim=head_dim)
         if direction not in ("split", "cosine"):
@@ -88,13 +83,11 @@ class NormAware(FeatureMap):
             raise ValueError(f'keys must be "powers" (as published) or "like_queries", got {keys!r}')
         if growth not in ("power", "exponential"):
             raise ValueError(f'growth must be "power" (as published) or "exponential", got {growth!r}')
-        if peaks not in ("shared", "each_sign"):
-            raise ValueError(f'peaks must be "shared" or "each_sign", got {peaks!r}')
         is_open = (direction, powers, saturation, keys) == ("split", "mild", "none", "like_queries")
-        if (growth, peaks) != ("power", "shared") and not is_open:
+        if growth == "exponential" and not is_open:
             raise ValueError(
-                f'growth={growth!r} and peaks={peaks!r} need direction="split", powers="mild", saturation="none" and '
-                f'keys="like_queries", got {direction!r}, {powers!r}, {saturation!r} and {keys!r}; pass all four'
+                'growth="exponential" needs direction="split", powers="mild", saturation="none" and keys="like_queries", got '
+                f"{direction!r}, {powers!r}, {saturation!r} and {keys!r}; pass all four"
             )
         check_number("start_gain", start_gain, above=True, why="so that the power grows with the norm")
         for name, value in (("lambda_", lambda_), ("tau", tau)):
@@ -125,7 +118,7 @@ class NormAware(FeatureMap):
         elif learnable:
             self.lambda_ = nn.Parameter(torch.full((num_heads,), float(lambda_)))
             self.tau = nn.Parameter(torch.full((num_heads,), float(tau)))
-        self.saturation, self.keys, self.growth, self.peaks = saturation, keys, growth, peaks
+        self.saturation, self.keys, self.growth = saturation, keys, growth
         # the power of a key may be a parameter of each head
         self.heads_have_own_keys = powers == "mild" or (learnable and keys == "like_queries")
 
@@ -172,19 +165,14 @@ class NormAware(FeatureMap):
 
     def grown(self, shape: Tensor, unit: Tensor, norm: Tensor, peak: Tensor, gain: Tensor | None) -> Tensor:
         """Features of the vector norm * unit, the largest of them 1. shape: unit divided by its largest channel, the peak."""
-        if self.growth == "power" and self.peaks == "shared":
-            return self.spread(shape.abs() ** self.power_of(norm, gain), unit)
-        parts = both_signs(shape).chunk(2, dim=-1)
-        if self.peaks == "each_sign":
-            parts = tuple(part / part.amax(-1, keepdim=True).clamp(min=SMALLEST_SIGN) for part in parts)
+        power = self.power_of(norm, gain)
         if self.growth == "power":
-            power = self.power_of(norm, gain)
-            return torch.cat([part**power for part in parts], dim=-1)
+            return self.spread(shape.abs() ** power, unit)
         # what grows above 1 in the power, times the size of the largest channel
-        steepness = ((self.power_of(norm, gain) - 1) * (self.head_dim**0.5 * peak)).clamp(min=SMALLEST_STEEPNESS)
+        steepness = ((power - 1) * (self.head_dim**0.5 * peak)).clamp(min=SMALLEST_STEEPNESS)
+        size = shape.abs()
         # expm1(a x) / expm1(a) of x up to 1, where exp(a) may fit into no float
-        grown = [((part - 1) * steepness).exp() * torch.expm1(-steepness * part) for part in parts]
-        return torch.cat(grown, dim=-1) / torch.expm1(-steepness)
+        return by_sign(((size - 1) * steepness).exp() * torch.expm1(-steepness * size) / torch.expm1(-steepness), unit)
 
     def key_log_scale(self, k: Tensor) -> Tensor:
         if self.keys == "like_queries":
@@ -193,7 +181,6 @@ class NormAware(FeatureMap):
         return excess(self.key_power(k) * k.abs().amax(dim=-1, keepdim=True).log())
 
     def kernel_spec(self, device: torch.device) -> KernelSpec | None:
-        # growth and peaks come with both
         if self.saturation == "none" or self.keys == "like_queries":
             return None
         if self.powers == "mild":

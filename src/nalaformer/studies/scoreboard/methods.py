@@ -35,6 +35,7 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "relu": of("relu"),
     "elu": of("elu"),
     "sign_split": of("split"),
+    "sign_split_contrast": of("split", contrast="learned"),
     "flatten_map": of("focused"),
     "polaformer_map": of("polarity"),
     "polaformerpp_map": of("polarity_exp"),
@@ -42,12 +43,12 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "nala": of("norm_aware"),
     "nala_cosine": of("norm_aware", direction="cosine"),
     "nala_mild": of("norm_aware", powers="mild", norm_scale="head"),
+    "nala_mild_contrast": of("norm_aware", powers="mild", norm_scale="head", contrast="learned"),
     "nala_contrast": of("norm_aware", contrast="learned"),
     "nala_open": of("norm_aware", **OPEN),
-    "nala_open_contrast": of("norm_aware", **OPEN, contrast="learned"),
-    "nala_signs": of("norm_aware", **OPEN, peaks="each_sign"),
-    "nala_signs_contrast": of("norm_aware", **OPEN, peaks="each_sign", contrast="learned"),
+    "nala_open_contrast": of("norm_aware", **OPEN | {"start_gain": 0.3}, contrast="learned"),
     "nala_exp": of("norm_aware", **OPEN, growth="exponential"),
+    "nala_exp_contrast": of("norm_aware", **OPEN, growth="exponential", contrast="learned"),
     "hedgehog": of("hedgehog"),
     "hedgehog_contrast": of("hedgehog", contrast="learned"),
     "mala_map": of("mala", gate="none"),
@@ -57,7 +58,8 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "gated_deltanet": of("gated_delta"),
     "gated_deltanet_nala": of("gated_delta", feature_map="norm_aware"),
 }
-"""The rivals under short names, and forms of our own (nala_open and below it); the file of a scoreboard has each in full."""
+"""The rivals under short names; forms of our own are nala_open, nala_exp, and all with the learned contrast. The file of a
+scoreboard has each in full."""
 ALL = "all"
 # looks at all queries, later ones too
 BIDIRECTIONAL = ("rala_map",)
