@@ -10,7 +10,7 @@ import triton.language as tl
 from .gelu import gelu, gelu_and_slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "height", "width", "stretch"])
 def depthwise_kernel(
     x_ptr,  # [B, N, C], channels side by side
     plus_ptr,  # [B, N, C]: added to the output; not read without PLUS
@@ -130,7 +130,7 @@ def added(total, y, weights, place: tl.constexpr, first: tl.constexpr, SIZE: tl.
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "height", "width", "stretch", "walks"])
 def depthwise_gradient_kernel(
     x_ptr,  # [B, N, C]
     dout_ptr,  # [B, N, C]
