@@ -112,7 +112,7 @@ def test_a_new_classifier_has_the_type_device_and_mode_of_the_network(layout):
     model.reset_classifier(0)
     model.reset_classifier(2)
     weight = model.get_classifier().weight
-    assert (tuple(weight.shape)[0], weight.dtype, weight.device.type) == (2, torch.float64, "meta")
+    assert (weight.shape[0], weight.dtype, weight.device.type) == (2, torch.float64, "meta")
     assert not any(module.training for module in model.modules())
 
 

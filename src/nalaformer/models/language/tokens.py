@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops import Rotary, rotary_frequencies
+from ...ops import Rotary
 from ...ops.exporting import is_exporting, is_jit_tracing
 from .config import RECURRENT_MIXERS, NaLaConfig
+from .positions import RotaryPositions
 
 Masks = dict[str, Tensor | None]
 """Masks made before the call, by the kind of layer: "full_attention" as Tokens.pairs, "linear_attention" as Tokens.key_mask."""
@@ -31,6 +32,8 @@ class Tokens:
     pairs: Tensor | None
     """[B or 1, 1, N, past + N] bool, which keys a token of a `softmax` mixer sees; None: all up to itself. Or numbers that are
     added to the scores. With a static cache there is a column for each token that it has room for."""
+    temperature: float = 1.0
+    """What the scores of `softmax` mixers are multiplied by: RotaryPositions.temperature, of queries and of keys."""
     weights: list[Tensor] | None = None
     """Where `softmax` mixers put their weights [B, H, N, past + N]; None: nobody asks for them."""
 
@@ -41,7 +44,7 @@ class Tokens:
 
 
 def describe_tokens(
-    config: NaLaConfig,
+    places: RotaryPositions,
     embeddings: Tensor,
     *,
     attention_mask: Tensor | Masks | None,
@@ -56,6 +59,7 @@ def describe_tokens(
     attention_mask may also be [B or 1, 1, N, past + N] where all mixers are `softmax`, or Masks.
     capacity: tokens that a static cache has room for; None: the cache grows.
     """
+    config = places.config
     batch, length = embeddings.shape[:2]
     device = embeddings.device
     visible = key_mask = pairs = None
@@ -80,18 +84,16 @@ def describe_tokens(
         sequence = starts.flatten().cumsum(0).unflatten(0, (batch, length))
     if position_ids is None:
         position_ids = _positions(visible, starts, past, length, device)
-    dim = config.head_dim
-    assert dim is not None
-    frequencies = rotary_frequencies(dim // 2, base=config.rotary_base, device=device)
     if pairs is None and "softmax" in config.mixer_of_layers:
         pairs = _pairs(visible, sequence, past, length, device, capacity)
     return Tokens(
-        rotary=Rotary(position_ids.expand(batch, length)[..., None], frequencies),
+        rotary=places.at(position_ids.expand(batch, length)),
         past=past,
         key_mask=key_mask,
         sequence=sequence,
         cu_seqlens=bounds,
         pairs=pairs,
+        temperature=places.temperature**2,
         weights=[] if wants_weights else None,
     )
 
