@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...ops import Rotary
 from ...ops.exporting import is_exporting, is_jit_tracing
+from ...ops.kept_tensors import is_ordinary
 from .config import RECURRENT_MIXERS, NaLaConfig
 from .positions import RotaryPositions
 
@@ -134,8 +135,13 @@ def _visible(attention_mask: Tensor | None, batch: int, total: int) -> Tensor | 
 
 def none_if_all(mask: Tensor) -> Tensor | None:
     """The mask, or None if it hides nothing: one look here spares every layer the mask. A traced program has no numbers."""
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or not has_numbers(mask)
     return None if not is_traced and bool(mask.all()) else mask
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Whether a look at them is possible: tensors of the device "meta" and of FakeTensorMode have a shape alone."""
+    return is_ordinary(x) and not x.is_meta
 
 
 # numbers are read on the host: traced, every packing would be another program
@@ -163,6 +169,8 @@ def _packing(
         starts = starts[:-1].unflatten(0, (batch, length))
     else:
         assert position_ids is not None
+        if not has_numbers(position_ids):
+            return None, None
         starts = (position_ids == 0).expand(batch, length)
     if key_mask is not None:
         # padding has position 0 as well, and so has the first real token of a row
