@@ -58,8 +58,9 @@ class RotaryPositions(nn.Module):
         turned = int(self.config.head_dim * settings.get("partial_rotary_factor", 1.0)) // 2
         speeds = rotary_frequencies(turned, base=settings["rope_theta"], device=device)
         speeds = SCALINGS[settings["rope_type"]](speeds, settings, self.config, positions)
+        still = self.config.head_dim // 2 - turned
         # channels that do not turn
-        return F.pad(speeds, (0, self.config.head_dim // 2 - turned))
+        return F.pad(speeds, (0, still)) if still else speeds
 
     @property
     def _settings(self) -> dict[str, Any]:
