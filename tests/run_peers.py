@@ -2,7 +2,9 @@
 
     python tests/run_peers.py --timm FOLDER --transformers FOLDER [--out runs/peers] [-k EXPRESSION] [--all-names]
 
-A FOLDER is a checkout of the peer's repository at the version that is installed here; without it that suite does not run.
+A FOLDER is a checkout of the peer's repository at the version that is installed here; without it that suite does not run. The
+source distribution of timm holds the tests of its version, that of transformers the files tests/test_*.py: copied over a
+checkout that is a little older, they bring the common tests up to date. RUN_SLOW=1 runs transformers' slow tests too.
 transformers' suites need the packages parameterized and httpx. Exits with 1 if a test failed.
 """
 

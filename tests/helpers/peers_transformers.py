@@ -86,6 +86,12 @@ LAYOUTS = {
 class OverOurModels:
     """What a suite of transformers is told about a model: the classes, and how its cache and its weights look."""
 
+    def setUp(self) -> None:
+        super().setUp()
+        has_rotary = self.model_tester.get_config().has_rotary
+        if "_rope_" in self._testMethodName and not has_rotary:
+            self.skipTest("no layer has rotary positions")
+
     def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config) -> None:
         assert len(past_key_values) == config.num_hidden_layers
         for layer, kind in zip(past_key_values.layers, config.layer_types, strict=True):

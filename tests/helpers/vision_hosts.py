@@ -90,5 +90,5 @@ def make(name):
 def run(name, model):
     side = SIDES.get(name, 32 if name.startswith("transformers") else 48)
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
-    out = model(images)
+    out = model(images.to(next(model.parameters()).dtype))
     return out.logits if hasattr(out, "logits") else out

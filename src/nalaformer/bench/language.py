@@ -227,7 +227,7 @@ def make_prefill(measurement: LanguageMeasurement, model: "NaLaForCausalLM") -> 
     mixer = model.model.layers[0].mixer
     shape = (measurement.batch, measurement.context, model.config.hidden_size)
     hidden = torch.randn(shape, device=measurement.device, dtype=measurement.dtype)
-    tokens = describe_tokens(model.config, hidden, attention_mask=None, position_ids=None, cu_seqlens=None, past=0)
+    tokens = describe_tokens(model.model.rotary_emb, hidden, attention_mask=None, position_ids=None, cu_seqlens=None, past=0)
 
     def prefill() -> Tensor:
         with torch.no_grad():

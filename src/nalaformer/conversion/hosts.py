@@ -74,12 +74,17 @@ class Host:
 def hosts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, Host]]:
     """The attention layers of a model: name, layer and kind."""
     has_rotary = any(type(module).__name__.startswith("RotaryEmbedding") for module in model.modules())
+    whole = None
     for name, module in model.named_modules():
+        # what is inside of a known layer is a part of it
+        if whole is not None and name.startswith(whole):
+            continue
         parent = model.get_submodule(name.rpartition(".")[0])
         host = host_of(module, parent)
         if host is TIMM_EVA and has_rotary:
             host = staying(ROTARY)
         if host is not None:
+            whole = None if host is UNKNOWN else f"{name}."
             yield name, module, host
 
 

@@ -98,6 +98,35 @@ def test_padding_and_cuts_on_a_gpu_change_no_token(layout):
     assert torch.equal(model.generate(**prompts, **GREEDY), expected)
 
 
+@each_layout
+@torch.no_grad()
+def test_one_graph_on_a_gpu_compiles_for_other_lengths(layout):
+    """The kernels in a graph of torch.compile, whose lengths are symbols from the second on."""
+    torch.compiler.reset()
+    exact = make(layout, hidden_size=128, num_key_value_heads=None)
+    model = copy.deepcopy(exact).to("cuda", torch.float32)
+    compiled = torch.compile(model, fullgraph=True)
+    for length in (40, 72, 300):
+        tokens = text(2, length)
+        expected, found = exact(tokens).logits, compiled(tokens.cuda(), use_cache=False).logits.cpu().double()
+        # products in TF32 (11 bits) through two blocks
+        assert (found - expected).norm() / expected.norm() < 0.01
+
+
+@each_layout
+@torch.no_grad()
+def test_an_exported_model_on_a_gpu_serves_other_lengths(layout):
+    model = make(layout, hidden_size=128, num_key_value_heads=None).to("cuda", torch.float32)
+    sizes = {"input_ids": {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("tokens", min=2, max=4096)}}
+    given = {"use_cache": False}
+    shapes = sizes | dict.fromkeys(given)
+    program = torch.export.export(model, (text(2, 40).cuda(),), given, dynamic_shapes=shapes, strict=False).module()
+    for tokens in (text(3, 5).cuda(), text(1, 300).cuda()):
+        expected, found = model(tokens, **given).logits, program(tokens, **given).logits
+        # the program may run plain torch where the model runs kernels, whose products are TF32
+        assert (found - expected).norm() / expected.norm() < 0.01
+
+
 def test_lessons_of_the_recall_teacher_are_captured_and_learned():
     from nalaformer.studies.recall.teacher import Lesson, TeacherConfig, train_teacher
 

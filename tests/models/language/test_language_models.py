@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from helpers.language_models import VOCABULARY, each_layout, make, text
@@ -399,3 +400,17 @@ def test_wrong_inputs_are_named():
 
 def test_config_alone_is_known_by_its_model_type():
     assert type(AutoConfig.for_model("nala", vocab_size=7)) is NaLaConfig
+
+
+@pytest.mark.parametrize("mixers", MIXER_NAMES)
+@pytest.mark.parametrize("more", ["attention_mask", "position_ids"])
+def test_tensors_without_numbers_have_the_shapes_of_a_training_step(mixers, more):
+    """As whoever estimates memory calls it: nothing looks at numbers that are not there."""
+    settings = NaLaConfig.from_size("nano", vocab_size=50, mixers=mixers)
+    for place in (torch.device("meta"), FakeTensorMode()):
+        with place:
+            model, tokens = NaLaForCausalLM(settings), torch.ones(2, 70, dtype=torch.int64)
+            inputs = {"attention_mask": tokens, "position_ids": torch.arange(70)[None]}
+            assert model.eval()(tokens, **{more: inputs[more]}).logits.shape == (2, 70, 50)
+            model.train()(tokens, labels=tokens, **{more: inputs[more]}).loss.backward()
+            assert model.model.embed_tokens.weight.grad.shape == (50, 64)

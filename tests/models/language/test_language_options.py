@@ -71,10 +71,13 @@ def projected(y: Tensor, layer: dict[str, Tensor], config: NaLaConfig, key_heads
     return [part.unflatten(-1, (-1, config.head_dim)) for part in qkv.split(sizes, -1)]
 
 
-def turned(x: Tensor, base: float) -> Tensor:
-    """Rotary positions from 0: channel pair i as a complex number times exp(i n base^(-2i / D))."""
-    dim = x.shape[-1]
-    angles = torch.arange(x.shape[1]).double()[:, None] * base ** (-torch.arange(dim // 2).double() * 2 / dim)
+def turned(x: Tensor, config: NaLaConfig) -> Tensor:
+    """Rotary positions from 0: channel pair i as a complex number times exp(i n base^(-2i / D)), D the channels that turn."""
+    dim, settings = x.shape[-1], config.rope_parameters
+    turning = int(dim * settings["partial_rotary_factor"])
+    speeds = torch.zeros(dim // 2).double()
+    speeds[: turning // 2] = config.rotary_base ** (-torch.arange(turning // 2).double() * 2 / turning)
+    angles = torch.arange(x.shape[1]).double()[:, None] * speeds / settings.get("factor", 1.0)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.exp(1j * angles)[:, None]
     return torch.view_as_real(pairs).flatten(-2)
 
@@ -82,7 +85,7 @@ def turned(x: Tensor, base: float) -> Tensor:
 def softmax_mixer(y: Tensor, layer: dict[str, Tensor], config: NaLaConfig, _: str) -> Tensor:
     sizes = [heads * config.head_dim for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
     q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in (y @ layer["mixer.qkv_proj.weight"].T).split(sizes, -1))
-    q, k = turned(q, config.rotary_base), turned(k, config.rotary_base)
+    q, k = turned(q, config), turned(k, config)
     k, v = (part.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, 2) for part in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / config.head_dim**0.5
     scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
@@ -126,7 +129,7 @@ def delta_by_hand(q: Tensor, k: Tensor, v: Tensor, y: Tensor, layer: dict[str, T
 @CONFIG.of(
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "mixers", "feature_map", "map_options", "short_convolution", "linear_rotary", "rotary_base"),
-    *("rms_norm_eps", "tie_word_embeddings"),
+    *("rope_parameters", "rms_norm_eps", "tie_word_embeddings"),
 )
 @pytest.mark.parametrize(
     "changes",
@@ -137,6 +140,8 @@ def delta_by_hand(q: Tensor, k: Tensor, v: Tensor, y: Tensor, layer: dict[str, T
         {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
         {"mixers": "softmax", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
         {"mixers": "softmax", "rotary_base": 50.0},
+        {"mixers": "softmax", "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 0.67}},
+        {"mixers": "softmax", "rope_parameters": {"rope_type": "linear", "factor": 3.0}},
         {"mixers": "delta"},
         {"mixers": "gated_delta"},
         {"mixers": ["delta", "softmax", "linear"], "num_hidden_layers": 3},

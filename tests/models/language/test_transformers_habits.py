@@ -105,3 +105,33 @@ def test_only_modules_that_exist_are_kept_in_float32(layout):
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     assert kept <= names
     assert bool(kept) == ("gated_delta" in str(LAYOUTS[layout].get("mixers")))
+
+
+@each_layout
+@torch.no_grad()
+def test_hidden_states_of_chosen_blocks_are_those_of_all(layout):
+    model, tokens = make(layout), text(2, 9)
+    every = model(tokens, output_hidden_states=True).hidden_states
+    assert len(every) == 3
+    assert torch.equal(every[0], model.model.embed_tokens(tokens))
+    assert torch.equal(model.lm_head(every[-1]), model(tokens).logits)
+    first, last = model(tokens, output_hidden_states=[0]).hidden_states, model(tokens, output_hidden_states=[1]).hidden_states
+    assert torch.equal(first[0], every[1])
+    assert torch.equal(last[1], every[2])
+    assert first[1] is None
+    assert last[0] is None
+
+
+@torch.no_grad()
+def test_the_config_asks_for_hidden_states_and_a_call_has_the_last_word():
+    model, tokens = make("hybrid"), text(2, 9)
+    model.config.output_hidden_states = True
+    assert len(model(tokens).hidden_states) == 3
+    assert len(model(tokens, output_hidden_states=None).hidden_states) == 3
+    assert model(tokens, output_hidden_states=False).hidden_states is None
+
+
+def test_a_loss_of_ones_own_hears_nothing_of_hidden_states():
+    model, tokens = make("linear"), text(2, 9)
+    model.loss_function = lambda logits, labels, vocab_size: logits.sum()
+    assert model(tokens, labels=tokens, output_hidden_states=True).loss == model(tokens).logits.sum()

@@ -104,3 +104,20 @@ def test_tables_resampled_to_a_size_give_what_they_give_interpolated(layout):
     built = build_from(model.config, num_classes=5)
     built.load_state_dict(model.state_dict())
     assert isinstance(built.config, BackboneConfig)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_new_classifier_has_the_type_device_and_mode_of_the_network(layout):
+    model = small(layout).to(device="meta", dtype=torch.float64)
+    model.reset_classifier(0)
+    model.reset_classifier(2)
+    weight = model.get_classifier().weight
+    assert (weight.shape[0], weight.dtype, weight.device.type) == (2, torch.float64, "meta")
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_new_classifier_of_a_half_precision_network_computes_in_it():
+    model = small("vit").bfloat16()
+    model.reset_classifier(0)
+    model.reset_classifier(7)
+    assert model(torch.randn(1, 3, 64, 64, dtype=torch.bfloat16)).shape == (1, 7)

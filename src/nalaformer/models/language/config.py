@@ -12,6 +12,15 @@ from ...registry import unknown_name
 RECURRENT_MIXERS = ("linear", "delta", "gated_delta")
 MIXER_NAMES = (*RECURRENT_MIXERS, "softmax")
 
+# transformers' kinds of rotary positions, and what each needs beside rope_theta
+ROTARY_KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
 # parameters are those of `linear` mixers with tied embeddings of 32,000 tokens, counted
 SIZES: dict[str, dict[str, int]] = {
     "nano": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -28,6 +37,8 @@ class NaLaConfig(PreTrainedConfig):
 
     model_type = "nala"
     keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {"rope_theta": "rotary_base"}
+    ignore_keys_at_rope_validation = {"partial_rotary_factor"}
 
     vocab_size: int = 32000
     """Number of tokens of the vocabulary."""
@@ -55,7 +66,11 @@ class NaLaConfig(PreTrainedConfig):
     linear_rotary: bool = False
     """Rotary positions in `linear` mixers too (numerator only, as published); `softmax` mixers always have them."""
     rotary_base: float = 10000.0
-    """Base of the rotary frequencies."""
+    """Base of the rotary frequencies; the same as "rope_theta" in rope_parameters, which counts if both are given."""
+    rope_parameters: dict[str, Any] | None = None
+    """How rotary positions serve texts longer than those of training, in transformers' words: "rope_type" ("default", "linear",
+    "dynamic", "yarn" or "llama3") with its numbers ("factor", ...), and "partial_rotary_factor", the part of the channels that
+    turns. None: "default", all channels; without such mixers it stays None."""
     rms_norm_eps: float = 1e-6
     """The eps of every RMSNorm."""
     initializer_range: float = 0.02
@@ -119,9 +134,48 @@ class NaLaConfig(PreTrainedConfig):
         self._check_map()
         if self.short_convolution < 0:
             raise ValueError(f"short_convolution must be a number of tokens, or 0 for none, got {self.short_convolution}")
-        if self.head_dim % 2 and (self.linear_rotary or "softmax" in self.mixer_of_layers):
+        if self.head_dim % 2 and self.has_rotary:
             raise ValueError(f"rotary positions turn channel pairs and need an even head_dim, got {self.head_dim}")
+        older = {name: kwargs.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in kwargs}
+        given = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
+        start = {"rope_type": given.get("type", "default"), "rope_theta": self.rotary_base, "partial_rotary_factor": 1.0}
+        self.rope_parameters = start | older | given
+        self.rotary_base = self.rope_parameters["rope_theta"]
+        self.check_rotary()
         super().__post_init__(**kwargs)
+        if not self.has_rotary:
+            # transformers asks whoever has them for an even head_dim
+            self.rope_parameters = None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        super().__setattr__(key, value)
+        known = self.__dict__.get("rope_parameters")
+        if key in ("rotary_base", "rope_theta") and known:
+            known["rope_theta"] = value
+
+    def check_rotary(self) -> None:
+        """Refuse rope_parameters that cannot be followed."""
+        if self.rope_parameters is None:
+            return
+        assert self.head_dim is not None
+        kind, part = self.rope_parameters["rope_type"], self.rope_parameters.get("partial_rotary_factor", 1.0)
+        if kind not in ROTARY_KINDS:
+            raise unknown_name("rope_type", kind, ROTARY_KINDS)
+        if kind != "default" and not self.has_rotary:
+            raise ValueError(
+                f"rope_parameters need a layer with rotary positions, got the type {kind!r} and none; use `softmax` mixers, or "
+                "linear_rotary=True"
+            )
+        for name in ROTARY_KINDS[kind]:
+            number = self.rope_parameters.get(name)
+            if not isinstance(number, (int, float)) or number <= 0:
+                raise ValueError(f"rope_parameters of the type {kind!r} need a positive {name!r}, got {number!r}")
+        turning = int(self.head_dim * part)
+        if not 0 < part <= 1 or (self.has_rotary and (turning % 2 or turning == 0)):
+            raise ValueError(
+                f"partial_rotary_factor must be above 0, at most 1, and turn an even number of channels, got {part} of "
+                f"{self.head_dim} channels"
+            )
 
     def _check_mixers(self) -> None:
         if not isinstance(self.mixers, str) and len(self.mixers) != self.num_hidden_layers:
@@ -149,6 +203,11 @@ class NaLaConfig(PreTrainedConfig):
     def mixer_of_layers(self) -> list[str]:
         """The mixer of each layer."""
         return [self.mixers] * self.num_hidden_layers if isinstance(self.mixers, str) else list(self.mixers)
+
+    @property
+    def has_rotary(self) -> bool:
+        """Whether a layer turns its queries and keys with the position."""
+        return "softmax" in self.mixer_of_layers or self.linear_rotary
 
     @property
     def layer_types(self) -> list[str]:

@@ -178,7 +178,9 @@ class SoftmaxMixer(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens, layer: CacheLayerMixin | None) -> Tensor:
         parts = self.qkv_proj(x).split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        q, k = (tokens.rotary.rotate(widened(y)).to(y.dtype) for y in (q, k))
+        # the temperature in full precision, with the turn; a product with one is left out
+        queries = widened(q) if tokens.temperature == 1.0 else widened(q) * tokens.temperature
+        q, k = (tokens.rotary.rotate(y).to(part.dtype) for y, part in ((queries, q), (widened(k), k)))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if layer is not None:
             k, v = layer.update(k, v)

@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForTokenClassification,
 )
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils.output_capturing import capture_outputs
 
 from ...feature_maps import FeatureMap, feature_map
 from ...registry import unknown_name
@@ -35,6 +36,7 @@ from .config import NaLaConfig
 from .layers import RMSNorm, ShortConvolution, SwiGLU
 from .loss import can_do_without_logits, next_token_loss
 from .mixers import MIXERS, GatedDeltaMixer
+from .positions import RotaryPositions
 from .static_cache import NaLaStaticCache
 from .tokens import Masks, Tokens, describe_tokens, static_masks
 
@@ -73,6 +75,7 @@ class NaLaPreTrainedModel(PreTrainedModel):
     config: NaLaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _can_record_outputs = {"hidden_states": NaLaBlock}
     _no_split_modules = ["NaLaBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
@@ -104,12 +107,14 @@ class NaLaModel(NaLaPreTrainedModel):
     def __init__(self, config: NaLaConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        # the name by which transformers' tools look for it
+        self.rotary_emb = RotaryPositions(config)
         self.layers = nn.ModuleList(NaLaBlock(config, number) for number in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -118,8 +123,6 @@ class NaLaModel(NaLaPreTrainedModel):
         past_key_values: LanguageCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
@@ -127,6 +130,7 @@ class NaLaModel(NaLaPreTrainedModel):
 
         Packed sequences, as DataCollatorWithFlattening gives them: position_ids that begin again with 0, or cu_seq_lens_q.
         past_key_values: a NaLaCache or NaLaStaticCache of the tokens before; it is changed.
+        output_hidden_states: True, or a list of the blocks whose outputs are wanted. output_attentions: of `softmax` mixers.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("the tokens must come either as input_ids or as inputs_embeds, got both or none of them")
@@ -139,29 +143,24 @@ class NaLaModel(NaLaPreTrainedModel):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         tokens = describe_tokens(
-            self.config,
+            self.rotary_emb,
             hidden,
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seqlens=cu_seq_lens_q,
             past=0 if cache is None else cache.get_seq_length(),
             capacity=cache.max_cache_len if isinstance(cache, NaLaStaticCache) else None,
-            wants_weights=self._wants_weights(output_attentions),
+            wants_weights=self._wants_weights(kwargs.get("output_attentions")),
         )
         if tokens.cu_seqlens is not None and cache is not None:
             if past_key_values is not None or use_cache:
                 raise ValueError("packed sequences leave no state to go on from, got use_cache with them; use use_cache=False")
             cache = None
-        states: list[Any] = [hidden]
         for block in self.layers:
             hidden = block(hidden, tokens=tokens, past_key_values=cache)
-            states.append(hidden)
-        hidden = self.norm(hidden)
-        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(
-            last_hidden_state=hidden,
+            last_hidden_state=self.norm(hidden),
             past_key_values=cache,
-            hidden_states=(*states[:-1], hidden) if wants_states else None,
             attentions=None if tokens.weights is None else tuple(tokens.weights),  # type: ignore[arg-type]
         )
 
@@ -210,8 +209,6 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
@@ -229,10 +226,8 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
             cu_seq_lens_q=cu_seq_lens_q,
-            return_dict=True,
+            **outputs_asked_for(kwargs),
         )
         hidden = outputs.last_hidden_state
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
@@ -331,8 +326,6 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
         """The last real token is that of the attention_mask, else the last one that is not pad_token_id, else the last one."""
@@ -344,9 +337,7 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            return_dict=True,
+            **outputs_asked_for(kwargs),
         )
         hidden = outputs.last_hidden_state
         length = hidden.shape[1]
@@ -382,6 +373,12 @@ def check_known(arguments: dict[str, Any]) -> None:
     for name in arguments:
         if name not in KNOWN_ARGUMENTS:
             raise unknown_name("argument", name, [*KNOWN_ARGUMENTS, *inspect.signature(NaLaForCausalLM.forward).parameters])
+
+
+def outputs_asked_for(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a head asks its decoder for, taken out of its arguments; None leaves it to the config."""
+    asked = {name: arguments.pop(name, None) for name in ("output_hidden_states", "output_attentions")}
+    return {name: value for name, value in asked.items() if value is not None} | {"return_dict": True}
 
 
 def check_cache(cache: object) -> None:

@@ -56,7 +56,12 @@ class NaLaStaticCache(LanguageCache, StaticCache):
         Cache.__init__(
             self, layers=[StaticRecurrentLayer() if is_recurrent else StaticLayer(max_cache_len) for is_recurrent in recurrent]
         )
-        self.max_cache_len = max_cache_len
+        self._room = max_cache_len
+
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens that there is room for; some versions of transformers ask the layers, of which recurrent ones have no end."""
+        return self._room
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(

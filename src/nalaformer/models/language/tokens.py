@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops import Rotary, rotary_frequencies
+from ...ops import Rotary
 from ...ops.exporting import is_exporting, is_jit_tracing
+from ...ops.kept_tensors import is_ordinary
 from .config import RECURRENT_MIXERS, NaLaConfig
+from .positions import RotaryPositions
 
 Masks = dict[str, Tensor | None]
 """Masks made before the call, by the kind of layer: "full_attention" as Tokens.pairs, "linear_attention" as Tokens.key_mask."""
@@ -31,6 +33,8 @@ class Tokens:
     pairs: Tensor | None
     """[B or 1, 1, N, past + N] bool, which keys a token of a `softmax` mixer sees; None: all up to itself. Or numbers that are
     added to the scores. With a static cache there is a column for each token that it has room for."""
+    temperature: float = 1.0
+    """What the scores of `softmax` mixers are multiplied by: RotaryPositions.temperature, of queries and of keys."""
     weights: list[Tensor] | None = None
     """Where `softmax` mixers put their weights [B, H, N, past + N]; None: nobody asks for them."""
 
@@ -41,7 +45,7 @@ class Tokens:
 
 
 def describe_tokens(
-    config: NaLaConfig,
+    places: RotaryPositions,
     embeddings: Tensor,
     *,
     attention_mask: Tensor | Masks | None,
@@ -56,6 +60,7 @@ def describe_tokens(
     attention_mask may also be [B or 1, 1, N, past + N] where all mixers are `softmax`, or Masks.
     capacity: tokens that a static cache has room for; None: the cache grows.
     """
+    config = places.config
     batch, length = embeddings.shape[:2]
     device = embeddings.device
     visible = key_mask = pairs = None
@@ -80,18 +85,16 @@ def describe_tokens(
         sequence = starts.flatten().cumsum(0).unflatten(0, (batch, length))
     if position_ids is None:
         position_ids = _positions(visible, starts, past, length, device)
-    dim = config.head_dim
-    assert dim is not None
-    frequencies = rotary_frequencies(dim // 2, base=config.rotary_base, device=device)
     if pairs is None and "softmax" in config.mixer_of_layers:
         pairs = _pairs(visible, sequence, past, length, device, capacity)
     return Tokens(
-        rotary=Rotary(position_ids.expand(batch, length)[..., None], frequencies),
+        rotary=places.at(position_ids.expand(batch, length)),
         past=past,
         key_mask=key_mask,
         sequence=sequence,
         cu_seqlens=bounds,
         pairs=pairs,
+        temperature=places.temperature**2,
         weights=[] if wants_weights else None,
     )
 
@@ -132,8 +135,13 @@ def _visible(attention_mask: Tensor | None, batch: int, total: int) -> Tensor | 
 
 def none_if_all(mask: Tensor) -> Tensor | None:
     """The mask, or None if it hides nothing: one look here spares every layer the mask. A traced program has no numbers."""
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or not has_numbers(mask)
     return None if not is_traced and bool(mask.all()) else mask
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Whether a look at them is possible: tensors of the device "meta" and of FakeTensorMode have a shape alone."""
+    return is_ordinary(x) and not x.is_meta
 
 
 # numbers are read on the host: traced, every packing would be another program
@@ -161,6 +169,8 @@ def _packing(
         starts = starts[:-1].unflatten(0, (batch, length))
     else:
         assert position_ids is not None
+        if not has_numbers(position_ids):
+            return None, None
         starts = (position_ids == 0).expand(batch, length)
     if key_mask is not None:
         # padding has position 0 as well, and so has the first real token of a row

@@ -131,8 +131,13 @@ class Backbone(nn.Module):
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new classifier, of the type, on the device and in the mode of the network."""
         self.num_classes = num_classes
-        self.head.reset(num_classes, global_pool)
+        like = next(self.stem.parameters())
+        # a head that was reset to nothing no longer knows where it was
+        with torch.device(like.device):
+            self.head.reset(num_classes, global_pool)
+        self.head.to(like.dtype).train(self.training)
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resample learned position tables to images of that size, in place, so that training there learns them as they are.

@@ -1,0 +1,130 @@
+"""Rotary positions of the mixers that have them, and how they change for texts longer than those of training."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops import Rotary, rotary_frequencies
+from .config import NaLaConfig
+
+
+class RotaryPositions(nn.Module):
+    """How channel pairs turn with the position, as config.rope_parameters says. It has no weights.
+
+    Frequencies are those of transformers for the same rope_parameters, in float64.
+    """
+
+    def __init__(self, config: NaLaConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def at(self, positions: Tensor) -> Rotary:
+        """positions [B, N]."""
+        return Rotary(positions[..., None], self.frequencies(positions.device, positions))
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles [B, N, D / 2], times the temperature, in the type of x, as transformers calls it."""
+        cos, sin = self.at(position_ids).cos_sin(x.dtype)
+        return cos * self.temperature, sin * self.temperature
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """Turning speeds of the channel pairs [D / 2], up to the trained length."""
+        return self.frequencies(torch.get_default_device(), None)
+
+    @property
+    def temperature(self) -> float:
+        """What "yarn" multiplies queries and keys by, so that attention over more tokens stays as sharp; 1 otherwise."""
+        settings = self._settings
+        if settings["rope_type"] != "yarn":
+            return 1.0
+        given = settings.get("attention_factor")
+        if given is not None:
+            return float(given)
+        if settings.get("mscale") and settings.get("mscale_all_dim"):
+            return _sharpness(settings["factor"], settings["mscale"]) / _sharpness(
+                settings["factor"], settings["mscale_all_dim"]
+            )
+        return _sharpness(settings["factor"], 1.0)
+
+    def frequencies(self, device: torch.device, positions: Tensor | None) -> Tensor:
+        """[D / 2]; positions: those of the call, by which "dynamic" knows how long the longest row is."""
+        settings = self._settings
+        assert self.config.head_dim is not None
+        turned = int(self.config.head_dim * settings.get("partial_rotary_factor", 1.0)) // 2
+        speeds = rotary_frequencies(turned, base=settings["rope_theta"], device=device)
+        speeds = SCALINGS[settings["rope_type"]](speeds, settings, self.config, positions)
+        still = self.config.head_dim // 2 - turned
+        # channels that do not turn
+        return F.pad(speeds, (0, still)) if still else speeds
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        # read at every call: the config may have been given others
+        self.config.check_rotary()
+        return self.config.rope_parameters or {"rope_type": "default", "rope_theta": self.config.rotary_base}
+
+
+def _unchanged(speeds: Tensor, _: dict[str, Any], __: NaLaConfig, ___: Tensor | None) -> Tensor:
+    return speeds
+
+
+def _slower(speeds: Tensor, settings: dict[str, Any], _: NaLaConfig, __: Tensor | None) -> Tensor:
+    return speeds / settings["factor"]
+
+
+def _slower_for_long_rows(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, positions: Tensor | None) -> Tensor:
+    """NTK: base' = base (factor length / trained - factor + 1)^(D / (D - 2)) from the trained length on."""
+    if positions is None or len(speeds) < 2:
+        return speeds
+    # a tensor: to read it would make the host wait, and freeze it in a traced program
+    length = (positions.max() + 1).clamp(min=config.max_position_embeddings).to(speeds.dtype)
+    growth = settings["factor"] * length / config.max_position_embeddings - (settings["factor"] - 1)
+    # base'^-t with t = i / pairs and D / (D - 2) = pairs / (pairs - 1)
+    exponents = torch.arange(len(speeds), dtype=speeds.dtype, device=speeds.device) / (len(speeds) - 1)
+    return speeds * growth**-exponents
+
+
+def _slower_where_slow(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, _: Tensor | None) -> Tensor:
+    """YaRN: pairs that turn often in the trained length stay, those that turn less than once are slowed, a ramp between."""
+    trained = settings.get("original_max_position_embeddings") or config.max_position_embeddings
+    pairs = len(speeds)
+
+    def pair_that_turns(times: float) -> float:
+        return pairs * math.log(trained / (times * 2 * math.pi)) / math.log(settings["rope_theta"])
+
+    first, last = pair_that_turns(settings.get("beta_fast") or 32), pair_that_turns(settings.get("beta_slow") or 1)
+    if settings.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    places = torch.arange(pairs, dtype=speeds.dtype, device=speeds.device)
+    ramp = ((places - first) / (last - first or 0.001)).clamp(0, 1)
+    return speeds * (1 - ramp) + speeds / settings["factor"] * ramp
+
+
+def _slower_by_wavelength(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, _: Tensor | None) -> Tensor:
+    """Llama 3: as YaRN, with the ramp over the turns in the trained length."""
+    trained = settings.get("original_max_position_embeddings") or config.max_position_embeddings
+    low, high = settings["low_freq_factor"], settings["high_freq_factor"]
+    turns = trained * speeds / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return speeds * kept + speeds / settings["factor"] * (1 - kept)
+
+
+def _sharpness(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+Scaling = Callable[[Tensor, dict[str, Any], NaLaConfig, Tensor | None], Tensor]
+SCALINGS: dict[str, Scaling] = {
+    "default": _unchanged,
+    "linear": _slower,
+    "dynamic": _slower_for_long_rows,
+    "yarn": _slower_where_slow,
+    "llama3": _slower_by_wavelength,
+}
+"""What becomes of the turning speeds, by the names of config.ROTARY_KINDS."""
