@@ -51,6 +51,10 @@ class DemoResult:
     seconds: float
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(finding.entry.label for finding in self.found)
+
+    @property
     def seeds(self) -> int:
         return len(self.found[0].accuracies[TASKS[0].name])
 
@@ -215,15 +219,24 @@ class Job:
 def train_all(folder: Path, jobs: Sequence[Job], workers: int | None, console: "Console | None") -> None:
     """One process per core, one thread each: networks this small gain nothing from more threads."""
     workers = min(len(jobs), workers or os.cpu_count() or 1)
-    if workers == 1:
-        for job in jobs:
+    # a bar moves only while another process works
+    if workers == 1 and (console is None or not console.is_terminal):
+        for number, job in enumerate(jobs, start=1):
             job.run(folder)
+            tell(console, folder, job, f"{number} of {len(jobs)}")
         return
     with worker_pool(workers, context="spawn") as pool:
         waiting = [(job, pool.submit(job.run, folder)) for job in jobs]
         watch(folder, waiting, console)
         for _, future in waiting:
             future.result()
+
+
+def tell(console: "Console | None", folder: Path, job: Job, place: str) -> None:
+    """One line about a run that has ended; nothing about one that failed."""
+    evals = [row for row in read_log(job.folder(folder) / "log.jsonl") if row["kind"] == "eval"]
+    if console is not None and evals:
+        console.print(f"{job.label}: accuracy {evals[-1]['accuracy']:.3f} ({place})")
 
 
 def watch(folder: Path, waiting: "Sequence[tuple[Job, Future[None]]]", console: "Console | None") -> None:
@@ -242,10 +255,7 @@ def watch(folder: Path, waiting: "Sequence[tuple[Job, Future[None]]]", console: 
                 if future.done():
                     running.remove((job, future))
                     ended += job.total
-                    evals = [row for row in read_log(job.folder(folder) / "log.jsonl") if row["kind"] == "eval"]
-                    if evals:
-                        number = len(waiting) - len(running)
-                        console.print(f"{job.label}: accuracy {evals[-1]['accuracy']:.3f} ({number} of {len(waiting)})")
+                    tell(console, folder, job, f"{len(waiting) - len(running)} of {len(waiting)}")
             steps = [read_log(job.folder(folder) / "log.jsonl") for job, _ in running]
             here = sum(max((row["step"] for row in rows if row["kind"] == "step"), default=0) for rows in steps)
             progress.update(bar, completed=ended + here)
