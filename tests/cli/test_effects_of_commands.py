@@ -496,7 +496,8 @@ def test_compare_trains_networks_and_draws_what_they_do(tmp_path, monkeypatch):
     assert sum(row["kind"] == "step" for row in log) == 2
     run("compare", "--trained", "--tokens", 32, fails="which --trained does without, got 32; leave one of them out")
     run("compare", "--steps", 32, fails="got 32 without --trained; add it")
-    run("compare", "--trained", "--steps", 0, fails="steps must be positive, got 0 and 0; leave them out")
+    run("compare", "--trained", "--steps", 0, fails="steps must be positive, got 0; leave them out")
+    run("compare", "--trained", "--seed", -1, fails="seed must not be negative, got -1; take 0 or more")
 
 
 @COMMANDS.of("demo.out", "demo.seeds", "demo.steps")

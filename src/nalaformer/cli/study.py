@@ -57,9 +57,11 @@ def run_compare(out: Path, tokens: int, seed: int) -> None:
     from rich.progress import track
 
     from ..analysis import HOW_TO_READ, compare_methods, comparison_table, draw_entropy_against_norm, methods
+    from ..whole_files import refuse_unwritable
 
     # the picture comes last
     need("matplotlib")
+    refuse_unwritable(out / "entropy_vs_norm.png")
     console = make_console()
     chosen = methods()
     rows = list(
@@ -81,9 +83,11 @@ def run_compare(out: Path, tokens: int, seed: int) -> None:
 
 
 def run_compare_trained(out: Path, seed: int, steps: int | None) -> None:
-    from ..studies.demo.trained import HOW_TO_READ, diagnose_trained, draw_trained, trained_table
+    from ..studies.demo.trained import HOW_TO_READ, NAME, diagnose_trained, draw_trained, trained_table
+    from ..whole_files import refuse_unwritable
 
     need("matplotlib")
+    refuse_unwritable(out / f"{NAME}.png")
     console = make_console()
     diagnosed = diagnose_trained(out, seed=seed, steps=steps, console=console)
     picture = draw_trained(diagnosed, out)
@@ -94,8 +98,10 @@ def run_compare_trained(out: Path, seed: int, steps: int | None) -> None:
 
 def run_demo(out: Path, seeds: int, steps: int | None) -> None:
     from ..studies.demo import HOW_TO_READ, demo_table, run_demo, write_report
+    from ..whole_files import refuse_unwritable
 
     need("matplotlib")
+    refuse_unwritable(out / "report.html")
     console = make_console()
     result = run_demo(out, seeds=seeds, steps=steps, console=console)
     report = write_report(result, out / "report.html")

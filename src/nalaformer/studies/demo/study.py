@@ -150,7 +150,8 @@ def run_demo(
 ) -> DemoResult:
     """Runs that are there already are not repeated; a stopped demo goes on. workers: runs side by side, one per core."""
     if seeds < 1:
-        raise ValueError(f"seeds must be positive, got {seeds}")
+        raise ValueError(f"seeds must be positive, got {seeds}; two or more have an interval")
+    refuse_no_steps(steps)
     began = time.monotonic()
     jobs = [Job(task=task, entry=entry, seed=seed, steps=steps) for seed in range(seeds) for task in TASKS for entry in entries]
     train_all(folder, jobs, workers, console)
@@ -214,6 +215,11 @@ class Job:
         with use_backend("reference"):
             recipe = demo_recipe(self.task, self.entry, seed=self.seed, steps=self.steps)
             make_trainer(recipe, self.folder(parent)).fit()
+
+
+def refuse_no_steps(steps: int | None) -> None:
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps must be positive, got {steps}; leave them out for those of the demo")
 
 
 def train_all(folder: Path, jobs: Sequence[Job], workers: int | None, console: "Console | None") -> None:

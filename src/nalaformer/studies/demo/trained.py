@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...training.log import read_log
 from .diagnose import Diagnosis, diagnose
 from .entries import ENTRIES, TASKS, Entry
-from .study import Job, train_all
+from .study import Job, refuse_no_steps, train_all
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,8 +34,9 @@ def diagnose_trained(
 
     Runs that are in the folder already are not repeated; those of a demo are taken where it was made there.
     """
-    if seed < 0 or (steps is not None and steps < 1):
-        raise ValueError(f"seed must not be negative and steps must be positive, got {seed} and {steps}; leave them out")
+    refuse_no_steps(steps)
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}; take 0 or more")
     jobs = [Job(task=TASKS[0], entry=entry, seed=seed, steps=steps) for entry in entries]
     train_all(folder, jobs, workers, console)
     accuracies = [
