@@ -20,7 +20,7 @@ def add_to(app: "typer.Typer") -> None:
         tokens: Annotated[int | None, typer.Option(help="Number of random tokens.", show_default="256")] = None,
         seed: Annotated[int, typer.Option(help="Of the random tokens, or of the trained networks.")] = 0,
         trained: Annotated[
-            bool, typer.Option("--trained", help="Train a small network with each method and look at these, in two minutes.")
+            bool, typer.Option("--trained", help="Train a small network with each method and look at these, in minutes.")
         ] = False,
         steps: Annotated[
             int | None, typer.Option(help="With --trained: steps of each run.", show_default="those of the demo")
