@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...analysis.pictures import BLACK, GREY, OTHER_COLOURS, VERMILION
+from ...analysis.pictures import BLACK, BLUE, GREY, OTHER_COLOURS, VERMILION
 from ...charts import new_figure, tidy
 from .cost import TOKENS
 from .diagnose import FACTORS, Diagnosis
@@ -18,8 +18,8 @@ from .study import DemoResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# softmax black, plain linear grey, NaLaFormer strong: the three that the eye should find first
-COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION}
+# softmax black, plain linear grey, NaLaFormer and the best of the others strong: those that the eye should find first
+COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION, "Hedgehog": BLUE}
 # colours are not the only code: every line has its own marker too
 MARKERS = "osv^D<>PX*"
 DPI = 110

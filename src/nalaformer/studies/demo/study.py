@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,7 +158,9 @@ def run_demo(
     train_all(folder, jobs, workers, console)
     if console is not None:
         console.print("looking at what was learned, and timing sequences of up to 16,384 tokens")
-    times = milliseconds(entries)
+    # a sign that moves, on a terminal: half a minute of silence looks like a fault
+    with console.status("timing") if console is not None else nullcontext():
+        times = milliseconds(entries)
     found, chance = [], {}
     for entry in entries:
         curves = {}
