@@ -27,7 +27,7 @@ help:
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make clean      remove everything that these commands made"
 
-# how an environment is made: $(1) its folder, $(2) what is installed into it. pip says what it does: minutes of silence look like a fault
+# how an environment is made: $(1) its folder, $(2) what is installed into it, with options of pip. pip says what it does: minutes of silence look like a fault
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say which with make PYTHON=python3.12")'
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
@@ -43,8 +43,9 @@ DEMO_EXTRAS := '.[cli,vision]'
 $(READY): pyproject.toml
 	$(call install,$(VENV),'.[dev]')
 
+# not compiled: bytecode of all that is installed takes longer than that of what the demo imports, which Python makes by itself
 $(VENV)/.ready-demo: pyproject.toml
-	$(call install,$(VENV),$(DEMO_EXTRAS))
+	$(call install,$(VENV),$(DEMO_EXTRAS) --no-compile)
 
 demo: $(DEMO_READY)
 	@$(BIN)/nalaformer demo --out runs/demo

@@ -84,7 +84,19 @@ def test_a_misspelt_option_of_a_model_is_answered_with_the_nearest(recipe, near)
         TASKS[task_name(found.task)].create_model(found.model, {"dpth": 3}, options)
 
 
-# ---- analyze, explore
+# ---- analyze, explore, compare, demo
+
+
+@pytest.mark.parametrize("command", ["analyze", "compare", "trained", "demo"])
+def test_work_whose_page_could_not_be_written_is_not_begun(command, tmp_path, image, monkeypatch):
+    for long_work in ("see_inside.load_subject", "demo.run_demo", "demo.trained.diagnose_trained"):
+        monkeypatch.setattr(f"nalaformer.studies.{long_work}", lambda *_, **__: pytest.fail("work was begun"))
+    monkeypatch.setattr("nalaformer.analysis.compare_methods", lambda *_, **__: pytest.fail("work was begun"))
+    arguments = {"analyze": ("analyze", "test_vit", "--images", image), "trained": ("compare", "--trained")}
+    file = tmp_path / "file"
+    file.write_text("")
+    said = refusal(*arguments.get(command, (command,)), "--out", file)
+    assert f"must lie in a folder, got the file {file} in its way; choose another place" in said
 
 
 def test_a_run_that_makes_images_cannot_be_analyzed(tmp_path, image):

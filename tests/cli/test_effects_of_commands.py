@@ -484,6 +484,27 @@ def test_compare_looks_at_so_many_tokens_of_its_seed(tmp_path, monkeypatch):
     assert f"picture: {tmp_path / 'entropy_vs_norm.png'}" in shown[48, 0]
 
 
+@COMMANDS.of("compare.trained", "compare.steps")
+def test_compare_trains_networks_and_draws_what_they_do(tmp_path, monkeypatch):
+    from nalaformer.studies.demo import ENTRIES, trained
+
+    whole = trained.diagnose_trained
+    monkeypatch.setattr(trained, "diagnose_trained", lambda *a, **k: whole(*a, **k, entries=ENTRIES[:2], workers=1))
+    shown = run("compare", "--trained", "--steps", 2, "--seed", 5, "--out", tmp_path)
+    assert f"picture: {tmp_path / 'entropy_vs_norm_trained.png'}" in shown
+    assert "linear (ReLU)" in shown
+    # a newcomer sees that something happens, on one core too
+    assert "pointing: linear (ReLU), seed 5: accuracy" in shown
+    assert {path.name for path in tmp_path.iterdir()} == {"entropy_vs_norm_trained.png", "entropy_vs_norm_trained.svg", "runs"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"pointing_softmax_seed5", "pointing_linear__relu__seed5"}
+    log = read_log(tmp_path / "runs" / "pointing_softmax_seed5" / "log.jsonl")
+    assert sum(row["kind"] == "step" for row in log) == 2
+    run("compare", "--trained", "--tokens", 32, fails="which --trained does without, got 32; leave one of them out")
+    run("compare", "--steps", 32, fails="got 32 without --trained; add it")
+    run("compare", "--trained", "--steps", 0, fails="steps must be positive, got 0; leave them out")
+    run("compare", "--trained", "--seed", -1, fails="seed must not be negative, got -1; take 0 or more")
+
+
 @COMMANDS.of("demo.out", "demo.seeds", "demo.steps")
 def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
     from nalaformer.studies import demo

@@ -13,7 +13,10 @@ from nalaformer.studies.demo import ENTRIES, TASKS, demo_recipe, demo_table, run
 from nalaformer.studies.demo.cost import milliseconds, network
 from nalaformer.studies.demo.diagnose import FACTORS
 from nalaformer.studies.demo.intervals import difference_of, mean_of
+from nalaformer.studies.demo.pictures import looks
+from nalaformer.studies.demo.trained import diagnose_trained
 from nalaformer.tasks import Sequences
+from nalaformer.training import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LABELS = [entry.label for entry in ENTRIES]
@@ -66,6 +69,20 @@ def test_the_page_needs_nothing_beside_itself_and_leaves_its_pictures_as_files(r
     pictures = {path.name for path in page.parent.iterdir()} - {"report.html"}
     assert {name.rsplit(".", 1)[1] for name in pictures} == {"png", "svg"}
     assert len(pictures) == 10
+
+
+def test_what_trained_queries_do_is_that_of_the_demo_and_nothing_is_trained_twice(result, tmp_path, monkeypatch):
+    diagnosed = diagnose_trained(tmp_path, entries=CHOSEN[:2], steps=4, workers=1)
+    monkeypatch.setattr(Trainer, "_step", lambda *_: pytest.fail("a run was repeated"))
+    assert diagnose_trained(tmp_path, entries=CHOSEN[:2], steps=4, workers=1).keys() == diagnosed.keys()
+    for finding, (accuracy, found) in zip(result.found, diagnosed.values(), strict=False):
+        assert accuracy == finding.accuracies["pointing"][0]
+        assert found.grown == finding.diagnosis.grown
+
+
+def test_every_method_of_the_picture_has_its_own_look():
+    for part in ("color", "marker"):
+        assert len({look[part] for look in looks(LABELS).values()}) == len(ENTRIES)
 
 
 # ---- what it says

@@ -24,7 +24,7 @@ Style = dict[str, Any]
 
 
 def draw_entropy_against_norm(rows: Sequence[Row], path: str | Path, *, num_tokens: int) -> Path:
-    """Write a PNG: entropy of attention (nats) against query norm, a line per method, log N as reference."""
+    """Write a PNG or SVG: entropy of attention (nats) against query norm, a line per method, log N as reference."""
     if not rows:
         raise ValueError("a picture needs at least one row, got none")
     from matplotlib.backends.backend_agg import FigureCanvasAgg

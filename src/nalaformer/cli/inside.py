@@ -54,10 +54,12 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def run_analyze(model: str, images: list[Path], out: Path, beside: str | None, most: int, device: str) -> None:
-    from ..studies.see_inside import write_report
+    from ..studies.see_inside import PAGE_NAME, write_report
+    from ..whole_files import refuse_unwritable
 
     # the figures come last
     need("matplotlib")
+    refuse_unwritable(out / PAGE_NAME)
     console = make_console()
     with looking(model, images, beside, most, device) as (looks, advance):
         page, *others = write_report(looks, out, advance=advance)

@@ -17,11 +17,26 @@ def add_to(app: "typer.Typer") -> None:
     @app.command()
     def compare(
         out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("runs/compare"),
-        tokens: Annotated[int, typer.Option(help="Number of tokens.")] = 256,
-        seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
+        tokens: Annotated[int | None, typer.Option(help="Number of random tokens.", show_default="256")] = None,
+        seed: Annotated[int, typer.Option(help="Seed of the random tokens, or of the trained networks.")] = 0,
+        trained: Annotated[
+            bool, typer.Option("--trained", help="Train a small network with each method and look at these, in minutes.")
+        ] = False,
+        steps: Annotated[
+            int | None, typer.Option(help="With --trained: steps of each run.", show_default="those of the demo")
+        ] = None,
     ) -> None:
         """Compare softmax and every feature map: does attention sharpen as the query grows?"""
-        run_compare(out, tokens, seed)
+        if trained and tokens is not None:
+            raise ValueError(
+                f"--tokens chooses random tokens, which --trained does without, got {tokens}; leave one of them out"
+            )
+        if steps is not None and not trained:
+            raise ValueError(f"--steps is for networks that are trained, got {steps} without --trained; add it")
+        if trained:
+            run_compare_trained(out, seed, steps)
+        else:
+            run_compare(out, 256 if tokens is None else tokens, seed)
 
     @app.command()
     def demo(
@@ -42,9 +57,11 @@ def run_compare(out: Path, tokens: int, seed: int) -> None:
     from rich.progress import track
 
     from ..analysis import HOW_TO_READ, compare_methods, comparison_table, draw_entropy_against_norm, methods
+    from ..whole_files import refuse_unwritable
 
     # the picture comes last
     need("matplotlib")
+    refuse_unwritable(out / "entropy_vs_norm.png")
     console = make_console()
     chosen = methods()
     rows = list(
@@ -57,17 +74,34 @@ def run_compare(out: Path, tokens: int, seed: int) -> None:
             disable=not console.is_terminal,
         )
     )
-    picture = draw_entropy_against_norm(rows, out / "entropy_vs_norm.png", num_tokens=tokens)
+    for form in ("svg", "png"):
+        picture = draw_entropy_against_norm(rows, out / f"entropy_vs_norm.{form}", num_tokens=tokens)
     console.print(comparison_table(rows, num_tokens=tokens))
     console.print(HOW_TO_READ)
     # a path is for copying: never broken over two lines
     console.print(f"picture: {picture}", soft_wrap=True)
 
 
-def run_demo(out: Path, seeds: int, steps: int | None) -> None:
-    from ..studies.demo import HOW_TO_READ, demo_table, run_demo, write_report
+def run_compare_trained(out: Path, seed: int, steps: int | None) -> None:
+    from ..studies.demo.trained import HOW_TO_READ, NAME, diagnose_trained, draw_trained, trained_table
+    from ..whole_files import refuse_unwritable
 
     need("matplotlib")
+    refuse_unwritable(out / f"{NAME}.png")
+    console = make_console()
+    diagnosed = diagnose_trained(out, seed=seed, steps=steps, console=console)
+    picture = draw_trained(diagnosed, out)
+    console.print(trained_table(diagnosed))
+    console.print(HOW_TO_READ)
+    console.print(f"picture: {picture}", soft_wrap=True)
+
+
+def run_demo(out: Path, seeds: int, steps: int | None) -> None:
+    from ..studies.demo import HOW_TO_READ, demo_table, run_demo, write_report
+    from ..whole_files import refuse_unwritable
+
+    need("matplotlib")
+    refuse_unwritable(out / "report.html")
     console = make_console()
     result = run_demo(out, seeds=seeds, steps=steps, console=console)
     report = write_report(result, out / "report.html")

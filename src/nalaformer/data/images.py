@@ -82,5 +82,5 @@ def find_images(paths: list[Path]) -> list[Path]:
         elif path.is_file():
             found.append(path)
         else:
-            raise ValueError(f"an image or a folder of images must exist, got {path}")
+            raise ValueError(f"an image or a folder of images must exist, got {path}; give the path of one that does")
     return found

@@ -83,7 +83,9 @@ def load_run(folder: str | Path, *, step: int | None = None, data: str | None = 
     checkpoints = Checkpoints(Path(folder) / "checkpoints")
     found = checkpoints.newest()
     if found is None:
-        raise ValueError(f"{folder} must be the folder of a run, got no checkpoint in {checkpoints.folder}")
+        raise ValueError(
+            f"{folder} must be the folder of a run, got no checkpoint in {checkpoints.folder}; `nalaformer train` makes one"
+        )
     newest, checkpoint = found
     best = checkpoint.state["progress"]["best_step"]
     wanted = step if step is not None else best

@@ -28,9 +28,10 @@ class Autoencoder:
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """[C, h, w] of an image's latents."""
         if height % self.factor or width % self.factor:
+            near = " x ".join(str(max(1, round(side / self.factor)) * self.factor) for side in (height, width))
             raise ValueError(
                 f"the sides of images must be multiples of {self.factor}, by which the autoencoder reduces them, got "
-                f"{height} x {width}; choose another image_size"
+                f"{height} x {width}; choose another image size, such as {near}"
             )
         return int(self.model.config.latent_channels), height // self.factor, width // self.factor
 

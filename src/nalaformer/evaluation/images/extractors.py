@@ -48,7 +48,8 @@ def inception_extractor(path: str | Path, *, device: str | torch.device = "cpu")
     """The Inception of a file; only with the published file are its distances FID and KID."""
     if not Path(path).is_file():
         raise ValueError(
-            f"an extractor must be a file of weights or the folder of a classifier's run, got {path}, which is none"
+            f"an extractor must be a file of weights or the folder of a classifier's run, got {path}, which is none; give the "
+            f"path of {FILE}, or train a classifier with `nalaformer train images`"
         )
     model, is_published = load_inception(path)
     model.to(device)

@@ -54,7 +54,7 @@ class NaLaDiTPipeline(DiffusionPipeline):
         """
         config = self.transformer.config
         if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
+            raise ValueError(f"seed must not be negative, got {seed}; take 0 or more")
         numbers = self.numbers_of(labels)
         images = denoise(
             self.transformer,
@@ -103,7 +103,7 @@ def check_channels(autoencoder: AutoencoderKL | None, channels: int) -> None:
         if channels not in (1, 3):
             raise ValueError(
                 f"a network of {channels} channels makes latents and needs the autoencoder that encoded them, got none; pass "
-                "its AutoencoderKL"
+                "its AutoencoderKL, on the command line with --autoencoder FOLDER"
             )
         return
     if not isinstance(autoencoder, AutoencoderKL):

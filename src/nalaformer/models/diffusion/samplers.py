@@ -91,7 +91,7 @@ def denoise(
     check_size(height, width, network.patch_size)
     network.check_labels(labels)
     if steps < 1 or steps > TRAINED_STEPS:
-        raise ValueError(f"steps must lie in 1 .. {TRAINED_STEPS}, got {steps}")
+        raise ValueError(f"steps must lie in 1 .. {TRAINED_STEPS}, got {steps}; 50 is usual")
     if not 0 <= guidance < math.inf:
         raise ValueError(f"guidance must not be negative or infinite, got {guidance}; 1 is none, DiT takes 4")
     if guidance != 1 and network.no_class is None:

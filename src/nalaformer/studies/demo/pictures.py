@@ -2,12 +2,15 @@
 
 import io
 import math
+from collections.abc import Callable, Iterable, Mapping
+from itertools import cycle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...analysis.pictures import BLACK, GREY, OTHER_COLOURS, VERMILION
+from ...analysis.pictures import BLACK, BLUE, GREY, OTHER_COLOURS, VERMILION
 from ...charts import new_figure, tidy
 from .cost import TOKENS
-from .diagnose import FACTORS
+from .diagnose import FACTORS, Diagnosis
 from .entries import TASKS
 from .intervals import mean_of
 from .study import DemoResult
@@ -15,22 +18,19 @@ from .study import DemoResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# softmax black, plain linear grey, NaLaFormer strong: the three that the eye should find first
-COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION}
+# softmax black, plain linear grey, NaLaFormer and the best of the others strong: those that the eye should find first
+COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION, "Hedgehog": BLUE}
 # colours are not the only code: every line has its own marker too
 MARKERS = "osv^D<>PX*"
 DPI = 110
 
 
-def looks(result: DemoResult) -> dict[str, dict[str, Any]]:
+def looks(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Colour and marker of each method."""
-    others = iter(OTHER_COLOURS * len(result.found))
+    others = cycle(OTHER_COLOURS)
     return {
-        finding.entry.label: {
-            "color": COLOURS.get(finding.entry.label) or next(others),
-            "marker": MARKERS[number % len(MARKERS)],
-        }
-        for number, finding in enumerate(result.found)
+        label: {"color": COLOURS.get(label) or next(others), "marker": MARKERS[number % len(MARKERS)]}
+        for number, label in enumerate(labels)
     }
 
 
@@ -40,6 +40,14 @@ def as_bytes(figure: "Figure", form: str) -> bytes:
     return buffer.getvalue()
 
 
+def write_picture(figure: "Figure", folder: Path, name: str) -> bytes:
+    """As PNG and SVG in the folder; the PNG's bytes."""
+    png = as_bytes(figure, "png")
+    (folder / f"{name}.png").write_bytes(png)
+    (folder / f"{name}.svg").write_bytes(as_bytes(figure, "svg"))
+    return png
+
+
 def scores(result: DemoResult) -> "Figure":
     """Accuracy of every method at both tasks: each seed a dot, the 95% interval of the mean a bar."""
     figure = new_figure(9, 0.42 * len(result.found) + 1.4, dpi=DPI)
@@ -47,7 +55,7 @@ def scores(result: DemoResult) -> "Figure":
     found = sorted(result.found, key=lambda f: sum(f.accuracies["pointing"]))
     for axes, task in zip(columns, TASKS, strict=True):
         for height, finding in enumerate(found):
-            colour = looks(result)[finding.entry.label]["color"]
+            colour = looks(result.labels)[finding.entry.label]["color"]
             values = finding.accuracies[task.name]
             interval = mean_of(values)
             if math.isfinite(interval.half):
@@ -69,7 +77,7 @@ def learning_curves(result: DemoResult) -> "Figure":
     columns = figure.subplots(1, len(TASKS), sharey=True, squeeze=False)[0]
     for axes, task in zip(columns, TASKS, strict=True):
         for finding in result.found:
-            look = looks(result)[finding.entry.label]
+            look = looks(result.labels)[finding.entry.label]
             curves = finding.curves[task.name]
             steps = [step for step, _ in curves[0]]
             heights = [[curve[point][1] for curve in curves] for point in range(len(steps))]
@@ -86,14 +94,14 @@ def learning_curves(result: DemoResult) -> "Figure":
     return figure
 
 
-def entropy_against_norm(result: DemoResult) -> "Figure":
-    """Left: the same queries made longer or shorter. Right: the queries as they are, ordered by their norm."""
+def entropy_against_norm(diagnoses: Mapping[str, Diagnosis]) -> "Figure":
+    """Of networks by label. Left: the same queries made longer or shorter. Right: as they are, ordered by their norm."""
     figure = new_figure(9, 4.2, dpi=DPI)
     turned, as_they_are = figure.subplots(1, 2, sharey=True)
-    for finding in result.found:
-        look = looks(result)[finding.entry.label]
-        turned.plot(FACTORS, finding.diagnosis.grown, **look, linewidth=2, markersize=4, label=finding.entry.label)
-        as_they_are.plot(finding.diagnosis.norms, finding.diagnosis.entropies, **look, linewidth=1.5, markersize=3)
+    styles = looks(diagnoses)
+    for label, diagnosis in diagnoses.items():
+        turned.plot(FACTORS, diagnosis.grown, **styles[label], linewidth=2, markersize=4, label=label)
+        as_they_are.plot(diagnosis.norms, diagnosis.entropies, **styles[label], linewidth=1.5, markersize=3)
     for axes in (turned, as_they_are):
         axes.set_xscale("log", base=2)
         tidy(axes, grid="y")
@@ -131,7 +139,7 @@ def cost_against_tokens(result: DemoResult) -> "Figure":
     figure = new_figure(9, 4, dpi=DPI)
     axes = figure.add_subplot()
     for finding in result.found:
-        look = looks(result)[finding.entry.label]
+        look = looks(result.labels)[finding.entry.label]
         axes.plot(TOKENS, finding.milliseconds, **look, linewidth=2, markersize=5, label=finding.entry.label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -142,9 +150,9 @@ def cost_against_tokens(result: DemoResult) -> "Figure":
     return figure
 
 
-PICTURES = {
+PICTURES: "dict[str, Callable[[DemoResult], Figure]]" = {
     "scores": scores,
-    "entropy_against_norm": entropy_against_norm,
+    "entropy_against_norm": lambda result: entropy_against_norm({f.entry.label: f.diagnosis for f in result.found}),
     "attention_maps": attention_maps,
     "learning_curves": learning_curves,
     "cost_against_tokens": cost_against_tokens,

@@ -66,16 +66,12 @@ def demo_table(result: DemoResult) -> "Table":
 
 def write_report(result: DemoResult, path: Path) -> Path:
     """A page that needs nothing beside itself: the pictures are inside, and as PNG and SVG files beside it for other uses."""
-    from .pictures import PICTURES, as_bytes
+    from .pictures import PICTURES, write_picture
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pictures = {}
-    for name, draw in PICTURES.items():
-        figure = draw(result)
-        png = as_bytes(figure, "png")
-        pictures[name] = image(png, name.replace("_", " "))
-        (path.parent / f"{name}.png").write_bytes(png)
-        (path.parent / f"{name}.svg").write_bytes(as_bytes(figure, "svg"))
+    pictures = {
+        name: image(write_picture(draw(result), path.parent, name), name.replace("_", " ")) for name, draw in PICTURES.items()
+    }
     machine = describe_machine()
     rows = "\n".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(finding)) + "</tr>" for finding in result.found

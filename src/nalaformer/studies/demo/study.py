@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,10 @@ class DemoResult:
     steps: dict[str, int]
     batch_size: int
     seconds: float
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(finding.entry.label for finding in self.found)
 
     @property
     def seeds(self) -> int:
@@ -146,13 +151,16 @@ def run_demo(
 ) -> DemoResult:
     """Runs that are there already are not repeated; a stopped demo goes on. workers: runs side by side, one per core."""
     if seeds < 1:
-        raise ValueError(f"seeds must be positive, got {seeds}")
+        raise ValueError(f"seeds must be positive, got {seeds}; two or more have an interval")
+    refuse_no_steps(steps)
     began = time.monotonic()
     jobs = [Job(task=task, entry=entry, seed=seed, steps=steps) for seed in range(seeds) for task in TASKS for entry in entries]
     train_all(folder, jobs, workers, console)
     if console is not None:
         console.print("looking at what was learned, and timing sequences of up to 16,384 tokens")
-    times = milliseconds(entries)
+    # a sign that moves, on a terminal: half a minute of silence looks like a fault
+    with console.status("timing") if console is not None else nullcontext():
+        times = milliseconds(entries)
     found, chance = [], {}
     for entry in entries:
         curves = {}
@@ -212,18 +220,32 @@ class Job:
             make_trainer(recipe, self.folder(parent)).fit()
 
 
+def refuse_no_steps(steps: int | None) -> None:
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps must be positive, got {steps}; leave them out for those of the demo")
+
+
 def train_all(folder: Path, jobs: Sequence[Job], workers: int | None, console: "Console | None") -> None:
     """One process per core, one thread each: networks this small gain nothing from more threads."""
     workers = min(len(jobs), workers or os.cpu_count() or 1)
-    if workers == 1:
-        for job in jobs:
+    # a bar moves only while another process works
+    if workers == 1 and (console is None or not console.is_terminal):
+        for number, job in enumerate(jobs, start=1):
             job.run(folder)
+            tell(console, folder, job, f"{number} of {len(jobs)}")
         return
     with worker_pool(workers, context="spawn") as pool:
         waiting = [(job, pool.submit(job.run, folder)) for job in jobs]
         watch(folder, waiting, console)
         for _, future in waiting:
             future.result()
+
+
+def tell(console: "Console | None", folder: Path, job: Job, place: str) -> None:
+    """One line about a run that has ended; nothing about one that failed."""
+    evals = [row for row in read_log(job.folder(folder) / "log.jsonl") if row["kind"] == "eval"]
+    if console is not None and evals:
+        console.print(f"{job.label}: accuracy {evals[-1]['accuracy']:.3f} ({place})")
 
 
 def watch(folder: Path, waiting: "Sequence[tuple[Job, Future[None]]]", console: "Console | None") -> None:
@@ -242,10 +264,7 @@ def watch(folder: Path, waiting: "Sequence[tuple[Job, Future[None]]]", console: 
                 if future.done():
                     running.remove((job, future))
                     ended += job.total
-                    evals = [row for row in read_log(job.folder(folder) / "log.jsonl") if row["kind"] == "eval"]
-                    if evals:
-                        number = len(waiting) - len(running)
-                        console.print(f"{job.label}: accuracy {evals[-1]['accuracy']:.3f} ({number} of {len(waiting)})")
+                    tell(console, folder, job, f"{len(waiting) - len(running)} of {len(waiting)}")
             steps = [read_log(job.folder(folder) / "log.jsonl") for job, _ in running]
             here = sum(max((row["step"] for row in rows if row["kind"] == "step"), default=0) for rows in steps)
             progress.update(bar, completed=ended + here)

@@ -1,11 +1,12 @@
 """See inside: one page that shows where a model's attention looks, in a folder or served on this machine."""
 
 from .look import Look, look_into, read_images
-from .report import explorer_of, write_report
+from .report import PAGE_NAME, explorer_of, write_report
 from .server import ExploreServer, refuse_used_port, serve
 from .subject import Subject, load_subject
 
 __all__ = [
+    "PAGE_NAME",
     "ExploreServer",
     "Look",
     "Subject",
