@@ -55,7 +55,7 @@ def add_to(app: "typer.Typer") -> None:
 
 def run_analyze(model: str, images: list[Path], out: Path, beside: str | None, most: int, device: str) -> None:
     from ..studies.see_inside import PAGE_NAME, write_report
-    from ..whole_files import refuse_unwritable
+    from ..atomic_files import refuse_unwritable
 
     # the figures come last
     need("matplotlib")

@@ -57,7 +57,7 @@ def run_compare(out: Path, tokens: int, seed: int) -> None:
     from rich.progress import track
 
     from ..analysis import HOW_TO_READ, compare_methods, comparison_table, draw_entropy_against_norm, methods
-    from ..whole_files import refuse_unwritable
+    from ..atomic_files import refuse_unwritable
 
     # the picture comes last
     need("matplotlib")
@@ -84,7 +84,7 @@ def run_compare(out: Path, tokens: int, seed: int) -> None:
 
 def run_compare_trained(out: Path, seed: int, steps: int | None) -> None:
     from ..studies.demo.trained import HOW_TO_READ, NAME, diagnose_trained, draw_trained, trained_table
-    from ..whole_files import refuse_unwritable
+    from ..atomic_files import refuse_unwritable
 
     need("matplotlib")
     refuse_unwritable(out / f"{NAME}.png")
@@ -98,7 +98,7 @@ def run_compare_trained(out: Path, seed: int, steps: int | None) -> None:
 
 def run_demo(out: Path, seeds: int, steps: int | None) -> None:
     from ..studies.demo import HOW_TO_READ, demo_table, run_demo, write_report
-    from ..whole_files import refuse_unwritable
+    from ..atomic_files import refuse_unwritable
 
     need("matplotlib")
     refuse_unwritable(out / "report.html")
