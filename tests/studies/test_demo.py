@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from rich.console import Console
 
 from nalaformer.recipes import build_model
-from nalaformer.studies.demo import ENTRIES, TASKS, demo_recipe, demo_table, run_demo, study, write_report
+from nalaformer.studies.demo import ENTRIES, TASKS, cost, demo_recipe, demo_table, run_demo, study, write_report
 from nalaformer.studies.demo.cost import milliseconds, network
 from nalaformer.studies.demo.diagnose import FACTORS
 from nalaformer.studies.demo.intervals import difference_of, mean_of
@@ -158,7 +159,27 @@ def test_what_is_timed_is_the_network_of_the_demo_with_more_tokens():
     assert all(len(each) == 2 and min(each) > 0 for each in times.values())
 
 
-def test_a_busy_moment_does_not_reach_the_times(monkeypatch):
+def test_what_other_programs_take_does_not_reach_the_times(monkeypatch):
+    class Interrupted(torch.nn.Module):
+        """As if another program had the core for a while, in every round."""
+
+        def forward(self, x):
+            time.sleep(0.3)
+            return x @ x.mT
+
+    monkeypatch.setattr(cost, "network", lambda entry, length: Interrupted())
+    assert milliseconds(CHOSEN[:1], tokens=(32,))[CHOSEN[0]][0] < 100
+
+
+def test_the_shortest_round_counts(monkeypatch):
     clock = iter([0.0, 9.0, 10.0, 10.002, 20.0, 20.003])
-    monkeypatch.setattr("nalaformer.studies.demo.cost.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("nalaformer.studies.demo.cost.time.thread_time", lambda: next(clock))
     assert milliseconds(CHOSEN[:1], tokens=(32,), rounds=3)[CHOSEN[0]][0] == pytest.approx(2.0)
+
+
+def test_one_thread_computes_while_times_are_taken_and_as_many_as_before_after(monkeypatch):
+    threads = []
+    monkeypatch.setattr(cost, "network", lambda entry, length: lambda x: threads.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    milliseconds(CHOSEN[:1], tokens=(32,), rounds=1)
+    assert (threads, torch.get_num_threads()) == ([1], 2)

@@ -72,7 +72,7 @@ def test_the_other_findings_are_plain_sentences():
 def test_times_are_written_without_powers_of_ten():
     found = result((0.87, 0.88), (0.78, 0.79))
     assert found.findings()[-1] == (
-        "A sequence of 1,024 tokens takes 4.57 ms with softmax and 2 ms with NaLaFormer; one of 16,384 tokens takes 1,110 ms "
-        "and 97.3 ms."
+        "A sequence of 1,024 tokens takes one core 4.57 ms with softmax and 2 ms with NaLaFormer; one of 16,384 tokens "
+        "takes 1,110 ms and 97.3 ms."
     )
     assert cells(found.found[0])[-1] == "1,113"

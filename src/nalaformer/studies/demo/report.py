@@ -23,11 +23,14 @@ COLUMNS = (
     ("majority", "The same of the task that needs flat attention."),
     ("nearest", "Mean weight that the best head of a probe puts on the nearest of 32 keys."),
     ("sharper", "Nats of entropy that attention loses when queries grow from half to twice their norm."),
-    (f"ms at {TOKENS[-1] // 1024}K", f"Time of one sequence of {TOKENS[-1]:,} tokens through the network, in inference."),
+    (
+        f"ms at {TOKENS[-1] // 1024}K",
+        f"One core's time for one sequence of {TOKENS[-1]:,} tokens through the network, in inference.",
+    ),
 )
 HOW_TO_READ = (
     "pointing, majority: accuracy, mean over seeds ± 95% interval; nearest: weight on the nearest of 32 keys; sharper: entropy "
-    f"that attention loses when queries double twice, in nats; ms: one sequence of {TOKENS[-1]:,} tokens."
+    f"that attention loses when queries double twice, in nats; ms: one core's time for {TOKENS[-1]:,} tokens."
 )
 
 
@@ -120,14 +123,16 @@ network is trained with each attention, and the feature map is all that differs:
 <p>A dot for each seed, a bar for the 95% interval of the mean.</p>
 <h2>Does attention sharpen with the query?</h2>{entropy_against_norm}
 <p>Left: every query of the trained networks is made shorter and longer, and nothing else changes. With ReLU-like maps the
-length cancels and the line is flat; softmax, and maps that keep the norm, sharpen as the query grows. Right: the queries as the
-networks make them. There directions differ too, so a line may fall without any effect of the norm itself.</p>
+length cancels and the line is flat; softmax sharpens as the query grows. The norm-aware map can sharpen at short queries alone:
+at long ones its power has reached its end. Right: the queries as the networks make them. There directions differ too, so a line
+may fall without any effect of the norm itself.</p>
 <h2>Where probes look</h2>{attention_maps}
 <p>Each row is a probe of the same sequence, its 32 keys ordered from the nearest to the farthest, by the head that finds the
 nearest best. A sharp method has one bright column at the left.</p>
 <h2>How they learn</h2>{learning_curves}
 <h2>What it costs</h2>{cost_against_tokens}
-<p>One sequence through the same network in inference, float32, on this machine's CPU; the shortest of three rounds.</p>
+<p>One sequence through the same network in inference, float32: processor time of one core of this machine, which other
+programs hardly change; the shorter of two rounds.</p>
 <h2>Columns</h2>{legend}
 <p><small>Parameters: {parameters}. Figures of two small tasks on a small budget, measured on {machine}. They say
 nothing about ImageNet.</small></p>

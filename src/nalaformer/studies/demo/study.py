@@ -38,7 +38,7 @@ class Finding:
     diagnosis: Diagnosis
     """The diagnosis of the first seed's pointing network."""
     milliseconds: tuple[float, ...]
-    """The time of one sequence, for each of TOKENS."""
+    """One core's time for one sequence, for each of TOKENS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +109,10 @@ class DemoResult:
         softmax, nala = by_label.get("softmax"), by_label.get("NaLaFormer")
         if softmax is None or nala is None:
             return ""
-        a, b = softmax.milliseconds, nala.milliseconds
+        a, b = ([three_digits(number) for number in each.milliseconds] for each in (softmax, nala))
         return (
-            f"A sequence of {TOKENS[0]:,} tokens takes {three_digits(a[0])} ms with softmax and {three_digits(b[0])} ms with "
-            f"NaLaFormer; one of {TOKENS[-1]:,} tokens takes {three_digits(a[-1])} ms and {three_digits(b[-1])} ms."
+            f"A sequence of {TOKENS[0]:,} tokens takes one core {a[0]} ms with softmax and {b[0]} ms with NaLaFormer; one of "
+            f"{TOKENS[-1]:,} tokens takes {a[-1]} ms and {b[-1]} ms."
         )
 
 
