@@ -54,8 +54,8 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def run_analyze(model: str, images: list[Path], out: Path, beside: str | None, most: int, device: str) -> None:
-    from ..studies.see_inside import PAGE_NAME, write_report
     from ..atomic_files import refuse_unwritable
+    from ..studies.see_inside import PAGE_NAME, write_report
 
     # the figures come last
     need("matplotlib")

@@ -83,8 +83,8 @@ def run_compare(out: Path, tokens: int, seed: int) -> None:
 
 
 def run_compare_trained(out: Path, seed: int, steps: int | None) -> None:
-    from ..studies.demo.trained import HOW_TO_READ, NAME, diagnose_trained, draw_trained, trained_table
     from ..atomic_files import refuse_unwritable
+    from ..studies.demo.trained import HOW_TO_READ, NAME, diagnose_trained, draw_trained, trained_table
 
     need("matplotlib")
     refuse_unwritable(out / f"{NAME}.png")
@@ -97,8 +97,8 @@ def run_compare_trained(out: Path, seed: int, steps: int | None) -> None:
 
 
 def run_demo(out: Path, seeds: int, steps: int | None) -> None:
-    from ..studies.demo import HOW_TO_READ, demo_table, run_demo, write_report
     from ..atomic_files import refuse_unwritable
+    from ..studies.demo import HOW_TO_READ, demo_table, run_demo, write_report
 
     need("matplotlib")
     refuse_unwritable(out / "report.html")
