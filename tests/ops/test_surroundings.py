@@ -205,6 +205,36 @@ def test_the_kernels_are_operators_that_torch_library_accepts():
     torch.library.opcheck(residual_op.backward, (x, x, bias, bias[:2].detach()), test_utils=checks)
 
 
+def test_a_compiled_training_step_calls_the_operators_that_know_no_gradients():
+    """And has the gradients of the eager one."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    called = set()
+
+    def look(graph, inputs):
+        called.update(str(node.target) for node in graph.graph.nodes if "nalaformer" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    def step(x, weight, bias):
+        y = depthwise_conv(x, weight, bias, grid=(3, 4), plus=x, gelu=True)
+        return scaled_residual(x, layer_norm(y, bias, bias, eps=1e-5), scale=bias)
+
+    tensors, (upstream,) = make((2, 12, 6), (6, 1, 3, 3), (6,)), make((2, 12, 6))
+    torch.compiler.reset()
+    with nalaformer.use_backend("triton"):
+        expected = gradients(step, tensors, upstream)
+        found = gradients(torch.compile(step, backend=aot_autograd(fw_compiler=look), fullgraph=True), tensors, upstream)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    names = {
+        f"nalaformer.{name}_{way}.default"
+        for name in ("depthwise", "layer_norm", "residual")
+        for way in ("forward", "backward")
+    }
+    assert called == names
+
+
 def test_wrong_shapes_say_what_is_wrong():
     x, weight = torch.randn(1, 12, 6), torch.randn(4, 1, 3, 3)
     with pytest.raises(ValueError, match=r"3 x 5 = 15, got 12 tokens"):
