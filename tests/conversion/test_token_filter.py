@@ -194,7 +194,7 @@ def test_random_tokens_are_the_baseline():
     assert len({tuple(row) for row in first.tolist()}) > 1
 
 
-@pytest.mark.parametrize("make", [lambda: pyramid(depths=(1, 4)), lambda: timm_vit(depth=4)])
+@pytest.mark.parametrize("make", [lambda: pyramid(depths=(1, 8)), lambda: timm_vit(depth=4)])
 def test_fewer_tokens_take_fewer_operations(make):
     model, images = make().eval(), torch.randn(1, 3, 48, 48)
     counts = []
