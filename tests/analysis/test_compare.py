@@ -9,7 +9,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from helpers.option_effects import Effects, options_of_command
 from nalaformer.analysis import (
     Method,
     Row,
@@ -326,14 +325,6 @@ def test_small_figures_read_as_zero_and_missing_ones_as_a_dash():
     assert cells(row) == ("x", "0", "0.000", "-", "0", "2.0", "1.0")
 
 
-COMMAND = Effects(options_of_command("compare"))
-
-
-def test_every_option_of_the_command_is_seen_to():
-    assert COMMAND.missing() == []
-
-
-@COMMAND.of("out", "tokens", "seed")
 def test_the_command_compares_the_tokens_and_the_seed_that_are_asked_for(tmp_path, monkeypatch):
     import nalaformer.analysis
 

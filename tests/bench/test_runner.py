@@ -19,6 +19,7 @@ from nalaformer.bench.ops_report import COLUMNS
 from nalaformer.bench.super_resolution import SUPER_RESOLUTION_COLUMNS, plan_super_resolution
 from nalaformer.bench.training import TRAINING_COLUMNS, plan_training
 from nalaformer.studies.linearization import Rows
+from nalaformer.studies.scoreboard.report import COLUMNS as SCOREBOARD_COLUMNS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -151,6 +152,7 @@ def test_every_column_of_a_benchmark_is_filled_by_it_or_by_the_runner(name):
 
 def test_files_of_earlier_runs_have_columns_that_are_written_still():
     known = {name: columns for name, (columns, _) in TABLES.items()}
+    known |= {"backbone_peers": MODEL_COLUMNS, "scoreboard": SCOREBOARD_COLUMNS}
     known["linearization"] = (*Rows.COLUMNS, *describe_machine().columns("cpu"))
     files = sorted(RESULTS.glob("*.csv"))
     assert len(files) >= 5

@@ -353,10 +353,11 @@ if INTERPRETING:
     @pytest.mark.parametrize(
         ("calls", "kernels"),
         [
-            (
+            pytest.param(
                 "backbone",
                 "depthwise_gradient_kernel depthwise_kernel norm_gradient_kernel norm_kernel residual_gradient_kernel "
                 "residual_kernel",
+                marks=pytest.mark.slow,
             ),
             pytest.param(
                 "bidirectional",

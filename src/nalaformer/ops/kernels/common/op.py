@@ -99,8 +99,16 @@ def custom_op(name: str, run: Run, shapes: Run, *, mutates: Sequence[str]) -> An
 def plain_op(name: str, run: Run, shapes: Run) -> Any:
     """The same of a `run` that changes nothing and returns new tensors. It has no gradient."""
     flat, gathered = flattened(run), gatherer(run)
+
+    def without_gradients(*given: Any) -> Any:
+        # what `run` does in torch's own operators would be recorded; compiled programs run where nothing is
+        if not torch.is_grad_enabled():
+            return flat(*given)
+        with torch.no_grad():
+            return flat(*given)
+
     LIBRARY.define(name + torch.library.infer_schema(flat, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, flat, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, without_gradients, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nalaformer::{name}", lambda *given: shapes(*gathered(given)), lib=LIBRARY)
     return getattr(torch.ops.nalaformer, name).default
 
