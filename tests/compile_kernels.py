@@ -150,7 +150,7 @@ def backbone():
         weight, bias = torch.zeros(channels, 1, 3, 3, requires_grad=True), torch.zeros(channels, requires_grad=True)
         wide = torch.zeros(channels, 1, 5, 5, requires_grad=True)
         grid = (side, side)
-        hidden = ops.depthwise_conv(x, weight, bias, grid=grid, plus=x, gelu=True)
+        hidden = ops.depthwise_conv(x, weight, bias, grid=grid, residual=True, gelu=True)
         mixed = ops.depthwise_conv(x, wide, None, grid=grid, plus=ops.depthwise_conv(x, weight, bias, grid=grid))
         normed = ops.layer_norm(mixed, bias, bias, eps=1e-6, gate=hidden)
         ops.scaled_residual(x, normed, scale=bias).sum().backward()

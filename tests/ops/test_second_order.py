@@ -79,7 +79,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "convolution": (lambda x, w: depthwise_conv(x, w, None, grid=(2, 3)), [(1, 6, 2), (2, 1, 3, 3)]),
     "convolution, residual": (lambda x, w: depthwise_conv(x, w, None, grid=(2, 3), plus=x), [(1, 6, 2), (2, 1, 3, 3)]),
     "convolution of GELU": (
-        lambda x, w: depthwise_conv(x, w, None, grid=(2, 3), plus=x, gelu=True),
+        lambda x, w: depthwise_conv(x, w, None, grid=(2, 3), residual=True, gelu=True),
         [(1, 6, 2), (2, 1, 3, 3)],
     ),
     "convolution, plus": (

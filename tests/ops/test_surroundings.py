@@ -68,7 +68,8 @@ def test_convolution_and_its_gradients(backend, plus, gelu, shape, has_bias, poi
     tensors = [x, other if plus == "other" else None, weight, bias if has_bias else None]
 
     def ours(x, other, weight, bias):
-        return depthwise_conv(x, weight, bias, grid=grid, plus={"none": None, "itself": x, "other": other}[plus], gelu=gelu)
+        added = other if plus == "other" else None
+        return depthwise_conv(x, weight, bias, grid=grid, plus=added, residual=plus == "itself", gelu=gelu)
 
     def exact(x, other, weight, bias):
         y = x * (1 + torch.erf(x / 2**0.5)) / 2 if gelu else x
@@ -85,7 +86,7 @@ def test_convolution_of_gelu_in_half_precision_is_rounded_once(dtype):
     x, weight, bias, upstream = (y.to(dtype) for y in make((2, 12, 20), (20, 1, 3, 3), (20,), (2, 12, 20)))
 
     def ours(x, weight, bias):
-        return depthwise_conv(x, weight, bias, grid=(3, 4), plus=x, gelu=True)
+        return depthwise_conv(x, weight, bias, grid=(3, 4), residual=True, gelu=True)
 
     found = []
     for backend, tensors in (("triton", [x, weight, bias]), ("reference", double([x, weight, bias]))):
@@ -217,7 +218,7 @@ def test_a_compiled_training_step_calls_the_operators_that_know_no_gradients():
         return make_boxed_func(graph.forward)
 
     def step(x, weight, bias):
-        y = depthwise_conv(x, weight, bias, grid=(3, 4), plus=x, gelu=True)
+        y = depthwise_conv(x, weight, bias, grid=(3, 4), residual=True, gelu=True)
         return scaled_residual(x, layer_norm(y, bias, bias, eps=1e-5), scale=bias)
 
     tensors, (upstream,) = make((2, 12, 6), (6, 1, 3, 3), (6,)), make((2, 12, 6))

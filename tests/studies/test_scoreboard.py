@@ -403,6 +403,43 @@ def test_a_method_waits_for_all_rates_of_its_first_seed_and_gives_up_those_that_
     assert len(order) == 0
 
 
+def drained(order, rows, best):
+    """Every run that an order gives, each ended at once; the best rate has the best dev."""
+    taken = []
+    while (run := order.take()) is not None:
+        taken.append((run.method.name, run.rate, run.seed))
+        rows.append(run.key | {"dev": "0.9" if run.rate == best else "0.5"})
+    return taken
+
+
+def test_a_rate_that_comes_later_and_wins_gets_the_other_seeds_too():
+    def made(*rates):
+        return scoreboard.Board(
+            title="t", recipe=recipe(), methods=parse_methods("relu"), seeds=(0, 1), learning_rates=rates, steps=1
+        )
+
+    rows = []
+    assert drained(Order([made(1e-3, 2e-3)], rows), rows, 1e-3)[-1] == ("relu", 1e-3, 1)
+    assert drained(Order([made(1e-3, 2e-3)], rows), rows, 1e-3) == []
+    # dev of the older runs was 0.9 and 0.5: the new rate must beat both
+    rows[:] = [row | {"dev": "0.5"} for row in rows]
+    assert drained(Order([made(1e-3, 2e-3, 4e-3)], rows), rows, 4e-3) == [("relu", 4e-3, 0), ("relu", 4e-3, 1)]
+
+
+def test_a_method_that_waits_keeps_its_place():
+    made = scoreboard.Board(
+        title="t", recipe=recipe(), methods=parse_methods("relu, split"), seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3), steps=1
+    )
+    rows = []
+    order = Order([made], rows)
+    firsts = [order.take() for _ in range(4)]
+    rows += [run.key | {"dev": "0.5"} for run in firsts if run.method.name == "split"]
+    later = order.take()
+    assert (later.method.name, later.seed) == ("split", 1)
+    rows += [run.key | {"dev": "0.5"} for run in firsts if run.method.name == "relu"]
+    assert [(run.method.name, run.seed) for run in (order.take(), order.take())] == [("relu", 1), ("relu", 2)]
+
+
 def test_every_rate_is_trained_with_every_seed_where_asked_for(tmp_path):
     rows = board(tmp_path / "a.csv", methods="relu", seeds=(0, 1), rates=(1e-3, 2e-3), steps=1, every_rate=True)
     assert [(row["seed"], row["learning_rate"]) for row in rows] == [(s, r) for s in "01" for r in ("0.001", "0.002")]

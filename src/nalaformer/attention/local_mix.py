@@ -9,16 +9,16 @@ from ..ops import depthwise_conv
 class DepthwiseConv(nn.Conv2d):
     """A kernel per channel, on tokens [B, N, C] of a grid, and `plus` added; more channels than kernels share them in turn.
 
-    gelu: gelu(x) stands for x.
+    residual: the input is added. gelu: gelu(x) stands for x.
     """
 
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, grid: tuple[int, int], plus: Tensor | None = None, gelu: bool = False
+        self, x: Tensor, grid: tuple[int, int], plus: Tensor | None = None, residual: bool = False, gelu: bool = False
     ) -> Tensor:
-        return depthwise_conv(x, self.weight, self.bias, grid=grid, plus=plus, gelu=gelu)
+        return depthwise_conv(x, self.weight, self.bias, grid=grid, plus=plus, residual=residual, gelu=gelu)
 
 
 class LocalMix(nn.Module):

@@ -29,7 +29,7 @@ def add_to(app: "typer.Typer") -> None:
             typer.Option(help='Only this case, by its shape in the table ("B1 H4 N4096 D64"); may be repeated.'),
         ] = None,
         seconds: Annotated[
-            float | None, typer.Option(help="Of timing per measurement.", show_default="2; with --quick 0.3")
+            float | None, typer.Option(help="Seconds of timing per measurement.", show_default="2; with --quick 0.3")
         ] = None,
     ) -> None:
         """Time and memory of linear attention, the published formula, torch's softmax attention, and peers on a GPU."""

@@ -38,7 +38,7 @@ class NormAware(FeatureMap):
         |q| = 8; "head" stands for 1/sqrt(head_dim), which leaves room on both sides.
     learnable: lambda and tau per head.
     powers="mild": p = 1 + softplus(a) tanh(norm_scale |q|) and 1 + softplus(b) for keys, a and b learned per head, both
-        powers near 1 at first. The published powers cost recall and training speed on small budgets.
+        powers near 1 at first.
     start_gain: softplus(a) and softplus(b) at first.
     saturation="none": |q| in place of tanh |q| in the power, so that doubling a large query still sharpens it.
     keys="like_queries": the norm of a key sets its power by the same rule, with lambda and tau or the gain b, and its length

@@ -103,7 +103,7 @@ class FeedForward(nn.Module):
         x = self.fc1(x)
         if self.local is not None and kept is None and is_plain_gelu(self.activation):
             # the convolution computes it where it reads x
-            return self.dropout(self.fc2(self.dropout(self.local(x, grid, plus=x, gelu=True))))
+            return self.dropout(self.fc2(self.dropout(self.local(x, grid, residual=True, gelu=True))))
         x = self.activation(x)
         if self.local is not None and kept is not None:
             x = x + cells_at(self.local(on_grid(x, grid, kept), grid), kept)
@@ -115,7 +115,13 @@ class FeedForward(nn.Module):
 def is_plain_gelu(activation: nn.Module) -> bool:
     """Whether a layer is GELU as torch defines it, and nobody watches it."""
     is_gelu = type(activation) is GELU or (type(activation) is nn.GELU and activation.approximate == "none")
-    return is_gelu and not (activation._forward_hooks or activation._forward_pre_hooks or activation._backward_hooks)
+    hooks = (
+        activation._forward_hooks,
+        activation._forward_pre_hooks,
+        activation._backward_hooks,
+        activation._backward_pre_hooks,
+    )
+    return is_gelu and not any(hooks) and "forward" not in activation.__dict__
 
 
 def make_norm(kind: str | type[nn.Module], dim: int, eps: float) -> nn.Module:

@@ -21,7 +21,7 @@ class Order:
     def __init__(self, boards: "Sequence[Board]", rows: list[Row], *, every_rate: bool = False) -> None:
         self.rows = rows
         self.firm: deque[Run] = deque()
-        self.open: deque[tuple[Board, Method, int]] = deque()
+        self.open: list[tuple[Board, Method, int]] = []
         self.lost: list[Row] = []
         seeds = dict.fromkeys(seed for board in boards for seed in board.seeds)
         for seed in seeds:
@@ -31,9 +31,9 @@ class Order:
                 if every_rate or seed == board.seeds[0] or len(board.learning_rates) == 1:
                     self.firm.extend(run for run in board.runs(seed) if not run.is_in(rows))
                 else:
-                    self.open.extend(
-                        (board, method, seed) for method in board.methods if not self._is_done(board, method, seed)
-                    )
+                    chosen = ((method, self._chosen(board, method, seed)) for method in board.methods)
+                    # where no rate is chosen yet, the run is still to come
+                    self.open.extend((board, method, seed) for method, run in chosen if run is None or not run.is_in(rows))
         self.total = len(self)
 
     def __len__(self) -> int:
@@ -48,16 +48,19 @@ class Order:
         """The next run; None if there is none, or none before a run in progress has ended."""
         if self.firm:
             return self.firm.popleft()
-        for _ in range(len(self.open)):
-            board, method, seed = self.open.popleft()
+        place = 0
+        while place < len(self.open):
+            board, method, seed = self.open[place]
             firsts = [board.run(method, rate, board.seeds[0]) for rate in board.learning_rates]
-            if all(run.is_in(self.rows) or run.is_in(self.lost) for run in firsts):
-                found = [run for run in firsts if run.is_in(self.rows)]
-                if found:
-                    return board.run(method, max(found, key=self._dev).rate, seed)
-                # every rate failed: there is nothing to repeat
+            if not all(run.is_in(self.rows) or run.is_in(self.lost) for run in firsts):
+                # it waits, and keeps its place
+                place += 1
                 continue
-            self.open.append((board, method, seed))
+            del self.open[place]
+            chosen = self._chosen(board, method, seed)
+            # every rate failed: there is nothing to repeat; or the file had the chosen one already
+            if chosen is not None and not chosen.is_in(self.rows):
+                return chosen
         return None
 
     def failed(self, run: "Run") -> None:
@@ -67,5 +70,9 @@ class Order:
     def _dev(self, run: "Run") -> float:
         return next(float(row["dev"]) for row in self.rows if run.is_same(row))
 
-    def _is_done(self, board: "Board", method: "Method", seed: int) -> bool:
-        return any(board.run(method, rate, seed).is_in(self.rows) for rate in board.learning_rates)
+    def _chosen(self, board: "Board", method: "Method", seed: int) -> "Run | None":
+        """A later seed at the rate that the first one chose; None until all rates of that have ended, or if all failed."""
+        firsts = [board.run(method, rate, board.seeds[0]) for rate in board.learning_rates]
+        found = [run for run in firsts if run.is_in(self.rows)]
+        missing = any(not run.is_in(self.rows) and not run.is_in(self.lost) for run in firsts)
+        return None if missing or not found else board.run(method, max(found, key=self._dev).rate, seed)
