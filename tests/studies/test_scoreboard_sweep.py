@@ -59,7 +59,7 @@ def control(sweep, monkeypatch, tmp_path):
     """A service that starts, and notes what it is told."""
     told = tmp_path / "told"
     program = tmp_path / sweep.CONTROL
-    program.write_text(f'#!/bin/sh\n[ "$1" = -d ] && echo started >> {told} || cat >> {told}\n')
+    program.write_text(f'#!/bin/sh\n[ "$1" = -d ] && echo started >> "{told}" || cat >> "{told}"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return told
