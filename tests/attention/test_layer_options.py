@@ -414,6 +414,15 @@ def test_mild_powers_are_one_plus_softplus_of_their_parameters():
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@MAPS["channel_softmax"].of("gain")
+def test_the_gain_of_a_channel_softmax_is_a_longer_vector():
+    x = torch.randn(1, 5, 2, 8, dtype=torch.float64)
+    maps = [feature_map("channel_softmax", num_heads=2, head_dim=8, gain=gain) for gain in (1.0, 3.0)]
+    torch.testing.assert_close(maps[1].key(x), maps[0].key(3 * x), rtol=1e-12, atol=1e-15)
+    # fewer and larger features: more than the share of the largest in a shorter vector
+    assert (maps[1].query(x).amax(-1) > maps[0].query(x).amax(-1)).all()
+
+
 @MAPS["focused"].of("power", "norm_over")
 @pytest.mark.parametrize("power", [1.0, 4.0])
 @pytest.mark.parametrize(("norm_over", "dims"), [("all", (-2, -1)), ("head", (-1,))])

@@ -193,7 +193,7 @@ def test_norm_preserving_matrix_of_queries_is_float32_whatever_the_map_is(make_m
 
 def test_norm_preserving_features_are_two_distributions(make_map, make_qkv):
     _, k, _ = make_qkv()
-    for name in ("norm_preserving", "hedgehog"):
+    for name in ("norm_preserving", "hedgehog", "channel_softmax"):
         halves = make_map(name, dtype=torch.float64).key(k).unflatten(-1, (2, 8))
         assert (halves.sum(-1) - 1).abs().max() < 1e-12
 
@@ -209,7 +209,7 @@ def test_a_misspelt_map_name_suggests_the_nearest(name):
 
 
 def test_a_map_name_like_no_other_lists_them_all():
-    with pytest.raises(ValueError, match="unknown feature map 'qqq'; known: elu, focused, hedgehog, norm_aware"):
+    with pytest.raises(ValueError, match="unknown feature map 'qqq'; known: channel_softmax, elu, focused, hedgehog, norm_aware"):
         nalaformer.feature_map("qqq", num_heads=2, head_dim=8)
 
 

@@ -20,10 +20,10 @@ MAPS = {
     "polarity": {},
     "polarity_exp": {},
     "focused head": {"norm_over": "head"},
+    "channel_softmax": {},
     "reflection pairs": {"cross_head": False},
     # a matrix product first, the rest in registers
     "hedgehog": {},
-    "norm_preserving": {},
     # rows of all heads together: written out before attention unless there is one head
     "focused": {},
     "reflection": {},

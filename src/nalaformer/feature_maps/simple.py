@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import KernelSpec
-from .base import FeatureMap, both_signs
+from .base import FeatureMap, both_signs, check_number
 from .registry import FEATURE_MAPS
 
 
@@ -85,6 +85,32 @@ class Hedgehog(FeatureMap):
     def kernel_spec(self, device: torch.device) -> KernelSpec:
         before = partial(self.turn, weight=self.query_weight), partial(self.turn, weight=self.key_weight)
         return KernelSpec("softmax", parts=2, before=before)
+
+
+@FEATURE_MAPS.register("channel_softmax")
+class ChannelSoftmax(SameForBoth):
+    """phi(x) = [softmax(gain x) ; softmax(-gain x)] over the channels, for queries and keys; F = 2 D. A map of our own.
+
+    A longer query has fewer, larger features, without a bound, so its norm steers how sharp attention is; the features of a key
+    sum to two, so no key outweighs the others. Hedgehog without its matrices, which the projections before attention contain,
+    and with a gain: at gain 1 random keys share too much of each query's weight for recall to be learned.
+    """
+
+    queries_are_bounded = True
+
+    def __init__(self, *, num_heads: int, head_dim: int, gain: float = 2.0) -> None:
+        super().__init__(num_heads=num_heads, head_dim=head_dim)
+        check_number("gain", gain, above=True, why="so that a larger channel gets a larger feature")
+        self.gain = gain
+
+    def phi(self, x: Tensor) -> Tensor:
+        return softmax_of_both_signs(self.gain * x)
+
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
+        return KernelSpec("channel_softmax", parts=2, alpha=self.gain)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, gain={self.gain:g}"
 
 
 def softmax_of_both_signs(x: Tensor) -> Tensor:

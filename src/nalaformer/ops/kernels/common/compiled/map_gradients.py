@@ -86,6 +86,8 @@ def phi_of_both_gradient(x, da, db, param_ptr, channels, alpha, D: tl.constexpr,
         dx = tl.where(x > 0, da, tl.where(x < 0, -db, 0.0))
     elif MAP == "softmax":
         dx = softmax_of_both_signs_gradient(x, da, db, channels[None, :] < D)
+    elif MAP == "channel_softmax":
+        dx = alpha * softmax_of_both_signs_gradient(alpha * x, da, db, channels[None, :] < D)
     elif MAP == "focused":
         dx, g0 = focused_gradient(x, row_of(param_ptr, 0, channels, D), alpha, da)
     else:

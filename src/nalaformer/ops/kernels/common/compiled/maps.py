@@ -1,7 +1,7 @@
 """The feature maps in registers: value and gradient of a tile of tokens, computed where it is needed and never stored.
 
 A tile is [BN, BD] float32, BD = head size padded to a power of two; channels beyond the head and rows beyond the tokens hold
-zeros. Maps that make something else of zeros (elu, focused, softmax) hide what they make of those. Maps with both signs give
+zeros. Maps that make something else of zeros (elu, focused, both softmax) hide what they make of those. Maps with both signs give
 two tiles `a` and `b`, the two halves of the features; the others give `a` only, and `b` is `a`, unused. Parameters lie in one
 float32 row per head:
 
@@ -9,6 +9,7 @@ float32 row per head:
     polarity:     power [D], 1 / softplus(scale) [D]
     polarity_exp: temperature of the same-sign stream [2 D], of the opposite-sign stream [2 D]
     focused:      1 / softplus(scale) [D]; alpha is the power
+    channel_softmax: none; alpha is the gain
     reflection:   unit normal across heads [D], cos and sin of twice each block's angle [D]
 
 Powers are exp2(p * log2 x): the hardware has exactly these two instructions, and the interpreter has no pow. What limits these
@@ -125,7 +126,7 @@ def as_type(x, TYPE: tl.constexpr):
 @triton.constexpr_function
 def is_same_for_both(MAP):
     """Whether queries and keys have the same features."""
-    return MAP.startswith("reflection") or MAP in ("identity", "relu", "elu", "split", "softmax", "focused")
+    return MAP.startswith("reflection") or MAP in ("identity", "relu", "elu", "split", "softmax", "channel_softmax", "focused")
 
 
 @triton.jit
@@ -154,6 +155,9 @@ def phi_of_both(x, ok, param_ptr, channels, alpha, D: tl.constexpr, MAP: tl.cons
     elif MAP == "softmax":
         a = shown(softmax(x, channels[None, :] < D), ok)
         b = shown(softmax(-x, channels[None, :] < D), ok)
+    elif MAP == "channel_softmax":
+        a = shown(softmax(alpha * x, channels[None, :] < D), ok)
+        b = shown(softmax(-alpha * x, channels[None, :] < D), ok)
     elif MAP == "focused":
         a = shown(focused(x, row_of(param_ptr, 0, channels, D), alpha), ok)
         b = a
