@@ -57,14 +57,18 @@ def test_samples_are_as_the_facts_say(name):
         assert inputs.max() < facts.vocabulary
     else:
         assert inputs.shape[2] == facts.channels
-    assert targets.shape == ((40,) if facts.answers == "sequence" else inputs.shape[:2])
-    asked = targets[targets != IGNORE]
-    assert len(asked) >= 40
-    assert asked.min() >= 0
-    assert asked.max() < facts.outputs
+    if data.figure == "R^2":
+        assert targets.shape == (*inputs.shape[:2], facts.outputs)
+        assert data.chance == 0
+    else:
+        assert targets.shape == ((40,) if facts.answers == "sequence" else inputs.shape[:2])
+        asked = targets[targets != IGNORE]
+        assert len(asked) >= 40
+        assert asked.min() >= 0
+        assert asked.max() < facts.outputs
+        assert 0 < data.chance <= 0.5
     assert set(arrays["group"]) <= set(range(len(data.groups)))
     assert len(data.group_lengths) == len(data.groups)
-    assert 0 < data.chance <= 0.5
 
 
 # of the first 8 samples: a change of a generator changes figures that were measured with it
@@ -77,6 +81,7 @@ CHECKSUMS = {
     "pointing": "7d55aad1fc03",
     "pointing_control": "2e450f7ba250",
     "majority": "c8d8ec8b0706",
+    "softmax_teacher": "582b7a52e955",
     "copying": "c0c228c834e5",
     "induction": "7d11268d2fed",
     "recall_language": "11b6a2135108",
@@ -88,6 +93,22 @@ CHECKSUMS = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_samples_are_those_that_figures_were_measured_with(name):
     assert digest(SEQUENCES[name](split="train", samples=8).batch(range(8))) == CHECKSUMS[name]
+
+
+def test_a_teacher_gives_the_outputs_of_exact_attention():
+    data = make("softmax_teacher", samples=3)
+    arrays = data.batch(range(3))
+    seen = torch.from_numpy(arrays["inputs"]).double() @ torch.from_numpy(data.rotation).T
+    outputs = []
+    for head in range(3):
+        # queries of all heads first, then keys, then values
+        q, k, v = (seen[..., 15 * part + 5 * head :][..., :5] for part in range(3))
+        outputs.append((q @ k.mT / 5**0.5).softmax(-1) @ v)
+    np.testing.assert_allclose(arrays["targets"], torch.cat(outputs, -1), atol=1e-6)
+    # one teacher for all: a model may learn it
+    other = make("softmax_teacher", split="val", seed=5)
+    assert np.array_equal(other.rotation, data.rotation)
+    np.testing.assert_allclose(data.rotation @ data.rotation.T, np.eye(45), atol=1e-12)
 
 
 def test_indices_beyond_the_data_and_unknown_splits_are_refused():

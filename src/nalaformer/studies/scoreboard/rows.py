@@ -91,11 +91,27 @@ def images(data: str, asks: str, **model: Any) -> BoardRow:
     )
 
 
+def regression(recipe: str, asks: str, tiny: dict[str, Any]) -> BoardRow:
+    """One attention between two projections, two heads of 64; in float32, since the figure sees what rounding costs."""
+    return BoardRow(
+        recipe=recipe,
+        settings={"precision": "float32"},
+        tiny={"data_options": tiny, "model_options": {"dim": 8}},
+        learning_rates=(1e-3, 3e-3),
+        asks=asks,
+    )
+
+
 SHORT_LISTS = {"shortest": 8, "longest": 32, "max_depth": 3}
 ROWS: dict[str, BoardRow] = {
     "pointing_256": probing("pointing", "Name the class of the nearest of 256 directions: sharp attention."),
     "majority_256": probing("majority", "Name the class that most of 256 tokens have: flat attention."),
     "counting_256": probing("pointing_control", "Count the tokens of a class among 256: flat attention."),
+    "teacher_regression": regression(
+        "softmax_teacher",
+        "Give the outputs of exact attention, flat for short queries and sharp for long ones.",
+        {"tokens": 16, "size": 4},
+    ),
     "mqar_80": recalling(
         "mqar",
         "Give the values of 80 keys that were said before: recall.",
