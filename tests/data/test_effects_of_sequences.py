@@ -316,6 +316,12 @@ def test_probes_lie_so_far_from_their_keys():
     assert distance(0.3) > 2 * distance(0.03)
 
 
+@SEQUENCE_OPTIONS.of("cue_cells.cells", "cue_cells.cell_size")
+def test_a_grid_has_so_many_cells_of_that_size():
+    for cells, size in ((3, 8), (4, 9)):
+        assert arrays("cue_cells", cells=cells, cell_size=size)[1]["inputs"].shape == (30, cells**2, 3 * size**2)
+
+
 def queries_of(**options):
     """Inputs, targets, and queries [B, N, heads, size] as the teacher sees them."""
     data, found = arrays("softmax_teacher", samples=60, **options)

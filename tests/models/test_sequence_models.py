@@ -21,7 +21,7 @@ ATTENTIONS = [*METHODS, *FEATURE_MAPS.names()]
 LONG_RANGE = [
     *("lra_listops", "lra_listops_sky", "lra_pathfinder", "lra_pathx", "listops_small", "pathfinder_small", "mqar"),
     *("mqar_small", "copying", "induction", "needles", "variables", "pointing", "pointing_control", "majority"),
-    "softmax_teacher",
+    *("softmax_teacher", "cue_cells"),
 ]
 
 

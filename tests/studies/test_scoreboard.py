@@ -570,6 +570,6 @@ def test_data_make_writes_what_recipes_read(run, tmp_path):
 
 
 def test_a_scoreboard_of_images_is_refused(run):
-    result = run("scoreboard", "cue_grid")
+    result = run("scoreboard", "count_grid")
     assert isinstance(result.exception, ValueError)
     assert "recipe on sequences" in str(result.exception)

@@ -300,6 +300,17 @@ def pointing_control() -> Recipe:
     return probing("pointing_control")
 
 
+@RECIPES.register("cue_cells")
+def cue_cells() -> Recipe:
+    """Name the glyph whose colour the marked cell of a grid shows, a vector for each cell: sharp attention.
+
+    Command: nalaformer train cue_cells attention=nalaformer
+    Cost: 10,000 steps of 64 x 64 tokens; not measured.
+    Expected: not measured; chance is 0.25. `cue_grid` is the same as an image, for backbones.
+    """
+    return probing("cue_cells")
+
+
 @RECIPES.register("softmax_teacher")
 def softmax_teacher() -> Recipe:
     """Give the outputs of exact attention with norms of queries from 0.5 to 16: attention that is flat and sharp.

@@ -2,6 +2,7 @@
 
 from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_tensor, known_options, make_sequences
 from .copying import Copying, Induction
+from .cue_cells import CueCells
 from .figures import FIGURES, Figure, answers_of
 from .filler import ENTROPY, Filler
 from .image_file import ImagePatches, ImagePixels
@@ -24,6 +25,7 @@ __all__ = [
     "AssociativeRecall",
     "Copying",
     "Counting",
+    "CueCells",
     "Figure",
     "Filler",
     "GreyImage",

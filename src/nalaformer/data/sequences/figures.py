@@ -47,7 +47,7 @@ class Figure(ABC):
         return new > old if self.higher_is_better else new < old
 
 
-class Accuracy(Figure):
+class AccuracyFigure(Figure):
     """Share of the answers that are right."""
 
     name = "accuracy"
@@ -71,7 +71,7 @@ class Accuracy(Figure):
         return sums[2] / sums[0]
 
 
-class Perplexity(Accuracy):
+class PerplexityFigure(AccuracyFigure):
     """exp of the mean cross-entropy: among how many tokens that are equally likely a model would be as unsure."""
 
     name = "perplexity"
@@ -82,7 +82,7 @@ class Perplexity(Accuracy):
         return math.exp(min(self.mean_loss(sums), 700.0))
 
 
-class Determination(Figure):
+class R2Figure(Figure):
     """R^2 = 1 - sum |y - output|^2 / sum |y - mean y|^2: 1 is perfect, 0 as good as the mean."""
 
     name = "R^2"
@@ -106,7 +106,7 @@ class Determination(Figure):
         return sums[1] / (sums[0] * (len(sums) - 3))
 
 
-FIGURES: dict[str, Figure] = {figure.name: figure for figure in (Accuracy(), Perplexity(), Determination())}
+FIGURES: dict[str, Figure] = {figure.name: figure for figure in (AccuracyFigure(), PerplexityFigure(), R2Figure())}
 
 
 def answers_of(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
