@@ -175,7 +175,7 @@ def test_marked_pairs_relate_as_their_label_says():
         (lambda: CueGrid(split="train", samples=0), "samples must be positive"),
         (lambda: CueGrid(split="train", samples=1, glyphs=9), "glyphs must be between"),
         (lambda: CueGrid(split="train", samples=1, cells=1), "room for every glyph"),
-        (lambda: CueGrid(split="train", samples=1, cell_size=3), "at least 6 pixels"),
+        (lambda: CueGrid(split="train", samples=1, cell_size=7), "at least 8 pixels"),
         (lambda: CueGrid(split="train", samples=1, separation=90), "separation"),
         (lambda: CountGrid(split="train", samples=1, most=99), "most must be"),
         (lambda: MarkedPair(split="train", samples=1, image_size=32), "larger image_size"),

@@ -181,10 +181,10 @@ def test_data_is_a_folder_or_the_name_of_generated_data(folder):
 
 @CLASSIFICATION.of("data_options")
 def test_options_reach_both_splits_and_the_size():
-    task = task_of(data_options={"cells": 4, "cell_size": 7})
-    assert task.train_data[0][0].shape == task.eval_data[0][0].shape == (3, 28, 28)
-    assert task.image_size == 28
-    assert task.prepare(RAMP).shape == (3, 28, 28)
+    task = task_of(data_options={"cells": 4, "cell_size": 9})
+    assert task.train_data[0][0].shape == task.eval_data[0][0].shape == (3, 36, 36)
+    assert task.image_size == 36
+    assert task.prepare(RAMP).shape == (3, 36, 36)
 
 
 @CLASSIFICATION.of("data_seed")

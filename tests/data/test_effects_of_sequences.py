@@ -316,6 +316,41 @@ def test_probes_lie_so_far_from_their_keys():
     assert distance(0.3) > 2 * distance(0.03)
 
 
+@SEQUENCE_OPTIONS.of("cue_cells.cells", "cue_cells.cell_size")
+def test_a_grid_has_so_many_cells_of_that_size():
+    for cells, size in ((3, 8), (4, 9)):
+        assert arrays("cue_cells", cells=cells, cell_size=size)[1]["inputs"].shape == (30, cells**2, 3 * size**2)
+
+
+def queries_of(**options):
+    """Inputs, targets, and queries [B, N, heads, size] as the teacher sees them."""
+    data, found = arrays("softmax_teacher", samples=60, **options)
+    seen = found["inputs"].astype(np.float64) @ data.rotation.T
+    return found, seen.reshape(*seen.shape[:2], 3, data.heads, data.size)[:, :, 0]
+
+
+@SEQUENCE_OPTIONS.of("softmax_teacher.tokens", "softmax_teacher.heads", "softmax_teacher.size")
+def test_a_teacher_has_so_many_tokens_and_heads_of_that_size():
+    found, _ = queries_of(tokens=7, heads=2, size=4)
+    assert found["inputs"].shape == (60, 7, 3 * 2 * 4)
+    assert found["targets"].shape == (60, 7, 2 * 4)
+    with pytest.raises(ValueError, match="needs tokens >= 2, heads >= 1, size >= 2, got 1, 2, 4"):
+        queries_of(tokens=1, heads=2, size=4)
+
+
+@SEQUENCE_OPTIONS.of("softmax_teacher.shortest", "softmax_teacher.longest")
+@pytest.mark.parametrize(("shortest", "longest"), [(0.5, 16.0), (2.0, 3.0)])
+def test_norms_of_queries_are_between_the_shortest_and_the_longest(shortest, longest):
+    norms = np.linalg.norm(queries_of(shortest=shortest, longest=longest)[1], axis=-1)
+    # the numbers that are shown are rounded to float32
+    assert shortest - 1e-5 < norms.min() < shortest * 1.03
+    assert longest / 1.03 < norms.max() < longest + 1e-5
+    # half of them lie below the geometric mean: 1,980 norms in all
+    assert (norms < (shortest * longest) ** 0.5).mean() == pytest.approx(0.5, abs=0.05)
+    with pytest.raises(ValueError, match=r"norms of queries must be positive and in order, got 2\.0 to 1\.0"):
+        make("softmax_teacher", shortest=2.0, longest=1.0)
+
+
 @SEQUENCE_OPTIONS.of("majority.lead")
 def test_the_class_of_most_keys_leads_by_so_many():
     def leads(lead):

@@ -8,6 +8,7 @@ import torch
 
 from helpers.sequence_cases import CASES, make
 from nalaformer.data import batches_from
+from nalaformer.data.glyphs import glyph_masks
 from nalaformer.data.sequences import IGNORE, SEQUENCES, known_options, make_sequences, write
 
 RELEASED = {"text", "retrieval", "image", "pixels", "patches"}
@@ -57,14 +58,18 @@ def test_samples_are_as_the_facts_say(name):
         assert inputs.max() < facts.vocabulary
     else:
         assert inputs.shape[2] == facts.channels
-    assert targets.shape == ((40,) if facts.answers == "sequence" else inputs.shape[:2])
-    asked = targets[targets != IGNORE]
-    assert len(asked) >= 40
-    assert asked.min() >= 0
-    assert asked.max() < facts.outputs
+    if data.figure == "R^2":
+        assert targets.shape == (*inputs.shape[:2], facts.outputs)
+        assert data.chance == 0
+    else:
+        assert targets.shape == ((40,) if facts.answers == "sequence" else inputs.shape[:2])
+        asked = targets[targets != IGNORE]
+        assert len(asked) >= 40
+        assert asked.min() >= 0
+        assert asked.max() < facts.outputs
+        assert 0 < data.chance <= 0.5
     assert set(arrays["group"]) <= set(range(len(data.groups)))
     assert len(data.group_lengths) == len(data.groups)
-    assert 0 < data.chance <= 0.5
 
 
 # of the first 8 samples: a change of a generator changes figures that were measured with it
@@ -77,6 +82,8 @@ CHECKSUMS = {
     "pointing": "7d55aad1fc03",
     "pointing_control": "2e450f7ba250",
     "majority": "c8d8ec8b0706",
+    "cue_cells": "079074eb56ef",
+    "softmax_teacher": "582b7a52e955",
     "copying": "c0c228c834e5",
     "induction": "7d11268d2fed",
     "recall_language": "11b6a2135108",
@@ -88,6 +95,43 @@ CHECKSUMS = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_samples_are_those_that_figures_were_measured_with(name):
     assert digest(SEQUENCES[name](split="train", samples=8).batch(range(8))) == CHECKSUMS[name]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_colour_of_the_marked_cell_is_that_of_the_glyph_that_it_asks_for(split):
+    arrays = make("cue_cells", samples=60, split=split).batch(range(60))
+    cells = arrays["inputs"].reshape(60, 25, 3, 9, 9) + 0.5
+    masks = glyph_masks(9)[:4]
+    for patches, targets in zip(cells, arrays["targets"], strict=True):
+        (asking,) = np.flatnonzero(targets != IGNORE)
+        # the marked cell alone has a white corner and is one colour inside
+        assert np.flatnonzero((patches[:, :, 0, 0] == 1).all(1)).tolist() == [asking]
+        cue = patches[asking, :, 4, 4]
+        shown = [patch for cell, patch in enumerate(patches) if cell != asking and patch.any()]
+        kinds = [int(np.abs((patch.max(0) > 0) - masks).sum((1, 2)).argmin()) for patch in shown]
+        # the colour is the same at every pixel of a glyph: the largest is it
+        colours = np.array([patch.reshape(3, -1).max(1) for patch in shown])
+        assert kinds[int(np.abs(colours - cue).max(1).argmin())] == targets[asking]
+        assert np.abs(colours - cue).max(1).min() < 1e-6
+        # no glyph is more frequent than others
+        assert len(set(np.bincount(kinds, minlength=4))) == 1
+        assert len(shown) == 24 or split == "train"
+
+
+def test_a_teacher_gives_the_outputs_of_exact_attention():
+    data = make("softmax_teacher", samples=3)
+    arrays = data.batch(range(3))
+    seen = torch.from_numpy(arrays["inputs"]).double() @ torch.from_numpy(data.rotation).T
+    outputs = []
+    for head in range(3):
+        # queries of all heads first, then keys, then values
+        q, k, v = (seen[..., 15 * part + 5 * head :][..., :5] for part in range(3))
+        outputs.append((q @ k.mT / 5**0.5).softmax(-1) @ v)
+    np.testing.assert_allclose(arrays["targets"], torch.cat(outputs, -1), atol=1e-6)
+    # one teacher for all: a model may learn it
+    other = make("softmax_teacher", split="val", seed=5)
+    assert np.array_equal(other.rotation, data.rotation)
+    np.testing.assert_allclose(data.rotation @ data.rotation.T, np.eye(45), atol=1e-12)
 
 
 def test_indices_beyond_the_data_and_unknown_splits_are_refused():

@@ -12,6 +12,8 @@ CASES = {
     "pointing": {"keys": 23, "probes": 5, "dimensions": 3},
     "pointing_control": {"keys": 61, "probes": 5, "dimensions": 3},
     "majority": {"keys": 23, "probes": 5, "dimensions": 3},
+    "cue_cells": {"cells": 5, "cell_size": 9},
+    "softmax_teacher": {"tokens": 11, "heads": 3, "size": 5},
     "copying": {"length": 26, "vocabulary": 11},
     "induction": {"length": 27, "vocabulary": 11},
     "recall_language": {"length": 131, "needles": 9, "fewest_needles": 2, "names": 31, "values": 17, "words": 13},

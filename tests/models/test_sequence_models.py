@@ -12,7 +12,7 @@ from nalaformer.data.sequences import IGNORE, SEQUENCES, as_tensor, write
 from nalaformer.feature_maps import FEATURE_MAPS
 from nalaformer.models.sequence import SEQUENCE_MODELS, RecallModel, SequenceClassifier, sequence_attention, state_size
 from nalaformer.recipes import RECIPES, build_model, changed, evaluate_run, make_trainer
-from nalaformer.tasks import AnswerAccuracy, Sequences, SequencesConfig, answer_sums, answered
+from nalaformer.tasks import AnswerFigures, Sequences, SequencesConfig, answer_sums, answered
 from nalaformer.training import TrainingConfig
 from nalaformer.training.schedule import make_schedule
 
@@ -21,6 +21,7 @@ ATTENTIONS = [*METHODS, *FEATURE_MAPS.names()]
 LONG_RANGE = [
     *("lra_listops", "lra_listops_sky", "lra_pathfinder", "lra_pathx", "listops_small", "pathfinder_small", "mqar"),
     *("mqar_small", "copying", "induction", "needles", "variables", "pointing", "pointing_control", "majority"),
+    *("softmax_teacher", "cue_cells"),
 ]
 
 
@@ -141,7 +142,7 @@ def test_models_refuse_what_they_cannot_answer():
         recall(answers="sequence")
     with pytest.raises(ValueError, match="at most the 23 tokens"):
         classifier()(torch.zeros(1, 24, dtype=torch.long))
-    assert set(SEQUENCE_MODELS.names()) == {"sequence_classifier", "recall"}
+    assert set(SEQUENCE_MODELS.names()) == {"sequence_classifier", "recall", "one_attention"}
 
 
 # ---- task
@@ -170,7 +171,7 @@ class Oracle(torch.nn.Module):
 
 def test_accuracy_counts_answers_and_every_group_the_same():
     data, batch = batch_of("mqar", 6, vocabulary=64, mixture=[[16, 2], [32, 4]])
-    metrics = AnswerAccuracy(data.groups, known={"chance": data.chance})
+    metrics = AnswerFigures(data.groups, known={"chance": data.chance})
     metrics.update(Oracle(batch, 3), batch)
     result = metrics.result()
     # samples 0 and 2 are of the first kind, 1 of the second
@@ -180,6 +181,37 @@ def test_accuracy_counts_answers_and_every_group_the_same():
     assert result["answers"] == 3 * 2 + 3 * 4
     assert result["chance"] == 2 / 64
     assert next(iter(result)) == "accuracy"
+
+
+class Shrunk(torch.nn.Module):
+    """Answers with a part of the target, or with its mean."""
+
+    def __init__(self, targets, part):
+        super().__init__()
+        self.targets, self.part = targets, part
+
+    def forward(self, inputs):
+        mean = self.targets.mean((0, 1), keepdim=True)
+        return mean + self.part * (self.targets - mean)
+
+
+@pytest.mark.parametrize(("part", "expected"), [(1.0, 1.0), (0.5, 0.75), (0.0, 0.0), (-1.0, -3.0)])
+def test_r2_is_1_for_perfect_answers_and_0_for_the_mean(part, expected):
+    _, batch = batch_of("softmax_teacher", 6, tokens=7, size=4)
+    # a mean that is not zero must not help
+    batch["targets"] = batch["targets"] + torch.arange(8.0)
+    task = Sequences(SequencesConfig(data="softmax_teacher", data_options={"tokens": 7, "size": 4}))
+    metrics = task.metrics()
+    for rows in (slice(0, 2), slice(2, 6)):
+        some = {name: value[rows] for name, value in batch.items()}
+        whole = Shrunk(batch["targets"], part)
+        metrics.update(lambda inputs, whole=whole, rows=rows: whole(inputs)[rows], some)
+    result = metrics.result()
+    assert next(iter(result)) == "R^2"
+    assert result["R^2"] == pytest.approx(expected, abs=1e-5)
+    mean = batch["targets"].mean((0, 1))
+    assert result["loss"] == pytest.approx((1 - part) ** 2 * (batch["targets"] - mean).square().mean().item(), abs=1e-5)
+    assert (result["answers"], result["chance"]) == (42, 0)
 
 
 def test_sums_do_not_depend_on_whether_the_number_of_answers_is_known():
@@ -205,8 +237,9 @@ def test_every_recipe_describes_a_model_that_fits_its_data(name):
     model = build_model(recipe, task.facts())
     if name != "lra_pathx":
         batch = {key: as_tensor(array) for key, array in task.train_data.batch(range(2)).items()}
-        # an untrained model guesses
-        assert task.loss(model, batch).total.item() == pytest.approx(np.log(task.facts()["outputs"]), abs=0.5)
+        # an untrained model guesses; of vectors nearly nothing
+        guessed = batch["targets"].square().mean() if task.figure.name == "R^2" else np.log(task.facts()["outputs"])
+        assert task.loss(model, batch).total.item() == pytest.approx(float(guessed), abs=0.5)
 
 
 def test_recipes_of_released_files_say_what_is_missing():

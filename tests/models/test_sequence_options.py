@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from helpers.option_effects import Effects
 from nalaformer.attention import configure
-from nalaformer.models.sequence import RecallModel, SequenceClassifier
+from nalaformer.models.sequence import OneAttention, RecallModel, SequenceClassifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CLASSIFIER = Effects(name for name in signature(SequenceClassifier.__init__).parameters if name != "self")
 RECALL = Effects(name for name in signature(RecallModel.__init__).parameters if name != "self")
+ALONE = Effects(name for name in signature(OneAttention.__init__).parameters if name != "self")
 TASK = {"answers": "sequence", "outputs": 3, "length": 9, "vocabulary": 7}
 SMALL = {"dim": 8, "depth": 2, "num_heads": 2, "mlp_dim": 10, "dropout": 0.0}
 
@@ -52,7 +53,7 @@ def head(model: SequenceClassifier, x: Tensor) -> Tensor:
 
 
 def test_every_option_of_the_models_of_sequences_is_seen_to():
-    assert (CLASSIFIER.missing(), RECALL.missing()) == ([], [])
+    assert (CLASSIFIER.missing(), RECALL.missing(), ALONE.missing()) == ([], [], [])
 
 
 @CLASSIFIER.of("outputs", "length", "vocabulary", "dim", "depth", "num_heads", "mlp_dim", "attention", "attention_options")
@@ -108,6 +109,28 @@ def test_answers_are_of_tokens_pairs_or_whole_sequences():
     first, second = (encoded_by_hand(model, pairs[:, side], None).mean(1) for side in (0, 1))
     joined = torch.cat((first, second, first * second, first - second), -1)
     torch.testing.assert_close(model(pairs), head(model, joined), rtol=1e-9, atol=1e-9)
+
+
+@ALONE.of("answers", "outputs", "length", "vocabulary", "channels", "is_padded", "dim", "num_heads", "attention")
+@ALONE.of("attention_options")
+@pytest.mark.parametrize("changes", [{}, {"dim": 12, "num_heads": 3}, {"attention": "polaformer"}], ids=str)
+@torch.no_grad()
+def test_one_attention_stands_between_two_projections(changes):
+    # length and padding are told to every model; here nothing depends on them
+    task = {"answers": "tokens", "outputs": 3, "length": 2, "vocabulary": 0, "channels": 4, "is_padded": True}
+    sizes = {"dim": 8, "num_heads": 2, "attention": "elu", "attention_options": {"gate": "silu"}} | changes
+    model, x = moved(OneAttention(**task, **sizes)), torch.randn(2, 9, 4, dtype=torch.float64)
+    inside = model.attention(x @ model.embedding.weight.T + model.embedding.bias)
+    out = inside @ model.head.weight.T + model.head.bias
+    torch.testing.assert_close(model(x), out, rtol=1e-9, atol=1e-9)
+    at = torch.tensor([[0, 5], [8, 2]])
+    torch.testing.assert_close(model(x, at=at)[1], out[1, [8, 2]], rtol=1e-9, atol=1e-9)
+    method, parts = ("linear", {"feature_map": "elu"}) if sizes["attention"] == "elu" else (sizes["attention"], {})
+    expected = configure(method, {"position": "none", "local_mix": "none", "gate": "silu"} | parts)
+    assert (model.attention.config, model.attention.num_heads) == (expected, sizes["num_heads"])
+    for wrong in ({"answers": "sequence"}, {"vocabulary": 5}):
+        with pytest.raises(ValueError, match="one attention alone answers vectors"):
+            OneAttention(**(task | wrong))
 
 
 @CLASSIFIER.of("dropout")

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from nalaformer import cli
 from nalaformer.attention import METHODS
-from nalaformer.data.sequences import IGNORE, SEQUENCES
+from nalaformer.data.sequences import FIGURES, IGNORE, SEQUENCES
 from nalaformer.feature_maps import FEATURE_MAPS
 from nalaformer.folder_lock import InUse, only_writer
 from nalaformer.models.sequence import RecallModel
 from nalaformer.recipes import RECIPES, changed
 from nalaformer.studies.scoreboard import runs as scoreboard
 from nalaformer.studies.scoreboard.order import Order
-from nalaformer.studies.scoreboard.report import COLUMNS, read_rows, scoreboard_table, standings
+from nalaformer.studies.scoreboard.report import ADDED, COLUMNS, read_rows, scoreboard_table, standings
 from nalaformer.studies.scoreboard.runs import Method, parse_methods, run_scoreboard
 from nalaformer.training import TrainingConfig
 from nalaformer.training.captured_training import Sprint
@@ -91,13 +91,14 @@ def test_an_epoch_of_the_plan_has_every_sample_once():
 # ---- one run
 
 
-def make_sprint(steps=6, seed=0, solved_at=float("inf"), **settings):
+def make_sprint(steps=6, seed=0, solved_at=float("inf"), figure=FIGURES["accuracy"], **settings):
     data = SEQUENCES["mqar"](split="train", samples=64, **MQAR)
     torch.manual_seed(3)
     model = RecallModel(attention="split", dim=16, dropout=0.1, **vars(data.facts))
     config = TrainingConfig(**({"steps": steps, "batch_size": 8, "learning_rate": 1e-2, "eval_every": 2} | settings))
     buckets = resident(data, "cpu")
-    return Sprint(model, config, train=buckets, dev=buckets, groups=2, steps=steps, seed=seed, solved_at=solved_at)
+    given = {"solved_at": solved_at, "figure": figure}
+    return Sprint(model, config, train=buckets, dev=buckets, groups=2, steps=steps, seed=seed, **given)
 
 
 def test_a_run_learns_its_few_samples():
@@ -147,7 +148,7 @@ def test_the_best_weights_are_those_that_are_tested():
     with torch.no_grad():
         for parameter in sprint.parameters:
             parameter.zero_()
-    assert sprint.test(sprint.dev)["accuracy"] == pytest.approx(sprint.progress.best_dev)
+    assert sprint.test(sprint.dev)["all"] == pytest.approx(sprint.progress.best_dev)
     assert all(torch.equal(a, b) for a, b in zip(kept, sprint.parameters, strict=True))
 
 
@@ -347,6 +348,58 @@ def test_the_best_rate_is_chosen_on_dev_and_never_on_test():
     assert standing.standard_error == pytest.approx(0.1)
 
 
+def test_where_lower_is_better_the_lowest_dev_chooses_and_the_lowest_test_leads():
+    def row(method, rate, seed, dev, test):
+        known = {"parameters": "1", "state_size": "0", "steps": "4", "settings": "{}", "figure": "perplexity"}
+        figures = {"dev": str(dev), "test": str(test)} | known
+        return {"task": "t", "method": method, "learning_rate": rate, "seed": str(seed)} | figures
+
+    rows = [row("relu", "0.1", 0, 50, 51), row("relu", "0.2", 0, 40, 41), row("elu", "0.1", 0, 30, 31)]
+    assert [(each.method, each.learning_rate, each.test) for each in standings(rows)] == [
+        ("elu", "0.1", 31),
+        ("relu", "0.2", 41),
+    ]
+    made = scoreboard.Board(
+        title="t", recipe=recipe(), methods=parse_methods("relu"), seeds=(0, 1), learning_rates=(1e-3, 2e-3), steps=1
+    )
+    found = []
+    order = Order([made], found)
+    for dev in (50, 40):
+        found.append(order.take().key | {"dev": str(dev), "figure": "perplexity"})
+    assert order.take().rate == 2e-3
+
+
+@pytest.mark.parametrize("figure", ["perplexity", "accuracy"])
+def test_the_weights_that_are_kept_are_those_whose_figure_is_best(figure, monkeypatch):
+    looks = iter([3.0, 1.0, 2.0])
+    sprint = make_sprint(figure=FIGURES[figure])
+    monkeypatch.setattr(sprint, "evaluate", lambda buckets: {"all": next(looks), "groups": []})
+    assert sprint.run()
+    assert sprint.progress.best_step == {"perplexity": 4, "accuracy": 2}[figure]
+
+
+def test_perplexity_is_that_of_the_mean_loss_and_ends_no_run(monkeypatch):
+    sprint = make_sprint(figure=FIGURES["perplexity"], solved_at=0.0)
+    # all tokens alike
+    torch.nn.init.zeros_(sprint.model.embedding.weight)
+    assert sprint.evaluate(sprint.dev)["all"] == pytest.approx(32)
+    assert sprint.run()
+    assert sprint.progress.step == 6
+
+
+def test_files_from_before_other_figures_are_read_as_accuracy_and_go_on(tmp_path):
+    rows = board(tmp_path / "a.csv", methods="relu")
+    assert rows[0]["figure"] == "accuracy"
+    old = [name for name in COLUMNS if name not in ADDED]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, old, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    assert read_rows(tmp_path / "a.csv") == [row | dict.fromkeys(ADDED, "") for row in rows]
+    assert [row["method"] for row in board(tmp_path / "a.csv")] == ["relu", "split"]
+    assert standings(read_rows(tmp_path / "a.csv"))[0].seeds == 1
+
+
 def of_seeds(rate, devs):
     figures = {"test": "0.5", "parameters": "1", "state_size": "0", "steps": "4", "settings": "{}"}
     return [
@@ -517,6 +570,6 @@ def test_data_make_writes_what_recipes_read(run, tmp_path):
 
 
 def test_a_scoreboard_of_images_is_refused(run):
-    result = run("scoreboard", "cue_grid")
+    result = run("scoreboard", "count_grid")
     assert isinstance(result.exception, ValueError)
     assert "recipe on sequences" in str(result.exception)

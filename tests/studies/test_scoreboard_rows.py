@@ -218,6 +218,8 @@ def test_the_summary_has_seeds_spread_and_state_beside_the_plain_map():
     assert "| sign_split | 2 | 0.250 ± 0.000 (2) |" in lines
     assert "| softmax | grows | 1.000 (1) |" in lines
     assert "| deltanet |  | - |" in lines
+    words = [row | {"figure": "perplexity"} for row in rows]
+    assert summary({"words": words}).splitlines()[0] == "| method | state | words (perplexity, lower is better) |"
 
 
 def test_every_row_is_explained_on_the_page():

@@ -171,6 +171,7 @@ DATA_OF_RECIPES = {
     **{f"lra_{name}": name for name in ("listops", "listops_sky", "pathfinder", "pathx", "text", "retrieval", "image")},
     **{"listops_small": "listops", "pathfinder_small": "pathfinder", "mqar": "mqar", "mqar_small": "mqar"},
     **{name: name for name in ("copying", "induction", "needles", "variables", "pointing", "pointing_control", "majority")},
+    **{name: name for name in ("softmax_teacher", "cue_cells")},
     **{"lm_tiny": "tales", "lm_text": "tokens", "images": "images"},
     **{f"ade20k_{decoder}_nalaformer_{size}": "ade20k" for decoder in ("semantic_fpn", "upernet") for size in "ts"},
     **{"scenes": "scenes", "cityscapes_upernet_nalaformer_t": "cityscapes", "segmentation": "your_folder"},

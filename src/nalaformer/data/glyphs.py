@@ -8,8 +8,9 @@ NAMES = ("disc", "square", "cross", "ring", "diagonals", "bar", "pole", "corner"
 
 def glyph_masks(size: int) -> NDArray[np.float32]:
     """One mask of zeros and ones for each name: [8, size, size]."""
-    if size < 6:
-        raise ValueError(f"a cell must have at least 6 pixels a side for its glyph to be told, got {size}")
+    # smaller discs are squares
+    if size < 8:
+        raise ValueError(f"a cell must have at least 8 pixels a side for its glyph to be told, got {size}")
     y, x = np.mgrid[0:size, 0:size] - (size - 1) / 2
     radius, stroke = np.hypot(x, y), max(1.1, size / 7)
     masks = (

@@ -6,13 +6,13 @@ from .detection import Detection, DetectionConfig
 from .generation import Generation, GenerationConfig
 from .language import LanguageConfig, LanguageModelling
 from .segmentation import Segmentation, SegmentationConfig
-from .sequences import AnswerAccuracy, Sequences, SequencesConfig, answer_sums, answered
+from .sequences import AnswerFigures, Sequences, SequencesConfig, answer_sums, answered
 from .super_resolution import ImageQuality, SuperResolutionConfig, SuperResolutionTask
 
 __all__ = [
     "TASKS",
     "Answer",
-    "AnswerAccuracy",
+    "AnswerFigures",
     "Classification",
     "ClassificationConfig",
     "Detection",

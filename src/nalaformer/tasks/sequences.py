@@ -1,4 +1,4 @@
-"""Naming what a sequence says: one class for all of it, or one at each position that asks."""
+"""Answering what a sequence asks: one class for all of it, or a class or a vector at each position that asks."""
 
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.sequences import IGNORE, SEQUENCES, SequenceData, Stored, make_sequences
+from ..data.sequences import FIGURES, IGNORE, SEQUENCES, Figure, SequenceData, Stored, answers_of, make_sequences
 from ..field_types import check_field_types, check_ranges
 from ..models.sequence import SEQUENCE_MODELS
 from ..registry import check_options, unknown_name
@@ -42,7 +41,7 @@ class SequencesConfig:
 
 @TASKS.register("sequences")
 class Sequences:
-    """Cross-entropy and accuracy at the answers, over all and by group, beside chance and what shortcuts reach."""
+    """The figure of the data and its loss at the answers, over all and by group, beside chance and what shortcuts reach."""
 
     Config = SequencesConfig
 
@@ -83,72 +82,89 @@ class Sequences:
         check_options(SEQUENCE_MODELS[name], options, "a sequence model")
         return SEQUENCE_MODELS[name](**facts, **options)
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-        logits, targets = answered(model, batch)
-        weight = (targets != IGNORE).sum().item()
-        return Loss(total=F.cross_entropy(logits.float(), targets, ignore_index=IGNORE), weight=weight)
+    @property
+    def figure(self) -> Figure:
+        """What answers are judged by."""
+        return FIGURES[self.train_data.figure]
 
-    def metrics(self) -> "AnswerAccuracy":
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        outputs, targets = answered(model, batch)
+        weight = (targets != IGNORE).sum().item()
+        return Loss(total=self.figure.loss(outputs, targets), weight=weight)
+
+    def metrics(self) -> "AnswerFigures":
         data = self.eval_data
-        return AnswerAccuracy(data.groups, known={"chance": data.chance, **data.shortcuts})
+        known = {"chance": data.chance, **data.shortcuts}
+        return AnswerFigures(data.groups, known=known, figure=self.figure, outputs=data.facts.outputs)
 
 
 def answered(
     model: nn.Module, batch: dict[str, Tensor], *, only_answers: bool = False, most: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits [n, outputs] and targets [n] of everything that is asked; a row of IGNORE where a sample asks less than others.
+    """Outputs [n, C] and targets, [n] or [n, C], of everything that is asked; IGNORE where a sample asks less than others.
 
     only_answers: of a language, the answers and not every next token. most: answers of a sample, where it is known; without
     it the device is asked.
     """
     inputs, targets = batch["inputs"], batch["targets"]
-    if targets.dim() == 1:
-        return model(inputs), targets
+    if targets.dim() != 2:
+        return answers_of(model(inputs), targets)
     if only_answers and "answers" in batch:
         targets = targets.masked_fill(~batch["answers"], IGNORE)
     asks = targets != IGNORE
     count = most if most is not None else max(1, int(asks.sum(dim=1).max()))
     if count == targets.shape[1]:
-        return model(inputs).flatten(0, 1), targets.flatten()
+        return answers_of(model(inputs), targets)
     # the output layer, often the largest part of the work, runs where it matters alone
     at = asks.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
-    return model(inputs, at=at).flatten(0, 1), targets.gather(1, at).flatten()
+    return answers_of(model(inputs, at=at), targets.gather(1, at))
 
 
-class AnswerAccuracy(SummedMetrics):
-    """How often the answer is right, in each group and in the mean over groups, each counting the same.
+class AnswerFigures(SummedMetrics):
+    """How good the answers are, in each group and in the mean over groups, each counting the same.
 
     `known` figures, such as chance, are reported beside it.
     """
 
-    def __init__(self, groups: tuple[str, ...], *, known: dict[str, float] | None = None) -> None:
-        self.groups, self.known = groups, known or {}
-        # for each group: answers, right ones, sum of losses
-        self.sums = torch.zeros(3 * len(groups), dtype=torch.float64)
+    def __init__(
+        self,
+        groups: tuple[str, ...],
+        *,
+        known: dict[str, float] | None = None,
+        figure: Figure = FIGURES["accuracy"],
+        outputs: int = 0,
+    ) -> None:
+        self.groups, self.known, self.figure = groups, known or {}, figure
+        # the terms of the figure, for each group
+        self.sums = torch.zeros(len(groups) * figure.num_terms(outputs), dtype=torch.float64)
 
     def update(self, model: nn.Module, batch: dict[str, Tensor]) -> None:
-        self.sums += answer_sums(model, batch, len(self.groups)).cpu()
+        self.sums += answer_sums(model, batch, len(self.groups), figure=self.figure).cpu()
 
     def result(self) -> dict[str, float]:
-        count, right, losses = self.sums.view(len(self.groups), 3).unbind(1)
-        total = count.sum().item()
-        if not total:
-            raise ValueError("accuracy needs at least one answer, got none")
-        shares = {group: hits / n for group, n, hits in zip(self.groups, count.tolist(), right.tolist(), strict=True) if n}
-        figures = {"accuracy": sum(shares.values()) / len(shares), "loss": losses.sum().item() / total, "answers": total}
-        if len(shares) > 1:
-            figures |= {f"accuracy, {group}": share for group, share in shares.items()}
+        name, sums = self.figure.name, self.sums.view(len(self.groups), -1)
+        every = sums.sum(0).tolist()
+        if not every[0]:
+            raise ValueError(f"{name} needs at least one answer, got none")
+        found = {group: self.figure.value(of) for group, of in zip(self.groups, sums.tolist(), strict=True) if of[0]}
+        figures = {name: sum(found.values()) / len(found), "loss": self.figure.mean_loss(every), "answers": every[0]}
+        if len(found) > 1:
+            figures |= {f"{name}, {group}": value for group, value in found.items()}
+        if not self.figure.higher_is_better:
+            # first, and so what checkpoints are compared by: higher is better
+            figures = {"log_likelihood": -figures["loss"]} | figures
         return figures | self.known
 
 
-def answer_sums(model: nn.Module, batch: dict[str, Tensor], groups: int, *, most: int | None = None) -> Tensor:
-    """Answers, right ones and sum of losses of each group, [3 groups] float64, on the device of the batch."""
-    logits, targets = answered(model, batch, only_answers=True, most=most)
-    logits = logits.float()
-    asked = targets != IGNORE
-    losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
-    right = (logits.argmax(dim=1) == targets) & asked
-    group = batch["group"].repeat_interleave(len(targets) // len(batch["group"]))
-    figures = torch.stack((asked.double(), right.double(), losses.double() * asked), dim=1)
-    sums = torch.zeros(groups, 3, dtype=torch.float64, device=targets.device)
-    return sums.index_add_(0, group, figures).flatten()
+def answer_sums(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    groups: int,
+    *,
+    most: int | None = None,
+    figure: Figure = FIGURES["accuracy"],
+) -> Tensor:
+    """The terms of the figure summed over the answers of each group, [groups T] float64, on the device of the batch."""
+    terms = figure.terms(*answered(model, batch, only_answers=True, most=most))
+    group = batch["group"].repeat_interleave(len(terms) // len(batch["group"]))
+    return terms.new_zeros(groups, terms.shape[1]).index_add_(0, group, terms).flatten()

@@ -5,6 +5,7 @@ in every step, which a small model feels. Here the host waits for the device at 
 """
 
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..atomic_files import clear_disk_errors, write_atomically
 from ..data import seed_everything
-from ..data.sequences import IGNORE
+from ..data.sequences import FIGURES, Figure, answers_of
 from ..ops.graphs import NotCapturable, captured
 from .config import TrainingConfig
 from .data_on_device import Bucket, Plan, make_plan
@@ -35,7 +35,7 @@ class SprintProgress:
 
     step: int = 0
     best_step: int = 0
-    best_dev: float = -1.0
+    best_dev: float = -math.inf
     seconds: float = 0.0
     is_diverged: bool = False
     is_solved: bool = False
@@ -44,7 +44,8 @@ class SprintProgress:
 class Sprint:
     """A model trained on resident data by a TrainingConfig; the weights that are best on the dev data are kept.
 
-    solved_at: the dev accuracy at which a run ends before its last step.
+    figure: what is trained and looked at. solved_at: the figure on dev at which a run ends before its last step, where higher
+    is better.
     """
 
     def __init__(
@@ -59,17 +60,18 @@ class Sprint:
         seed: int,
         eval_batch: int = 0,
         solved_at: float = float("inf"),
+        figure: Figure = FIGURES["accuracy"],
     ) -> None:
         # a bucket that fills no batch is never asked
         train = [each for each in train if len(each) >= config.batch_size] or train
         self.device = train[0].group.device
         self.model, self.config, self.steps, self.seed = model.to(self.device), config, steps, seed
-        self.train, self.dev, self.groups, self.solved_at = train, dev, groups, solved_at
+        self.train, self.dev, self.groups, self.solved_at, self.figure = train, dev, groups, solved_at, figure
         self.eval_batch = eval_batch or 4 * config.batch_size
         self.plan: Plan = make_plan(train, steps=steps, batch_size=config.batch_size, seed=seed)
-        self.progress = SprintProgress()
+        self.progress = SprintProgress(best_dev=figure.worst)
         self.dev_shares: list[float | None] = [None] * groups
-        """Accuracy of each group of the dev data when it was last looked at."""
+        """The figure of each group of the dev data when it was last looked at."""
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.best = [p.detach().clone() for p in self.parameters]
         self.on_gpu = self.device.type == "cuda"
@@ -142,10 +144,10 @@ class Sprint:
             loss = self.loss_sum.item() / (last - progress.step)
             progress.step = last
             found = self.evaluate(self.dev)
-            dev, self.dev_shares = found["accuracy"], found["groups"]
+            dev, self.dev_shares = found["all"], found["groups"]
             progress.is_diverged = loss != loss
-            progress.is_solved = dev >= self.solved_at and not progress.is_diverged
-            if dev > progress.best_dev and not progress.is_diverged:
+            progress.is_solved = self.figure.higher_is_better and dev >= self.solved_at and not progress.is_diverged
+            if self.figure.is_better(dev, progress.best_dev) and not progress.is_diverged:
                 progress.best_dev, progress.best_step = dev, last
                 self._copy(self.parameters, self.best)
             spent = time.monotonic() - started
@@ -182,7 +184,7 @@ class Sprint:
         self.optimizer.zero_grad(set_to_none=True)
         rows = self.plan.rows[number].index_select(0, self.cursors[number])[0]
         inputs, at, targets, _ = self.train[number].batch(rows)
-        loss = self._loss(inputs, at, targets)
+        loss = self.figure.loss(*self._answers(inputs, at, targets))
         loss.backward()
         if config.clip_norm:
             nn.utils.clip_grad_norm_(self.parameters, config.clip_norm)
@@ -193,15 +195,13 @@ class Sprint:
         self.done += 1
         self.cursors[number] += 1
 
-    def _logits(self, inputs: Tensor, at: Tensor | None) -> Tensor:
+    def _answers(self, inputs: Tensor, at: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of the model and targets, a row for each answer."""
         is_low = self.precision != torch.float32
         # the cache of casts would outlive a captured step
         with torch.autocast(self.device.type, self.precision, enabled=is_low, cache_enabled=False):
-            logits = self.model(inputs) if at is None else self.model(inputs, at=at)
-        return logits.float().flatten(0, -2)
-
-    def _loss(self, inputs: Tensor, at: Tensor | None, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self._logits(inputs, at), targets.flatten(), ignore_index=IGNORE)
+            outputs = self.model(inputs) if at is None else self.model(inputs, at=at)
+        return answers_of(outputs, targets)
 
     def _captured(self, steppers: list[Callable[[], object]]) -> list[Callable[[], object]]:
         """The steps as CUDA graphs; weights, moments and counters stay as they are."""
@@ -221,22 +221,22 @@ class Sprint:
 
     @torch.no_grad()
     def evaluate(self, buckets: list[Bucket]) -> dict[str, Any]:
-        """Accuracy of each group (None where it has no answer), and the mean over groups."""
+        """The figure of each group (None where it has no answer), and the mean over groups."""
         self.model.eval()
-        sums = torch.zeros(self.groups, 2, dtype=torch.float64, device=self.device)
+        sums: Tensor | None = None
         for each in buckets:
             # the logits of a batch of many questions over a large vocabulary are gigabytes
             at_once = max(1, min(self.eval_batch, MOST_ANSWERS // (each.targets.numel() // len(each))))
             for rows in torch.arange(len(each), device=self.device).split(at_once):
                 inputs, at, targets, group = each.batch(rows)
-                targets = targets.flatten()
-                asked = targets != IGNORE
-                right = (self._logits(inputs, at).argmax(dim=1) == targets) & asked
-                of_answer = group.repeat_interleave(len(targets) // len(group), output_size=len(targets))
-                sums.index_add_(0, of_answer, torch.stack((asked.double(), right.double()), dim=1))
-        shares = [right / count if count else None for count, right in sums.tolist()]
-        known = [share for share in shares if share is not None]
-        return {"accuracy": sum(known) / len(known), "groups": shares}
+                terms = self.figure.terms(*self._answers(inputs, at, targets))
+                if sums is None:
+                    sums = terms.new_zeros(self.groups, terms.shape[1])
+                sums.index_add_(0, group.repeat_interleave(len(terms) // len(group), output_size=len(terms)), terms)
+        assert sums is not None
+        found = [self.figure.value(of_group) if of_group[0] else None for of_group in sums.tolist()]
+        known = [value for value in found if value is not None]
+        return {"all": sum(known) / len(known), "groups": found}
 
     def test(self, buckets: list[Bucket]) -> dict[str, Any]:
         """The same with the weights that were best on dev."""

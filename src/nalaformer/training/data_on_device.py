@@ -24,7 +24,7 @@ class Bucket:
     at: Tensor | None
     """[n, A]: the positions that ask; None: the whole sequence, or every position."""
     targets: Tensor
-    """[n] or [n, A], IGNORE where a sample asks less than others."""
+    """[n] or [n, A], IGNORE where a sample asks less than others; or vectors [n, length, C]."""
     group: Tensor
     """[n]."""
 
@@ -35,8 +35,10 @@ class Bucket:
         """inputs, at, targets, group of some rows; nothing waits for the host."""
         inputs = self.inputs.index_select(0, rows)
         at = None if self.at is None else self.at.index_select(0, rows).long()
-        inputs = inputs if inputs.is_floating_point() else inputs.long()
-        return inputs, at, self.targets.index_select(0, rows).long(), self.group.index_select(0, rows)
+        inputs, targets = (
+            each if each.is_floating_point() else each.long() for each in (inputs, self.targets.index_select(0, rows))
+        )
+        return inputs, at, targets, self.group.index_select(0, rows)
 
 
 def resident(
@@ -66,8 +68,9 @@ def bucket(length: int, parts: list[Arrays], device: str | torch.device) -> Buck
     """Samples cut to their length, and their questions gathered."""
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     inputs, targets, at = arrays["inputs"], arrays["targets"], None
-    if targets.ndim == 2:
+    if targets.ndim > 1:
         inputs, targets = inputs[:, :length], targets[:, :length]
+    if targets.ndim == 2:
         asks = targets != IGNORE
         most = int(asks.sum(axis=1).max())
         if most < length:
@@ -80,7 +83,7 @@ def bucket(length: int, parts: list[Arrays], device: str | torch.device) -> Buck
     return Bucket(
         inputs=torch.from_numpy(np.ascontiguousarray(inputs)).to(device),
         at=None if at is None else torch.from_numpy(at.astype(np.int32)).to(device),
-        targets=torch.from_numpy(targets.astype(np.int32)).to(device),
+        targets=torch.from_numpy(targets if targets.ndim == 3 else targets.astype(np.int32)).to(device),
         group=torch.from_numpy(arrays["group"]).to(device),
     )
 

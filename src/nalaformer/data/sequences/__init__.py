@@ -2,6 +2,8 @@
 
 from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_tensor, known_options, make_sequences
 from .copying import Copying, Induction
+from .cue_cells import CueCells
+from .figures import FIGURES, Figure, answers_of
 from .filler import ENTROPY, Filler
 from .image_file import ImagePatches, ImagePixels
 from .listops import ListOps, ListOpsWithoutBrackets
@@ -11,16 +13,20 @@ from .pathfinder import Pathfinder, PathX
 from .pointing import Counting, Pointing
 from .released import GreyImage, Retrieval, Text
 from .stored import Stored, plan_write, stored_name, write
+from .teacher import SoftmaxTeacher
 
 __all__ = [
     "ENTROPY",
     "FAMILIES",
+    "FIGURES",
     "IGNORE",
     "SEQUENCES",
     "SPLITS",
     "AssociativeRecall",
     "Copying",
     "Counting",
+    "CueCells",
+    "Figure",
     "Filler",
     "GreyImage",
     "HiddenFacts",
@@ -37,9 +43,11 @@ __all__ = [
     "Retrieval",
     "SequenceData",
     "SequenceFacts",
+    "SoftmaxTeacher",
     "Stored",
     "Text",
     "Variables",
+    "answers_of",
     "as_tensor",
     "known_options",
     "make_sequences",

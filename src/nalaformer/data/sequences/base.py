@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...registry import Registry, unknown_name
+from .figures import IGNORE
 from .random_numbers import RandomKeys, sample_keys
 
-SPLITS = ("train", "val", "test")
-# the target of a position that asks nothing, as torch's cross-entropy has it
-IGNORE = -100
+__all__ = ["IGNORE", "SEQUENCES", "SPLITS", "Arrays", "SequenceData", "SequenceFacts"]
 
+SPLITS = ("train", "val", "test")
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -31,7 +31,7 @@ class SequenceFacts:
     answers: str
     """"sequence": one class per sequence; "pair": one per pair of sequences; "tokens": one at each position that asks."""
     outputs: int
-    """Number of classes, or of tokens to choose from."""
+    """Number of classes, of tokens to choose from, or of channels of answers that are vectors."""
     length: int
     """Tokens of a sequence, padding included."""
     vocabulary: int = 0
@@ -46,8 +46,9 @@ class SequenceFacts:
 class SequenceData(Dataset[dict[str, Tensor]]):
     """Sample i is a function of (name, seed, split, i) alone: however it is batched, and however many others there are.
 
-    A sample is a dictionary: `inputs` [N] tokens or [N, C] vectors ([2, N] for pairs), `targets` (a class, or [N] with IGNORE
-    where nothing is asked), `group` (an index into `groups`: what figures are reported for separately).
+    A sample is a dictionary: `inputs` [N] tokens or [N, C] vectors ([2, N] for pairs), `targets` (a class, [N] with IGNORE
+    where nothing is asked, or vectors [N, outputs]), `group` (an index into `groups`: what figures are reported for
+    separately).
     """
 
     split: str
@@ -57,9 +58,11 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     """The name of the random stream; data that differs only in how it is shown shares it."""
     groups: tuple[str, ...] = field(default=("all",), init=False)
     chance: float = field(init=False)
-    """Accuracy of guessing."""
+    """The figure of guessing."""
     shortcuts: dict[str, float] = field(default_factory=dict, init=False)
-    """Accuracies that can be had without doing the task, measured, by how."""
+    """Figures that can be had without doing the task, measured, by how."""
+    figure = "accuracy"
+    """What answers are judged by: a name in FIGURES."""
     is_quick = False
     """True where a core makes tens of thousands of samples in seconds, so that keeping them saves nothing."""
 

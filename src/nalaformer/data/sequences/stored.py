@@ -200,6 +200,8 @@ class Stored(SequenceData):
             available = about["samples"]
             super().__init__(split=split, samples=available if samples is None else min(samples, available), seed=about["seed"])
             self.name = self.stream_name = about["name"]
+            # of data that is no longer known, as if it were of the usual kind
+            self.figure = SEQUENCES[self.name].figure if self.name in SEQUENCES.names() else SequenceData.figure
             self.groups = tuple(about["groups"])
             self.chance, self.shortcuts = about["chance"], about["shortcuts"]
             self._facts, self._lengths = SequenceFacts(**about["facts"]), tuple(about["group_lengths"])

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .report import Row
+from .report import Row, figure_of
 
 if TYPE_CHECKING:
     from .methods import Method
@@ -75,4 +75,7 @@ class Order:
         firsts = [board.run(method, rate, board.seeds[0]) for rate in board.learning_rates]
         found = [run for run in firsts if run.is_in(self.rows)]
         missing = any(not run.is_in(self.rows) and not run.is_in(self.lost) for run in firsts)
-        return None if missing or not found else board.run(method, max(found, key=self._dev).rate, seed)
+        if missing or not found:
+            return None
+        best = max if figure_of([row for row in self.rows if found[0].is_same(row)]).higher_is_better else min
+        return board.run(method, best(found, key=self._dev).rate, seed)

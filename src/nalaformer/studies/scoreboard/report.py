@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...atomic_files import write_csv
+from ...data.sequences import FIGURES, Figure
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 Row = dict[str, str]
 
+# columns that older files do not have
+ADDED = ("figure",)
 COLUMNS = (
     "task", "method", "learning_rate", "seed", "steps", "settings", "dev", "test", "groups", "best_step", "outcome",
     "parameters", "state_size", "seconds", "steps_per_second", "loop", "chance", "shortcuts", "device", "torch", "triton",
-    "nalaformer", "commit", "date",
+    "nalaformer", "commit", "date", *ADDED,
 )  # fmt: skip
 
 
@@ -27,9 +30,14 @@ def read_rows(path: Path) -> list[Row]:
         return []
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    if rows and set(rows[0]) != set(COLUMNS):
+    if rows and {*rows[0], *ADDED} != set(COLUMNS):
         raise ValueError(f"{path} must be a scoreboard's file or a new one, got the columns {', '.join(rows[0])}")
-    return rows
+    return [dict.fromkeys(ADDED, "") | row for row in rows]
+
+
+def figure_of(rows: Sequence[Row]) -> Figure:
+    """What the runs of a task are judged by; older files know accuracy alone."""
+    return FIGURES[rows[0].get("figure") or "accuracy"]
 
 
 def save_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -90,17 +98,18 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
                 settings=differing([row["settings"] for row in rows if row["steps"] == steps])[settings],
             )
         )
-    return sorted(found, key=lambda standing: -standing.test)
+    return sorted(found, key=lambda standing: standing.test, reverse=not rows or figure_of(rows).higher_is_better)
 
 
 def best_rate(by_rate: dict[str, list[Row]]) -> tuple[str, list[Row]]:
-    """The rate with the best dev accuracy in the mean over the seeds that all rates have, and its rows."""
+    """The rate with the best figure on dev in the mean over the seeds that all rates have, and its rows."""
     common = set.intersection(*({row["seed"] for row in rows} for rows in by_rate.values()))
 
     def dev(item: tuple[str, list[Row]]) -> float:
         return statistics.mean(float(row["dev"]) for row in item[1] if not common or row["seed"] in common)
 
-    return max(by_rate.items(), key=dev)
+    is_higher = figure_of(next(iter(by_rate.values()))).higher_is_better
+    return (max if is_higher else min)(by_rate.items(), key=dev)
 
 
 def differing(settings: Sequence[str]) -> dict[str, str]:
@@ -125,7 +134,16 @@ def scoreboard_table(title: str, rows: Sequence[Row]) -> "Table":
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     table.add_column("method")
-    for name in ("test", "± sd", "seeds", "dev", "best lr", "steps", "parameters", "state"):
+    for name in (
+        f"test {figure_of(rows).name}" if rows else "test",
+        "± sd",
+        "seeds",
+        "dev",
+        "best lr",
+        "steps",
+        "parameters",
+        "state",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for each in standings(rows):
         table.add_row(

@@ -50,11 +50,14 @@ VECTORS = {"dropout": 0.0, "dim": 128, "mlp_dim": 256}
 TINY_VECTORS = {"dim": 8, "mlp_dim": 8, "depth": 1}
 
 
-def probing(recipe: str, asks: str, **data: Any) -> BoardRow:
-    """Rows of vectors: 256 keys and 16 probes."""
+TINY_PROBES = {"keys": 56, "probes": 2}
+
+
+def probing(recipe: str, asks: str, tiny: dict[str, Any] = TINY_PROBES, **data: Any) -> BoardRow:
+    """Rows of vectors that all see each other."""
     settings = {"model_options": VECTORS, "steps": 4_000, "warmup": 200, "eval_every": 500, **SAMPLES, **QUICK}
-    tiny = {"data_options": {"keys": 56, "probes": 2}, "model_options": TINY_VECTORS}
-    return BoardRow(recipe=recipe, settings=settings | data, tiny=tiny, learning_rates=(1e-3, 3e-3), asks=asks)
+    small = {"data_options": tiny, "model_options": TINY_VECTORS}
+    return BoardRow(recipe=recipe, settings=settings | data, tiny=small, learning_rates=(1e-3, 3e-3), asks=asks)
 
 
 def recalling(recipe: str, asks: str, *, tiny: dict[str, Any], **data: Any) -> BoardRow:
@@ -91,11 +94,34 @@ def images(data: str, asks: str, **model: Any) -> BoardRow:
     )
 
 
+def regression(recipe: str, asks: str, tiny: dict[str, Any]) -> BoardRow:
+    """One attention between two projections, two heads of 64; in float32, since the figure sees what rounding costs."""
+    return BoardRow(
+        recipe=recipe,
+        settings={"precision": "float32"},
+        tiny={"data_options": tiny, "model_options": {"dim": 8}},
+        learning_rates=(1e-3, 3e-3),
+        asks=asks,
+    )
+
+
 SHORT_LISTS = {"shortest": 8, "longest": 32, "max_depth": 3}
 ROWS: dict[str, BoardRow] = {
     "pointing_256": probing("pointing", "Name the class of the nearest of 256 directions: sharp attention."),
+    "cue_grid": probing(
+        "cue_cells",
+        "Name the glyph of the colour that a marked cell shows: sharp attention.",
+        {"cells": 3},
+        # 49 kB each
+        train_samples=25_000,
+    ),
     "majority_256": probing("majority", "Name the class that most of 256 tokens have: flat attention."),
     "counting_256": probing("pointing_control", "Count the tokens of a class among 256: flat attention."),
+    "teacher_regression": regression(
+        "softmax_teacher",
+        "Give the outputs of exact attention, flat for short queries and sharp for long ones.",
+        {"tokens": 16, "size": 4},
+    ),
     "mqar_80": recalling(
         "mqar",
         "Give the values of 80 keys that were said before: recall.",

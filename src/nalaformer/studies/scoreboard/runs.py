@@ -41,7 +41,7 @@ NO_SETTINGS = {
     *("learning_rate", "seed", "steps", "epochs", "cooldown", "device", "workers", "compile", "checkpoint_activations"),
     *("save_every", "save_minutes", "keep", "tensorboard", "bad_steps", "on_corrupt", "most_corrupt"),
 }
-# share of right answers on dev at which a run ends: nothing is left to be told apart
+# share of right answers, or R^2, on dev at which a run ends: nothing is left to be told apart
 SOLVED = 0.9995
 # what a sprint does whatever a recipe says: a row must not claim otherwise
 FIXED_SETTINGS = {"optimizer": "adamw", "ema": 0.0, "accumulate": 1, "repeats": 1, "seed": 0, "eval_epochs": 0.0}
@@ -342,10 +342,10 @@ def one_run(
     sprint.close()
     by_group = {name: round(value, 5) for name, value in zip(data.groups, tested["groups"], strict=True) if value is not None}
     aside.unlink(missing_ok=True)
-    say(f"dev {progress.best_dev:.4f} at step {progress.best_step}, test {tested['accuracy']:.4f}, {progress.seconds:.0f} s")
+    say(f"dev {progress.best_dev:.4f} at step {progress.best_step}, test {tested['all']:.4f}, {progress.seconds:.0f} s")
     return {
         "dev": f"{progress.best_dev:.5f}",
-        "test": f"{tested['accuracy']:.5f}",
+        "test": f"{tested['all']:.5f}",
         "groups": json.dumps(by_group) if len(by_group) > 1 else "",
         "best_step": str(progress.best_step),
         "outcome": "diverged" if progress.is_diverged else "solved" if progress.is_solved else "finished",
@@ -356,13 +356,15 @@ def one_run(
         "loop": f"{sprint.how}, {str(sprint.precision).removeprefix('torch.')}",
         "chance": f"{data.chance:.4g}",
         "shortcuts": json.dumps(data.shortcuts) if data.shortcuts else "",
+        "figure": data.figure,
     }
 
 
 def make_sprint(run: Run, loaded: Loaded) -> Sprint:
     model = make_model(run.recipe, run.method, loaded.facts, seed=run.seed)
     parts: Any = {"train": loaded.train, "dev": loaded.dev, "groups": len(loaded.task.eval_data.groups)}
-    return Sprint(model, run.training, steps=run.steps, seed=run.seed, solved_at=SOLVED, **parts)
+    figure = loaded.task.figure
+    return Sprint(model, run.training, steps=run.steps, seed=run.seed, solved_at=SOLVED, figure=figure, **parts)
 
 
 @contextmanager

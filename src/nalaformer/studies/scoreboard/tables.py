@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...atomic_files import write_atomically
 from .methods import METHODS_OF_THE_BOARD, methods_for, short_name
-from .report import Row, Standing, read_rows, standings
+from .report import Row, Standing, figure_of, read_rows, standings
 from .rows import ROWS
 
 BEGIN, END = "<!-- tables of the scoreboard: begin -->", "<!-- tables of the scoreboard: end -->"
@@ -50,10 +50,18 @@ def summary(by_title: dict[str, list[Row]]) -> str:
         [short_name(label), state_of(label, found), *(cell(label, title, found[title]) for title in found)] for label in labels
     ]
     about = (
-        "Test accuracy at the rate that is best on dev, mean ± standard deviation over seeds; in brackets the seeds, where "
-        "there are fewer than three. State: numbers that attention remembers, relative to `relu`."
+        "Test accuracy, or the figure that a row names, at the rate that is best on dev, mean ± standard deviation over seeds; "
+        "in brackets the seeds, where there are fewer than three. State: numbers that attention remembers, relative to `relu`."
     )
-    return f"{table(['method', 'state', *found], lines)}\n\n{about}"
+    heads = [title + named_figure(rows) for title, rows in by_title.items()]
+    return f"{table(['method', 'state', *heads], lines)}\n\n{about}"
+
+
+def named_figure(rows: Sequence[Row]) -> str:
+    """What a heading adds where the figure is not accuracy."""
+    figure = figure_of(rows)
+    better = "" if figure.higher_is_better else ", lower is better"
+    return "" if figure.name == "accuracy" else f" ({figure.name}{better})"
 
 
 def cell(label: str, title: str, found: dict[str, Standing]) -> str:
@@ -95,7 +103,7 @@ def section(title: str, rows: Sequence[Row]) -> str:
     measured = {row["method"] for row in rows}
     missing = [short_name(label) for label in (labels_for(title) if title in ROWS else []) if label not in measured]
     left = f"Not measured yet: {', '.join(missing)}.\n\n" if missing else ""
-    return f"### {title}\n\n{asks}{table(HEAD, lines)}\n\n{left}{measured_with(rows)}"
+    return f"### {title}{named_figure(rows)}\n\n{asks}{table(HEAD, lines)}\n\n{left}{measured_with(rows)}"
 
 
 def line_of(each: Standing) -> list[str]:
