@@ -118,7 +118,7 @@ def compare_one(method: Method, norms: Tensor, q: Tensor, k: Tensor, *, seed: in
     heights = [part.mean().item() for part in entropy.tensor_split(CURVE_POINTS, dim=-1) if part.numel()]
     return Row(
         label=method.label,
-        spearman=correlation if abs(drop) >= LEAST_DROP else 0.0,
+        spearman=0.0 if abs(drop) < LEAST_DROP else correlation,
         entropy_drop=drop,
         channel_entropy_falls=None if phi is None else channels_sharpen(phi, seed=seed),
         smallest_weight=smallest,
