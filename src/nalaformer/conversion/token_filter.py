@@ -54,12 +54,12 @@ class Choices:
         memory = _memory_of(x)
         if memory is not None:
             self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
-            self._known[memory.cdata, x.storage_offset()] = memory, kept
+            self._known[memory.cdata, int(x.storage_offset())] = memory, kept
 
     def of(self, x: Tensor) -> Tensor | None:
         memory = _memory_of(x)
         # the reference keeps the address from being given to another tensor
-        known = None if memory is None else self._known.get((memory.cdata, x.storage_offset()))
+        known = None if memory is None else self._known.get((memory.cdata, int(x.storage_offset())))
         return None if known is None else known[1]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Choices":
