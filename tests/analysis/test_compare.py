@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from nalaformer.analysis import (
-    Method,
+    ComparedMethod,
     Row,
     attention_entropy,
     channel_entropy,
@@ -177,13 +177,13 @@ def test_softmax_entropy_never_rises_as_a_query_grows(seed):
 @pytest.mark.parametrize("direction", ["split", "cosine"])
 @pytest.mark.parametrize("seed", range(3))
 def test_norm_aware_channel_entropy_falls_for_every_direction(direction, seed):
-    phi = Method(map_name="norm_aware", options={"direction": direction}).make(torch.float64)
+    phi = ComparedMethod(map_name="norm_aware", options={"direction": direction}).make(torch.float64)
     assert channels_sharpen(phi, seed=seed)
 
 
 @pytest.mark.parametrize("name", ["relu", "split", "polarity"])
 def test_the_norm_cancels_in_homogeneous_maps(name):
-    assert not channels_sharpen(Method(map_name=name).make(torch.float64))
+    assert not channels_sharpen(ComparedMethod(map_name=name).make(torch.float64))
 
 
 def test_every_registered_map_has_a_row(rows):
@@ -207,7 +207,7 @@ def test_norm_aware_maps_sharpen_with_the_query_norm(rows, label):
 
 def test_relu_does_not_sharpen_and_its_rounding_is_not_reported(rows):
     norms, q, k = norm_sweep(256)
-    raw = spearman(norms, attention_entropy(weights_of(Method(map_name="relu").make(torch.float64), q, k))[0, 0])
+    raw = spearman(norms, attention_entropy(weights_of(ComparedMethod(map_name="relu").make(torch.float64), q, k))[0, 0])
     assert raw != 0
     assert rows["relu"].spearman == 0
     assert abs(rows["relu"].entropy_drop) < 0.02
@@ -234,7 +234,7 @@ def test_the_curve_shows_the_entropy_at_its_norms(rows):
 
 def test_a_comparison_without_times_takes_none(monkeypatch):
     monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: pytest.fail("timed"))
-    (row,) = compare_methods([Method(map_name="relu")], num_tokens=16, timed=False)
+    (row,) = compare_methods([ComparedMethod(map_name="relu")], num_tokens=16, timed=False)
     assert row.milliseconds is None
     assert cells(row)[-1] == "-"
 
@@ -247,14 +247,14 @@ def test_the_time_of_a_call_is_the_median_without_the_first(monkeypatch):
     monkeypatch.setattr(
         "nalaformer.analysis.compare.linear_attention", lambda q, k, v, feature_map: tokens.append((q.shape[1], feature_map))
     )
-    phi = Method(map_name="relu").make(torch.float32)
+    phi = ComparedMethod(map_name="relu").make(torch.float32)
     assert time_of_call(phi, num_tokens=64) == pytest.approx(4.0)
     assert tokens == [(64, phi)] * len(seconds)
 
 
 def test_parameters_of_maps_leave_the_global_random_state_alone():
     state = torch.get_rng_state()
-    first, second = (Method(map_name="reflection").make(torch.float32).normal for _ in range(2))
+    first, second = (ComparedMethod(map_name="reflection").make(torch.float32).normal for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -328,7 +328,7 @@ def test_small_figures_read_as_zero_and_missing_ones_as_a_dash():
 def test_the_command_compares_the_tokens_and_the_seed_that_are_asked_for(tmp_path, monkeypatch):
     import nalaformer.analysis
 
-    softmax = [Method(map_name=None)]
+    softmax = [ComparedMethod(map_name=None)]
     monkeypatch.setattr(nalaformer.analysis, "methods", lambda: softmax)
     monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: 1.0)
     for tokens, seed in ((32, 3), (48, 3), (32, 4)):

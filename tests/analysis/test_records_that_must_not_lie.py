@@ -1,5 +1,7 @@
 """Records of filtered layers, and of what is not a number."""
 
+import math
+
 import pytest
 import torch
 
@@ -35,6 +37,18 @@ def test_weights_of_a_query_that_is_not_a_number_are_none_either():
     rows = found.rows(torch.arange(4))
     assert rows[0, 0, 2].isnan().all()
     assert rows[0, 0, [0, 1, 3]].sum(-1).allclose(torch.ones(3))
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_statistics_of_a_head_with_nan_say_so_and_those_of_others_stay(side):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 12, 2, 8)
+    clean = SoftmaxRecord(name="layer", method="softmax", q=q.clone(), k=k.clone(), scale=1.0).statistics()
+    (q if side == "q" else k)[0, 2, 0, 3] = torch.nan
+    poisoned, other = SoftmaxRecord(name="layer", method="softmax", q=q, k=k, scale=1.0).statistics()
+    for figure in ("entropy", "spearman", "entropy_drop", "key_norm_correlation", "effective_rank", "smallest_weight"):
+        assert math.isnan(getattr(poisoned, figure)), figure
+    assert other == clean[1]
 
 
 def test_a_query_that_sees_nothing_has_no_weights():

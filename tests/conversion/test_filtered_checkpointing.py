@@ -50,6 +50,20 @@ def test_checkpointing_changes_no_gradient_of_a_loss_over_two_filtered_passes(na
         assert torch.equal(filters[1].kept[place], kept)
 
 
+def test_two_parts_of_one_tensor_keep_choices_of_their_own():
+    (plain, saving), *_ = two_models("vit", "attention")
+    tokens = torch.randn(4, 10, plain.embed_dim)
+
+    def found(run):
+        parts = [part.requires_grad_() for part in tokens.detach().clone().chunk(2)]
+        sum(run(part).square().sum() for part in parts).backward()
+        return torch.cat([part.grad for part in parts])
+
+    # both parts lie in the same memory
+    expected = found(plain.blocks[1])
+    torch.testing.assert_close(found(lambda x: checkpoint(saving.blocks[1], x, use_reentrant=False)), expected)
+
+
 class Reentrant(torch.nn.Module):
     def __init__(self, block):
         super().__init__()

@@ -128,6 +128,16 @@ def test_what_cannot_be_folded_stays(make):
     assert (folded(image) - model(image)).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("place", ["stem.1", "stages.0.blocks.0.scale1", "stages.0.blocks.0.feed_forward.fc2"])
+def test_a_forward_that_was_replaced_is_not_folded_away(place):
+    model, images = backbone("nalaformer_t_linear"), torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    module = model.get_submodule(place)
+    forward = module.forward
+    module.forward = lambda *given: forward(*given).relu()
+    expected = model(images)
+    assert (nalaformer.fold(model)(images) - expected).norm() < 1e-10 * expected.norm()
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_convolution_without_bias_takes_the_shift(affine):
     model = shaken(nn.Sequential(nn.Conv2d(4, 6, 3, groups=2, bias=False), nn.BatchNorm2d(6, affine=affine), nn.ReLU()))

@@ -224,6 +224,16 @@ def test_a_model_that_cannot_be_looked_into_is_refused(text, error):
         look_into(load_subject(text), small_images(1))
 
 
+def test_a_model_with_nan_is_refused_and_its_layer_named():
+    from nalaformer.studies.see_inside import look_into
+
+    subject = small_subject()
+    with torch.no_grad():
+        subject.model.blocks[1].attn.qkv.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"got NaN in blocks\.1\.attn of small; look for weights"):
+        look_into(subject, small_images(1))
+
+
 @pytest.mark.parametrize(
     ("recipe", "facts", "side", "grids"),
     [

@@ -1,6 +1,6 @@
 """Diagnostics: how sharply each method attends, what the query norm has to do with it, and images side by side."""
 
-from .compare import Method, Row, compare_methods, methods
+from .compare import ComparedMethod, Row, compare_methods, methods
 from .crops import draw_crops
 from .entropy import attention_entropy, channel_entropy, effective_rank, entropy_drop, norm_sweep, spearman
 from .explanations import explain
@@ -14,9 +14,9 @@ from .tables import HOW_TO_READ, comparison_table
 __all__ = [
     "HOW_TO_READ",
     "AttentionLayer",
+    "ComparedMethod",
     "HeadStatistics",
     "LayerRecord",
-    "Method",
     "Row",
     "attention_entropy",
     "attention_layers",

@@ -42,7 +42,7 @@ VARIANTS: dict[str, tuple[dict[str, object], ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class ComparedMethod:
     """One row to be: softmax, or a feature map with its options."""
 
     map_name: str | None
@@ -85,15 +85,15 @@ class Row:
     """The curve for the picture: mean entropy (nats) in bins of the norm, at the bins' geometric centres."""
 
 
-def methods() -> list[Method]:
+def methods() -> list[ComparedMethod]:
     """Softmax, then every registered map in the order of the registry."""
-    found = [Method(map_name=None)]
+    found = [ComparedMethod(map_name=None)]
     for name in FEATURE_MAPS.names():
-        found.extend(Method(map_name=name, options=options) for options in VARIANTS.get(name, ({},)))
+        found.extend(ComparedMethod(map_name=name, options=options) for options in VARIANTS.get(name, ({},)))
     return found
 
 
-def compare_methods(chosen: list[Method], *, num_tokens: int = 256, seed: int = 0, timed: bool = True) -> Iterator[Row]:
+def compare_methods(chosen: list[ComparedMethod], *, num_tokens: int = 256, seed: int = 0, timed: bool = True) -> Iterator[Row]:
     """A row for each method, as it is ready; `timed=False` leaves the time out."""
     norms, q, k = norm_sweep(num_tokens, num_heads=NUM_HEADS, head_dim=HEAD_DIM, seeds=SEEDS, seed=seed)
     for method in chosen:
@@ -101,7 +101,7 @@ def compare_methods(chosen: list[Method], *, num_tokens: int = 256, seed: int = 
 
 
 @torch.no_grad()
-def compare_one(method: Method, norms: Tensor, q: Tensor, k: Tensor, *, seed: int = 0, timed: bool = True) -> Row:
+def compare_one(method: ComparedMethod, norms: Tensor, q: Tensor, k: Tensor, *, seed: int = 0, timed: bool = True) -> Row:
     """norms [N], q and k [S, N, H, D] from `norm_sweep`."""
     phi = method.make(q.dtype, seed=seed)
     entropies, smallest, rank = [], math.inf, []
@@ -118,7 +118,7 @@ def compare_one(method: Method, norms: Tensor, q: Tensor, k: Tensor, *, seed: in
     heights = [part.mean().item() for part in entropy.tensor_split(CURVE_POINTS, dim=-1) if part.numel()]
     return Row(
         label=method.label,
-        spearman=correlation if abs(drop) >= LEAST_DROP else 0.0,
+        spearman=0.0 if abs(drop) < LEAST_DROP else correlation,
         entropy_drop=drop,
         channel_entropy_falls=None if phi is None else channels_sharpen(phi, seed=seed),
         smallest_weight=smallest,

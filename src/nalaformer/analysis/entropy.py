@@ -44,17 +44,22 @@ def spearman(x: Tensor, y: Tensor) -> Tensor:
 
 
 def ranks(x: Tensor) -> Tensor:
-    """1 for the smallest entry of the last dimension; equal entries share the mean of their ranks. float64."""
+    """1 for the smallest entry of the last dimension; equal entries share the mean of their ranks. float64.
+
+    NaN beside an entry that is not a number: nothing is in order then.
+    """
     ordered = x.sort(dim=-1).values
     below = torch.searchsorted(ordered, x.contiguous())
     not_above = torch.searchsorted(ordered, x.contiguous(), right=True)
-    return (below + not_above + 1).double() / 2
+    found = (below + not_above + 1).double() / 2
+    return found.masked_fill(x.isnan().any(dim=-1, keepdim=True), torch.nan)
 
 
 def entropy_drop(norms: Tensor, entropy: Tensor, *, low: float = 0.1, high: float = 0.9, width: float = 0.1) -> Tensor:
     """Entropy at the 10th norm percentile minus that at the 90th, in nats: [N], [..., N] -> [...].
 
-    Each end is the mean over the `width` of the tokens around its percentile, so that the random directions even out.
+    Each end is the mean over the `width` of the tokens around its percentile, so that the random directions even out. NaN
+    beside a norm or an entropy that is not a number.
     """
     num_tokens = norms.shape[-1]
     by_norm = entropy[..., norms.argsort()]
@@ -64,15 +69,19 @@ def entropy_drop(norms: Tensor, entropy: Tensor, *, low: float = 0.1, high: floa
         stop = max(start + 1, round((percentile + width / 2) * num_tokens))
         return by_norm[..., start:stop].mean(-1)
 
-    return around(low) - around(high)
+    is_number = ~(norms.isnan().any() | entropy.isnan().any(dim=-1))
+    return (around(low) - around(high)).masked_fill(~is_number, torch.nan)
 
 
 def effective_rank(weights: Tensor) -> Tensor:
     """exp of the entropy of the singular values scaled to sum to one (Roy and Vetterli, 2007): [..., N, M] -> [...].
 
-    n for the identity of size n, 1 for a matrix whose rows are all alike.
+    n for the identity of size n, 1 for a matrix whose rows are all alike, NaN for one that is not finite.
     """
-    return _entropy(torch.linalg.svdvals(weights)).exp()
+    is_finite = weights.isfinite().all(dim=(-2, -1))
+    # the decomposition refuses the whole batch for one entry
+    values = torch.linalg.svdvals(weights.masked_fill(~is_finite[..., None, None], 0.0))
+    return _entropy(values).exp().masked_fill(~is_finite, torch.nan)
 
 
 def falls_monotonically(curve: Tensor, *, least_fall: float) -> bool:

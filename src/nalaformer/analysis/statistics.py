@@ -86,7 +86,7 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
         found.append(
             HeadStatistics(
                 entropy=of_head.mean().item(),
-                spearman=spearman(norms, of_head).item() if abs(drop) >= LEAST_DROP else 0.0,
+                spearman=0.0 if abs(drop) < LEAST_DROP else spearman(norms, of_head).item(),
                 entropy_drop=drop,
                 key_norm_correlation=spearman(key_norms[:, head][keys], received[:, head][keys]).item(),
                 effective_rank=rank[head].item(),

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..attention import Attention
 from ..feature_maps import Reflection
+from ..watched_modules import is_watched
 
 # these alone, not what is derived from them: a subclass may standardise its weight, or be a norm and an activation in one
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -56,8 +57,8 @@ def factors_in(model: nn.Module) -> Iterator[Found]:
 
     def is_alone(module: nn.Module) -> bool:
         """True if nothing else uses or watches the layer: others must find it as it was."""
-        is_watched = module._forward_hooks or module._forward_pre_hooks or is_parametrized(module)
-        return not is_watched and all(uses[id(part)] == 1 for part in (module, *module.parameters()))
+        is_free = not is_watched(module) and not is_parametrized(module)
+        return is_free and all(uses[id(part)] == 1 for part in (module, *module.parameters()))
 
     for module, name in names.items():
         prefix = f"{name}." if name else ""
@@ -68,8 +69,9 @@ def factors_in(model: nn.Module) -> Iterator[Found]:
                     yield (names[layer], layer), (module, place, prefix + place), *of_batch_norm(norm)
         elif hasattr(module, "scaled_layers"):
             for place, layer in module.scaled_layers().items():
-                gamma = getattr(getattr(module, place), "gamma", None)
-                if gamma is not None and type(layer) is nn.Linear and is_alone(layer):
+                scale = getattr(module, place)
+                gamma = getattr(scale, "gamma", None)
+                if gamma is not None and type(layer) is nn.Linear and is_alone(layer) and is_alone(scale):
                     yield (names[layer], layer), (module, place, prefix + place), gamma, None
 
 

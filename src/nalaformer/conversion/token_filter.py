@@ -43,22 +43,23 @@ class TokenFilter:
 
 class Choices:
     """The kept tokens of every tensor that is still in memory: gradient checkpointing runs a block again with the tensor of
-    its pass, when other passes may have chosen since. A tensor is known by its memory, which copies without history share.
+    its pass, when other passes may have chosen since. A tensor is known by its place in memory, which copies without history
+    share.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, Tensor]] = {}
+        self._known: dict[tuple[int, int], tuple[StorageWeakRef, Tensor]] = {}
 
     def remember(self, x: Tensor, kept: Tensor) -> None:
         memory = _memory_of(x)
         if memory is not None:
             self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
-            self._known[memory.cdata] = memory, kept
+            self._known[memory.cdata, int(x.storage_offset())] = memory, kept
 
     def of(self, x: Tensor) -> Tensor | None:
         memory = _memory_of(x)
         # the reference keeps the address from being given to another tensor
-        known = None if memory is None else self._known.get(memory.cdata)
+        known = None if memory is None else self._known.get((memory.cdata, int(x.storage_offset())))
         return None if known is None else known[1]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Choices":

@@ -55,6 +55,32 @@ def test_the_temperature_sharpens_exact_attention():
     torch.testing.assert_close(sharp, (plain.log() * 1.5**2).softmax(-1))
 
 
+@pytest.mark.parametrize("part", [1.0, 0.5])
+@torch.no_grad()
+def test_scores_are_those_of_transformers_also_where_a_part_of_the_channels_turns(part):
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+    settings = KINDS["yarn"] | {"rope_theta": 500.0, "partial_rotary_factor": part, "attention_factor": 1.5}
+    model = make("softmax", rope_parameters=settings, max_position_embeddings=TRAINED)
+    head, heads = model.config.head_dim, model.config.num_attention_heads
+    seen, tokens = [], text(1, 20)
+    mixer = model.model.layers[0].mixer
+    mixer.qkv_proj.register_forward_hook(lambda _, __, out: seen.append(out))
+    found = model(tokens, output_attentions=True).attentions[0]
+    q, k, _ = (each.unflatten(-1, (-1, head)).transpose(1, 2) for each in seen[0].split(mixer.sizes, dim=-1))
+    # pairs are neighbours here and halves of the turning channels there
+    turning = int(head * part)
+    order = torch.cat((torch.arange(turning).view(-1, 2).T.flatten(), torch.arange(turning, head)))
+    config = Qwen3NextConfig(head_dim=head, rope_parameters=settings, max_position_embeddings=TRAINED)
+    cos, sin = theirs.Qwen3NextRotaryEmbedding(config)(q, torch.arange(20)[None])
+    q, k = theirs.apply_rotary_pos_emb(q[..., order], k[..., order], cos, sin)
+    k = k.repeat_interleave(heads // k.shape[1], dim=1)
+    scores = q @ k.mT / head**0.5
+    expected = scores.masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["softmax", "linear+rotary+grouped"])
 @torch.no_grad()
 def test_dynamic_positions_change_nothing_up_to_the_trained_length(layout):
@@ -101,6 +127,19 @@ def test_the_base_has_one_value_under_all_its_names():
     for arguments in ({"rope_theta": 60.0}, {"rope_parameters": {"rope_theta": 60.0}, "rotary_base": 5.0}):
         again = NaLaConfig(mixers="softmax", **arguments)
         assert again.rotary_base == again.rope_parameters["rope_theta"] == 60.0
+
+
+@pytest.mark.parametrize(
+    "given", [{"rope_type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0}, {"rope_theta": 50.0}, {}, None]
+)
+@torch.no_grad()
+def test_parameters_given_to_a_model_later_mean_what_they_mean_at_first(given):
+    model, tokens = make("softmax", rotary_base=300.0), text(1, 20)
+    first = make("softmax", rotary_base=300.0, rope_parameters=given)
+    first.load_state_dict(model.state_dict())
+    model.config.rope_parameters = given
+    assert torch.equal(model(tokens).logits, first(tokens).logits)
+    assert model.config.rope_theta == model.config.rotary_base == first.config.rotary_base
 
 
 @pytest.mark.parametrize(

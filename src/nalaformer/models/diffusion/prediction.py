@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops.graphs import NotCapturable, captured
+from ...watched_modules import is_watched
 from .network import DiffusionTransformer
 
 # up to so many tokens Python is slower than a GPU; capturing a graph costs about four steps
@@ -26,7 +27,7 @@ def prediction(
     tokens = images[:, 0].numel() // network.patch_size**2 * (1 if guidance == 1 else 2)
     is_worth_it = calls >= FEWEST_CALLS_OF_GRAPH and tokens <= MOST_TOKENS_OF_GRAPH
     # a replay calls no hooks, draws no dropout and reads no weights that autocast converts for a while
-    is_plain = not (network.training or has_hooks(network) or torch.is_autocast_enabled("cuda"))
+    is_plain = not (network.training or any(map(is_watched, network.modules())) or torch.is_autocast_enabled("cuda"))
     if images.device.type != "cuda" or not is_worth_it or not is_plain:
         return eager
     kept_images, kept_time, outputs = images.clone(), torch.zeros((), device=images.device), [images]
@@ -47,11 +48,6 @@ def prediction(
         return outputs[0].clone()
 
     return replayed
-
-
-def has_hooks(network: DiffusionTransformer) -> bool:
-    """True if a module of the network has hooks."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
 
 
 def guided(network: DiffusionTransformer, images: Tensor, time: Tensor, labels: Tensor, guidance: float) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 
 from ...ops import get_backend
+from ...watched_modules import global_hooks
 from .attention import ConvertedAttention, converted_attentions
 
 # hooks of theirs do nothing unless hidden states are asked for, and then nothing is replayed
@@ -77,12 +77,6 @@ def _parts(owns: Sequence[Mapping[str, Any]]) -> list[Any]:
 def _weakly(parts: Sequence[Any]) -> list[Callable[[], Any]]:
     """References; the type of None is one to None."""
     return [type(part) if part is None else weakref.ref(part) for part in parts]
-
-
-def global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks that torch calls before and after every module."""
-    # torch has no other way to ask for them
-    return torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks
 
 
 def _is_plain(tensor: Any) -> bool:

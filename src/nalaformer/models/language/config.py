@@ -138,9 +138,8 @@ class NaLaConfig(PreTrainedConfig):
             raise ValueError(f"rotary positions turn channel pairs and need an even head_dim, got {self.head_dim}")
         older = {name: kwargs.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in kwargs}
         given = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
-        start = {"rope_type": given.get("type", "default"), "rope_theta": self.rotary_base, "partial_rotary_factor": 1.0}
-        self.rope_parameters = start | older | given
-        self.rotary_base = self.rope_parameters["rope_theta"]
+        self.rope_parameters = older | given
+        self.rope_parameters = self.rotary
         self.check_rotary()
         super().__post_init__(**kwargs)
         if not self.has_rotary:
@@ -152,13 +151,22 @@ class NaLaConfig(PreTrainedConfig):
         known = self.__dict__.get("rope_parameters")
         if key in ("rotary_base", "rope_theta") and known:
             known["rope_theta"] = value
+        elif key == "rope_parameters" and known and "rope_theta" in known:
+            super().__setattr__("rotary_base", known["rope_theta"])
+
+    @property
+    def rotary(self) -> dict[str, Any]:
+        """rope_parameters, and what they leave out."""
+        given = self.rope_parameters or {}
+        start = {"rope_type": given.get("type", "default"), "rope_theta": self.rotary_base, "partial_rotary_factor": 1.0}
+        return start | given
 
     def check_rotary(self) -> None:
         """Refuse rope_parameters that cannot be followed."""
         if self.rope_parameters is None:
             return
         assert self.head_dim is not None
-        kind, part = self.rope_parameters["rope_type"], self.rope_parameters.get("partial_rotary_factor", 1.0)
+        kind, part = self.rotary["rope_type"], self.rotary["partial_rotary_factor"]
         if kind not in ROTARY_KINDS:
             raise unknown_name("rope_type", kind, ROTARY_KINDS)
         if kind != "default" and not self.has_rotary:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import initialization
 
 from ...ops import add_rms_norm, gated_linear, rms_norm, short_convolution, short_convolution_step_
+from ...watched_modules import is_watched
 from .cache import RecurrentLayer
 from .tokens import Tokens
 
@@ -54,9 +55,7 @@ def is_plain(linear: nn.Module) -> bool:
 
 def is_as_torch_made_it(module: nn.Module) -> bool:
     """True if a call does only what torch defines: hooks gather shards or move weights, and must be called."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    is_changed = any(hooks) or "forward" in module.__dict__
-    return not is_changed and type(module.weight) in (nn.Parameter, Tensor)
+    return not is_watched(module) and type(module.weight) in (nn.Parameter, Tensor)
 
 
 class ShortConvolution(nn.Module):

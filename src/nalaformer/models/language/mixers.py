@@ -178,8 +178,8 @@ class SoftmaxMixer(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens, layer: CacheLayerMixin | None) -> Tensor:
         parts = self.qkv_proj(x).split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        # the temperature in full precision, with the turn; a product with one is left out
-        queries = widened(q) if tokens.temperature == 1.0 else widened(q) * tokens.temperature
+        # in full precision, with the turn
+        queries = widened(q) if tokens.sharpness is None else widened(q) * tokens.sharpness
         q, k = (tokens.rotary.rotate(y).to(part.dtype) for y, part in ((queries, q), (widened(k), k)))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if layer is not None:

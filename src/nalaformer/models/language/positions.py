@@ -29,7 +29,8 @@ class RotaryPositions(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles [B, N, D / 2], times the temperature, in the type of x, as transformers calls it."""
         cos, sin = self.at(position_ids).cos_sin(x.dtype)
-        return cos * self.temperature, sin * self.temperature
+        temperatures = self.temperatures(x)
+        return (cos, sin) if temperatures is None else (cos * temperatures, sin * temperatures)
 
     @property
     def inv_freq(self) -> Tensor:
@@ -38,7 +39,7 @@ class RotaryPositions(nn.Module):
 
     @property
     def temperature(self) -> float:
-        """What "yarn" multiplies queries and keys by, so that attention over more tokens stays as sharp; 1 otherwise."""
+        """What "yarn" multiplies turned channels by, so that attention over more tokens stays as sharp; 1 otherwise."""
         settings = self._settings
         if settings["rope_type"] != "yarn":
             return 1.0
@@ -51,22 +52,33 @@ class RotaryPositions(nn.Module):
             )
         return _sharpness(settings["factor"], 1.0)
 
+    def temperatures(self, like: Tensor) -> Tensor | None:
+        """The temperature of each channel pair [D / 2], 1 for those that do not turn; None: 1 for all."""
+        if self.temperature == 1.0:
+            return None
+        turning, still = self._pairs
+        return F.pad(like.new_full((turning,), self.temperature), (0, still), value=1.0)
+
     def frequencies(self, device: torch.device, positions: Tensor | None) -> Tensor:
         """[D / 2]; positions: those of the call, by which "dynamic" knows how long the longest row is."""
         settings = self._settings
-        assert self.config.head_dim is not None
-        turned = int(self.config.head_dim * settings.get("partial_rotary_factor", 1.0)) // 2
-        speeds = rotary_frequencies(turned, base=settings["rope_theta"], device=device)
+        turning, still = self._pairs
+        speeds = rotary_frequencies(turning, base=settings["rope_theta"], device=device)
         speeds = SCALINGS[settings["rope_type"]](speeds, settings, self.config, positions)
-        still = self.config.head_dim // 2 - turned
-        # channels that do not turn
         return F.pad(speeds, (0, still)) if still else speeds
+
+    @property
+    def _pairs(self) -> tuple[int, int]:
+        """Channel pairs that turn, and those behind them that do not."""
+        assert self.config.head_dim is not None
+        turning = int(self.config.head_dim * self._settings["partial_rotary_factor"]) // 2
+        return turning, self.config.head_dim // 2 - turning
 
     @property
     def _settings(self) -> dict[str, Any]:
         # read at every call: the config may have been given others
         self.config.check_rotary()
-        return self.config.rope_parameters or {"rope_type": "default", "rope_theta": self.config.rotary_base}
+        return self.config.rotary
 
 
 def _unchanged(speeds: Tensor, _: dict[str, Any], __: NaLaConfig, ___: Tensor | None) -> Tensor:

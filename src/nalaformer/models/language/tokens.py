@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops import Rotary
+from ...ops import Rotary, compute_dtype
 from ...ops.exporting import is_exporting, is_jit_tracing
 from ...ops.kept_tensors import is_ordinary
 from .config import RECURRENT_MIXERS, NaLaConfig
@@ -33,8 +33,9 @@ class Tokens:
     pairs: Tensor | None
     """[B or 1, 1, N, past + N] bool, which keys a token of a `softmax` mixer sees; None: all up to itself. Or numbers that are
     added to the scores. With a static cache there is a column for each token that it has room for."""
-    temperature: float = 1.0
-    """What the scores of `softmax` mixers are multiplied by: RotaryPositions.temperature, of queries and of keys."""
+    sharpness: Tensor | None = None
+    """[D], what the channels of queries of `softmax` mixers are multiplied by: RotaryPositions.temperatures, for queries and
+    keys in one; None: 1."""
     weights: list[Tensor] | None = None
     """Where `softmax` mixers put their weights [B, H, N, past + N]; None: nobody asks for them."""
 
@@ -87,6 +88,7 @@ def describe_tokens(
         position_ids = _positions(visible, starts, past, length, device)
     if pairs is None and "softmax" in config.mixer_of_layers:
         pairs = _pairs(visible, sequence, past, length, device, capacity)
+    temperatures = places.temperatures(embeddings.new_empty((), dtype=compute_dtype(embeddings)))
     return Tokens(
         rotary=places.at(position_ids.expand(batch, length)),
         past=past,
@@ -94,7 +96,7 @@ def describe_tokens(
         sequence=sequence,
         cu_seqlens=bounds,
         pairs=pairs,
-        temperature=places.temperature**2,
+        sharpness=None if temperatures is None else temperatures.square().repeat_interleave(2),
         weights=[] if wants_weights else None,
     )
 

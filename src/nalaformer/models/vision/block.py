@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ...attention import Attention, AttentionConfig, DepthwiseConv, LayerNorm
 from ...attention.cells import cells_at, on_grid, put_back
 from ...ops import scaled_residual
+from ...watched_modules import is_watched
 
 Grid = tuple[int, int]
 
@@ -79,6 +80,8 @@ class Block(nn.Module):
 
     def _add(self, x: Tensor, branch: Tensor, scale: nn.Module) -> Tensor:
         """x + drop_path(scale(branch)) in one pass over the tokens."""
+        if is_watched(scale) or is_watched(self.drop_path):
+            return x + self.drop_path(scale(branch))
         keep = None
         if isinstance(self.drop_path, DropPath) and self.training:
             # the random numbers that timm's module draws
@@ -115,13 +118,7 @@ class FeedForward(nn.Module):
 def is_plain_gelu(activation: nn.Module) -> bool:
     """Whether a layer is GELU as torch defines it, and nobody watches it."""
     is_gelu = type(activation) is GELU or (type(activation) is nn.GELU and activation.approximate == "none")
-    hooks = (
-        activation._forward_hooks,
-        activation._forward_pre_hooks,
-        activation._backward_hooks,
-        activation._backward_pre_hooks,
-    )
-    return is_gelu and not any(hooks) and "forward" not in activation.__dict__
+    return is_gelu and not is_watched(activation)
 
 
 def make_norm(kind: str | type[nn.Module], dim: int, eps: float) -> nn.Module:

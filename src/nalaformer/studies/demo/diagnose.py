@@ -60,7 +60,7 @@ def diagnose(folder: Path) -> Diagnosis:
             x, y = (each[:, head].flatten().double() for each in (layer_norms, layer_entropy))
             drop = entropy_drop(x, y).item()
             drops.append(drop)
-            correlations.append(spearman(x, y).item() if abs(drop) >= LEAST_DROP else 0.0)
+            correlations.append(0.0 if abs(drop) < LEAST_DROP else spearman(x, y).item())
     all_norms = torch.cat([each.flatten() for each in norms])
     all_entropy = torch.cat([each.flatten() for each in entropies])[all_norms.argsort()]
     by_nearness = weights_by_nearness(layers, inputs, keys, dimensions)

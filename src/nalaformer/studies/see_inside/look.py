@@ -145,6 +145,11 @@ def look_into(subject: Subject, images: Sequence[tuple[str, Any]], *, advance: C
     statistics = []
     for found in records:
         statistics.append(found.statistics())
+        if any(math.isnan(head.entropy) for head in statistics[-1]):
+            raise ValueError(
+                f"attention must be numbers to be shown, got NaN in {found.name} of {subject.name}; look for weights of the "
+                "model that are not finite"
+            )
         advance(found.name)
     seen = [subject.picture(pixels) for pixels in prepared]
     shown = [
