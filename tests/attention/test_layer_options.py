@@ -394,8 +394,14 @@ def test_learnable_powers_follow_their_parameters():
     assert not list(norm_aware().parameters())
 
 
-# seen to in tests/feature_maps/test_norm_aware_open.py
-MAPS["norm_aware"].of("saturation", "keys", "start_gain", "growth")
+@MAPS["norm_aware"].of("start_gain")
+@pytest.mark.parametrize("gain", [0.126928, 2.0])
+def test_the_gains_of_mild_powers_start_where_they_are_told(gain):
+    phi = norm_aware(powers="mild", start_gain=gain)
+    for parameter in (phi.query_gain, phi.key_gain):
+        torch.testing.assert_close(F.softplus(parameter).float(), torch.full((2,), gain), rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="start_gain must be a finite number above 0"):
+        norm_aware(powers="mild", start_gain=0.0)
 
 
 @MAPS["norm_aware"].of("powers")

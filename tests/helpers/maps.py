@@ -7,21 +7,11 @@ from torch import Tensor
 
 from nalaformer import FEATURE_MAPS
 
-OPEN: dict[str, Any] = {
-    "powers": "mild",
-    "norm_scale": "head",
-    "saturation": "none",
-    "keys": "like_queries",
-    "start_gain": 1.0,
-}
-
 # options that change what a map computes; the registry alone would test the defaults only
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "norm_aware+cosine": ("norm_aware", {"direction": "cosine"}),
     "norm_aware+learnable": ("norm_aware", {"learnable": True}),
     "norm_aware+mild": ("norm_aware", {"powers": "mild", "norm_scale": "head"}),
-    "norm_aware+open": ("norm_aware", OPEN),
-    "norm_aware+exponential": ("norm_aware", OPEN | {"growth": "exponential"}),
     "focused+head": ("focused", {"norm_over": "head"}),
     "reflection+per_head": ("reflection", {"cross_head": False}),
 }

@@ -15,12 +15,6 @@ from .registry import FEATURE_MAPS
 SMALLEST_NORM = 1e-5
 # A query beyond it points where it does and no further: the square of 1e20 fits into no float32.
 LARGEST_NORM = 1e15
-# What a zero vector is divided by.
-SMALLEST_PEAK = 1e-30
-# Without saturation: a channel of half the largest is 1e-10 of it then, and more only loses digits.
-LARGEST_TURN = 32.0
-# Below it expm1(a x) / expm1(a) is x to the last digit.
-SMALLEST_STEEPNESS = 1e-6
 
 
 @FEATURE_MAPS.register("norm_aware")
@@ -39,14 +33,7 @@ class NormAware(FeatureMap):
     learnable: lambda and tau per head.
     powers="mild": p = 1 + softplus(a) tanh(norm_scale |q|) and 1 + softplus(b) for keys, a and b learned per head, both
         powers near 1 at first.
-    start_gain: softplus(a) and softplus(b) at first.
-    saturation="none": |q| in place of tanh |q| in the power, so that doubling a large query still sharpens it.
-    keys="like_queries": the norm of a key sets its power by the same rule, with lambda and tau or the gain b, and its length
-        stays: phi_k = |k| f / |f|, f = [relu(k)^p ; relu(-k)^p].
-    growth="exponential": f = [expm1(g relu(x)) ; expm1(g relu(-x))] in place of powers, for queries and keys, with the gain g =
-        softplus(a) norm_scale sqrt(D): the plain sign split for short vectors, exponentials for long ones.
-        Needs direction="split", powers="mild", saturation="none" and keys="like_queries".
-    The last four are forms of our own; kernels get saturation="none" and keys="like_queries" as ready features.
+    start_gain: softplus(a) and softplus(b) at first; 2.5 starts about as sharp as published.
 
     A query of norm below 1e-5 has no direction; the published code gives NaN at zero. Ours fades it into a query that weighs
     all channels alike, so outputs and gradients stay bounded.
@@ -68,27 +55,12 @@ class NormAware(FeatureMap):
         learnable: bool = False,
         powers: str = "published",
         start_gain: float = 0.126928,
-        saturation: str = "tanh",
-        keys: str = "powers",
-        growth: str = "power",
     ) -> None:
         super().__init__(num_heads=num_heads, head_dim=head_dim)
         if direction not in ("split", "cosine"):
             raise ValueError(f'direction must be "split" or "cosine", got {direction!r}')
         if powers not in ("published", "mild"):
             raise ValueError(f'powers must be "published" or "mild", got {powers!r}')
-        if saturation not in ("tanh", "none"):
-            raise ValueError(f'saturation must be "tanh" (as published) or "none", got {saturation!r}')
-        if keys not in ("powers", "like_queries"):
-            raise ValueError(f'keys must be "powers" (as published) or "like_queries", got {keys!r}')
-        if growth not in ("power", "exponential"):
-            raise ValueError(f'growth must be "power" (as published) or "exponential", got {growth!r}')
-        is_open = (direction, powers, saturation, keys) == ("split", "mild", "none", "like_queries")
-        if growth == "exponential" and not is_open:
-            raise ValueError(
-                'growth="exponential" needs direction="split", powers="mild", saturation="none" and keys="like_queries", got '
-                f"{direction!r}, {powers!r}, {saturation!r} and {keys!r}; pass all four"
-            )
         check_number("start_gain", start_gain, above=True, why="so that the power grows with the norm")
         for name, value in (("lambda_", lambda_), ("tau", tau)):
             check_number(name, value, above=True, why="so that the power grows with the norm")
@@ -118,21 +90,14 @@ class NormAware(FeatureMap):
         elif learnable:
             self.lambda_ = nn.Parameter(torch.full((num_heads,), float(lambda_)))
             self.tau = nn.Parameter(torch.full((num_heads,), float(tau)))
-        self.saturation, self.keys, self.growth = saturation, keys, growth
-        # the power of a key may be a parameter of each head
-        self.heads_have_own_keys = powers == "mild" or (learnable and keys == "like_queries")
+        # the power of a key is a parameter of each head then
+        self.heads_have_own_keys = powers == "mild"
 
     def query(self, q: Tensor) -> Tensor:
         q, size = with_size(q)
         norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
         unit = q / norm
-        # powers without a bound leave nothing of a channel of 1/8; what is divided out of a query cancels. The largest
-        # channel of a unit vector is no smaller, and a query that has no direction stays small
-        if self.saturation == "tanh":
-            features = self.spread(unit.abs() ** self.query_power(norm), unit)
-        else:
-            peak = unit.abs().amax(-1, keepdim=True).clamp(min=self.head_dim**-0.5)
-            features = self.grown(unit / peak, unit, norm, peak, self.query_gain if self.powers == "mild" else None)
+        features = self.spread(unit.abs() ** self.query_power(norm), unit)
         # 1 for a zero query, 0 from SMALLEST_NORM on; without gradient, which would be steep and point nowhere
         if cheap_to_look_at(size) and bool((size >= SMALLEST_NORM**2).all()):
             return features
@@ -141,8 +106,6 @@ class NormAware(FeatureMap):
         return features + (fading if self.direction == "split" else fading * 0.5**0.5)
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
-        if self.keys == "like_queries":
-            return self.key_like_query(k, log_scale)
         power = self.key_power(k)
         scaled = k * (-log_scale / power).exp() if isinstance(log_scale, Tensor) else k
         # the published power by multiplication, several times as fast as a general power
@@ -154,35 +117,10 @@ class NormAware(FeatureMap):
         k, squares = with_size(k)
         return self.spread(magnitude, k / squares.clamp(min=SMALLEST_NORM**2).sqrt())
 
-    def key_like_query(self, k: Tensor, log_scale: Tensor | float) -> Tensor:
-        """|k| f / |f|, times exp(-log_scale)."""
-        shape, peak, length = in_shape(k)
-        gain = self.key_gain if self.powers == "mild" else None
-        features = self.grown(shape, shape / length, peak * length, 1 / length, gain)
-        sharpened = features.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM).sqrt()
-        kept = peak * (-log_scale).exp() if isinstance(log_scale, Tensor) else peak
-        return features * (kept * (length / sharpened))
-
-    def grown(self, shape: Tensor, unit: Tensor, norm: Tensor, peak: Tensor, gain: Tensor | None) -> Tensor:
-        """Features of the vector norm * unit, the largest of them 1. shape: unit divided by its largest channel, the peak."""
-        power = self.power_of(norm, gain)
-        if self.growth == "power":
-            return self.spread(shape.abs() ** power, unit)
-        # what grows above 1 in the power, times the size of the largest channel
-        steepness = ((power - 1) * (self.head_dim**0.5 * peak)).clamp(min=SMALLEST_STEEPNESS)
-        size = shape.abs()
-        # expm1(a x) / expm1(a) of x up to 1, where exp(a) may fit into no float
-        return by_sign(((size - 1) * steepness).exp() * torch.expm1(-steepness * size) / torch.expm1(-steepness), unit)
-
     def key_log_scale(self, k: Tensor) -> Tensor:
-        if self.keys == "like_queries":
-            _, peak, length = in_shape(k)
-            return excess(peak.log() + length.log())
         return excess(self.key_power(k) * k.abs().amax(dim=-1, keepdim=True).log())
 
-    def kernel_spec(self, device: torch.device) -> KernelSpec | None:
-        if self.saturation == "none" or self.keys == "like_queries":
-            return None
+    def kernel_spec(self, device: torch.device) -> KernelSpec:
         if self.powers == "mild":
             slope, key_power = F.softplus(self.query_gain.float()), 1 + F.softplus(self.key_gain.float())
             rows = torch.stack((torch.ones_like(slope), slope, key_power), dim=1).to(device)
@@ -214,14 +152,9 @@ class NormAware(FeatureMap):
 
     def query_power(self, norm: Tensor) -> Tensor:
         """p of a query norm [B, N, H, 1]."""
-        return self.power_of(norm, self.query_gain if self.powers == "mild" else None)
-
-    def power_of(self, norm: Tensor, gain: Tensor | None) -> Tensor:
-        """The power that a norm [B, N, H, 1] sets; gain: that of mild powers."""
-        turn = self.norm_scale * norm
-        turn = turn.tanh() if self.saturation == "tanh" else turn.clamp(max=LARGEST_TURN)
-        if gain is not None:
-            return 1 + F.softplus(self.per_head(gain, norm))[:, None] * turn
+        turn = (self.norm_scale * norm).tanh()
+        if self.powers == "mild":
+            return 1 + F.softplus(self.per_head(self.query_gain, norm))[:, None] * turn
         if self.learnable:
             lambda_, tau = self.per_head(self.lambda_, norm), self.per_head(self.tau, norm)
             return (lambda_[:, None] * (tau[:, None] + turn)).clamp(min=1.0)
@@ -245,13 +178,6 @@ def with_size(x: Tensor) -> tuple[Tensor, Tensor]:
     # the factor has no gradient: what is made of the direction does not change with the length, and tanh has saturated
     x = x * (LARGEST_NORM / x.detach().abs().amax(-1, keepdim=True).clamp(min=LARGEST_NORM))
     return x, x.square().sum(-1, keepdim=True)
-
-
-def in_shape(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(x / peak, peak, |x / peak|), the peak being the largest size of a channel: |x| = peak |x / peak| overflows nowhere."""
-    peak = x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_PEAK)
-    shape = x / peak
-    return shape, peak, shape.square().sum(-1, keepdim=True).clamp(min=SMALLEST_NORM).sqrt()
 
 
 def constant_row(values: tuple[float, ...], *, device: torch.device) -> Tensor:

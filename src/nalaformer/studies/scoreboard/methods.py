@@ -22,14 +22,8 @@ def of(name: str, **options: Any) -> Method:
     return Method(name=name, options=options)
 
 
-# powers without a bound, keys treated as queries
-OPEN: dict[str, Any] = {
-    "powers": "mild",
-    "norm_scale": "head",
-    "saturation": "none",
-    "keys": "like_queries",
-    "start_gain": 1.0,
-}
+# learned powers
+MILD: dict[str, Any] = {"powers": "mild", "norm_scale": "head"}
 METHODS_OF_THE_BOARD: dict[str, Method] = {
     "softmax": of("softmax"),
     "relu": of("relu"),
@@ -42,15 +36,15 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "mirrorla_map": of("mirrorla", gate="none"),
     "nala": of("norm_aware"),
     "nala_cosine": of("norm_aware", direction="cosine"),
-    "nala_mild": of("norm_aware", powers="mild", norm_scale="head"),
-    "nala_mild_contrast": of("norm_aware", powers="mild", norm_scale="head", contrast="learned"),
     "nala_contrast": of("norm_aware", contrast="learned"),
-    "nala_open": of("norm_aware", **OPEN),
-    "nala_open_contrast": of("norm_aware", **OPEN | {"start_gain": 0.3}, contrast="learned"),
-    "nala_exp": of("norm_aware", **OPEN, growth="exponential"),
-    "nala_exp_contrast": of("norm_aware", **OPEN, growth="exponential", contrast="learned"),
+    "nala_mild": of("norm_aware", **MILD),
+    "nala_mild_contrast": of("norm_aware", **MILD, contrast="learned"),
+    "nala_learned": of("norm_aware", **MILD, start_gain=2.5),
+    "nala_learned_contrast": of("norm_aware", **MILD, start_gain=2.5, contrast="learned"),
     "hedgehog": of("hedgehog"),
     "hedgehog_contrast": of("hedgehog", contrast="learned"),
+    "channel_softmax": of("channel_softmax"),
+    "channel_softmax_contrast": of("channel_softmax", contrast="learned"),
     "mala_map": of("mala", gate="none"),
     "rala_map": of("rala", gate="none"),
     "deltanet": of("delta"),
@@ -58,8 +52,8 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "gated_deltanet": of("gated_delta"),
     "gated_deltanet_nala": of("gated_delta", feature_map="norm_aware"),
 }
-"""The rivals under short names; forms of our own are nala_open, nala_exp, and all with the learned contrast. The file of a
-scoreboard has each in full."""
+"""The rivals under short names; forms of our own are nala_learned, channel_softmax, and all with the learned contrast. The file
+of a scoreboard has each in full."""
 ALL = "all"
 # looks at all queries, later ones too
 BIDIRECTIONAL = ("rala_map",)

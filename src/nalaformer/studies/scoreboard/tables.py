@@ -45,13 +45,13 @@ def summary(by_title: dict[str, list[Row]]) -> str:
             if (known := found[title].get(each.method)) is None or each.seeds > known.seeds:
                 found[title][each.method] = each
     labels = [method.label for method in METHODS_OF_THE_BOARD.values()]
-    labels += [label for label in dict.fromkeys(name for methods in found.values() for name in methods) if label not in labels]
     lines = [
         [short_name(label), state_of(label, found), *(cell(label, title, found[title]) for title in found)] for label in labels
     ]
     about = (
         "Test accuracy, or the figure that a row names, at the rate that is best on dev, mean ± standard deviation over seeds; "
-        "in brackets the seeds, where there are fewer than three. State: numbers that attention remembers, relative to `relu`."
+        "in brackets the seeds, where there are fewer than three. State: numbers that attention remembers, relative to `relu`. "
+        "The sections below have further forms."
     )
     heads = [title + named_figure(rows) for title, rows in by_title.items()]
     return f"{table(['method', 'state', *heads], lines)}\n\n{about}"
