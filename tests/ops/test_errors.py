@@ -95,11 +95,32 @@ def test_a_map_by_name_only_is_refused(op):
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_none_in_the_place_of_a_tensor_is_refused(op, name):
+    with pytest.raises(TypeError, match=f"{name} must be a torch tensor, got NoneType"):
+        op(**arguments(**{name: None}))
+
+
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", ["polarity", "polarity_exp"])
 def test_two_streams_want_an_even_value_size(op, name):
     feature_map = nalaformer.feature_map(name, num_heads=4, head_dim=8)
     with pytest.raises(ValueError, match=r"divisible by the map's streams \(2\), got 7; choose an even head_dim"):
         op(**arguments(feature_map=feature_map, v=torch.randn(2, 7, 4, 7)))
+
+
+@pytest.mark.parametrize("name", ["polarity", "polarity_exp"])
+def test_two_streams_ask_nothing_of_the_head_size(name):
+    """Values alone are shared out among the streams; what looks at queries and keys alone takes heads of any size."""
+    feature_map = nalaformer.feature_map(name, num_heads=2, head_dim=5)
+    q, k = torch.randn(2, 1, 6, 2, 5)
+    weights = [nalaformer.attention_weights(q, k, feature_map=feature_map, stream=stream) for stream in range(2)]
+    v = torch.randn(1, 6, 2, 4)
+    expected = torch.cat(
+        [torch.einsum("bhij,bjhv->bihv", w, part) for w, part in zip(weights, v.chunk(2, -1), strict=True)], -1
+    )
+    torch.testing.assert_close(nalaformer.linear_attention(q, k, v, feature_map=feature_map), expected)
+    assert nalaformer.linear_attention(q, k, v, feature_map=feature_map, key_weight="global_query").isfinite().all()
 
 
 @pytest.mark.parametrize("op", OPS)

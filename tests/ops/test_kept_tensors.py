@@ -15,7 +15,7 @@ from nalaformer.attention.hybrid import HybridSettings, function, hybrid_attenti
 from nalaformer.attention.hybrid.layout import Layout
 from nalaformer.feature_maps import norm_aware
 from nalaformer.ops import kept_tensors
-from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND
+from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND, why_not_on
 from nalaformer.ops.kept_tensors import is_ordinary, kept
 
 CPU = torch.device("cpu")
@@ -147,6 +147,25 @@ def test_kernels_train_on_positions_and_powers_that_inference_used_first(monkeyp
     x = torch.randn(1, 6, 2, 4)
     out = check(call, x, under_inference_mode, is_ordinary_first=False)
     assert (out - linear_attention(x, x, x, feature_map=mapped, rotary=rotary)).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not (TRITON_FOUND and INTERPRETING), reason="runs the kernels on a CPU")
+@pytest.mark.parametrize("mode", ["fake", "real", "symbolic", "FakeTensorMode"])
+def test_kernels_leave_calls_that_are_traced_to_plain_torch(mode):
+    x = torch.randn(1, 6, 2, 4)
+    asked = []
+
+    def call(x: Tensor) -> Tensor:
+        asked.append(why_not_on(x))
+        return 2 * x
+
+    with use_backend("triton"):
+        assert why_not_on(x) is None
+        if mode == "FakeTensorMode":
+            under_strict_fake_tensors(call, x)
+        else:
+            make_fx(call, tracing_mode=mode)(x)
+    assert asked == ["FakeTensorMode and make_fx follow plain torch alone"]
 
 
 def test_tables_made_while_traced_are_not_kept():

@@ -30,7 +30,7 @@ class NormAware(FeatureMap):
 
     norm_scale: with the published 1 the power is saturated at |q| = 3, while unit-variance queries of 64 channels have
         |q| = 8; "head" stands for 1/sqrt(head_dim), which leaves room on both sides.
-    learnable: lambda and tau per head.
+    learnable: lambda and tau per head; the power stays at least 1.
     powers="mild": p = 1 + softplus(a) tanh(norm_scale |q|) and 1 + softplus(b) for keys, a and b learned per head, both
         powers near 1 at first.
     start_gain: softplus(a) and softplus(b) at first; 2.5 starts about as sharp as published.

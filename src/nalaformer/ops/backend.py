@@ -12,7 +12,7 @@ from torch import Tensor
 from ..registry import unknown_name
 from .exporting import is_exporting, is_jit_tracing
 from .features import FeatureMapLike
-from .kept_tensors import is_transformed
+from .kept_tensors import is_traced, is_transformed
 from .kernel_spec import KernelSpec
 from .rotary import Rotary
 
@@ -136,9 +136,16 @@ def why_not_on(x: Tensor) -> str | None:
         return "an exported program must run without Triton"
     if not is_compiling and is_transformed():
         return "a transform of torch.func is at work, which needs plain torch"
+    if not is_compiling and torch._C._len_torch_dispatch_stack() and (is_traced() or is_followed_by_make_fx()):
+        return "FakeTensorMode and make_fx follow plain torch alone"
     if x.dtype == torch.float64:
         return NO_DOUBLE
     return None
+
+
+def is_followed_by_make_fx() -> bool:
+    """Whether make_fx records operators: it would record the memory that a kernel writes to, and not the kernel."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def runs_kernels(x: Tensor) -> bool:

@@ -20,17 +20,18 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def check_call(
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     *,
     feature_map: FeatureMapLike,
     causal: bool,
     rotary: RotaryArgument,
     key_mask: Tensor | None,
     eps: float,
+    has_values: bool = True,
 ) -> RotaryPair:
-    """All rules for a call with [B, N, H, D] inputs; returns the rotary of q and that of k."""
+    """All rules for a call with [B, N, H, D] inputs; returns the rotary of q and that of k. has_values=False: v is k."""
     check_options(causal, eps)
-    check_tensors(q, k, k if v is None else v, feature_map)
+    check_tensors(q, k, v, feature_map, has_values=has_values)
     if causal and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"causal attention needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}; "
@@ -47,10 +48,12 @@ def check_options(causal: bool, eps: float) -> None:
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}; the default is 1e-6")
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, *, has_values: bool = True) -> None:
     """Refuse what breaks a rule; what keeps them all, as nearly every call does, is seen in one look."""
     if not fits_at_a_glance(q, k, v, feature_map):
         explain_tensors(q, k, v, feature_map)
+        if has_values:
+            check_value_size(v, feature_map)
 
 
 def fits_at_a_glance(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> bool:
@@ -122,6 +125,9 @@ def explain_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike
                 else ""
             )
         )
+
+
+def check_value_size(v: Tensor, feature_map: FeatureMapLike) -> None:
     if v.shape[3] % feature_map.streams:
         raise ValueError(
             f"the value size must be divisible by the map's streams ({feature_map.streams}), got {v.shape[3]}; "

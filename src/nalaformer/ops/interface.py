@@ -239,7 +239,9 @@ def attention_weights(
     rows: the queries to look at (all by default: a quadratic amount of memory). stream: which half of the values, for maps
     with two streams. Without rotary and contrast every weight is >= 0; without rotary a row sums to one, up to eps.
     """
-    turns = check_call(q, k, None, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
+    turns = check_call(
+        q, k, k, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps, has_values=False
+    )
     if not isinstance(stream, int) or not 0 <= stream < feature_map.streams:
         raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream!r}")
     check_query_mask(query_mask, q)

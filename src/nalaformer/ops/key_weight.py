@@ -39,7 +39,7 @@ def global_query_weight(
     """
     if cu_seqlens is not None:
         return _of_packed(q, k, feature_map, cu_seqlens)
-    check_call(q, k, None, feature_map=feature_map, causal=False, rotary=None, key_mask=key_mask, eps=0.0)
+    check_call(q, k, k, feature_map=feature_map, causal=False, rotary=None, key_mask=key_mask, eps=0.0, has_values=False)
     check_query_mask(query_mask, q)
     check_padding_of_queries(q, k, key_mask, query_mask)
     k, _ = heads_for(feature_map, q, k, k)
