@@ -148,7 +148,8 @@ class Board:
 
     def refuse_unmade(self) -> None:
         """What cannot be made or described should say so before others have trained for hours."""
-        facts = Sequences(self.recipe.task).facts()
+        # which do not depend on how many sequences there are
+        facts = Sequences(replace(self.recipe.task, train_samples=1, eval_samples=1)).facts()
         for method in self.methods:
             state_size(make_model(self.recipe, method, facts))
 
