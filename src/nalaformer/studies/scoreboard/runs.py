@@ -27,6 +27,7 @@ from ...training import TrainingConfig
 from ...training.captured_training import Sprint
 from ...training.config import PRECISIONS
 from ...training.data_on_device import resident
+from .inside import attention_figures
 from .methods import Method, parse_methods
 from .order import Order
 from .processes import finished_in_processes
@@ -341,6 +342,8 @@ def one_run(
     progress = sprint.progress
     tested = sprint.test(loaded.test)
     sprint.close()
+    # the longest sequences
+    inside = attention_figures(model, loaded.test[-1])
     by_group = {name: round(value, 5) for name, value in zip(data.groups, tested["groups"], strict=True) if value is not None}
     aside.unlink(missing_ok=True)
     say(f"dev {progress.best_dev:.4f} at step {progress.best_step}, test {tested['all']:.4f}, {progress.seconds:.0f} s")
@@ -358,6 +361,7 @@ def one_run(
         "chance": f"{data.chance:.4g}",
         "shortcuts": json.dumps(data.shortcuts) if data.shortcuts else "",
         "figure": data.figure,
+        **inside,
     }
 
 
