@@ -55,6 +55,8 @@ def test_every_method_takes_two_steps_on_every_row(name, tmp_path):
     rows = run_boards([board], out=tmp_path / "a.csv")
     assert [row["method"] for row in rows] == [method.label for method in board.methods]
     assert {(row["outcome"], row["steps"]) for row in rows} == {("finished", "2")}
+    # delta rules have no weights to look at
+    assert {row["method"] for row in rows if not row["effective_rank"]} == {m.label for m in board.methods if "delta" in m.name}
     # rala looks at all queries and stands in no causal row, the delta rules in no other
     left_out = {name for name in METHODS_OF_THE_BOARD if "delta" in name} if board.recipe.model != "recall" else {"rala_map"}
     assert {short_name(row["method"]) for row in rows} == {*METHODS_OF_THE_BOARD} - left_out
@@ -238,6 +240,8 @@ def test_a_page_is_filled_from_the_files_beside_chance_and_machine(tmp_path):
     assert "old" not in text
     assert f"| nala_mild | {float(rows[1]['test']):.4f} | - | 1 |" in text
     assert "| chance | 0.1250 |" in text
+    assert "| parameters | state | norm-entropy | drop | rank |" in text
+    assert f"| {float(rows[1]['entropy_drop']) + 0.0:.2f} | {float(rows[1]['effective_rank']):.2f} |" in text
     # what is not there is called so, and what has no form for a row is not missed
     assert f"| nala_mild |  | {float(rows[1]['test']):.3f} (1) |" in text
     assert "| relu |  | not measured |" in text

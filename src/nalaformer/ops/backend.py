@@ -86,6 +86,7 @@ def choose(
     is_step: bool = False,
     has_contrast: bool = False,
     has_weight: bool = False,
+    has_blocks: bool = False,
 ) -> Choice:
     """The backend for this call; an explicit "triton" that cannot serve it raises with the reason.
 
@@ -105,6 +106,8 @@ def choose(
         reason = why_not_triton(q, k, v, feature_map, spec, causal, rotary, samples or q.shape[0], is_step)
         if causal and (has_contrast or has_weight):
             reason = "a contrast by the mean score and weights of keys have no causal kernel"
+        if has_blocks:
+            reason = "tokens that see all of their block have no kernel"
         if has_contrast and spec is not None and spec.is_guarded:
             reason = "features without a bound have no mean score in the kernels"
         if reason is None:

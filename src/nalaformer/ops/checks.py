@@ -48,6 +48,15 @@ def check_options(causal: bool, eps: float) -> None:
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}; the default is 1e-6")
 
 
+def check_block(block: int, *, causal: bool, is_packed: bool) -> None:
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"block must be the number of tokens that see each other, at least 1, got {block!r}")
+    if block > 1 and not causal:
+        raise ValueError(f"blocks of tokens are those of causal attention, got block={block} with causal=False")
+    if block > 1 and is_packed:
+        raise ValueError(f"packed sequences have no blocks, got block={block} with cu_seqlens; call once for each sequence")
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, *, has_values: bool = True) -> None:
     """Refuse what breaks a rule; what keeps them all, as nearly every call does, is seen in one look."""
     if not fits_at_a_glance(q, k, v, feature_map):

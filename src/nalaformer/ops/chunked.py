@@ -151,6 +151,57 @@ def causal_linear_attention(
     return whole, state
 
 
+def block_causal_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMapLike,
+    block: int,
+    rotary: tuple[Rotary | None, Rotary | None],
+    key_mask: Tensor | None,
+    eps: float,
+    recompute: bool,
+    contrast: Contrast | None = None,
+    key_weight: Tensor | None = None,
+) -> Tensor:
+    """Tokens see those of their own and of earlier blocks: the state takes in a block, and then its queries read it."""
+    if torch.compiler.is_exporting() or is_jit_tracing():
+        raise ValueError(
+            f"an exported program cannot count blocks of tokens, got block={block}; export with block=1, or without causal"
+        )
+    dtype = compute_dtype(q, k, v)
+    run = recomputing if recompute and not is_transformed() else direct
+
+    def step(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        rotary_q: Rotary | None,
+        rotary_k: Rotary | None,
+        strength: Tensor | None,
+        mean: Tensor | None,
+        weight: Tensor | None,
+        state: LinearState | None,
+    ) -> tuple[Tensor, LinearState]:
+        scales = key_log_scale(feature_map, k, mask, dtype)
+        scale = None if scales is None or all_zero(scales) else scales.amax(dim=1, keepdim=True)
+        keys = key_features(feature_map, k, v, key_mask=mask, rotary=rotary_k, log_scale=scale, dtype=dtype, weight=weight)
+        state = state_of(keys, scale) if state is None else LinearState.merge(state, state_of(keys, scale))
+        # the running mean at the last token is that of all that the block sees
+        against = None if mean is None else Contrast(strength, mean[:, -1:], q.shape[3])
+        return read(state, query_features(feature_map, q, rotary_q, dtype), eps, contrast=against).to(q.dtype), state
+
+    strength, mean = (None, None) if contrast is None else contrast[:2]
+    state: LinearState | None = None
+    parts = []
+    for tokens in pieces(block, q, k, v, key_mask, rotary[0], rotary[1], strength, mean, key_weight):
+        out, state = run(step, *tokens, state)
+        parts.append(out)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
 def state_of(keys: Keys, log_scale: Tensor | None) -> LinearState:
     """The state of these keys alone; log_scale [B, 1, K, 1]."""
     state = without_infinity(torch.einsum("bjkf,bjkv->bkfv", keys.rotated, keys.values))

@@ -11,6 +11,7 @@ from . import chunked, reference
 from .backend import Choice, choose, get_backend
 from .checks import (
     RotaryArgument,
+    check_block,
     check_call,
     check_contrast,
     check_cu_seqlens,
@@ -41,6 +42,7 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     contrast: Tensor | str | None = None,
     key_weight: Tensor | str | None = None,
+    block: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
     """Attention in time and memory linear in the number of tokens.
@@ -62,8 +64,11 @@ def linear_attention(
         z_i = D^-1/2 phi_q(q_i) . mean_j phi_k(k_j) (MALA); or z itself, [B, N, H].
     key_weight: multiplies phi_k(k_j). "global_query": a softmax over the keys for the mean query (RALA), as
         `global_query_weight` says; or numbers >= 0, [B, M, K] or [B, M, H].
+    block: of causal attention, the tokens that see each other: token i sees keys 0..b - 1, b the end of its block (frames of a
+        video, rows of an image). More than 1 runs in plain torch, on a GPU too.
     eps: times the n visible keys; 0 makes the weights sum to one however small the keys are.
     """
+    check_block(block, causal=causal, is_packed=cu_seqlens is not None)
     if cu_seqlens is not None:
         return _packed(q, k, v, feature_map, causal, rotary, key_mask, query_mask, cu_seqlens, contrast, key_weight, eps)
     turns = check_call(q, k, v, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
@@ -78,7 +83,13 @@ def linear_attention(
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
         has_score, has_weight = isinstance(contrast, str), key_weight is not None
         backend, spec = choose(
-            q, k, v, feature_map=mapped, causal=causal, rotary=turns, has_contrast=has_score, has_weight=has_weight
+            *(q, k, v),
+            feature_map=mapped,
+            causal=causal,
+            rotary=turns,
+            has_contrast=has_score,
+            has_weight=has_weight,
+            has_blocks=block > 1,
         )
         # the kernels make the weights while they read the keys, of maps that they know well enough and without a mean score
         by_mean_query = isinstance(key_weight, str) and not has_score and spec is not None and spec.name in MAPS_IN_KERNELS
@@ -106,6 +117,11 @@ def linear_attention(
             )
             out = kernels.attend(ready, causal=causal, keep=needs_grad)
             return (out if against is None else against.moved_by_strength(out)).to(q.dtype)
+        options: dict[str, Any] = {"contrast": against, "key_weight": weight, "eps": eps, "recompute": needs_grad}
+        if block > 1:
+            return chunked.block_causal_linear_attention(
+                q, k, v, feature_map=mapped, block=block, rotary=turns, key_mask=key_mask, **options
+            )
         if backend == "reference":
             out = reference.linear_attention(
                 *(q, k, v),
@@ -118,7 +134,6 @@ def linear_attention(
                 key_weight=weight,
             )
             return out.to(q.dtype)
-        options: dict[str, Any] = {"contrast": against, "key_weight": weight, "eps": eps, "recompute": needs_grad}
         if causal:
             return chunked.causal_linear_attention(
                 q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, **options

@@ -3,6 +3,7 @@
 from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_tensor, known_options, make_sequences
 from .copying import Copying, Induction
 from .cue_cells import CueCells
+from .documents import DocumentWindows
 from .figures import FIGURES, Figure, answers_of
 from .filler import ENTROPY, Filler
 from .image_file import ImagePatches, ImagePixels
@@ -26,6 +27,7 @@ __all__ = [
     "Copying",
     "Counting",
     "CueCells",
+    "DocumentWindows",
     "Figure",
     "Filler",
     "GreyImage",

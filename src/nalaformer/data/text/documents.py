@@ -1,4 +1,4 @@
-"""Documents from text files: .txt and .jsonl, none of them trusted.
+"""Documents from text files: .txt and .jsonl, none of them trusted; also .jsonl.gz, where a file is read by name.
 
 A row of a .jsonl file is an object with one of
 - "text" (or a field of another name): a document;
@@ -6,13 +6,17 @@ A row of a .jsonl file is an object with one of
 - "messages": [{"role": ..., "content": ...}, ...]: a conversation; what the role "assistant" says is learned.
 """
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".txt", ".jsonl")
+PACKED = ".gz"
+MOST_LINE = 2**26
 
 # texts in order, each with whether a model is to learn it
 Pieces = tuple[tuple[str, bool], ...]
@@ -94,17 +98,16 @@ def _whole_file(file: Path, reading: Reading) -> Iterator[Document]:
 
 
 def _lines(file: Path, reading: Reading) -> Iterator[Document]:
+    is_rows = file.name.removesuffix(PACKED).endswith(".jsonl")
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(_unpacked(file) if file.suffix == PACKED else lines, 1):
             # a blank line between documents is no document and no fault
             if line.strip():
                 source = f"{file}:{number}"
                 try:
                     # some editors begin a file with a mark of its encoding, which is no text
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                    document = (
-                        from_row(text, source, reading) if file.suffix == ".jsonl" else plain(text.rstrip("\r\n"), source)
-                    )
+                    document = from_row(text, source, reading) if is_rows else plain(text.rstrip("\r\n"), source)
                     # JSON can hold halves of characters, which no tokenizer takes
                     document.text.encode()
                 except (ValueError, RecursionError) as error:
@@ -112,6 +115,16 @@ def _lines(file: Path, reading: Reading) -> Iterator[Document]:
                 else:
                     yield document
             reading.advance(len(line))
+
+
+def _unpacked(file: Path) -> Iterator[bytes]:
+    """Lines of a .gz file; one that is longer than MOST_LINE comes in pieces, since few bytes can become many."""
+    try:
+        with gzip.open(file) as lines:
+            while line := lines.readline(MOST_LINE):
+                yield line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{file} must be a whole .gz file: {error}; get it again") from error
 
 
 def plain(text: str, source: str) -> Document:

@@ -3,13 +3,14 @@
 import csv
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...atomic_files import write_csv
 from ...data.sequences import FIGURES, Figure
+from .inside import INSIDE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 Row = dict[str, str]
 
 # columns that older files do not have
-ADDED = ("figure",)
+ADDED = ("figure", *INSIDE)
 COLUMNS = (
     "task", "method", "learning_rate", "seed", "steps", "settings", "dev", "test", "groups", "best_step", "outcome",
     "parameters", "state_size", "seconds", "steps_per_second", "loop", "chance", "shortcuts", "device", "torch", "triton",
@@ -60,6 +61,8 @@ class Standing:
     steps: int
     rates: int = 1
     """Learning rates that were tried."""
+    inside: tuple[float | None, ...] = (None,) * len(INSIDE)
+    """Means over seeds of entropy_norm, entropy_drop and effective_rank; None where none are known."""
     settings: str = ""
     """In which it differs from others in the same file, as "batch_size=4"."""
 
@@ -94,11 +97,17 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
                 state_size=int(best[0]["state_size"]),
                 steps=int(steps),
                 rates=len(by_rate),
+                inside=tuple(mean_if_any(row.get(name) for row in best) for name in INSIDE),
                 # of runs as long: with the steps, warm-up and more change by themselves
                 settings=differing([row["settings"] for row in rows if row["steps"] == steps])[settings],
             )
         )
     return sorted(found, key=lambda standing: standing.test, reverse=not rows or figure_of(rows).higher_is_better)
+
+
+def mean_if_any(cells: Iterable[str | None]) -> float | None:
+    known = [float(cell) for cell in cells if cell]
+    return statistics.mean(known) if known else None
 
 
 def best_rate(by_rate: dict[str, list[Row]]) -> tuple[str, list[Row]]:

@@ -105,6 +105,22 @@ def regression(recipe: str, asks: str, tiny: dict[str, Any]) -> BoardRow:
     )
 
 
+def documents(asks: str) -> BoardRow:
+    """A causal model of texts from a file: four layers of 256 channels, 2,000 steps of 16 windows of 2,048 tokens."""
+    model = {"dim": 256, "depth": 4, "num_heads": 4, "mlp_ratio": 4.0}
+    sizes = {"train_samples": 6_000, "eval_samples": 128, "test_samples": 256, "batch_size": 16}
+    return BoardRow(
+        recipe="copying",
+        settings={"data": "documents", "data_options": {}, "model_options": model, "steps": 2_000, "eval_every": 250}
+        | sizes
+        | QUICK,
+        tiny={"model_options": {"dim": 8, "depth": 1, "mlp_ratio": 1.0}},
+        learning_rates=(1e-3, 3e-3),
+        asks=asks,
+        file_option="file",
+    )
+
+
 SHORT_LISTS = {"shortest": 8, "longest": 32, "max_depth": 3}
 ROWS: dict[str, BoardRow] = {
     "pointing_256": probing("pointing", "Name the class of the nearest of 256 directions: sharp attention."),
@@ -148,6 +164,7 @@ ROWS: dict[str, BoardRow] = {
     "image_patches": images(
         "patches", "Name what an image shows, patch by patch; needs a file, such as Fashion-MNIST.", dim=128, mlp_dim=256
     ),
+    "manuals": documents("Guess the next token of texts, 2,048 at a time; needs a file of them, such as manuals."),
 }
 ALL = "all"
 

@@ -27,6 +27,7 @@ from ...training import TrainingConfig
 from ...training.captured_training import Sprint
 from ...training.config import PRECISIONS
 from ...training.data_on_device import resident
+from .inside import attention_figures
 from .methods import Method, parse_methods
 from .order import Order
 from .processes import finished_in_processes
@@ -148,7 +149,8 @@ class Board:
 
     def refuse_unmade(self) -> None:
         """What cannot be made or described should say so before others have trained for hours."""
-        facts = Sequences(self.recipe.task).facts()
+        # which do not depend on how many sequences there are
+        facts = Sequences(replace(self.recipe.task, train_samples=1, eval_samples=1)).facts()
         for method in self.methods:
             state_size(make_model(self.recipe, method, facts))
 
@@ -340,6 +342,8 @@ def one_run(
     progress = sprint.progress
     tested = sprint.test(loaded.test)
     sprint.close()
+    # the longest sequences
+    inside = attention_figures(model, loaded.test[-1])
     by_group = {name: round(value, 5) for name, value in zip(data.groups, tested["groups"], strict=True) if value is not None}
     aside.unlink(missing_ok=True)
     say(f"dev {progress.best_dev:.4f} at step {progress.best_step}, test {tested['all']:.4f}, {progress.seconds:.0f} s")
@@ -357,6 +361,7 @@ def one_run(
         "chance": f"{data.chance:.4g}",
         "shortcuts": json.dumps(data.shortcuts) if data.shortcuts else "",
         "figure": data.figure,
+        **inside,
     }
 
 

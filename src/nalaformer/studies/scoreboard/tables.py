@@ -10,7 +10,7 @@ from .report import Row, Standing, figure_of, read_rows, standings
 from .rows import ROWS
 
 BEGIN, END = "<!-- tables of the scoreboard: begin -->", "<!-- tables of the scoreboard: end -->"
-HEAD = ("method", "test", "± sd", "seeds", "dev", "best rate", "steps", "parameters", "state")
+HEAD = ("method", "test", "± sd", "seeds", "dev", "best rate", "steps", "parameters", "state", "norm-entropy", "drop", "rank")
 PATTERN = "scoreboard_*.csv"
 NONE = "No row has been measured yet."
 # seeds of a figure that is whole
@@ -112,7 +112,9 @@ def line_of(each: Standing) -> list[str]:
     state = f"{each.state_size:,}" if each.state_size else "grows"
     sizes = (f"{each.steps:,}", f"{each.parameters:,}", state)
     rate = f"{each.learning_rate} of {each.rates}"
-    return [name, f"{each.test:.4f}", spread, str(each.seeds), f"{each.dev:.4f}", rate, *sizes]
+    # as many digits as a correlation, nats and a rank deserve; no minus in front of a rounded zero
+    inside = ["" if value is None else f"{round(value, 2) + 0.0:.2f}" for value in each.inside]
+    return [name, f"{each.test:.4f}", spread, str(each.seeds), f"{each.dev:.4f}", rate, *sizes, *inside]
 
 
 def measured_with(rows: Sequence[Row]) -> str:
