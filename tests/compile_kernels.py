@@ -86,6 +86,7 @@ def attend(name, dtype, heads=2, kv_heads=2, tokens=80, size=20, options=None, b
 def bidirectional():
     bounds = torch.tensor([0, 15, 80])
     attend("norm_aware", torch.bfloat16)
+    attend("norm_aware", torch.bfloat16, tokens=49, size=64, options={"learnable": True})
     call.WHOLE_TOKENS = 16
     attend("norm_aware", torch.bfloat16, heads=4, key_mask=torch.ones(1, 80, dtype=torch.bool))
     packed = {"cu_seqlens": bounds, "rotary": Rotary.packed(bounds, 20)}

@@ -8,6 +8,7 @@ from helpers.attention_formula import EXACT, ROUNDING, Turning, distance, row_po
 from helpers.contrast_formula import rala_weight, weighted_and_contrasted
 from nalaformer import Rotary, attention_weights, feature_map, global_query_weight, linear_attention
 from nalaformer.ops import chunked, key_weight
+from nalaformer.ops.features import repeated
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 
@@ -231,3 +232,9 @@ def test_what_is_wrong_with_contrast_and_weights_is_said():
         linear_attention(q, k, v, key_weight="rala", **options)
     with pytest.raises(ValueError, match=r"no query_mask; pass query_mask=key_mask in self-attention"):
         global_query_weight(q, k, key_mask=padding(), **options)
+
+
+def test_keys_of_as_many_heads_as_queries_are_not_copied():
+    q, k = torch.zeros(1, 5, 4, 8), torch.zeros(1, 7, 4, 8)
+    assert repeated(q, k) is k
+    assert repeated(q, k[:, :, :2]).shape == k.shape

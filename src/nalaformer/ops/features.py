@@ -125,8 +125,9 @@ def heads_for(feature_map: FeatureMapLike, q: Tensor, k: Tensor, v: Tensor) -> t
 
 
 def repeated(q: Tensor, x: Tensor) -> Tensor:
-    """x [B, M, K, *] with a head for each head of q, [B, M, H, *]."""
-    return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+    """x [B, M, K, *] with a head for each head of q, [B, M, H, *]; x itself where it has those, which torch would copy."""
+    group = q.shape[2] // x.shape[2]
+    return x if group == 1 else x.repeat_interleave(group, dim=2)
 
 
 def cheap_to_look_at(x: Tensor) -> bool:

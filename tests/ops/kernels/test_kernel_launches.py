@@ -362,7 +362,8 @@ if INTERPRETING:
             pytest.param(
                 "bidirectional",
                 "dk_kernel dq_kernel dsums_kernel feature_gradient_kernel feature_products_kernel feature_sums_kernel "
-                "merge_kernel output_kernel query_sums_kernel state_kernel whole_gradient_kernel whole_kernel",
+                "merge_kernel output_kernel query_sums_kernel short_gradient_kernel short_kernel state_kernel "
+                "whole_gradient_kernel whole_kernel",
                 marks=pytest.mark.slow,
             ),
             pytest.param(

@@ -25,7 +25,16 @@ def poisoned(poisoned_memory):
     """Memory that nothing wrote is NaN: a missing store fails."""
 
 
-def test_short_inputs_in_one_launch(name):
+@pytest.fixture(params=[False, True], ids=["by sums", "by weights"])
+def one_launch(request, monkeypatch):
+    """Both forms of the kernels that own a sample and head; that by weights is taken for bfloat16."""
+    from nalaformer.ops.kernels.linear import call
+
+    monkeypatch.setattr(call, "SHORT_TYPES", (torch.float32,) if request.param else ())
+    monkeypatch.setattr(call, "CALLS", {})
+
+
+def test_short_inputs_in_one_launch(name, one_launch):
     check(name, make(*[(2, 37, 2, 8)] * 3), heads=2, head_dim=8)
 
 
@@ -40,7 +49,12 @@ def test_long_inputs_are_split_over_programs(name, monkeypatch):
     check(name, make(*[(1, 150, 1, 8)] * 3), heads=1, head_dim=8)
 
 
-def test_head_and_value_sizes_that_are_no_powers_of_two(name):
+def test_hidden_keys_of_short_inputs_count_nowhere(one_launch):
+    visible = torch.rand(2, 64, device=DEVICE) > 0.3
+    check("norm_aware", make((2, 1, 2, 8), (2, 64, 2, 8), (2, 64, 2, 8)), heads=2, head_dim=8, key_mask=visible)
+
+
+def test_head_and_value_sizes_that_are_no_powers_of_two(name, one_launch):
     check(name, make((2, 50, 2, 20), (2, 23, 2, 20), (2, 23, 2, 12)), heads=2, head_dim=20)
 
 

@@ -112,6 +112,17 @@ def test_a_contrast_is_computed_beside_the_weights():
     assert relative_error(ours, exact) < BAR
 
 
+# where the products lie far from what the mean query promises: above and below it
+@pytest.mark.parametrize("change", [lambda q, k: (q - 3.0, k + 100.0), lambda q, k: (q * 40.0, k * 0.1 - 6.0)])
+def test_a_scale_that_was_guessed_wrong_is_mended(change):
+    q, k, v = make(*[(1, 70, 2, 12)] * 3)
+    tensors, upstream = (*change(q, k), v), torch.randn(1, 70, 2, 12, device=DEVICE)
+    ours, exact = found("elu", tensors, upstream), expected("elu", tensors, upstream)
+    # an exponent near 40 loses five bits, and gradients are differences of features near 100 that differ by one
+    assert relative_error(ours[0], exact[0]) < 8 * BAR
+    assert largest_error(ours, exact) < 100 * BAR
+
+
 # sharp weights: one key in a hundred has most of the weight
 @pytest.mark.parametrize("size", [1.0, 3.0])
 def test_bfloat16_is_nearly_as_near_as_the_plain_reference(size, monkeypatch):

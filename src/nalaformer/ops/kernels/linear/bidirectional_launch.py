@@ -6,10 +6,11 @@ from torch import Tensor
 from ..common.launch import strides
 from ..common.split_sums_launch import merge, merge_scaled
 from . import mean_query_launch
-from .call import WHOLE_PROGRAMS, Call, TokenLayout, angle_stride, parameter_row
+from .call import SHORT_TOKENS, WHOLE_PROGRAMS, Call, TokenLayout, angle_stride, parameter_row
 from .compiled.bidirectional import output_kernel, state_kernel, whole_kernel
 from .compiled.bidirectional_gradient import dq_kernel, dsums_kernel
 from .compiled.bidirectional_gradient_of_keys import dk_kernel
+from .compiled.short import short_gradient_kernel, short_kernel
 from .compiled.whole_gradient import whole_gradient_kernel
 
 
@@ -31,6 +32,10 @@ def forward(
     if call.is_whole:
         sums = call.sums(1, call.heads)[0]
         scale = sums.new_empty(sums.shape[0])
+        if call.is_short:
+            # the sums stay empty: the backward pass needs none
+            short_forward(call, q, k, v, parameters, mask, out)
+            return sums, scale, inverse, sums.new_empty(0)
         call.start(
             ("whole", keep),
             whole_kernel,
@@ -50,7 +55,7 @@ def forward(
         )
         return sums, scale, inverse, sums.new_empty(0)
 
-    count, stretch = call.splits("state", call.num_keys, call.kv_heads)
+    count, stretch = call.splits(call.state_kernel, call.num_keys, call.kv_heads)
     query_sums, mean = None, torch.empty(mean_query_launch.shape_of_mean(call), dtype=torch.float32, device=call.device)
     if call.settings.by_mean_query:
         query_sums = mean_query_launch.sums_of_queries(call, q, weight)
@@ -80,6 +85,26 @@ def forward(
     return sums, scale, inverse, mean
 
 
+def short_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, mask: Tensor, out: Tensor) -> None:
+    """Fills `out`."""
+    call.start(
+        "short",
+        short_kernel,
+        (q, k, v, mask, parameters, out),
+        lambda: (
+            "short",
+            (call.samples * call.heads,),
+            (
+                *(call.num_queries, call.num_keys, call.heads),
+                *(*strides(q), *strides(k), *strides(v), *strides(out)),
+                *parameter_row(call.heads, parameters),
+                *call.scalars,
+            ),
+            {"BN": SHORT_TOKENS},
+        ),
+    )
+
+
 def sums_of_keys(
     call: Call,
     k: Tensor,
@@ -105,7 +130,7 @@ def sums_of_keys(
         state_kernel,
         (k, v, mask, weight, given, sums if mean is None else mean, bounds, parameters, cos, sin, sums, scale),
         lambda: (
-            "state",
+            call.state_kernel,
             (count, call.samples * call.kv_heads),
             (
                 *(call.num_key_rows, call.num_keys, call.kv_heads, stretch, len(given)),
@@ -117,6 +142,40 @@ def sums_of_keys(
         ),
     )
     return sums, scale
+
+
+def short_backward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    parameters: Tensor,
+    mask: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dquery: Tensor,
+    dkey: Tensor,
+    kind_of_dout: tuple[object, ...],
+) -> None:
+    """Fills the gradients; those of the parameters, [1, B, H, 4 or 2, D], where they are learned (last of `kind_of_dout`)."""
+    call.start(
+        ("short gradient", kind_of_dout),
+        short_gradient_kernel,
+        (q, k, v, dout, mask, parameters, dq, dk, dv, dquery, dkey),
+        lambda: (
+            "short_gradient",
+            (call.samples * call.heads,),
+            (
+                *(call.num_queries, call.num_keys, call.heads),
+                *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *strides(dk), *strides(dv)),
+                *parameter_row(call.heads, parameters),
+                *call.scalars,
+            ),
+            {"BN": SHORT_TOKENS, "LEARNED": kind_of_dout[-1]},
+        ),
+    )
 
 
 def sums_of_gradients(
@@ -188,29 +247,31 @@ def backward(
 
     drop = torch.empty_like(inverse)
     if call.is_whole:
-        dsums = call.sums(1, call.heads)
         dq, dk, dv, dweight = [torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v, weight)]
         dquery, dkey = parameter_buffer(1, call.heads, 4), parameter_buffer(1, call.heads, 2)
-        call.start(
-            ("whole gradient", kind_of_dout),
-            whole_gradient_kernel,
-            (
-                *(q, k, v, dout, mask, weight, parameters, cos_q, sin_q, cos_k, sin_k, sums, scale, inverse, drop, dsums),
-                *(dq, dk, dv, dweight, dquery, dkey),
-            ),
-            lambda: (
-                "whole_gradient",
-                (1, call.samples * call.heads),
+        if call.is_short:
+            short_backward(call, q, k, v, dout, parameters, mask, dq, dk, dv, dquery, dkey, kind_of_dout)
+        else:
+            call.start(
+                ("whole gradient", kind_of_dout),
+                whole_gradient_kernel,
                 (
-                    *(call.per_row[1:].numel(), call.num_queries, call.num_keys, call.heads),
-                    *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *strides(dk), *strides(dv)),
-                    *(angle_stride(layout.cos_q), angle_stride(layout.cos_k)),
-                    *parameter_row(call.heads, parameters),
-                    *(*call.scalars, call.settings.contrast),
+                    *(q, k, v, dout, mask, weight, parameters, cos_q, sin_q, cos_k, sin_k, sums, scale, inverse, drop),
+                    *(dq, dk, dv, dweight, dquery, dkey),
                 ),
-                {"LEARNED": is_learned},
-            ),
-        )
+                lambda: (
+                    "whole_gradient",
+                    (1, call.samples * call.heads),
+                    (
+                        *(call.per_row[1:].numel(), call.num_queries, call.num_keys, call.heads),
+                        *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *strides(dk), *strides(dv)),
+                        *(angle_stride(layout.cos_q), angle_stride(layout.cos_k)),
+                        *parameter_row(call.heads, parameters),
+                        *(*call.scalars, call.settings.contrast),
+                    ),
+                    {"LEARNED": is_learned},
+                ),
+            )
         of_parameters = (dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None)
         return dq, dk, dv, dweight, *of_parameters
     sum_count, sum_stretch = call.splits("dsums", call.num_queries, call.heads)

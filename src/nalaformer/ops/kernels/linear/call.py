@@ -22,6 +22,8 @@ from ..common.launch import PRECISION, Bounded, Description, Launches, processor
 # up to this many tokens a single program owns a sample and head: one launch instead of two or three. Of heads beyond 64, and of
 # other types than bfloat16, only up to so many samples times heads, which leave most of the GPU idle anyway (one H200)
 WHOLE_TOKENS, WHOLE_PROGRAMS = 256, 128
+# up to this many, of these types, the program computes the weights themselves (compiled/short.py)
+SHORT_TOKENS, SHORT_TYPES = 64, (torch.bfloat16,)
 
 
 class TokenLayout(NamedTuple):
@@ -47,6 +49,8 @@ class Tile:
     tokens: int
     warps: int
     stages: int
+    registers: int | None = None
+    """Of a thread at most; None leaves them to the compiler."""
 
 
 # by kernel, then by the padded head size; measured on one H200 with bfloat16 in heads of 64 and, but for `whole`, of 128. In
@@ -54,12 +58,17 @@ class Tile:
 # of 128. machine_code.py says how, and tests/compile_kernels.py finds it without a GPU
 TILES = {
     "state": {64: Tile(64, 4, 4), 128: Tile(32, 8, 4)},
+    # the same kernel where the mean query weighs the keys
+    "state_by_mean": {64: Tile(64, 4, 3), 128: Tile(32, 8, 4)},
     "output": {64: Tile(64, 4, 3), 128: Tile(64, 4, 1)},
     "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1)},
     # the same kernel where programs are many
     "whole_many": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
     # all gradients of a sample and head by one program
-    "whole_gradient": {64: Tile(64, 4, 3), 128: Tile(32, 8, 1)},
+    "whole_gradient": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1)},
+    # all tokens in one tile
+    "short": {64: Tile(64, 4, 1)},
+    "short_gradient": {64: Tile(64, 4, 1)},
     "dq": {64: Tile(64, 4, 3), 128: Tile(32, 4, 2)},
     "dsums": {64: Tile(64, 4, 3), 128: Tile(32, 8, 1)},
     # the same kernel, over the few long stretches of the causal ones
@@ -76,14 +85,22 @@ TURNED_TILES = {
     **{kernel: {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)} for kernel in ("output", "dq")},
     **{kernel: {64: Tile(32, 4, 2)} for kernel in ("causal_dq", "causal_dk", "causal_dv")},
     **{kernel: {64: Tile(64, 4, 2)} for kernel in ("dsums", "whole_gradient")},
-    "state": {64: Tile(64, 4, 2), 128: Tile(64, 8, 2)},
+    **{kernel: {64: Tile(64, 4, 2), 128: Tile(64, 8, 2)} for kernel in ("state", "state_by_mean")},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)},
     "causal": {64: Tile(32, 4, 2), 128: Tile(16, 8, 2)},
     "causal_dsums": {128: Tile(64, 8, 1)},
 }
 # by kernel: programs per multiprocessor that run there at once, each of which reads ahead, and steps below which a program is
 # not worth its sums
-SPREAD = {"state": (2, 8), "output": (3, 2), "dq": (2, 2), "dsums": (2, 8), "dk": (2, 2), "causal": (2, 8)}
+SPREAD = {
+    "state": (2, 8),
+    "state_by_mean": (2, 8),
+    "output": (3, 2),
+    "dq": (2, 2),
+    "dsums": (2, 8),
+    "dk": (2, 2),
+    "causal": (2, 8),
+}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -141,6 +158,15 @@ class Call:
         return is_short and is_worth_it and is_plain
 
     @cached_property
+    def is_short(self) -> bool:
+        """Whether that program holds all tokens in one tile, and the map is one that compiled/short.py knows."""
+        is_small = max(self.block_d, self.block_v) <= 64 and self.operand in SHORT_TYPES
+        is_one_tile = max(self.num_queries, self.num_keys) <= SHORT_TOKENS
+        settings = self.settings
+        is_plain = settings.streams == 1 and not (settings.is_guarded or settings.contrast or settings.has_weight or self.pairs)
+        return self.is_whole and is_small and is_one_tile and is_plain
+
+    @cached_property
     def per_row(self) -> torch.Size:
         """Shape of what is kept per query: [streams, B, H, N], or [streams, H, T] if packed; tokens side by side."""
         batch = () if self.is_packed else (self.samples,)
@@ -149,6 +175,11 @@ class Call:
     def query_sizes(self, stretch: int) -> tuple[int, ...]:
         """Numbers of a row and of a stream, queries, heads, those per key head, queries of a program."""
         return self.num_rows, self.per_row[1:].numel(), self.num_queries, self.heads, self.group, stretch
+
+    @property
+    def state_kernel(self) -> str:
+        """Its name in the tables."""
+        return "state_by_mean" if self.settings.by_mean_query else "state"
 
     def tile(self, kernel: str) -> Tile:
         """The entry of the tables."""
@@ -217,6 +248,7 @@ class Call:
             "PRECISION": PRECISION[self.operand],
             "num_warps": chosen.warps,
             "num_stages": chosen.stages,
+            "maxnreg": chosen.registers,
         }
 
     def sums(self, splits: int, heads: int) -> Tensor:

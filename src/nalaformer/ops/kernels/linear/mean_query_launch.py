@@ -7,9 +7,10 @@ from ..common.launch import processors, strides
 from .call import Call
 from .compiled.mean_query import query_sums_kernel
 
-# numbers in a tile: 32 per thread
-TILE_NUMBERS = 4096
-PROGRAMS_PER_PROCESSOR = 4
+# numbers in a tile, 32 per thread; warps; tiles read ahead
+TILE_NUMBERS, WARPS, AHEAD = 4096, 4, 3
+PROGRAMS_PER_PROCESSOR = 8
+EVICT: str | None = None
 # every program that reads keys adds the sums of all stretches up
 MOST_SPLITS = 64
 
@@ -43,10 +44,13 @@ def sums_of_queries(call: Call, q: Tensor, mask: Tensor) -> Tensor:
         query_sums_kernel,
         (q, mask, sums),
         lambda: (
-            "state",
+            call.state_kernel,
             (splits, rows),
             (call.num_queries, call.heads, stretch, *strides(q)),
-            {"BN": tile, "HAS_QUERY_MASK": mask.numel() > 0, "num_warps": 4, "num_stages": 3},
+            {
+                **{"BN": tile, "HAS_QUERY_MASK": mask.numel() > 0, "AHEAD": AHEAD, "EVICT": EVICT},
+                **{"num_warps": WARPS, "num_stages": AHEAD, "maxnreg": None},
+            },
         ),
     )
     return sums

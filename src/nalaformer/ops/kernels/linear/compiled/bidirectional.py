@@ -2,7 +2,8 @@
 
     state kernel    k, v          -> sums of one stretch of tokens
     output kernel   q, sums       -> out
-    whole kernel    q, k, v       -> out            one launch for short inputs: a program owns a sample and head
+    whole kernel    q, k, v       -> out            one launch for short inputs: a program owns a sample and head (of at most
+                                                    64 tokens: compiled/short.py)
     dsums kernel    q, dout, sums -> gradients of the sums, of one stretch of tokens, and a number per query
     dq kernel       q, dout, sums, those numbers -> dq
     dk kernel       k, v, those   -> dk, dv
@@ -39,6 +40,7 @@ from ...common.compiled.tiles import (
 from .contrast import LARGEST_STRENGTH, contrasted, load_value_sum, size_of_sums, store_value_sum, without_mean
 from .key_sums import sum_keys
 from .mean_query import mean_of_sums, store_mean
+from .weighed_key_sums import sum_weighed_keys
 
 # of maps without a bound, as in ops.features: LARGEST_TURNED_OUTPUT and 1 / SMALLEST_DIVISOR
 LARGEST_TURNED_OUTPUT = constant(1e12)
@@ -208,23 +210,23 @@ def state_kernel(
     cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
-    mean_a = None
-    mean_b = None
+    k_ptr += sample_offset(sample, row, stride_kb, stride_k, PACKED) + head * stride_kh
+    v_ptr += sample_offset(sample, row, stride_vb, stride_v, PACKED) + head * stride_vh
+    mask_ptr += tl.cast(sample, tl.int64) * num_keys
     if BY_MEAN:
         mean_a, mean_b, share = mean_of_sums(query_sums_ptr, query_splits, D, BD, PARTS)
         if tl.program_id(0) == 0:
             store_mean(mean_ptr, mean_a, mean_b, share, D, BD, PARTS)
-    s_a, s_b, z_a, z_b, count, log_scale, value_sum = sum_keys(
-        k_ptr + sample_offset(sample, row, stride_kb, stride_k, PACKED) + head * stride_kh,
-        v_ptr + sample_offset(sample, row, stride_vb, stride_v, PACKED) + head * stride_vh,
-        mask_ptr + tl.cast(sample, tl.int64) * num_keys,
-        weight_ptr + place_per_row(sample, head, kv_heads, row, num_key_rows, PACKED),
-        mean_a,
-        mean_b,
-        param_ptr + (head // param_group) * num_params,
-        *(cos_ptr, sin_ptr, start, stop, stride_k, stride_v, alpha),
-        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, BY_MEAN, CONTRAST, GUARD, DOT, PRECISION),
-    )
+        s_a, s_b, z_a, z_b, count, log_scale = sum_weighed_keys(
+            *(k_ptr, v_ptr, mask_ptr, mean_a, mean_b, cos_ptr, sin_ptr, start, stop, stride_k, stride_v),
+            *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, HAS_MASK, DOT, PRECISION),
+        )
+    else:
+        s_a, s_b, z_a, z_b, count, log_scale, value_sum = sum_keys(
+            *(k_ptr, v_ptr, mask_ptr, weight_ptr + place_per_row(sample, head, kv_heads, row, num_key_rows, PACKED)),
+            *(param_ptr + (head // param_group) * num_params, cos_ptr, sin_ptr, start, stop, stride_k, stride_v, alpha),
+            *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, CONTRAST, GUARD, DOT, PRECISION),
+        )
     place = place_of_program()
     sums = sums_ptr + place * size_of_sums(D, V, PARTS, CONTRAST)
     store_both_sums(sums, s_a, s_b, z_a, z_b, count, D, V, BD, BV, PARTS)
@@ -381,13 +383,11 @@ def whole_kernel(
         v_ptr + wide * stride_vb + head * stride_vh,
         mask_ptr + wide * num_keys,
         weight_ptr + tl.cast(tl.program_id(0), tl.int64) * num_keys,
-        None,
-        None,
         params,
         cos_k_ptr + wide * stride_angle_kb,
         sin_k_ptr + wide * stride_angle_kb,
         *(0, num_keys, stride_k, stride_v, alpha),
-        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, False, CONTRAST, GUARD, DOT, PRECISION),
+        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, CONTRAST, GUARD, DOT, PRECISION),
     )
     if KEEP:
         sums = sums_ptr + tl.cast(tl.program_id(0), tl.int64) * size_of_sums(D, V, PARTS, CONTRAST)

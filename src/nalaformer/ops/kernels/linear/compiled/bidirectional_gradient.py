@@ -47,6 +47,110 @@ from .mean_query import gradient_of_mean, has_slope
 
 
 @triton.jit
+def query_gradients(
+    q_ptr,  # of the sample and head on, as all that follow
+    dout_ptr,
+    inverse_ptr,
+    drop_ptr,
+    mask_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    dq_ptr,
+    dparam_ptr,  # [splits, B * H, 4, D]
+    s_a,  # [BV, BD], without the mean of the values, in DOT
+    s_b,
+    z_a,  # [BD]
+    z_b,
+    row_a,  # [1, BD]: what the mean query gives each, BY_MEAN
+    row_b,
+    per_score,
+    eps_count,
+    start,
+    stop,
+    per_stream,
+    stride_q,
+    stride_do,
+    stride_dq,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CONTRAST: tl.constexpr,
+    BY_MEAN: tl.constexpr,
+    HAS_QUERY_MASK: tl.constexpr,
+    LEARNED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Writes those of queries start .. stop - 1, and what they add to the gradients of the parameters."""
+    channels = tl.arange(0, BD)
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    p0 = tl.zeros([BD], tl.float32)
+    p1 = tl.zeros([BD], tl.float32)
+    p2 = tl.zeros([BD], tl.float32)
+    p3 = tl.zeros([BD], tl.float32)
+    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
+    unit = unit_matrix(BD, DOT)
+    wide_a = right_factor(z_a[None, :], DOT)
+    wide_b = right_factor(z_b[None, :], DOT)
+    for first in range(start, stop, BN):
+        ok = rows < stop - first
+        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
+        dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
+        dx = tl.zeros([BN, BD], tl.float32)
+        for stream in tl.static_range(STREAMS):
+            inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
+            factor = factor_of_gradients(inverse, MAP)
+            if CONTRAST:
+                factor = inverse * (1.0 + strength_of(inverse, per_score, eps_count))
+            drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
+            share = share_of_stream(dout, columns, stream, V, STREAMS)
+            # the denominator is divided out at the end, where the two halves have become one tile
+            minus = left_factor(drop, DOT)
+            da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION)
+            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
+            da = plus_product(da, drop, z_a, minus, wide_a, LEAN)
+            db = da
+            if PARTS == 2:
+                db = tl.dot(share.to(DOT), s_b, input_precision=PRECISION)
+                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
+                db = plus_product(db, drop, z_b, minus, wide_b, LEAN)
+            step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
+            dx += step * factor
+            if LEARNED:
+                g0 = sum_over_rows(g0 * factor, ok, in_head)
+                g1 = sum_over_rows(g1 * factor, ok, in_head)
+                if stream == 0:
+                    p0 += g0
+                    p1 += g1
+                else:
+                    p2 += g0
+                    p3 += g1
+        if BY_MEAN:
+            # every query that counts is a part of the mean
+            counts = visible_rows(mask_ptr, first, rows, ok, HAS_QUERY_MASK)[:, None] & has_slope(x)
+            step, g0, g1 = phi_of_both_gradient(x, row_a, row_b, None, channels, 0.0, D, MAP)
+            dx += tl.where(counts, step, 0.0)
+        store_rows(dq_ptr, dx, first, rows, ok, channels, in_head, stride_dq)
+    if LEARNED:
+        place = place_of_program()
+        dparam_ptr += place * (4 * D)
+        store_two_parameters(dparam_ptr, p0, p1, D, BD)
+        tl.store(dparam_ptr + 2 * D + channels, p2, mask=in_head)
+        tl.store(dparam_ptr + 3 * D + channels, p3, mask=in_head)
+
+
+@triton.jit
 def dq_kernel(
     q_ptr,  # [B, N, H, D]
     dout_ptr,  # [B, N, H, V]
@@ -123,69 +227,118 @@ def dq_kernel(
     s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS == 0 and not CONTRAST)
     count = tl.load(sums + V + 1)
     per_score = contrast / tl.maximum(count, 1.0)
-    s_a = tl.trans(s_a.to(DOT))
-    s_b = tl.trans(s_b.to(DOT))
+    row_a, row_b = None, None
+    if BY_MEAN:
+        mask_ptr += tl.cast(sample, tl.int64) * num_queries
+        row_a, row_b = gradient_of_mean(mean_ptr, dmean_ptr, key_splits, D, BD, PARTS)
+    query_gradients(
+        *(q_ptr, dout_ptr, inverse_ptr, drop_ptr, mask_ptr, param_ptr, cos_ptr, sin_ptr, dq_ptr, dparam_ptr),
+        *(tl.trans(s_a.to(DOT)), tl.trans(s_b.to(DOT)), z_a, z_b, row_a, row_b, per_score, eps * count),
+        *(start, stop, per_stream, stride_q, stride_do, stride_dq, norm_scale, alpha),
+        *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, CONTRAST, BY_MEAN, HAS_QUERY_MASK, LEARNED, DOT, PRECISION),
+    )
 
+
+@triton.jit
+def sums_gradients(
+    q_ptr,  # of the sample and head on, as all that follow
+    dout_ptr,
+    inverse_ptr,
+    drop_ptr,
+    param_ptr,
+    cos_ptr,
+    sin_ptr,
+    s_a,  # [BD, BV], without the mean of the values, in DOT; this and the next five unless IS_KNOWN
+    s_b,
+    mean,  # [BV]
+    per_score,
+    eps_count,
+    key_scale,
+    start,
+    stop,
+    per_stream,
+    stride_q,
+    stride_do,
+    norm_scale,
+    alpha,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CONTRAST: tl.constexpr,
+    IS_KNOWN: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of S, [BV, BD], z, [BD], and the sum of values, [BV], by queries start .. stop - 1; and a number for each of these."""
+    CENTRED: tl.constexpr = PAIRS == 0 and not CONTRAST
+    if not IS_KNOWN:
+        wide_mean = high_and_low(tl.zeros([BV, 16], tl.float32) + mean[:, None], DOT)
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
-    p0 = tl.zeros([BD], tl.float32)
-    p1 = tl.zeros([BD], tl.float32)
-    p2 = tl.zeros([BD], tl.float32)
-    p3 = tl.zeros([BD], tl.float32)
+    ds_a = tl.zeros([BV, BD], tl.float32)
+    ds_b = tl.zeros([BV, BD], tl.float32)
+    # dz is a product too, with a tile of few rows: a sum over rows would cost a shuffle per channel
+    dz_a = tl.zeros([16, BD], tl.float32)
+    dz_b = tl.zeros([16, BD], tl.float32)
+    dvalue_sum = tl.zeros([16, BV], tl.float32)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
-    wide_a = right_factor(z_a[None, :], DOT)
-    wide_b = right_factor(z_b[None, :], DOT)
-    if BY_MEAN:
-        mask_ptr += tl.cast(sample, tl.int64) * num_queries
-        row_a, row_b = gradient_of_mean(mean_ptr, dmean_ptr, key_splits, D, BD, PARTS)
+    unit_v = unit_matrix(BV, DOT)
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
     for first in range(start, stop, BN):
         ok = rows < stop - first
         x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
-        dx = tl.zeros([BN, BD], tl.float32)
         for stream in tl.static_range(STREAMS):
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
+            # the row's factor goes to the features: dout then needs no pass through registers
             factor = factor_of_gradients(inverse, MAP)
             if CONTRAST:
-                factor = inverse * (1.0 + strength_of(inverse, per_score, eps * count))
-            drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
+                strength = strength_of(inverse, per_score, eps_count)
+                factor = inverse * (1.0 + strength)
+            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE, factor)
             share = share_of_stream(dout, columns, stream, V, STREAMS)
-            # the denominator is divided out at the end, where the two halves have become one tile
-            minus = left_factor(drop, DOT)
-            da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION)
-            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
-            da = plus_product(da, drop, z_a, minus, wide_a, LEAN)
-            db = da
+            turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
+            turned_b = turned_a
             if PARTS == 2:
-                db = tl.dot(share.to(DOT), s_b, input_precision=PRECISION)
-                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
-                db = plus_product(db, drop, z_b, minus, wide_b, LEAN)
-            step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
-            dx += step * factor
-            if LEARNED:
-                g0 = sum_over_rows(g0 * factor, ok, in_head)
-                g1 = sum_over_rows(g1 * factor, ok, in_head)
-                if stream == 0:
-                    p0 += g0
-                    p1 += g1
-                else:
-                    p2 += g0
-                    p3 += g1
-        if BY_MEAN:
-            # every query that counts is a part of the mean
-            counts = visible_rows(mask_ptr, first, rows, ok, HAS_QUERY_MASK)[:, None] & has_slope(x)
-            step, g0, g1 = phi_of_both_gradient(x, row_a, row_b, None, channels, 0.0, D, MAP)
-            dx += tl.where(counts, step, 0.0)
-        store_rows(dq_ptr, dx, first, rows, ok, channels, in_head, stride_dq)
-    if LEARNED:
-        place = place_of_program()
-        dparam_ptr += place * (4 * D)
-        store_two_parameters(dparam_ptr, p0, p1, D, BD)
-        tl.store(dparam_ptr + 2 * D + channels, p2, mask=in_head)
-        tl.store(dparam_ptr + 3 * D + channels, p3, mask=in_head)
+                turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
+            if IS_KNOWN:
+                drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
+            else:
+                out = tl.dot(turned_a, s_a, input_precision=PRECISION)
+                if PARTS == 2:
+                    out = tl.dot(turned_b, s_b, out, input_precision=PRECISION)
+                drop = -tl.sum(out * widened(share, unit_v, LEAN), axis=1)[:, None]
+                if is_unbounded(MAP):
+                    # the output, which the features with their factor gave, has the whole inverse
+                    drop *= tl.maximum(inverse / LARGEST_INVERSE, 1.0)
+                if CENTRED or CONTRAST:
+                    along_mean = tl.sum(tl.dot(share.to(DOT), wide_mean, input_precision=PRECISION), axis=1)[:, None]
+                if CENTRED:
+                    # the mean is in the output, but for what eps takes of it
+                    drop += along_mean * (eps_of(query_scale, key_scale, eps_count) * inverse)
+                if CONTRAST:
+                    drop = drop_with_contrast(drop, along_mean, strength, factor, per_score)
+                    weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + strength, DOT))
+                    dvalue_sum = tl.dot(weight, share.to(DOT), dvalue_sum, input_precision=PRECISION)
+                store_per_row(drop_ptr + stream * per_stream, drop, first, rows, ok)
+                if CENTRED:
+                    drop -= along_mean
+            weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
+            dz_a = tl.dot(weight, a.to(DOT), dz_a, input_precision=PRECISION)
+            ds_a = tl.dot(tl.trans(share.to(DOT)), turned_a, ds_a, input_precision=PRECISION)
+            if PARTS == 2:
+                dz_b = tl.dot(weight, b.to(DOT), dz_b, input_precision=PRECISION)
+                ds_b = tl.dot(tl.trans(share.to(DOT)), turned_b, ds_b, input_precision=PRECISION)
+    return ds_a, ds_b, tl.sum(dz_a, axis=0), tl.sum(dz_b, axis=0), tl.sum(dvalue_sum, axis=0)
 
 
 @triton.jit
@@ -254,84 +407,27 @@ def dsums_kernel(
     param_ptr += (head // param_group) * num_params
     start = tl.program_id(0) * stretch
     stop = tl.minimum(start + stretch, length)
-    CENTRED: tl.constexpr = PAIRS == 0 and not CONTRAST
+    s_a, s_b, mean, count, per_score, eps_count, key_scale = None, None, None, None, None, None, None
     if not IS_KNOWN:
         owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
         sums = sums_ptr + owner * size_of_sums(D, V, PARTS, CONTRAST)
-        s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, CENTRED)
+        s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS == 0 and not CONTRAST)
         s_a = s_a.to(DOT)
         s_b = s_b.to(DOT)
         count = tl.load(sums + V + 1)
         if CONTRAST:
             mean = load_value_sum(sums, D, V, BV, PARTS, CONTRAST) / tl.maximum(count, 1.0)
             per_score = contrast / tl.maximum(count, 1.0)
-        wide_mean = high_and_low(tl.zeros([BV, 16], tl.float32) + mean[:, None], DOT)
         eps_count = eps * count
         key_scale = 0.0
         if GUARD:
             key_scale = tl.load(scale_ptr + owner)
-
-    channels = tl.arange(0, BD)
-    columns = tl.arange(0, BV)
-    rows = tl.arange(0, BN)
-    in_head = channels < D
-    ds_a = tl.zeros([BV, BD], tl.float32)
-    ds_b = tl.zeros([BV, BD], tl.float32)
-    # dz is a product too, with a tile of few rows: a sum over rows would cost a shuffle per channel
-    dz_a = tl.zeros([16, BD], tl.float32)
-    dz_b = tl.zeros([16, BD], tl.float32)
-    dvalue_sum = tl.zeros([16, BV], tl.float32)
-    LEAN: tl.constexpr = is_lean(DOT, BD, BV)
-    unit = unit_matrix(BD, DOT)
-    unit_v = unit_matrix(BV, DOT)
-    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
-    for first in range(start, stop, BN):
-        ok = rows < stop - first
-        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
-        dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
-        for stream in tl.static_range(STREAMS):
-            inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
-            # the row's factor goes to the features: dout then needs no pass through registers
-            factor = factor_of_gradients(inverse, MAP)
-            if CONTRAST:
-                strength = strength_of(inverse, per_score, eps_count)
-                factor = inverse * (1.0 + strength)
-            a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE, factor)
-            share = share_of_stream(dout, columns, stream, V, STREAMS)
-            turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
-            turned_b = turned_a
-            if PARTS == 2:
-                turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
-            if IS_KNOWN:
-                drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
-            else:
-                out = tl.dot(turned_a, s_a, input_precision=PRECISION)
-                if PARTS == 2:
-                    out = tl.dot(turned_b, s_b, out, input_precision=PRECISION)
-                drop = -tl.sum(out * widened(share, unit_v, LEAN), axis=1)[:, None]
-                if is_unbounded(MAP):
-                    # the output, which the features with their factor gave, has the whole inverse
-                    drop *= tl.maximum(inverse / LARGEST_INVERSE, 1.0)
-                if CENTRED or CONTRAST:
-                    along_mean = tl.sum(tl.dot(share.to(DOT), wide_mean, input_precision=PRECISION), axis=1)[:, None]
-                if CENTRED:
-                    # the mean is in the output, but for what eps takes of it
-                    drop += along_mean * (eps_of(query_scale, key_scale, eps_count) * inverse)
-                if CONTRAST:
-                    drop = drop_with_contrast(drop, along_mean, strength, factor, per_score)
-                    weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + strength, DOT))
-                    dvalue_sum = tl.dot(weight, share.to(DOT), dvalue_sum, input_precision=PRECISION)
-                store_per_row(drop_ptr + stream * per_stream, drop, first, rows, ok)
-                if CENTRED:
-                    drop -= along_mean
-            weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
-            dz_a = tl.dot(weight, a.to(DOT), dz_a, input_precision=PRECISION)
-            ds_a = tl.dot(tl.trans(share.to(DOT)), turned_a, ds_a, input_precision=PRECISION)
-            if PARTS == 2:
-                dz_b = tl.dot(weight, b.to(DOT), dz_b, input_precision=PRECISION)
-                ds_b = tl.dot(tl.trans(share.to(DOT)), turned_b, ds_b, input_precision=PRECISION)
+    ds_a, ds_b, dz_a, dz_b, dvalue_sum = sums_gradients(
+        *(q_ptr, dout_ptr, inverse_ptr, drop_ptr, param_ptr, cos_ptr, sin_ptr, s_a, s_b, mean, per_score, eps_count, key_scale),
+        *(start, stop, per_stream, stride_q, stride_do, norm_scale, alpha),
+        *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, CONTRAST, IS_KNOWN, DOT, PRECISION),
+    )
     dsums = dsums_ptr + place_of_program() * size_of_sums(D, V, PARTS, CONTRAST)
     if CONTRAST:
-        store_value_sum(dsums, tl.sum(dvalue_sum, axis=0) / -tl.maximum(count, 1.0), D, V, BV, PARTS)
-    dz_a, dz_b = tl.sum(dz_a, axis=0), tl.sum(dz_b, axis=0)
+        store_value_sum(dsums, dvalue_sum / -tl.maximum(count, 1.0), D, V, BV, PARTS)
     store_both_sums(dsums, tl.trans(ds_a), tl.trans(ds_b), dz_a, dz_b, 0.0, D, V, BD, BV, PARTS)

@@ -7,7 +7,6 @@ from ...common.compiled.fastmath import exp2
 from ...common.compiled.maps import is_elementwise, key_excess, phi_key
 from ...common.compiled.products import is_lean, unit_matrix, widened
 from ...common.compiled.tiles import load_per_row, load_rows, rotated
-from .mean_query import product_with_mean
 
 
 @triton.jit
@@ -32,8 +31,6 @@ def sum_keys(
     v_ptr,
     mask_ptr,
     weight_ptr,  # of the sample and head on
-    mean_a,  # [1, BD] the mean query's features, BY_MEAN
-    mean_b,
     param_ptr,
     cos_ptr,
     sin_ptr,
@@ -53,17 +50,12 @@ def sum_keys(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    BY_MEAN: tl.constexpr,
     CONTRAST: tl.constexpr,
     GUARD: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The sums over keys start .. stop - 1, and with CONTRAST that of their values, [BV].
-
-    BY_MEAN: keys weigh exp2(product with the mean query - log_scale), and their weights are counted in their stead; when a
-    larger product comes, what was summed before it shrinks (products are >= 0, so the scale may begin there).
-    """
+    """The sums over keys start .. stop - 1, and with CONTRAST that of their values, [BV]."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
@@ -71,7 +63,7 @@ def sum_keys(
     IS_PLAIN: tl.constexpr = PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
     LEAN: tl.constexpr = is_lean(DOT, BD, BV, 128 if IS_PLAIN and not GUARD else 64)
     # features as operands, unless they are turned or weighed first
-    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 and not HAS_WEIGHT and not BY_MEAN else None
+    TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 and not HAS_WEIGHT else None
     ACROSS: tl.constexpr = LEAN and IS_PLAIN
     unit = unit_matrix(BD, DOT)
     if ACROSS:
@@ -107,22 +99,7 @@ def sum_keys(
             weight = load_per_row(weight_ptr, first, rows, ok)
             a *= weight
             b *= weight
-        if BY_MEAN:
-            product = product_with_mean(a, b, mean_a, mean_b, PARTS)
-            larger = tl.maximum(log_scale, tl.max(product))
-            keep = exp2(log_scale - larger)
-            s_a *= keep
-            s_b *= keep
-            z_a *= keep
-            z_b *= keep
-            count *= keep
-            log_scale = larger
-            weight = tl.where(ok[:, None], exp2(tl.minimum(product - log_scale, 0.0)), 0.0)
-            a *= weight
-            b *= weight
-            count += tl.reshape(weight, [BN])
-        else:
-            count += ok.to(tl.float32)
+        count += ok.to(tl.float32)
         if CONTRAST:
             value_sum = tl.dot(tl.full([16, BN], 1.0, DOT), v, value_sum, input_precision=PRECISION)
         turned = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)

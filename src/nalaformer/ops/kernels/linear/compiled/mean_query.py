@@ -144,6 +144,8 @@ def query_sums_kernel(
     MAP: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_QUERY_MASK: tl.constexpr,
+    AHEAD: tl.constexpr,  # stages of the loop: without a product in it, Triton reads ahead only where it is told
+    EVICT: tl.constexpr,  # of the cache, which the output kernel may find the queries in
 ):
     """sum_i phi(x_i) over a stretch of visible tokens, and their number."""
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
@@ -153,14 +155,15 @@ def query_sums_kernel(
     channels = tl.arange(0, BD)
     rows = tl.arange(0, BN)
     sum_a = tl.zeros([BN, BD], tl.float32)
-    sum_b = tl.zeros([BN, BD], tl.float32)
+    sum_b = sum_a
     count = tl.zeros([BN], tl.float32)
-    for first in range(start, stop, BN):
+    for first in tl.range(start, stop, BN, num_stages=AHEAD):
         ok = visible_rows(mask_ptr + sample * num_tokens, first, rows, rows < stop - first, HAS_QUERY_MASK)
-        x = load_rows(x_ptr, first, rows, ok, channels, channels < D, stride_n)
+        x = load_rows(x_ptr, first, rows, ok, channels, channels < D, stride_n, EVICT)
         a, b = bounded_features(x, ok, channels, D, MAP)
         sum_a += a
-        sum_b += b
+        if PARTS == 2:
+            sum_b += b
         count += ok.to(tl.float32)
     ptr = sums_ptr + place_of_program() * (PARTS * D + 1)
     store_row(ptr, sum_a, sum_b, channels, D, PARTS)

@@ -1,10 +1,16 @@
-"""The backward pass of short bidirectional attention in one launch: a program owns a sample and head."""
+"""The backward pass of short bidirectional attention in one launch: a program owns a sample and head.
+
+The sums and their gradients stay on chip from one loop to the next.
+"""
 
 import triton
 import triton.language as tl
 
-from .bidirectional_gradient import dq_kernel, dsums_kernel
-from .bidirectional_gradient_of_keys import dk_kernel
+from ...common.compiled.tiles import row_strides, rows_of_head
+from .bidirectional_gradient import query_gradients, sums_gradients
+from .bidirectional_gradient_of_keys import key_gradients
+from .centred_sums import centred_sums
+from .contrast import load_value_sum, size_of_sums
 
 
 @triton.jit
@@ -24,7 +30,6 @@ def whole_gradient_kernel(
     scale_ptr,  # [B * H]
     inverse_ptr,  # [STREAMS, B, H, N]: 1 / denominator
     drop_ptr,  # the same: minus dout . (out - m), written and read here
-    dsums_ptr,  # as sums_ptr: written and read here
     dq_ptr,  # [B, N, H, D]
     dk_ptr,  # [B, M, H, D]
     dv_ptr,  # [B, M, H, V]
@@ -82,28 +87,59 @@ def whole_gradient_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of the sums, then of queries, keys and values. Unused pointers (no packing, no mean query) are any others."""
-    dsums_kernel(
-        *(q_ptr, dout_ptr, sums_ptr, param_ptr, cos_q_ptr, sin_q_ptr, sums_ptr, scale_ptr, inverse_ptr, drop_ptr, dsums_ptr),
-        *(num_queries, per_stream, num_queries, heads, 1, num_queries),
-        *(stride_qb, stride_q, stride_qh, stride_dob, stride_do, stride_doh, stride_angle_q),
-        *(param_group, num_params, norm_scale, alpha, eps, contrast),
-        *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, CONTRAST, False, GUARD, False, DOT, PRECISION),
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
+    stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
+    stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
+    stride_dqb, stride_dq, stride_dqh = row_strides(stride_dqb, stride_dq, stride_dqh, D)
+    stride_dkb, stride_dk, stride_dkh = row_strides(stride_dkb, stride_dk, stride_dkh, D)
+    stride_dvb, stride_dv, stride_dvh = row_strides(stride_dvb, stride_dv, stride_dvh, V)
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    owner = tl.cast(tl.program_id(1), tl.int64)
+    wide = tl.cast(sample, tl.int64)
+    q_ptr = rows_of_head(q_ptr, sample, head, 0, stride_qb, stride_q, stride_qh, False)
+    k_ptr = rows_of_head(k_ptr, sample, head, 0, stride_kb, stride_k, stride_kh, False)
+    v_ptr = rows_of_head(v_ptr, sample, head, 0, stride_vb, stride_v, stride_vh, False)
+    dout_ptr = rows_of_head(dout_ptr, sample, head, 0, stride_dob, stride_do, stride_doh, False)
+    dq_ptr = rows_of_head(dq_ptr, sample, head, 0, stride_dqb, stride_dq, stride_dqh, False)
+    dk_ptr = rows_of_head(dk_ptr, sample, head, 0, stride_dkb, stride_dk, stride_dkh, False)
+    dv_ptr = rows_of_head(dv_ptr, sample, head, 0, stride_dvb, stride_dv, stride_dvh, False)
+    inverse_ptr += owner * num_queries
+    drop_ptr += owner * num_queries
+    cos_q_ptr += wide * stride_angle_q
+    sin_q_ptr += wide * stride_angle_q
+    mask_ptr += wide * num_keys
+    weight_ptr += owner * num_keys
+    param_ptr += (head // param_group) * num_params
+    sums = sums_ptr + owner * size_of_sums(D, V, PARTS, CONTRAST)
+    s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS == 0 and not CONTRAST)
+    s_a, s_b = s_a.to(DOT), s_b.to(DOT)
+    count = tl.load(sums + V + 1)
+    per_score = contrast / tl.maximum(count, 1.0)
+    if CONTRAST:
+        mean = load_value_sum(sums, D, V, BV, PARTS, CONTRAST) / tl.maximum(count, 1.0)
+    key_scale = 0.0
+    if GUARD:
+        key_scale = tl.load(scale_ptr + owner)
+    ds_a, ds_b, dz_a, dz_b, dvalue = sums_gradients(
+        *(q_ptr, dout_ptr, inverse_ptr, drop_ptr, param_ptr, cos_q_ptr, sin_q_ptr),
+        *(s_a, s_b, mean, per_score, eps * count, key_scale),
+        *(0, num_queries, per_stream, stride_q, stride_do, norm_scale, alpha),
+        *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, CONTRAST, False, DOT, PRECISION),
     )
-    # every warp reads what the others wrote
+    key_gradients(
+        *(k_ptr, v_ptr, mask_ptr, weight_ptr, param_ptr, cos_k_ptr + wide * stride_angle_k, sin_k_ptr + wide * stride_angle_k),
+        *(dk_ptr, dv_ptr, dweight_ptr + owner * num_keys, None, dkey_ptr),
+        *(tl.trans(ds_a), tl.trans(ds_b), dz_a, dz_b, dvalue / -tl.maximum(count, 1.0), None, None, None, None, key_scale),
+        *(0, num_keys, stride_k, stride_v, stride_dk, stride_dv, alpha),
+        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, False, CONTRAST, LEARNED, DOT, PRECISION),
+    )
+    # every warp reads the numbers that the others wrote
     tl.debug_barrier()
-    dq_kernel(
-        *(q_ptr, dout_ptr, inverse_ptr, drop_ptr, mask_ptr, scale_ptr, scale_ptr, sums_ptr, param_ptr, cos_q_ptr, sin_q_ptr),
-        *(sums_ptr, dq_ptr, dquery_ptr, num_queries, per_stream, num_queries, heads, 1, num_queries, 1),
-        *(stride_qb, stride_q, stride_qh, stride_dob, stride_do, stride_doh, stride_dqb, stride_dq, stride_dqh),
-        *(stride_angle_q, param_group, num_params, norm_scale, alpha, eps, contrast),
-        *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, CONTRAST, False, False, False, LEARNED, DOT, PRECISION),
-    )
-    dk_kernel(
-        *(k_ptr, v_ptr, mask_ptr, weight_ptr, sums_ptr, param_ptr, cos_k_ptr, sin_k_ptr, sums_ptr, scale_ptr, dsums_ptr),
-        *(scale_ptr, dk_ptr, dv_ptr, dweight_ptr, scale_ptr, dkey_ptr, num_keys, num_keys, heads, num_keys),
-        *(stride_kb, stride_k, stride_kh, stride_vb, stride_v, stride_vh),
-        *(stride_dkb, stride_dk, stride_dkh, stride_dvb, stride_dv, stride_dvh, stride_angle_k, param_group, num_params, alpha),
-        *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, False, CONTRAST, False, GUARD, LEARNED),
-        *(DOT, PRECISION),
+    query_gradients(
+        *(q_ptr, dout_ptr, inverse_ptr, drop_ptr, None, param_ptr, cos_q_ptr, sin_q_ptr, dq_ptr, dquery_ptr),
+        *(tl.trans(s_a), tl.trans(s_b), z_a, z_b, None, None, per_score, eps * count),
+        *(0, num_queries, per_stream, stride_q, stride_do, stride_dq, norm_scale, alpha),
+        *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, CONTRAST, False, False, LEARNED, DOT, PRECISION),
     )
