@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...backend import INTERPRETING
 from ...kernel_spec import MapSettings
 from ..common.launch import PRECISION, Bounded, Description, Launches, processors, reads_ahead, start, strides
 
@@ -78,7 +79,17 @@ TILES = {
     "causal_dq": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
     "causal_dk": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
     "causal_dv": {64: Tile(64, 4, 3), 128: Tile(16, 8, 3)},
+    # causal attention in chunks (CHUNKS)
+    "walk": {128: Tile(128, 8, 2)},
+    "chunk": {128: Tile(64, 4, 2)},
+    "chunk_dq": {128: Tile(64, 8, 1)},
+    "walk_back": {128: Tile(64, 8, 3)},
+    "chunk_dk": {128: Tile(64, 4, 2)},
+    "chunk_dv": {128: Tile(64, 4, 2)},
 }
+# by padded head size: tokens of a chunk, a multiple of those of every tile; sizes that are not here walk with the state in
+# registers (compiled/causal.py), as do other types than bfloat16 and rotary
+CHUNKS: dict[int, int] = {128: 256}
 # with rotary, where it differs: turned features beside plain ones take their registers, and tables what reading ahead takes. In
 # heads of 128 not timed: what fits on chip
 TURNED_TILES = {
@@ -100,6 +111,7 @@ SPREAD = {
     "dsums": (2, 8),
     "dk": (2, 2),
     "causal": (2, 8),
+    "walk": (2, 8),
 }
 
 
@@ -167,6 +179,12 @@ class Call:
         return self.is_whole and is_small and is_one_tile and is_plain
 
     @cached_property
+    def chunk(self) -> int:
+        """Tokens of a chunk in causal attention; 0: the state is walked with in registers."""
+        has_kernels = (self.operand == torch.bfloat16 or INTERPRETING) and reads_ahead(self.device)
+        return CHUNKS.get(max(self.block_d, self.block_v), 0) if has_kernels and not self.pairs else 0
+
+    @cached_property
     def per_row(self) -> torch.Size:
         """Shape of what is kept per query: [streams, B, H, N], or [streams, H, T] if packed; tokens side by side."""
         batch = () if self.is_packed else (self.samples,)
@@ -191,6 +209,15 @@ class Call:
             return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps if largest <= 64 else 8, 1)
         return chosen if reads_ahead(self.device) else Tile(chosen.tokens, chosen.warps, 1)
 
+    def causal_splits(self) -> tuple[int, int]:
+        """As `splits`, of causal attention: over the programs that walk."""
+        if not self.chunk:
+            return self.splits("causal", self.num_queries, self.heads)
+        return self.splits("walk", self.num_queries, self.kv_heads * self.settings.parts)
+
+    def most_causal_splits(self) -> int:
+        return self.most_splits("walk" if self.chunk else "causal", self.num_queries)
+
     def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
         """Over how many programs the tokens of a sample and head are spread, and how many each takes."""
         known = self.launches.get(("splits", kernel))
@@ -199,10 +226,10 @@ class Call:
         return known
 
     def best_splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
-        chosen = self.tile(kernel)
+        step = self.step(kernel)
         at_once = SPREAD[kernel][0] * processors(self.device)
         rows = max(1, self.samples * heads)
-        tiles = -(-tokens // chosen.tokens)
+        tiles = -(-tokens // step)
         most = max(1, tokens // self.smallest_stretch(kernel))
 
         def time(count: int) -> int:
@@ -212,8 +239,12 @@ class Call:
         # as many programs as fill 1, 2, .. rounds: one more would take as long as another round. A list: the tokens may be a
         # symbol of torch.compile, which has no hash
         count = min([min(most, max(1, rounds * at_once // rows)) for rounds in range(1, 5)], key=lambda n: (time(n), n))
-        stretch = -(-tiles // count) * chosen.tokens
+        stretch = -(-tiles // count) * step
         return -(-tokens // stretch), stretch
+
+    def step(self, kernel: str) -> int:
+        """Tokens that stay together."""
+        return self.chunk if kernel == "walk" else self.tile(kernel).tokens
 
     def most_splits(self, kernel: str, tokens: int) -> int:
         """At least as many as `splits` says, without a choice: the tokens may be a symbol of torch.compile."""
@@ -222,7 +253,7 @@ class Call:
 
     def smallest_stretch(self, kernel: str) -> int:
         # sums of large heads take as long as many tokens, however small the tiles that such heads leave room for
-        return SPREAD[kernel][1] * max(self.tile(kernel).tokens, self.block_v // 4)
+        return SPREAD[kernel][1] * max(self.step(kernel), self.block_v // 4)
 
     def constants(self, kernel: str) -> dict[str, object]:
         """Every constant that some kernel has; each takes those that it knows."""

@@ -27,7 +27,7 @@ def forward(
     """Writes out; returns the sums of all tokens, those before each stretch, and if kept 1 / denominator per row."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
-    count, stretch = call.splits("causal", call.num_queries, call.heads)
+    count, stretch = call.causal_splits()
     has_total = count > 1 or want_total
     if not has_total:
         # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
@@ -81,7 +81,7 @@ def backward(
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v))
     group = call.group
-    count, stretch = call.splits("causal", call.num_queries, call.heads)
+    count, stretch = call.causal_splits()
     same_angles = cos_q.data_ptr() == cos_k.data_ptr()
     constants: dict[str, object] = {"SAME_ANGLES": same_angles, "GROUPED": group > 1, "LEARNED": is_learned}
     kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned, same_angles)

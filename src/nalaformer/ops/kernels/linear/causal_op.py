@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernel_spec import MapSettings
 from ..common.launch import readable
 from ..common.op import operator
-from . import causal_launch
+from . import causal_chunks_launch, causal_launch
 from .bidirectional_op import parameter_gradient
 from .call import TokenLayout, call_for, new_call, types_of
 
@@ -32,9 +32,10 @@ def run_forward(
     """
     call = call_for(q, k, v, parameters, layout, settings)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1], device=q.device)
-    total, before, inverse = causal_launch.forward(call, q, k, v, parameters, layout, initial, out, want_total, keep)
+    launch = causal_chunks_launch if call.chunk else causal_launch
+    total, before, inverse = launch.forward(call, q, k, v, parameters, layout, initial, out, want_total, keep)
     if is_roomy:
-        with_room = before.new_empty(call.most_splits("causal", call.num_queries), *before.shape[1:])
+        with_room = before.new_empty(call.most_causal_splits(), *before.shape[1:])
         with_room[: len(before)] = before
         before = with_room
     # an operator may not return two views of one tensor
@@ -55,9 +56,9 @@ def shapes(
 ) -> Any:
     call = new_call(q, k, v, layout, settings)
     if is_roomy:
-        count = call.most_splits("causal", call.num_queries)
+        count = call.most_causal_splits()
     else:
-        count, _ = call.splits("causal", call.num_queries, call.heads)
+        count, _ = call.causal_splits()
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1])
     per_stretch = (count, call.samples * call.kv_heads, settings.parts, q.shape[-1], v.shape[-1] + 2)
     before = q.new_empty(per_stretch, dtype=torch.float32)
@@ -87,9 +88,10 @@ def run_backward(
         dout = v.new_zeros(*q.shape[:-1], v.shape[-1])
     dout = readable(dout)
     dtotal = None if dtotal is None else dtotal.contiguous()
-    count, _ = call.splits("causal", call.num_queries, call.heads)
+    count, _ = call.causal_splits()
     before = before[:count]
-    dq, dk, dv, dinitial, dquery, dkey = causal_launch.backward(
+    launch = causal_chunks_launch if call.chunk else causal_launch
+    dq, dk, dv, dinitial, dquery, dkey = launch.backward(
         call, q, k, v, out, dout, inverse, dtotal, parameters, layout, before, is_learned, moves_initial
     )
     return dq, dk, dv, parameter_gradient(settings.name, parameters, dquery, dkey), dinitial

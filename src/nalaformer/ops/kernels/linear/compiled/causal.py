@@ -71,12 +71,13 @@ def inverse_of(before, within, eps_seen):
 
 
 @triton.jit
-def weighted_values(weights, raw, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """weights [BN, BN], zero for later tokens, times values; a NaN or infinity in a later one must not reach the row."""
+def weighted_values(weights, sees, raw, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """weights, zero for later tokens, which a row does not see, times values; a NaN or infinity in a later one must not reach
+    the row. sees: [queries, keys], as the weights."""
     bad = (raw - raw) != 0.0
     finite = tl.where(bad, 0.0, raw.to(tl.float32)).to(DOT)
     product = tl.dot(weights.to(DOT), finite, input_precision=PRECISION)
-    reach = tl.where(lower_triangle(raw.shape[0]), 1.0, 0.0).to(DOT)
+    reach = tl.where(sees, 1.0, 0.0).to(DOT)
     reached = tl.dot(reach, bad.to(DOT), input_precision=PRECISION)
     return tl.where(reached > 0.0, float("nan"), product)
 
@@ -176,7 +177,7 @@ def write_tile(
     if PAIRS > 0:
         within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
     if IS_SUSPECT:
-        above += weighted_values(within, raw, DOT, PRECISION)
+        above += weighted_values(within, lower_triangle(BN), raw, DOT, PRECISION)
     else:
         above = tl.dot(within.to(DOT), v, above, input_precision=PRECISION)
     store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)

@@ -1,0 +1,229 @@
+"""Launches of causal attention in chunks; call.py says what a Call is and compiled/causal_chunks.py has the plan."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common.launch import strides
+from ..common.split_sums_launch import prefix
+from .bidirectional_launch import sums_of_gradients, sums_of_keys
+from .call import Call, TokenLayout, parameter_row
+from .compiled.causal_chunks import chunk_kernel, walk_kernel
+from .compiled.causal_chunks_gradient import chunk_dq_kernel
+from .compiled.causal_chunks_gradient_of_keys import chunk_dk_kernel, walk_back_kernel
+
+# of a tile of queries that may be larger
+KEYS_AT_ONCE = 32
+# gradients of keys and values by one kernel or by two; and the tiles that they take
+PASSES_OF_KEYS: tuple[str, ...] = ("keys", "values")
+KERNELS_OF_KEYS = {"both": "chunk_dk", "keys": "chunk_dk", "values": "chunk_dv"}
+
+
+class Chunks(NamedTuple):
+    """What a walk writes at each chunk: [chunks, K, PARTS, DIGITS, BV, BD] of the operand type, and float32 numbers."""
+
+    operands: Tensor
+    numbers: Tensor
+
+
+def empty_chunks(call: Call, num_digits: int) -> Chunks:
+    # packed sequences leave one chunk unused at most
+    count = call.num_rows // call.chunk + call.samples
+    if not call.is_packed:
+        count = call.samples * -(-call.num_queries // call.chunk)
+    shape = (count, call.kv_heads, call.settings.parts)
+    operands = torch.empty((*shape, num_digits, call.block_v, call.block_d), dtype=call.operand, device=call.device)
+    return Chunks(operands, operands.new_empty((*shape[:2], shape[2] * call.block_d + 16), dtype=torch.float32))
+
+
+def digits_of(call: Call) -> int:
+    """Operands that make up a sum in products whose result nearly cancels."""
+    return 2 if call.operand == torch.bfloat16 else 1
+
+
+def forward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    layout: TokenLayout,
+    initial: Tensor | None,
+    out: Tensor,
+    want_total: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As causal_launch.forward."""
+    _, _, _, _, mask, bounds = layout.pointers(q)
+    inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
+    count, stretch = call.causal_splits()
+    if count > 1:
+        sums, _ = sums_of_keys(call, k, v, parameters, parameters, layout, count, stretch)
+        total = prefix(call.launches, sums, initial, reverse=False)
+    else:
+        sums = call.sums(1, call.kv_heads).zero_() if initial is None else initial.reshape(1, *initial.shape).clone()
+        total = torch.empty_like(sums[0]) if want_total else sums[0]
+    chunks = walk(call, k, v, parameters, mask, bounds, sums, total, num_digits=1, has_total=count == 1 and want_total)
+    tile = call.tile("chunk")
+    call.start(
+        ("chunk", keep),
+        chunk_kernel,
+        (q, k, v, mask, bounds, parameters, *chunks, out, inverse),
+        lambda: (
+            "chunk",
+            (-(-call.num_queries // tile.tokens), call.samples * call.heads),
+            (
+                *(call.num_rows, call.num_queries, call.heads, call.group),
+                *(*strides(q), *strides(k), *strides(v), *strides(out)),
+                *parameters_of_both(call, parameters),
+                *call.scalars,
+            ),
+            {"KEEP": keep, "CHUNK": call.chunk, "BK": min(tile.tokens, KEYS_AT_ONCE)},
+        ),
+    )
+    return total, sums, inverse
+
+
+def walk(
+    call: Call,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    mask: Tensor,
+    bounds: Tensor,
+    before: Tensor,
+    total: Tensor,
+    *,
+    num_digits: int,
+    has_total: bool = False,
+) -> Chunks:
+    """The sums before each chunk; fills `total` if it has_total."""
+    count, stretch = call.causal_splits()
+    chunks = empty_chunks(call, num_digits)
+    call.start(
+        ("walk", num_digits, has_total),
+        walk_kernel,
+        (k, v, mask, bounds, parameters, before, total, *chunks),
+        lambda: (
+            "walk",
+            (count * call.settings.parts, call.samples * call.kv_heads),
+            (
+                *(call.num_queries, call.kv_heads, stretch),
+                *(*strides(k), *strides(v)),
+                *parameter_row(call.kv_heads, parameters),
+                call.scalars[1],
+            ),
+            {"CHUNK": call.chunk, "DIGITS": num_digits, "HAS_TOTAL": has_total},
+        ),
+    )
+    return chunks
+
+
+def backward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    inverse: Tensor,
+    dtotal: Tensor | None,
+    parameters: Tensor,
+    layout: TokenLayout,
+    before: Tensor,
+    is_learned: bool,
+    moves_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """As causal_launch.backward."""
+    _, _, _, _, mask, bounds = layout.pointers(q)
+    group, digits = call.group, digits_of(call)
+    count, stretch = call.causal_splits()
+    kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned)
+    constants: dict[str, object] = {"CHUNK": call.chunk, "DIGITS": digits, "GROUPED": group > 1, "LEARNED": is_learned}
+    drop = torch.empty_like(inverse)
+    tiles = {kernel: -(-call.num_queries // call.tile(kernel).tokens) for kernel in ("chunk_dq", "chunk_dk", "chunk_dv")}
+    dquery = dkey = drop
+    if is_learned:
+        dquery, dkey = (
+            torch.empty((tiles[kernel], call.samples, heads, 2, call.head_dim), dtype=torch.float32, device=call.device)
+            for kernel, heads in (("chunk_dq", call.heads), ("chunk_dk", call.kv_heads))
+        )
+    chunks = walk(call, k, v, parameters, mask, bounds, before, before, num_digits=digits)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
+    call.start(
+        ("chunk dq", kind_of_dout),
+        chunk_dq_kernel,
+        (q, k, v, out, dout, inverse, mask, bounds, parameters, *chunks, dq, drop, dquery),
+        lambda: (
+            "chunk_dq",
+            (tiles["chunk_dq"], call.samples * call.heads),
+            (
+                *(call.num_rows, call.num_queries, call.heads, group),
+                *(*strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq)),
+                *parameters_of_both(call, parameters),
+                *call.scalars,
+            ),
+            constants,
+        ),
+    )
+    if count > 1:
+        by_query = sums_of_gradients(
+            *(call, q, dout, parameters, layout, before, before, inverse, drop, kind_of_dout, count, stretch),
+            kernel="causal_dsums",
+        )
+        after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
+        dinitial = prefix(call.launches, after, dtotal, reverse=True)
+    else:
+        after = call.sums(1, call.kv_heads).zero_() if dtotal is None else dtotal.reshape(1, *dtotal.shape)
+        dinitial = torch.empty_like(after[0]) if moves_initial else after[0]
+    has_total = count == 1 and moves_initial
+    # the chunks' memory serves their gradients: less at the peak
+    call.start(
+        ("walk back", kind_of_dout, has_total, after.data_ptr() % 16),
+        walk_back_kernel,
+        (q, dout, inverse, drop, bounds, parameters, after, dinitial, *chunks),
+        lambda: (
+            "walk_back",
+            (count * call.settings.parts, call.samples * call.kv_heads),
+            (
+                *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
+                *(*strides(q), *strides(dout)),
+                *parameter_row(call.heads, parameters),
+                *call.scalars[:2],
+            ),
+            constants | {"HAS_TOTAL": has_total},
+        ),
+    )
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v))
+
+    def describe(which: str) -> tuple[str, tuple[int, ...], tuple[float, ...], dict[str, object]]:
+        return (
+            KERNELS_OF_KEYS[which],
+            (tiles[KERNELS_OF_KEYS[which]], call.samples * call.kv_heads),
+            (
+                *(call.num_rows, call.num_queries, call.kv_heads, group),
+                *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv)),
+                *parameters_of_both(call, parameters),
+                *call.scalars[:2],
+            ),
+            constants | {"WHICH": which},
+        )
+
+    for which in PASSES_OF_KEYS:
+        call.start(
+            ("chunk dk", which, kind_of_dout),
+            chunk_dk_kernel,
+            (q, k, v, dout, inverse, drop, mask, bounds, parameters, *chunks, dk, dv, dkey),
+            partial(describe, which),
+        )
+    if not is_learned:
+        return dq, dk, dv, dinitial, None, None
+    return dq, dk, dv, dinitial, dquery.sum((0, 1)), dkey.sum((0, 1))
+
+
+def parameters_of_both(call: Call, parameters: Tensor) -> tuple[int, ...]:
+    """Query and key heads per row of parameters, and the length of a row."""
+    query_group, num_params = parameter_row(call.heads, parameters)
+    return query_group, parameter_row(call.kv_heads, parameters)[0], num_params

@@ -1,0 +1,211 @@
+"""The backward pass of causal linear attention in chunks; causal_chunks.py has the plan, causal_gradient.py the formulas.
+
+G_ij and e_i are subtracted, and the denominator is divided out, in float32 products of two tiles of tokens; so features and
+dout enter as they are, and round as they did in the forward pass.
+"""
+
+import triton
+import triton.language as tl
+
+from ...common.compiled.map_gradients import along_query, phi_query_gradient
+from ...common.compiled.maps import phi_key
+from ...common.compiled.products import left_factor, right_factor
+from ...common.compiled.tiles import (
+    load_per_row,
+    load_rows,
+    place_of_program,
+    place_per_row,
+    row_strides,
+    rows_of_head,
+    sample_rows,
+    store_per_row,
+    store_rows,
+    store_two_parameters,
+    sum_over_rows,
+    visible_rows,
+)
+from .causal import lower_triangle
+from .causal_chunks import (
+    first_chunk,
+    load_operand,
+    numbers_of_chunk,
+    operand_type,
+    visible_keys,
+)
+
+
+@triton.jit
+def times_operand(x, ptr, BD: tl.constexpr, BV: tl.constexpr, DIGITS: tl.constexpr, PRECISION: tl.constexpr):
+    """x [BN, BV] times S^T [BV, BD] with all its digits: what the denominator takes away may be nearly as large."""
+    product = tl.dot(x, load_operand(ptr, BD, BV), input_precision=PRECISION)
+    if DIGITS == 2:
+        product = tl.dot(x, load_operand(ptr + BV * BD, BD, BV), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "heads", "group"])
+def chunk_dq_kernel(
+    q_ptr,  # [B, N, H, D]
+    k_ptr,  # [B, N, K, D]
+    v_ptr,  # [B, N, K, V]
+    out_ptr,  # [B, N, H, V]
+    dout_ptr,  # [B, N, H, V]
+    inverse_ptr,  # [1, B, H, N] or [1, H, T]
+    mask_ptr,
+    cu_ptr,
+    param_ptr,
+    operands_ptr,  # [chunks of all samples, K, PARTS, DIGITS, BV, BD]
+    numbers_ptr,  # [chunks of all samples, K, PARTS * BD + 16]
+    dq_ptr,  # [B, N, H, D]
+    drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out, mended
+    dparam_ptr,  # [tiles, B * H, 2, D]
+    num_rows,  # N, or T if packed
+    num_tokens,
+    heads,
+    group,
+    stride_qb,
+    stride_q,
+    stride_qh,
+    stride_kb,
+    stride_k,
+    stride_kh,
+    stride_vb,
+    stride_v,
+    stride_vh,
+    stride_ob,
+    stride_o,
+    stride_oh,
+    stride_dob,
+    stride_do,
+    stride_doh,
+    stride_dqb,
+    stride_dq,
+    stride_dqh,
+    query_param_group,
+    key_param_group,
+    num_params,
+    norm_scale,
+    alpha,
+    eps,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    CUBE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    LEARNED: tl.constexpr,
+    DIGITS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq of a tile of tokens."""
+    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
+    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
+    stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
+    stride_ob, stride_o, stride_oh = row_strides(stride_ob, stride_o, stride_oh, V)
+    stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
+    stride_dqb, stride_dq, stride_dqh = row_strides(stride_dqb, stride_dq, stride_dqh, D)
+    sample = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    kv_head = head // group
+    kv_heads = heads // group
+    row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
+    first = tl.program_id(0) * BN
+    channels = tl.arange(0, BD)
+    if first >= length:
+        if LEARNED:
+            nothing = tl.zeros([BD], tl.float32)
+            store_two_parameters(dparam_ptr + place_of_program() * (2 * D), nothing, nothing, D, BD)
+        return
+    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    k_ptr = rows_of_head(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = rows_of_head(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
+    out_ptr = rows_of_head(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
+    dout_ptr = rows_of_head(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
+    dq_ptr = rows_of_head(dq_ptr, sample, head, row, stride_dqb, stride_dq, stride_dqh, PACKED)
+    mask_ptr += tl.cast(sample, tl.int64) * num_tokens
+    place_of_rows = place_per_row(sample, head, heads, row, num_rows, PACKED)
+    inverse_ptr += place_of_rows
+    drop_ptr += place_of_rows
+    query_params = param_ptr + (head // query_param_group) * num_params
+    key_params = param_ptr + (kv_head // key_param_group) * num_params
+    own = (first_chunk(row, sample, num_tokens, CHUNK, PACKED) + first // CHUNK) * kv_heads + kv_head
+    operands_ptr += own * (PARTS * DIGITS * BV * BD)
+    numbers_ptr += own * numbers_of_chunk(BD, PARTS)
+
+    columns = tl.arange(0, BV)
+    rows = tl.arange(0, BN)
+    in_head = channels < D
+    TYPE: tl.constexpr = operand_type(DOT)
+    exists = rows < length - first
+    dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
+    out = load_rows(out_ptr, first, rows, exists, columns, columns < V, stride_o)
+    drop = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)[:, None]
+    dout = dout.to(DOT)
+    # what came before the chunk. The denominator is divided out at the end
+    ones = tl.full([16, BN], 1.0, DOT)
+    lost = left_factor(-drop, DOT)
+    wide_a = tl.zeros([16, BD], tl.float32) + tl.load(numbers_ptr + channels)[None, :]
+    da = times_operand(dout, operands_ptr, BD, BV, DIGITS, PRECISION)
+    da = tl.dot(lost, right_factor(wide_a, DOT), da, input_precision=PRECISION)
+    wide_b = wide_a
+    db = da
+    if PARTS == 2:
+        wide_b = tl.zeros([16, BD], tl.float32) + tl.load(numbers_ptr + BD + channels)[None, :]
+        db = times_operand(dout, operands_ptr + DIGITS * BV * BD, BD, BV, DIGITS, PRECISION)
+        db = tl.dot(lost, right_factor(wide_b, DOT), db, input_precision=PRECISION)
+    begin = first // CHUNK * CHUNK
+    # tiles of the chunk before this one, which its rows see whole
+    for start in range(begin, first, BN):
+        ok = visible_rows(mask_ptr, start, rows, rows < length - start, HAS_MASK)
+        v = load_rows(v_ptr, start, rows, ok, columns, columns < V, stride_v).to(DOT)
+        x = load_rows(k_ptr, start, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
+        a = a.to(DOT)
+        b = b.to(DOT)
+        toward = (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - drop).to(DOT)
+        da = tl.dot(toward, a, da, input_precision=PRECISION)
+        wide_a = tl.dot(ones, a, wide_a, input_precision=PRECISION)
+        if PARTS == 2:
+            db = tl.dot(toward, b, db, input_precision=PRECISION)
+            wide_b = tl.dot(ones, b, wide_b, input_precision=PRECISION)
+    ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
+    v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
+    x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+    a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
+    a = a.to(DOT)
+    b = b.to(DOT)
+    sees = lower_triangle(BN)
+    toward = tl.where(sees, tl.dot(dout, tl.trans(v), input_precision=PRECISION) - drop, 0.0).to(DOT)
+    da = tl.dot(toward, a, da, input_precision=PRECISION)
+    if PARTS == 2:
+        db = tl.dot(toward, b, db, input_precision=PRECISION)
+    y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
+    inverse = load_per_row(inverse_ptr, first, rows, exists)
+    # a factor of all features changes an output only through eps, which tells what the rounding of out did to the drop
+    count = tl.load(numbers_ptr + PARTS * BD)
+    seen = visible_keys(count, mask_ptr, begin, first, rows, exists, CHUNK, HAS_MASK)
+    of_eps = drop * (eps * seen)
+    error = along_query(y, da, db, query_params, channels, norm_scale, alpha, of_eps, D, MAP, PARTS)
+    error = (error - of_eps) * inverse
+    lost = left_factor(-error, DOT)
+    errors = tl.where(sees, -error, 0.0).to(DOT)
+    da = tl.dot(lost, right_factor(wide_a, DOT), da, input_precision=PRECISION)
+    da = tl.dot(errors, a, da, input_precision=PRECISION)
+    if PARTS == 2:
+        db = tl.dot(lost, right_factor(wide_b, DOT), db, input_precision=PRECISION)
+        db = tl.dot(errors, b, db, input_precision=PRECISION)
+    else:
+        db = da
+    dy, g0, g1 = phi_query_gradient(y, da, db, query_params, channels, norm_scale, alpha, D, MAP, 0)
+    store_per_row(drop_ptr, -(drop + error), first, rows, exists)
+    store_rows(dq_ptr, dy * inverse, first, rows, exists, channels, in_head, stride_dq)
+    if LEARNED:
+        p0 = sum_over_rows(g0 * inverse, exists, in_head)
+        p1 = sum_over_rows(g1 * inverse, exists, in_head)
+        store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)
