@@ -14,3 +14,8 @@ def is_exporting() -> bool:
 def is_jit_tracing() -> bool:
     """True inside of torch.jit.trace, which keeps one side of every branch and one number of repetitions of every loop."""
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
+
+
+def is_recorded() -> bool:
+    """Whether a program is made of this call that will serve other lengths: exported, or traced by torch.jit."""
+    return is_exporting() or is_jit_tracing()

@@ -19,6 +19,7 @@ from ...ops import (
     recurrent_step_,
     unit_features,
 )
+from ...ops.exporting import is_recorded
 from .cache import RecurrentLayer
 from .config import NaLaConfig
 from .layers import RMSNorm, ShortConvolution
@@ -184,13 +185,15 @@ class SoftmaxMixer(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if layer is not None:
             k, v = layer.update(k, v)
-        if self.is_eager or tokens.weights is not None:
+        # torch 2.11 pads the mask of its fused attention on a GPU, so that a program would serve multiples of 8 tokens alone
+        is_padded = tokens.pairs is not None and q.is_cuda and is_recorded()
+        if self.is_eager or tokens.weights is not None or is_padded:
             out, weights = eager_attention(q, k, v, tokens.pairs)
             if tokens.weights is not None:
                 tokens.weights.append(weights)
         else:
-            # decided by a branch: where lengths are symbols, so is a comparison, which torch does not take
-            is_causal = True if tokens.pairs is None and x.shape[1] > 1 else False  # noqa: SIM210
+            # without a mask there is nothing before these tokens, or one token that sees all
+            is_causal = tokens.pairs is None and tokens.past == 0
             mask = tokens.pairs if tokens.pairs is None or tokens.pairs.dtype == torch.bool else tokens.pairs.to(q.dtype)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=self.is_grouped)
         return self.o_proj(out.transpose(1, 2).flatten(2))

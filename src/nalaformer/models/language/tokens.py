@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops import Rotary, compute_dtype
-from ...ops.exporting import is_exporting, is_jit_tracing
+from ...ops.exporting import is_recorded
 from ...ops.kept_tensors import is_ordinary
 from .config import RECURRENT_MIXERS, NaLaConfig
 from .positions import RotaryPositions
@@ -202,10 +202,9 @@ def _pairs(
     visible: Tensor | None, sequence: Tensor | None, past: int, length: int, device: torch.device, capacity: int | None
 ) -> Tensor | None:
     """The mask of exact attention, or None where its causal form, or none at all, says the same."""
-    # a program that is recorded would keep the form of its example for every length
-    is_recorded = is_exporting() or is_jit_tracing()
-    is_static = capacity is not None
-    if visible is None and sequence is None and not is_recorded and not is_static and (past == 0 or length == 1):
+    is_open = visible is None and sequence is None and capacity is None
+    # one token sees all that came; a program that is recorded would keep that form of its example for every length
+    if is_open and (past == 0 or (length == 1 and not is_recorded())):
         return None
     rows = (past + torch.arange(length, device=device))[:, None]
     columns = torch.arange(past + length if capacity is None else capacity, device=device)
