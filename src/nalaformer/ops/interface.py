@@ -265,8 +265,7 @@ def attention_weights(
         )[stream]
 
 
-# the lengths are read on the host, and the longest is part of the launch: traced, every packing would be another program
-@torch.compiler.disable
+# never traced; see untraced.py
 def _packed(
     q: Tensor,
     k: Tensor,
