@@ -137,7 +137,7 @@ def test_hybrid_attention(somewhere_else, is_ordinary_first, monkeypatch):
 
 @pytest.mark.skipif(not (TRITON_FOUND and INTERPRETING), reason="runs the kernels on a CPU")
 def test_kernels_train_on_positions_and_powers_that_inference_used_first(monkeypatch):
-    monkeypatch.setattr(norm_aware, "kept_row", kept(norm_aware.constant_row, maxsize=4))
+    monkeypatch.setattr(norm_aware, "kept_spec", kept(norm_aware.spec_of_fixed_powers, maxsize=4))
     mapped, rotary = feature_map("norm_aware", num_heads=2, head_dim=4), Rotary.grid(2, 3, 4)
 
     def call(x: Tensor) -> Tensor:

@@ -59,6 +59,17 @@ PROGRAMS = {
         "import sys, nalaformer.analysis, nalaformer.bench, nalaformer.cli, nalaformer.studies\n"
         "print(sorted({'typer', 'rich', 'matplotlib'} & set(sys.modules)))"
     ),
+    "the compiler is not imported": (
+        "import sys\n"
+        "has_it = lambda: any(name in sys.modules for name in ('torch._dynamo', 'torch._inductor', 'triton'))\n"
+        "before = has_it(); import nalaformer; print(before, has_it())\n"
+        "from nalaformer.ops import delta, interface; import torch._dynamo\n"
+        "print(*(hasattr(module._packed, '_torchdynamo_orig_callable') for module in (delta, interface)))"
+    ),
+    "the compiler comes first": (
+        "import torch._dynamo, nalaformer; from nalaformer.ops import delta, interface\n"
+        "print(*(hasattr(module._packed, '_torchdynamo_orig_callable') for module in (delta, interface)))"
+    ),
     "without diffusers": (
         "import sys; sys.modules['diffusers'] = None\n"
         "import nalaformer, nalaformer.models.diffusion as diffusion\n"
@@ -105,6 +116,17 @@ def test_neither_package_makes_the_import_of_the_other_heavy(answers):
 
 def test_importing_the_library_loads_no_heavy_packages(answers):
     assert answers["nothing for the terminal is imported"] == "[]"
+
+
+def test_importing_the_library_does_not_import_the_compiler(answers):
+    """Which takes as long to import as torch; a torch that brings it along is not our affair."""
+    before, after = answers["the compiler is not imported"].split("\n")[0].split()
+    assert after == before
+
+
+@pytest.mark.parametrize("order", ["the compiler is not imported", "the compiler comes first"])
+def test_the_compiler_leaves_packed_sequences_alone_whichever_is_imported_first(answers, order):
+    assert answers[order].split("\n")[-1] == "True True", answers[order]
 
 
 def test_without_diffusers_networks_are_made_and_samplers_say_what_is_missing(answers):

@@ -130,16 +130,9 @@ class NormAware(FeatureMap):
             rows = torch.stack((lambda_ * tau, lambda_, key_power), dim=1).to(device)
         else:
             values = (self.fixed_lambda * self.fixed_tau, self.fixed_lambda, self.fixed_key_power)
-            rows = kept_row(values, device=device)
-        return KernelSpec(
-            f"norm_aware_{self.direction}",
-            parts=2,
-            parameters=rows,
-            norm_scale=self.norm_scale,
-            alpha=self.alpha,
-            log2_key_shift=30.0,
-            is_cube=self.powers == "published" and self.fixed_key_power == 3.0,
-        )
+            return kept_spec(self.direction, values, self.norm_scale, self.alpha, device=device)
+        is_cube = self.powers == "published" and self.fixed_key_power == 3.0
+        return spec_of(self.direction, rows, self.norm_scale, self.alpha, is_cube)
 
     def spread(self, magnitude: Tensor, unit: Tensor) -> Tensor:
         """Put the magnitudes on the two halves of the features by the direction of the input."""
@@ -188,5 +181,23 @@ def constant_row(values: tuple[float, ...], *, device: torch.device) -> Tensor:
     return row
 
 
+def spec_of(direction: str, rows: Tensor, norm_scale: float, alpha: float, is_cube: bool) -> KernelSpec:
+    return KernelSpec(
+        f"norm_aware_{direction}",
+        parts=2,
+        parameters=rows,
+        norm_scale=norm_scale,
+        alpha=alpha,
+        log2_key_shift=30.0,
+        is_cube=is_cube,
+    )
+
+
+def spec_of_fixed_powers(
+    direction: str, values: tuple[float, ...], norm_scale: float, alpha: float, *, device: torch.device
+) -> KernelSpec:
+    return spec_of(direction, constant_row(values, device=device), norm_scale, alpha, values[2] == 3.0)
+
+
 # a copy to the GPU at each call would cost more than the op
-kept_row = kept(constant_row, maxsize=128)
+kept_spec = kept(spec_of_fixed_powers, maxsize=128)

@@ -90,8 +90,7 @@ def delta_rule(
         return _piece(*inputs, state, scale)
 
 
-# the lengths are read on the host: traced, every packing would be another program
-@torch.compiler.disable
+# never traced; see untraced.py
 def _packed(inputs: DeltaInputs, state: Tensor | None, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Each sequence by itself; the tensors are only cut, never padded."""
     q, k, v, beta, log_decay = inputs

@@ -26,6 +26,17 @@ def is_traced() -> bool:
     return not is_ordinary(torch.empty(0, device="cpu"))
 
 
+def is_plain_eager() -> bool:
+    """Whether nothing watches or changes calls of torch: no tracer, no mode, no transform."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp and what is made of them) is at work."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None

@@ -17,10 +17,21 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, gate: Ten
     if runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0:
         from .kernels.tokenwise.layer_norm_op import normalise
 
-        gates = None if gate is None else rows_of(gate)
-        return normalise(rows_of(x), gates, weight, bias, eps).view(x.shape)
+        rows, gates = rows_of_all(x, gate)
+        out = normalise(rows, gates, weight, bias, eps)
+        return out if rows is x else out.view(x.shape)
     out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return out if gate is None else out * F.silu(gate)
+
+
+def rows_of_all(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both as the kernels take them: as they are if they have no gaps, else as rows [R, C].
+
+    A view has a gradient of its own, which takes the host as long as that of the norm.
+    """
+    if x.is_contiguous() and (y is None or y.is_contiguous()):
+        return x, y
+    return rows_of(x), None if y is None else rows_of(y)
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backend import runs_kernels
-from .layer_norm import MOST_CHANNELS, rows_of
+from .layer_norm import MOST_CHANNELS, rows_of_all
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gate: Tensor | None = None) -> Tensor:
@@ -17,8 +17,9 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gate: Tensor | None = Non
     if _fits(x):
         from .kernels.tokenwise import rms_norm_op
 
-        out, _ = rms_norm_op.normalise(rows_of(x), None, None if gate is None else rows_of(gate), weight, eps, dtype)
-        return out.view(x.shape)
+        rows, gates = rows_of_all(x, gate)
+        out, _ = rms_norm_op.normalise(rows, None, gates, weight, eps, dtype)
+        return out if rows is x else out.view(x.shape)
     out = _plain(x, weight, eps)
     return (out if gate is None else out * F.silu(gate)).to(dtype)
 
@@ -28,8 +29,9 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, *, eps: float) -> tuple[T
     if _fits(x) and torch.promote_types(x.dtype, y.dtype) == x.dtype and x.shape == y.shape:
         from .kernels.tokenwise import rms_norm_op
 
-        out, total = rms_norm_op.normalise(rows_of(x), rows_of(y), None, weight, eps, product_dtype(x))
-        return total.view(x.shape), out.view(x.shape)
+        rows, added = rows_of_all(x, y)
+        out, total = rms_norm_op.normalise(rows, added, None, weight, eps, product_dtype(x))
+        return (total, out) if rows is x else (total.view(x.shape), out.view(x.shape))
     total = x + y
     return total, rms_norm(total, weight, eps=eps)
 

@@ -26,8 +26,8 @@ class Prepared(NamedTuple):
     parameters: Tensor
     layout: TokenLayout
     settings: MapSettings
-    weight: Tensor
-    """float32 [B, K, M] or [K, T], empty where keys have none; where the mean query weighs them, the mask of queries or empty.
+    weight: Tensor | None
+    """float32 [B, K, M] or [K, T], None where keys have none; where the mean query weighs them, the mask of queries or None.
     For bidirectional attention."""
 
 
@@ -84,7 +84,7 @@ def prepare(
         has_weight=key_weight is not None,
         by_mean_query=by_mean_query,
     )
-    weight = q.new_empty(0, dtype=torch.float32)
+    weight = None
     if key_weight is not None:
         # tokens side by side, as the kernels read numbers per token
         weight = key_weight.float().transpose(-2, -1).contiguous()
@@ -95,19 +95,19 @@ def prepare(
 
 def attend(ready: Prepared, *, causal: bool, keep: bool) -> Tensor:
     """The output, [B, N, H, V] or [T, H, V] if packed. `keep`: a backward pass may follow."""
-    *tensors, layout, settings, weight = ready
+    q, k, v, parameters, layout, settings, weight = ready
     if not causal:
-        return bidirectional_op.attend(*tensors, weight, layout, settings, keep)
-    return causal_op.attend(*tensors, None, layout, settings, False, keep)[0]
+        return bidirectional_op.attend(q, k, v, parameters, weight, layout, settings, keep)
+    return causal_op.attend(q, k, v, parameters, None, layout, settings, False, keep)[0]
 
 
 def attend_after(ready: Prepared, state: LinearState | None, *, keep: bool) -> tuple[Tensor, LinearState]:
     """Causal attention of a batch after `state`, and the state after the last token."""
-    *tensors, layout, settings, _ = ready
+    q, k, v, parameters, layout, settings, _ = ready
     unit = 2.0**settings.log2_key_shift
     initial = None if state is None else sums_of(state, settings.parts, unit)
-    out, total = causal_op.attend(*tensors, initial, layout, settings, True, keep)
-    (batch, tokens, kv_heads), key_mask = ready.k.shape[:3], layout.key_mask
+    out, total = causal_op.attend(q, k, v, parameters, initial, layout, settings, True, keep)
+    (batch, tokens, kv_heads), key_mask = k.shape[:3], layout.key_mask
     new = torch.full((batch,), tokens, device=total.device) if key_mask is None else key_mask.sum(1)
     count = new if state is None else state.count + new
     sums = total.unflatten(0, (batch, kv_heads)).flatten(2, 3)  # [B, K, F, V + 2]

@@ -44,14 +44,7 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
     """
     known = launches.get(key)
     if known is not None:
-        runner, rest = known
-        # addresses: of a tensor, Triton asks the driver at every launch where it lies
-        addresses = [x.data_ptr() for x in tensors]
-        if is_current(tensors[0]):
-            runner(*addresses, *rest)
-        else:
-            with torch.cuda.device(tensors[0].device):
-                runner(*addresses, *rest)
+        known(tensors)
         return
     grid, numbers, constants = describe()
     taken = {name: value for name, value in constants.items() if name in kernel.arg_names or name in OPTIONS}
@@ -62,25 +55,31 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
     if not INTERPRETING:
         in_order = kernel.arg_names[len(tensors) + len(numbers) :]
         rest = (*numbers, *(taken[name] for name in in_order))
-        launches[key] = runner_of(compiled, (*grid, 1, 1)[:3], tensors[0].get_device()), rest
+        launches[key] = runner_of(compiled, (*grid, 1, 1)[:3], rest, tensors[0].get_device())
 
 
-def runner_of(compiled: Any, grid: tuple[int, ...], device: int) -> Callable[..., None]:
-    """Launches a compiled kernel on the current stream of the device, which must be the current one.
+def runner_of(compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...], device: int) -> Callable[[Sequence[Tensor]], None]:
+    """Launches a compiled kernel with some tensors and the `rest` of its arguments on the current stream of the device.
 
     Triton's own runner calls its hooks and describes the launch for them each time; ours leaves that out where nobody listens.
     """
     from triton import knobs
 
     of_triton, listeners = compiled[grid], knobs.runtime
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    current_stream = torch._C._cuda_getCurrentRawStream
+    # what torch.cuda.current_device asks, without its check that CUDA has started: tensors lie there
+    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    run, then = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
 
-    def launch(*arguments: Any) -> None:
+    def launch(tensors: Sequence[Tensor]) -> None:
+        if current_device() != device:
+            with torch.cuda.device(device):
+                return launch(tensors)
+        # addresses: of a tensor, Triton asks the driver at every launch where it lies
+        addresses = [x.data_ptr() for x in tensors]
         if is_heard(listeners.launch_enter_hook) or is_heard(listeners.launch_exit_hook):
-            of_triton(*arguments)
+            of_triton(*addresses, *rest)
         else:
-            run(*grid, current_stream(device), function, metadata, None, None, None, *arguments)
+            run(*grid, current_stream(device), *then, *addresses, *rest)
 
     return launch
 
@@ -125,8 +124,9 @@ def kind(*tensors: Tensor | None) -> tuple[object, ...]:
         else:
             alignment |= x.data_ptr()
             described += x.shape, x.stride(), x.dtype
+            device = x.device
     # one of them is there
-    described += alignment % 16, next(x.device for x in tensors if x is not None)
+    described += alignment % 16, device
     return tuple(described)
 
 
@@ -137,6 +137,11 @@ def readable(x: Tensor) -> Tensor:
         # a dimension of one has no second row, whatever its stride
         is_fit = is_fit and all(size == 1 or stride % 8 == 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False))
     return x if is_fit else x.contiguous()
+
+
+def empty_as(x: Tensor) -> Tensor:
+    """An empty tensor of the shape and type of x, without gaps: torch.empty, told so, takes the host twice as long."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:

@@ -7,7 +7,8 @@ its operators written in Python cost more than small kernels do.
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from itertools import islice
-from typing import Any
+from types import GenericAlias
+from typing import Any, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def gatherer(run: Run) -> Run:
 
 
 def flattened(run: Run) -> Run:
-    """`run` with spread arguments, and the signature that says so."""
+    """`run` with spread arguments and empty tensors for outputs that are None, and the signature that says so."""
     plain, gathered = signature(run), gatherer(run)
     leaves: list[Parameter] = []
     for parameter in plain.parameters.values():
@@ -79,11 +80,28 @@ def flattened(run: Run) -> Run:
         fields = kind.__annotations__ if is_bundle(kind) else {parameter.name: kind}
         leaves += [Parameter(field, Parameter.POSITIONAL_OR_KEYWORD, annotation=leaf) for field, leaf in fields.items()]
 
+    given_back = plain.return_annotation
+    kinds = get_args(given_back) if get_origin(given_back) is tuple else ()
+    if Tensor | None in kinds:
+        # an operator has no optional outputs
+        run = without_none(run)
+        given_back = GenericAlias(tuple, tuple(Tensor if kind == Tensor | None else kind for kind in kinds))
+
     def flat(*given: Any) -> Any:
         return run(*gathered(given))
 
-    flat.__signature__ = plain.replace(parameters=leaves)  # type: ignore[attr-defined]
+    flat.__signature__ = plain.replace(parameters=leaves, return_annotation=given_back)  # type: ignore[attr-defined]
     return flat
+
+
+def without_none(run: Run) -> Run:
+    """`run` with an empty tensor of float32 for each output that is None; the first is not."""
+
+    def filled(*given: Any) -> Any:
+        outputs = run(*given)
+        return tuple(torch.empty(0, device=outputs[0].device) if x is None else x for x in outputs)
+
+    return filled
 
 
 def custom_op(name: str, run: Run, shapes: Run, *, mutates: Sequence[str]) -> Any:
@@ -114,7 +132,14 @@ def plain_op(name: str, run: Run, shapes: Run) -> Any:
 
 
 def operator(
-    name: str, run: tuple[Run, Run], run_backward: tuple[Run, Run], *, save: Run, gradients: Run, outputs: int = 1
+    name: str,
+    run: tuple[Run, Run],
+    run_backward: tuple[Run, Run],
+    *,
+    save: Run,
+    gradients: Run,
+    outputs: int = 1,
+    eager: tuple[Run, Run] | None = None,
 ) -> tuple[Run, Any, Any]:
     """A function with first-order gradients, and the operators nalaformer::name and nalaformer::name_backward behind it.
 
@@ -124,7 +149,10 @@ def operator(
     save(ctx, inputs, output): keeps what gradients need; inputs of which there are gradients come before named tuples.
     gradients(ctx, backward, *of_outputs): of the first inputs, by the `backward` given; nobody sees those not asked for.
     outputs: how many of the forward pass the caller gets, whose gradients are given; the others are kept for gradients alone.
+    eager: what computes outside compiled programs if not `run` and `run_backward`. They may take in place of a named tuple what
+        is made of it and the tensors, so that both passes find it ready.
     """
+    eager_forward, eager_backward = eager or (run[0], run_backward[0])
     gathered = gatherer(run[0])
     forward_op, backward_op = plain_op(name, *run), plain_op(f"{name}_backward", *run_backward)
     run_op = plain_op(f"{name}_forward", *run)
@@ -146,18 +174,18 @@ def operator(
                 found = gradients(ctx, by, *of_outputs[:outputs])
             asked = ctx.needs_input_grad
             of_first = [x if is_asked else None for x, is_asked in zip(found, asked, strict=False)]
-            return *of_first, *[None] * (len(asked) - len(found))
+            return *of_first, *(None,) * (len(asked) - len(of_first))
 
         return of_inputs
 
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            output = run[0](*inputs)
+            output = eager_forward(*inputs)
             save(ctx, inputs, output)
             return given(output)
 
-        backward = staticmethod(derived(run_backward[0]))
+        backward = staticmethod(derived(eager_backward))
 
     class Traced(torch.autograd.Function):
         @staticmethod
@@ -173,12 +201,12 @@ def operator(
         return Traced.apply(*leaves) if is_learned else run_op(*leaves)
 
     LIBRARY.impl(name, differentiable, "Autograd")
-    eager = Eager.apply
+    with_gradients = Eager.apply
 
     def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling():
             return given(forward_op(*spread(inputs)))
         # a function with gradients costs more than a small kernel
-        return eager(*inputs) if torch.is_grad_enabled() else given(run[0](*inputs))
+        return with_gradients(*inputs) if torch.is_grad_enabled() else given(eager_forward(*inputs))
 
     return call, forward_op, backward_op

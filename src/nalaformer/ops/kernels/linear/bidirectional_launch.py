@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..common.launch import strides
+from ..common.launch import empty_as, strides
 from ..common.split_sums_launch import merge, merge_scaled
 from . import mean_query_launch
 from .call import SHORT_TOKENS, WHOLE_PROGRAMS, Call, TokenLayout, angle_stride, parameter_row
@@ -15,31 +15,36 @@ from .compiled.whole_gradient import whole_gradient_kernel
 
 
 def forward(
-    call: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     parameters: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     layout: TokenLayout,
-    out: Tensor,
+    call: Call,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fills `out`; returns the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K], if kept 1 / denominator, and the mean
-    query where it weighs keys."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The output, and if a backward pass follows: the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K] where they have
+    one, 1 / denominator, and the mean query where it weighs keys."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
-    inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
+    out = torch.empty(call.shape_of_output, dtype=call.output, device=call.device)
+    inverse = torch.empty(call.per_row, dtype=torch.float32, device=call.device) if keep else None
+    # unused pointers are any others of their type
+    weights, inverses = parameters if weight is None else weight, parameters if inverse is None else inverse
     if call.is_whole:
-        sums = call.sums(1, call.heads)[0]
-        scale = sums.new_empty(sums.shape[0])
+        sums = torch.empty(call.shape_of_all_sums, dtype=torch.float32, device=call.device) if keep else None
+        scale = sums.new_empty(len(sums)) if sums is not None and call.has_scale else None
         if call.is_short:
             # the sums stay empty: the backward pass needs none
             short_forward(call, q, k, v, parameters, mask, out)
-            return sums, scale, inverse, sums.new_empty(0)
+            return out, sums, scale, inverse, None
         call.start(
             ("whole", keep),
             whole_kernel,
-            (q, k, v, mask, weight, parameters, cos_q, sin_q, cos_k, sin_k, out, inverse, sums, scale),
+            (
+                *(q, k, v, mask, weights, parameters, cos_q, sin_q, cos_k, sin_k, out, inverses),
+                *(parameters if sums is None else sums, parameters if scale is None else scale),
+            ),
             lambda: (
                 "whole" if call.samples * call.heads <= WHOLE_PROGRAMS else "whole_many",
                 (call.samples * call.heads,),
@@ -53,23 +58,24 @@ def forward(
                 {"KEEP": keep},
             ),
         )
-        return sums, scale, inverse, sums.new_empty(0)
+        return out, sums, scale, inverse, None
 
     count, stretch = call.splits(call.state_kernel, call.num_keys, call.kv_heads)
-    query_sums, mean = None, torch.empty(mean_query_launch.shape_of_mean(call), dtype=torch.float32, device=call.device)
+    query_sums = mean = None
     if call.settings.by_mean_query:
+        mean = torch.empty(mean_query_launch.shape_of_mean(call), dtype=torch.float32, device=call.device)
         query_sums = mean_query_launch.sums_of_queries(call, q, weight)
-    partial, partial_scale = sums_of_keys(call, k, v, parameters, weight, layout, count, stretch, query_sums, mean)
-    if call.settings.is_guarded or call.settings.by_mean_query:
+    partial, partial_scale = sums_of_keys(call, k, v, parameters, weights, layout, count, stretch, query_sums, mean)
+    if call.has_scale:
         sums, scale = merge_scaled(call.launches, partial, partial_scale, counts_weights=call.settings.by_mean_query)
     else:
-        sums, scale = merge(call.launches, partial), partial_scale[0]
+        sums, scale = merge(call.launches, partial), None
 
     count, stretch_q = call.splits("output", call.num_queries, call.heads)
     call.start(
         ("output", keep),
         output_kernel,
-        (q, bounds, parameters, cos_q, sin_q, sums, scale, out, inverse),
+        (q, bounds, parameters, cos_q, sin_q, sums, sums if scale is None else scale, out, inverses),
         lambda: (
             "output",
             (count, call.samples * call.heads),
@@ -82,7 +88,7 @@ def forward(
             {"KEEP": keep},
         ),
     )
-    return sums, scale, inverse, mean
+    return (out, sums, scale, inverse, mean) if keep else (out, None, None, None, None)
 
 
 def short_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, mask: Tensor, out: Tensor) -> None:
@@ -123,7 +129,8 @@ def sums_of_keys(
     """
     _, _, cos, sin, mask, bounds = layout.pointers(k)
     sums = call.sums(count, call.kv_heads)
-    scale = sums.new_empty(sums.shape[:2])
+    # unused, it is any other
+    scale = sums.new_empty(sums.shape[:2]) if call.has_scale else sums
     given = sums if query_sums is None else query_sums
     call.start(
         ("state", stretch),
@@ -226,28 +233,31 @@ def backward(
     dout: Tensor,
     inverse: Tensor,
     parameters: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     layout: TokenLayout,
     sums: Tensor,
-    scale: Tensor,
-    mean: Tensor,
+    scale: Tensor | None,
+    mean: Tensor | None,
     is_learned: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dv, that of the weight; and for learned maps those of the query's [4, D] and key's [2, D] parameters per head."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk, dv, that of the weight, if there is one; and for learned maps those of the query's [4, D] and key's [2, D]
+    parameters per head."""
+    # unused pointers are any others of their type
+    scale = sums if scale is None else scale
+    weights, means = parameters if weight is None else weight, sums if mean is None else mean
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     # the strides of what comes from outside are part of a launch; dout's layout is chosen by the next layer
     kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned)
     by_mean = call.settings.by_mean_query
 
     def parameter_buffer(splits: int, heads: int, rows: int) -> Tensor:
-        if not is_learned:
-            return scale
         shape = (splits, call.samples, heads, rows, call.head_dim)
-        return torch.empty(shape, dtype=torch.float32, device=call.device)
+        return torch.empty(shape, dtype=torch.float32, device=call.device) if is_learned else sums
 
     drop = torch.empty_like(inverse)
     if call.is_whole:
-        dq, dk, dv, dweight = [torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v, weight)]
+        dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
+        dweight = empty_as(weights) if call.settings.has_weight else None
         dquery, dkey = parameter_buffer(1, call.heads, 4), parameter_buffer(1, call.heads, 2)
         if call.is_short:
             short_backward(call, q, k, v, dout, parameters, mask, dq, dk, dv, dquery, dkey, kind_of_dout)
@@ -256,8 +266,8 @@ def backward(
                 ("whole gradient", kind_of_dout),
                 whole_gradient_kernel,
                 (
-                    *(q, k, v, dout, mask, weight, parameters, cos_q, sin_q, cos_k, sin_k, sums, scale, inverse, drop),
-                    *(dq, dk, dv, dweight, dquery, dkey),
+                    *(q, k, v, dout, mask, weights, parameters, cos_q, sin_q, cos_k, sin_k, sums, scale, inverse, drop),
+                    *(dq, dk, dv, drop if dweight is None else dweight, dquery, dkey),
                 ),
                 lambda: (
                     "whole_gradient",
@@ -286,14 +296,14 @@ def backward(
     key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)
     dkey = parameter_buffer(key_count, call.kv_heads, 2)
     # of the mean query, by each stretch of keys
-    dmean = mean.new_empty((key_count, mean.shape[0], mean.shape[1] - 1)) if by_mean else scale
+    dmean = means.new_empty((key_count, means.shape[0], means.shape[1] - 1)) if by_mean else scale
 
     def of_queries() -> Tensor:
-        dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
+        dq = empty_as(q)
         call.start(
             ("dq", kind_of_dout, mean_query_launch.kind_of_mask(call, weight)),
             dq_kernel,
-            (q, dout, inverse, drop, weight, mean, dmean, bounds, parameters, cos_q, sin_q, sums, dq, dquery),
+            (q, dout, inverse, drop, weights, means, dmean, bounds, parameters, cos_q, sin_q, sums, dq, dquery),
             lambda: (
                 "dq",
                 (count, call.samples * call.heads),
@@ -303,19 +313,20 @@ def backward(
                     *parameter_row(call.heads, parameters),
                     *(*call.scalars, call.settings.contrast),
                 ),
-                {"LEARNED": is_learned, "HAS_QUERY_MASK": by_mean and weight.numel() > 0},
+                {"LEARNED": is_learned, "HAS_QUERY_MASK": by_mean and weight is not None},
             ),
         )
         return dq
 
-    def of_keys() -> tuple[Tensor, Tensor, Tensor]:
-        dk, dv, dweight = [torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (k, v, weight)]
+    def of_keys() -> tuple[Tensor, Tensor, Tensor | None]:
+        dk, dv = empty_as(k), empty_as(v)
+        dweight = empty_as(weights) if call.settings.has_weight else None
         call.start(
             ("dk", is_learned),
             dk_kernel,
             (
-                *(k, v, mask, weight, bounds, parameters, cos_k, sin_k),
-                *(sums, mean, dsums, scale, dk, dv, dweight, dmean, dkey),
+                *(k, v, mask, weights, bounds, parameters, cos_k, sin_k),
+                *(sums, means, dsums, scale, dk, dv, sums if dweight is None else dweight, dmean, dkey),
             ),
             lambda: (
                 "dk",

@@ -9,7 +9,7 @@ from ...kernel_spec import MapSettings
 from ..common.launch import readable
 from ..common.op import operator
 from . import bidirectional_launch, mean_query_launch
-from .call import TokenLayout, call_for, new_call, types_of
+from .call import Call, TokenLayout, call_for, new_call
 
 # parameters per channel of maps that treat queries and keys alike, in one stream
 ROWS_OF_BOTH = {"focused": 1, "reflection": 2, "reflection_across": 2, "reflection_in_pairs": 2}
@@ -20,30 +20,26 @@ def run_forward(
     k: Tensor,
     v: Tensor,
     parameters: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     layout: TokenLayout,
     settings: MapSettings,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output [B, N, H, V] (or [T, H, V]), sums, their scale, (if a backward pass follows) 1 / denominator per row, and the mean
-    query (where it weighs keys).
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Output [B, N, H, V] (or [T, H, V]), and if a backward pass follows: sums, their scale (where they have one),
+    1 / denominator per row, and the mean query (where it weighs keys).
 
-    weight: float32 [B, K, M] (or [K, T]), empty where keys have none; where the mean query weighs them, the mask [B, N] of
-    queries, empty if all count.
+    weight: float32 [B, K, M] (or [K, T]), None where keys have none; where the mean query weighs them, the mask [B, N] of
+    queries, None if all count.
     """
     call = call_for(q, k, v, parameters, layout, settings)
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1], device=q.device)
-    return out, *bidirectional_launch.forward(call, q, k, v, parameters, weight, layout, out, keep)
+    return bidirectional_launch.forward(q, k, v, parameters, weight, layout, call, keep)
 
 
 def shapes(q: Any, k: Any, v: Any, parameters: Any, weight: Any, layout: Any, settings: Any, keep: Any) -> Any:
     call = new_call(q, k, v, layout, settings)
-    rows = call.samples * call.kv_heads
-    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1])
-    sums = q.new_empty(rows, *call.shape_of_sums, dtype=torch.float32)
-    inverse = q.new_empty(call.per_row if keep else 0, dtype=torch.float32)
-    mean = q.new_empty(mean_query_launch.shape_of_mean(call), dtype=torch.float32)
-    return out, sums, q.new_empty(rows, dtype=torch.float32), inverse, mean
+    sums, of_mean = call.shape_of_all_sums, mean_query_launch.shape_of_mean(call)
+    kept = (sums, sums[0] if call.has_scale else 0, call.per_row, of_mean) if keep else (0,) * 4
+    return q.new_empty(call.shape_of_output, dtype=call.output), *(q.new_empty(x, dtype=torch.float32) for x in kept)
 
 
 def run_backward(
@@ -52,33 +48,54 @@ def run_backward(
     k: Tensor,
     v: Tensor,
     parameters: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     layout: TokenLayout,
     settings: MapSettings,
     sums: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     inverse: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     is_learned: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and the gradients of the parameters (empty if they are not learned) and of the weight."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dv and the gradients of the parameters (if they are learned) and of the weight (if keys have one)."""
     call = call_for(q, k, v, parameters, layout, settings)
-    dout = readable(dout)
+    return run_known_backward(dout, q, k, v, parameters, weight, layout, call, sums, scale, inverse, mean, is_learned)
+
+
+def run_known_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    weight: Tensor | None,
+    layout: TokenLayout,
+    call: Call,
+    sums: Tensor,
+    scale: Tensor | None,
+    inverse: Tensor,
+    mean: Tensor | None,
+    is_learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The same for a call that is known."""
     dq, dk, dv, dweight, dquery, dkey = bidirectional_launch.backward(
-        call, q, k, v, dout, inverse, parameters, weight, layout, sums, scale, mean, is_learned
+        call, q, k, v, readable(dout), inverse, parameters, weight, layout, sums, scale, mean, is_learned
     )
-    return dq, dk, dv, parameter_gradient(settings.name, parameters, dquery, dkey), dweight
+    return dq, dk, dv, parameter_gradient(call.settings.name, parameters, dquery, dkey), dweight
 
 
-def gradient_shapes(dout: Any, q: Any, k: Any, v: Any, parameters: Any, weight: Any, *rest: Any) -> Any:
+def gradient_shapes(
+    dout: Any, q: Any, k: Any, v: Any, parameters: Any, weight: Any, layout: Any, settings: Any, *rest: Any
+) -> Any:
     dparameters = torch.empty_like(parameters) if rest[-1] else parameters.new_empty(0)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dparameters, weight.new_empty(weight.shape)
+    dweight = torch.empty_like(weight) if settings.has_weight else parameters.new_empty(0)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dparameters, dweight
 
 
-def parameter_gradient(name: str, parameters: Tensor, dquery: Tensor | None, dkey: Tensor | None) -> Tensor:
+def parameter_gradient(name: str, parameters: Tensor, dquery: Tensor | None, dkey: Tensor | None) -> Tensor | None:
     """From gradients per head, of the query's [2 * streams, D] and the key's [2, D] numbers, to those of the rows."""
     if dquery is None or dkey is None:
-        return parameters.new_empty(0)
+        return None
     rows = parameters.shape[0]
     # heads that share a row of parameters add up
     by_query = dquery.unflatten(0, (rows, -1)).sum(1)  # [rows, 4, D]
@@ -95,7 +112,8 @@ def parameter_gradient(name: str, parameters: Tensor, dquery: Tensor | None, dke
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, layout, ctx.settings, _ = inputs
+    # call: of an operator, the settings
+    *tensors, layout, ctx.call, _ = inputs
     *of_layout, ctx.longest = layout
     ctx.save_for_backward(*tensors, *of_layout, *output[1:])
 
@@ -103,14 +121,49 @@ def save(ctx: Any, inputs: Any, output: Any) -> None:
 def gradients(ctx: Any, run: Any, dout: Any) -> Any:
     saved = ctx.saved_tensors
     layout = TokenLayout._make((*saved[5:11], ctx.longest))
-    return run(dout, *saved[:5], layout, ctx.settings, *saved[11:], ctx.needs_input_grad[3])
+    return run(dout, *saved[:5], layout, ctx.call, *saved[11:], ctx.needs_input_grad[3])
 
 
 with_gradients, forward, backward = operator(
-    "bidirectional", (run_forward, shapes), (run_backward, gradient_shapes), save=save, gradients=gradients
+    "bidirectional",
+    (run_forward, shapes),
+    (run_backward, gradient_shapes),
+    save=save,
+    gradients=gradients,
+    eager=(bidirectional_launch.forward, run_known_backward),
 )
 
 
-def attend(*inputs: Any) -> Tensor:
-    """The output alone; the last input says whether a backward pass may follow."""
-    return with_gradients(*inputs) if inputs[-1] or torch.compiler.is_compiling() else run_forward(*inputs)[0]
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    weight: Tensor | None,
+    layout: TokenLayout,
+    settings: MapSettings,
+    keep: bool,
+) -> Tensor:
+    """The output alone; keep: a backward pass may follow."""
+    if torch.compiler.is_compiling():
+        return with_gradients(q, k, v, parameters, weight, layout, settings, keep)
+    return attend_as(call_for(q, k, v, parameters, layout, settings), q, k, v, parameters, weight, layout, keep)
+
+
+def attend_as(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    weight: Tensor | None,
+    layout: TokenLayout,
+    keep: bool,
+) -> Tensor:
+    """The same outside compiled programs, for a call that is known."""
+    run = with_gradients if keep else first_of_forward
+    return run(q, k, v, parameters, weight, layout, call, keep)
+
+
+def first_of_forward(*inputs: Any) -> Any:
+    return bidirectional_launch.forward(*inputs)[0]

@@ -136,6 +136,7 @@ class Call:
     pairs: int
     """Channel pairs in a row of the rotary tables; 0: no rotary."""
     operand: torch.dtype
+    output: torch.dtype
     is_packed: bool
     has_mask: bool
     device: torch.device
@@ -189,6 +190,16 @@ class Call:
         """Shape of what is kept per query: [streams, B, H, N], or [streams, H, T] if packed; tokens side by side."""
         batch = () if self.is_packed else (self.samples,)
         return torch.Size((self.settings.streams, *batch, self.heads, self.num_rows))
+
+    @cached_property
+    def shape_of_output(self) -> tuple[int, ...]:
+        """[B, N, H, V], or [T, H, V] if packed."""
+        return *(() if self.is_packed else (self.samples,)), self.num_rows, self.heads, self.value_dim
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether sums have a scale of their own."""
+        return self.settings.is_guarded or self.settings.by_mean_query
 
     def query_sizes(self, stretch: int) -> tuple[int, ...]:
         """Numbers of a row and of a stream, queries, heads, those per key head, queries of a program."""
@@ -291,6 +302,11 @@ class Call:
         shape = self.settings.parts, self.head_dim, self.value_dim + 2
         return shape if not self.settings.contrast else (math.prod(shape) + self.value_dim,)
 
+    @cached_property
+    def shape_of_all_sums(self) -> tuple[int, ...]:
+        """Those of all samples and key heads."""
+        return self.samples * self.kv_heads, *self.shape_of_sums
+
     def start(
         self,
         key: object,
@@ -299,6 +315,10 @@ class Call:
         describe: Callable[[], tuple[str, tuple[int, ...], tuple[float, ...], dict[str, object]]],
     ) -> None:
         """Launch; `describe` gives name, grid, numbers and further constants, and is asked only the first time."""
+        known = self.launches.get(key)
+        if known is not None:
+            known(tensors)
+            return
 
         def description() -> Description:
             name, grid, numbers, more = describe()
@@ -321,7 +341,8 @@ def parameter_row(heads: int, parameters: Tensor) -> tuple[int, int]:
     return max(1, heads // max(1, parameters.shape[0])), parameters.shape[1]
 
 
-CALLS: Bounded[Call] = Bounded()
+# by what launches depend on; and those of known_calls.py by what the caller gave
+CALLS: Bounded[Any] = Bounded()
 
 
 def call_for(q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, layout: TokenLayout, settings: MapSettings) -> Call:
@@ -335,7 +356,7 @@ def call_for(q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, layout: TokenL
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if key_mask is None else key_mask.data_ptr())) % 16,
         q.device,
     )
-    known = CALLS.get(key)
+    known: Call | None = CALLS.get(key)
     if known is None:
         known = CALLS[key] = new_call(q, k, v, layout, settings)
     return known
@@ -352,6 +373,7 @@ def types_of(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, t
 
 def new_call(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, settings: MapSettings) -> Call:
     bounds, longest = layout.cu_seqlens, layout.longest
+    operand, output = types_of(settings.name, q, k, v)
     return Call(
         settings=settings,
         samples=q.shape[0] if bounds is None else bounds.shape[0] - 1,
@@ -364,7 +386,8 @@ def new_call(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, settings: Map
         head_dim=q.shape[-1],
         value_dim=v.shape[-1],
         pairs=0 if layout.cos_q is None else layout.cos_q.shape[-1],
-        operand=types_of(settings.name, q, k, v)[0],
+        operand=operand,
+        output=output,
         is_packed=bounds is not None,
         has_mask=layout.key_mask is not None,
         device=q.device,

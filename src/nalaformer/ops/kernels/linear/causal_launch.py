@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..common.launch import strides
+from ..common.launch import empty_as, strides
 from ..common.split_sums_launch import prefix
 from .bidirectional_launch import sums_of_gradients, sums_of_keys
 from .call import Call, TokenLayout, angle_stride, is_aligned, parameter_row
@@ -79,7 +79,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv, the gradient of the initial sums if they move; and for learned maps those of the parameters per head."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=call.device) for x in (q, k, v))
+    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     group = call.group
     count, stretch = call.causal_splits()
     same_angles = cos_q.data_ptr() == cos_k.data_ptr()

@@ -10,7 +10,7 @@ from ..common.launch import readable
 from ..common.op import operator
 from . import causal_chunks_launch, causal_launch
 from .bidirectional_op import parameter_gradient
-from .call import TokenLayout, call_for, new_call, types_of
+from .call import Call, TokenLayout, call_for, new_call
 
 
 def run_forward(
@@ -24,22 +24,37 @@ def run_forward(
     want_total: bool,
     keep: bool,
     is_roomy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, the sums of all tokens (empty unless wanted), those before each stretch and, if kept, 1 / denominator.
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Output, the sums of all tokens (if wanted), those before each stretch and, if kept, 1 / denominator.
 
     is_roomy: room for the sums of as many stretches as there may be. How many there are follows from the tokens by a search,
     which would tie a graph of torch.compile to some numbers of tokens.
     """
     call = call_for(q, k, v, parameters, layout, settings)
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1], device=q.device)
+    return run_known(q, k, v, parameters, initial, layout, call, want_total, keep, is_roomy)
+
+
+def run_known(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    initial: Tensor | None,
+    layout: TokenLayout,
+    call: Call,
+    want_total: bool,
+    keep: bool,
+    is_roomy: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The same for a call that is known."""
+    out = torch.empty(call.shape_of_output, dtype=call.output, device=call.device)
     launch = causal_chunks_launch if call.chunk else causal_launch
     total, before, inverse = launch.forward(call, q, k, v, parameters, layout, initial, out, want_total, keep)
     if is_roomy:
         with_room = before.new_empty(call.most_causal_splits(), *before.shape[1:])
         with_room[: len(before)] = before
         before = with_room
-    # an operator may not return two views of one tensor
-    return out, total if want_total else total.new_empty(0), before, inverse
+    return out, total if want_total else None, before, inverse
 
 
 def shapes(
@@ -59,7 +74,7 @@ def shapes(
         count = call.most_causal_splits()
     else:
         count, _ = call.causal_splits()
-    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=types_of(settings.name, q, k, v)[1])
+    out = q.new_empty(call.shape_of_output, dtype=call.output)
     per_stretch = (count, call.samples * call.kv_heads, settings.parts, q.shape[-1], v.shape[-1] + 2)
     before = q.new_empty(per_stretch, dtype=torch.float32)
     inverse = before.new_empty(call.per_row if keep else 0)
@@ -80,10 +95,28 @@ def run_backward(
     inverse: Tensor,
     is_learned: bool,
     moves_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, the gradient of the parameters (empty if they are not learned) and that of the initial sums, if it is asked
-    for."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """dq, dk, dv, the gradient of the parameters (if they are learned) and that of the initial sums, if it is asked for."""
     call = call_for(q, k, v, parameters, layout, settings)
+    return run_known_backward(dout, dtotal, q, k, v, parameters, layout, call, out, before, inverse, is_learned, moves_initial)
+
+
+def run_known_backward(
+    dout: Tensor | None,
+    dtotal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    layout: TokenLayout,
+    call: Call,
+    out: Tensor,
+    before: Tensor,
+    inverse: Tensor,
+    is_learned: bool,
+    moves_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """The same for a call that is known."""
     if dout is None:
         dout = v.new_zeros(*q.shape[:-1], v.shape[-1])
     dout = readable(dout)
@@ -94,7 +127,7 @@ def run_backward(
     dq, dk, dv, dinitial, dquery, dkey = launch.backward(
         call, q, k, v, out, dout, inverse, dtotal, parameters, layout, before, is_learned, moves_initial
     )
-    return dq, dk, dv, parameter_gradient(settings.name, parameters, dquery, dkey), dinitial
+    return dq, dk, dv, parameter_gradient(call.settings.name, parameters, dquery, dkey), dinitial
 
 
 def gradient_shapes(
@@ -116,7 +149,8 @@ def gradient_shapes(
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, _, layout, ctx.settings, ctx.want_total, _, _ = inputs
+    # call: of an operator, the settings
+    *tensors, _, layout, ctx.call, ctx.want_total, _, _ = inputs
     *of_layout, ctx.longest = layout
     out, _, before, inverse = output
     ctx.save_for_backward(*tensors, *of_layout, out, before, inverse)
@@ -128,16 +162,49 @@ def gradients(ctx: Any, run: Any, dout: Any, dtotal: Any) -> Any:
     saved = ctx.saved_tensors
     layout = TokenLayout._make((*saved[4:10], ctx.longest))
     dtotal = dtotal if ctx.want_total else None
-    return run(dout, dtotal, *saved[:4], layout, ctx.settings, *saved[10:], *ctx.needs_input_grad[3:5])
+    return run(dout, dtotal, *saved[:4], layout, ctx.call, *saved[10:], *ctx.needs_input_grad[3:5])
 
 
 with_gradients, forward, backward = operator(
-    "causal", (run_forward, shapes), (run_backward, gradient_shapes), save=save, gradients=gradients, outputs=2
+    "causal",
+    (run_forward, shapes),
+    (run_backward, gradient_shapes),
+    save=save,
+    gradients=gradients,
+    outputs=2,
+    eager=(run_known, run_known_backward),
 )
 
 
-def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The output and the sums of all tokens; the last input says whether a backward pass may follow."""
-    is_compiling = torch.compiler.is_compiling()
-    given = (*inputs, is_compiling)
-    return with_gradients(*given) if inputs[-1] or is_compiling else run_forward(*given)[:2]
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    initial: Tensor | None,
+    layout: TokenLayout,
+    settings: MapSettings,
+    want_total: bool,
+    keep: bool,
+) -> Any:
+    """The output and the sums of all tokens, if they are wanted; keep: a backward pass may follow."""
+    if torch.compiler.is_compiling():
+        return with_gradients(q, k, v, parameters, initial, layout, settings, want_total, keep, True)
+    call = call_for(q, k, v, parameters, layout, settings)
+    return attend_as(call, q, k, v, parameters, initial, layout, want_total, keep)
+
+
+def attend_as(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: Tensor,
+    initial: Tensor | None,
+    layout: TokenLayout,
+    want_total: bool,
+    keep: bool,
+) -> Any:
+    """The same outside compiled programs, for a call that is known."""
+    run = with_gradients if keep else run_known
+    return run(q, k, v, parameters, initial, layout, call, want_total, keep, False)[:2]

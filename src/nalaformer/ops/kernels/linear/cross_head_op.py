@@ -44,8 +44,8 @@ def run_forward(x: Tensor, parameters: Tensor, name: str, alpha: float) -> Tenso
 
 def run_backward(
     dout: Tensor, x: Tensor, parameters: Tensor, name: str, alpha: float, is_learned: bool
-) -> tuple[Tensor, Tensor]:
-    """dx and the gradient of the parameters (empty if they are not learned)."""
+) -> tuple[Tensor, Tensor | None]:
+    """dx and the gradient of the parameters (if they are learned)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     samples, tiles, constants = sizes_of(x)
     # few programs that walk far: each adds up its own part of the gradient of the parameters
@@ -62,7 +62,7 @@ def run_backward(
             num_warps=WARPS,
         )
     if not is_learned:
-        return dx, parameters.new_empty(0)
+        return dx, None
     total = partial.sum(0)
     return dx, parameter_gradient(name, parameters, total, torch.zeros_like(total))
 

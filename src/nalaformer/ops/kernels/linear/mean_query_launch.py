@@ -22,15 +22,15 @@ def shape_of_mean(call: Call) -> tuple[int, ...]:
     return call.samples * call.heads, call.settings.parts * call.head_dim + 1
 
 
-def kind_of_mask(call: Call, mask: Tensor) -> object:
+def kind_of_mask(call: Call, mask: Tensor | None) -> object:
     """What a launch depends on of the mask of queries, which comes from outside."""
-    return call.settings.by_mean_query and (mask.numel() > 0, mask.data_ptr() % 16)
+    return call.settings.by_mean_query and mask is not None and (mask.data_ptr() % 16,)
 
 
-def sums_of_queries(call: Call, q: Tensor, mask: Tensor) -> Tensor:
+def sums_of_queries(call: Call, q: Tensor, mask: Tensor | None) -> Tensor:
     """Features of queries summed over stretches of them, and how many there are: [splits, B * H, PARTS * D + 1].
 
-    mask: [B, N], or empty.
+    mask: [B, N], or None.
     """
     rows = call.samples * call.heads
     tile = max(16, TILE_NUMBERS // call.block_d)
@@ -42,13 +42,13 @@ def sums_of_queries(call: Call, q: Tensor, mask: Tensor) -> Tensor:
     call.start(
         ("query_sums", kind_of_mask(call, mask)),
         query_sums_kernel,
-        (q, mask, sums),
+        (q, sums if mask is None else mask, sums),
         lambda: (
             call.state_kernel,
             (splits, rows),
             (call.num_queries, call.heads, stretch, *strides(q)),
             {
-                **{"BN": tile, "HAS_QUERY_MASK": mask.numel() > 0, "AHEAD": AHEAD, "EVICT": EVICT},
+                **{"BN": tile, "HAS_QUERY_MASK": mask is not None, "AHEAD": AHEAD, "EVICT": EVICT},
                 **{"num_warps": WARPS, "num_stages": AHEAD, "maxnreg": None},
             },
         ),

@@ -1,5 +1,6 @@
-"""The layer norm as an operator, on rows [R, C]."""
+"""The layer norm as an operator, on rows [R, C], or on [..., C] without gaps."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -10,23 +11,23 @@ from .norm_launch import norm_gradients, normalised
 
 
 def run_forward(x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """[R, C] in the type of x, and its moments [2, R]."""
+    """Like x, and its moments [2, R]."""
     return normalised(x, None, gate, weight, bias, eps, x.dtype, None)
 
 
 def run_backward(
     dout: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, moments: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of gate (empty without one), and of weight and bias in one, [2, C]."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of x, of gate (if there is one), and of weight and bias in one, [2, C]."""
     return norm_gradients(dout, None, x, gate, weight, bias, moments)
 
 
 def shapes(x: Any, gate: Any, weight: Any, bias: Any, eps: Any) -> Any:
-    return x.new_empty(x.shape), x.new_empty(2, x.shape[0], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(2, prod(x.shape[:-1]), dtype=torch.float32)
 
 
 def gradient_shapes(dout: Any, x: Any, gate: Any, weight: Any, bias: Any, moments: Any) -> Any:
-    dgate = x.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    dgate = x.new_empty(0, dtype=torch.float32) if gate is None else gate.new_empty(gate.shape)
     return x.new_empty(x.shape), dgate, weight.new_empty(2, *weight.shape)
 
 

@@ -1,9 +1,11 @@
-"""Launches of the kernels of LayerNorm and RMSNorm, on rows [R, C]."""
+"""Launches of the kernels of LayerNorm and RMSNorm, on rows [R, C], or on [..., C] without gaps."""
+
+from math import prod
 
 import torch
 from torch import Tensor
 
-from ..common.launch import Description, Launches, kind, processors, start
+from ..common.launch import Description, Launches, empty_as, kind, processors, start
 from .compiled.norm import norm_gradient_kernel, norm_kernel
 
 # numbers that a program holds at once
@@ -21,6 +23,16 @@ def blocks(channels: int, block: int) -> tuple[int, int]:
     return max(1, block // columns), columns
 
 
+def row_stride(x: Tensor) -> int:
+    """From a row to the next; without gaps, dimensions of one may have any stride."""
+    return x.stride(0) if x.dim() == 2 else x.shape[-1]
+
+
+def rows_readable(x: Tensor) -> Tensor:
+    """x, or a copy, as rows that kernels can read."""
+    return x if x.dim() == 2 and x.stride(-1) == 1 else x.contiguous()
+
+
 def normalised(
     x: Tensor,
     y: Tensor | None,
@@ -31,8 +43,8 @@ def normalised(
     dtype: torch.dtype,
     total: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """[R, C] in `dtype`, and moments: [2, R] for LayerNorm, which has a bias, [R] for RMSNorm. total: takes x + y."""
-    rows, channels = x.shape
+    """Like x in `dtype`, and moments: [2, R] for LayerNorm, which has a bias, [R] for RMSNorm. total: takes x + y."""
+    rows, channels = prod(x.shape[:-1]), x.shape[-1]
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     moments = torch.empty((rows,) if bias is None else (2, rows), dtype=torch.float32, device=x.device)
     # unused pointers still need a valid tensor
@@ -43,7 +55,7 @@ def normalised(
         parts = {"CENTRED": bias is not None, "ADDS": y is not None, "GATED": gate is not None}
         return (
             (-(-rows // size),),
-            (rows, x.stride(0), added.stride(0), gates.stride(0), eps),
+            (rows, row_stride(x), row_stride(added), row_stride(gates), eps),
             {"C": channels, "BR": size, "BC": columns, **parts, "num_warps": 4, "num_stages": 1},
         )
 
@@ -54,13 +66,11 @@ def normalised(
 
 def norm_gradients(
     dout: Tensor, dtotal: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor | None, moments: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (to which dtotal is added), of gate (empty without one), and of weight and bias in one, [2, C], or [C]."""
-    rows, channels = x.shape
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    dtotal = dtotal if dtotal is None or dtotal.stride(-1) == 1 else dtotal.contiguous()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dgate = torch.empty(0 if gate is None else gate.shape, dtype=x.dtype if gate is None else gate.dtype, device=x.device)
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of x (to which dtotal is added), of gate (if there is one), and of weight and bias in one, [2, C], or [C]."""
+    rows, channels = prod(x.shape[:-1]), x.shape[-1]
+    dout, dtotal = rows_readable(dout), None if dtotal is None else rows_readable(dtotal)
+    dx, dgate = empty_as(x), None if gate is None else empty_as(gate)
     size, columns = blocks(channels, BLOCK // 2)
     steps = -(-rows // size)
     stretch = -(-steps // (GRADIENT_PROGRAMS * processors(x.device)))
@@ -72,10 +82,11 @@ def norm_gradients(
         parts = {"CENTRED": bias is not None, "ADDS": dtotal is not None, "GATED": gate is not None}
         return (
             (programs,),
-            (rows, stretch, x.stride(0), gates.stride(0), dout.stride(0), added.stride(0)),
+            (rows, stretch, row_stride(x), row_stride(gates), row_stride(dout), row_stride(added)),
             {"C": channels, "BR": size, "BC": columns, **parts, "STAGES": GRADIENT_STAGES, "num_warps": 4},
         )
 
-    tensors = (x, gates, weight, shift, dout, added, moments, dx, dx if gate is None else dgate, partial)
+    tensors = (x, gates, weight, shift, dout, added, moments, dx, dx if dgate is None else dgate, partial)
     start(_launches, ("gradient", kind(dout, dtotal, x, gate, weight, bias)), norm_gradient_kernel, tensors, describe)
-    return dx, dgate, partial.sum(0).to(weight.dtype)
+    sums = partial.sum(0)
+    return dx, dgate, sums if sums.dtype == weight.dtype else sums.to(weight.dtype)

@@ -1,0 +1,87 @@
+"""Plain attention of inputs like those of an earlier call: what was checked and chosen then is not asked again.
+
+Small inputs wait for the host, and checks, choice and preparation take it longer than the launch. Plain: no positions, masks,
+contrast, weights or packing, and tensors that the kernels read as they are.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...backend import get_backend
+from ...features import FeatureMapLike
+from ...kernel_spec import KernelSpec
+from .. import Prepared
+from . import bidirectional_op, causal_op
+from . import call as calls
+from .call import Call, TokenLayout
+
+NO_LAYOUT = TokenLayout(None, None, None, None, None, None, 0)
+
+
+class KnownCall(NamedTuple):
+    """What an earlier call was found to be."""
+
+    call: Call
+    spec: KernelSpec
+    of_map: tuple[object, ...]
+    """What else was asked of its feature map."""
+
+
+def attend_again(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, causal: bool, eps: float) -> Tensor | None:
+    """The output of a plain call, [B, N, H, V]; None if there was none like it. No tracer and no transform may be at work."""
+    known: KnownCall | None = calls.CALLS.get(key_of(q, k, v, feature_map, causal, eps))
+    if known is None or feature_map.given(q, k, key_mask=None, query_mask=None, causal=causal) is not feature_map:
+        return None
+    spec = feature_map.kernel_spec(q.device)
+    # the map may have been changed since; the numbers of its parameters may always differ
+    if spec is None or not (spec is known.spec or is_same_but_for_numbers(spec, known.spec)):
+        return None
+    if asked_of(feature_map) != known.of_map:
+        return None
+    parameters = spec.parameters
+    if parameters is None:
+        parameters = q.new_empty(1, 0, dtype=torch.float32)
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or parameters.requires_grad)
+    if causal:
+        return causal_op.attend_as(known.call, q, k, v, parameters, None, NO_LAYOUT, False, keep)[0]
+    return bidirectional_op.attend_as(known.call, q, k, v, parameters, None, NO_LAYOUT, keep)
+
+
+def remember(
+    ready: Prepared,
+    spec: KernelSpec | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: FeatureMapLike,
+    causal: bool,
+    eps: float,
+) -> None:
+    """A plain call came through, prepared like this."""
+    if spec is None or ready.q is not q or ready.k is not k or ready.v is not v:
+        return
+    made = calls.call_for(q, k, v, ready.parameters, ready.layout, ready.settings)
+    if spec.parameters is not None and spec.parameters.requires_grad:
+        # what is kept must not hold the graph of a learned map
+        spec = spec._replace(parameters=spec.parameters.detach())
+    calls.CALLS[key_of(q, k, v, feature_map, causal, eps)] = KnownCall(made, spec, asked_of(feature_map))
+
+
+def key_of(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, causal: bool, eps: float) -> tuple[object, ...]:
+    """What the checks, the choice and the launches look at; of the map, see `asked_of` and its KernelSpec."""
+    return (
+        *(id(feature_map), type(feature_map), causal, eps, get_backend()),
+        *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
+        *(v.shape, v.stride(), v.dtype, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16),
+    )
+
+
+def asked_of(feature_map: FeatureMapLike) -> tuple[object, ...]:
+    return feature_map.num_heads, feature_map.head_dim, feature_map.streams, feature_map.heads_have_own_keys
+
+
+def is_same_but_for_numbers(spec: KernelSpec, other: KernelSpec) -> bool:
+    shapes = [None if x.parameters is None else x.parameters.shape for x in (spec, other)]
+    return shapes[0] == shapes[1] and spec._replace(parameters=None) == other._replace(parameters=None)
