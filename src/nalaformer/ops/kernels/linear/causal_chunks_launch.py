@@ -14,28 +14,34 @@ from .compiled.causal_chunks import chunk_kernel, walk_kernel
 from .compiled.causal_chunks_gradient import chunk_dq_kernel
 from .compiled.causal_chunks_gradient_of_keys import chunk_dk_kernel, walk_back_kernel
 
-# of a tile of queries that may be larger
-KEYS_AT_ONCE = 32
+# of a tile of queries that may be larger, by kernel
+KEYS_AT_ONCE = {"chunk": 32, "chunk_dq": 32}
 # gradients of keys and values by one kernel or by two; and the tiles that they take
 PASSES_OF_KEYS: tuple[str, ...] = ("keys", "values")
 KERNELS_OF_KEYS = {"both": "chunk_dk", "keys": "chunk_dk", "values": "chunk_dv"}
 
 
 class Chunks(NamedTuple):
-    """What a walk writes at each chunk: [chunks, K, PARTS, DIGITS, BV, BD] of the operand type, and float32 numbers."""
+    """What a walk writes at each chunk: [chunks, K, PARTS, DIGITS, BV, BD] of the operand type, and float32 numbers
+    [chunks, K, STEPS * PARTS * BD + 16]."""
 
     operands: Tensor
     numbers: Tensor
 
 
-def empty_chunks(call: Call, num_digits: int) -> Chunks:
+def empty_chunks(call: Call, num_digits: int, step: int) -> Chunks:
     # packed sequences leave one chunk unused at most
     count = call.num_rows // call.chunk + call.samples
     if not call.is_packed:
         count = call.samples * -(-call.num_queries // call.chunk)
     shape = (count, call.kv_heads, call.settings.parts)
     operands = torch.empty((*shape, num_digits, call.block_v, call.block_d), dtype=call.operand, device=call.device)
-    return Chunks(operands, operands.new_empty((*shape[:2], shape[2] * call.block_d + 16), dtype=torch.float32))
+    num_numbers = call.chunk // step * call.settings.parts * call.block_d + 16
+    return Chunks(operands, operands.new_empty((*shape[:2], num_numbers), dtype=torch.float32))
+
+
+def keys_at_once(call: Call, kernel: str) -> int:
+    return min(call.tile(kernel).tokens, KEYS_AT_ONCE[kernel])
 
 
 def digits_of(call: Call) -> int:
@@ -65,7 +71,7 @@ def forward(
     else:
         sums = call.sums(1, call.kv_heads).zero_() if initial is None else initial.reshape(1, *initial.shape).clone()
         total = torch.empty_like(sums[0]) if want_total else sums[0]
-    chunks = walk(call, k, v, parameters, mask, bounds, sums, total, num_digits=1, has_total=count == 1 and want_total)
+    chunks = walk(call, k, v, parameters, mask, bounds, sums, total, has_total=count == 1 and want_total)
     tile = call.tile("chunk")
     call.start(
         ("chunk", keep),
@@ -80,7 +86,7 @@ def forward(
                 *parameters_of_both(call, parameters),
                 *call.scalars,
             ),
-            {"KEEP": keep, "CHUNK": call.chunk, "BK": min(tile.tokens, KEYS_AT_ONCE)},
+            {"KEEP": keep, "CHUNK": call.chunk, "BK": keys_at_once(call, "chunk")},
         ),
     )
     return total, sums, inverse
@@ -96,14 +102,15 @@ def walk(
     before: Tensor,
     total: Tensor,
     *,
-    num_digits: int,
+    is_forward: bool = True,
     has_total: bool = False,
 ) -> Chunks:
-    """The sums before each chunk; fills `total` if it has_total."""
+    """The sums before each chunk, for the outputs or for the gradients of queries; fills `total` if it has_total."""
     count, stretch = call.causal_splits()
-    chunks = empty_chunks(call, num_digits)
+    num_digits, step = (1, call.chunk) if is_forward else (digits_of(call), call.tile("chunk_dq").tokens)
+    chunks = empty_chunks(call, num_digits, step)
     call.start(
-        ("walk", num_digits, has_total),
+        ("walk", is_forward, has_total),
         walk_kernel,
         (k, v, mask, bounds, parameters, before, total, *chunks),
         lambda: (
@@ -115,7 +122,10 @@ def walk(
                 *parameter_row(call.kv_heads, parameters),
                 call.scalars[1],
             ),
-            {"CHUNK": call.chunk, "DIGITS": num_digits, "HAS_TOTAL": has_total},
+            {
+                **{"CHUNK": call.chunk, "STEP": step, "DIGITS": num_digits},
+                **{"HAS_TOTAL": has_total, "HAS_CHECK": is_forward},
+            },
         ),
     )
     return chunks
@@ -150,7 +160,7 @@ def backward(
             torch.empty((tiles[kernel], call.samples, heads, 2, call.head_dim), dtype=torch.float32, device=call.device)
             for kernel, heads in (("chunk_dq", call.heads), ("chunk_dk", call.kv_heads))
         )
-    chunks = walk(call, k, v, parameters, mask, bounds, before, before, num_digits=digits)
+    chunks = walk(call, k, v, parameters, mask, bounds, before, before, is_forward=False)
     dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
     call.start(
         ("chunk dq", kind_of_dout),
@@ -165,7 +175,7 @@ def backward(
                 *parameters_of_both(call, parameters),
                 *call.scalars,
             ),
-            constants,
+            constants | {"BK": keys_at_once(call, "chunk_dq")},
         ),
     )
     if count > 1:

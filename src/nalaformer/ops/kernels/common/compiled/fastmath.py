@@ -54,6 +54,11 @@ if INTERPRETING:
     def reciprocal(x):
         return 1.0 / x
 
+    @triton.jit
+    def laid_as(x, other):
+        """x, float32, spread over the threads as a product is: what is computed from both then moves between none."""
+        return x
+
 else:
 
     @triton.jit
@@ -102,6 +107,11 @@ else:
     @triton.jit
     def reciprocal(x):
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def laid_as(x, other):
+        """x, float32, spread over the threads as a product is: what is computed from both then moves between none."""
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f,f", [x, other], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

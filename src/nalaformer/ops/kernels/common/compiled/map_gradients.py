@@ -50,6 +50,12 @@ def power_below(p, log_x, log_inverse):
     return exp2((p - 1.0) * log_x + (p - 1.0) * log_inverse)
 
 
+@triton.constexpr_function
+def is_one_sided(MAP):
+    """Whether the gradient of a channel takes that of one half alone, da where x > 0, else -db."""
+    return MAP in ("split", "norm_aware_split")
+
+
 @triton.jit
 def along_query(
     x, da, db, param_ptr, channels, norm_scale, alpha, of_fading, D: tl.constexpr, MAP: tl.constexpr, PARTS: tl.constexpr

@@ -71,15 +71,15 @@ def inverse_of(before, within, eps_seen):
 
 
 @triton.jit
-def weighted_values(weights, sees, raw, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """weights, zero for later tokens, which a row does not see, times values; a NaN or infinity in a later one must not reach
-    the row. sees: [queries, keys], as the weights."""
+def add_weighted_values(above, weights, sees, raw, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """above + weights, zero for later tokens, which a row does not see, times values; a NaN or infinity in a later one must not
+    reach the row, not even by another order of addition. sees: [queries, keys], as the weights."""
     bad = (raw - raw) != 0.0
     finite = tl.where(bad, 0.0, raw.to(tl.float32)).to(DOT)
-    product = tl.dot(weights.to(DOT), finite, input_precision=PRECISION)
+    above = tl.dot(weights.to(DOT), finite, above, input_precision=PRECISION)
     reach = tl.where(sees, 1.0, 0.0).to(DOT)
     reached = tl.dot(reach, bad.to(DOT), input_precision=PRECISION)
-    return tl.where(reached > 0.0, float("nan"), product)
+    return tl.where(reached > 0.0, float("nan"), above)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def write_tile(
     if PAIRS > 0:
         within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
     if IS_SUSPECT:
-        above += weighted_values(within, lower_triangle(BN), raw, DOT, PRECISION)
+        above = add_weighted_values(above, within, lower_triangle(BN), raw, DOT, PRECISION)
     else:
         above = tl.dot(within.to(DOT), v, above, input_precision=PRECISION)
     store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)

@@ -14,8 +14,9 @@
 The walk of causal.py holds the state of both parts in registers, which in heads of 128 leaves room for 16 tokens at a time.
 Here one program walks with one part and does nothing else. Its sums are float32; what it writes at each chunk is what a
 product would take of them anyway: the operand S^T [BV, BD], and with DIGITS = 2 the operand of the digits that the first one
-lacks. Beside it lie float32 numbers: z [PARTS, BD], the number of keys before the chunk, and per part whether the sums after
-the chunk hold NaN or infinity. Without rotary.
+lacks. Beside it lie float32 numbers: z [STEPS, PARTS, BD] before each step of the chunk, the number of keys before the chunk,
+and per part whether the sums after the chunk hold NaN or infinity (HAS_CHECK). A step is a tile of chunk dq, which thereby
+needs no sums of keys; elsewhere the chunk. Without rotary.
 """
 
 import triton
@@ -33,7 +34,7 @@ from ...common.compiled.tiles import (
     store_rows,
     visible_rows,
 )
-from .causal import weighted_values
+from .causal import add_weighted_values
 
 
 @triton.constexpr_function
@@ -43,9 +44,9 @@ def operand_type(DOT):
 
 
 @triton.constexpr_function
-def numbers_of_chunk(BD, PARTS):
+def numbers_of_chunk(BD, PARTS, STEPS=1):
     """How many float32 numbers lie beside the operands of a chunk; with room, so that each begins at a multiple of 64 bytes."""
-    return PARTS * BD + 16
+    return STEPS * PARTS * BD + 16
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def walk_kernel(
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     total_ptr,  # [B * K, PARTS, D, V + 2]: written, HAS_TOTAL
     operands_ptr,  # [chunks of all samples, K, PARTS, DIGITS, BV, BD]
-    numbers_ptr,  # [chunks of all samples, K, PARTS * BD + 16]
+    numbers_ptr,  # [chunks of all samples, K, STEPS * PARTS * BD + 16]
     num_tokens,
     kv_heads,
     stretch,  # a multiple of CHUNK
@@ -122,12 +123,14 @@ def walk_kernel(
     BV: tl.constexpr,
     BN: tl.constexpr,
     CHUNK: tl.constexpr,
+    STEP: tl.constexpr,  # tokens
     MAP: tl.constexpr,
     PARTS: tl.constexpr,
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
+    HAS_CHECK: tl.constexpr,
     DIGITS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -153,21 +156,21 @@ def walk_kernel(
     count = tl.load(before + V + 1)
     own = (first_chunk(row, sample, num_tokens, CHUNK, PACKED) + start // CHUNK) * kv_heads + head
     operands_ptr += (own * PARTS + part) * (DIGITS * BV * BD)
-    numbers_ptr += own * numbers_of_chunk(BD, PARTS)
+    SIZE_OF_NUMBERS: tl.constexpr = numbers_of_chunk(BD, PARTS, CHUNK // STEP)
+    numbers_ptr += own * SIZE_OF_NUMBERS
 
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
     TYPE: tl.constexpr = operand_type(DOT)
-    ones = tl.full([16, BN], 1.0, DOT)
+    # z grows by one step or less at a time
+    GROWS: tl.constexpr = BN if BN < STEP else STEP
     for first in range(start, stop, BN):
         if BN == CHUNK or first % CHUNK == 0:
             store_operand(operands_ptr, s, DIGITS, DOT)
-            # the rows are alike, and a sixteenth is exact
-            tl.store(numbers_ptr + part * BD + channels, tl.sum(z, axis=0) * 0.0625)
             if part == 0:
-                tl.store(numbers_ptr + PARTS * BD, count)
+                tl.store(numbers_ptr + SIZE_OF_NUMBERS - 16, count)
         ok = visible_rows(mask_ptr, first, rows, rows < stop - first, HAS_MASK)
         x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
@@ -176,15 +179,26 @@ def walk_kernel(
             a = tl.where(part == 0, a, b)
         a = a.to(DOT)
         s = tl.dot(tl.trans(v), a, s, input_precision=PRECISION)
-        z = tl.dot(ones, a, z, input_precision=PRECISION)
+        for growth in tl.static_range(BN // GROWS):
+            if GROWS == STEP or first % STEP == 0:
+                # the rows are alike
+                step = (first % CHUNK) // STEP + growth
+                own_z = numbers_ptr + (step * PARTS + part) * BD + tl.zeros([16, 1], tl.int32) + channels[None, :]
+                tl.store(own_z, z, mask=tl.arange(0, 16)[:, None] == 0)
+            of_step = tl.full([16, BN], 1.0, DOT)
+            if BN > GROWS:
+                of_step = tl.where(rows[None, :] // GROWS == growth, of_step, 0.0).to(DOT)
+            z = tl.dot(of_step, a, z, input_precision=PRECISION)
         count += tl.sum(ok.to(tl.float32))
         if BN == CHUNK or (first + BN) % CHUNK == 0 or first + BN >= stop:
-            is_bad = tl.max(tl.max(((s - s) != 0.0).to(tl.int32), axis=1), axis=0)
-            tl.store(numbers_ptr + PARTS * BD + 1 + part, is_bad.to(tl.float32))
+            if HAS_CHECK:
+                is_bad = tl.max(tl.max(((s - s) != 0.0).to(tl.int32), axis=1), axis=0)
+                tl.store(numbers_ptr + SIZE_OF_NUMBERS - 15 + part, is_bad.to(tl.float32))
             operands_ptr += tl.cast(kv_heads, tl.int64) * (PARTS * DIGITS * BV * BD)
-            numbers_ptr += kv_heads * numbers_of_chunk(BD, PARTS)
+            numbers_ptr += kv_heads * SIZE_OF_NUMBERS
     if HAS_TOTAL:
         total = total_ptr + (tl.cast(tl.program_id(1), tl.int64) * PARTS + part) * SIZE
+        # a sixteenth is exact
         store_turned_sums(total, s, tl.sum(z, axis=0) * 0.0625, count, D, V, BD, BV)
 
 
@@ -246,7 +260,7 @@ def add_keys(
     within = tl.where(sees, within, 0.0)
     below += tl.sum(within, axis=1)[:, None]
     if IS_SUSPECT:
-        above += weighted_values(within, sees, v, DOT, PRECISION)
+        above = add_weighted_values(above, within, sees, v, DOT, PRECISION)
     else:
         above = tl.dot(within.to(DOT), v.to(DOT), above, input_precision=PRECISION)
     return above, below

@@ -7,7 +7,8 @@ dout enter as they are, and round as they did in the forward pass.
 import triton
 import triton.language as tl
 
-from ...common.compiled.map_gradients import along_query, phi_query_gradient
+from ...common.compiled.fastmath import laid_as
+from ...common.compiled.map_gradients import along_query, is_one_sided, phi_query_gradient
 from ...common.compiled.maps import phi_key
 from ...common.compiled.products import left_factor, right_factor
 from ...common.compiled.tiles import (
@@ -43,6 +44,11 @@ def times_operand(x, ptr, BD: tl.constexpr, BV: tl.constexpr, DIGITS: tl.constex
     return product
 
 
+@triton.jit
+def row_of_numbers(ptr, BD: tl.constexpr):
+    return tl.load(ptr + tl.arange(0, BD))[None, :]
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "heads", "group"])
 def chunk_dq_kernel(
     q_ptr,  # [B, N, H, D]
@@ -55,7 +61,7 @@ def chunk_dq_kernel(
     cu_ptr,
     param_ptr,
     operands_ptr,  # [chunks of all samples, K, PARTS, DIGITS, BV, BD]
-    numbers_ptr,  # [chunks of all samples, K, PARTS * BD + 16]
+    numbers_ptr,  # [chunks of all samples, K, STEPS * PARTS * BD + 16], a step: BN tokens
     dq_ptr,  # [B, N, H, D]
     drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out, mended
     dparam_ptr,  # [tiles, B * H, 2, D]
@@ -92,6 +98,7 @@ def chunk_dq_kernel(
     BD: tl.constexpr,
     BV: tl.constexpr,
     BN: tl.constexpr,
+    BK: tl.constexpr,
     CHUNK: tl.constexpr,
     MAP: tl.constexpr,
     PARTS: tl.constexpr,
@@ -136,7 +143,10 @@ def chunk_dq_kernel(
     key_params = param_ptr + (kv_head // key_param_group) * num_params
     own = (first_chunk(row, sample, num_tokens, CHUNK, PACKED) + first // CHUNK) * kv_heads + kv_head
     operands_ptr += own * (PARTS * DIGITS * BV * BD)
-    numbers_ptr += own * numbers_of_chunk(BD, PARTS)
+    begin = first // CHUNK * CHUNK
+    numbers_ptr += own * numbers_of_chunk(BD, PARTS, CHUNK // BN)
+    count = tl.load(numbers_ptr + CHUNK // BN * (PARTS * BD))
+    z_ptr = numbers_ptr + (first - begin) // BN * (PARTS * BD)
 
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
@@ -148,62 +158,60 @@ def chunk_dq_kernel(
     drop = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)[:, None]
     dout = dout.to(DOT)
     # what came before the chunk. The denominator is divided out at the end
-    ones = tl.full([16, BN], 1.0, DOT)
     lost = left_factor(-drop, DOT)
-    wide_a = tl.zeros([16, BD], tl.float32) + tl.load(numbers_ptr + channels)[None, :]
     da = times_operand(dout, operands_ptr, BD, BV, DIGITS, PRECISION)
-    da = tl.dot(lost, right_factor(wide_a, DOT), da, input_precision=PRECISION)
-    wide_b = wide_a
+    da = tl.dot(lost, right_factor(row_of_numbers(numbers_ptr, BD), DOT), da, input_precision=PRECISION)
     db = da
     if PARTS == 2:
-        wide_b = tl.zeros([16, BD], tl.float32) + tl.load(numbers_ptr + BD + channels)[None, :]
         db = times_operand(dout, operands_ptr + DIGITS * BV * BD, BD, BV, DIGITS, PRECISION)
-        db = tl.dot(lost, right_factor(wide_b, DOT), db, input_precision=PRECISION)
-    begin = first // CHUNK * CHUNK
-    # tiles of the chunk before this one, which its rows see whole
-    for start in range(begin, first, BN):
-        ok = visible_rows(mask_ptr, start, rows, rows < length - start, HAS_MASK)
-        v = load_rows(v_ptr, start, rows, ok, columns, columns < V, stride_v).to(DOT)
-        x = load_rows(k_ptr, start, rows, ok, channels, in_head, stride_k).to(tl.float32)
+        db = tl.dot(lost, right_factor(row_of_numbers(numbers_ptr + BD, BD), DOT), db, input_precision=PRECISION)
+    keys = tl.arange(0, BK)
+    for start in range(begin, tl.minimum(first + BN, length), BK):
+        ok = visible_rows(mask_ptr, start, keys, keys < length - start, HAS_MASK)
+        v = load_rows(v_ptr, start, keys, ok, columns, columns < V, stride_v).to(DOT)
+        x = load_rows(k_ptr, start, keys, ok, channels, in_head, stride_k).to(tl.float32)
         a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
-        a = a.to(DOT)
-        b = b.to(DOT)
-        toward = (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - drop).to(DOT)
-        da = tl.dot(toward, a, da, input_precision=PRECISION)
-        wide_a = tl.dot(ones, a, wide_a, input_precision=PRECISION)
+        toward = tl.dot(dout, tl.trans(v), input_precision=PRECISION) - drop
+        toward = tl.where((first + rows)[:, None] >= (start + keys)[None, :], toward, 0.0).to(DOT)
+        da = tl.dot(toward, a.to(DOT), da, input_precision=PRECISION)
         if PARTS == 2:
-            db = tl.dot(toward, b, db, input_precision=PRECISION)
-            wide_b = tl.dot(ones, b, wide_b, input_precision=PRECISION)
-    ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
-    v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-    x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
-    a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
-    a = a.to(DOT)
-    b = b.to(DOT)
-    sees = lower_triangle(BN)
-    toward = tl.where(sees, tl.dot(dout, tl.trans(v), input_precision=PRECISION) - drop, 0.0).to(DOT)
-    da = tl.dot(toward, a, da, input_precision=PRECISION)
-    if PARTS == 2:
-        db = tl.dot(toward, b, db, input_precision=PRECISION)
+            db = tl.dot(toward, b.to(DOT), db, input_precision=PRECISION)
     y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
+    y = laid_as(y, da)
+    # one tile instead of two, where a channel needs but one of them
+    IS_ONE: tl.constexpr = PARTS == 2 and is_one_sided(MAP)
+    if IS_ONE:
+        # laid as it lies: the compiler would take later choices back to da and db, and keep all three
+        da = laid_as(tl.where(y > 0, da, -db), y)
+        db = -da
     inverse = load_per_row(inverse_ptr, first, rows, exists)
     # a factor of all features changes an output only through eps, which tells what the rounding of out did to the drop
-    count = tl.load(numbers_ptr + PARTS * BD)
     seen = visible_keys(count, mask_ptr, begin, first, rows, exists, CHUNK, HAS_MASK)
     of_eps = drop * (eps * seen)
     error = along_query(y, da, db, query_params, channels, norm_scale, alpha, of_eps, D, MAP, PARTS)
     error = (error - of_eps) * inverse
+    # between two reads of the keys, which therefore stay two: until here no registers for this tile's features
+    store_per_row(drop_ptr, -(drop + error), first, rows, exists)
+    ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
+    x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
+    a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
     lost = left_factor(-error, DOT)
-    errors = tl.where(sees, -error, 0.0).to(DOT)
-    da = tl.dot(lost, right_factor(wide_a, DOT), da, input_precision=PRECISION)
-    da = tl.dot(errors, a, da, input_precision=PRECISION)
+    errors = tl.where(lower_triangle(BN), -error, 0.0).to(DOT)
+    more = da if not IS_ONE else tl.zeros([BN, BD], tl.float32)
+    more = tl.dot(errors, a.to(DOT), more, input_precision=PRECISION)
+    more = tl.dot(lost, right_factor(row_of_numbers(z_ptr, BD), DOT), more, input_precision=PRECISION)
+    da = more if not IS_ONE else tl.where(y > 0, da + more, da)
     if PARTS == 2:
-        db = tl.dot(lost, right_factor(wide_b, DOT), db, input_precision=PRECISION)
-        db = tl.dot(errors, b, db, input_precision=PRECISION)
+        more = db if not IS_ONE else tl.zeros([BN, BD], tl.float32)
+        more = tl.dot(errors, b.to(DOT), more, input_precision=PRECISION)
+        more = tl.dot(lost, right_factor(row_of_numbers(z_ptr + BD, BD), DOT), more, input_precision=PRECISION)
+        da = da if not IS_ONE else tl.where(y > 0, da, da - more)
+        db = more if not IS_ONE else -da
     else:
         db = da
+    # powers anew: kept from above, they would take the registers of the products between
+    y = laid_as(y, da)
     dy, g0, g1 = phi_query_gradient(y, da, db, query_params, channels, norm_scale, alpha, D, MAP, 0)
-    store_per_row(drop_ptr, -(drop + error), first, rows, exists)
     store_rows(dq_ptr, dy * inverse, first, rows, exists, channels, in_head, stride_dq)
     if LEARNED:
         p0 = sum_over_rows(g0 * inverse, exists, in_head)
