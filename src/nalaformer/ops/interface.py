@@ -76,7 +76,8 @@ def linear_attention(
     check_block(block, causal=causal, is_packed=cu_seqlens is not None)
     if cu_seqlens is not None:
         return _packed(q, k, v, feature_map, causal, rotary, key_mask, query_mask, cu_seqlens, contrast, key_weight, eps)
-    is_plain = rotary is None and key_mask is None and query_mask is None and contrast is None and key_weight is None
+    has_parts = rotary is not None or contrast is not None or key_weight is not None or block > 1
+    is_plain = not has_parts and key_mask is None and query_mask is None
     is_usual = type(q) is type(k) is type(v) is Tensor and type(causal) is bool and type(eps) is float
     # in this order: a compiled program must not depend on whether there are known calls
     if is_plain and is_usual and is_plain_eager() and _known_calls:

@@ -90,6 +90,13 @@ def test_what_is_refused_at_first_is_refused_later(known, options):
         nalaformer.linear_attention(*qkv, feature_map=feature_map, **options)
 
 
+def test_blocks_are_no_part_of_a_known_causal_call(known):
+    feature_map, qkv, _ = known
+    nalaformer.linear_attention(*qkv, feature_map=feature_map, causal=True)
+    with pytest.raises(ValueError, match="block"):
+        nalaformer.linear_attention(*qkv, feature_map=feature_map, causal=True, block=2)
+
+
 def test_a_map_for_other_heads_is_refused_later(known):
     feature_map, qkv, _ = known
     feature_map.num_heads = 3
