@@ -143,7 +143,7 @@ CASES = {
     "power=inf": (lambda: feature_map("focused", power=math.inf), "power must be a finite number at least 1, .*, got inf"),
     "variance=no": (lambda: feature_map("reflection", variance="no"), "variance must be True or False, got 'no'"),
     "num_heads=4.0": (lambda: feature_map("relu", num_heads=4.0), "positive whole numbers, got 4.0 and 8"),
-    "map=list": (lambda: feature_map([]), r"unknown feature map \[\]; known: elu"),
+    "map=list": (lambda: feature_map([]), r"unknown feature map \[\]; known: channel_softmax, elu"),
     # layers
     "grid=12": (lambda: layer()(X, 12), r"grid must be \(height, width\), two positive whole numbers, got 12"),
     "grid=floats": (lambda: layer()(X, (1.0, 7.0)), r"two positive whole numbers, got \(1.0, 7.0\)"),
