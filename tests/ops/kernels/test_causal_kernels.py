@@ -29,6 +29,12 @@ def stretches(request, monkeypatch):
     monkeypatch.setattr(call, "CALLS", {})
 
 
+# every map in two stretches, and one of them in one: how maps and stretches meet is seen in the first test
+in_two_stretches = pytest.mark.parametrize(
+    ("name", "stretches"), [*((name, True) for name in CAUSAL_MAPS), ("norm_aware", False)], indirect=["stretches"]
+)
+
+
 @pytest.mark.parametrize("name", CAUSAL_MAPS)
 def test_causal_attention(name, stretches):
     check(name, make(*[(1, 75, 2, 8)] * 3), heads=2, head_dim=8, causal=True)
@@ -46,7 +52,7 @@ def test_tiles_of_one_kernel_may_be_longer_than_stretches(kernel, monkeypatch):
     check("norm_aware", make(*[(1, 80, 1, 8)] * 3), heads=1, head_dim=8, causal=True)
 
 
-@pytest.mark.parametrize("name", CAUSAL_MAPS)
+@in_two_stretches
 def test_causal_attention_with_rotary_and_key_mask(name, stretches):
     arguments = {"rotary": Rotary.sequence(37, 8, device=DEVICE), "key_mask": torch.rand(2, 37, device=DEVICE) > 0.3}
     check(name, make(*[(2, 37, 2, 8)] * 3), heads=2, head_dim=8, causal=True, **arguments)
@@ -85,7 +91,7 @@ def test_causal_outputs_ignore_later_tokens_whatever_they_hold(spoilt, stretches
     assert not found[:, 41:].isfinite().any()
 
 
-@pytest.mark.parametrize("name", CAUSAL_MAPS)
+@in_two_stretches
 def test_recurrent_pieces_and_steps_are_causal_attention(name, stretches):
     torch.manual_seed(0)
     feature_map = nalaformer.feature_map(name.split()[0], num_heads=4, head_dim=8, **MAPS[name]).to(DEVICE)

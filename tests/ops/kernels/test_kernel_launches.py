@@ -371,12 +371,13 @@ if INTERPRETING:
                 "causal_dk_kernel causal_dq_kernel causal_dv_kernel causal_kernel dsums_kernel prefix_kernel state_kernel",
                 marks=pytest.mark.slow,
             ),
-            (
+            pytest.param(
                 "language",
                 "cross_entropy_kernel delta_gradient_kernel delta_output_kernel gated_product_gradient_kernel "
                 "gated_product_kernel norm_gradient_kernel norm_kernel scan_gradient_kernel scan_kernel "
                 "short_convolution_gradient_kernel short_convolution_kernel short_convolution_step_kernel solve_kernel "
                 "unit_features_gradient_kernel unit_features_kernel",
+                marks=pytest.mark.slow,
             ),
         ],
     )
