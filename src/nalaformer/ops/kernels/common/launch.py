@@ -27,7 +27,7 @@ class Bounded(dict[object, T]):
 
 Launches = Bounded[Any]
 # of the compiler, not of a kernel
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages")
 # of a kernel that the assembler breaks (machine_code.py): the last is slow and right, since what breaks are products of warp
 # groups, which take four warps
 OTHER_FORMS: tuple[dict[str, int], ...] = ({"num_warps": 8}, {"num_stages": 1}, {"num_warps": 2})

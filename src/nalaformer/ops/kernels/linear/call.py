@@ -50,8 +50,6 @@ class Tile:
     tokens: int
     warps: int
     stages: int
-    registers: int | None = None
-    """Of a thread at most; None leaves them to the compiler."""
 
 
 # by kernel, then by the padded head size; measured on one H200 with bfloat16 in heads of 64 and, but for `whole`, of 128. In
@@ -290,7 +288,6 @@ class Call:
             "PRECISION": PRECISION[self.operand],
             "num_warps": chosen.warps,
             "num_stages": chosen.stages,
-            "maxnreg": chosen.registers,
         }
 
     def sums(self, splits: int, heads: int) -> Tensor:

@@ -16,9 +16,8 @@ from .compiled.causal_chunks_gradient_of_keys import chunk_dk_kernel, walk_back_
 
 # of a tile of queries that may be larger, by kernel
 KEYS_AT_ONCE = {"chunk": 32, "chunk_dq": 32}
-# gradients of keys and values by one kernel or by two; and the tiles that they take
-PASSES_OF_KEYS: tuple[str, ...] = ("keys", "values")
-KERNELS_OF_KEYS = {"both": "chunk_dk", "keys": "chunk_dk", "values": "chunk_dv"}
+# gradients of keys and of values are passes of one kernel, in tiles of their own
+TILES_OF_KEYS = {"keys": "chunk_dk", "values": "chunk_dv"}
 
 
 class Chunks(NamedTuple):
@@ -210,8 +209,8 @@ def backward(
 
     def describe(which: str) -> tuple[str, tuple[int, ...], tuple[float, ...], dict[str, object]]:
         return (
-            KERNELS_OF_KEYS[which],
-            (tiles[KERNELS_OF_KEYS[which]], call.samples * call.kv_heads),
+            TILES_OF_KEYS[which],
+            (tiles[TILES_OF_KEYS[which]], call.samples * call.kv_heads),
             (
                 *(call.num_rows, call.num_queries, call.kv_heads, group),
                 *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv)),
@@ -221,7 +220,7 @@ def backward(
             constants | {"WHICH": which},
         )
 
-    for which in PASSES_OF_KEYS:
+    for which in TILES_OF_KEYS:
         call.start(
             ("chunk dk", which, kind_of_dout),
             chunk_dk_kernel,

@@ -10,7 +10,6 @@ from .compiled.mean_query import query_sums_kernel
 # numbers in a tile, 32 per thread; warps; tiles read ahead
 TILE_NUMBERS, WARPS, AHEAD = 4096, 4, 3
 PROGRAMS_PER_PROCESSOR = 8
-EVICT: str | None = None
 # every program that reads keys adds the sums of all stretches up
 MOST_SPLITS = 64
 
@@ -48,8 +47,8 @@ def sums_of_queries(call: Call, q: Tensor, mask: Tensor | None) -> Tensor:
             (splits, rows),
             (call.num_queries, call.heads, stretch, *strides(q)),
             {
-                **{"BN": tile, "HAS_QUERY_MASK": mask is not None, "AHEAD": AHEAD, "EVICT": EVICT},
-                **{"num_warps": WARPS, "num_stages": AHEAD, "maxnreg": None},
+                **{"BN": tile, "HAS_QUERY_MASK": mask is not None, "AHEAD": AHEAD},
+                **{"num_warps": WARPS, "num_stages": AHEAD},
             },
         ),
     )

@@ -29,12 +29,10 @@ def load_rows(
     columns,  # [BC]
     in_row,  # [BC]
     stride,
-    EVICT: tl.constexpr = None,  # "evict_last" asks the cache to keep the rows for another kernel
 ):
     # the part of the offset that can pass 2^31 stays in a 64-bit scalar
     places = ptr + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
-    POLICY: tl.constexpr = "" if EVICT is None else EVICT
-    return tl.load(places, mask=ok[:, None] & in_row[None, :], other=0.0, eviction_policy=POLICY)
+    return tl.load(places, mask=ok[:, None] & in_row[None, :], other=0.0)
 
 
 @triton.jit

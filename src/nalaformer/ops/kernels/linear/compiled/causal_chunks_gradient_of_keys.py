@@ -187,7 +187,7 @@ def chunk_dk_kernel(
     PACKED: tl.constexpr,
     GROUPED: tl.constexpr,
     LEARNED: tl.constexpr,
-    WHICH: tl.constexpr,  # "both", "keys" or "values"
+    WHICH: tl.constexpr,  # "keys" or "values"
     DIGITS: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -222,8 +222,8 @@ def chunk_dk_kernel(
     operands_ptr += own * (PARTS * DIGITS * BV * BD)
     numbers_ptr += own * numbers_of_chunk(BD, PARTS)
 
-    OF_KEYS: tl.constexpr = WHICH != "values"
-    OF_VALUES: tl.constexpr = WHICH != "keys"
+    OF_KEYS: tl.constexpr = WHICH == "keys"
+    OF_VALUES: tl.constexpr = WHICH == "values"
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D

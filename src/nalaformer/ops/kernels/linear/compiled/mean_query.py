@@ -145,7 +145,6 @@ def query_sums_kernel(
     PARTS: tl.constexpr,
     HAS_QUERY_MASK: tl.constexpr,
     AHEAD: tl.constexpr,  # stages of the loop: without a product in it, Triton reads ahead only where it is told
-    EVICT: tl.constexpr,  # of the cache, which the output kernel may find the queries in
 ):
     """sum_i phi(x_i) over a stretch of visible tokens, and their number."""
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
@@ -159,7 +158,7 @@ def query_sums_kernel(
     count = tl.zeros([BN], tl.float32)
     for first in tl.range(start, stop, BN, num_stages=AHEAD):
         ok = visible_rows(mask_ptr + sample * num_tokens, first, rows, rows < stop - first, HAS_QUERY_MASK)
-        x = load_rows(x_ptr, first, rows, ok, channels, channels < D, stride_n, EVICT)
+        x = load_rows(x_ptr, first, rows, ok, channels, channels < D, stride_n)
         a, b = bounded_features(x, ok, channels, D, MAP)
         sum_a += a
         if PARTS == 2:
