@@ -27,10 +27,9 @@ from nalaformer.ops.kernels.linear import call
 from nalaformer.ops.kernels.tokenwise import (  # noqa: F401
     depthwise_op,
     gated_linear_op,
-    layer_norm_op,
     linear_cross_entropy_op,
+    norm_op,
     residual_op,
-    rms_norm_op,
     short_convolution_op,
 )
 

@@ -94,6 +94,21 @@ def test_short_convolution_and_its_gradients(backend, packed, size, silu, has_bi
 
 
 @each_backend
+def test_short_convolution_of_one_part_leaves_the_others_empty(backend, poisoned_memory):
+    x, weight, bias, upstream = make((2, 41, CHANNELS), (CHANNELS, 3), (CHANNELS,), (2, 41, CHANNELS))
+
+    def ours(x, weight, bias):
+        whole, *others = short_convolution(x, weight, bias, sizes=(CHANNELS, 0, 0))
+        assert [part.shape for part in others] == [(2, 41, 0)] * 2
+        return (whole,)
+
+    def exact(x, weight, bias):
+        return (torch.cat(convolved(x, weight, bias, 0), -1),)
+
+    assert_near(ours, exact, [x, weight, bias], [upstream], backend)
+
+
+@each_backend
 def test_short_convolution_goes_on_from_the_tokens_before(backend):
     x, weight, earlier = make((2, 3, CHANNELS), (CHANNELS, 4), (2, 3, CHANNELS))
     exact = torch.cat(convolved(x.double(), weight.double(), None, 1, earlier.double()), -1)
@@ -247,7 +262,7 @@ def test_logits_of_one_piece_exist_at_a_time(small_pieces):
 
 
 def test_kernels_are_operators_that_torch_library_accepts():
-    from nalaformer.ops.kernels.tokenwise import gated_linear_op, linear_cross_entropy_op, rms_norm_op, short_convolution_op
+    from nalaformer.ops.kernels.tokenwise import gated_linear_op, linear_cross_entropy_op, norm_op, short_convolution_op
 
     # aot_dispatch compiles, minutes long in the interpreter
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -260,8 +275,8 @@ def test_kernels_are_operators_that_torch_library_accepts():
     check(short_convolution_op.step_op, step, test_utils=checks[::2])
     rows, ones = x.detach()[0].requires_grad_(), torch.ones(9, device=DEVICE)
     for y, gate in ((rows, None), (None, rows)):
-        check(rms_norm_op.forward, (rows, y, gate, bias, 1e-6, torch.float32), test_utils=checks)
-        check(rms_norm_op.backward, (rows, y, rows, gate, bias, ones), test_utils=checks)
+        check(norm_op.forward, (rows, y, gate, bias, None, 1e-6, torch.float32), test_utils=checks)
+        check(norm_op.backward, (rows, y, rows, gate, bias, None, ones), test_utils=checks)
     check(gated_linear_op.forward, (rows, rows, rows), test_utils=checks)
     check(gated_linear_op.backward, (rows[:, :9].contiguous(), rows, rows, rows), test_utils=checks)
     targets = torch.arange(9, device=DEVICE)

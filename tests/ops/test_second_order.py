@@ -13,6 +13,7 @@ import nalaformer
 from nalaformer import LinearState, feature_map, global_query_weight, linear_attention, recurrent_linear_attention
 from nalaformer.attention.hybrid import HybridSettings, function, recurrent_hybrid_attention
 from nalaformer.ops import (
+    add_layer_norm,
     add_rms_norm,
     chunked,
     delta_rule,
@@ -88,6 +89,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     ),
     "layer norm": (lambda x, w, b: layer_norm(x, w, b, eps=1e-6), [(3, 4), (4,), (4,)]),
     "gated layer norm": (lambda x, g, w, b: layer_norm(x, w, b, eps=1e-6, gate=g), [(3, 4), (3, 4), (4,), (4,)]),
+    "layer norm of a sum": (lambda x, y, w, b: sum(add_layer_norm(x, y, w, b, eps=1e-6)), [(3, 4), (3, 4), (4,), (4,)]),
     "residual": (lambda x, y, s: scaled_residual(x, y, scale=s), [(1, 3, 4), (1, 3, 4), (4,)]),
     "short convolution": (
         lambda x, w: torch.cat(short_convolution(x, w, sizes=(2, 1, 1), silu=1), -1),

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import nalaformer
-from nalaformer.ops import depthwise_conv, layer_norm, scaled_residual
+from nalaformer.ops import add_layer_norm, depthwise_conv, layer_norm, scaled_residual
 from nalaformer.ops.backend import INTERPRETING
 
 pytestmark = pytest.mark.kernels
@@ -159,6 +159,37 @@ def test_layer_norm_and_its_gradients(backend, channels, gated, poisoned_memory)
         assert relative_error(a, b) < 16 * BAR
 
 
+@pytest.mark.parametrize("part", ["sum", "norm", "both"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_layer_norm_of_a_sum_and_its_gradients(backend, part, poisoned_memory):
+    x, y, weight, bias, upstream = make((2, 37, 48), (2, 37, 48), (48,), (48,), (2, 37, 48))
+
+    def chosen(total, normed):
+        return {"sum": total, "norm": normed, "both": total * 2 + normed}[part]
+
+    def ours(x, y, weight, bias):
+        return chosen(*add_layer_norm(x, y, weight, bias, eps=1e-3)) + 0 * (weight.sum() + bias.sum())
+
+    def exact(x, y, weight, bias):
+        return chosen(x + y, normalised(x + y, weight, bias, 1e-3, None)) + 0 * (weight.sum() + bias.sum())
+
+    tensors = [x, y, weight, bias]
+    with nalaformer.use_backend(backend):
+        found = gradients(ours, tensors, upstream)
+    for a, b in zip(found, gradients(exact, double(tensors), upstream), strict=True):
+        assert (a.double() - b).norm() <= 4 * BAR * max(1.0, b.norm())
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_layer_norm_gives_the_type_that_was_asked_for(backend):
+    x, weight, bias = make((2, 5, 16), (16,), (16,))
+    with nalaformer.use_backend(backend):
+        normed = layer_norm(x, weight, bias, eps=1e-5, dtype=torch.bfloat16)
+        total, of_sum = add_layer_norm(x, x.bfloat16(), weight, bias, eps=1e-5, dtype=torch.bfloat16)
+        assert (normed.dtype, total.dtype, of_sum.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+        assert layer_norm(x.bfloat16(), weight, bias, eps=1e-5).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("has_scale", [False, True])
 @pytest.mark.parametrize("has_keep", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -191,7 +222,7 @@ def test_not_a_number_stays_in_its_sample(backend):
 
 
 def test_the_kernels_are_operators_that_torch_library_accepts():
-    from nalaformer.ops.kernels.tokenwise import depthwise_op, layer_norm_op, residual_op
+    from nalaformer.ops.kernels.tokenwise import depthwise_op, norm_op, residual_op
 
     # aot_dispatch compiles, minutes long in the interpreter
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -199,9 +230,11 @@ def test_the_kernels_are_operators_that_torch_library_accepts():
     torch.library.opcheck(depthwise_op.forward, (x, x, weight, bias, 3, 4, False, True), test_utils=checks)
     torch.library.opcheck(depthwise_op.backward, (x, x, weight, 3, 4, True, True, True, True), test_utils=checks)
     rows, scale, shift = (y.requires_grad_() for y in make((9, 6), (6,), (6,)))
-    torch.library.opcheck(layer_norm_op.forward, (rows, rows, scale, shift, 1e-5), test_utils=checks)
-    arguments = (rows, rows, rows, scale, shift, torch.ones(2, 9, device=DEVICE))
-    torch.library.opcheck(layer_norm_op.backward, arguments, test_utils=checks)
+    for added, gate in ((rows, None), (None, rows)):
+        arguments = (rows, added, gate, scale, shift, 1e-5, torch.float32)
+        torch.library.opcheck(norm_op.forward, arguments, test_utils=checks)
+        arguments = (rows, added, rows, gate, scale, shift, torch.ones(2, 9, device=DEVICE))
+        torch.library.opcheck(norm_op.backward, arguments, test_utils=checks)
     torch.library.opcheck(residual_op.forward, (x, x, bias, bias[:2].detach()), test_utils=checks)
     torch.library.opcheck(residual_op.backward, (x, x, bias, bias[:2].detach()), test_utils=checks)
 
@@ -229,9 +262,7 @@ def test_a_compiled_training_step_calls_the_operators_that_know_no_gradients():
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
     names = {
-        f"nalaformer.{name}_{way}.default"
-        for name in ("depthwise", "layer_norm", "residual")
-        for way in ("forward", "backward")
+        f"nalaformer.{name}_{way}.default" for name in ("depthwise", "norm", "residual") for way in ("forward", "backward")
     }
     assert called == names
 

@@ -10,7 +10,7 @@ from .gated_linear import gated_linear
 from .interface import attention_weights, linear_attention, recurrent_linear_attention, recurrent_step_
 from .kernel_spec import KernelSpec
 from .key_weight import global_query_weight
-from .layer_norm import layer_norm
+from .layer_norm import add_layer_norm, layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_form import received_attention
 from .residual import scaled_residual
@@ -28,6 +28,7 @@ __all__ = [
     "LinearState",
     "Rotary",
     "ScaledFeatures",
+    "add_layer_norm",
     "add_rms_norm",
     "attention_weights",
     "cheap_to_look_at",

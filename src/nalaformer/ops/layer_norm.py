@@ -1,5 +1,6 @@
-"""Layer norm, and the gate that may follow it."""
+"""Layer norm, with the residual sum before it or the gate behind it."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,19 +10,41 @@ from .backend import runs_kernels
 MOST_CHANNELS = 4096
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, gate: Tensor | None = None) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, gate: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """(x - mean) / deviation * weight + bias over the last dimension, times silu(gate) where there is one.
 
-    x, gate: [..., C] -> [..., C] in the type of x.
+    x, gate: [..., C] -> [..., C] in the type of x, or in `dtype`.
     """
-    if runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0:
-        from .kernels.tokenwise.layer_norm_op import normalise
+    dtype = dtype or x.dtype
+    if fits_norm(x):
+        from .kernels.tokenwise.norm_op import normalise
 
         rows, gates = rows_of_all(x, gate)
-        out = normalise(rows, gates, weight, bias, eps)
+        out, _ = normalise(rows, None, gates, weight, bias, eps, dtype)
         return out if rows is x else out.view(x.shape)
     out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return out if gate is None else out * F.silu(gate)
+    return (out if gate is None else out * F.silu(gate)).to(dtype)
+
+
+def add_layer_norm(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, *, eps: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + y in the type of both together, and its layer norm in the same type, or in `dtype`. x, y: [..., C]."""
+    if fits_norm(x) and torch.promote_types(x.dtype, y.dtype) == x.dtype and x.shape == y.shape:
+        from .kernels.tokenwise.norm_op import normalise
+
+        rows, added = rows_of_all(x, y)
+        out, total = normalise(rows, added, None, weight, bias, eps, dtype or x.dtype)
+        return (total, out) if rows is x else (total.view(x.shape), out.view(x.shape))
+    total = x + y
+    return total, layer_norm(total, weight, bias, eps=eps, dtype=dtype)
+
+
+def fits_norm(x: Tensor) -> bool:
+    """Whether the kernels of norms take x."""
+    return runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0
 
 
 def rows_of_all(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:

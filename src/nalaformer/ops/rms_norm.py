@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .backend import runs_kernels
-from .layer_norm import MOST_CHANNELS, rows_of_all
+from .layer_norm import fits_norm, rows_of_all
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gate: Tensor | None = None) -> Tensor:
@@ -14,11 +13,11 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gate: Tensor | None = Non
     x, gate: [..., C] -> [..., C] in the type of x, or in that of autocast, which the product behind it computes in.
     """
     dtype = product_dtype(x)
-    if _fits(x):
-        from .kernels.tokenwise import rms_norm_op
+    if fits_norm(x):
+        from .kernels.tokenwise.norm_op import normalise
 
         rows, gates = rows_of_all(x, gate)
-        out, _ = rms_norm_op.normalise(rows, None, gates, weight, eps, dtype)
+        out, _ = normalise(rows, None, gates, weight, None, eps, dtype)
         return out if rows is x else out.view(x.shape)
     out = _plain(x, weight, eps)
     return (out if gate is None else out * F.silu(gate)).to(dtype)
@@ -26,11 +25,11 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gate: Tensor | None = Non
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
     """x + y, and its rms_norm. x, y: [..., C]."""
-    if _fits(x) and torch.promote_types(x.dtype, y.dtype) == x.dtype and x.shape == y.shape:
-        from .kernels.tokenwise import rms_norm_op
+    if fits_norm(x) and torch.promote_types(x.dtype, y.dtype) == x.dtype and x.shape == y.shape:
+        from .kernels.tokenwise.norm_op import normalise
 
         rows, added = rows_of_all(x, y)
-        out, total = rms_norm_op.normalise(rows, added, None, weight, eps, product_dtype(x))
+        out, total = normalise(rows, added, None, weight, None, eps, product_dtype(x))
         return (total, out) if rows is x else (total.view(x.shape), out.view(x.shape))
     total = x + y
     return total, rms_norm(total, weight, eps=eps)
@@ -42,10 +41,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
     if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
         return x.dtype
     return torch.get_autocast_dtype(kind)
-
-
-def _fits(x: Tensor) -> bool:
-    return runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0
 
 
 def _plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -22,9 +22,10 @@ def short_convolution(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each channel mixes its last few tokens, y_t = bias + sum_s weight_s x_{t-s}, and the parts q, k, v are taken apart.
 
-    x: [B, N, C]; weight: [C, S]; bias: [C] -> [B, N, sizes[i]], C = sum of the sizes. silu: that many of the parts, counted
-    from the last, pass through SiLU. before: [B, S - 1, C], the tokens before the first; zeros without. sequence: [B, N], the
-    number of the packed sequence of each token, not negative: a token sees its own one alone. No `before` with it.
+    x: [B, N, C]; weight: [C, S]; bias: [C] -> [B, N, sizes[i]], C = sum of the sizes, any of which may be 0. silu: that many of
+    the parts, counted from the last, pass through SiLU. before: [B, S - 1, C], the tokens before the first; zeros without.
+    sequence: [B, N], the number of the packed sequence of each token, not negative: a token sees its own one alone. No
+    `before` with it.
     """
     assert before is None or sequence is None
     size = weight.shape[1]

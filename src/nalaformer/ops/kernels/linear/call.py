@@ -87,7 +87,7 @@ TILES = {
 }
 # by padded head size: tokens of a chunk, a multiple of those of every tile; sizes that are not here walk with the state in
 # registers (compiled/causal.py), as do other types than bfloat16 and rotary
-CHUNKS: dict[int, int] = {128: 256}
+CHUNKS: dict[int, int] = {128: 128}
 # with rotary, where it differs: turned features beside plain ones take their registers, and tables what reading ahead takes. In
 # heads of 128 not timed: what fits on chip
 TURNED_TILES = {

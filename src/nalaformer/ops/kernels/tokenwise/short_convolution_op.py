@@ -47,6 +47,9 @@ def run_forward(
     size = weight.shape[1]
     for first, last in parts_of(channels, q_size, k_size):
         out = torch.empty(batch, tokens, last - first, dtype=x.dtype, device=x.device)
+        made.append(out)
+        if first == last:
+            continue
         part, taps = x[..., first:last], weight[first:last]
         offset = taps if bias is None else bias[first:last]
         past = part if before is None else before[..., first:last]
@@ -74,7 +77,6 @@ def run_forward(
 
         key = (first >= silu_from, before is None, kind(part, taps, offset, past, numbers), bias is None, sequence is None)
         start(_launches, key, short_convolution_kernel, (part, taps, offset, past, numbers, out), describe)
-        made.append(out)
     return made[0], made[1], made[2]
 
 
@@ -103,6 +105,8 @@ def run_backward(
     partial = torch.empty(splits, size + 1, channels, dtype=torch.float32, device=x.device)
     parts = parts_of(channels, dq.shape[2], dk.shape[2])
     for (first, last), dout in zip(parts, (dq, dk, dv), strict=True):
+        if first == last:
+            continue
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         part, taps, into, sums = x[..., first:last], weight[first:last], dx[..., first:last], partial[..., first:last]
         offset = taps if bias is None else bias[first:last]
