@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import METHODS, Attention, build
+from ..attention import METHODS, Attention, LayerNorm, build
 from ..feature_maps import FEATURE_MAPS
+from ..ops import add_layer_norm, layer_norm, short_convolution
+from ..ops.rms_norm import product_dtype
 from ..registry import Registry, unknown_name
 from .delta_layer import DELTA_RULES, DeltaLayer
 
@@ -107,7 +109,7 @@ class SequenceClassifier(nn.Module):
             )
             for _ in range(depth)
         )
-        self.norm = nn.LayerNorm(dim)
+        self.norm = AddedNorm(dim)
         wide = 4 * dim if answers == "pair" else dim
         self.head = nn.Sequential(nn.Linear(wide, mlp_dim), nn.ReLU(), nn.Linear(mlp_dim, outputs))
 
@@ -126,10 +128,10 @@ class SequenceClassifier(nn.Module):
         if tokens > length:
             raise ValueError(f"sequences must have at most the {length} tokens the model was made for, got {tokens}")
         visible = inputs != 0 if self.hide_zero else None
-        x = self.dropout(self.embedding(inputs) + self.positions[:tokens])
+        x, added = self.dropout(self.embedding(inputs) + self.positions[:tokens]), None
         for block in self.blocks:
-            x = block(x, visible)
-        return self.norm(x), visible
+            x, added = block(x, added, visible)
+        return self.norm(x, added)[1], visible
 
     def pooled(self, inputs: Tensor) -> Tensor:
         """[B, N] -> [B, C]."""
@@ -140,19 +142,32 @@ class SequenceClassifier(nn.Module):
         return (x * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1)
 
 
+class AddedNorm(LayerNorm):
+    """x + y, and its layer norm in the type that the product behind it computes in: one pass over both."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x, y: [B, N, C]; without y the sum is x."""
+        dtype = product_dtype(x)
+        if y is None:
+            return x, layer_norm(x, self.weight, self.bias, eps=self.eps, dtype=dtype)
+        return add_layer_norm(x, y, self.weight, self.bias, eps=self.eps, dtype=dtype)
+
+
 class EncoderBlock(nn.Module):
-    """x += attention(norm x); x += mlp(norm x)."""
+    """x += attention(norm x); x += mlp(norm x). What a layer adds is left to the next norm, which reads x anyway."""
 
     def __init__(self, attention: nn.Module, *, dim: int, mlp_dim: int, dropout: float) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(dim), attention
-        self.mlp_norm = nn.LayerNorm(dim)
+        self.attention_norm, self.attention = AddedNorm(dim), attention
+        self.mlp_norm = AddedNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, mlp_dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp_dim, dim))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, visible: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), key_mask=visible))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+    def forward(self, x: Tensor, added: Tensor | None, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x, and what is still to be added to it: of the block before, then of this one."""
+        x, normed = self.attention_norm(x, added)
+        x, normed = self.mlp_norm(x, self.dropout(self.attention(normed, key_mask=visible)))
+        return x, self.dropout(self.mlp(normed))
 
 
 @SEQUENCE_MODELS.register("one_attention")
@@ -230,24 +245,28 @@ class RecallModel(nn.Module):
             if mlp_ratio:
                 wide = int(mlp_ratio * dim)
                 layers.append(Residual(nn.Sequential(nn.Linear(dim, wide), nn.GELU(), nn.Linear(wide, dim)), dim))
-        self.layers = nn.Sequential(*layers)
-        self.norm = nn.LayerNorm(dim)
+        self.layers = nn.ModuleList(layers)
+        self.norm = AddedNorm(dim)
 
     def forward(self, inputs: Tensor, at: Tensor | None = None) -> Tensor:
         """at: [B, A] positions, where only some are asked: [B, A, vocabulary]."""
-        x = self.norm(self.layers(self.dropout(self.embedding(inputs))))
-        return F.linear(positions_of(x, at), self.embedding.weight)
+        x, added = self.dropout(self.embedding(inputs)), None
+        for layer in self.layers:
+            x, added = layer(x, added)
+        return F.linear(positions_of(self.norm(x, added)[1], at), self.embedding.weight)
 
 
 class Residual(nn.Module):
-    """x + layer(norm x)."""
+    """x + layer(norm x), the sum left to the next norm."""
 
     def __init__(self, layer: nn.Module, dim: int) -> None:
         super().__init__()
-        self.norm, self.layer = nn.LayerNorm(dim), layer
+        self.norm, self.layer = AddedNorm(dim), layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(self.norm(x))
+    def forward(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x, and what is still to be added to it: of the layer before, then of this one."""
+        x, normed = self.norm(x, added)
+        return x, self.layer(normed)
 
 
 class GatedShortConvolution(nn.Module):
@@ -257,12 +276,12 @@ class GatedShortConvolution(nn.Module):
         super().__init__()
         self.gate = nn.Linear(dim, dim)
         self.convolution = nn.Conv1d(dim, dim, kernel_size, groups=dim)
-        self.kernel_size = kernel_size
 
     def forward(self, x: Tensor) -> Tensor:
-        # padded on the left alone: no token sees a later one
-        before = F.pad(x.transpose(1, 2), (self.kernel_size - 1, 0))
-        return self.gate(x) * self.convolution(before).transpose(1, 2)
+        # taps of torch's convolution begin with the earliest token
+        taps = self.convolution.weight[:, 0].flip(1)
+        mixed, _, _ = short_convolution(x, taps, self.convolution.bias, sizes=(x.shape[-1], 0, 0))
+        return self.gate(x) * mixed
 
 
 def positions_of(x: Tensor, at: Tensor | None) -> Tensor:

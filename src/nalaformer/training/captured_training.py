@@ -23,6 +23,7 @@ from ..data.sequences import FIGURES, Figure, answers_of
 from ..ops.graphs import NotCapturable, captured
 from .config import TrainingConfig
 from .data_on_device import Bucket, Plan, make_plan
+from .low_copies import LowCopies
 from .precision import precision_on
 from .schedule import make_schedule
 
@@ -76,6 +77,7 @@ class Sprint:
         self.best = [p.detach().clone() for p in self.parameters]
         self.on_gpu = self.device.type == "cuda"
         self.precision = precision_on(self.device, config.precision)
+        self.low = LowCopies(self.model, self.precision)
         self.optimizer = self._make_optimizer()
         self.host_rates = self._rates()
         self.rates = torch.tensor(self.host_rates, dtype=torch.float32, device=self.device)
@@ -163,6 +165,7 @@ class Sprint:
         for number, cursor in enumerate(self.plan.before(self.progress.step)):
             self.cursors[number].fill_(cursor)
         self.done.fill_(self.progress.step)
+        self.low.follow()
         self.graphs = [partial(self._step, number) for number in range(len(self.train))]
         if self.on_gpu:
             try:
@@ -184,23 +187,27 @@ class Sprint:
         self.optimizer.zero_grad(set_to_none=True)
         rows = self.plan.rows[number].index_select(0, self.cursors[number])[0]
         inputs, at, targets, _ = self.train[number].batch(rows)
-        loss = self.figure.loss(*self._answers(inputs, at, targets))
+        loss = self.figure.loss(*self._answers(self.low, inputs, at, targets))
         loss.backward()
+        self.low.give_gradients()
         if config.clip_norm:
             nn.utils.clip_grad_norm_(self.parameters, config.clip_norm)
         if config.clip_value:
             nn.utils.clip_grad_value_(self.parameters, config.clip_value)
         self.optimizer.step()
+        self.low.follow()
         self.loss_sum += loss.detach()
         self.done += 1
         self.cursors[number] += 1
 
-    def _answers(self, inputs: Tensor, at: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _answers(
+        self, model: Callable[..., Tensor], inputs: Tensor, at: Tensor | None, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Outputs of the model and targets, a row for each answer."""
         is_low = self.precision != torch.float32
         # the cache of casts would outlive a captured step
         with torch.autocast(self.device.type, self.precision, enabled=is_low, cache_enabled=False):
-            outputs = self.model(inputs) if at is None else self.model(inputs, at=at)
+            outputs = model(inputs) if at is None else model(inputs, at=at)
         return answers_of(outputs, targets)
 
     def _captured(self, steppers: list[Callable[[], object]]) -> list[Callable[[], object]]:
@@ -211,13 +218,17 @@ class Sprint:
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[parameter] = {"step": torch.zeros((), device=self.device), **moments}
         moments_of_all = [value for state in self.optimizer.state.values() for value in state.values()]
-        changed = [*(p.detach() for p in self.parameters), *moments_of_all, self.done, *self.cursors, self.loss_sum]
+        changed = [
+            *(p.detach() for p in (*self.parameters, *self.low.copies.values())),
+            *(*moments_of_all, self.done, *self.cursors, self.loss_sum),
+        ]
         self.model.train()
         try:
             return [captured(stepper, restore=changed, device=self.device) for stepper in steppers]
         finally:
             # those of a captured step lie in the memory of its graph
             self.optimizer.zero_grad(set_to_none=True)
+            self.low.forget_gradients()
 
     @torch.no_grad()
     def evaluate(self, buckets: list[Bucket]) -> dict[str, Any]:
@@ -229,7 +240,7 @@ class Sprint:
             at_once = max(1, min(self.eval_batch, MOST_ANSWERS // (each.targets.numel() // len(each))))
             for rows in torch.arange(len(each), device=self.device).split(at_once):
                 inputs, at, targets, group = each.batch(rows)
-                terms = self.figure.terms(*self._answers(inputs, at, targets))
+                terms = self.figure.terms(*self._answers(self.model, inputs, at, targets))
                 if sums is None:
                     sums = terms.new_zeros(self.groups, terms.shape[1])
                 sums.index_add_(0, group.repeat_interleave(len(terms) // len(group), output_size=len(terms)), terms)
