@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 PROJECT = Path(__file__).parents[1]
 sys.path.insert(0, str(PROJECT / "src"))
@@ -96,6 +97,9 @@ def main() -> int:
     parser.add_argument("--jobs-in-turns", type=int, default=6, help="and where they do not")
     parser.add_argument("--no-service", action="store_true", help="do not try the multi-process service")
     parser.add_argument("--images", default="", help=".npz file of the rows of images")
+    parser.add_argument("--texts", default="", help=".jsonl.gz file of the row of texts")
+    parser.add_argument("--rates", default="", help="by comma; without them those of the rows")
+    parser.add_argument("--data-folder", type=Path, default=None, help="where data that takes minutes to make is kept")
     parser.add_argument("--folder", type=Path, default=PROJECT / "runs" / "scoreboard", help="what the next call goes on from")
     parser.add_argument("--out", type=Path, default=None, help="folder that gets a copy of the results and the kernels")
     parser.add_argument("--device", default="cuda")
@@ -113,9 +117,11 @@ def main() -> int:
 
         boards = []
         for name in asked.rows.split(","):
-            option = ROWS[name].file_option
-            settings = [f'data_options={{"{option}": "{asked.images}"}}'] if option else []
-            boards.append(make_board(name, methods=asked.methods, seeds=asked.seeds, settings=settings, smoke=asked.smoke))
+            option, file = ROWS[name].file_option, asked.texts if name == "manuals" else asked.images
+            settings = [f'data_options={{"{option}": "{file}"}}'] if option else []
+            given: dict[str, Any] = {"methods": asked.methods, "seeds": asked.seeds, "smoke": asked.smoke}
+            rates = [float(rate) for rate in asked.rates.split(",") if rate]
+            boards.append(make_board(name, settings=settings, learning_rates=rates, **given))
         table = asked.folder / "scoreboard_h200.csv"
         failure = ""
         try:
@@ -125,6 +131,7 @@ def main() -> int:
                 device=asked.device,
                 seconds=60 * asked.minutes - (time.monotonic() - began),
                 jobs=asked.jobs if is_shared else asked.jobs_in_turns,
+                data_folder=asked.data_folder,
                 say=lambda line: say(f"{time.monotonic() - began:6.1f} s  {line}"),
             )
         except RuntimeError as error:

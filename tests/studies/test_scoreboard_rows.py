@@ -110,13 +110,14 @@ def test_the_command_runs_so_many_jobs_at_a_time(tmp_path, monkeypatch, in_threa
         command = ["scoreboard", "copying_256,induction_256", "--methods", "relu", "--smoke", "--device", "cpu"]
         done = CliRunner().invoke(cli.build_app(), [*command, "--jobs", str(jobs), "--out", str(tmp_path / f"{jobs}.csv")])
         assert done.exit_code == 0, done.output
-    assert asked == [3]
+    # the data of both tasks, then the runs
+    assert asked == [3, 3]
     assert figures(read_rows(tmp_path / "1.csv")) == figures(read_rows(tmp_path / "3.csv"))
     with pytest.raises(ValueError, match="jobs must be the number of runs at a time, at least 1, got 0"):
         run_boards([tiny()], out=tmp_path / "a.csv", jobs=0)
 
 
-def test_what_is_made_in_seconds_is_made_by_each_process_and_the_rest_once(tmp_path, monkeypatch, in_threads):
+def test_what_takes_longer_than_seconds_is_written_once(tmp_path, monkeypatch, in_threads):
     written, write = [], runs.write
     monkeypatch.setattr(runs, "write", lambda name, *given, **named: written.append(name) or write(name, *given, **named))
     run_boards([tiny("mqar_80"), tiny("listops")], out=tmp_path / "a.csv", jobs=2)

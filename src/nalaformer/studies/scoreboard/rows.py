@@ -71,7 +71,7 @@ def arena(recipe: str, asks: str, tiny: dict[str, Any]) -> BoardRow:
     """Rows of the Long Range Arena, in its small protocol."""
     return BoardRow(
         recipe=recipe,
-        settings={"test_samples": 20_000},
+        settings={"test_samples": 20_000, **QUICK},
         tiny={"data_options": tiny, "model_options": TINY_VECTORS},
         learning_rates=(RECIPES[recipe]().training.learning_rate,),
         asks=asks,

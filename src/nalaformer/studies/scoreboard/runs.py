@@ -26,16 +26,14 @@ from ...tasks import Sequences, SequencesConfig
 from ...training import TrainingConfig
 from ...training.captured_training import Sprint
 from ...training.config import PRECISIONS
-from ...training.data_on_device import resident
 from .inside import attention_figures
+from .loaded import DataToMake, Loaded, Say, file_of, keep_data
 from .methods import Method, parse_methods
 from .order import Order
 from .processes import finished_in_processes
 from .report import Row, read_rows, save_rows
 
 __all__ = ["Board", "Method", "Run", "parse_methods", "run_boards", "run_scoreboard"]
-
-Say = Callable[[str], None]
 
 # fields of a training that have a column of their own, or change no figure here
 NO_SETTINGS = {
@@ -212,7 +210,7 @@ def run_boards(
                         makers = workers
                         if place is None and jobs > 1:
                             if is_quick(board.recipe.task):
-                                # each process makes its own, sooner than it would read another's
+                                # by the processes themselves
                                 makers = 1
                             else:
                                 # made once, for all processes
@@ -261,24 +259,45 @@ def finished_at_once(
     order: Order, tasks: dict[str, Sequences], out: Path, *, jobs: int, device: str, until: float, say: Say
 ) -> Iterator[Row]:
     """The same with that many runs at a time."""
-    work = partial(
-        run_apart, configs={title: task.config for title, task in tasks.items()}, out=out, device=device, until=until
-    )
-    for number, run, figures in finished_in_processes(order, work, jobs=jobs, device=device, until=until, say=say):
-        say(f"[{number}/{order.total}] {run.label}: dev {figures['dev']}, test {figures['test']}, {figures['seconds']} s")
-        yield run.key | figures
+    configs = {title: task.config for title, task in tasks.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        kept = None
+        if len(tasks) > 1:
+            # a process that goes from task to task would make the data of each again
+            kept = Path(folder)
+            started = time.monotonic()
+            making = DataToMake(configs)
+            list(
+                finished_in_processes(
+                    making, partial(keep_data, folder=kept), jobs=jobs, device="cpu", until=float("inf"), say=say
+                )
+            )
+            say(f"data of {making.total} tasks in {time.monotonic() - started:.0f} s")
+        work_on_runs = partial(run_apart, configs=configs, kept=kept, out=out, device=device, until=until)
+        for number, run, figures in finished_in_processes(order, work_on_runs, jobs=jobs, device=device, until=until, say=say):
+            said = f"dev {figures['dev']}, test {figures['test']}, {figures['seconds']} s"
+            say(f"[{number}/{order.total}] {run.label}: {said}")
+            yield run.key | figures
 
 
-kept_by_process: dict[str, "Loaded"] = {}
+kept_by_process: dict[str, Loaded] = {}
 
 
 def run_apart(
-    run: Run, stop_file: Path, *, configs: dict[str, SequencesConfig], out: Path, device: str, until: float
+    run: Run,
+    stop_file: Path,
+    *,
+    configs: dict[str, SequencesConfig],
+    kept: Path | None,
+    out: Path,
+    device: str,
+    until: float,
 ) -> Row | None:
     """One run in a process of its own, which keeps the data of its last task."""
     if run.task not in kept_by_process:
         kept_by_process.clear()
-        kept_by_process[run.task] = Loaded(Sequences(configs[run.task]), device, lambda line: None)
+        file = None if kept is None else file_of(run.task, kept)
+        kept_by_process[run.task] = Loaded(Sequences(configs[run.task]), device, lambda line: None, file)
     return one_run(run, kept_by_process[run.task], out, until, lambda line: None, stop_file.exists)
 
 
@@ -296,18 +315,6 @@ def refuse_unfollowed(training: TrainingConfig) -> None:
         raise ValueError(
             f"a scoreboard scales no loss, which float16 needs, got precision={training.precision}; use bfloat16 or float32"
         )
-
-
-class Loaded:
-    """The three splits on the device."""
-
-    def __init__(self, task: Sequences, device: str, say: Say) -> None:
-        started = time.monotonic()
-        self.task, self.facts = task, task.facts()
-        self.train = resident(task.train_data, device)
-        self.dev, self.test = (resident(data, device, only_answers=True) for data in (task.eval_data, task.test_data))
-        counts = [sum(len(bucket) for bucket in part) for part in (self.train, self.dev, self.test)]
-        say(f"data: {counts[0]} train, {counts[1]} dev, {counts[2]} test sequences in {time.monotonic() - started:.0f} s")
 
 
 def make_model(recipe: Recipe, method: Method, facts: dict[str, Any], *, seed: int = 0) -> nn.Module:
