@@ -113,13 +113,20 @@ def main() -> int:
         with tarfile.open(asked.folder / KERNELS) as packed:
             packed.extractall(kernels, filter="data")
     with shared_gpu(asked.device == "cuda" and not asked.no_service) as is_shared:
-        from nalaformer.studies.scoreboard import ROWS, make_board, run_boards
+        from nalaformer.studies.scoreboard import METHODS_OF_THE_BOARD, ROWS, make_board, run_boards
+        from nalaformer.studies.scoreboard.methods import methods_for
 
         boards = []
         for name in asked.rows.split(","):
             option, file = ROWS[name].file_option, asked.texts if name == "manuals" else asked.images
             settings = [f'data_options={{"{option}": "{file}"}}'] if option else []
-            given: dict[str, Any] = {"methods": asked.methods, "seeds": asked.seeds, "smoke": asked.smoke}
+            # of methods for causal rows alone, or for others alone, each row takes its own
+            here = methods_for(causal=ROWS[name].is_causal)
+            known = {short: method in here for short, method in METHODS_OF_THE_BOARD.items()}
+            methods = asked.methods
+            if "{" not in methods:
+                methods = ",".join(each for each in methods.split(",") if known.get(each.strip(), True))
+            given: dict[str, Any] = {"methods": methods, "seeds": asked.seeds, "smoke": asked.smoke}
             rates = [float(rate) for rate in asked.rates.split(",") if rate]
             boards.append(make_board(name, settings=settings, learning_rates=rates, **given))
         table = asked.folder / "scoreboard_h200.csv"

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nalaformer import cli
-from nalaformer.studies.scoreboard import METHODS_OF_THE_BOARD, ROWS, make_board, processes, row_names, run_boards, runs
+from nalaformer.studies.scoreboard import METHODS_OF_THE_BOARD, ROWS, loaded, make_board, processes, row_names, run_boards, runs
 from nalaformer.studies.scoreboard.methods import parse_methods, short_name
 from nalaformer.studies.scoreboard.report import read_rows
 from nalaformer.studies.scoreboard.tables import BEGIN, END, fill, markdown, rows_of, summary
@@ -120,8 +120,16 @@ def test_the_command_runs_so_many_jobs_at_a_time(tmp_path, monkeypatch, in_threa
 def test_what_takes_longer_than_seconds_is_written_once(tmp_path, monkeypatch, in_threads):
     written, write = [], runs.write
     monkeypatch.setattr(runs, "write", lambda name, *given, **named: written.append(name) or write(name, *given, **named))
-    run_boards([tiny("mqar_80"), tiny("listops")], out=tmp_path / "a.csv", jobs=2)
+    for name in ("mqar_80", "listops"):
+        run_boards([tiny(name)], out=tmp_path / "a.csv", jobs=2)
     assert written == ["listops"] * 3
+
+
+def test_data_of_several_rows_are_made_once_by_the_processes(tmp_path, monkeypatch, in_threads):
+    made, make = [], loaded.made_data
+    monkeypatch.setattr(loaded, "made_data", lambda task, device: made.append(task.config.data) or make(task, device))
+    run_boards([tiny("mqar_80"), tiny("cue_grid")], out=tmp_path / "a.csv", jobs=2)
+    assert sorted(made) == ["cue_cells", "mqar"]
 
 
 def in_blocks_of_one(board):

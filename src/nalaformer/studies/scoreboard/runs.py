@@ -209,7 +209,7 @@ def run_boards(
                         place = Path(data_folder, board.title) if data_folder and len(boards) > 1 else data_folder
                         makers = workers
                         if place is None and jobs > 1:
-                            if is_quick(board.recipe.task):
+                            if is_quick(board.recipe.task) or (len(boards) > 1 and workers == 1):
                                 # by the processes themselves
                                 makers = 1
                             else:
