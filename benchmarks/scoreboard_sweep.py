@@ -1,8 +1,8 @@
 """One timed part of a sweep of the scoreboard, for a GPU that is lent for minutes.
 
 What `nalaformer scoreboard` does, with two things around it. NVIDIA's multi-process service lets the kernels of small runs
-share the GPU; where it does not start, processes take turns, and fewer of them run. The compiled kernels are packed beside the
-results, so that the next machine compiles nothing. The same command goes on where the last one stopped.
+share the GPU; where it does not start, processes take turns, and fewer of them run. With --pack-kernels the compiled kernels
+are packed beside the results, so that the next machine compiles nothing. The same command goes on where the last one stopped.
 """
 
 import argparse
@@ -57,10 +57,10 @@ def shared_gpu(wanted: bool) -> Iterator[bool]:
 
 def end_service() -> None:
     try:
-        subprocess.run([CONTROL], input="quit\n", text=True, check=False, timeout=20)
+        # not for ever: this process has used the GPU too, and is a client that stays
+        subprocess.run([CONTROL], input="quit -t 1\n", text=True, check=False, timeout=4)
     except subprocess.TimeoutExpired:
-        # it waits for clients that were killed; it ends with the machine's session, and the results matter more
-        say("the multi-process service did not end within 20 seconds")
+        say("the multi-process service did not end within 4 seconds")
     for name in PLACES:
         del os.environ[name]
 
@@ -101,7 +101,8 @@ def main() -> int:
     parser.add_argument("--rates", default="", help="by comma; without them those of the rows")
     parser.add_argument("--data-folder", type=Path, default=None, help="where data that takes minutes to make is kept")
     parser.add_argument("--folder", type=Path, default=PROJECT / "runs" / "scoreboard", help="what the next call goes on from")
-    parser.add_argument("--out", type=Path, default=None, help="folder that gets a copy of the results and the kernels")
+    parser.add_argument("--out", type=Path, default=None, help="folder that gets a copy of the results")
+    parser.add_argument("--pack-kernels", action="store_true", help="and the compiled kernels, for the next machine")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true", help="two steps of the smallest form of each row")
     asked = parser.parse_args()
@@ -148,7 +149,7 @@ def main() -> int:
                 asked.out.mkdir(parents=True, exist_ok=True)
                 if table.exists():
                     shutil.copy(table, asked.out)
-                if kernels.exists():
+                if asked.pack_kernels and kernels.exists():
                     with tarfile.open(asked.out / KERNELS, "w:gz") as packed:
                         packed.add(kernels, arcname=".")
     say(f"{time.monotonic() - began:6.1f} s in all")

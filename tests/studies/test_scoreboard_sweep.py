@@ -35,13 +35,22 @@ def call(sweep, monkeypatch, folder, *arguments):
 def test_a_part_of_a_sweep_leaves_its_rows_and_kernels_and_the_next_goes_on(sweep, monkeypatch, tmp_path, capsys):
     (tmp_path / "kept" / "kernels").mkdir(parents=True)
     (tmp_path / "kept" / "kernels" / "one.cubin").write_bytes(b"kernel")
-    assert call(sweep, monkeypatch, tmp_path, "--methods", "relu") == 0
+    assert call(sweep, monkeypatch, tmp_path, "--methods", "relu", "--pack-kernels") == 0
     assert [row["method"] for row in read_rows(tmp_path / "out" / "scoreboard_h200.csv")] == ["relu"]
     with tarfile.open(tmp_path / "out" / "kernels.tar.gz") as packed:
         assert "./one.cubin" in packed.getnames()
     assert call(sweep, monkeypatch, tmp_path, "--methods", "relu, elu") == 0
     assert [row["method"] for row in read_rows(tmp_path / "out" / "scoreboard_h200.csv")] == ["relu", "elu"]
     assert "copying_256: 1 of 2 runs to do" in capsys.readouterr().out
+
+
+def test_a_row_takes_the_methods_that_it_can_train(sweep, monkeypatch, tmp_path):
+    more = ("--rows", "copying_256,majority_256", "--methods", "relu,rala_map,deltanet")
+    assert call(sweep, monkeypatch, tmp_path, *more) == 0
+    found = {(row["task"], row["method"].split()[0]) for row in read_rows(tmp_path / "out" / "scoreboard_h200.csv")}
+    own = {("copying_256", "delta"), ("majority_256", "rala")}
+    assert found == {("copying_256", "relu"), ("majority_256", "relu")} | own
+    assert not (tmp_path / "out" / "kernels.tar.gz").exists()
 
 
 def test_kernels_of_another_machine_are_unpacked(sweep, monkeypatch, tmp_path):
@@ -71,7 +80,7 @@ def test_processes_share_the_gpu_where_the_service_gives_them_one(sweep, monkeyp
     with sweep.shared_gpu(True) as is_shared:
         assert is_shared
         assert Path(os.environ[PLACE]).is_dir()
-    assert control.read_text().split() == ["started", "quit"]
+    assert control.read_text().split() == ["started", "quit", "-t", "1"]
 
 
 def test_a_service_that_gives_no_gpu_is_ended_and_left_out(sweep, monkeypatch, control):
@@ -80,7 +89,7 @@ def test_a_service_that_gives_no_gpu_is_ended_and_left_out(sweep, monkeypatch, c
     with sweep.shared_gpu(True) as is_shared:
         assert not is_shared
         assert PLACE not in os.environ
-    assert control.read_text().split() == ["started", "quit"]
+    assert control.read_text().split() == ["started", "quit", "-t", "1"]
 
 
 def test_no_service_is_started_where_none_is_wanted(sweep, control):

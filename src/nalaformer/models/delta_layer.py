@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..feature_maps import feature_map
-from ..ops import compute_dtype, delta_rule, unit_features
+from ..ops import compute_dtype, delta_rule, rms_norm, unit_features
 
 DELTA_RULES = ("delta", "gated_delta")
 
@@ -58,7 +58,7 @@ class DeltaLayer(nn.Module):
             q, k = unit_features(self.map, q, k)
         beta = self.beta(x).to(compute_dtype(x)).sigmoid()
         out, _ = delta_rule(q, k, F.silu(v), beta, log_decay=self.log_decay(x), key_mask=key_mask)
-        return self.projection(self.norm(out).flatten(2))
+        return self.projection(rms_norm(out, self.norm.weight, eps=1e-6).flatten(2))
 
     def log_decay(self, x: Tensor) -> Tensor | None:
         """[B, N, H], or None where nothing fades."""

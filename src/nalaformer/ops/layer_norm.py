@@ -24,7 +24,9 @@ def layer_norm(
         rows, gates = rows_of_all(x, gate)
         out, _ = normalise(rows, None, gates, weight, bias, eps, dtype)
         return out if rows is x else out.view(x.shape)
-    out = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    # in one type, which torch needs on a GPU
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    out = F.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps)
     return (out if gate is None else out * F.silu(gate)).to(dtype)
 
 

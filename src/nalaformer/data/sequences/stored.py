@@ -53,7 +53,7 @@ def write(
     options = options or {}
     data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
-    about = manifest_of(data, name, options)
+    about = manifest_of(data, name, options, samples)
     if about_if_any(target) == about:
         advance(len(data))
         return target
@@ -81,7 +81,7 @@ def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed:
     """What `write` would do, in words. Refuses what that would refuse; writes nothing."""
     data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
-    about = manifest_of(data, name, options)
+    about = manifest_of(data, name, options, samples)
     line = f"{split}: {len(data):,} sequences, {megabytes(size_of(data))}, {target}"
     if about_if_any(target) == about:
         return f"{line}; finished"
@@ -95,7 +95,8 @@ def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed:
     return f"{line}; new"
 
 
-def manifest_of(data: SequenceData, name: str, options: dict[str, Any]) -> dict[str, Any]:
+def manifest_of(data: SequenceData, name: str, options: dict[str, Any], asked: int) -> dict[str, Any]:
+    """What is written beside the arrays. asked: samples, of which there may be fewer, as a file has no more."""
     about = {
         "name": name,
         "split": data.split,
@@ -108,6 +109,8 @@ def manifest_of(data: SequenceData, name: str, options: dict[str, Any]) -> dict[
         "chance": data.chance,
         "shortcuts": data.shortcuts,
     }
+    if asked != len(data):
+        about["asked"] = asked
     # as JSON has it: lists, and no tuples
     return dict(json.loads(json.dumps(about)))
 

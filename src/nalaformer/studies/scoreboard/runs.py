@@ -392,9 +392,12 @@ def prepared(config: SequencesConfig, folder: str | Path | None, workers: int, s
             if (place / split).exists():
                 about = read_about(place / split)
                 wanted = {"name": config.data, "seed": config.data_seed, "options": options}
-                if {name: about.get(name) for name in wanted} != wanted or about.get("samples", 0) < samples:
+                # of a file with fewer, all that it has
+                most = max(about.get("samples", 0), about.get("asked", 0))
+                if {name: about.get(name) for name in wanted} != wanted or most < samples:
+                    found = f"{about.get('samples')} of { {name: about.get(name) for name in wanted} }"
                     raise ValueError(
-                        f"{place / split} must hold {samples} samples of {wanted}, got {about.get('samples')} of others"
+                        f"{place / split} must hold {samples} samples of {wanted}, got {found}; name another folder"
                     )
                 continue
             started = time.monotonic()

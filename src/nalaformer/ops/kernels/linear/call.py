@@ -80,7 +80,7 @@ TILES = {
     # causal attention in chunks (CHUNKS)
     "walk": {128: Tile(128, 8, 2)},
     "chunk": {128: Tile(64, 4, 2)},
-    "chunk_dq": {128: Tile(64, 4, 2)},
+    "chunk_dq": {128: Tile(64, 4, 1)},
     "walk_back": {128: Tile(64, 8, 3)},
     "chunk_dk": {128: Tile(64, 4, 2)},
     "chunk_dv": {128: Tile(64, 4, 2)},
