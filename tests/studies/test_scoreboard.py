@@ -414,6 +414,11 @@ def test_rates_are_compared_on_the_seeds_that_all_of_them_have():
     assert (standing.learning_rate, standing.seeds) == ("0.1", 2)
     (standing,) = standings([*of_seeds("0.1", [0.8, 0.1]), *of_seeds("0.2", [0.7, 0.7])])
     assert (standing.learning_rate, standing.seeds) == ("0.2", 2)
+    # both have solved it: the one that is known better
+    for rates in (("0.1", "0.2"), ("0.2", "0.1")):
+        many, one = (of_seeds(rate, devs) for rate, devs in zip(rates, ([1.0, 0.9], [1.0]), strict=True))
+        for rows in ([*many, *one], [*one, *many]):
+            assert (standings(rows)[0].learning_rate, standings(rows)[0].seeds) == (rates[0], 2)
 
 
 def test_later_seeds_are_trained_at_the_rate_that_was_best_with_the_first(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from nalaformer import cli
 from nalaformer.studies.scoreboard import METHODS_OF_THE_BOARD, ROWS, loaded, make_board, processes, row_names, run_boards, runs
 from nalaformer.studies.scoreboard.methods import parse_methods, short_name
 from nalaformer.studies.scoreboard.report import read_rows
-from nalaformer.studies.scoreboard.tables import BEGIN, END, fill, markdown, rows_of, summary
+from nalaformer.studies.scoreboard.tables import BEGIN, END, fill, filled, rows_of, summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROJECT = Path(__file__).parents[2]
@@ -204,10 +204,25 @@ def test_jobs_end_when_somebody_asks_to_stop(monkeypatch):
 # ---- pages
 
 
-def test_the_tables_of_the_page_are_those_of_the_files():
-    page = (PROJECT / "docs" / "scoreboard.md").read_text()
-    shown = page.partition(BEGIN)[2].partition(END)[0].strip()
-    assert shown == markdown(rows_of(PROJECT / "benchmarks" / "results"))
+@pytest.mark.parametrize("page", ["docs/scoreboard.md", "docs/feature-maps.md", "README.md"])
+def test_the_tables_of_pages_are_those_of_the_files(page):
+    text, rows = (PROJECT / page).read_text(), rows_of(PROJECT / "benchmarks" / "results")
+    assert filled(text, rows) == text
+    # which the page does have
+    assert filled(text, []) != text
+
+
+def test_a_page_may_show_some_methods_on_some_rows(tmp_path):
+    rows = run_boards([tiny("mqar_80", methods="softmax, nala_mild")], out=tmp_path / "scoreboard_a.csv")
+    page, mark = tmp_path / "page.md", "<!-- scoreboard of mqar_80, majority_256 by nala_mild, deltanet: begin -->"
+    page.write_text(f"before\n{mark}\nold\n<!-- scoreboard: end -->\nafter\n")
+    fill(page, tmp_path)
+    assert page.read_text().splitlines() == [
+        *("before", mark, ""),
+        *("|  | `mqar_80` | `majority_256` |", "| --- | --- | --- |"),
+        f"| `nala_mild` | {float(rows[1]['test']):.3f} (1) | not measured |",
+        *("| `deltanet` | not measured | - |", "", "<!-- scoreboard: end -->", "after"),
+    ]
 
 
 def test_the_summary_has_seeds_spread_and_state_beside_the_plain_map():

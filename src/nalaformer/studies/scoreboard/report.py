@@ -111,14 +111,19 @@ def mean_if_any(cells: Iterable[str | None]) -> float | None:
 
 
 def best_rate(by_rate: dict[str, list[Row]]) -> tuple[str, list[Row]]:
-    """The rate with the best figure on dev in the mean over the seeds that all rates have, and its rows."""
+    """The rate with the best figure on dev in the mean over the seeds that all rates have, and its rows.
+
+    Of rates that are equal there, the one with more seeds.
+    """
     common = set.intersection(*({row["seed"] for row in rows} for rows in by_rate.values()))
 
-    def dev(item: tuple[str, list[Row]]) -> float:
-        return statistics.mean(float(row["dev"]) for row in item[1] if not common or row["seed"] in common)
-
     is_higher = figure_of(next(iter(by_rate.values()))).higher_is_better
-    return (max if is_higher else min)(by_rate.items(), key=dev)
+
+    def goodness(item: tuple[str, list[Row]]) -> tuple[float, int]:
+        dev = statistics.mean(float(row["dev"]) for row in item[1] if not common or row["seed"] in common)
+        return dev if is_higher else -dev, len(item[1])
+
+    return max(by_rate.items(), key=goodness)
 
 
 def differing(settings: Sequence[str]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The tables of a page, made from the files of scoreboards: nobody copies a figure by hand."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from .report import Row, Standing, figure_of, read_rows, standings
 from .rows import ROWS
 
 BEGIN, END = "<!-- tables of the scoreboard: begin -->", "<!-- tables of the scoreboard: end -->"
+# a page may show a few methods on a few rows as well, which the mark names
+IN_BRIEF = re.compile(r"(<!-- scoreboard of ([\w, ]+) by ([\w, ]+): begin -->).*?(<!-- scoreboard: end -->)", re.DOTALL)
 HEAD = ("method", "test", "± sd", "seeds", "dev", "best rate", "steps", "parameters", "state", "norm-entropy", "drop", "rank")
 PATTERN = "scoreboard_*.csv"
 NONE = "No row has been measured yet."
@@ -38,12 +41,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def summary(by_title: dict[str, list[Row]]) -> str:
     """Methods by tasks: the mean over seeds on test, with its spread; what is missing is called so."""
-    found: dict[str, dict[str, Standing]] = {title: {} for title in by_title}
-    for title, rows in by_title.items():
-        for each in standings(rows):
-            # of several settings those with most seeds
-            if (known := found[title].get(each.method)) is None or each.seeds > known.seeds:
-                found[title][each.method] = each
+    found = {title: standing_by_method(rows) for title, rows in by_title.items()}
     labels = [method.label for method in METHODS_OF_THE_BOARD.values()]
     lines = [
         [short_name(label), state_of(label, found), *(cell(label, title, found[title]) for title in found)] for label in labels
@@ -55,6 +53,25 @@ def summary(by_title: dict[str, list[Row]]) -> str:
     )
     heads = [title + named_figure(rows) for title, rows in by_title.items()]
     return f"{table(['method', 'state', *heads], lines)}\n\n{about}"
+
+
+def in_brief(rows: Sequence[Row], titles: Sequence[str], methods: Sequence[str]) -> str:
+    """Some methods on some tasks, by their names."""
+    by_title = {title: [row for row in rows if row["task"] == title] for title in titles}
+    found = {title: standing_by_method(of_title) for title, of_title in by_title.items()}
+    labels = {name: METHODS_OF_THE_BOARD[name].label for name in methods}
+    lines = [[f"`{name}`", *(cell(label, title, found[title]) for title in titles)] for name, label in labels.items()]
+    heads = [f"`{title}`" + (named_figure(by_title[title]) if by_title[title] else "") for title in titles]
+    return table(["", *heads], lines)
+
+
+def standing_by_method(rows: Sequence[Row]) -> dict[str, Standing]:
+    found: dict[str, Standing] = {}
+    for each in standings(rows):
+        # of several settings those with most seeds
+        if (known := found.get(each.method)) is None or each.seeds > known.seeds:
+            found[each.method] = each
+    return found
 
 
 def named_figure(rows: Sequence[Row]) -> str:
@@ -123,11 +140,23 @@ def measured_with(rows: Sequence[Row]) -> str:
     return f"{devices}; {loops}; commit {commits}; {len(rows)} runs, whose times add up to {minutes:.0f} minutes."
 
 
+def filled(text: str, rows: Sequence[Row]) -> str:
+    """The text of a page with its tables as the rows say, between the marks that it holds."""
+
+    def brief(found: re.Match[str]) -> str:
+        titles, methods = ([name.strip() for name in names.split(",")] for names in found.group(2, 3))
+        return f"{found.group(1)}\n\n{in_brief(rows, titles, methods)}\n\n{found.group(4)}"
+
+    text = IN_BRIEF.sub(brief, text)
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{markdown(rows)}\n\n{END}{after}" if begin and end else text
+
+
 def fill(page: str | Path, folder: str | Path) -> None:
     """Write the tables of the files in `folder` between the marks of the page."""
     path = Path(page)
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
+    text = path.read_text(encoding="utf-8")
+    if END not in text.partition(BEGIN)[2] and not IN_BRIEF.search(text):
         raise ValueError(f"{path} must hold the marks {BEGIN} and {END}, between which its tables stand")
-    write_atomically(path, f"{before}{BEGIN}\n\n{markdown(rows_of(folder))}\n\n{END}{after}".encode())
+    write_atomically(path, filled(text, rows_of(folder)).encode())
