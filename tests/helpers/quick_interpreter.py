@@ -22,8 +22,8 @@ def quicken() -> None:
         replace_functions_once(interpreter)
         share_types(interpreter)
         leave_out_unread_checks(interpreter.interpreter_builder)
-    except AttributeError:
-        # a version with other names inside: slower, and as right
+    except (AttributeError, TypeError):
+        # a version with other names or options inside: slower, and as right
         return
 
 
