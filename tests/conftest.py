@@ -4,6 +4,9 @@ import os
 
 # before anything imports nalaformer's kernels: @triton.jit reads it when it decorates
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# before torch is imported, here and in the processes that tests start: the threads of tests side by side wait for one another
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

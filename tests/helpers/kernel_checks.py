@@ -65,18 +65,26 @@ def check(name, tensors, *, heads, head_dim, bar=BAR, **arguments):
     """
     upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1]).to(DEVICE)
 
-    def errors(backend, inputs):
-        exact, found = (
-            outcome(backend, name, dtype, inputs, upstream, heads=heads, head_dim=head_dim, **arguments)
-            for backend, dtype in (("reference", torch.float64), (backend, torch.float32))
-        )
-        return [relative_error(x, y) for x, y in zip(found, exact, strict=True)]
+    def run(backend, dtype, inputs):
+        return outcome(backend, name, dtype, inputs, upstream, heads=heads, head_dim=head_dim, **arguments)
 
-    alike = [[x * (1 + 2**-23 * torch.randn_like(x)) for x in tensors] for _ in range(2)]
-    plain = [errors("reference", inputs) for inputs in (tensors, *alike)]
-    for ours, *near in zip(errors("triton", tensors), *plain, strict=True):
+    check_errors(run, tensors, bar)
+
+
+def check_errors(run, tensors, bar=BAR):
+    """Hold the kernels to the bar, or to what plain float32 misses; run(backend, dtype, inputs) gives what to compare."""
+    exact = run("reference", torch.float64, tensors)
+    ours = [relative_error(x, y) for x, y in zip(run("triton", torch.float32, tensors), exact, strict=True)]
+    near = [[0.0] for _ in ours]
+    # under the bar with room to spare, what plain float32 misses decides nothing, and takes longer than the kernels
+    if not all(error < bar / 3 for error in ours):
+        alike = [[x * (1 + 2**-23 * torch.randn_like(x)) for x in tensors] for _ in range(2)]
+        pairs = [(tensors, exact), *((inputs, run("reference", torch.float64, inputs)) for inputs in alike)]
+        plain = [zip(run("reference", torch.float32, inputs), exactly, strict=True) for inputs, exactly in pairs]
+        near = [[relative_error(x, y) for x, y in same] for same in zip(*plain, strict=True)]
+    for error, misses in zip(ours, near, strict=True):
         # room: the sums are conditioned alike, and the bar is some times what plain float32 misses on three such inputs
-        assert ours < bar + OF_PLAIN * max(near)
+        assert error < bar + OF_PLAIN * max(misses)
 
 
 HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}

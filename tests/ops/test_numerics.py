@@ -336,14 +336,13 @@ def test_other_tokens_are_as_in_float64_when_one_query_is_zero(map_name, causal,
 
 @pytest.mark.parametrize("norm", [0.0, 1e-20, 1e-10, 1e-6, 1e-5, 1.01e-5, 1e-4, 1e-2], ids="{:g}".format)
 def test_the_gradient_of_a_tiny_query_is_bounded(map_name, causal, norm, make_map, make_qkv):
-    # of one output at a time, with keys of unit norm: 1/eps times a key is what a plain map gives at most
+    # of one output at a time, each in samples of its own, with keys of unit norm: 1/eps times a key is what a plain map gives
+    # at most
     q, k, v = make_qkv(2, 9, dtype=torch.float32)
     q, k = norm * q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
-    feature_map = make_map(map_name)
-    for channel in range(8):
-        upstream = torch.zeros_like(q)
-        upstream[..., channel] = 1
-        assert run(feature_map, q, k, v, upstream, causal=causal)[1].abs().max() <= 1e6 * v.abs().max()
+    upstream = torch.eye(8).repeat_interleave(2, 0)[:, None, None].expand(16, 9, 2, 8)
+    gradient = run(make_map(map_name), *(x.repeat(8, 1, 1, 1) for x in (q, k, v)), upstream, causal=causal)[1]
+    assert gradient.abs().max() <= 1e6 * v.abs().max()
 
 
 # float16 gradients end at 65504, while near the norm 1e-5, where a query loses its direction, they reach 1.3e5

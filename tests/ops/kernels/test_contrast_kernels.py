@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nalaformer
-from helpers.kernel_checks import BAR, DEVICE, HALF_ULP, OF_PLAIN, make, relative_error
+from helpers.kernel_checks import BAR, DEVICE, HALF_ULP, check_errors, make, relative_error
 from nalaformer import Rotary, feature_map, global_query_weight, linear_attention
 from nalaformer.ops.backend import INTERPRETING
 from nalaformer.ops.kernels.linear import call
@@ -50,16 +50,10 @@ def check(name, tensors, **arguments):
     """As near to float64 as plain float32, some times over; of inputs that differ by a rounding, the most that that misses."""
     upstream = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1]).to(DEVICE)
 
-    def errors(backend, given):
-        exact = outcome("reference", torch.float64, name, given, upstream, **arguments)
-        found = outcome(backend, torch.float32, name, given, upstream, **arguments)
-        return [relative_error(x, y) for x, y in zip(found, exact, strict=True)]
+    def run(backend, dtype, given):
+        return outcome(backend, dtype, name, given, upstream, **arguments)
 
-    alike = [[x * (1 + 2**-23 * torch.randn_like(x)) for x in tensors] for _ in range(2)]
-    plain = [errors("reference", given) for given in (tensors, *alike)]
-    for ours, *near in zip(errors("triton", tensors), *plain, strict=True):
-        # room: the sums are conditioned alike, and the bar is some times what plain float32 misses on three such inputs
-        assert ours < BAR + OF_PLAIN * max(near)
+    check_errors(run, tensors)
 
 
 def test_short_inputs_in_one_launch(parts):
