@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from ...analysis import attention_entropy, entropy_drop, spearman
 from ...analysis.compare import LEAST_DROP, weights_of
+from ...analysis.records import as_shares
 from ...attention import Attention
 from ...data.sequences.pointing import Pointing
+from ...ops import attention_weights
 from ...recipes import load_run
 
 SEQUENCES = 64
@@ -53,7 +55,7 @@ def diagnose(folder: Path) -> Diagnosis:
     layers = queries_and_keys(run.model, inputs)
     asking = slice(keys, None)
     norms = [q[:, asking].norm(dim=-1).transpose(1, 2) for _, q, _ in layers]  # [B, H, probes]
-    entropies = [attention_entropy(weights_of(layer.map, q, k))[..., asking] for layer, q, k in layers]
+    entropies = [attention_entropy(shares_of(layer, q, k))[..., asking] for layer, q, k in layers]
     drops, correlations = [], []
     for layer_norms, layer_entropy in zip(norms, entropies, strict=True):
         for head in range(layer_norms.shape[1]):
@@ -70,7 +72,7 @@ def diagnose(folder: Path) -> Diagnosis:
         norms=tuple(part.mean().item() for part in all_norms.sort().values.tensor_split(BINS)),
         entropies=tuple(part.mean().item() for part in all_entropy.tensor_split(BINS)),
         grown=tuple(
-            torch.stack([attention_entropy(weights_of(layer.map, f * q, k))[..., asking].mean() for layer, q, k in layers])
+            torch.stack([attention_entropy(shares_of(layer, f * q, k))[..., asking].mean() for layer, q, k in layers])
             .mean()
             .item()
             for f in FACTORS
@@ -100,10 +102,17 @@ def queries_and_keys(model: nn.Module, inputs: Tensor) -> list[tuple[Attention, 
     return found
 
 
+def shares_of(layer: Attention, q: Tensor, k: Tensor) -> Tensor:
+    """[B, H, N, M]: weights as shares of their row; absolute values, since a contrast may make them negative. Of two streams
+    the first."""
+    if layer.map is None:
+        return weights_of(None, q, k)
+    return as_shares(attention_weights(q, k, feature_map=layer.map, contrast=layer.contrast_of(q)))
+
+
 def weights_by_nearness(layers: list[tuple[Attention, Tensor, Tensor]], inputs: Tensor, keys: int, dimensions: int) -> Tensor:
     """[B, probes, keys]: what each probe gives to its keys, the nearest first, by the head that gives most to the nearest."""
-    heads = torch.cat([weights_of(layer.map, q, k) for layer, q, k in layers], dim=1)
-    heads = heads / heads.sum(-1, keepdim=True).clamp(min=1e-12)
+    heads = torch.cat([shares_of(layer, q, k) for layer, q, k in layers], dim=1)
     heads = heads[:, :, keys:, :keys]  # [B, heads of all layers, probes, keys]
     directions = inputs[..., :dimensions]
     nearest_first = (directions[:, keys:] @ directions[:, :keys].mT).argsort(dim=-1, descending=True)
