@@ -10,7 +10,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from nalaformer.attention import build
 from nalaformer.recipes import build_model
 from nalaformer.studies.demo import (
     ENTRIES,
@@ -26,7 +25,7 @@ from nalaformer.studies.demo import (
     write_report,
 )
 from nalaformer.studies.demo.cost import milliseconds, network
-from nalaformer.studies.demo.diagnose import FACTORS, shares_of
+from nalaformer.studies.demo.diagnose import FACTORS
 from nalaformer.studies.demo.intervals import difference_of, mean_of
 from nalaformer.studies.demo.pictures import looks
 from nalaformer.studies.demo.trained import diagnose_trained
@@ -111,7 +110,8 @@ def test_the_page_marks_our_map_and_recommends_it_only_where_the_figures_bear_it
         text = write_report(found, tmp_path / "report.html").read_text(encoding="utf-8")
         assert text.count('<tr class="ours"><td>channel softmax + contrast (ours)</td>') == 1
         assert ('<p class="advice">' in text) == found.ours_is_recommended == is_recommended
-        assert all(line in html.unescape(text) for line in found.findings())
+        # each sentence once, the recommendation too
+        assert [html.unescape(text).count(line) for line in found.findings()] == [1] * len(found.findings())
 
 
 # ---- what it says
@@ -171,19 +171,6 @@ def test_weights_by_nearness_are_those_of_the_keys(result):
         assert weights.min() >= 0
         # probes see the other probes too
         assert (weights.sum(-1) < 1).all()
-
-
-def test_weights_of_a_layer_with_a_contrast_are_those_that_its_values_meet():
-    layer = build("linear", dim=16, num_heads=2, feature_map="channel_softmax", contrast="learned").double()
-    # long queries: some weights are negative
-    q, k = torch.randn(2, 1, 40, 2, 8, dtype=torch.float64) * torch.tensor([5.0, 1.0])[:, None, None, None, None]
-    # a value for each token that no other has: what a query gathers is its row of weights
-    values = torch.eye(40, dtype=torch.float64)[None, :, None].expand(1, 40, 2, 40)
-    with torch.no_grad():
-        shares = shares_of(layer, q, k)
-        weights = layer.attend(q, k, values, (1, 40), (1, 40), None, None).transpose(1, 2)
-    assert weights.min() < -0.01
-    torch.testing.assert_close(shares, weights.abs() / weights.abs().sum(-1, keepdim=True), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)

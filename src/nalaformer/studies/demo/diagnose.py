@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from ...analysis import attention_entropy, entropy_drop, spearman
 from ...analysis.compare import LEAST_DROP, weights_of
-from ...analysis.records import as_shares
 from ...attention import Attention
 from ...data.sequences.pointing import Pointing
-from ...ops import attention_weights
 from ...recipes import load_run
 
 SEQUENCES = 64
@@ -22,7 +20,11 @@ FACTORS = tuple(2.0 ** (step / 2) for step in range(-6, 7))
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Statistics of one trained network on the first eval sequences, over the tokens that ask; entropies in nats."""
+    """Statistics of one trained network on the first eval sequences, over the tokens that ask; entropies in nats.
+
+    Weights are those of the feature map. A contrast is left out: it takes the same off the weight of every key, which may then
+    be negative, and signed weights have no entropy.
+    """
 
     correlation: float
     """Spearman of query norm and entropy over the tokens of a head, mean over heads; 0 below a drop of 0.02 nats."""
@@ -55,7 +57,7 @@ def diagnose(folder: Path) -> Diagnosis:
     layers = queries_and_keys(run.model, inputs)
     asking = slice(keys, None)
     norms = [q[:, asking].norm(dim=-1).transpose(1, 2) for _, q, _ in layers]  # [B, H, probes]
-    entropies = [attention_entropy(shares_of(layer, q, k))[..., asking] for layer, q, k in layers]
+    entropies = [attention_entropy(weights_of(layer.map, q, k))[..., asking] for layer, q, k in layers]
     drops, correlations = [], []
     for layer_norms, layer_entropy in zip(norms, entropies, strict=True):
         for head in range(layer_norms.shape[1]):
@@ -72,7 +74,7 @@ def diagnose(folder: Path) -> Diagnosis:
         norms=tuple(part.mean().item() for part in all_norms.sort().values.tensor_split(BINS)),
         entropies=tuple(part.mean().item() for part in all_entropy.tensor_split(BINS)),
         grown=tuple(
-            torch.stack([attention_entropy(shares_of(layer, f * q, k))[..., asking].mean() for layer, q, k in layers])
+            torch.stack([attention_entropy(weights_of(layer.map, f * q, k))[..., asking].mean() for layer, q, k in layers])
             .mean()
             .item()
             for f in FACTORS
@@ -102,17 +104,10 @@ def queries_and_keys(model: nn.Module, inputs: Tensor) -> list[tuple[Attention, 
     return found
 
 
-def shares_of(layer: Attention, q: Tensor, k: Tensor) -> Tensor:
-    """[B, H, N, M]: weights as shares of their row; absolute values, since a contrast may make them negative. Of two streams
-    the first."""
-    if layer.map is None:
-        return weights_of(None, q, k)
-    return as_shares(attention_weights(q, k, feature_map=layer.map, contrast=layer.contrast_of(q)))
-
-
 def weights_by_nearness(layers: list[tuple[Attention, Tensor, Tensor]], inputs: Tensor, keys: int, dimensions: int) -> Tensor:
     """[B, probes, keys]: what each probe gives to its keys, the nearest first, by the head that gives most to the nearest."""
-    heads = torch.cat([shares_of(layer, q, k) for layer, q, k in layers], dim=1)
+    heads = torch.cat([weights_of(layer.map, q, k) for layer, q, k in layers], dim=1)
+    heads = heads / heads.sum(-1, keepdim=True).clamp(min=1e-12)
     heads = heads[:, :, keys:, :keys]  # [B, heads of all layers, probes, keys]
     directions = inputs[..., :dimensions]
     nearest_first = (directions[:, keys:] @ directions[:, :keys].mT).argsort(dim=-1, descending=True)
