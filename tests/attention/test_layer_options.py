@@ -290,6 +290,17 @@ def test_a_causal_token_reaches_later_ones_alone(method):
         assert torch.equal(reached, torch.arange(15) >= (6 if causal else 0))
 
 
+@PARTS.of("block")
+@pytest.mark.parametrize("method", ["linear", "softmax"])
+def test_a_token_of_a_block_reaches_all_of_its_block_and_later_ones(method):
+    for block, first in ((1, 6), (4, 4), (7, 0), (30, 0)):
+        layer, x = make(method, causal=True, block=block), tokens()
+        before = layer(x)
+        x[:, 6] += 1
+        reached = (layer(x) - before).abs().amax((0, 2)) > 1e-9
+        assert torch.equal(reached, torch.arange(15) >= first)
+
+
 # --- whole methods ------------------------------------------------------------------------------------------------------
 
 

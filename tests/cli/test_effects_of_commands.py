@@ -505,6 +505,25 @@ def test_compare_trains_networks_and_draws_what_they_do(tmp_path, monkeypatch):
     run("compare", "--trained", "--seed", -1, fails="seed must not be negative, got -1; take 0 or more")
 
 
+@COMMANDS.of("demo.all_methods")
+def test_all_methods_of_the_demo_are_those_that_it_leaves_out_for_time_too(tmp_path, monkeypatch):
+    from nalaformer.studies import demo
+
+    chosen = []
+
+    class Result:
+        def findings(self):
+            return []
+
+    monkeypatch.setattr(demo, "run_demo", lambda out, *, entries, **options: chosen.append(entries) or Result())
+    monkeypatch.setattr(demo, "write_report", lambda result, path: path)
+    monkeypatch.setattr(demo, "demo_table", lambda result: "")
+    run("demo", "--out", tmp_path)
+    run("demo", "--out", tmp_path, "--all-methods")
+    assert [entry.label for entry in chosen[1][len(chosen[0]) :]] == ["1 + ELU", "channel softmax"]
+    assert demo.OURS in chosen[0]
+
+
 @COMMANDS.of("demo.out", "demo.seeds", "demo.steps")
 def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
     from nalaformer.studies import demo
@@ -513,7 +532,7 @@ def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "milliseconds", lambda entries: dict.fromkeys(entries, (1.0, 2.0, 3.0)))
     monkeypatch.setattr(demo, "write_report", lambda result, path: path)
     whole = demo.run_demo
-    monkeypatch.setattr(demo, "run_demo", lambda *a, **k: whole(*a, **k, entries=demo.ENTRIES[:1], workers=1))
+    monkeypatch.setattr(demo, "run_demo", lambda *a, **k: whole(*a, **(k | {"entries": demo.ENTRIES[:1]}), workers=1))
     assert f"report: {tmp_path / 'report.html'}" in run("demo", "--out", tmp_path, "--seeds", 1, "--steps", 2)
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"pointing_softmax_seed0", "majority_softmax_seed0"}
     log = read_log(tmp_path / "runs" / "majority_softmax_seed0" / "log.jsonl")

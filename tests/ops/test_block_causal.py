@@ -87,6 +87,29 @@ def test_masks_positions_contrasts_and_weights_of_keys_work_in_blocks(kind):
     assert distance(out, by_mask(phi, q, k, v, seen(3, key_mask=key_mask), **expected)) < EXACT
 
 
+@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize("name", FEATURE_MAPS.names())
+def test_weights_of_some_rows_are_those_of_their_blocks(name, size):
+    options = {"variance": False} if name == "reflection" else {}
+    phi, (q, k, v) = feature_map(name, num_heads=2, head_dim=8, **options).double(), inputs()
+    # a large key sets the scale of its whole block, of tokens in front of it too
+    k[:, 6] *= size
+    key_mask = torch.ones(2, TOKENS, dtype=torch.bool)
+    key_mask[0, 5] = False
+    places = [9, 4, 0, 10]
+    found = [
+        nalaformer.attention_weights(
+            *(q, k), feature_map=phi, causal=True, block=4, key_mask=key_mask, rows=places, stream=stream
+        )
+        for stream in range(phi.streams)
+    ]
+    # each stream meets its part of the values
+    parts = [torch.einsum("bhij,bjhv->bihv", w, part) for w, part in zip(found, v.chunk(phi.streams, -1), strict=True)]
+    expected = by_mask(phi, q, k, v, seen(4, key_mask=key_mask))[:, places]
+    assert distance(torch.cat(parts, -1), expected) < EXACT
+    assert all(not w[:, :, 1:3, 8:].any() for w in found)
+
+
 def test_gradients_are_those_of_the_formula():
     phi, tensors = feature_map("polarity_exp", num_heads=2, head_dim=8).double(), inputs()
     for x in tensors:
@@ -111,6 +134,8 @@ def test_blocks_that_have_no_meaning_or_no_kernel_are_refused():
             linear_attention(q, k, v, feature_map=phi, causal=True, block=wrong)
     with pytest.raises(ValueError, match="got block=2 with causal=False"):
         linear_attention(q, k, v, feature_map=phi, block=2)
+    with pytest.raises(ValueError, match="got block=2 with causal=False"):
+        nalaformer.attention_weights(q, k, feature_map=phi, block=2)
     ends = torch.tensor([0, 4, TOKENS])
     with pytest.raises(ValueError, match="packed sequences have no blocks"):
         linear_attention(q[0], k[0], v[0], feature_map=phi, causal=True, block=2, cu_seqlens=ends)

@@ -1,5 +1,6 @@
 """The demo: its two tasks, its sentences, its page."""
 
+import html
 import math
 import statistics
 import time
@@ -10,7 +11,19 @@ import torch
 from rich.console import Console
 
 from nalaformer.recipes import build_model
-from nalaformer.studies.demo import ENTRIES, TASKS, cost, demo_recipe, demo_table, run_demo, study, write_report
+from nalaformer.studies.demo import (
+    ENTRIES,
+    MORE_ENTRIES,
+    OURS,
+    TASKS,
+    cost,
+    demo_recipe,
+    demo_table,
+    pictures,
+    run_demo,
+    study,
+    write_report,
+)
 from nalaformer.studies.demo.cost import milliseconds, network
 from nalaformer.studies.demo.diagnose import FACTORS
 from nalaformer.studies.demo.intervals import difference_of, mean_of
@@ -21,7 +34,7 @@ from nalaformer.training import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LABELS = [entry.label for entry in ENTRIES]
-CHOSEN = tuple(entry for entry in ENTRIES if entry.label in ("softmax", "linear (ReLU)", "MirrorLA", "NaLaFormer"))
+CHOSEN = tuple(entry for entry in ENTRIES if entry.label in ("softmax", "linear (ReLU)", "NaLaFormer", OURS.label))
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +95,30 @@ def test_what_trained_queries_do_is_that_of_the_demo_and_nothing_is_trained_twic
 
 
 def test_every_method_of_the_picture_has_its_own_look():
+    every = [*LABELS, *(entry.label for entry in MORE_ENTRIES)]
     for part in ("color", "marker"):
-        assert len({look[part] for look in looks(LABELS).values()}) == len(ENTRIES)
+        assert len({look[part] for look in looks(every).values()}) == len(every)
+
+
+def test_the_page_marks_our_map_and_recommends_it_only_where_the_figures_bear_it(result, tmp_path, monkeypatch):
+    # pictures take seconds
+    monkeypatch.setattr(pictures, "PICTURES", dict.fromkeys(pictures.PICTURES, lambda result: None))
+    monkeypatch.setattr(pictures, "write_picture", lambda figure, folder, name: b"")
+    scores = {"softmax": (0.93, 0.96), "linear": (0.78, 0.781), "channel_softmax": (0.94, 0.941)}
+    for nalaformer, is_recommended in (((0.86, 0.861), True), ((0.98, 0.981), False)):
+        found = with_scores(result, **scores, nalaformer=nalaformer)
+        text = write_report(found, tmp_path / "report.html").read_text(encoding="utf-8")
+        assert text.count('<tr class="ours"><td>channel softmax + contrast (ours)</td>') == 1
+        assert ('<p class="advice">' in text) == found.ours_is_recommended == is_recommended
+        # each sentence once, the recommendation too
+        assert [html.unescape(text).count(line) for line in found.findings()] == [1] * len(found.findings())
 
 
 # ---- what it says
 
 
 def test_a_lead_is_claimed_only_where_the_interval_lies_on_one_side(result):
-    scores = {"softmax": (1.0, 1.0), "mirrorla": (0.1, 0.1)}
+    scores = {"softmax": (1.0, 1.0), "channel_softmax": (0.1, 0.1)}
     clear = with_scores(result, **scores, nalaformer=(0.85, 0.851), linear=(0.78, 0.781)).findings()
     assert any("NaLaFormer (0.85) leads linear (ReLU) (0.78) by 0.0" in line for line in clear)
     spread = with_scores(result, **scores, nalaformer=(0.6, 0.9), linear=(0.55, 0.8)).findings()
@@ -100,15 +128,17 @@ def test_a_lead_is_claimed_only_where_the_interval_lies_on_one_side(result):
 
 
 def test_a_method_that_loses_at_the_flat_task_is_named(result):
-    even = with_scores(result, softmax=(0.9, 0.91), nalaformer=(0.9, 0.91), linear=(0.9, 0.92), mirrorla=(0.9, 0.91))
+    even = with_scores(result, softmax=(0.9, 0.91), nalaformer=(0.9, 0.91), linear=(0.9, 0.92), channel_softmax=(0.9, 0.91))
     assert any("no other is behind it" in line for line in even.findings())
-    losing = with_scores(result, softmax=(0.9, 0.901), nalaformer=(0.5, 0.501), linear=(0.9, 0.92), mirrorla=(0.9, 0.91))
+    scores = {"softmax": (0.9, 0.901), "linear": (0.9, 0.92), "channel_softmax": (0.9, 0.91)}
+    losing = with_scores(result, **scores, nalaformer=(0.5, 0.501))
     assert any("behind it by more than the seeds' spread: NaLaFormer (-0.40)" in line for line in losing.findings())
 
 
 def test_one_seed_claims_no_lead(result):
-    alone = with_scores(result, softmax=(1.0,), nalaformer=(0.9,), linear=(0.1,), mirrorla=(0.1,)).findings()
-    assert not any("leads" in line for line in alone)
+    alone = with_scores(result, softmax=(1.0,), nalaformer=(0.1,), linear=(0.1,), channel_softmax=(0.9,))
+    assert not any("leads" in line or "recommend" in line for line in alone.findings())
+    assert not alone.ours_is_recommended
 
 
 def test_intervals_hold_the_mean_and_the_difference_as_often_as_they_say():
@@ -144,11 +174,16 @@ def test_weights_by_nearness_are_those_of_the_keys(result):
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.label)
+@pytest.mark.parametrize("entry", [*ENTRIES, *MORE_ENTRIES], ids=lambda entry: entry.label)
 def test_only_the_feature_map_differs_between_methods(entry, task):
     recipe = demo_recipe(task, entry, seed=0)
     facts = Sequences(recipe.task).facts()
-    names = {name for name, _ in build_model(recipe, facts).named_parameters() if ".map." not in name}
+    model = build_model(recipe, facts)
+    names = {name for name, _ in model.named_parameters() if ".map." not in name}
+    # offset and slope in both layers, of the map of our own alone
+    contrasts = {name for name in names if ".contrast." in name}
+    assert len(contrasts) == (4 if entry == OURS else 0)
+    names -= contrasts
     softmax = build_model(demo_recipe(task, ENTRIES[0], seed=0), facts)
     assert names == {name for name, _ in softmax.named_parameters()}
 

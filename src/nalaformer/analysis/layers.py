@@ -197,7 +197,10 @@ class Recorder(TorchFunctionMode):
                 q, k = layout.split(q), layout.split(k)
             if module.map is None:
                 for found in self.records[seen:]:
+                    assert isinstance(found, SoftmaxRecord)
                     found.windows, found.heads_first = windows, False
+                    # the mask hides these pairs already; whoever counts the keys that a query sees asks here
+                    found.causal, found.block = module.config.causal, module.config.block
                     if self.keep_values:
                         found.values, found.gathered = v, out
                     self._place(found, layer, grid, key_grid)
@@ -215,6 +218,7 @@ class Recorder(TorchFunctionMode):
                 feature_map=module.map,
                 rotary=rotary,
                 causal=module.config.causal,
+                block=module.config.block,
                 key_mask=key_mask,
                 groups=groups,
                 windows=windows,

@@ -167,6 +167,8 @@ class SoftmaxRecord(LayerRecord):
     bias: Tensor | None = field(default=None, repr=False)
     """[P or 1, H or 1, T or 1, S], added to the logits; -inf hides."""
     causal: bool = False
+    block: int = 1
+    """Of causal attention: tokens that see each other."""
     kind = "softmax"
 
     def logits(self, places: Tensor) -> Tensor:
@@ -178,7 +180,7 @@ class SoftmaxRecord(LayerRecord):
             logits = logits + bias.to(dtype)
         if self.causal:
             keys = torch.arange(self.k.shape[1], device=places.device)
-            logits = logits.masked_fill(keys > places[:, None], -torch.inf)
+            logits = logits.masked_fill(keys // self.block > places[:, None] // self.block, -torch.inf)
         return logits
 
     @torch.no_grad()
@@ -203,6 +205,8 @@ class LinearRecord(LayerRecord):
     feature_map: FeatureMap = field(repr=False)
     rotary: "Rotary | tuple[Rotary, Rotary] | None" = field(default=None, repr=False)
     causal: bool = False
+    block: int = 1
+    """Of causal attention: tokens that see each other."""
     key_mask: Tensor | None = field(default=None, repr=False)
     """[P, S]."""
     groups: Groups | None = field(default=None, repr=False)
@@ -240,6 +244,7 @@ class LinearRecord(LayerRecord):
                     rows=places,
                     stream=stream,
                     causal=self.causal,
+                    block=self.block,
                     rotary=self.rotary,
                     key_mask=keys,
                     query_mask=None if self.causal else keys,
@@ -317,6 +322,7 @@ def linear_forms(record: LinearRecord) -> list[LinearForm]:
         record.k,
         feature_map=record.feature_map,
         causal=record.causal,
+        block=record.block,
         rotary=turns,
         key_mask=record.key_mask,
         key_weight=record.key_weight(record.key_mask),

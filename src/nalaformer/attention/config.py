@@ -50,6 +50,8 @@ class AttentionConfig:
     """Windows moved by half their side, as in every second block of Swin; linear attention takes a pass per part of one."""
     causal: bool = False
     """Token i sees tokens 0..i."""
+    block: int = 1
+    """Of a causal layer: token i sees all of its own block of so many tokens and of earlier blocks; 1 is plain causal."""
     weight_dropout: float = 0.0
     """Chance that a weight is dropped in training; softmax only, linear attention has no weight for each pair."""
 
@@ -72,6 +74,15 @@ class AttentionConfig:
             raise ValueError(
                 f"contrast and key_weight are parts of linear attention, got {self.contrast!r} and {self.key_weight!r} without "
                 'a feature map; use "none" for both, or name a feature_map'
+            )
+        if self.block < 1:
+            raise ValueError(
+                f"block must be the number of tokens that see each other, at least 1, got {self.block}; 1 is plain causal"
+            )
+        if self.block > 1 and not self.causal:
+            raise ValueError(
+                f"blocks of tokens are those of a causal layer, got block={self.block} with causal=False; use causal=True, or "
+                "block=1"
             )
         if self.causal and self.key_weight == "global_query":
             raise ValueError(

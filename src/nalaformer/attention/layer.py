@@ -148,8 +148,10 @@ class Attention(nn.Module):
     @torch.no_grad()
     def received(self, x: Tensor, grid: Grid | None = None, *, prefix: int = 0) -> Tensor:
         """How much attention each token gets, [B, N], by `ops.received_attention`; x: [B, N, C]."""
-        if self.config.window or self.config.key_reduction > 1:
-            raise ValueError("received attention needs tokens that all see each other: use window=0 and key_reduction=1")
+        if self.config.window or self.config.key_reduction > 1 or self.config.causal:
+            raise ValueError(
+                "received attention needs tokens that all see each other: use window=0, key_reduction=1 and causal=False"
+            )
         grid = self._checked_grid(x, grid)
         # queries and keys alone: no values, no gate
         bias = None if self.qkvg.bias is None else self.qkvg.bias[: 2 * self.dim]
@@ -231,6 +233,7 @@ class Attention(nn.Module):
             *(q, k, v),
             feature_map=mapped,
             causal=self.config.causal,
+            block=self.config.block,
             rotary=rotary,
             key_mask=visible,
             query_mask=visible,
@@ -264,8 +267,9 @@ class Attention(nn.Module):
         if groups is not None:
             together = (groups.of_tokens[:, :, None] == groups.of_tokens[:, None, :])[:, None]
             mask = together if mask is None else mask & together
-        if self.config.causal and mask is not None:
-            mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+        if self.config.causal and (mask is not None or self.config.block > 1):
+            earlier = self._not_later(q.shape[1], q.device)
+            mask = earlier if mask is None else mask & earlier
         causal = self.config.causal and mask is None
         if self.relative_bias is not None:
             bias = self.relative_bias(grid).to(q.dtype)
@@ -274,6 +278,11 @@ class Attention(nn.Module):
         dropout = self.config.weight_dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
         return out.transpose(1, 2)
+
+    def _not_later(self, tokens: int, device: torch.device) -> Tensor:
+        """[N, N] bool: whether the block of key j is that of query i, or an earlier one."""
+        number = torch.arange(tokens, device=device) // self.config.block
+        return number <= number[:, None]
 
     def _mix_nearby(self, v: Tensor, grid: Grid, groups: Groups | None, out: Tensor) -> Tensor:
         mix = self.local_mix

@@ -266,6 +266,7 @@ def attention_weights(
     query_mask: Tensor | None = None,
     contrast: Tensor | str | None = None,
     key_weight: Tensor | str | None = None,
+    block: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
     """The exact weights that linear attention gives to each value: [B, H, R, M], for diagnostics.
@@ -273,6 +274,7 @@ def attention_weights(
     rows: the queries to look at (all by default: a quadratic amount of memory). stream: which half of the values, for maps
     with two streams. Without rotary and contrast every weight is >= 0; without rotary a row sums to one, up to eps.
     """
+    check_block(block, causal=causal, is_packed=False)
     turns = check_call(
         q, k, k, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps, has_values=False
     )
@@ -296,6 +298,7 @@ def attention_weights(
             key_mask=key_mask,
             eps=eps,
             rows=index,
+            block=block,
             contrast=contrast_of(contrast, q, k, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k)),
             key_weight=weight,
         )[stream]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .features import FeatureMapLike, compute_dtype, key_features, key_log_scale, outside_autocast, query_features
+from .reference import last_of_block
 from .rotary import Rotary
 
 # Queries of exact attention whose weights exist at the same time.
@@ -32,13 +33,15 @@ def linear_forms(
     rotary: tuple[Rotary | None, Rotary | None] = (None, None),
     key_mask: Tensor | None = None,
     key_weight: Tensor | None = None,
+    block: int = 1,
     eps: float = 1e-6,
     asked: int | None = None,
 ) -> list[LinearForm]:
     """The factors of the weights of each stream: q [B, N, H, D], k [B, M, H, D].
 
     asked: only so many queries in front, without positions; None is all.
-    causal: the denominators are those of the keys that a query sees; the product still holds all pairs.
+    causal: the denominators are those of the keys that a query sees, with `block` those of its own block and of earlier ones;
+    the product still holds all pairs.
     """
     with outside_autocast(q):
         dtype = compute_dtype(q, k)
@@ -49,8 +52,12 @@ def linear_forms(
         scale = None if scales is None else scales.amax(dim=1, keepdim=True)  # [B, 1, H, 1]
         turn = rotary[1]
         keys = key_features(mapped, k, k, key_mask=key_mask, rotary=turn, log_scale=scale, dtype=dtype, weight=key_weight)
-        seen = keys.plain.cumsum(1) if causal else keys.plain.sum(1, keepdim=True)
-        count = torch.arange(1, seen.shape[1] + 1, device=seen.device) if causal else keys.visible[:, None]
+        seen, count = keys.plain.sum(1, keepdim=True), keys.visible[:, None]
+        if causal:
+            last = last_of_block(torch.arange(k.shape[1], device=k.device), block, k.shape[1])
+            visible = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+            # counted in the type of the sums: eps times a whole number would be float32
+            seen, count = (x.cumsum(1).index_select(1, last) for x in (keys.plain, visible.to(dtype)))
         forms = []
         for queries in query_features(mapped, q[:, :asked], rotary[0], dtype):
             log_scale = seen.new_zeros(())

@@ -179,9 +179,11 @@ def attention_weights(
     rows: Tensor | None,
     contrast: Contrast | None = None,
     key_weight: Tensor | None = None,
+    block: int = 1,
 ) -> list[Tensor]:
     """The weights that the formula gives to each value, one [B, H, R, M] per stream; rows = None means all.
 
+    block: if causal, each row sees the keys up to the end of its own block of so many tokens.
     A contrast moves them away from equal ones: w_ij + z_i (w_ij - 1/n).
     """
     dtype = compute_dtype(q, k)
@@ -198,8 +200,10 @@ def attention_weights(
     )
     visible = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
     visible = visible[:, None, None, :]  # [B, 1, 1, M]
+    # the last key that each row sees, if causal
+    last = last_of_block(positions, block, k.shape[1])
     if causal:
-        visible = visible & (torch.arange(k.shape[1], device=k.device) <= positions[:, None])
+        visible = visible & (torch.arange(k.shape[1], device=k.device) <= last[:, None])
     count = visible.sum(-1)  # [B, 1, R or 1]
 
     key_scale = shrink = None
@@ -207,7 +211,7 @@ def attention_weights(
         token_scale = scales[..., 0].repeat_interleave(group, dim=2).transpose(1, 2)  # [B, H, M]
         if causal:
             # each row is scaled by the keys that it sees, so that a huge key later on cannot blur an earlier row
-            key_scale = token_scale.cummax(dim=-1).values.index_select(-1, positions)
+            key_scale = token_scale.cummax(dim=-1).values.index_select(-1, last)
         else:
             key_scale = token_scale.amax(dim=-1, keepdim=True)
         shrink = (token_scale[:, :, None, :] - key_scale[..., None]).clamp(max=0).exp()
@@ -241,3 +245,8 @@ def attention_weights(
             found = contrasted(found, visible.to(dtype) / count.clamp(min=1)[..., None], strength)
         weights.append(found)
     return weights
+
+
+def last_of_block(positions: Tensor, block: int, num_tokens: int) -> Tensor:
+    """The last token of the block of each position, blocks of so many tokens; the last block may be shorter."""
+    return ((positions // block + 1) * block - 1).clamp(max=num_tokens - 1)

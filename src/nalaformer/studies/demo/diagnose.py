@@ -20,7 +20,11 @@ FACTORS = tuple(2.0 ** (step / 2) for step in range(-6, 7))
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Statistics of one trained network on the first eval sequences, over the tokens that ask; entropies in nats."""
+    """Statistics of one trained network on the first eval sequences, over the tokens that ask; entropies in nats.
+
+    Weights are those of the feature map. A contrast is left out: it takes the same off the weight of every key, which may then
+    be negative, and signed weights have no entropy.
+    """
 
     correlation: float
     """Spearman of query norm and entropy over the tokens of a head, mean over heads; 0 below a drop of 0.02 nats."""

@@ -11,15 +11,16 @@ from ...analysis.pictures import BLACK, BLUE, GREY, OTHER_COLOURS, VERMILION
 from ...charts import new_figure, tidy
 from .cost import TOKENS
 from .diagnose import FACTORS, Diagnosis
-from .entries import TASKS
+from .entries import OURS, TASKS
 from .intervals import mean_of
 from .study import DemoResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# softmax black, plain linear grey, NaLaFormer and the best of the others strong: those that the eye should find first
-COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION, "Hedgehog": BLUE}
+PURPLE = "#7B1FA2"
+# softmax black, plain linear grey, NaLaFormer, ours and the best of the others strong: those that the eye should find first
+COLOURS = {"softmax": BLACK, "linear (ReLU)": GREY, "NaLaFormer": VERMILION, "Hedgehog": BLUE, OURS.label: PURPLE}
 # colours are not the only code: every line has its own marker too
 MARKERS = "osv^D<>PX*"
 DPI = 110
@@ -66,6 +67,8 @@ def scores(result: DemoResult) -> "Figure":
         axes.axvline(result.chance[task.name], color=GREY, linewidth=1, linestyle=":")
         axes.set(yticks=range(len(found)), xlim=(0, 1.01), xlabel="accuracy (dotted: chance)")
         axes.set_yticklabels([finding.entry.label for finding in found])
+        for text in axes.get_yticklabels():
+            text.set_fontweight("bold" if text.get_text() == OURS.label else "normal")
         axes.set_title(f"{task.name}: needs {task.needs} attention", loc="left", fontsize=11)
         tidy(axes, grid="x")
     return figure
@@ -117,7 +120,7 @@ def attention_maps(result: DemoResult) -> "Figure":
     """Where 16 probes of one sequence look: a row for each, its keys ordered from the nearest to the farthest."""
     columns = 4
     rows = -(-len(result.found) // columns)
-    figure = new_figure(9, 2.1 * rows + 0.3, dpi=DPI)
+    figure = new_figure(9, 2.2 * rows + 0.3, dpi=DPI)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
@@ -125,7 +128,7 @@ def attention_maps(result: DemoResult) -> "Figure":
         axes.set_axis_on()
         shown = axes.imshow(finding.diagnosis.by_nearness.numpy(), cmap="magma", vmin=0, vmax=1, aspect="auto")
         on_nearest = finding.diagnosis.mean_by_nearness[0].item()
-        axes.set_title(f"{finding.entry.label}: {on_nearest:.2f} on the nearest", fontsize=8, loc="left")
+        axes.set_title(f"{finding.entry.label}\n{on_nearest:.2f} on the nearest", fontsize=8, loc="left")
         axes.set(xticks=[], yticks=[])
     for axes in grid[-1]:
         axes.set_xlabel("nearest key ... farthest", fontsize=8)

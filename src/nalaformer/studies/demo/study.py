@@ -19,7 +19,7 @@ from ...recipes import make_trainer
 from ...training.log import read_log
 from .cost import TOKENS, milliseconds
 from .diagnose import Diagnosis, diagnose
-from .entries import ENTRIES, TASKS, DemoTask, Entry, demo_recipe
+from .entries import ENTRIES, OURS, TASKS, DemoTask, Entry, demo_recipe
 from .intervals import difference_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,15 @@ class DemoResult:
 
     def findings(self) -> list[str]:
         """The findings in words: only what the figures support."""
-        lines = [self.on_pointing(), *self.against("linear (ReLU)"), self.on_majority(), self.on_norms(), self.on_cost()]
+        lines = [
+            self.on_pointing(),
+            *self.on_ours(),
+            self.advice(),
+            *self.against("linear (ReLU)"),
+            self.on_majority(),
+            self.on_norms(),
+            self.on_cost(),
+        ]
         return [line for line in lines if line]
 
     def on_pointing(self) -> str:
@@ -75,11 +83,57 @@ class DemoResult:
             f"time, {order}."
         )
 
+    def on_ours(self) -> list[str]:
+        """The map of our own beside softmax and beside the best published one in linear time: whoever leads is named."""
+        by_label = {finding.entry.label: finding for finding in self.found}
+        ours, softmax = by_label.pop(OURS.label, None), by_label.pop("softmax", None)
+        if ours is None:
+            return []
+        best = max(self.published, key=lambda f: mean(f, "pointing"), default=None)
+        return [f"At pointing {verdict(ours, rival, 'pointing')}" for rival in (softmax, best) if rival is not None]
+
+    @property
+    def published(self) -> list[Finding]:
+        """The methods in linear time that are not ours."""
+        return [finding for finding in self.found if finding.entry.label != "softmax" and not is_ours(finding.entry)]
+
+    @property
+    def ours_is_recommended(self) -> bool:
+        """Whether the seeds bear it: at pointing it leads plain linear attention and no published map in linear time leads it,
+        and softmax does not lead it at the flat task."""
+        by_label = {finding.entry.label: finding for finding in self.found}
+        ours, softmax, plain = (by_label.get(label) for label in (OURS.label, "softmax", "linear (ReLU)"))
+        if ours is None or softmax is None or plain is None:
+            return False
+        is_led = any(leads(rival, ours, "pointing") for rival in self.published)
+        return leads(ours, plain, "pointing") and not is_led and not leads(softmax, ours, "majority")
+
+    def advice(self) -> str:
+        """When to take the map of our own, as far as the intervals say it; nothing with one seed."""
+        by_label = {finding.entry.label: finding for finding in self.found}
+        ours, softmax, plain = (by_label.get(label) for label in (OURS.label, "softmax", "linear (ReLU)"))
+        if ours is None or softmax is None or plain is None or self.seeds < 2:
+            return ""
+        if self.ours_is_recommended:
+            best = max(self.published, key=lambda f: mean(f, "pointing"))
+            name = f"{best.entry.label} ({mean(best, 'pointing'):.2f})"
+            reason = f"it leads the best published map in linear time, {name}"
+            if not leads(ours, best, "pointing"):
+                reason = f"{self.seeds} seeds show no published map in linear time ahead of it. {name} may be as good or better"
+            sharper = " Where the time of softmax is no matter, it points better." if leads(softmax, ours, "pointing") else ""
+            return f"Where sharp lookups matter and softmax costs too much, we recommend {OURS.label}: {reason}.{sharper}"
+        ahead = [rival.entry.label for rival in self.published if leads(rival, ours, "pointing")]
+        if ahead:
+            return f"For sharp lookups in linear time these figures speak for {in_words(ahead)}, not for {OURS.label}."
+        if leads(softmax, ours, "majority"):
+            return f"These figures do not speak for {OURS.label}: softmax leads it at the task that needs flat attention."
+        return f"These figures do not speak for {OURS.label}: it does not lead linear (ReLU) at pointing."
+
     def against(self, other: str) -> list[str]:
-        """NaLaFormer beside another method and beside the best of those in linear time."""
+        """NaLaFormer beside another method and beside the best published one in linear time."""
         by_label = {finding.entry.label: finding for finding in self.found}
         nala = by_label.get("NaLaFormer")
-        linear = [finding for finding in self.found if finding.entry.label not in ("softmax", "NaLaFormer")]
+        linear = [finding for finding in self.published if finding is not nala]
         if nala is None or not linear:
             return []
         best = max(linear, key=lambda f: mean(f, "pointing"))
@@ -106,18 +160,27 @@ class DemoResult:
 
     def on_cost(self) -> str:
         by_label = {finding.entry.label: finding for finding in self.found}
-        softmax, nala = by_label.get("softmax"), by_label.get("NaLaFormer")
-        if softmax is None or nala is None:
+        shown = [by_label[label] for label in ("softmax", "NaLaFormer", OURS.label) if label in by_label]
+        if "softmax" not in by_label or len(shown) < 2:
             return ""
-        a, b = ([three_digits(number) for number in each.milliseconds] for each in (softmax, nala))
-        return (
-            f"A sequence of {TOKENS[0]:,} tokens takes one core {a[0]} ms with softmax and {b[0]} ms with NaLaFormer; one of "
-            f"{TOKENS[-1]:,} tokens takes {a[-1]} ms and {b[-1]} ms."
-        )
+        times = [[three_digits(number) for number in finding.milliseconds] for finding in shown]
+        short = in_words([f"{each[0]} ms with {finding.entry.label}" for finding, each in zip(shown, times, strict=True)])
+        long = in_words([f"{each[-1]} ms" for each in times])
+        return f"A sequence of {TOKENS[0]:,} tokens takes one core {short}; one of {TOKENS[-1]:,} tokens takes {long}."
+
+
+def is_ours(entry: Entry) -> bool:
+    """A map of our own, with or without its contrast."""
+    return entry.attention == OURS.attention
 
 
 def mean(finding: Finding, task: str) -> float:
     return statistics.mean(finding.accuracies[task])
+
+
+def leads(one: Finding, other: Finding, task: str) -> bool:
+    """Whether the whole interval of the difference lies on its side."""
+    return difference_of(one.accuracies[task], other.accuracies[task]).is_positive
 
 
 def verdict(one: Finding, other: Finding, task: str) -> str:
@@ -133,6 +196,11 @@ def verdict(one: Finding, other: Finding, task: str) -> str:
         first, second = second, first
     low, high = sorted(abs(difference.middle + side * difference.half) for side in (-1, 1))
     return f"{first} leads {second} by {low:.2f} to {high:.2f} (95% interval over seeds)."
+
+
+def in_words(parts: Sequence[str]) -> str:
+    """a; a and b; a, b and c."""
+    return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
 
 
 def three_digits(number: float) -> str:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from ...analysis import LayerRecord, attention_entropy, attention_layers, effective_rank, entropy_drop, record, spearman
 from ...analysis.compare import LEAST_DROP
 from ...analysis.records import as_shares
+from ...ops.reference import last_of_block
 from ...training.data_on_device import Bucket
 
 INSIDE = ("entropy_norm", "entropy_drop", "effective_rank")
@@ -44,8 +45,10 @@ def attention_figures(model: nn.Module, bucket: Bucket) -> dict[str, str]:
 
 def figures_of_heads(layer: LayerRecord, is_real: Tensor) -> Tensor:
     """The three figures of each head, [H, 3] float64 on the CPU; NaN where weights are no numbers. is_real: [B, N]."""
-    is_causal = bool(getattr(layer, "causal", False))
-    seen = is_real.cumsum(1) if is_causal else is_real.sum(1, keepdim=True).expand(is_real.shape)
+    seen = is_real.sum(1, keepdim=True).expand(is_real.shape)
+    if getattr(layer, "causal", False):
+        places = torch.arange(is_real.shape[1], device=is_real.device)
+        seen = is_real.cumsum(1)[:, last_of_block(places, getattr(layer, "block", 1), len(places))]
     entropies = []
     for places, weights in layer.chunks():
         if not bool(weights.isfinite().all()):
