@@ -10,6 +10,7 @@ from nalaformer import FEATURE_MAPS, feature_map, linear_attention
 from nalaformer.attention import METHODS, build
 from nalaformer.models.language import NaLaConfig, NaLaForCausalLM
 from nalaformer.models.vision import build as build_backbone
+from nalaformer.ops.features import quotient_with_bounded_gradient
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,15 +26,16 @@ def inputs(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(2, num_tokens, 2, 4) for _ in range(3))
 
 
+def attention_with(name: str, *, causal: bool):
+    mapped = feature_map(name, num_heads=2, head_dim=4).requires_grad_(False)
+    return lambda q, k, v: linear_attention(q, k, v, feature_map=mapped, causal=causal)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["all see all", "causal"])
 @pytest.mark.parametrize("name", FEATURE_MAPS.names())
 @torch.no_grad()
 def test_the_op_traced_on_ordinary_numbers_is_right_on_others(name, causal):
-    mapped = feature_map(name, num_heads=2, head_dim=4).requires_grad_(False)
-
-    def attend(q, k, v):
-        return linear_attention(q, k, v, feature_map=mapped, causal=causal)
-
+    attend = attention_with(name, causal=causal)
     program = traced(attend, *inputs(6))
     zero_query, large_keys, bad_value = inputs(9), inputs(8), inputs(5)
     zero_query[0][0, 2] = 0
@@ -41,6 +43,21 @@ def test_the_op_traced_on_ordinary_numbers_is_right_on_others(name, causal):
     bad_value[2][0, 3] = torch.inf
     for given in (inputs(6), inputs(300), zero_query, large_keys, bad_value):
         torch.testing.assert_close(program(*given), attend(*given), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FEATURE_MAPS.names())
+def test_the_op_recorded_with_gradients_is_what_torch_records_without(name):
+    # torch records a second time, without gradients, and compares the programs
+    torch.jit.trace(attention_with(name, causal=True), tuple(x.requires_grad_() for x in inputs(6)))
+
+
+def test_a_program_recorded_without_gradients_bounds_them_all_the_same():
+    program = traced(quotient_with_bounded_gradient, torch.randn(3, 4), torch.ones(3, 1))
+    given = torch.randn(3, 4, requires_grad=True), torch.tensor([[1.0], [1e-3], [1e-25]], requires_grad=True)
+    found, expected = (torch.autograd.grad(call(*given).sum(), given) for call in (program, quotient_with_bounded_gradient))
+    for of_program, of_function in zip(found, expected, strict=True):
+        torch.testing.assert_close(of_program, of_function)
 
 
 class OnImages(nn.Module):

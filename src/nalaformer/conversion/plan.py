@@ -35,11 +35,14 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
     are off unless asked for. See `plan_conversion` for what would be replaced, and `load_converted` for the way back from a
     file.
     """
-    replacements = [found for found in plan_conversion(model, only=only) if not found.obstacle]
+    plan = plan_conversion(model, only=only)
+    replacements = [found for found in plan if not found.obstacle]
     if not replacements:
         chosen = f" among the names that contain {only!r}" if only else ""
+        reason = f" ({plan[0].name}: {plan[0].obstacle})" if plan else ""
         raise ValueError(
-            f"found no attention that can be replaced{chosen}; plan_conversion(model) lists what looks like it and why it stays"
+            f"found no attention that can be replaced{chosen}{reason}; plan_conversion(model) lists what looks like it and why "
+            "it stays"
         )
     # all of them are made before the first is put in: an error leaves the model as it was
     made = {}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .exporting import is_jit_tracing
 from .kept_tensors import is_ordinary
 from .kernel_spec import KernelSpec
 from .rotary import Rotary
@@ -209,7 +210,9 @@ def normalise(
 def quotient_with_bounded_gradient(numerator: Tensor, divisor: Tensor) -> Tensor:
     """numerator [..., V] / divisor [..., 1]; exact, and its gradient too unless the divisor is tiny."""
     is_tiny = divisor.detach() < SMALLEST_DIVISOR
-    if not torch.is_grad_enabled() or (cheap_to_look_at(divisor) and not bool(is_tiny.any())):
+    # a program that torch.jit.trace records without gradients may be asked for them later
+    wants_gradient = torch.is_grad_enabled() or is_jit_tracing()
+    if not wants_gradient or (cheap_to_look_at(divisor) and not bool(is_tiny.any())):
         return numerator / divisor
     value = numerator.detach() / divisor.detach()
     # zero, with the gradients of numerator and divisor in their true proportion

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from helpers.language_models import LAYOUTS, make, text
+from nalaformer.models.language import NaLaCache
 from nalaformer.models.language.onnx_step import LanguageStep, export_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,6 +47,17 @@ def test_one_graph_compiles_for_a_second_length(layout):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for tokens in (text(2, 9), text(2, 13)):
         torch.testing.assert_close(compiled(tokens), model(tokens), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", slow_but("softmax"))
+@torch.no_grad()
+def test_a_compiled_model_makes_a_cache_that_goes_on(layout):
+    torch._dynamo.reset()
+    model, tokens = make(layout), text(2, 9)
+    cache = torch.compile(model, fullgraph=True, backend="eager")(tokens[:, :6]).past_key_values
+    found = model(tokens[:, 6:], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(tokens).logits[:, 6:], rtol=0, atol=1e-9)
+    assert cache.kind == NaLaCache(model.config).kind
 
 
 @pytest.mark.parametrize("layout", RECURRENT)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from helpers.language_models import GREEDY, LAYOUTS, each_layout, make, text
@@ -47,6 +48,15 @@ def test_attention_written_out_gives_the_same_tokens_and_logits(layout):
     found = model(tokens, attention_mask=mask).logits, model.generate(tokens, attention_mask=mask, **GREEDY)
     torch.testing.assert_close(found[0][mask.bool()], expected[0][mask.bool()], rtol=0, atol=1e-10)
     assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("name", ["paged|eager", "of_the_user"])
+def test_an_attention_that_would_not_be_called_is_refused(name, monkeypatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "of_the_user", lambda *_, **__: None)
+    model = make("softmax")
+    model.set_attn_implementation(name)
+    with pytest.raises(ValueError, match=r"must be 'sdpa' or 'eager', got '(paged\|eager|of_the_user)'"):
+        model(text(1, 5))
 
 
 def test_recurrent_layers_say_where_their_weights_are_to_be_had():

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from os import PathLike
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -141,12 +141,14 @@ class NaLaCache(LanguageCache, DynamicCache):
     def __init__(self, config: NaLaConfig) -> None:
         recurrent = [mixer in RECURRENT_MIXERS for mixer in config.mixer_of_layers]
         Cache.__init__(self, layers=[RecurrentLayer() if is_recurrent else DynamicLayer() for is_recurrent in recurrent])
-        # what of the model its states mean something to
-        self.kind = {
-            "mixers": list(config.mixer_of_layers),
-            "feature_map": config.feature_map,
-            "map_options": json.loads(json.dumps(config.map_options or {})),
-        }
+        # compiled programs make caches too, and cannot follow json: the rest is done when a file is written or read
+        self._made_for = (list(config.mixer_of_layers), config.feature_map, dict(config.map_options or {}))
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What of the model its states mean something to, as a file says it."""
+        mixers, feature_map, map_options = self._made_for
+        return {"mixers": mixers, "feature_map": feature_map, "map_options": json.loads(json.dumps(map_options))}
 
     def crop(self, tokens_to_remove: int) -> None:
         # before any layer has changed

@@ -174,7 +174,13 @@ class SoftmaxMixer(nn.Module):
     @property
     def is_eager(self) -> bool:
         """Read at every call: model.set_attn_implementation may change it."""
-        return self.config._attn_implementation == "eager"
+        chosen = self.config._attn_implementation
+        if chosen not in (None, "sdpa", "eager"):
+            raise ValueError(
+                f"attn_implementation of `softmax` mixers must be 'sdpa' or 'eager', got {chosen!r}; functions that are "
+                "registered with transformers, and paged ones, are not called"
+            )
+        return chosen == "eager"
 
     def forward(self, x: Tensor, tokens: Tokens, layer: CacheLayerMixin | None) -> Tensor:
         parts = self.qkv_proj(x).split(self.sizes, dim=-1)
