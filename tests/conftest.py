@@ -1,7 +1,11 @@
 """What the tests of the core share: seeds, poisoned memory, and feature maps with parameters away from their start."""
 
 import os
+import signal
 
+# a shell starts what runs in its background with interrupts ignored; tests that interrupt themselves would wait for ever
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # before anything imports nalaformer's kernels: @triton.jit reads it when it decorates
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # before torch is imported, here and in the processes that tests start: the threads of tests side by side wait for one another
