@@ -132,6 +132,16 @@ def test_data_of_several_rows_are_made_once_by_the_processes(tmp_path, monkeypat
     assert sorted(made) == ["cue_cells", "mqar"]
 
 
+def test_who_stops_while_data_are_made_begins_no_run(tmp_path, monkeypatch, in_threads):
+    whole = processes.finished_in_processes
+
+    def stopped(queue, *given, **named):
+        return iter(()) if isinstance(queue, loaded.DataToMake) else whole(queue, *given, **named)
+
+    monkeypatch.setattr(runs, "finished_in_processes", stopped)
+    assert run_boards([tiny("mqar_80"), tiny("cue_grid")], out=tmp_path / "a.csv", jobs=2) == []
+
+
 def in_blocks_of_one(board):
     return replace(board, recipe=replace(board.recipe, training=replace(board.recipe.training, eval_every=1)))
 

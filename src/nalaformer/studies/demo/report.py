@@ -129,7 +129,7 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem aut
 table {{ border-collapse: collapse; }} th, td {{ padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }}
 th:first-child, td:first-child {{ text-align: left; }} .ours {{ background: #f5eefa; font-weight: 600; }}
 .advice {{ background: #f5eefa; border-left: 4px solid #7b1fa2; padding: .5rem .8rem; }}
- td {{ font-variant-numeric: tabular-nums; white-space: nowrap; }}
+td {{ font-variant-numeric: tabular-nums; white-space: nowrap; }}
 img {{ max-width: 100%; }} dt {{ font-weight: 600; }} dd {{ margin: 0 0 .4rem 1rem; }} small {{ color: #666; }}
 </style></head><body>
 <h1>Which attention can point?</h1>

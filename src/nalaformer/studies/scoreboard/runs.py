@@ -266,12 +266,11 @@ def finished_at_once(
             # a process that goes from task to task would make the data of each again
             kept = Path(folder)
             started = time.monotonic()
-            making = DataToMake(configs)
-            list(
-                finished_in_processes(
-                    making, partial(keep_data, folder=kept), jobs=jobs, device="cpu", until=float("inf"), say=say
-                )
-            )
+            making, work_on_data = DataToMake(configs), partial(keep_data, folder=kept)
+            made = list(finished_in_processes(making, work_on_data, jobs=jobs, device="cpu", until=float("inf"), say=say))
+            if len(made) < making.total:
+                # somebody asked to stop
+                return
             say(f"data of {making.total} tasks in {time.monotonic() - started:.0f} s")
         work_on_runs = partial(run_apart, configs=configs, kept=kept, out=out, device=device, until=until)
         for number, run, figures in finished_in_processes(order, work_on_runs, jobs=jobs, device=device, until=until, say=say):
