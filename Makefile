@@ -11,7 +11,11 @@ DEMO_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.ready-demo)
 OLDEST := .venv-oldest
 OLDEST_VERSIONS := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 transformers==5.17.0 'numpy<2.4'
 
-.PHONY: help demo test test-slow test-gpu fuzz-gpu test-oldest test-seeds test-peers lint types layers bench format clean
+# the versions that .venv gets: what passed here passes on another day, whatever was released since
+TESTED := constraints.txt
+NEWEST := .venv-newest
+
+.PHONY: help demo test test-slow test-gpu fuzz-gpu test-oldest test-newest constraints test-seeds test-peers lint types layers bench format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +25,8 @@ help:
 	@echo "make test-gpu   the kernels on a CUDA device"
 	@echo "make fuzz-gpu   random calls of the op on a CUDA device against float64, for some minutes"
 	@echo "make test-oldest  the tests with the oldest versions that we support, in a second environment"
+	@echo "make test-newest  types and tests with the newest releases of everything, in a third environment"
+	@echo "make constraints  write the versions of that environment to $(TESTED), from which .venv is made"
 	@echo "make test-seeds  the numeric tests with many seeds, and every bar with little room (SEEDS=1-20, WORKERS=processes)"
 	@echo "make test-peers  the suites of timm and transformers over our models (TIMM=checkout, TRANSFORMERS=checkout)"
 	@echo "make bench      the op against its peers: time and memory"
@@ -39,13 +45,13 @@ endef
 # a comma would end an argument of `call`
 DEMO_EXTRAS := '.[cli,vision]'
 
-# the stamps depend on pyproject.toml alone: a changed dependency installs, a second run does not
-$(READY): pyproject.toml
-	$(call install,$(VENV),'.[dev]')
+# the stamps depend on these files alone: a changed dependency installs, a second run does not
+$(READY): pyproject.toml $(TESTED)
+	$(call install,$(VENV),'.[dev]' --constraint $(TESTED))
 
 # not compiled: bytecode of all that is installed takes longer than that of what the demo imports, which Python makes by itself
-$(VENV)/.ready-demo: pyproject.toml
-	$(call install,$(VENV),$(DEMO_EXTRAS) --no-compile)
+$(VENV)/.ready-demo: pyproject.toml $(TESTED)
+	$(call install,$(VENV),$(DEMO_EXTRAS) --constraint $(TESTED) --no-compile)
 
 demo: $(DEMO_READY)
 	@$(BIN)/nalaformer demo --out runs/demo
@@ -71,6 +77,21 @@ $(OLDEST)/.ready: pyproject.toml Makefile
 
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow and not gpu"
+
+# the environment is brought up to date in every run
+$(NEWEST)/.ready: FORCE
+	$(call install,$(NEWEST),'.[dev]' --upgrade --upgrade-strategy eager)
+
+test-newest: $(NEWEST)/.ready
+	$(NEWEST)/bin/mypy
+	$(NEWEST)/bin/python -m pytest -n 2 -m "not slow and not gpu"
+
+# once test-newest is green
+constraints: $(NEWEST)/.ready
+	{ echo "# The versions that make demo and make test install; make constraints writes this file."; \
+	  $(NEWEST)/bin/python -m pip list --disable-pip-version-check --format=freeze --exclude-editable --exclude pip; } > $(TESTED)
+
+FORCE:
 
 # another machine sums in another order, as another seed does: a bar that passes by little here fails there
 SEEDS ?= 1-20
@@ -99,4 +120,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,6 +4,8 @@ import tomllib
 from importlib.resources import files
 
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from helpers.places import PROJECT
 
@@ -20,3 +22,22 @@ def test_the_citation_names_the_package_as_it_is():
     assert {"title", "authors", "message"} <= set(citation)
     same = {"title": "name", "license": "license", "abstract": "description", "keywords": "keywords"}
     assert {key: citation[key] for key in same} == {key: project[name] for key, name in same.items()}
+
+
+def test_every_dependency_has_one_tested_version_inside_its_range():
+    # without one, an environment made tomorrow has other releases than the one that passed today
+    tested = {}
+    for line in (PROJECT / "constraints.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            name, version = line.split("==")
+            tested[canonicalize_name(name)] = version
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    asked = [Requirement(text) for texts in [project["dependencies"], *(of_extra(project))] for text in texts]
+    wrong = {str(wanted): tested.get(canonicalize_name(wanted.name)) for wanted in asked if wanted.name != project["name"]}
+    wrong = {text: version for text, version in wrong.items() if version is None or version not in Requirement(text).specifier}
+    assert wrong == {}, "make constraints writes the file anew"
+
+
+def of_extra(project: dict) -> list[list[str]]:
+    """Requirements of the extras that make installs; delta-kernels is one that no test needs."""
+    return [texts for name, texts in project["optional-dependencies"].items() if name != "delta-kernels"]

@@ -158,11 +158,9 @@ class NaLaModel(NaLaPreTrainedModel):
             cache = None
         for block in self.layers:
             hidden = block(hidden, tokens=tokens, past_key_values=cache)
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden),
-            past_key_values=cache,
-            attentions=None if tokens.weights is None else tuple(tokens.weights),  # type: ignore[arg-type]
-        )
+        # None for a recurrent layer, as models of other kinds give it; releases of transformers differ in what they declare
+        weights: Any = None if tokens.weights is None else tuple(tokens.weights)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache, attentions=weights)
 
     def _wants_weights(self, output_attentions: bool | None) -> bool:
         wanted = self.config.output_attentions if output_attentions is None else output_attentions
