@@ -114,10 +114,11 @@ def add_to(app: "typer.Typer") -> None:
             float | None, typer.Option(help="After which nothing new is begun.", show_default="9, small: 20")
         ] = None,
         teacher: Annotated[
-            Path | None, typer.Option(help="Folder in which the softmax teacher is kept: a later run takes it from there.")
+            Path | None, typer.Option(help="Folder in which softmax teachers are kept: a later run takes them from there.")
         ] = None,
+        teachers: Annotated[int, typer.Option(min=1, help="Teachers of the recall part, each with a seed of its own.")] = 1,
         teacher_minutes: Annotated[
-            float | None, typer.Option(help="Minutes of the teacher's training.", show_default="4, small: 10")
+            float | None, typer.Option(help="Minutes of a teacher's training.", show_default="4, small: 10")
         ] = None,
         method: Annotated[
             list[str] | None, typer.Option(help="Method of the recall part, by name; may be repeated.", show_default="all")
@@ -125,7 +126,7 @@ def add_to(app: "typer.Typer") -> None:
         size: Annotated[str, typer.Option(help="full, small (recall on a CPU) or toy (only the way is tried).")] = "full",
     ) -> None:
         """What converted models still know, by selection rule and baseline, and what prompts and decoding cost."""
-        recall = {"minutes": teacher_minutes, "methods": method}
+        recall = {"minutes": teacher_minutes, "methods": method, "teachers": teachers}
         run_bench_linearize(device, out, part, size, minutes, teacher, recall)
 
 
@@ -152,7 +153,8 @@ def run_bench_linearize(
         study = replace(study, recall=replace(study.recall, teacher=replace(study.recall.teacher, minutes=recall["minutes"])))
     if recall["methods"]:
         study = replace(study, recall=replace(study.recall, methods=tuple(recall["methods"])))
-    run_linearization(study, device=device, out=out, parts=tuple(parts or PARTS), teacher_folder=teacher)
+    several = {"teacher_folder": teacher, "teachers": recall["teachers"]}
+    run_linearization(study, device=device, out=out, parts=tuple(parts or PARTS), **several)
 
 
 def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict[str, Any]) -> None:

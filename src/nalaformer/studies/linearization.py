@@ -70,9 +70,9 @@ SIZES = {"full": LinearizationStudy, "small": small_study, "toy": toy_study}
 class Rows:
     """Results in a CSV file that is whole after each of them; what an earlier run left stays until it is measured anew."""
 
-    KEY = ("part", "method", "task", "length", "batch", "timed")
+    KEY = ("part", "method", "task", "length", "batch", "timed", "teacher_seed")
     COLUMNS = (
-        "part", "method", "task", "length", "batch", "accuracy", "teacher_accuracy", "recovery_percent", "cache_mib",
+        "part", "method", "task", "length", "batch", "teacher_seed", "accuracy", "teacher_accuracy", "recovery_percent", "cache_mib",
         "peak_mib", "ms", "ms_per_step", "tokens_per_second", "timed", "error", "trained_tokens", "seconds", "note",
     )  # fmt: skip
 
@@ -107,9 +107,10 @@ def run_linearization(
     out: str | Path | None = None,
     parts: tuple[str, ...] = PARTS,
     teacher_folder: str | Path | None = None,
+    teachers: int = 1,
     say: Say = say_on_stdout,
 ) -> Path:
-    """Run the study; the CSV file is written after each result and is what a stopped run leaves."""
+    """Run the study; recall with as many teachers as are asked for. The CSV file is written after each result and is what a stopped run leaves."""
     for part in parts:
         if part not in PARTS:
             raise unknown_name("part", part, PARTS)
@@ -127,6 +128,14 @@ def run_linearization(
             for line in comparison(found):
                 say(line)
         if "recall" in parts:
-            run_recall(study.recall, device=device, add=rows.add, say=say, deadline=deadline, teacher_folder=teacher_folder)
+            run_recall(
+                study.recall,
+                device=device,
+                add=rows.add,
+                say=say,
+                deadline=deadline,
+                teacher_folder=teacher_folder,
+                teachers=teachers,
+            )
     say(f"results: {path}")
     return path

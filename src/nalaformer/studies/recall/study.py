@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -148,13 +149,44 @@ def run_recall(
     say: Say,
     deadline: float = math.inf,
     teacher_folder: str | Path | None = None,
+    teachers: int = 1,
 ) -> None:
-    """Train or load the teacher, then convert and ask: a row for each method, length and group of questions."""
+    """One teacher after the other, each with a seed of its own: train or load it, then convert and ask."""
+    if teachers < 1:
+        raise ValueError(f"teachers must be at least 1, got {teachers}; each has a seed of its own, from 0 on")
     # what is missing should say so now and not after minutes
     for method in study.methods:
         study.settings(method)
     if study.methods and study.finetune_steps and find_spec("peft") is None:
         raise ModuleNotFoundError("LoRA needs peft: pip install 'nalaformer[language]'", name="peft")
+    for seed in range(teachers):
+        if time.monotonic() > deadline:
+            say(f"teacher {seed}: not begun, the time is over")
+            continue
+        run_with_teacher(
+            replace(study, teacher=replace(study.teacher, seed=seed)),
+            device=device,
+            add=partial(add, teacher_seed=seed),
+            say=say if teachers == 1 else partial(say_of, say, seed),
+            deadline=deadline,
+            teacher_folder=None if teacher_folder is None else Path(teacher_folder) / f"seed_{seed}",
+        )
+
+
+def say_of(say: Say, seed: int, line: str) -> None:
+    say(f"teacher {seed}: {line.removeprefix('teacher: ')}")
+
+
+def run_with_teacher(
+    study: RecallStudy,
+    *,
+    device: str,
+    add: Callable[..., None],
+    say: Say,
+    deadline: float,
+    teacher_folder: Path | None,
+) -> None:
+    """A row for each method, length and group of questions."""
     with only_writer(teacher_folder) if teacher_folder is not None else nullcontext():
         course = train_teacher(study.teacher, device=device, say=say, folder=teacher_folder)
     expected: dict[int, dict[str, float]] = {}
