@@ -50,7 +50,7 @@ def test_a_patch_is_a_square_of_pixels_from_minus_one_to_one(file, arrays):
         SEQUENCES["patches"](split="train", samples=1, file=file, patch=3)
 
 
-@pytest.mark.parametrize("name", ["pixels", "patches"])
+@pytest.mark.parametrize("name", ["pixels", "patches", "image_rows"])
 def test_a_missing_file_and_coloured_images_are_refused(name, tmp_path):
     with pytest.raises(ValueError, match=r"file must be a \.npz file .*, got ''"):
         make_sequences(name, split="train", samples=1)
@@ -60,10 +60,17 @@ def test_a_missing_file_and_coloured_images_are_refused(name, tmp_path):
         make_sequences(name, split="train", samples=1, options={"file": str(tmp_path / "c.npz")})
 
 
-@pytest.mark.parametrize("name", ["image_pixels", "image_patches"])
+def test_rows_of_pixels_are_the_image(file, arrays):
+    data = SEQUENCES["image_rows"](split="train", samples=100, file=file)
+    assert (data.facts.length, data.facts.channels, data.facts.vocabulary) == (8, 12, 0)
+    np.testing.assert_allclose(127.5 * (data.batch([5])["inputs"][0] + 1), arrays["train_images"][5], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["image_pixels", "image_patches", "image_backbone"])
 def test_the_rows_of_images_train_from_the_file_and_ask_for_it(name, file, tmp_path):
     asked = {"methods": "softmax, nala", "seeds": 1, "smoke": True}
     rows = run_boards([make_board(name, settings=[f'data_options={{"file": "{file}"}}'], **asked)], out=tmp_path / "a.csv")
     assert [row["outcome"] for row in rows] == ["finished"] * 2
+    assert all(bool(row["multiply_adds"]) == (name == "image_backbone") for row in rows)
     with pytest.raises(ValueError, match=f"{name} reads a file of yours"):
         make_board(name, **asked)

@@ -15,6 +15,7 @@ from nalaformer.linearize.compatibility import check_model  # noqa: E402
 from nalaformer.models.hybrid.attention import attention_mode, converted_attentions  # noqa: E402
 from nalaformer.models.hybrid.cache import HybridCache  # noqa: E402
 from nalaformer.models.hybrid.model import HybridForCausalLM  # noqa: E402
+from nalaformer.training.trainer import checkpoint_activations  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -286,7 +287,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(tokens):
         hybrid = converted(dtype=torch.float64)
         hybrid.train()
         if checkpointing:
-            hybrid.gradient_checkpointing_enable()
+            checkpoint_activations(hybrid)
         hybrid(tokens, labels=tokens).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in hybrid.named_parameters()})
     assert gradients[0].keys() == gradients[1].keys()

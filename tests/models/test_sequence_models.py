@@ -40,6 +40,25 @@ def recall(attention="nalaformer", **options):
 # ---- models
 
 
+def test_a_small_backbone_differs_by_the_map_alone_and_counts_what_an_image_costs():
+    facts = {"answers": "sequence", "outputs": 10, "length": 28, "channels": 28}
+    found = {
+        name: SEQUENCE_MODELS["small_backbone"](attention=name, attention_options=options, **facts)
+        for name, options in (("relu", {}), ("split", {}), ("softmax", {}), ("mala", {"gate": "none"}))
+    }
+    assert len({sum(p.numel() for p in model.parameters()) for model in found.values()}) == 1
+    costs = {name: model.multiply_adds for name, model in found.items()}
+    # stages of 196 and 49 tokens, 64 and 128 channels in heads of 32, two blocks each
+    tokens = 196 * 64 + 49 * 128
+    assert costs["split"] - costs["relu"] == 2 * (tokens * 2 * 32 + (196 * 2 + 49 * 4) * 32)
+    exact = 2 * (2 * 196 * 196 * 64 + 2 * 49 * 49 * 128)
+    assert costs["softmax"] - costs["relu"] == exact - 2 * (tokens * 2 * 32 + (196 * 2 + 49 * 4) * 32)
+    assert found["mala"](torch.randn(3, 28, 28)).shape == (3, 10)
+    assert state_size(found["split"]) == 2 * state_size(found["relu"]) == 2 * 2 * (2 + 4) * 32 * 32
+    with pytest.raises(ValueError, match="a backbone names the class of an image"):
+        SEQUENCE_MODELS["small_backbone"](answers="sequence", outputs=10, length=28, vocabulary=256)
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_method_and_map_classifies_sequences_and_learns(attention):
     model = classifier(attention, is_padded=True)
@@ -142,7 +161,7 @@ def test_models_refuse_what_they_cannot_answer():
         recall(answers="sequence")
     with pytest.raises(ValueError, match="at most the 23 tokens"):
         classifier()(torch.zeros(1, 24, dtype=torch.long))
-    assert set(SEQUENCE_MODELS.names()) == {"sequence_classifier", "recall", "one_attention"}
+    assert set(SEQUENCE_MODELS.names()) == {"sequence_classifier", "small_backbone", "recall", "one_attention"}
 
 
 # ---- task

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.places import PROJECT
 from nalaformer.data.sequences import IGNORE
 from nalaformer.data.sequences.needles import MARK
 
 pytest.importorskip("peft")
 
 from nalaformer.studies.linearization import Rows, run_linearization, toy_study
+from nalaformer.studies.recall import tables
 from nalaformer.studies.recall.study import RecallStudy, Texts, accuracies, small_recall, toy_recall
 from nalaformer.studies.recall.teacher import (
     Answering,
@@ -185,6 +187,58 @@ def test_the_study_runs_and_leaves_its_rows(tmp_path):
     assert {row["part"] for row in rows} == {"recall", "prompt", "decode"}
     assert all(row["commit"] and row["torch"] for row in rows)
     assert all(0 <= float(row["accuracy"]) <= 1 for row in recall)
+
+
+def test_several_teachers_have_seeds_and_folders_of_their_own(tmp_path):
+    study = replace(toy_study(), recall=replace(toy_recall(), methods=("linear",)))
+    options = {"device": "cpu", "out": tmp_path / "rows.csv", "parts": ("recall",), "teacher_folder": tmp_path / "kept"}
+    lines = []
+    path = run_linearization(study, teachers=2, say=lines.append, **options)
+    rows = list(csv.DictReader(path.open()))
+    assert {(row["method"], row["teacher_seed"]) for row in rows} == {
+        (method, seed) for method in ("teacher", "linear") for seed in ("0", "1")
+    }
+    kept = [load_teacher(replace(study.recall.teacher, seed=seed), tmp_path / "kept" / f"seed_{seed}") for seed in (0, 1)]
+    weights = [course.model.lm_head.weight for course in kept]
+    assert not torch.equal(*weights)
+    assert any(line.startswith("teacher 1: linear: converted") for line in lines)
+    run_linearization(replace(study, minutes=-1.0), teachers=3, say=lines.append, **options)
+    assert "teacher 2: not begun, the time is over" in lines
+    assert list(csv.DictReader(path.open())) == rows
+    with pytest.raises(ValueError, match="teachers must be at least 1, got 0"):
+        run_linearization(study, teachers=0, **options)
+
+
+def test_the_tables_of_the_page_are_those_of_the_files():
+    text = (PROJECT / "docs" / "linearize.md").read_text()
+    assert tables.filled(text, PROJECT / "benchmarks" / "results") == text
+    assert tables.MARK.search(text)
+
+
+def test_a_table_has_the_mean_over_teachers_and_those_that_keep_most_first(tmp_path):
+    rows = Rows(tmp_path / "some.csv", "cpu")
+    for seed, accuracy in enumerate((1.0, 0.5)):
+        for length in (64, 128):
+            place = {"part": "recall", "task": "single", "length": length, "teacher_seed": seed}
+            rows.add(method="teacher", accuracy=accuracy, **place)
+            rows.add(method="window", accuracy=0.1, recovery_percent=10.0 / accuracy, **place)
+            rows.add(method="learned", accuracy=accuracy, recovery_percent=100.0 - (length > 64), **place)
+    rows.add(part="decode", method="learned", task="single", length=64, ms_per_step=1.0)
+    # of a method that failed nothing is known
+    rows.add(part="recall", method="broken", task="single", length=64, teacher_seed=0, note="failed")
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- recovery of some.csv: begin -->\nold\n<!-- recovery: end -->\nafter\n")
+    tables.fill(page, tmp_path)
+    lines = page.read_text().splitlines()
+    assert lines[3:8] == [
+        *("|  | single |", "| --- | --- |", "| `teacher` | 75 ± 35 / 75 ± 35 |"),
+        *("| `learned` | 100 ± 0 / 99 ± 0 |", "| `window` | 15 ± 7 / 15 ± 7 |"),
+    ]
+    assert "at 64 / 128 tokens, mean ± standard deviation; teachers: 2" in lines[9]
+    assert lines[-1] == "after"
+    (tmp_path / "b.md").write_text("none")
+    with pytest.raises(ValueError, match="must hold the marks"):
+        tables.fill(tmp_path / "b.md", tmp_path)
 
 
 def test_rows_of_an_earlier_run_stay_until_they_are_measured_anew(tmp_path):

@@ -1,4 +1,4 @@
-"""Small models of sequences in which attention is the only thing that differs: a classifier and a recall model."""
+"""Small models of sequences in which attention is the only thing that differs: classifiers and a recall model."""
 
 from typing import Any
 
@@ -30,14 +30,20 @@ def sequence_attention(
         given = dict(options or {})
         map_name = given.pop("feature_map", None)
         return DeltaLayer(dim=dim, num_heads=num_heads, gated=name == "gated_delta", feature_map_name=map_name, **given)
-    chosen = {"position": "none", "local_mix": "none", "causal": causal} | (options or {})
+    method, chosen = plain_method(name, {"causal": causal} | (options or {}))
+    return build(method, dim=dim, num_heads=num_heads, **chosen)
+
+
+def plain_method(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The method behind the name of a method or a feature map, and its options."""
+    chosen = {"position": "none", "local_mix": "none"} | options
     if name in METHODS:
-        if causal and METHODS[name].map_options.get("variance") and "feature_map" not in chosen:
+        if chosen.get("causal") and METHODS[name].map_options.get("variance") and "feature_map" not in chosen:
             # a variance over all tokens would look ahead
             chosen = {"variance": False} | chosen
-        return build(name, dim=dim, num_heads=num_heads, **chosen)
+        return name, chosen
     if name in FEATURE_MAPS.names():
-        return build("linear", dim=dim, num_heads=num_heads, **({"feature_map": name} | chosen))
+        return "linear", {"feature_map": name} | chosen
     raise unknown_name("attention (a method or a feature map)", name, [*METHODS, *FEATURE_MAPS.names(), *DELTA_RULES])
 
 
@@ -168,6 +174,70 @@ class EncoderBlock(nn.Module):
         x, normed = self.attention_norm(x, added)
         x, normed = self.mlp_norm(x, self.dropout(self.attention(normed, key_mask=visible)))
         return x, self.dropout(self.mlp(normed))
+
+
+@SEQUENCE_MODELS.register("small_backbone")
+class SmallBackbone(nn.Module):
+    """A backbone as users train them, on small grey images [B, height, width]: patches, two stages with convolutions around
+    attention, the second at half the resolution. Needs timm.
+    """
+
+    def __init__(
+        self,
+        *,
+        answers: str,
+        outputs: int,
+        length: int,
+        vocabulary: int = 0,
+        channels: int = 0,
+        is_padded: bool = False,
+        attention: str = "nalaformer",
+        attention_options: dict[str, Any] | None = None,
+        embed_dims: tuple[int, ...] = (64, 128),
+        depths: tuple[int, ...] = (2, 2),
+        num_heads: tuple[int, ...] = (2, 4),
+        patch_size: int = 2,
+        drop_path_rate: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if answers != "sequence" or not channels:
+            raise ValueError(
+                f"a backbone names the class of an image, got answers={answers!r} and {vocabulary} tokens; use "
+                "sequence_classifier, or data with rows of pixels, such as image_rows"
+            )
+        # imported where used: timm is an extra
+        from .vision.backbone import Backbone
+        from .vision.config import BackboneConfig
+
+        method, options = plain_method(attention, attention_options or {})
+        config = BackboneConfig(
+            family="nalaformer",
+            embed_dims=tuple(embed_dims),
+            depths=tuple(depths),
+            num_heads=tuple(num_heads),
+            attention=method,
+            attention_options=options,
+            attention_stages="l" * len(depths),
+            stem="patches",
+            patch_size=patch_size,
+            projection=None,
+            final_norm=True,
+            img_size=(length, channels),
+            drop_path_rate=drop_path_rate,
+        )
+        self.backbone = Backbone(config, num_classes=outputs, in_chans=1)
+        self.image_size = (length, channels)
+
+    @property
+    def multiply_adds(self) -> int:
+        """Of one image: what models are compared at."""
+        from .vision.multiply_adds import count_multiply_adds
+
+        return count_multiply_adds(self.backbone, self.image_size)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[B, height, width] -> [B, outputs]."""
+        return self.backbone(inputs.unsqueeze(1))
 
 
 @SEQUENCE_MODELS.register("one_attention")

@@ -72,8 +72,9 @@ class Rows:
 
     KEY = ("part", "method", "task", "length", "batch", "timed", "teacher_seed")
     COLUMNS = (
-        "part", "method", "task", "length", "batch", "teacher_seed", "accuracy", "teacher_accuracy", "recovery_percent", "cache_mib",
-        "peak_mib", "ms", "ms_per_step", "tokens_per_second", "timed", "error", "trained_tokens", "seconds", "note",
+        "part", "method", "task", "length", "batch", "teacher_seed", "accuracy", "teacher_accuracy", "recovery_percent",
+        "cache_mib", "peak_mib", "ms", "ms_per_step", "tokens_per_second", "timed", "error", "trained_tokens", "seconds",
+        "note",
     )  # fmt: skip
 
     def __init__(self, path: Path, device: str) -> None:
@@ -110,7 +111,7 @@ def run_linearization(
     teachers: int = 1,
     say: Say = say_on_stdout,
 ) -> Path:
-    """Run the study; recall with as many teachers as are asked for. The CSV file is written after each result and is what a stopped run leaves."""
+    """Run the study; the CSV file is written after each result and is what a stopped run leaves. teachers: of recall."""
     for part in parts:
         if part not in PARTS:
             raise unknown_name("part", part, PARTS)

@@ -384,9 +384,11 @@ class Trainer:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Ask the model for it as timm's models are asked, or transformers'."""
+    """Ask the model for it as timm's models are asked, or transformers', whose older releases have another name for it."""
     if hasattr(model, "set_grad_checkpointing"):
         model.set_grad_checkpointing(True)
+    elif hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
     elif hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable()
     else:

@@ -16,6 +16,7 @@ from nalaformer.models.language import (
     NaLaForSequenceClassification,
     NaLaModel,
 )
+from nalaformer.training.trainer import checkpoint_activations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -128,7 +129,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(layout):
     model(tokens, labels=tokens).loss.backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    model.gradient_checkpointing_enable()
+    checkpoint_activations(model)
     model(tokens, labels=tokens).loss.backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)
     assert model(tokens, use_cache=True).past_key_values is None

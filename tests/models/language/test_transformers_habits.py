@@ -9,6 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from helpers.language_models import GREEDY, LAYOUTS, each_layout, make, text
 from nalaformer.models.language import NaLaCache, NaLaForSequenceClassification
+from nalaformer.training.trainer import checkpoint_activations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT = ["softmax", "hybrid"]
@@ -85,7 +86,7 @@ def test_continuous_batching_is_refused():
 def test_generation_while_blocks_are_recomputed_gives_the_same_tokens(layout):
     model, prompt = make(layout), text(1, 6)
     expected = model.generate(prompt, **GREEDY)
-    model.gradient_checkpointing_enable()
+    checkpoint_activations(model)
     assert sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules()) == 2
     assert torch.equal(model.train().generate(prompt, **GREEDY), expected)
 

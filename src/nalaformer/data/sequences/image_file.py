@@ -1,4 +1,4 @@
-"""Images of a .npz file as sequences, such as Fashion-MNIST: a token for each pixel, or a vector for each patch."""
+"""Images of a .npz file as sequences, such as Fashion-MNIST: a token for each pixel, or a vector for each patch or row."""
 
 from functools import cached_property
 from pathlib import Path
@@ -86,7 +86,26 @@ class ImagePatches(ImageFile):
 
     def make(self, indices: NDArray[np.int64]) -> Arrays:
         images, labels = self.content
-        grey = images[indices].astype(np.float32) / 127.5 - 1
+        grey = as_grey(images[indices])
         count, height, width = grey.shape
         cells = grey.reshape(count, height // self.patch, self.patch, width // self.patch, self.patch)
         return {"inputs": cells.swapaxes(2, 3).reshape(count, -1, self.patch**2), "targets": labels[indices]}
+
+
+@SEQUENCES.register("image_rows")
+class ImageRows(ImageFile):
+    """A vector for each row of pixels, grey from -1 to 1: the image as it is, for models of images."""
+
+    @property
+    def facts(self) -> SequenceFacts:
+        height, width = self.content[0].shape[1:]
+        return SequenceFacts(answers="sequence", outputs=self.classes, length=height, channels=width)
+
+    def make(self, indices: NDArray[np.int64]) -> Arrays:
+        images, labels = self.content
+        return {"inputs": as_grey(images[indices]), "targets": labels[indices]}
+
+
+def as_grey(images: Pixels) -> NDArray[np.float32]:
+    """From -1 to 1."""
+    return images.astype(np.float32) / 127.5 - 1

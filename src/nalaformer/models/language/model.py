@@ -172,7 +172,7 @@ class NaLaModel(NaLaPreTrainedModel):
         return bool(wanted)
 
     def _cache(self, given: LanguageCache | None, use_cache: bool | None) -> LanguageCache | None:
-        if self.is_gradient_checkpointing and self.training:
+        if self.gradient_checkpointing and self.training:
             # a block that runs twice would count its tokens twice
             if given is not None and given.get_seq_length() > 0:
                 raise ValueError("gradient checkpointing cannot go on from a cache, got a filled one; use model.eval()")
@@ -269,7 +269,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         if given is not None:
             check_cache(given)
             given._is_user_defined = True
-        elif self.is_gradient_checkpointing and self.training:
+        elif self.model.gradient_checkpointing and self.training:
             logger.warning_once("Gradient checkpointing keeps no cache; generating with use_cache=False.")
             generation_config.use_cache = model_kwargs["use_cache"] = False
         elif generation_config.use_cache is not False and kind == "static":

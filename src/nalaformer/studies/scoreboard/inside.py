@@ -33,7 +33,7 @@ def attention_figures(model: nn.Module, bucket: Bucket) -> dict[str, str]:
     inputs = bucket.batch(rows)[0]
     # a pair is two sequences
     tokens = inputs.flatten(0, 1) if is_pair else inputs
-    is_real = tokens != 0 if getattr(model, "hide_zero", False) else tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
+    is_real = tokens != 0 if getattr(model, "hide_zero", False) else None
     try:
         found = torch.cat([figures_of_heads(each, is_real) for each in record(model, inputs)])
     except torch.OutOfMemoryError:
@@ -43,8 +43,11 @@ def attention_figures(model: nn.Module, bucket: Bucket) -> dict[str, str]:
     return {name: f"{value:.4f}" if value == value else "" for name, value in zip(INSIDE, means, strict=True)}
 
 
-def figures_of_heads(layer: LayerRecord, is_real: Tensor) -> Tensor:
-    """The three figures of each head, [H, 3] float64 on the CPU; NaN where weights are no numbers. is_real: [B, N]."""
+def figures_of_heads(layer: LayerRecord, is_real: Tensor | None = None) -> Tensor:
+    """The three figures of each head, [H, 3] float64 on the CPU; NaN where weights are no numbers. is_real: [B, N], or all."""
+    if is_real is None:
+        # as many as the layer sees: those of a backbone differ from stage to stage
+        is_real = layer.q.new_ones(layer.q.shape[:2], dtype=torch.bool)
     seen = is_real.sum(1, keepdim=True).expand(is_real.shape)
     if getattr(layer, "causal", False):
         places = torch.arange(is_real.shape[1], device=is_real.device)

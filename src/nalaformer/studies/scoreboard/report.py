@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Row = dict[str, str]
 
 # columns that older files do not have
-ADDED = ("figure", *INSIDE)
+ADDED = ("figure", *INSIDE, "multiply_adds")
 COLUMNS = (
     "task", "method", "learning_rate", "seed", "steps", "settings", "dev", "test", "groups", "best_step", "outcome",
     "parameters", "state_size", "seconds", "steps_per_second", "loop", "chance", "shortcuts", "device", "torch", "triton",
@@ -59,6 +59,8 @@ class Standing:
     parameters: int
     state_size: int
     steps: int
+    multiply_adds: int | None = None
+    """Of a sequence, where the model counts them."""
     rates: int = 1
     """Learning rates that were tried."""
     inside: tuple[float | None, ...] = (None,) * len(INSIDE)
@@ -96,6 +98,7 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
                 parameters=int(best[0]["parameters"]),
                 state_size=int(best[0]["state_size"]),
                 steps=int(steps),
+                multiply_adds=int(best[0].get("multiply_adds") or 0) or None,
                 rates=len(by_rate),
                 inside=tuple(mean_if_any(row.get(name) for row in best) for name in INSIDE),
                 # of runs as long: with the steps, warm-up and more change by themselves

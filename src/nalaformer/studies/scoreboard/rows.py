@@ -78,16 +78,14 @@ def arena(recipe: str, asks: str, tiny: dict[str, Any]) -> BoardRow:
     )
 
 
-def images(data: str, asks: str, **model: Any) -> BoardRow:
-    """Rows of images from a file, two layers, about 10 epochs of 54,000 images in batches of 128."""
+def images(data: str, asks: str, *, tiny: dict[str, Any] = TINY_VECTORS, **given: Any) -> BoardRow:
+    """Rows of images from a file, two layers, about 10 epochs of 54,000 images in batches of 128. given: further settings."""
     settings = {"data": data, "steps": 4_200, "batch_size": 128, "warmup": 200, "eval_every": 420, "clip_value": 0.0}
     sizes = {"train_samples": 54_000, "eval_samples": 6_000, "test_samples": 10_000, "weight_decay": 0.01, "clip_norm": 1.0}
-    options = {"model_options": {"dropout": 0.1, **model}, **QUICK}
-    tiny = {"model_options": TINY_VECTORS}
     return BoardRow(
         recipe="lra_image",
-        settings=settings | sizes | options,
-        tiny=tiny,
+        settings=settings | sizes | QUICK | given,
+        tiny={"model_options": tiny},
         learning_rates=(1e-3, 3e-3),
         asks=asks,
         file_option="file",
@@ -160,9 +158,22 @@ ROWS: dict[str, BoardRow] = {
         "Say whether two discs lie on one contour, pixel by pixel.",
         {"size": 12, "contour": 2, "distractors": 1, "distractor_length": 2, "seed_distance": 3.0},
     ),
-    "image_pixels": images("pixels", "Name what an image shows, pixel by pixel; needs a file, such as Fashion-MNIST."),
+    "image_pixels": images(
+        "pixels",
+        "Name what an image shows, pixel by pixel; needs a file, such as Fashion-MNIST.",
+        model_options={"dropout": 0.1},
+    ),
     "image_patches": images(
-        "patches", "Name what an image shows, patch by patch; needs a file, such as Fashion-MNIST.", dim=128, mlp_dim=256
+        "patches",
+        "Name what an image shows, patch by patch; needs a file, such as Fashion-MNIST.",
+        model_options={"dropout": 0.1, "dim": 128, "mlp_dim": 256},
+    ),
+    "image_backbone": images(
+        "image_rows",
+        "Name what an image shows, through a backbone with convolutions; needs a file, such as Fashion-MNIST.",
+        model="small_backbone",
+        model_options={},
+        tiny={"embed_dims": [8, 16], "depths": [1, 1], "num_heads": [1, 1]},
     ),
     "manuals": documents("Guess the next token of texts, 2,048 at a time; needs a file of them, such as manuals."),
 }

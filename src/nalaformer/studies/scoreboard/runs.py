@@ -367,6 +367,7 @@ def one_run(
         "chance": f"{data.chance:.4g}",
         "shortcuts": json.dumps(data.shortcuts) if data.shortcuts else "",
         "figure": data.figure,
+        "multiply_adds": str(getattr(model, "multiply_adds", "")),
         **inside,
     }
 

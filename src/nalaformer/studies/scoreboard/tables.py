@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...atomic_files import write_atomically
+from ..markdown import table
 from .methods import METHODS_OF_THE_BOARD, methods_for, short_name
 from .report import Row, Standing, figure_of, read_rows, standings
 from .rows import ROWS
@@ -105,22 +106,24 @@ def labels_for(title: str) -> list[str]:
     return [method.label for method in methods_for(causal=ROWS[title].is_causal)]
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])
-
-
 def section(title: str, rows: Sequence[Row]) -> str:
     """One task: what it asks, the methods, chance and shortcuts, what is missing, and with what it was measured."""
     asks = f"{ROWS[title].asks}\n\n" if title in ROWS else ""
     levels = {"chance": float(rows[0]["chance"])}
     levels |= {f"shortcut: {name}": value for name, value in json.loads(rows[0]["shortcuts"] or "{}").items()}
-    lines = [line_of(each) for each in standings(rows)] + [
+    found = standings(rows)
+    lines = [line_of(each) for each in found] + [
         [name, f"{value:.4f}", *[""] * (len(HEAD) - 2)] for name, value in levels.items()
     ]
+    head = list(HEAD)
+    if any(each.multiply_adds for each in found):
+        head.append("multiply-adds")
+        for line, each in zip(lines, [*found, *[None] * len(levels)], strict=True):
+            line.append(f"{each.multiply_adds / 1e6:.1f} M" if each and each.multiply_adds else "")
     measured = {row["method"] for row in rows}
     missing = [short_name(label) for label in (labels_for(title) if title in ROWS else []) if label not in measured]
     left = f"Not measured yet: {', '.join(missing)}.\n\n" if missing else ""
-    return f"### {title}{named_figure(rows)}\n\n{asks}{table(HEAD, lines)}\n\n{left}{measured_with(rows)}"
+    return f"### {title}{named_figure(rows)}\n\n{asks}{table(head, lines)}\n\n{left}{measured_with(rows)}"
 
 
 def line_of(each: Standing) -> list[str]:
