@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from helpers.language_models import GREEDY, LAYOUTS, each_layout, make, text
+from helpers.language_models import GREEDY, LAYOUTS, VOCABULARY, each_layout, make, text
 from nalaformer.models.language import NaLaCache, NaLaForSequenceClassification
 from nalaformer.training.trainer import checkpoint_activations
 
@@ -126,11 +126,18 @@ def test_hidden_states_of_chosen_blocks_are_those_of_all(layout):
     assert len(every) == 3
     assert torch.equal(every[0], model.model.embed_tokens(tokens))
     assert torch.equal(model.lm_head(every[-1]), model(tokens).logits)
-    first, last = model(tokens, output_hidden_states=[0]).hidden_states, model(tokens, output_hidden_states=[1]).hidden_states
-    assert torch.equal(first[0], every[1])
-    assert torch.equal(last[1], every[2])
-    assert first[1] is None
-    assert last[0] is None
+    # releases count blocks, or the states with the embeddings first
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    theirs = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY)).eval()
+    for chosen in ([0], [1], [0, 1]):
+        assert places_of_states(model, tokens, chosen) == places_of_states(theirs, tokens, chosen)
+
+
+def places_of_states(model, tokens, chosen):
+    """Which of all hidden states are given where some are asked for; None where there is none."""
+    every = model(tokens, output_hidden_states=True).hidden_states
+    given = model(tokens, output_hidden_states=chosen).hidden_states
+    return [None if state is None else next(i for i, x in enumerate(every) if torch.equal(x, state)) for state in given]
 
 
 @torch.no_grad()
