@@ -130,7 +130,7 @@ class NaLaModel(NaLaPreTrainedModel):
 
         Packed sequences, as DataCollatorWithFlattening gives them: position_ids that begin again with 0, or cu_seq_lens_q.
         past_key_values: a NaLaCache or NaLaStaticCache of the tokens before; it is changed.
-        output_hidden_states: True, or a list of those that are wanted, counted as transformers does. output_attentions: of `softmax` mixers.
+        output_hidden_states: True, or a list of numbers, as transformers counts them. output_attentions: of `softmax` mixers.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("the tokens must come either as input_ids or as inputs_embeds, got both or none of them")
