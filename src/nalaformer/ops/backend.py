@@ -91,7 +91,8 @@ def choose(
     """The backend for this call; an explicit "triton" that cannot serve it raises with the reason.
 
     samples: packed sequences; q's by default. is_step: one token after a state, which has a kernel of its own.
-    has_contrast: of the mean score, inside the kernels; a given strength is applied to what they return.
+    has_contrast: of the mean score, inside the kernels or, if causal, beside them; a given strength is applied to what they
+    return.
     """
     if _setting in ("reference", "chunked"):
         return Choice(_setting)
@@ -104,8 +105,10 @@ def choose(
         is_normalised = rotary[0] is not None and rotary[0].normalised
         spec = None if is_normalised else feature_map.kernel_spec(q.device)
         reason = why_not_triton(q, k, v, feature_map, spec, causal, rotary, samples or q.shape[0], is_step)
-        if causal and (has_contrast or has_weight):
-            reason = "a contrast by the mean score and weights of keys have no causal kernel"
+        if causal and has_weight:
+            reason = "weights of keys have no causal kernel"
+        if causal and has_contrast and spec is None:
+            reason = "a causal contrast by the mean score needs a map that the kernels compute"
         if has_blocks:
             reason = "tokens that see all of their block have no kernel"
         if has_contrast and spec is not None and spec.is_guarded:

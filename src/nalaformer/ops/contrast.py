@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .features import hide, repeated
+from .features import FeatureMapLike, compute_dtype, hide, repeated
 
 MEAN_SCORE = "mean_score"
 # a mean score may be the product of two features that fit into no float32
@@ -54,6 +54,16 @@ def contrast_of(
         return None
     strength = contrast.to(dtype) if isinstance(contrast, Tensor) else None
     return Contrast(strength, mean_value(v, key_mask=key_mask, causal=causal, dtype=dtype), q.shape[-1])
+
+
+def running_mean_score(feature_map: FeatureMapLike, q: Tensor, k: Tensor, *, key_mask: Tensor | None) -> Tensor:
+    """The mean score of causal attention, [B, N, H]: causal kernels give out no sums. For maps of one stream without scale."""
+    dtype = compute_dtype(q, k)
+    (queries,) = feature_map.query_streams(q.to(dtype))
+    keys = hide(feature_map.key(hide(k, key_mask).to(dtype)), key_mask)
+    visible = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+    score = (queries.value * repeated(q, keys.cumsum(1))).sum(-1)
+    return mean_score(score, head_dim=q.shape[-1], count=visible.cumsum(1)[..., None], scales=[])
 
 
 def mean_value(v: Tensor, *, key_mask: Tensor | None, causal: bool, dtype: torch.dtype) -> Tensor:

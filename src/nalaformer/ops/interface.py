@@ -24,7 +24,7 @@ from .checks import (
     check_state,
     check_tensors,
 )
-from .contrast import contrast_of
+from .contrast import contrast_of, running_mean_score
 from .features import FeatureMapLike, compute_dtype, heads_for, outside_autocast, repeated
 from .kept_tensors import is_plain_eager
 from .key_weight import MAPS_IN_KERNELS, numbers_of
@@ -105,6 +105,8 @@ def linear_attention(
             has_weight=has_weight,
             has_blocks=block > 1,
         )
+        if backend == "triton" and has_score and causal:
+            contrast, has_score = running_mean_score(mapped, q, k, key_mask=key_mask), False
         # the kernels make the weights while they read the keys, of maps that they know well enough and without a mean score
         by_mean_query = isinstance(key_weight, str) and not has_score and spec is not None and spec.name in MAPS_IN_KERNELS
         weight = None if by_mean_query else numbers_of(key_weight, q, k, feature_map, key_mask, query_mask)
@@ -347,7 +349,9 @@ def _packed(
         weight, spread_k, spread_v = _weight_for(q[None], spread_k, spread_v, weight)
         of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
         of_all = partial(of_all, has_contrast=isinstance(contrast, str), has_weight=weight is not None)
-        is_one_call = is_same and not isinstance(contrast, Tensor) and not isinstance(key_weight, str)
+        # a strength is of each sequence by itself, and so is the running score of its keys
+        has_strength = isinstance(contrast, Tensor) or (causal and contrast is not None)
+        is_one_call = is_same and not has_strength and not isinstance(key_weight, str)
         backend, spec = of_all(feature_map=feature_map) if is_one_call else Choice("chunked")
         if backend == "triton":
             from . import kernels

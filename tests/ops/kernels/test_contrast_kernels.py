@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import nalaformer
+from helpers.contrast_formula import weighted_and_contrasted
 from helpers.kernel_checks import BAR, DEVICE, HALF_ULP, check_errors, make, relative_error
 from nalaformer import Rotary, feature_map, global_query_weight, linear_attention
 from nalaformer.ops.backend import INTERPRETING
@@ -153,6 +154,30 @@ def test_weights_of_the_global_query_and_their_gradients(name, is_masked):
         assert relative_error(ours, exact) < BAR
 
 
+@pytest.mark.parametrize(("name", "kv_heads"), [("elu", 2), ("elu", 1), ("norm_aware", 2)])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_causal_contrast_by_the_mean_score(name, kv_heads, is_masked):
+    tensors = with_weight((2, 83, 2, 8), (2, 83, kv_heads, 8), (2, 83, kv_heads, 12))
+    arguments = {"contrast": "mean_score", "causal": True}
+    if is_masked:
+        arguments["key_mask"] = torch.rand(2, 83, device=DEVICE) > 0.3
+    check(name, tensors, **arguments)
+
+
+def test_packed_sequences_have_running_scores_of_their_own():
+    q, k, v = make(*[(40, 2, 8)] * 3)
+    single = feature_map("elu", num_heads=2, head_dim=8).to(DEVICE)
+    ends = torch.tensor([0, 17, 17, 40], device=DEVICE)
+    options = {"feature_map": single, "causal": True, "contrast": "mean_score"}
+    with nalaformer.use_backend("triton"):
+        found = linear_attention(q, k, v, cu_seqlens=ends, **options)
+    for start, end in ((0, 17), (17, 40)):
+        exact = weighted_and_contrasted(
+            single, *(x[None, start:end] for x in (q, k, v)), contrast="mean_score", causal=True, eps=1e-6
+        )
+        assert relative_error(found[None, start:end], exact) < BAR
+
+
 def test_huge_queries_and_keys_have_finite_weights():
     q, k = make(*[(1, 20, 2, 8)] * 2)
     inputs = [x.mul(1e10).requires_grad_() for x in (q, k)]
@@ -167,7 +192,11 @@ def test_what_the_kernels_cannot_do_says_why():
     with nalaformer.use_backend("triton"):
         single = feature_map("elu", num_heads=2, head_dim=8).to(DEVICE)
         with pytest.raises(ValueError, match="no causal kernel"):
-            linear_attention(q, k, v, feature_map=single, contrast="mean_score", causal=True)
+            linear_attention(q, k, v, feature_map=single, key_weight=torch.ones(1, 5, 2, device=DEVICE), causal=True)
+        # normalised positions change the features of every map
+        turned = {"rotary": Rotary.sequence(5, 8, normalised=True, device=DEVICE)}
+        with pytest.raises(ValueError, match="needs a map that the kernels compute"):
+            linear_attention(q, k, v, feature_map=single, contrast="mean_score", causal=True, **turned)
         scaled = feature_map("polarity", num_heads=2, head_dim=8).to(DEVICE)
         with pytest.raises(ValueError, match="features without a bound have no mean score"):
             linear_attention(q, k, v, feature_map=scaled, contrast="mean_score")

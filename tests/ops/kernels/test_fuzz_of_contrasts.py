@@ -32,6 +32,7 @@ SMALL = {
 FORMS = [
     {"contrast": "mean_score"},
     {"contrast": "given", "mode": "causal", "keys": None},
+    {"contrast": "mean_score", "mode": "causal", "keys": None, "rotary": True},
     {"key_weight": "given", "rotary": True},
     {"key_weight": "global_query", "rotary": True},
     {"key_weight": "global_query", "packed": True, "masked": False, "batch": 3, "keys": None, "contrast": "given"},
