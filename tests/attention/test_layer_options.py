@@ -84,6 +84,24 @@ def test_a_contrast_moves_outputs_away_from_the_mean_value(contrast):
     assert distance(layer(x), layer.projection(expected.flatten(2))) < EXACT
 
 
+@PARTS.of("contrast_offset")
+def test_a_learned_contrast_may_start_at_almost_nothing():
+    x = tokens()
+    plain, gentle, usual = (
+        make(feature_map="elu", **options)
+        for options in ({}, {"contrast": "learned", "contrast_offset": -9}, {"contrast": "learned"})
+    )
+    # parameters are a little off their start here
+    assert (gentle.contrast.offset + 9).abs().max() < 0.5
+    q = heads(gentle.qkvg(x).chunk(3, -1)[0])
+    assert gentle.contrast(q).max() < 0.01
+    assert distance(gentle(x), plain(x)) < 0.01 < distance(usual(x), plain(x))
+    with pytest.raises(ValueError, match="where a learned contrast starts, got -3"):
+        make(feature_map="elu", contrast="mean_score", contrast_offset=-3.0)
+    with pytest.raises(ValueError, match="finite number, got inf"):
+        make(feature_map="elu", contrast="learned", contrast_offset=float("inf"))
+
+
 @PARTS.of("key_weight")
 def test_the_weight_of_a_key_is_what_all_queries_give_it():
     layer, x = make(feature_map="elu", key_weight="global_query"), tokens()

@@ -1,5 +1,6 @@
 """What an attention layer is made of, and the published methods as such descriptions."""
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ class AttentionConfig:
     contrast: str = "none"
     """Moves outputs away from the mean value, o + z (o - mean v): "none", "mean_score" (z = D^-1/2 phi(q) . mean phi(k), MALA)
     or "learned" (z = softplus(a + b |q| / sqrt D), a and b per head)."""
+    contrast_offset: float = 0.0
+    """Where a of a learned contrast starts: with 0 queries of unit variance have z = 1.3, with -3 they have 0.13."""
     key_weight: str = "none"
     """Factor of each key: "none" or "global_query" (a softmax over the keys for the mean of all queries, RALA)."""
     position: str = "none"
@@ -75,6 +78,13 @@ class AttentionConfig:
                 f"contrast and key_weight are parts of linear attention, got {self.contrast!r} and {self.key_weight!r} without "
                 'a feature map; use "none" for both, or name a feature_map'
             )
+        if self.contrast_offset and self.contrast != "learned":
+            raise ValueError(
+                f"contrast_offset is where a learned contrast starts, got {self.contrast_offset} with "
+                f'contrast="{self.contrast}"; use contrast="learned", or leave it out'
+            )
+        if not math.isfinite(self.contrast_offset):
+            raise ValueError(f"contrast_offset must be a finite number, got {self.contrast_offset}")
         if self.block < 1:
             raise ValueError(
                 f"block must be the number of tokens that see each other, at least 1, got {self.block}; 1 is plain causal"

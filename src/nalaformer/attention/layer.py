@@ -61,7 +61,9 @@ class Attention(nn.Module):
                     f"{config.feature_map} reads the values in {self.map.streams} equal parts and needs head sizes that "
                     f"divide so, got {head_dim} (dim {dim} / {num_heads} heads)"
                 )
-        self.contrast = LearnedContrast(num_heads=num_heads) if config.contrast == "learned" else None
+        self.contrast = None
+        if config.contrast == "learned":
+            self.contrast = LearnedContrast(num_heads=num_heads, offset=config.contrast_offset)
         gates = 0 if config.gate == "none" else 1
         if config.key_reduction == 1:
             self.qkvg = nn.Linear(dim, (3 + gates) * dim, bias=config.qkv_bias)

@@ -12,12 +12,12 @@ class LearnedContrast(nn.Module):
     """z = softplus(a + b |q| / sqrt D), a and b learned per head: q [B, N, H, D] -> [B, N, H].
 
     A form of our own. MALA's strength, the mean score, grows with the width of a head and is not learned; this one starts
-    near 1 for queries of unit variance, and b decides whether a larger query attends more sharply.
+    at 1.3 for queries of unit variance (a = `offset`, 0 by default), and b decides whether a larger query attends more sharply.
     """
 
-    def __init__(self, *, num_heads: int) -> None:
+    def __init__(self, *, num_heads: int, offset: float = 0.0) -> None:
         super().__init__()
-        self.offset = nn.Parameter(torch.zeros(num_heads))
+        self.offset = nn.Parameter(torch.full((num_heads,), float(offset)))
         self.slope = nn.Parameter(torch.ones(num_heads))
 
     def forward(self, q: Tensor) -> Tensor:

@@ -11,7 +11,13 @@ from ...published_names import FAMILIES
 from ...registry import unknown_name
 
 # what a softmax stage lacks
-NO_MAP: dict[str, Any] = {"feature_map": None, "map_options": {}, "contrast": "none", "key_weight": "none"}
+NO_MAP: dict[str, Any] = {
+    "feature_map": None,
+    "map_options": {},
+    "contrast": "none",
+    "contrast_offset": 0.0,
+    "key_weight": "none",
+}
 ATTENTION_PARTS = {part.name for part in fields(AttentionConfig)}
 
 
