@@ -40,5 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker in ("base", "cfg", "torchscript", "features", "fxforward", "fxbackward", "timeout"):
+    for marker in (
+        "base",
+        "forward",
+        "backward",
+        "cfg",
+        "cfg_nonstd",
+        "torchscript",
+        "features",
+        "fxforward",
+        "fxbackward",
+        "timeout",
+    ):
         config.addinivalue_line("markers", f"{marker}: of timm's tests")

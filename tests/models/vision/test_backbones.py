@@ -322,7 +322,6 @@ def test_a_model_of_low_precision_is_built_so(name):
     [
         ({"attention": "nalaforme"}, r"unknown attention 'nalaforme'; did you mean 'nalaformer'"),
         ({"attention_stages": "llsv"}, r'attention_stages must be "l" \(linear\) or "v"'),
-        ({"depth": (1, 1, 1, 1)}, r"unknown option of a backbone: 'depth'; did you mean 'depths'"),
         ({"num_heads": (1, 2, 3)}, r"num_heads must have one entry for each of the 4 stages"),
         ({"attention_options": {"gat": "none"}}, r"'gat'; did you mean 'gate'"),
         ({"attention": "softmax", "attention_options": {"gat": "none"}}, r"'gat'; did you mean 'gate'"),
@@ -332,6 +331,11 @@ def test_a_model_of_low_precision_is_built_so(name):
 def test_a_wrong_option_says_the_rule(options, message):
     with pytest.raises(ValueError, match=message):
         small("nalaformer_t", **options)
+
+
+def test_an_argument_that_backbones_do_not_have_is_refused_as_python_does():
+    with pytest.raises(TypeError, match="unknown option of a backbone: 'depth'; did you mean 'depths'"):
+        small("nalaformer_t", depth=(1, 1, 1, 1))
 
 
 def test_wrong_images_say_the_rule():

@@ -244,7 +244,8 @@ def build_from(config: BackboneConfig, **options: Any) -> Backbone:
     known = {part.name for part in fields(BackboneConfig)} | set(BACKBONE_ARGUMENTS)
     for option in options:
         if option not in known:
-            raise unknown_name("option of a backbone:", option, known)
+            # as for any argument that a function does not have, and as timm's tests of models ask
+            raise TypeError(str(unknown_name("option of a backbone:", option, known)))
     if "attention_options" in options:
         # what is not named stays: the layout's own options belong to its published form
         options["attention_options"] = config.attention_options | options["attention_options"]
