@@ -102,6 +102,19 @@ def test_a_learned_contrast_may_start_at_almost_nothing():
         make(feature_map="elu", contrast="learned", contrast_offset=float("inf"))
 
 
+@PARTS.of("mixed_blocks")
+def test_blocks_have_states_of_their_own_and_queries_mix_them():
+    layer, x = make(feature_map="elu", mixed_blocks=(2, 2)), tokens()
+    q, k, v = map(heads, layer.qkvg(x).chunk(3, -1))
+    height, width = GRID
+    number = torch.tensor([(2 * y // height) * 2 + 2 * x // width for y in range(height) for x in range(width)])
+    pairs = layer.block_mix.log_mixing.exp()[number][:, number]
+    weights = torch.einsum("bihf,bjhf->bhij", layer.map.query(q), layer.map.key(k)) * pairs
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-6 * height * width)
+    expected = torch.einsum("bhij,bjhv->bihv", weights, v)
+    assert distance(layer(x, GRID), layer.projection(expected.flatten(2))) < EXACT
+
+
 @PARTS.of("key_weight")
 def test_the_weight_of_a_key_is_what_all_queries_give_it():
     layer, x = make(feature_map="elu", key_weight="global_query"), tokens()

@@ -224,6 +224,7 @@ class Recorder(TorchFunctionMode):
                 windows=windows,
                 contrast=module.contrast_of(q),
                 weigh_keys=module.key_weights,
+                mixing=module.mixing_of_pairs(grid, key_grid, q),
                 values=v,
                 gathered=out,
             )

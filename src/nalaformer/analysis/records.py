@@ -7,7 +7,7 @@ queries at a time.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -215,6 +215,8 @@ class LinearRecord(LayerRecord):
     """As linear_attention takes it."""
     weigh_keys: "Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None" = field(default=None, repr=False)
     """Weights of the keys, of q, k and the visible tokens."""
+    mixing: Tensor | None = field(default=None, repr=False)
+    """[T, S]: how much each key counts for each query beside the features, where blocks of tokens have states of their own."""
     eps: float = 1e-6
     kind = "linear"
 
@@ -235,31 +237,34 @@ class LinearRecord(LayerRecord):
     def piece_weights(self, places: Tensor) -> Tensor:
         total: Tensor | None = None
         for queries, keys in self.visible():
-            weight = self.key_weight(keys)
-            streams = [
-                attention_weights(
-                    self.q,
-                    self.k,
-                    feature_map=self.feature_map,
-                    rows=places,
-                    stream=stream,
-                    causal=self.causal,
-                    block=self.block,
-                    rotary=self.rotary,
-                    key_mask=keys,
-                    query_mask=None if self.causal else keys,
-                    contrast=self.contrast,
-                    key_weight=weight,
-                    eps=self.eps,
-                )
-                for stream in range(self.feature_map.streams)
-            ]
+            streams = [self._weights(places, keys, stream) for stream in range(self.feature_map.streams)]
             weights = sum(streams[1:], streams[0]) / len(streams)
             if queries is not None:
                 weights = weights * queries[:, None, places, None]
             total = weights if total is None else total + weights
         assert total is not None
         return total
+
+    def _weights(self, places: Tensor, keys: Tensor | None, stream: int) -> Tensor:
+        """Of one stream, [P, H, R, S]; keys: those that are visible."""
+        asked: dict[str, Any] = {
+            **{"feature_map": self.feature_map, "rows": places, "stream": stream, "causal": self.causal, "block": self.block},
+            **{"key_mask": keys, "query_mask": None if self.causal else keys, "contrast": self.contrast, "eps": self.eps},
+            "key_weight": self.key_weight(keys),
+        }
+        found = attention_weights(self.q, self.k, rotary=self.rotary, **asked)
+        if self.mixing is None:
+            return found
+        plain = found if self.rotary is None else attention_weights(self.q, self.k, rotary=self.unturned, **asked)
+        mixing = self.mixing[places].to(found.dtype)
+        # what is missing from one is the share of eps in the denominators, which blocks do not change
+        return found * mixing / ((plain * mixing).sum(-1, keepdim=True) + 1 - plain.sum(-1, keepdim=True))
+
+    @property
+    def unturned(self) -> "Rotary | tuple[Rotary, Rotary] | None":
+        """The positions by which denominators turn: those that turn the numerator alone are left out."""
+        first = self.rotary[0] if isinstance(self.rotary, tuple) else self.rotary
+        return self.rotary if first is not None and first.normalised else None
 
     @torch.no_grad()
     def log_denominators(self) -> Tensor:
@@ -316,7 +321,26 @@ def as_shares(weights: Tensor) -> Tensor:
 
 def linear_forms(record: LinearRecord) -> list[LinearForm]:
     """The factors of the weights of each stream. Groups have denominators of their own, which are those of all keys here."""
-    turns = record.rotary if isinstance(record.rotary, tuple) else (record.rotary, record.rotary)
+    forms = _forms(record, record.rotary)
+    if record.mixing is None:
+        return forms
+    mixing = record.mixing.to(forms[0].queries.dtype)
+    # as many features for each different column as there are: one for each block of keys
+    columns, of_keys = mixing.unique(dim=1, return_inverse=True)
+    own = torch.nn.functional.one_hot(of_keys, columns.shape[1]).to(mixing.dtype)
+    mixed = []
+    for form, plain in zip(forms, _forms(record, record.unturned), strict=True):
+        sums = torch.einsum("sc,phsf->phcf", own, plain.keys)
+        total = 1 + torch.einsum("phtf,tc,phcf->pht", plain.queries, columns - 1, sums)
+        pairs = ((form.queries / total[..., None], columns), (form.keys, own))
+        first, second = ((x[..., None, :] * y[:, :, None]).flatten(-2) for x, y in pairs)
+        mixed.append(LinearForm(first, second, form.log_denominators + total.log()))
+    return mixed
+
+
+def _forms(record: LinearRecord, rotary: "Rotary | tuple[Rotary, Rotary] | None") -> list[LinearForm]:
+    """Without what blocks mix."""
+    turns = rotary if isinstance(rotary, tuple) else (rotary, rotary)
     return linear_form.linear_forms(
         record.q,
         record.k,

@@ -1,6 +1,5 @@
 """What an attention layer is made of, and the published methods as such descriptions."""
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -24,6 +23,9 @@ class AttentionConfig:
     """Where a of a learned contrast starts: with 0 queries of unit variance have z = 1.3, with -3 they have 0.13."""
     key_weight: str = "none"
     """Factor of each key: "none" or "global_query" (a softmax over the keys for the mean of all queries, RALA)."""
+    mixed_blocks: tuple[int, int] = (1, 1)
+    """Rows and columns of blocks of the grid, each with a state of its own; a learned matrix says how the queries of each block
+    mix them (MHLA). A single row of tokens has as many blocks side by side. (1, 1): one state."""
     position: str = "none"
     """"none", "rotary" (2-D rotation of the features), "table" (learned, added to the keys, interpolated to any grid) or
     "relative" (learned bias per offset inside a window; softmax only)."""
@@ -78,13 +80,24 @@ class AttentionConfig:
                 f"contrast and key_weight are parts of linear attention, got {self.contrast!r} and {self.key_weight!r} without "
                 'a feature map; use "none" for both, or name a feature_map'
             )
+        # frozen: a list, as configuration files give it
+        object.__setattr__(self, "mixed_blocks", tuple(self.mixed_blocks))
+        if min(self.mixed_blocks) < 1:
+            raise ValueError(f"mixed_blocks must be rows and columns of blocks, both positive, got {self.mixed_blocks}")
+        if self.has_mixed_blocks:
+            others = {"contrast": "none", "key_weight": "none", "causal": False, "window": 0}
+            clash = {name: getattr(self, name) for name, plain in others.items() if getattr(self, name) != plain}
+            if self.feature_map is None or clash:
+                raise ValueError(
+                    f"blocks with states of their own need a feature map, and have no contrast, weights of keys, causal order "
+                    f"or windows, got {clash or {'feature_map': None}} with mixed_blocks={self.mixed_blocks}; use "
+                    "mixed_blocks=(1, 1), or leave those out"
+                )
         if self.contrast_offset and self.contrast != "learned":
             raise ValueError(
                 f"contrast_offset is where a learned contrast starts, got {self.contrast_offset} with "
                 f'contrast="{self.contrast}"; use contrast="learned", or leave it out'
             )
-        if not math.isfinite(self.contrast_offset):
-            raise ValueError(f"contrast_offset must be a finite number, got {self.contrast_offset}")
         if self.block < 1:
             raise ValueError(
                 f"block must be the number of tokens that see each other, at least 1, got {self.block}; 1 is plain causal"
@@ -117,6 +130,11 @@ class AttentionConfig:
             raise ValueError('shifted windows and position="relative" need window=1 or more, got window=0; Swin has window=7')
         if self.window and (self.causal or self.key_reduction > 1):
             raise ValueError("windows hold as many keys as queries and look around: use causal=False and key_reduction=1")
+
+    @property
+    def has_mixed_blocks(self) -> bool:
+        """Whether there is more than one state."""
+        return self.mixed_blocks[0] * self.mixed_blocks[1] > 1
 
 
 CHOICES = {

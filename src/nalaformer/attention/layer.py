@@ -18,6 +18,8 @@ from ..ops import (
 )
 from ..ops.exporting import is_jit_tracing
 from ..ops.kept_tensors import kept
+from ..ops.mixed_states import Blocks, blocks_of, mixed_linear_attention
+from .block_mix import BlockMix
 from .cells import Grid, cells_at, on_grid
 from .config import AttentionConfig
 from .layer_norm import LayerNorm
@@ -64,6 +66,7 @@ class Attention(nn.Module):
         self.contrast = None
         if config.contrast == "learned":
             self.contrast = LearnedContrast(num_heads=num_heads, offset=config.contrast_offset)
+        self.block_mix = BlockMix(config.mixed_blocks) if config.has_mixed_blocks else None
         gates = 0 if config.gate == "none" else 1
         if config.key_reduction == 1:
             self.qkvg = nn.Linear(dim, (3 + gates) * dim, bias=config.qkv_bias)
@@ -123,8 +126,10 @@ class Attention(nn.Module):
 
     def forward_at(self, x: Tensor, grid: Grid, places: Tensor) -> Tensor:
         """The same for some tokens of a grid: x [B, n, C] stand in the cells `places` [B, n], the other cells are empty."""
-        if self.config.window or self.config.key_reduction > 1 or self.config.causal:
-            raise ValueError("some tokens of a grid attend globally: use window=0, key_reduction=1 and causal=False")
+        if self.config.window or self.config.key_reduction > 1 or self.config.causal or self.block_mix is not None:
+            raise ValueError(
+                "some tokens of a grid attend globally: use window=0, key_reduction=1, causal=False and mixed_blocks=(1, 1)"
+            )
         q, k, v, gate, _ = self.project(x, (1, x.shape[1]), None)
         if self.table is not None:
             table = self.table(grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
@@ -150,9 +155,10 @@ class Attention(nn.Module):
     @torch.no_grad()
     def received(self, x: Tensor, grid: Grid | None = None, *, prefix: int = 0) -> Tensor:
         """How much attention each token gets, [B, N], by `ops.received_attention`; x: [B, N, C]."""
-        if self.config.window or self.config.key_reduction > 1 or self.config.causal:
+        if self.config.window or self.config.key_reduction > 1 or self.config.causal or self.block_mix is not None:
             raise ValueError(
-                "received attention needs tokens that all see each other: use window=0, key_reduction=1 and causal=False"
+                "received attention needs tokens that all see each other alike: use window=0, key_reduction=1, causal=False "
+                "and mixed_blocks=(1, 1)"
             )
         grid = self._checked_grid(x, grid)
         # queries and keys alone: no values, no gate
@@ -216,21 +222,52 @@ class Attention(nn.Module):
     ) -> Tensor:
         if self.map is None:
             return self._softmax(q, k, v, grid, key_grid, key_mask, groups)
-        rotary = None
+        rotary: Rotary | tuple[Rotary, Rotary] | None = None
         if self.config.position == "rotary":
             channels = self.head_dim * (2 if self.config.rotary_over == "features" else 1)
             rotary = self._rotary(grid, channels, q)
             if key_grid != grid:
-                rotary = (rotary, self._rotary(key_grid, channels, k))  # type: ignore[assignment]
+                rotary = (rotary, self._rotary(key_grid, channels, k))
+        blocks = self.blocks(grid, key_grid, q)
         if groups is None:
-            return self._linear(q, k, v, rotary, key_mask)
+            return self._linear(q, k, v, rotary, key_mask, blocks)
         # the state sums over keys and cannot tell queries apart: one pass for each group
-        return groups.join(lambda inside: self._linear(q, k, v, rotary, inside if key_mask is None else inside & key_mask), q)
 
-    def _linear(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, visible: Tensor | None) -> Tensor:
+        def attend(inside: Tensor) -> Tensor:
+            return self._linear(q, k, v, rotary, inside if key_mask is None else inside & key_mask, blocks)
+
+        return groups.join(attend, q)
+
+    def blocks(self, grid: Grid, key_grid: Grid, like: Tensor) -> tuple[Blocks, Blocks] | None:
+        """Blocks of the queries and of the keys; None: there is one state for all."""
+        if self.block_mix is None:
+            return None
+        of_queries, of_keys = (blocks_of(*side, *self.config.mixed_blocks, device=like.device) for side in (grid, key_grid))
+        return of_queries, of_keys
+
+    def mixing_of_pairs(self, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor | None:
+        """[N, M], how much each key counts for each query beside the features; None: all alike."""
+        blocks = self.blocks(grid, key_grid, like)
+        if self.block_mix is None or blocks is None:
+            return None
+        return self.block_mix()[blocks[0].of_tokens][:, blocks[1].of_tokens]
+
+    def _linear(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | tuple[Rotary, Rotary] | None,
+        visible: Tensor | None,
+        blocks: tuple[Blocks, Blocks] | None = None,
+    ) -> Tensor:
         """Self-attention by the map, with the layer's contrast and weights: a token that is no key is no query either."""
         mapped = self.map
         assert mapped is not None
+        if self.block_mix is not None and blocks is not None:
+            turns = rotary if isinstance(rotary, tuple) else (rotary, rotary)
+            given = {"feature_map": mapped, "mixing": self.block_mix(), "blocks": blocks, "rotary": turns}
+            return mixed_linear_attention(q, k, v, key_mask=visible, query_mask=visible, **given)
         return linear_attention(
             *(q, k, v),
             feature_map=mapped,

@@ -152,9 +152,9 @@ def as_tokens(image: Tensor) -> Tensor:
 
 
 def parameters_without_decay(model: nn.Module) -> set[str]:
-    """Names of position tables, biases of windows, and parameters of feature maps and contrasts (powers, scales, angles)."""
+    """Names of position tables, biases of windows, and parameters of feature maps, contrasts and mixes of blocks."""
     return {
         name
         for name, _ in model.named_parameters()
-        if set(name.split(".")[:-1]) & {"positions", "table", "relative_bias", "map", "contrast"}
+        if set(name.split(".")[:-1]) & {"positions", "table", "relative_bias", "map", "contrast", "block_mix"}
     }

@@ -12,11 +12,8 @@ from ...registry import unknown_name
 
 # what a softmax stage lacks
 NO_MAP: dict[str, Any] = {
-    "feature_map": None,
-    "map_options": {},
-    "contrast": "none",
-    "contrast_offset": 0.0,
-    "key_weight": "none",
+    **{"feature_map": None, "map_options": {}, "contrast": "none", "contrast_offset": 0.0, "key_weight": "none"},
+    "mixed_blocks": (1, 1),
 }
 ATTENTION_PARTS = {part.name for part in fields(AttentionConfig)}
 

@@ -11,8 +11,8 @@ def count_multiply_adds(model: nn.Module, image_size: tuple[int, int]) -> int:
     """Multiply-adds of convolutions, linear layers and attention products for one image; norms and activations are free.
 
     Attention over N queries and M keys with H heads of size D: softmax 2 H N M D; linear H (N + M) F D for the state and
-    its reading, and H N F for each stream's normaliser; weights of keys add H M F, a contrast H N D. The model lies on any
-    device, "meta" included (no arithmetic then).
+    its reading, and H N F for each stream's normaliser; weights of keys add H M F, a contrast H N D, states of P blocks that
+    are mixed H P^2 F D. The model lies on any device, "meta" included (no arithmetic then).
     """
     total = 0
 
@@ -57,6 +57,9 @@ def _pair_multiply_adds(layer: Attention, queries: int, keys: int) -> int:
     features = layer.map.given(probe, probe, key_mask=None, causal=False).key(probe).shape[-1]
     total = (queries + keys) * features * layer.dim + layer.num_heads * queries * features * layer.map.streams
     total += layer.num_heads * keys * features if layer.config.key_weight != "none" else 0
+    if layer.config.has_mixed_blocks:
+        rows, columns = layer.config.mixed_blocks
+        total += (rows * columns) ** 2 * features * layer.dim
     return total + (queries * layer.dim if layer.config.contrast != "none" else 0)
 
 

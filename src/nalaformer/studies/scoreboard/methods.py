@@ -47,6 +47,7 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "channel_softmax_contrast": of("channel_softmax", contrast="learned"),
     "mala_map": of("mala", gate="none"),
     "rala_map": of("rala", gate="none"),
+    "mhla_map": of("relu", mixed_blocks=[4, 4]),
     "deltanet": of("delta"),
     "deltanet_nala": of("delta", feature_map="norm_aware"),
     "gated_deltanet": of("gated_delta"),
@@ -55,8 +56,8 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
 """The rivals under short names; forms of our own are nala_learned, channel_softmax, and all with the learned contrast. The file
 of a scoreboard has each in full."""
 ALL = "all"
-# looks at all queries, later ones too
-BIDIRECTIONAL = ("rala_map",)
+# looks at all queries, later ones too; mixes the states of later blocks as well
+BIDIRECTIONAL = ("rala_map", "mhla_map")
 # go from token to token
 CAUSAL = ("deltanet", "deltanet_nala", "gated_deltanet", "gated_deltanet_nala")
 

@@ -1,0 +1,26 @@
+"""How blocks of queries mix the states of blocks of keys (MHLA)."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class BlockMix(nn.Module):
+    """A positive number for each pair of blocks, learned and shared by the heads: [M, M].
+
+    It starts as published: the cosine of the distance, pi / 4 between the blocks that lie farthest apart, scaled to equal sums
+    over the blocks of queries. The published code lets the numbers be negative, or clamps them; here they are the exponential
+    of what is learned.
+    """
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        rows, columns = shape
+        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).float()
+        distance = torch.cdist(places, places)
+        near = torch.cos(math.pi / 4 * distance / distance.max().clamp(min=1))
+        self.log_mixing = nn.Parameter((near / near.sum(0, keepdim=True)).log())
+
+    def forward(self) -> Tensor:
+        return self.log_mixing.exp()
