@@ -182,13 +182,14 @@ def test_bench_linearize_runs_the_study_that_is_asked_for(tmp_path, monkeypatch)
     run(
         *("linearize", "--size", "toy", "--device", "cpu", "--out", tmp_path / "a.csv", "--part", "recall"),
         *("--part", "decode", "--minutes", 2, "--teacher", tmp_path / "t", "--teacher-minutes", 3, "--method", "linear"),
+        *("--teachers", 3),
     )
     (full, usual), (toy, chosen) = asked
     assert full == linearization.LinearizationStudy()
-    assert usual == {"device": "cuda", "out": None, "parts": linearization.PARTS, "teacher_folder": None}
+    assert usual == {"device": "cuda", "out": None, "parts": linearization.PARTS, "teacher_folder": None, "teachers": 1}
     assert chosen == {
         **{"device": "cpu", "out": tmp_path / "a.csv"},
-        **{"parts": ("recall", "decode"), "teacher_folder": tmp_path / "t"},
+        **{"parts": ("recall", "decode"), "teacher_folder": tmp_path / "t", "teachers": 3},
     }
     assert (toy.minutes, toy.recall.teacher.minutes, toy.recall.methods) == (2, 3, ("linear",))
     small = linearization.toy_study()

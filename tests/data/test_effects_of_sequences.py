@@ -485,7 +485,7 @@ def test_another_language_has_other_words_and_the_same_facts(name):
 
 
 # seen to in tests/data/test_image_file.py
-SEQUENCE_OPTIONS.of("pixels.file", "patches.file", "patches.patch")
+SEQUENCE_OPTIONS.of("pixels.file", "patches.file", "patches.patch", "image_rows.file")
 # in test_document_windows.py
 SEQUENCE_OPTIONS.of(*(f"documents.{name}" for name in ("file", "test_file", "vocabulary", "length")))
 

@@ -11,7 +11,7 @@ from nalaformer.data import batches_from
 from nalaformer.data.glyphs import glyph_masks
 from nalaformer.data.sequences import IGNORE, SEQUENCES, known_options, make_sequences, write
 
-RELEASED = {"text", "retrieval", "image", "pixels", "patches", "documents"}
+RELEASED = {"text", "retrieval", "image", "pixels", "patches", "image_rows", "documents"}
 
 
 def digest(arrays):

@@ -68,6 +68,7 @@ def test_seeds_give_other_networks(result):
     assert all(len(set(finding.curves["pointing"])) == 2 for finding in result.found)
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_are_those_of_one_after_the_other(result, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "milliseconds", lambda entries: dict.fromkeys(entries, (1.0, 1.0, 1.0)))
     together = run_demo(tmp_path, seeds=2, steps=4, entries=CHOSEN[:1], workers=2)

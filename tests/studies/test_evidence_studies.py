@@ -77,6 +77,7 @@ def test_decision_aware_explanations_find_the_asked_glyph_and_rollout_does_not()
     assert rows["random"]["pointing"] < 0.3
 
 
+@pytest.mark.slow
 def test_the_study_of_explanations_writes_a_row_for_each_model_and_method(tmp_path, monkeypatch):
     monkeypatch.setattr(explanations, "POINTS", 2)
     rows = study_explanations(tmp_path / "e.csv", seeds=1, steps=1, images=2, say=lambda _: None)

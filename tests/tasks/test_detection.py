@@ -173,6 +173,7 @@ Path({out!r} + os.environ["RANK"]).write_text(str(figures))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_evaluate_to_the_same_figures(run, tmp_path):
     alone = evaluate_run(run, device="cpu").metrics
     assert alone["images"] == 3

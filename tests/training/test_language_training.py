@@ -161,6 +161,7 @@ def start(folder, seconds):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(trained, tmp_path):
     process = start(tmp_path, 0.3)
     deadline = time.monotonic() + 120

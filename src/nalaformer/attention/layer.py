@@ -245,6 +245,7 @@ class Attention(nn.Module):
         of_queries, of_keys = (blocks_of(*side, *self.config.mixed_blocks, device=like.device) for side in (grid, key_grid))
         return of_queries, of_keys
 
+    @torch.no_grad()
     def mixing_of_pairs(self, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor | None:
         """[N, M], how much each key counts for each query beside the features; None: all alike."""
         blocks = self.blocks(grid, key_grid, like)
