@@ -192,3 +192,25 @@ def test_some_tokens_of_a_grid_and_received_attention_are_refused():
         layer.received(x, (4, 4))
     with pytest.raises(ValueError, match=r"mixed_blocks=\(1, 1\)"):
         layer.forward_at(x[:, :3], (4, 4), torch.tensor([[0, 1, 5]]))
+
+
+@pytest.mark.slow
+def test_an_exported_and_a_traced_program_cut_other_grids_as_the_layer_does():
+    layer = build("linear", dim=16, num_heads=2, mixed_blocks=(2, 2)).eval()
+
+    class OnImages(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, image):
+            return self.layer(image.flatten(2).transpose(1, 2), (image.shape[2], image.shape[3]))
+
+    model, image = OnImages().eval(), torch.randn(2, 16, 6, 10)
+    sides = {2: torch.export.Dim("height", min=4, max=64), 3: torch.export.Dim("width", min=4, max=64)}
+    exported = torch.export.export(model, (image,), dynamic_shapes=(sides,)).module()
+    with torch.no_grad():
+        traced = torch.jit.trace(model, (image,))
+        for other in (torch.randn(2, 16, 9, 4), torch.randn(2, 16, 14, 15)):
+            torch.testing.assert_close(exported(other), model(other), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(traced(other), model(other), rtol=1e-4, atol=1e-5)
