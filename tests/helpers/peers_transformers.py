@@ -29,13 +29,18 @@ from nalaformer.models.language import (
 
 
 def fill_missing(folder: Path) -> list[str]:
-    """Names that the suites import and the installed version does not have: what calls them is skipped, by name."""
+    """Names that the suites import and neither the installed version nor the checkout has: what calls them is skipped."""
     missing = []
     for path in (*folder.glob("*.py"), *folder.glob("generation/*.py")):
         imports = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
         for node in imports:
-            if node.level == 0 and (node.module or "").split(".")[0] == "transformers":
-                missing += [f"{node.module}.{name.name}" for name in node.names if not found(str(node.module), name.name)]
+            module = node.module or ""
+            # a file beside the suites, which a source distribution may lack
+            is_beside = node.level == 1 and path.parent == folder and module.isidentifier()
+            if is_beside and not (folder / module).exists() and not (folder / f"{module}.py").exists():
+                missing += [f"tests.{module}.{name.name}" for name in node.names if not found(f"tests.{module}", name.name)]
+            if node.level == 0 and module.split(".")[0] == "transformers":
+                missing += [f"{module}.{name.name}" for name in node.names if not found(module, name.name)]
     return missing
 
 
