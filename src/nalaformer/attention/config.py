@@ -84,7 +84,7 @@ class AttentionConfig:
         object.__setattr__(self, "mixed_blocks", tuple(self.mixed_blocks))
         if min(self.mixed_blocks) < 1:
             raise ValueError(f"mixed_blocks must be rows and columns of blocks, both positive, got {self.mixed_blocks}")
-        if self.has_mixed_blocks:
+        if self.num_states > 1:
             others = {"contrast": "none", "key_weight": "none", "causal": False, "window": 0}
             clash = {name: getattr(self, name) for name, plain in others.items() if getattr(self, name) != plain}
             if self.feature_map is None or clash:
@@ -132,9 +132,9 @@ class AttentionConfig:
             raise ValueError("windows hold as many keys as queries and look around: use causal=False and key_reduction=1")
 
     @property
-    def has_mixed_blocks(self) -> bool:
-        """Whether there is more than one state."""
-        return self.mixed_blocks[0] * self.mixed_blocks[1] > 1
+    def num_states(self) -> int:
+        """Of a head: one for each of the mixed blocks."""
+        return self.mixed_blocks[0] * self.mixed_blocks[1]
 
 
 CHOICES = {

@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.contrast = None
         if config.contrast == "learned":
             self.contrast = LearnedContrast(num_heads=num_heads, offset=config.contrast_offset)
-        self.block_mix = BlockMix(config.mixed_blocks) if config.has_mixed_blocks else None
+        self.block_mix = BlockMix(config.mixed_blocks) if config.num_states > 1 else None
         gates = 0 if config.gate == "none" else 1
         if config.key_reduction == 1:
             self.qkvg = nn.Linear(dim, (3 + gates) * dim, bias=config.qkv_bias)
@@ -228,7 +228,7 @@ class Attention(nn.Module):
             rotary = self._rotary(grid, channels, q)
             if key_grid != grid:
                 rotary = (rotary, self._rotary(key_grid, channels, k))
-        blocks = self.blocks(grid, key_grid, q)
+        blocks = None if self.block_mix is None else self.blocks(grid, key_grid, q)
         if groups is None:
             return self._linear(q, k, v, rotary, key_mask, blocks)
         # the state sums over keys and cannot tell queries apart: one pass for each group
@@ -238,20 +238,18 @@ class Attention(nn.Module):
 
         return groups.join(attend, q)
 
-    def blocks(self, grid: Grid, key_grid: Grid, like: Tensor) -> tuple[Blocks, Blocks] | None:
-        """Blocks of the queries and of the keys; None: there is one state for all."""
-        if self.block_mix is None:
-            return None
+    def blocks(self, grid: Grid, key_grid: Grid, like: Tensor) -> tuple[Blocks, Blocks]:
+        """Blocks of the queries and of the keys."""
         of_queries, of_keys = (blocks_of(*side, *self.config.mixed_blocks, device=like.device) for side in (grid, key_grid))
         return of_queries, of_keys
 
     @torch.no_grad()
     def mixing_of_pairs(self, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor | None:
         """[N, M], how much each key counts for each query beside the features; None: all alike."""
-        blocks = self.blocks(grid, key_grid, like)
-        if self.block_mix is None or blocks is None:
+        if self.block_mix is None:
             return None
-        return self.block_mix()[blocks[0].of_tokens][:, blocks[1].of_tokens]
+        of_queries, of_keys = self.blocks(grid, key_grid, like)
+        return self.block_mix()[of_queries.of_tokens][:, of_keys.of_tokens]
 
     def _linear(
         self,

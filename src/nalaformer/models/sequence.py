@@ -57,8 +57,7 @@ def state_size(model: nn.Module) -> int:
             token = torch.zeros(1, 1, heads, size, device=next(layer.parameters()).device)
             # some maps look at all tokens first
             features = layer.map.given(token, token, key_mask=None, causal=False).key(token).shape[-1]
-            rows, columns = layer.config.mixed_blocks
-            total += rows * columns * heads * features * size
+            total += layer.config.num_states * heads * features * size
         elif isinstance(layer, DeltaLayer):
             total += layer.num_heads * layer.features * layer.head_dim
     return total

@@ -57,9 +57,8 @@ def _pair_multiply_adds(layer: Attention, queries: int, keys: int) -> int:
     features = layer.map.given(probe, probe, key_mask=None, causal=False).key(probe).shape[-1]
     total = (queries + keys) * features * layer.dim + layer.num_heads * queries * features * layer.map.streams
     total += layer.num_heads * keys * features if layer.config.key_weight != "none" else 0
-    if layer.config.has_mixed_blocks:
-        rows, columns = layer.config.mixed_blocks
-        total += (rows * columns) ** 2 * features * layer.dim
+    if layer.config.num_states > 1:
+        total += layer.config.num_states**2 * features * layer.dim
     return total + (queries * layer.dim if layer.config.contrast != "none" else 0)
 
 

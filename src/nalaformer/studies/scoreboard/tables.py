@@ -112,14 +112,11 @@ def section(title: str, rows: Sequence[Row]) -> str:
     levels = {"chance": float(rows[0]["chance"])}
     levels |= {f"shortcut: {name}": value for name, value in json.loads(rows[0]["shortcuts"] or "{}").items()}
     found = standings(rows)
-    lines = [line_of(each) for each in found] + [
-        [name, f"{value:.4f}", *[""] * (len(HEAD) - 2)] for name, value in levels.items()
-    ]
-    head = list(HEAD)
-    if any(each.multiply_adds for each in found):
-        head.append("multiply-adds")
-        for line, each in zip(lines, [*found, *[None] * len(levels)], strict=True):
-            line.append(f"{each.multiply_adds / 1e6:.1f} M" if each and each.multiply_adds else "")
+    # where models count them
+    costs = ["multiply-adds"] if any(each.multiply_adds for each in found) else []
+    head = [*HEAD, *costs]
+    lines = [line_of(each)[: len(head)] for each in found]
+    lines += [[name, f"{value:.4f}", *[""] * (len(head) - 2)] for name, value in levels.items()]
     measured = {row["method"] for row in rows}
     missing = [short_name(label) for label in (labels_for(title) if title in ROWS else []) if label not in measured]
     left = f"Not measured yet: {', '.join(missing)}.\n\n" if missing else ""
@@ -134,7 +131,8 @@ def line_of(each: Standing) -> list[str]:
     rate = f"{each.learning_rate} of {each.rates}"
     # as many digits as a correlation, nats and a rank deserve; no minus in front of a rounded zero
     inside = ["" if value is None else f"{round(value, 2) + 0.0:.2f}" for value in each.inside]
-    return [name, f"{each.test:.4f}", spread, str(each.seeds), f"{each.dev:.4f}", rate, *sizes, *inside]
+    cost = f"{each.multiply_adds / 1e6:.1f} M" if each.multiply_adds else ""
+    return [name, f"{each.test:.4f}", spread, str(each.seeds), f"{each.dev:.4f}", rate, *sizes, *inside, cost]
 
 
 def measured_with(rows: Sequence[Row]) -> str:
