@@ -10,6 +10,8 @@ from nalaformer.analysis import record
 from nalaformer.analysis.records import linear_forms
 from nalaformer.attention import build
 from nalaformer.models.sequence import state_size
+from nalaformer.models.vision import build as build_backbone
+from nalaformer.models.vision.multiply_adds import count_multiply_adds
 from nalaformer.ops.mixed_states import blocks_of, mixed_linear_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,6 +171,18 @@ def test_records_have_the_rows_that_the_layer_used(options):
 def test_states_count_for_each_block():
     model = torch.nn.Sequential(build("linear", dim=16, num_heads=2, mixed_blocks=(2, 3)))
     assert state_size(model) == 6 * 2 * 8 * 8
+
+
+def test_mixing_costs_a_product_of_states_for_each_pair_of_blocks_and_is_not_decayed():
+    size = {"embed_dims": (16,) * 4, "depths": (1,) * 4, "num_heads": (2,) * 4, "attention_stages": "lvvv", "projection": 16}
+    size |= {"num_classes": 3, "attention": "linear"}
+    plain, mixed = (
+        build_backbone("nalaformer_t", attention_options=options, **size) for options in ({}, {"mixed_blocks": (2, 3)})
+    )
+    extra = count_multiply_adds(mixed, (64, 64)) - count_multiply_adds(plain, (64, 64))
+    assert extra == 6 * 6 * 2 * 8 * 8
+    # softmax stages have none
+    assert mixed.no_weight_decay() - plain.no_weight_decay() == {"stages.0.blocks.0.attention.block_mix.log_mixing"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from nalaformer import cli
 from nalaformer.studies.scoreboard import METHODS_OF_THE_BOARD, ROWS, loaded, make_board, processes, row_names, run_boards, runs
 from nalaformer.studies.scoreboard.methods import parse_methods, short_name
 from nalaformer.studies.scoreboard.report import read_rows
-from nalaformer.studies.scoreboard.tables import BEGIN, END, fill, filled, rows_of, summary
+from nalaformer.studies.scoreboard.tables import BEGIN, END, fill, filled, rows_of, section, summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROJECT = Path(__file__).parents[2]
@@ -286,6 +286,11 @@ def test_a_page_is_filled_from_the_files_beside_chance_and_machine(tmp_path):
     assert "rala_map" not in text.partition("Not measured yet:")[2].partition("\n")[0]
     assert rows[0]["commit"] in text
     assert json.loads(rows[0]["settings"])["data"]["data"] == "mqar"
+    # the cost of a model that counts it has a column of its own
+    assert "multiply-adds" not in text
+    counted = section("mqar_80", [row | {"multiply_adds": "2500000"} for row in rows])
+    assert "| norm-entropy | drop | rank | multiply-adds |" in counted
+    assert counted.count("| 2.5 M |") == 2
     (tmp_path / "b.md").write_text("none")
     with pytest.raises(ValueError, match="must hold the marks"):
         fill(tmp_path / "b.md", tmp_path)

@@ -1,4 +1,4 @@
-"""The table of what conversions leave, made from the rows of the study: nobody copies a figure by hand."""
+"""The table of what conversions leave, made from the rows of the study."""
 
 import csv
 import re
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from ...atomic_files import write_atomically
-from ..markdown import table
+from ..markdown import fill_page, table
 
 MARK = re.compile(r"(<!-- recovery of (\w+\.csv): begin -->).*?(<!-- recovery: end -->)", re.DOTALL)
 TEACHER = "teacher"
@@ -69,11 +68,5 @@ def filled(text: str, folder: str | Path) -> str:
 
 def fill(page: str | Path, folder: str | Path) -> None:
     """Write the tables of the files in `folder` between the marks of the page."""
-    path = Path(page)
-    text = path.read_text(encoding="utf-8")
-    if not MARK.search(text):
-        raise ValueError(
-            f"{path} must hold the marks <!-- recovery of FILE.csv: begin --> and <!-- recovery: end -->, "
-            "between which its tables stand"
-        )
-    write_atomically(path, filled(text, folder).encode())
+    marks = "<!-- recovery of FILE.csv: begin --> and <!-- recovery: end -->"
+    fill_page(page, lambda text: filled(text, folder), has_marks=MARK.search, marks=marks)

@@ -1,12 +1,11 @@
-"""The tables of a page, made from the files of scoreboards: nobody copies a figure by hand."""
+"""The tables of a page, made from the files of scoreboards."""
 
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...atomic_files import write_atomically
-from ..markdown import table
+from ..markdown import fill_page, table
 from .methods import METHODS_OF_THE_BOARD, methods_for, short_name
 from .report import Row, Standing, figure_of, read_rows, standings
 from .rows import ROWS
@@ -156,8 +155,9 @@ def filled(text: str, rows: Sequence[Row]) -> str:
 
 def fill(page: str | Path, folder: str | Path) -> None:
     """Write the tables of the files in `folder` between the marks of the page."""
-    path = Path(page)
-    text = path.read_text(encoding="utf-8")
-    if END not in text.partition(BEGIN)[2] and not IN_BRIEF.search(text):
-        raise ValueError(f"{path} must hold the marks {BEGIN} and {END}, between which its tables stand")
-    write_atomically(path, filled(text, rows_of(folder)).encode())
+
+    def has_marks(text: str) -> bool:
+        return END in text.partition(BEGIN)[2] or IN_BRIEF.search(text) is not None
+
+    rows = rows_of(folder)
+    fill_page(page, lambda text: filled(text, rows), has_marks=has_marks, marks=f"{BEGIN} and {END}")
