@@ -72,6 +72,29 @@ def test_steps_with_copies_in_low_precision_are_those_of_autocast(attention):
         assert torch.equal(parameter, plain[name]), name
 
 
+def test_steps_are_compiled_where_the_config_says_so(monkeypatch):
+    """Those alone: an evaluation has batches of other sizes, each of which would compile again."""
+    calls = []
+
+    def compiled(function):
+        def call(*inputs, **named):
+            calls.append(torch.is_grad_enabled())
+            return function(*inputs, **named)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    data = SEQUENCES["mqar"](split="train", samples=8, vocabulary=32, mixture=[[16, 2]])
+    buckets = resident(data, "cpu")
+    for is_compiled in (False, True):
+        config = TrainingConfig(steps=3, batch_size=8, learning_rate=1e-2, eval_every=1, compile=is_compiled)
+        model = RecallModel(attention="relu", dim=8, **vars(data.facts))
+        sprint = Sprint(model, config, train=buckets, dev=buckets, groups=1, steps=3, seed=0)
+        sprint.run()
+        assert calls == [True] * (3 if is_compiled else 0)
+        assert sprint.how == ("compiled" if is_compiled else "eager")
+
+
 def test_a_run_in_float32_makes_no_copies():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     assert not LowCopies(model, torch.float32).copies

@@ -15,15 +15,16 @@ COLOURS = {"linear": "#D55E00", "gated_delta": "#0072B2", "softmax": "#000000"}
 
 def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) -> None:
     """Write a PNG: tokens per second and memory of the cache against the context."""
-    figure = new_figure(10, 4.4)
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    figure = new_figure(10, 4.8)
     batches = sorted({r.measurement.batch for r in shown})
     contexts = sorted({r.measurement.context for r in shown})
     panels = (("per_second", "tokens per second, all rows"), ("cache_mib", "memory of the cache (MiB)"))
     for number, (name, title) in enumerate(panels, 1):
         axes = figure.add_subplot(1, 2, number)
         axes.set_xscale("log", base=2)
-        if name == "cache_mib":
-            axes.set_yscale("log")
+        axes.set_yscale("log")
         for batch in batches:
             for mixer in COLOURS:
                 own = [r for r in shown if (r.measurement.mixer, r.measurement.batch) == (mixer, batch)]
@@ -33,14 +34,14 @@ def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) ->
                     style: dict[str, Any] = {"linestyle": "-" if batch == batches[0] else "--", "marker": "o", "markersize": 4}
                     axes.plot(places, heights, label=f"{mixer}, batch {batch}", color=COLOURS[mixer], **style)
         axes.set_xticks(contexts, [f"{c // 1024}K" if c >= 1024 else str(c) for c in contexts])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if name == "per_second" else (1,)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.minorticks_off()
-        if name != "cache_mib":
-            axes.set_ylim(bottom=0)
         axes.set_xlabel("context (tokens)")
         axes.set_title(title, loc="left", fontsize=11)
         tidy(axes)
-        if number == 1:
-            axes.legend(fontsize=8, frameon=False)
+    # the same lines in both
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), fontsize=8, frameon=False)
     first = shown[0].measurement
     figure.suptitle(f"Decoding, {first.size} layout, {name_of(first.dtype)}, {machine.device_name(first.device)}", fontsize=12)
     figure.savefig(path)

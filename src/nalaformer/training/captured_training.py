@@ -78,6 +78,8 @@ class Sprint:
         self.on_gpu = self.device.type == "cuda"
         self.precision = precision_on(self.device, config.precision)
         self.low = LowCopies(self.model, self.precision)
+        # evaluations stay as they are: few, and in batches of other sizes
+        self.trained: Callable[..., Tensor] = torch.compile(self.low.__call__) if config.compile else self.low
         self.optimizer = self._make_optimizer()
         self.host_rates = self._rates()
         self.rates = torch.tensor(self.host_rates, dtype=torch.float32, device=self.device)
@@ -86,7 +88,7 @@ class Sprint:
         self.cursors = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in train]
         self.loss_sum = torch.zeros((), device=self.device)
         self.graphs: list[Callable[[], object]] = []
-        self.how = "eager"
+        self.how = "compiled" if config.compile else "eager"
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         config = self.config
@@ -170,7 +172,7 @@ class Sprint:
         if self.on_gpu:
             try:
                 self.graphs = self._captured(self.graphs)
-                self.how = "CUDA graph"
+                self.how = "compiled CUDA graph" if self.config.compile else "CUDA graph"
             except (NotCapturable, torch.OutOfMemoryError) as failure:
                 # slower, and the same numbers; any other failure is one of the step itself
                 warnings.warn(f"training steps are no CUDA graphs and wait for Python instead: {failure}", stacklevel=3)
@@ -187,7 +189,7 @@ class Sprint:
         self.optimizer.zero_grad(set_to_none=True)
         rows = self.plan.rows[number].index_select(0, self.cursors[number])[0]
         inputs, at, targets, _ = self.train[number].batch(rows)
-        loss = self.figure.loss(*self._answers(self.low, inputs, at, targets))
+        loss = self.figure.loss(*self._answers(self.trained, inputs, at, targets))
         loss.backward()
         self.low.give_gradients()
         if config.clip_norm:
