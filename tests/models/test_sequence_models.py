@@ -6,11 +6,19 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nalaformer.attention import METHODS
 from nalaformer.data.sequences import IGNORE, SEQUENCES, as_tensor, write
 from nalaformer.feature_maps import FEATURE_MAPS
-from nalaformer.models.sequence import SEQUENCE_MODELS, RecallModel, SequenceClassifier, sequence_attention, state_size
+from nalaformer.models.sequence import (
+    SEQUENCE_MODELS,
+    RecallModel,
+    SequenceClassifier,
+    embedding_by_product,
+    sequence_attention,
+    state_size,
+)
 from nalaformer.recipes import RECIPES, build_model, changed, evaluate_run, make_trainer
 from nalaformer.tasks import AnswerFigures, Sequences, SequencesConfig, answer_sums, answered
 from nalaformer.training import TrainingConfig
@@ -357,3 +365,27 @@ def test_the_default_schedule_is_still_the_cosine():
 def test_wrong_settings_of_the_protocol_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         TrainingConfig(steps=1, **options)
+
+
+@pytest.mark.parametrize("shape", [(3, 9), (5,), (2, 0)], ids=str)
+def test_the_gradient_of_an_embedding_by_product_is_that_of_torch(shape):
+    tokens, weight = torch.randint(0, 7, shape), torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    rows = embedding_by_product(tokens, weight)
+    assert torch.equal(rows, F.embedding(tokens, weight))
+    given = torch.randn_like(rows)
+    torch.testing.assert_close(
+        *(torch.autograd.grad((x * given).sum(), weight)[0] for x in (rows, F.embedding(tokens, weight)))
+    )
+
+
+def test_the_gradient_of_an_embedding_computes_in_the_type_of_autocast():
+    tokens, weight = torch.randint(0, 7, (3, 9)), torch.randn(7, 4, requires_grad=True)
+    given = torch.randn(3, 9, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = embedding_by_product(tokens, weight)
+    assert rows.dtype == torch.float32
+    (found,) = torch.autograd.grad((rows * given).sum(), weight)
+    (exact,) = torch.autograd.grad((F.embedding(tokens, weight) * given).sum(), weight)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, found.bfloat16().float())
+    torch.testing.assert_close(found, exact, rtol=0.03, atol=0.05)

@@ -99,6 +99,27 @@ def test_zeros_are_hidden_from_attention_and_from_the_mean_where_asked(hiding, m
     torch.testing.assert_close(model(tokens), head(model, (x * weight).sum(1) / weight.sum(1)), rtol=1e-9, atol=1e-9)
 
 
+@CLASSIFIER.of("most_visible")
+@pytest.mark.parametrize("attention", ["softmax", "norm_aware"])
+@torch.no_grad()
+def test_hidden_tokens_may_be_left_out(attention):
+    options = TASK | SMALL | {"attention": attention, "hide_zero": True, "mean_over": "visible"}
+    model = moved(SequenceClassifier(**options))
+    short = moved(SequenceClassifier(**options, most_visible=6))
+    short.load_state_dict(model.state_dict())
+    tokens = torch.tensor([[0, 3, 0, 0, 5, 1, 0, 2, 0], [6, 0, 0, 1, 2, 3, 4, 0, 5], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
+    torch.testing.assert_close(short(tokens), model(tokens), rtol=1e-9, atol=1e-9)
+    assert short.encoded(tokens)[0].shape == (3, 6, 8)
+    # one sequence that does not fit spoils no other
+    tokens[0] = 1
+    found, expected = short(tokens), model(tokens)
+    assert found[0].isnan().all()
+    torch.testing.assert_close(found[1:], expected[1:], rtol=1e-9, atol=1e-9)
+    for missing in ({"hide_zero": False}, {"mean_over": "all"}, {"answers": "tokens"}):
+        with pytest.raises(ValueError, match="most_visible=6 leaves out what is hidden: it needs hide_zero=True"):
+            SequenceClassifier(**(options | missing), most_visible=6)
+
+
 @CLASSIFIER.of("answers", "channels")
 @torch.no_grad()
 def test_answers_are_of_tokens_pairs_or_whole_sequences():

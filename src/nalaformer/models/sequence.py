@@ -14,6 +14,8 @@ from ..registry import Registry, unknown_name
 from .delta_layer import DELTA_RULES, DeltaLayer
 
 SEQUENCE_MODELS: Registry[type[nn.Module]] = Registry("sequence model")
+# kinds of tokens up to which the gradient of an embedding is a product
+MOST_IN_A_PRODUCT = 256
 
 
 def sequence_attention(
@@ -73,6 +75,8 @@ class SequenceClassifier(nn.Module):
 
     Inputs are tokens, or vectors [B, N, channels] where vocabulary is 0. Token 0 is no key where `hide_zero` is set: padding,
     and Skyformer's way with black pixels. As published the mean runs over all positions; mean_over="visible" leaves those out.
+    Nothing then depends on them, and most_visible=n computes n tokens of each sequence instead of all: every one that is not 0.
+    A sequence that has more gets NaN.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class SequenceClassifier(nn.Module):
         dropout: float = 0.1,
         hide_zero: bool = False,
         mean_over: str = "all",
+        most_visible: int = 0,
     ) -> None:
         super().__init__()
         if answers not in ("sequence", "pair", "tokens"):
@@ -101,7 +106,13 @@ class SequenceClassifier(nn.Module):
             raise ValueError(f'mean_over must be "all" (as published) or "visible", got {mean_over!r}')
         self.answers, self.mean_over = answers, mean_over
         self.hide_zero = vocabulary > 0 and (hide_zero or is_padded)
-        self.embedding = nn.Embedding(vocabulary, dim) if vocabulary else nn.Linear(channels, dim)
+        if most_visible and not (self.hide_zero and mean_over == "visible" and answers != "tokens"):
+            raise ValueError(
+                f"most_visible={most_visible} leaves out what is hidden: it needs hide_zero=True, mean_over='visible' and "
+                f"answers for whole sequences, got hide_zero={self.hide_zero}, mean_over={mean_over!r} and answers={answers!r}"
+            )
+        self.most_visible = most_visible
+        self.embedding = TokenEmbedding(vocabulary, dim) if vocabulary else nn.Linear(channels, dim)
         self.positions = nn.Parameter(0.02 * torch.randn(length, dim))
         if vocabulary:
             nn.init.normal_(self.embedding.weight, std=0.02)
@@ -133,11 +144,25 @@ class SequenceClassifier(nn.Module):
         tokens, length = inputs.shape[1], self.positions.shape[0]
         if tokens > length:
             raise ValueError(f"sequences must have at most the {length} tokens the model was made for, got {tokens}")
-        visible = inputs != 0 if self.hide_zero else None
-        x, added = self.dropout(self.embedding(inputs) + self.positions[:tokens]), None
+        visible, positions = self.visible(inputs), self.positions[:tokens]
+        if self.most_visible:
+            places = (inputs == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, : self.most_visible]
+            is_too_long = (inputs != 0).sum(dim=1) > self.most_visible
+            inputs, positions = inputs.gather(1, places), positions[places]
+            positions = positions.masked_fill(is_too_long[:, None, None], torch.nan)
+        x, added = self.dropout(self.embedding(inputs) + positions), None
         for block in self.blocks:
             x, added = block(x, added, visible)
         return self.norm(x, added)[1], visible
+
+    def visible(self, inputs: Tensor) -> Tensor | None:
+        """Which of the tokens that attention sees are real, [B, N]; None: all."""
+        if not self.hide_zero:
+            return None
+        visible = inputs != 0
+        if not self.most_visible:
+            return visible
+        return torch.arange(min(self.most_visible, inputs.shape[1]), device=inputs.device) < visible.sum(1, keepdim=True)
 
     def pooled(self, inputs: Tensor) -> Tensor:
         """[B, N] -> [B, C]."""
@@ -146,6 +171,44 @@ class SequenceClassifier(nn.Module):
             return x.mean(dim=1)
         weight = visible.to(x.dtype).unsqueeze(-1)
         return (x * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1)
+
+
+class TokenEmbedding(nn.Embedding):
+    """An embedding of few tokens whose gradient is a product on a GPU.
+
+    torch adds up the gradients of equal tokens one by one, or sorts them: with a hundred thousand tokens of ten kinds that
+    takes as long as a layer.
+    """
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.device.type == "cpu" or self.num_embeddings > MOST_IN_A_PRODUCT:
+            return super().forward(tokens)
+        return embedding_by_product(tokens, self.weight)
+
+
+def embedding_by_product(tokens: Tensor, weight: Tensor) -> Tensor:
+    """weight[tokens]: tokens [...], weight [V, C] -> [..., C]."""
+    device = tokens.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    rows: Tensor = EmbeddingByProduct.apply(tokens, weight, dtype)
+    return rows
+
+
+class EmbeddingByProduct(torch.autograd.Function):
+    """dtype: what the product of the gradient computes in."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.kinds, ctx.dtype, ctx.weight_dtype = weight.shape[0], dtype, weight.dtype
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+        (tokens,) = ctx.saved_tensors
+        is_kind = tokens.reshape(-1, 1) == torch.arange(ctx.kinds, device=tokens.device)
+        summed = is_kind.to(ctx.dtype).T @ gradient.flatten(0, -2).to(ctx.dtype)
+        return None, summed.to(ctx.weight_dtype), None
 
 
 class AddedNorm(LayerNorm):

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from ...analysis import LayerRecord, attention_entropy, attention_layers, effective_rank, entropy_drop, record, spearman
 from ...analysis.compare import LEAST_DROP
 from ...analysis.records import as_shares
+from ...models.sequence import SequenceClassifier
 from ...ops.reference import last_of_block
 from ...training.data_on_device import Bucket
 
@@ -33,7 +34,7 @@ def attention_figures(model: nn.Module, bucket: Bucket) -> dict[str, str]:
     inputs = bucket.batch(rows)[0]
     # a pair is two sequences
     tokens = inputs.flatten(0, 1) if is_pair else inputs
-    is_real = tokens != 0 if getattr(model, "hide_zero", False) else None
+    is_real = model.visible(tokens) if isinstance(model, SequenceClassifier) else None
     try:
         found = torch.cat([figures_of_heads(each, is_real) for each in record(model, inputs)])
     except torch.OutOfMemoryError:
