@@ -11,14 +11,8 @@ import torch.nn.functional as F
 from nalaformer.attention import METHODS
 from nalaformer.data.sequences import IGNORE, SEQUENCES, as_tensor, write
 from nalaformer.feature_maps import FEATURE_MAPS
-from nalaformer.models.sequence import (
-    SEQUENCE_MODELS,
-    RecallModel,
-    SequenceClassifier,
-    embedding_by_product,
-    sequence_attention,
-    state_size,
-)
+from nalaformer.models.sequence import SEQUENCE_MODELS, RecallModel, SequenceClassifier, sequence_attention, state_size
+from nalaformer.models.sequence.token_embedding import embedding_by_product
 from nalaformer.recipes import RECIPES, build_model, changed, evaluate_run, make_trainer
 from nalaformer.tasks import AnswerFigures, Sequences, SequencesConfig, answer_sums, answered
 from nalaformer.training import TrainingConfig
