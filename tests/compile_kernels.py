@@ -110,7 +110,13 @@ def bidirectional():
 def causal():
     bounds = torch.tensor([0, 15, 80])
     visible = torch.ones(1, 80, dtype=torch.bool)
+    # one short walk, which has its own backward pass
+    attend("norm_aware", torch.bfloat16, size=64, causal=True)
+    attend("norm_aware", torch.bfloat16, causal=True, key_mask=visible, rotary=Rotary.sequence(80, 20))
+    attend("norm_aware", torch.float32, size=64, causal=True, options={"learnable": True})
+    attend("focused", torch.bfloat16, size=40, causal=True, options={"norm_over": "head"})
     # one stretch, then as many as tiles
+    call.WHOLE_TOKENS = 16
     attend("norm_aware", torch.bfloat16, size=64, causal=True)
     call.SPREAD = dict.fromkeys(call.SPREAD, (64, 1))
     attend("norm_aware", torch.bfloat16, size=64, causal=True)

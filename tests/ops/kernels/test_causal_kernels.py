@@ -52,6 +52,34 @@ def test_tiles_of_one_kernel_may_be_longer_than_stretches(kernel, monkeypatch):
     check("norm_aware", make(*[(1, 80, 1, 8)] * 3), heads=1, head_dim=8, causal=True)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "size", "launches"),
+    [
+        (75, 2, 2, 8, ["causal_kernel", "causal_whole_gradient_kernel"]),
+        # groups, and as many heads as fill a GPU, with kernels of their own
+        (75, 2, 1, 8, ["causal_kernel", "causal_dq_kernel", "causal_dk_kernel", "causal_dv_kernel"]),
+        (20, 200, 200, 4, ["causal_kernel", "causal_dq_kernel", "causal_dk_kernel", "causal_dv_kernel"]),
+    ],
+)
+def test_a_short_walk_takes_one_launch_each_way(tokens, heads, kv_heads, size, launches, monkeypatch):
+    """What waits for the host waits for each launch."""
+    from nalaformer.ops.kernels.linear import call
+
+    started = []
+
+    def start(self, key, kernel, *rest, original=call.Call.start):
+        started.append(kernel.__name__)
+        original(self, key, kernel, *rest)
+
+    monkeypatch.setattr(call.Call, "start", start)
+    monkeypatch.setattr(call, "CALLS", {})
+    q, k, v = (x.requires_grad_() for x in make(*[(1, tokens, n, size) for n in (heads, kv_heads, kv_heads)]))
+    feature_map = nalaformer.feature_map("norm_aware", num_heads=heads, head_dim=size)
+    with nalaformer.use_backend("triton"):
+        nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True).sum().backward()
+    assert started == launches
+
+
 @in_two_stretches
 def test_causal_attention_with_rotary_and_key_mask(name, stretches):
     arguments = {"rotary": Rotary.sequence(37, 8, device=DEVICE), "key_mask": torch.rand(2, 37, device=DEVICE) > 0.3}

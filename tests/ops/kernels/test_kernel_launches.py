@@ -368,7 +368,8 @@ if INTERPRETING:
             ),
             pytest.param(
                 "causal",
-                "causal_dk_kernel causal_dq_kernel causal_dv_kernel causal_kernel dsums_kernel prefix_kernel state_kernel",
+                "causal_dk_kernel causal_dq_kernel causal_dv_kernel causal_kernel causal_whole_gradient_kernel dsums_kernel "
+                "prefix_kernel state_kernel",
                 marks=pytest.mark.slow,
             ),
             pytest.param(

@@ -77,6 +77,8 @@ TILES = {
     "causal_dq": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
     "causal_dk": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
     "causal_dv": {64: Tile(64, 4, 3), 128: Tile(16, 8, 3)},
+    # the last three in one launch, as long as one walk is short
+    "causal_whole_gradient": {64: Tile(32, 4, 3)},
     # causal attention in chunks (CHUNKS)
     "walk": {128: Tile(128, 8, 2)},
     "chunk": {128: Tile(64, 4, 2)},
@@ -92,7 +94,7 @@ CHUNKS: dict[int, int] = {128: 128}
 # heads of 128 not timed: what fits on chip
 TURNED_TILES = {
     **{kernel: {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)} for kernel in ("output", "dq")},
-    **{kernel: {64: Tile(32, 4, 2)} for kernel in ("causal_dq", "causal_dk", "causal_dv")},
+    **{kernel: {64: Tile(32, 4, 2)} for kernel in ("causal_dq", "causal_dk", "causal_dv", "causal_whole_gradient")},
     **{kernel: {64: Tile(64, 4, 2)} for kernel in ("dsums", "whole_gradient")},
     **{kernel: {64: Tile(64, 4, 2), 128: Tile(64, 8, 2)} for kernel in ("state", "state_by_mean")},
     "dk": {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)},
@@ -176,6 +178,13 @@ class Call:
         settings = self.settings
         is_plain = settings.streams == 1 and not (settings.is_guarded or settings.contrast or settings.has_weight or self.pairs)
         return self.is_whole and is_small and is_one_tile and is_plain
+
+    @cached_property
+    def is_one_walk(self) -> bool:
+        """Of causal attention: whether one short walk does a sample and head, and each launch is what is waited for."""
+        is_small = max(self.block_d, self.block_v) <= 64 and self.num_queries <= WHOLE_TOKENS
+        is_plain = self.heads == self.kv_heads and not self.is_packed and not self.chunk
+        return is_small and is_plain and self.samples * self.heads <= WHOLE_PROGRAMS and self.causal_splits()[0] == 1
 
     @cached_property
     def chunk(self) -> int:

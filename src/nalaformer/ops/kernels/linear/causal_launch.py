@@ -10,6 +10,7 @@ from .call import Call, TokenLayout, angle_stride, is_aligned, parameter_row
 from .compiled.causal import causal_kernel
 from .compiled.causal_gradient import causal_dq_kernel
 from .compiled.causal_gradient_of_keys import causal_dk_kernel, causal_dv_kernel
+from .compiled.causal_whole_gradient import causal_whole_gradient_kernel
 
 
 def forward(
@@ -24,12 +25,18 @@ def forward(
     want_total: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes out; returns the sums of all tokens, those before each stretch, and if kept 1 / denominator per row."""
+    """Writes out; returns the sums of all tokens, those before each stretch, and if kept 1 / denominator per row.
+
+    Of one short walk whose sums nobody wants there are none: empty tensors of one dimension.
+    """
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
     count, stretch = call.causal_splits()
     has_total = count > 1 or want_total
-    if not has_total:
+    has_before = has_total or not call.is_one_walk
+    if not has_before:
+        sums = total = torch.empty(0, dtype=torch.float32, device=call.device)
+    elif not has_total:
         # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
         assert initial is None
         sums = call.sums(1, call.kv_heads).zero_()
@@ -38,7 +45,7 @@ def forward(
         sums, _ = sums_of_keys(call, k, v, parameters, parameters, layout, count, stretch)
         total = prefix(call.launches, sums, initial, reverse=False)
     call.start(
-        ("causal", keep, has_total),
+        ("causal", keep, has_total, has_before),
         causal_kernel,
         (q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, sums, total, out, inverse),
         lambda: (
@@ -50,7 +57,7 @@ def forward(
                 *parameters_of_both(call, parameters, layout),
                 *call.scalars,
             ),
-            {"KEEP": keep, "HAS_TOTAL": has_total, "BN": tokens_at_once(call, q, k, v)},
+            {"KEEP": keep, "HAS_BEFORE": has_before, "HAS_TOTAL": has_total, "BN": tokens_at_once(call, q, k, v)},
         ),
     )
     return total, sums, inverse
@@ -77,13 +84,16 @@ def backward(
     is_learned: bool,
     moves_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dv, the gradient of the initial sums if they move; and for learned maps those of the parameters per head."""
+    """dq, dk, dv, the gradient of the initial sums if they move; and for learned maps those of the parameters per head.
+
+    before: of one dimension if there are none.
+    """
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     group = call.group
     count, stretch = call.causal_splits()
     same_angles = cos_q.data_ptr() == cos_k.data_ptr()
-    constants: dict[str, object] = {"SAME_ANGLES": same_angles, "GROUPED": group > 1, "LEARNED": is_learned}
+    constants: dict[str, object] = {"SAME_ANGLES": same_angles, "LEARNED": is_learned}
     kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned, same_angles)
     drop = torch.empty_like(inverse)
     dquery = dkey = drop
@@ -92,6 +102,29 @@ def backward(
             torch.empty((count, call.samples, heads, 2, call.head_dim), dtype=torch.float32, device=call.device)
             for heads in (call.heads, call.kv_heads)
         )
+    if before.dim() == 1:
+        call.start(
+            ("causal whole gradient", kind_of_dout),
+            causal_whole_gradient_kernel,
+            (
+                *(q, k, v, out, dout, inverse, mask, parameters, cos_q, sin_q, cos_k, sin_k),
+                *(dq, dk, dv, drop, dquery, dkey),
+            ),
+            lambda: (
+                "causal_whole_gradient",
+                (1, call.samples * call.heads),
+                (
+                    *(call.num_queries, call.heads, stretch),
+                    *(*strides(q), *strides(k), *strides(v), *strides(out)),
+                    *(*strides(dout), *strides(dq), *strides(dk), *strides(dv)),
+                    *parameters_of_both(call, parameters, layout),
+                    *call.scalars,
+                ),
+                constants,
+            ),
+        )
+        return dq, dk, dv, before, *((dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None))
+    constants |= {"HAS_BEFORE": True, "HAS_AFTER": True, "GROUPED": group > 1}
     call.start(
         ("causal dq", kind_of_dout),
         causal_dq_kernel,

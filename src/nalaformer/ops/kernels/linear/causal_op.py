@@ -31,7 +31,15 @@ def run_forward(
     which would tie a graph of torch.compile to some numbers of tokens.
     """
     call = call_for(q, k, v, parameters, layout, settings)
-    return run_known(q, k, v, parameters, initial, layout, call, want_total, keep, is_roomy)
+    out, total, before, inverse = run_known(q, k, v, parameters, initial, layout, call, want_total, keep)
+    if before.dim() == 1:
+        # an operator gives what `shapes` says, and its backward pass needs zeros for it
+        before = call.sums(1, call.kv_heads).zero_()
+    if is_roomy:
+        with_room = before.new_empty(call.most_causal_splits(), *before.shape[1:])
+        with_room[: len(before)] = before
+        before = with_room
+    return out, total, before, inverse
 
 
 def run_known(
@@ -44,16 +52,11 @@ def run_known(
     call: Call,
     want_total: bool,
     keep: bool,
-    is_roomy: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The same for a call that is known."""
+    """The same for a call that is known; of one short walk without the sums before it, which are none."""
     out = torch.empty(call.shape_of_output, dtype=call.output, device=call.device)
     launch = causal_chunks_launch if call.chunk else causal_launch
     total, before, inverse = launch.forward(call, q, k, v, parameters, layout, initial, out, want_total, keep)
-    if is_roomy:
-        with_room = before.new_empty(call.most_causal_splits(), *before.shape[1:])
-        with_room[: len(before)] = before
-        before = with_room
     return out, total if want_total else None, before, inverse
 
 
@@ -122,7 +125,8 @@ def run_known_backward(
     dout = readable(dout)
     dtotal = None if dtotal is None else dtotal.contiguous()
     count, _ = call.causal_splits()
-    before = before[:count]
+    if len(before) > count:
+        before = before[:count]
     launch = causal_chunks_launch if call.chunk else causal_launch
     dq, dk, dv, dinitial, dquery, dkey = launch.backward(
         call, q, k, v, out, dout, inverse, dtotal, parameters, layout, before, is_learned, moves_initial
@@ -150,7 +154,7 @@ def gradient_shapes(
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
     # call: of an operator, the settings
-    *tensors, _, layout, ctx.call, ctx.want_total, _, _ = inputs
+    *tensors, _, layout, ctx.call, ctx.want_total = inputs[:8]
     *of_layout, ctx.longest = layout
     out, _, before, inverse = output
     ctx.save_for_backward(*tensors, *of_layout, out, before, inverse)
@@ -207,4 +211,4 @@ def attend_as(
 ) -> Any:
     """The same outside compiled programs, for a call that is known."""
     run = with_gradients if keep else run_known
-    return run(q, k, v, parameters, initial, layout, call, want_total, keep, False)[:2]
+    return run(q, k, v, parameters, initial, layout, call, want_total, keep)[:2]

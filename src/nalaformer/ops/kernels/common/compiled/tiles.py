@@ -176,6 +176,28 @@ def load_both_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: 
 
 
 @triton.jit
+def load_sums_or_zeros(
+    ptr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    PARTS: tl.constexpr,
+    EXISTS: tl.constexpr,
+):
+    """The same and the count; zeros where there are no sums, and nothing is read."""
+    if EXISTS:
+        s_a, s_b, z_a, z_b = load_both_sums(ptr, D, V, BD, BV, PARTS)
+        count = tl.load(ptr + V + 1)
+    else:
+        s_a = tl.zeros([BD, BV], tl.float32)
+        z_a = tl.zeros([BD], tl.float32)
+        s_b, z_b = s_a, z_a
+        count = tl.cast(0.0, tl.float32)
+    return s_a, s_b, z_a, z_b, count
+
+
+@triton.jit
 def store_sums(ptr, s, z, count, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)

@@ -9,6 +9,9 @@
     causal dk        q, k, v, dout, those -> dk
     causal dv        q, k, dout, those    -> dv
 
+A single short stretch needs no sums: the causal kernel forward, and the three of the backward pass in one launch
+(causal_whole_gradient.py).
+
 Inside a tile of tokens attention is the masked product of the tile's features; what came before the tile comes through the
 state. The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a
 scale per key each row would need its own.
@@ -21,9 +24,9 @@ from ...common.compiled.maps import phi_key, phi_query
 from ...common.compiled.products import high_and_low, is_lean, unit_matrix, widened
 from ...common.compiled.tiles import (
     angles_of,
-    load_both_sums,
     load_rows,
     load_sums,
+    load_sums_or_zeros,
     place_per_row,
     rotated,
     row_strides,
@@ -242,6 +245,7 @@ def causal_kernel(
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     KEEP: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -269,8 +273,7 @@ def causal_kernel(
     stop = tl.minimum(start + stretch, length)
     owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
     before = before_ptr + owner * (PARTS * D * (V + 2))
-    s_a, s_b, z_a, z_b = load_both_sums(before, D, V, BD, BV, PARTS)
-    count = tl.load(before + V + 1)
+    s_a, s_b, z_a, z_b, count = load_sums_or_zeros(before, D, V, BD, BV, PARTS, HAS_BEFORE)
     # the sums after this stretch tell whether one of its values is no number; unknown means yes
     is_suspect = tl.program_id(0) >= 0
     if HAS_TOTAL:

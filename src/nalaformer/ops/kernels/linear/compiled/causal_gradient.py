@@ -23,9 +23,9 @@ from ...common.compiled.maps import phi_key
 from ...common.compiled.products import is_lean, left_factor, right_factor, times, truncated_digits, unit_matrix, widened
 from ...common.compiled.tiles import (
     angles_of,
-    load_both_sums,
     load_per_row,
     load_rows,
+    load_sums_or_zeros,
     place_of_program,
     place_per_row,
     rotated,
@@ -110,6 +110,7 @@ def causal_dq_kernel(
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     SAME_ANGLES: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
     LEARNED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -143,9 +144,7 @@ def causal_dq_kernel(
     stop = tl.minimum(start + stretch, length)
     owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
     before = before_ptr + owner * (PARTS * D * (V + 2))
-    s_a, s_b, z_a, z_b = load_both_sums(before, D, V, BD, BV, PARTS)
-
-    count = tl.load(before + V + 1)
+    s_a, s_b, z_a, z_b, count = load_sums_or_zeros(before, D, V, BD, BV, PARTS, HAS_BEFORE)
     # turned: then a product of tiles in memory adds to them; z grows by products with ones, as in the forward pass
     s_a = tl.trans(s_a)
     s_b = tl.trans(s_b)

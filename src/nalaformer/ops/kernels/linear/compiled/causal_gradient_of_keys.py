@@ -8,9 +8,9 @@ from ...common.compiled.maps import phi_key, phi_query
 from ...common.compiled.products import high_and_low, is_lean, times, truncated_digits, unit_matrix, widened
 from ...common.compiled.tiles import (
     angles_of,
-    load_both_sums,
     load_per_row,
     load_rows,
+    load_sums_or_zeros,
     place_of_program,
     place_per_row,
     rotated,
@@ -206,6 +206,7 @@ def causal_dk_kernel(
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     SAME_ANGLES: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
     GROUPED: tl.constexpr,
     LEARNED: tl.constexpr,
     DOT: tl.constexpr,
@@ -234,7 +235,7 @@ def causal_dk_kernel(
     stop = tl.minimum(start + stretch, length)
     place = place_of_program()
     after = after_ptr + place * (PARTS * D * (V + 2))
-    ds_a, ds_b, dz_a, dz_b = load_both_sums(after, D, V, BD, BV, PARTS)
+    ds_a, ds_b, dz_a, dz_b, count = load_sums_or_zeros(after, D, V, BD, BV, PARTS, HAS_AFTER)
     # turned: then a product of tiles in memory adds to them
     ds_a = tl.trans(ds_a)
     ds_b = tl.trans(ds_b)
@@ -363,6 +364,7 @@ def causal_dv_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
     GROUPED: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -388,7 +390,7 @@ def causal_dv_kernel(
     stop = tl.minimum(start + stretch, length)
     place = place_of_program()
     after = after_ptr + place * (PARTS * D * (V + 2))
-    ds_a, ds_b, dz_a, dz_b = load_both_sums(after, D, V, BD, BV, PARTS)
+    ds_a, ds_b, dz_a, dz_b, count = load_sums_or_zeros(after, D, V, BD, BV, PARTS, HAS_AFTER)
     # turned: then a product of tiles in memory adds to them
     ds_a = tl.trans(ds_a)
     ds_b = tl.trans(ds_b)
