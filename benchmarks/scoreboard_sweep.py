@@ -113,7 +113,9 @@ def main() -> int:
     os.environ.setdefault("TRITON_CACHE_DIR", str(kernels))
     if (asked.folder / KERNELS).exists() and not kernels.exists():
         with tarfile.open(asked.folder / KERNELS) as packed:
-            packed.extractall(kernels, filter="data")
+            # Python before 3.11.4 has no filters
+            packed.extraction_filter = getattr(tarfile, "data_filter", None)
+            packed.extractall(kernels)
     with shared_gpu(asked.device == "cuda" and not asked.no_service) as is_shared:
         from nalaformer.studies.scoreboard import METHODS_OF_THE_BOARD, ROWS, make_board, run_boards
         from nalaformer.studies.scoreboard.methods import methods_for
