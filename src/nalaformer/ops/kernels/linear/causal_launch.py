@@ -34,16 +34,14 @@ def forward(
     count, stretch = call.causal_splits()
     has_total = count > 1 or want_total
     has_before = has_total or not call.is_one_walk
-    if not has_before:
-        sums = total = torch.empty(0, dtype=torch.float32, device=call.device)
-    elif not has_total:
-        # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
-        assert initial is None
-        sums = call.sums(1, call.kv_heads).zero_()
-        total = sums[0]
-    else:
+    if has_total:
         sums, _ = sums_of_keys(call, k, v, parameters, parameters, layout, count, stretch)
         total = prefix(call.launches, sums, initial, reverse=False)
+    else:
+        # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
+        assert initial is None
+        sums = call.sums(1, call.kv_heads).zero_() if has_before else inverse.new_empty(0)
+        total = sums
     call.start(
         ("causal", keep, has_total, has_before),
         causal_kernel,
