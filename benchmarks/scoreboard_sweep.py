@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--images", default="", help=".npz file of the rows of images")
     parser.add_argument("--texts", default="", help=".jsonl.gz file of the row of texts")
     parser.add_argument("--rates", default="", help="by comma; without them those of the rows")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the steps: minutes less for runs of minutes")
+    parser.add_argument("--compile", action="store_true", help="give the steps to torch.compile")
     parser.add_argument("--data-folder", type=Path, default=None, help="where data that takes minutes to make is kept")
     parser.add_argument("--folder", type=Path, default=PROJECT / "runs" / "scoreboard", help="what the next call goes on from")
     parser.add_argument("--out", type=Path, default=None, help="folder that gets a copy of the results")

@@ -74,3 +74,19 @@ def test_what_has_no_weights_or_no_numbers_has_no_figures():
     broken = OneAttention(answers="tokens", outputs=3, length=9, channels=5, dim=8, attention="relu")
     torch.nn.init.constant_(broken.embedding.weight, torch.nan)
     assert attention_figures(broken, bucket_of(torch.randn(2, 9, 5))) == NONE
+
+
+def test_tokens_that_are_left_out_change_nothing_of_the_entropies():
+    torch.manual_seed(0)
+    options = {"answers": "sequence", "outputs": 3, "length": 40, "vocabulary": 9, "dim": 16, "mlp_dim": 8, "attention": "relu"}
+    hidden = {"hide_zero": True, "mean_over": "visible"}
+    model, short = (SequenceClassifier(**options, **hidden, most_visible=most) for most in (0, 30))
+    for block in model.blocks:
+        block.attention.qkvg.weight.data.mul_(6)
+    short.load_state_dict(model.state_dict())
+    inputs = torch.randint(1, 9, (4, 40)) * (torch.rand(4, 40) < 0.5)
+    assert 10 < int((inputs != 0).sum(1).max()) < 30
+    *entropies, _ = figures(model, inputs)
+    *of_short, _ = figures(short, inputs)
+    assert of_short == pytest.approx(entropies, abs=1e-4)
+    assert abs(entropies[1]) > 0.02

@@ -13,8 +13,8 @@ MOST_IN_A_PRODUCT = 256
 class TokenEmbedding(nn.Embedding):
     """An embedding of few tokens whose gradient is a product on a GPU.
 
-    torch adds up the gradients of equal tokens one by one, or sorts them: with a hundred thousand tokens of ten kinds that
-    takes as long as a layer.
+    torch adds up the gradients of equal tokens one by one, or sorts them, which is slow for a hundred thousand tokens of ten
+    kinds.
     """
 
     def forward(self, tokens: Tensor) -> Tensor:

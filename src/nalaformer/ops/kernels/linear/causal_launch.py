@@ -24,28 +24,32 @@ def forward(
     out: Tensor,
     want_total: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Writes out; returns the sums of all tokens, those before each stretch, and if kept 1 / denominator per row.
 
-    Of one short walk whose sums nobody wants there are none: empty tensors of one dimension.
+    Of one short walk whose sums nobody wants there are none.
     """
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
     count, stretch = call.causal_splits()
     has_total = count > 1 or want_total
-    has_before = has_total or not call.is_one_walk
+    sums = total = None
     if has_total:
         sums, _ = sums_of_keys(call, k, v, parameters, parameters, layout, count, stretch)
         total = prefix(call.launches, sums, initial, reverse=False)
     else:
         # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
         assert initial is None
-        sums = call.sums(1, call.kv_heads).zero_() if has_before else inverse.new_empty(0)
-        total = sums
+        if not call.is_one_walk:
+            sums = call.sums(1, call.kv_heads).zero_()
+    has_before = sums is not None
     call.start(
         ("causal", keep, has_total, has_before),
         causal_kernel,
-        (q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, sums, total, out, inverse),
+        (
+            *(q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k),
+            *(inverse if sums is None else sums, inverse if total is None else total, out, inverse),
+        ),
         lambda: (
             "causal",
             (count, call.samples * call.heads),
@@ -78,14 +82,11 @@ def backward(
     dtotal: Tensor | None,
     parameters: Tensor,
     layout: TokenLayout,
-    before: Tensor,
+    before: Tensor | None,
     is_learned: bool,
     moves_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dv, the gradient of the initial sums if they move; and for learned maps those of the parameters per head.
-
-    before: of one dimension if there are none.
-    """
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk, dv, the gradient of the initial sums if they move; and for learned maps those of the parameters per head."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     group = call.group
@@ -100,7 +101,7 @@ def backward(
             torch.empty((count, call.samples, heads, 2, call.head_dim), dtype=torch.float32, device=call.device)
             for heads in (call.heads, call.kv_heads)
         )
-    if before.dim() == 1:
+    if before is None:
         call.start(
             ("causal whole gradient", kind_of_dout),
             causal_whole_gradient_kernel,
@@ -121,7 +122,7 @@ def backward(
                 constants,
             ),
         )
-        return dq, dk, dv, before, *((dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None))
+        return dq, dk, dv, None, *((dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None))
     constants |= {"HAS_BEFORE": True, "HAS_AFTER": True, "GROUPED": group > 1}
     call.start(
         ("causal dq", kind_of_dout),

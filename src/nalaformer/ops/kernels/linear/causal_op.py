@@ -32,7 +32,7 @@ def run_forward(
     """
     call = call_for(q, k, v, parameters, layout, settings)
     out, total, before, inverse = run_known(q, k, v, parameters, initial, layout, call, want_total, keep)
-    if before.dim() == 1:
+    if before is None:
         # an operator gives what `shapes` says, and its backward pass needs zeros for it
         before = call.sums(1, call.kv_heads).zero_()
     if is_roomy:
@@ -52,8 +52,8 @@ def run_known(
     call: Call,
     want_total: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The same for a call that is known; of one short walk without the sums before it, which are none."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """The same for a call that is known; no sums come before one short walk."""
     out = torch.empty(call.shape_of_output, dtype=call.output, device=call.device)
     launch = causal_chunks_launch if call.chunk else causal_launch
     total, before, inverse = launch.forward(call, q, k, v, parameters, layout, initial, out, want_total, keep)
@@ -98,9 +98,12 @@ def run_backward(
     inverse: Tensor,
     is_learned: bool,
     moves_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv, the gradient of the parameters (if they are learned) and that of the initial sums, if it is asked for."""
     call = call_for(q, k, v, parameters, layout, settings)
+    count, _ = call.causal_splits()
+    # of what was roomy
+    before = before[:count]
     return run_known_backward(dout, dtotal, q, k, v, parameters, layout, call, out, before, inverse, is_learned, moves_initial)
 
 
@@ -114,19 +117,16 @@ def run_known_backward(
     layout: TokenLayout,
     call: Call,
     out: Tensor,
-    before: Tensor,
+    before: Tensor | None,
     inverse: Tensor,
     is_learned: bool,
     moves_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The same for a call that is known."""
     if dout is None:
         dout = v.new_zeros(*q.shape[:-1], v.shape[-1])
     dout = readable(dout)
     dtotal = None if dtotal is None else dtotal.contiguous()
-    count, _ = call.causal_splits()
-    if len(before) > count:
-        before = before[:count]
     launch = causal_chunks_launch if call.chunk else causal_launch
     dq, dk, dv, dinitial, dquery, dkey = launch.backward(
         call, q, k, v, out, dout, inverse, dtotal, parameters, layout, before, is_learned, moves_initial
