@@ -150,20 +150,23 @@ def test_strokes_have_their_length(name):
 
 @shows(PATHS, "thickness")
 def test_thick_strokes_light_more_pixels(name):
-    thin, thick = ((images(name, thickness=width, distractors=0) > 0).mean() for width in (1.0, 2.0))
+    thin, thick = ((images(name, thickness=width, distractors=0, antialias=1) > 0).mean() for width in (1.0, 2.0))
     assert thick > 1.2 * thin
 
 
 @shows(PATHS, "margins")
-def test_strokes_of_a_contour_keep_their_margin(name):
+def test_strokes_that_are_longer_by_their_margin_meet(name):
     margins = {"pathfinder": (1.0, 1.4), "pathx": (2.0, 2.6)}[name]
-    data, found = scene(name, margins=margins)
+    data, found = scene(name, margins=margins, distractors=0)
     before = data.spec.predecessors
     later = np.flatnonzero(before >= 0)
-    gaps = np.linalg.norm(found.contours.tails[:, later] - found.contours.heads[:, before[later]], axis=-1)
+    tails, heads = found.contours.tails, found.contours.heads
+    gap = tails[:, later] - heads[:, before[later]]
+    unit = (heads - tails) / np.linalg.norm(heads - tails, axis=-1, keepdims=True)
+    apart = np.array([np.abs(gap - m * (unit[:, later] + unit[:, before[later]])).max(axis=(1, 2)) for m in margins])
     # one for each image
-    assert np.ptp(gaps, axis=1).max() < 1e-9
-    assert sorted(set(gaps.round(6).ravel())) == list(margins)
+    assert apart.min(axis=0).max() < 1e-9
+    assert set(apart.argmin(axis=0)) == {0, 1}
 
 
 @shows(PATHS, "seed_distance")
@@ -176,7 +179,9 @@ def test_long_contours_begin_so_far_from_each_other(name):
 @shows(PATHS, "marker")
 def test_discs_have_their_radius(name):
     # strokes are dark here, so that discs alone are white
-    small, large = ((images(name, marker=radius, contrast=0.3) == 255).sum((1, 2)).mean() for radius in (2.0, 4.0))
+    small, large = (
+        (images(name, marker=radius, contrast=0.3, distractors=0) == 255).sum((1, 2)).mean() for radius in (2.0, 4.0)
+    )
     assert large > 3 * small
 
 
@@ -193,15 +198,28 @@ def test_contours_turn_less_where_they_continue(name):
     assert turn(2.0) < 0.75 * turn(1.0)
 
 
+def greys(name, **options):
+    """Of images that are drawn in their own size, so that edges are sharp."""
+    return set(np.unique(images(name, antialias=1, **options)))
+
+
 @shows(PATHS, "contrast")
 def test_strokes_are_as_bright_as_their_contrast(name):
     for contrast in (0.4, 0.8):
-        assert set(np.unique(images(name, contrast=contrast, antialias=1))) == {0, 255 * contrast, 255}
+        assert greys(name, contrast=contrast, distractors=0) == {0, 255 * contrast, 255}
+    # scaled to the brightest
+    assert greys(name, contrast=2.0, distractors=0) == {0, 128, 255}
+
+
+@shows(PATHS, "distractor_contrast")
+def test_short_contours_have_a_brightness_of_their_own(name):
+    for contrast in (0.4, 0.8):
+        assert greys(name, contrast=0.6, distractor_contrast=contrast) == {0, 255 * contrast, 153, 255}
 
 
 @shows(PATHS, "antialias")
 def test_edges_are_grey_where_images_are_drawn_larger(name):
-    levels = [len(np.unique(images(name, antialias=scale, contrast=0.9))) for scale in (1, 2, 4)]
+    levels = [len(np.unique(images(name, antialias=scale, contrast=0.9, distractors=0))) for scale in (1, 2, 4)]
     assert levels[0] == 3
     assert levels[0] < levels[1] < levels[2]
 
@@ -277,6 +295,14 @@ def test_tokens_are_drawn_from_the_vocabulary(name):
         assert made["inputs"].max() == size - 1
         assert data.facts.outputs == data.facts.vocabulary == size
         assert data.chance == 1 / (size - 2 - (name == "induction"))
+
+
+@SEQUENCE_OPTIONS.of("induction.answers")
+def test_more_tokens_are_asked_for():
+    for answers in (1, 4):
+        data, made = arrays("induction", answers=answers, vocabulary=16)
+        assert ((made["targets"] != IGNORE).sum(1) == answers).all()
+        assert data.chance == 1 / (14 - answers)
 
 
 # ---- pointing

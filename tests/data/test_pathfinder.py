@@ -14,8 +14,8 @@ def scene():
     return data, data.scene(np.arange(3000))
 
 
-def is_connected(tails, heads, markers, margin):
-    """Follow the contour from the first marker, knowing nothing of which strokes belong together."""
+def is_connected(tails, heads, markers, gap):
+    """Follow the contour from the first marker, knowing nothing of which strokes belong together. gap: the largest in it."""
     ends = np.stack((tails, heads), axis=1)  # [P, 2, 2]
     here = int(np.abs(ends - markers[0]).sum(-1).min(1).argmin())
     free = 1 - int(np.abs(ends[here] - markers[0]).sum(-1).argmin())
@@ -24,7 +24,7 @@ def is_connected(tails, heads, markers, margin):
         point = ends[here, free]
         distance = np.linalg.norm(ends - point, axis=-1)
         distance[list(seen)] = np.inf
-        if distance.min() > margin + 1e-6:
+        if distance.min() > gap + 1e-6:
             return bool(np.linalg.norm(point - markers[1]) < 1e-6)
         here, near = (int(place) for place in np.unravel_index(distance.argmin(), distance.shape))
         free = 1 - near
@@ -35,7 +35,7 @@ def test_following_the_contour_gives_the_label(scene):
     _, found = scene
     contours = found.contours
     for image in range(300):
-        connected = is_connected(contours.tails[image], contours.heads[image], found.markers[image], 1.0)
+        connected = is_connected(contours.tails[image], contours.heads[image], found.markers[image], 2.0)
         assert connected == bool(found.labels[image])
     assert 0.45 < found.labels.mean() < 0.55
 
@@ -47,12 +47,13 @@ def test_strokes_of_different_places_keep_clear_of_each_other(scene):
     for image in range(40):
         tails, heads = found.contours.tails[image], found.contours.heads[image]
         points = tails[:, None] + part * (heads - tails)[:, None]  # [P, 9, 2]
+        is_there = tails[:, 0] != contours.NOWHERE
         distance = np.linalg.norm(points[:, None, :, None] - points[None, :, None], axis=-1).min(axis=(2, 3))
-        for stroke in range(len(tails)):
+        for stroke in np.flatnonzero(is_there):
             others = [p for p in range(stroke) if p != before[stroke]]
             assert distance[stroke, others].min(initial=9) > 2.0 - 1e-6
-        assert points.min() >= 1
-        assert points.max() <= 31
+        assert points[is_there].min() >= 1
+        assert points[is_there].max() <= 31
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,9 @@ def test_strokes_of_any_length_do_not_cross(options):
     def cross(u, v):
         return (u.conj() * v).imag
 
-    s, t = cross(c - a, d - c) / cross(b - a, d - c), cross(c - a, b - a) / cross(b - a, d - c)
+    # those of short contours without room have no direction
+    with np.errstate(divide="ignore", invalid="ignore"):
+        s, t = cross(c - a, d - c) / cross(b - a, d - c), cross(c - a, b - a) / cross(b - a, d - c)
     assert not ((s >= 0) & (s <= 1) & (t >= 0) & (t <= 1)).any()
 
 
@@ -138,25 +141,61 @@ def test_the_leak_check_finds_a_leak():
     assert logistic_accuracy(leak_features(data, found), found.labels) > 0.53
 
 
-def test_discs_are_white_and_strokes_visible(scene):
+def test_discs_and_both_kinds_of_strokes_are_visible_and_differ_in_brightness(scene):
     data, found = scene
     images = data.drawn(found)[:50]
-    middle = (found.contours.tails + found.contours.heads) / 2
+    long = 2 * data.spec.contour
+    peaks = []
     for image in range(50):
         x, y = np.floor(found.markers[image]).astype(int).T
-        assert (images[image][y, x] == 255).all()
+        discs = images[image][y, x].astype(float)
+        middle = (found.contours.tails[image] + found.contours.heads[image]) / 2
+        is_there = middle[:, 0] > 0
         # a thin stroke through the corner of a pixel may light its neighbour instead
         lit = np.lib.stride_tricks.sliding_window_view(np.pad(images[image], 1), (3, 3)).max(axis=(2, 3))
-        x, y = np.floor(middle[image]).astype(int).T
-        assert (lit[y, x] > 90).all()
-    assert 0.05 < (images > 0).mean() < 0.4
+        x, y = np.floor(middle[is_there]).astype(int).T
+        strokes = lit[y, x].astype(float)
+        assert strokes.min() > 45
+        is_short = np.arange(len(middle))[is_there] >= long
+        peaks.append((strokes[is_short].mean() if is_short.any() else np.nan, discs.mean(), strokes[~is_short].mean()))
+    short, disc, long_ones = np.nanmean(peaks, axis=0)
+    assert min(short, disc) > 1.2 * long_ones
+    assert (images.reshape(50, -1).max(axis=1) == 255).all()
+
+
+def test_short_contours_find_room_or_are_left_out_whole(scene):
+    data, found = scene
+    there = (found.contours.tails[:, 2 * data.spec.contour :, 0] != contours.NOWHERE).reshape(-1, 5, 4)
+    assert np.array_equal(there.any(axis=2), there.all(axis=2))
+    # as published, few images have room for all
+    assert 2.5 < there.all(axis=2).sum(axis=1).mean() < 4.5
+    assert (found.contours.tails[:, : 2 * data.spec.contour] > 0).all()
+
+
+def test_the_strokes_at_the_discs_tell_as_much_as_is_stated(scene):
+    # what published small models reach, 0.65 to 0.71, is no proof that they follow a contour
+    data, found = scene
+    image, last = np.arange(len(found.labels)), 2 * data.spec.contour - 2
+    near = found.contours.anchor
+    far = last + np.where(found.labels == 1, near, 1 - near)
+    between = found.markers[:, 1] - found.markers[:, 0]
+
+    def accuracy(strokes):
+        back = 2 * (strokes - 1)
+        starts = found.contours.heads[image, near + back] - found.contours.tails[image, near]
+        ends = found.contours.heads[image, far] - found.contours.tails[image, far - back]
+        return logistic_accuracy(np.stack([(part * between).sum(1) for part in (starts, ends)], axis=1), found.labels)
+
+    assert accuracy(1) == pytest.approx(data.shortcuts["stroke at each disc"], abs=0.025)
+    assert accuracy(3) == pytest.approx(data.shortcuts["three strokes at each disc"], abs=0.025)
+    assert make("pathfinder").shortcuts == SEQUENCES["pathx"](split="val", samples=1).shortcuts == {}
 
 
 def test_contours_that_find_no_place_are_given_up(monkeypatch):
     monkeypatch.setattr(contours, "MOST_RESTARTS", 3)
     # by their area alone they would fit
-    with pytest.raises(ValueError, match=r"100 paddles .* begun 3 times in vain; choose shorter"):
-        make("pathfinder", size=32, contour=40, distractors=5, distractor_length=4, seed_distance=7.0).batch([0, 1])
+    with pytest.raises(ValueError, match=r"74 paddles .* begun 3 times in vain; choose shorter"):
+        make("pathfinder", size=32, contour=27, distractors=5, distractor_length=4, seed_distance=7.0).batch([0, 1])
 
 
 def test_too_many_strokes_are_refused():

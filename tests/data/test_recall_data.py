@@ -59,11 +59,21 @@ def test_copies_repeat_and_induction_finds_what_followed():
     copies = make("copying").batch(range(40))
     assert np.array_equal(copies["targets"][:, 13:], copies["inputs"][:, :13])
     assert np.array_equal(copies["inputs"][:, 14:], copies["inputs"][:, :12])
-    arrays = make("induction").batch(range(40))
-    for inputs, targets in zip(arrays["inputs"], arrays["targets"], strict=True):
-        (place,) = np.flatnonzero(inputs[:-1] == inputs[-1])
-        assert targets[-1] == inputs[place + 1]
-        assert (targets[:-1] == IGNORE).all()
+    for answers in (1, 5):
+        arrays = make("induction", answers=answers).batch(range(40))
+        for inputs, targets in zip(arrays["inputs"], arrays["targets"], strict=True):
+            assert (targets[:-answers] == IGNORE).all()
+            for question, answer in zip(inputs[-answers:], targets[-answers:], strict=True):
+                place, again = np.flatnonzero(inputs == question)
+                assert place < len(inputs) - answers <= again
+                assert answer == inputs[place + 1]
+
+
+@pytest.mark.parametrize("answers", [0, 9, 14])
+def test_more_answers_than_there_is_room_for_are_refused(answers):
+    # 27 tokens of 11 kinds, of which 9 are drawn
+    with pytest.raises(ValueError, match=f"answers must be between 1 and 8, .*, got {answers}; choose fewer"):
+        make("induction", answers=answers)
 
 
 def test_pointing_asks_for_the_class_of_the_nearest_key():

@@ -21,6 +21,10 @@ MOST_TAKEN_BACK = 5
 PATIENCE = 240
 # the densest images that can be had need tens; after this many none is to be expected
 MOST_RESTARTS = 500
+# further tries to place a short contour before the image goes without it, as published
+RETRIES = 4
+# where paddles lie that are not there: in no image, and near none
+NOWHERE = -1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +36,15 @@ class ContourSpec:
     contour: int
     """Paddles of each of the two long contours."""
     distractors: int
-    """Number of short contours."""
+    """Number of short contours, as far as there is room."""
     distractor_length: int
     """Paddles of a short contour."""
     paddle: float
     """Length of a paddle."""
     thickness: float
     margin: float
-    """Between one paddle and the next of its contour; other paddles stay their width (a pixel at least) further away."""
+    """By how much a paddle is lengthened at both ends: a contour bends where its lengthened paddles meet. Other paddles stay
+    their width (a pixel at least) further away than this."""
     seed_distance: float
     """Between the first ends of the two long contours."""
     continuity: float
@@ -65,7 +70,7 @@ class ContourSpec:
 @dataclass
 class Contours:
     """The paddles of a batch of images: tails and heads [B, P, 2] in pixels, even ones of the first 2 `contour` are contour A,
-    odd ones contour B.
+    odd ones contour B. Those of a short contour that found no room are NOWHERE.
 
     In every image the far ends of A and B are, up to `match` pixels, equally far from the first end of contour `anchor`: one of
     them belongs to a connected pair of markers, the other to an unconnected one. Which is shown is the label, so neither the
@@ -85,6 +90,7 @@ def grow(keys: RandomKeys, spec: ContourSpec, margin: Floats) -> Contours:
     count = np.zeros(images, np.int64)
     started = np.zeros(images, np.int64)
     restarts = np.zeros(images, np.int64)
+    tries = np.zeros(images, np.int64)
     anchor = np.zeros(images, np.int64)
     predecessors = spec.predecessors
     active = np.arange(images)
@@ -100,10 +106,21 @@ def grow(keys: RandomKeys, spec: ContourSpec, margin: Floats) -> Contours:
         which = np.flatnonzero(fits), choice[fits]
         tails[placed, at], heads[placed, at], headings[placed, at] = tail[which], head[which], heading[which]
         count[placed] += 1
-        # a place for a new short contour is looked for again; a contour that cannot go on is taken back
+        # a long contour that cannot go on is taken back
         failed, taken_back = active[~fits], 1 + integers(drawn[~fits, -1], MOST_TAKEN_BACK)
-        is_stuck = (predecessors[count[failed]] >= 0) | (count[failed] == 1)
-        count[failed] = np.maximum(0, count[failed] - np.where(is_stuck, taken_back, 0))
+        is_long = count[failed] < 2 * spec.contour
+        stuck, taken_back = failed[is_long], taken_back[is_long]
+        count[stuck] = np.maximum(0, count[stuck] - taken_back)
+        # a short one is begun anew, or left out
+        homeless = failed[~is_long]
+        count[homeless] -= (count[homeless] - 2 * spec.contour) % spec.distractor_length
+        tries[homeless] += 1
+        for image in homeless[tries[homeless] > RETRIES]:
+            left_out = slice(count[image], count[image] + spec.distractor_length)
+            tails[image, left_out] = heads[image, left_out] = NOWHERE
+            count[image] += spec.distractor_length
+        is_done = (count[active] >= 2 * spec.contour) & ((count[active] - 2 * spec.contour) % spec.distractor_length == 0)
+        tries[active[is_done & (fits | (tries[active] > RETRIES))]] = 0
         # both long contours stand: do they have two equally distant pairs of ends?
         ended = placed[count[placed] == 2 * spec.contour]
         anchor[ended], difference = matching_ends(tails[ended], heads[ended], spec.contour)
@@ -111,7 +128,7 @@ def grow(keys: RandomKeys, spec: ContourSpec, margin: Floats) -> Contours:
         count[apart] -= 1 + integers(uniforms(child_keys(keys[apart], now), 3 * CANDIDATES + 1)[:, -1], spec.contour)
         now += 1
         given_up = active[(now - started[active] > PATIENCE) & (count[active] < paddles)]
-        count[given_up], started[given_up] = 0, now
+        count[given_up], started[given_up], tries[given_up] = 0, now, 0
         restarts[given_up] += 1
         if len(given_up) and restarts.max() > MOST_RESTARTS:
             raise ValueError(
@@ -140,16 +157,21 @@ def propose(drawn: Floats, spec: ContourSpec, growing: Growing) -> tuple[Floats,
     first, second, third = (drawn[:, part * CANDIDATES : (part + 1) * CANDIDATES] for part in range(3))
     begins, image = before < 0, np.arange(len(before))
     heading = np.where(begins[:, None], 2 * np.pi * first, headings[image, before][:, None] + turns(first) / spec.continuity)
-    direction = np.stack((np.cos(heading), np.sin(heading)), axis=-1)
-    tail = heads[image, before][:, None] + margin[:, None, None] * direction
+    direction = towards(heading)
+    bend = heads[image, before] + margin[:, None] * towards(headings[image, before])
+    tail = bend[:, None] + margin[:, None, None] * direction
     # contour A begins in the middle, B at the seed distance from it, short ones anywhere
     low = np.where(count == 0, min(2 * spec.seed_distance, spec.size / 2 - 1), spec.padding)[:, None]
     anywhere = np.stack((second, third), axis=-1) * (spec.size - 2 * low)[:, None] + low[:, None]
-    around = np.stack((np.cos(2 * np.pi * second), np.sin(2 * np.pi * second)), axis=-1)
-    beside = tails[:, :1] + spec.seed_distance * around
+    beside = tails[:, :1] + spec.seed_distance * towards(2 * np.pi * second)
     start = np.where((count == 1)[:, None, None], beside, anywhere)
     tail = np.where(begins[:, None, None], start, tail)
     return tail, tail + spec.paddle * direction, heading
+
+
+def towards(heading: Floats) -> Floats:
+    """Unit vectors [..., 2]."""
+    return np.stack((np.cos(heading), np.sin(heading)), axis=-1)
 
 
 ANGLES = np.linspace(-np.pi / 2, np.pi / 2, 2001)

@@ -51,23 +51,36 @@ class Copying(RandomTokens):
 
 
 @SEQUENCES.register("induction")
+@dataclass(kw_only=True, eq=False)
 class Induction(RandomTokens):
-    """The last token has occurred once before, anywhere; the answer is the token that followed it then."""
+    """The last `answers` tokens have each occurred once before them, anywhere; the answer is the token that followed it then.
+
+    One answer is what is usually asked; of more of them a model learns sooner.
+    """
 
     stream_name = "induction"
 
+    answers: int = 1
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.chance = 1 / (self.vocabulary - FIRST - 1)
+        most = min(self.vocabulary - FIRST - 1, (self.length - 1) // 2)
+        if not 1 <= self.answers <= most:
+            raise ValueError(
+                f"answers must be between 1 and {most}, so that {self.length} tokens of {self.vocabulary} kinds have room for "
+                f"them, got {self.answers}; choose fewer, longer sequences or a larger vocabulary"
+            )
+        self.chance = 1 / (self.vocabulary - FIRST - self.answers)
 
     def make(self, indices: NDArray[np.int64]) -> Arrays:
-        keys, rows = self.random_keys(indices), np.arange(len(indices))
-        choice = self.vocabulary - FIRST
-        drawn = uniforms(child_keys(keys, 0), 2)
-        cue, place = integers(drawn[:, 0], choice), integers(drawn[:, 1], self.length - 2)
-        # any token but the cue
-        others = (cue[:, None] + 1 + integers(uniforms(child_keys(keys, 1), self.length), choice - 1)) % choice
-        others[rows, place], others[:, -1] = cue, cue
-        targets = np.full(others.shape, IGNORE)
-        targets[:, -1] = FIRST + others[rows, place + 1]
-        return {"inputs": FIRST + others, "targets": targets}
+        keys, kinds, asked = self.random_keys(indices), self.vocabulary - FIRST, self.answers
+        before = self.length - asked
+        # the last one before the questions is no place: a question would follow it
+        places = uniforms(child_keys(keys, 0), before - 1).argsort(axis=1)[:, :asked]
+        order = uniforms(child_keys(keys, 1), kinds).argsort(axis=1)
+        cues, others = order[:, :asked], order[:, asked:]
+        tokens = np.take_along_axis(others, integers(uniforms(child_keys(keys, 2), before), kinds - asked), axis=1)
+        np.put_along_axis(tokens, places, cues, axis=1)
+        targets = np.full((len(indices), self.length), IGNORE)
+        targets[:, before:] = FIRST + np.take_along_axis(tokens, places + 1, axis=1)
+        return {"inputs": FIRST + np.concatenate((tokens, cues), axis=1), "targets": targets}

@@ -1,7 +1,7 @@
 """Pathfinder of the Long Range Arena: do the two discs lie on one contour?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,10 @@ from .random_numbers import child_keys, uniforms
 PIECE = 512
 GEOMETRY, CHOICES = 0, 1
 PUBLISHED_CONTOUR = 14
+# logistic regressions on how far the strokes next to the discs point to the other disc
+SHORTCUTS = {"stroke at each disc": 0.67, "three strokes at each disc": 0.70}
+# pixels of the smaller image that the filter reaches to either side
+LANCZOS = 3
 
 
 @dataclass
@@ -32,8 +36,10 @@ class Pathfinder(SequenceData):
     """Two long contours and some short ones; discs on two ends: of one contour (label 1) or of the two long ones (label 0).
 
     The defaults are the Long Range Arena's hard one of 32 pixels. `contour` 6 and 9 are the rungs below it. Each pixel is a
-    token, its grey value; black pixels are token 0. `match` is how far the distances of a connected and an unconnected pair of
-    ends may differ, for contours of 14 paddles, and less in proportion for shorter ones.
+    token, its grey value; black pixels are token 0. As published, long contours, short ones and discs differ in brightness:
+    `contrast`, `distractor_contrast` and 1, before an image is scaled to its brightest pixel. `match` is how far the distances
+    of a connected and an unconnected pair of ends may differ, for contours of 14 paddles, and less in proportion for shorter
+    ones.
     """
 
     stream_name = "pathfinder"
@@ -50,6 +56,7 @@ class Pathfinder(SequenceData):
     marker: float = 1.5
     continuity: float = 1.0
     contrast: float = 1.5
+    distractor_contrast: float = 2.0
     antialias: int = 2
     match: float = 3.0
 
@@ -73,8 +80,10 @@ class Pathfinder(SequenceData):
             # ends of short contours are near each other: what is alike there is less
             match=self.match * self.contour / PUBLISHED_CONTOUR,
         )
+        if all(getattr(self, each.name) == each.default for each in fields(Pathfinder) if each.name in (*alike, "match")):
+            self.shortcuts = SHORTCUTS
         nearest = min(self.margins)
-        room = (self.size - 2) ** 2 / ((self.paddle + nearest) * 2 * (nearest + self.thickness))
+        room = (self.size - 2) ** 2 / ((self.paddle + 2 * nearest) * 2 * (nearest + self.thickness))
         if self.spec.paddles > room:
             place = f"{self.size} x {self.size} pixels"
             raise ValueError(f"{self.spec.paddles} paddles do not fit into {place}; choose shorter or fewer contours")
@@ -107,18 +116,22 @@ class Pathfinder(SequenceData):
         return ContourScenes(contours=contours, labels=labels, markers=markers)
 
     def drawn(self, scene: ContourScenes) -> NDArray[np.uint8]:
-        """Images [B, size, size], anti-aliased by drawing them `antialias` times as large."""
-        scale, size = self.antialias, self.spec.size
-        canvas = np.zeros((len(scene.labels), size * scale, size * scale), np.float32)
-        tails, heads = scene.contours.tails * scale, scene.contours.heads * scale
-        for paddle in range(tails.shape[1]):
-            stroke(canvas, tails[:, paddle], heads[:, paddle], self.spec.thickness * scale / 2)
-        paddles = np.minimum(1, self.contrast * shrunk(canvas, scale))
-        canvas[:] = 0
-        for marker in range(2):
-            centre = scene.markers[:, marker] * scale
-            stroke(canvas, centre, centre, self.marker * scale)
-        return np.round(255 * np.maximum(paddles, shrunk(canvas, scale))).astype(np.uint8)
+        """Images [B, size, size], drawn `antialias` times as large and made smaller."""
+        scale, long = self.antialias, 2 * self.spec.contour
+        tails, heads, markers = (points * scale for points in (scene.contours.tails, scene.contours.heads, scene.markers))
+        radius = self.spec.thickness * scale / 2
+        light = np.zeros((len(scene.labels), self.spec.size, self.spec.size), np.float32)
+        for strokes, thick, brightness in (
+            ((tails[:, :long], heads[:, :long]), radius, self.contrast),
+            ((tails[:, long:], heads[:, long:]), radius, self.distractor_contrast),
+            # a stroke whose ends meet is a disc
+            ((markers, markers), self.marker * scale, 1.0),
+        ):
+            canvas = np.zeros((len(light), self.spec.size * scale, self.spec.size * scale), np.float32)
+            for start, end in zip(*(points.swapaxes(0, 1) for points in strokes), strict=True):
+                stroke(canvas, start, end, thick)
+            light = np.maximum(light, brightness * shrunk(canvas, scale))
+        return np.round(255 * light / light.max(axis=(1, 2), keepdims=True)).astype(np.uint8)
 
 
 @SEQUENCES.register("pathx")
@@ -137,6 +150,7 @@ class PathX(Pathfinder):
     marker: float = 3.0
     continuity: float = 1.8
     contrast: float = 0.9
+    distractor_contrast: float = 0.9
     match: float = 12.0
 
 
@@ -160,6 +174,9 @@ def stroke(canvas: NDArray[np.float32], start: Floats, end: Floats, radius: floa
 
 
 def shrunk(canvas: NDArray[np.float32], scale: int) -> NDArray[np.float32]:
-    """Means over squares of `scale` pixels."""
-    images, size = len(canvas), canvas.shape[1] // scale
-    return canvas.reshape(images, size, scale, size, scale).mean(axis=(2, 4))
+    """Images that are `scale` times smaller, by Lanczos' filter as published; what it makes of black and white stays within."""
+    small = canvas.shape[1] // scale
+    apart = np.arange(small)[:, None] + 0.5 - (np.arange(canvas.shape[1]) + 0.5) / scale
+    weight = np.where(np.abs(apart) < LANCZOS, np.sinc(apart) * np.sinc(apart / LANCZOS), 0)
+    weight = (weight / weight.sum(axis=1, keepdims=True)).astype(np.float32)
+    return np.clip(weight @ canvas @ weight.T, 0, 1)

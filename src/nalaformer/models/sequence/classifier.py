@@ -20,7 +20,8 @@ class SequenceClassifier(nn.Module):
     [B, N] -> [B, N, outputs].
 
     Inputs are tokens, or vectors [B, N, channels] where vocabulary is 0. Token 0 is no key where `hide_zero` is set: padding,
-    and Skyformer's way with black pixels. As published the mean runs over all positions; mean_over="visible" leaves those out.
+    and Skyformer's way with black pixels. The mean runs over all positions (Skyformer counts hidden ones as zeros);
+    mean_over="visible" leaves those out.
     Nothing then depends on them, and most_visible=n computes n tokens of each sequence instead of all: every one that is not 0.
     A sequence that has more gets NaN.
     """
@@ -49,7 +50,7 @@ class SequenceClassifier(nn.Module):
         if answers not in ("sequence", "pair", "tokens"):
             raise unknown_name("kind of answers", answers, ("sequence", "pair", "tokens"))
         if mean_over not in ("all", "visible"):
-            raise ValueError(f'mean_over must be "all" (as published) or "visible", got {mean_over!r}')
+            raise ValueError(f'mean_over must be "all" or "visible", got {mean_over!r}')
         self.answers, self.mean_over = answers, mean_over
         self.hide_zero = vocabulary > 0 and (hide_zero or is_padded)
         if most_visible and not (self.hide_zero and mean_over == "visible" and answers != "tokens"):

@@ -15,12 +15,14 @@ class Entry:
     """Name of the method or feature map."""
     contrast: str = "none"
     """The layer's contrast: "none" or "learned"."""
+    contrast_offset: float = 0.0
+    """Where a learned one starts."""
 
 
 # the feature map is all that differs, and the contrast where an entry has one: norm, gate, convolutions and positions inside
 # attention are off for everyone
 SHELL = {"norm": False, "gate": "none"}
-OURS = Entry(label="channel softmax + contrast (ours)", attention="channel_softmax", contrast="learned")
+OURS = Entry(label="channel softmax + contrast (ours)", attention="channel_softmax", contrast="learned", contrast_offset=-0.75)
 ENTRIES = (
     Entry(label="softmax", attention="softmax"),
     Entry(label="linear (ReLU)", attention="linear"),
@@ -76,7 +78,7 @@ def demo_recipe(task: DemoTask, entry: Entry, *, seed: int, steps: int | None = 
     )
     # nothing is seen twice
     data = replace(base.task, train_samples=32 * steps, eval_samples=300, data_options=task.data_options)
-    options = SHELL if entry.contrast == "none" else SHELL | {"contrast": entry.contrast}
+    options = SHELL | {"contrast": entry.contrast, "contrast_offset": entry.contrast_offset}
     return replace(
         base,
         attention=entry.attention,

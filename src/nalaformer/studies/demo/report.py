@@ -118,8 +118,9 @@ def image(png: bytes, words: str) -> str:
 
 HOW_TO_USE_OURS = (
     'In Python: <code>nalaformer.attention.build("linear", dim=..., num_heads=..., feature_map="channel_softmax", '
-    'contrast="learned")</code>. With six seeds Hedgehog points better by up to 0.02 (docs/training.md); what speaks for ours '
-    "is recall of many pairs, which this page does not measure (docs/scoreboard.md, three seeds)."
+    'contrast="learned", contrast_offset=-0.75)</code>. With six seeds Hedgehog points better by up to 0.02 '
+    "(docs/training.md); what speaks for ours is recall of many pairs, which this page does not measure (docs/scoreboard.md, "
+    "three seeds)."
 )
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>nalaformer demo</title>
