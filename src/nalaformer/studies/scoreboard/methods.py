@@ -44,7 +44,8 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "hedgehog": of("hedgehog"),
     "hedgehog_contrast": of("hedgehog", contrast="learned"),
     "channel_softmax": of("channel_softmax"),
-    "channel_softmax_contrast": of("channel_softmax", contrast="learned"),
+    # starts weak: from 0 it recalls a little more and points worse
+    "channel_softmax_contrast": of("channel_softmax", contrast="learned", contrast_offset=-0.75),
     "mala_map": of("mala", gate="none"),
     "rala_map": of("rala", gate="none"),
     "mhla_map": of("relu", mixed_blocks=[4, 4]),
