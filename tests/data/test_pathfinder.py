@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from helpers.sequence_cases import make
 from nalaformer.data.sequences import SEQUENCES, contours
+from nalaformer.data.sequences.pathfinder import shrunk
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +163,17 @@ def test_discs_and_both_kinds_of_strokes_are_visible_and_differ_in_brightness(sc
     short, disc, long_ones = np.nanmean(peaks, axis=0)
     assert min(short, disc) > 1.2 * long_ones
     assert (images.reshape(50, -1).max(axis=1) == 255).all()
+
+
+@pytest.mark.parametrize("scale", [1, 2, 3, 4])
+def test_images_are_made_smaller_as_pillow_does_it(scale):
+    canvas = np.zeros((2, 24 * scale, 24 * scale), np.float32)
+    # black at the edge, where the two take different means
+    inner = slice(4 * scale, 20 * scale)
+    canvas[:, inner, inner] = np.random.default_rng(0).random(canvas[:, inner, inner].shape) > 0.6
+    for large, small in zip(canvas, shrunk(canvas, scale), strict=True):
+        theirs = np.asarray(Image.fromarray(large).resize((24, 24), Image.Resampling.LANCZOS))
+        assert np.abs(small - theirs.clip(0, 1)).max() < 1e-3
 
 
 def test_short_contours_find_room_or_are_left_out_whole(scene):

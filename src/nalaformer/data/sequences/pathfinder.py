@@ -14,6 +14,8 @@ from .random_numbers import child_keys, uniforms
 PIECE = 512
 GEOMETRY, CHOICES = 0, 1
 PUBLISHED_CONTOUR = 14
+# of a canvas
+MOST_PIXELS = 2**19
 # logistic regressions on how far the strokes next to the discs point to the other disc
 SHORTCUTS = {"stroke at each disc": 0.67, "three strokes at each disc": 0.70}
 # pixels of the smaller image that the filter reaches to either side
@@ -28,6 +30,11 @@ class ContourScenes:
     labels: NDArray[np.int64]
     markers: Floats
     """[B, 2, 2]: centres of the two discs, in pixels."""
+
+    def part(self, images: slice) -> "ContourScenes":
+        of = self.contours
+        some = Contours(tails=of.tails[images], heads=of.heads[images], anchor=of.anchor[images])
+        return ContourScenes(contours=some, labels=self.labels[images], markers=self.markers[images])
 
 
 @SEQUENCES.register("pathfinder")
@@ -116,7 +123,14 @@ class Pathfinder(SequenceData):
         return ContourScenes(contours=contours, labels=labels, markers=markers)
 
     def drawn(self, scene: ContourScenes) -> NDArray[np.uint8]:
-        """Images [B, size, size], drawn `antialias` times as large and made smaller."""
+        """Images [B, size, size]."""
+        # as many at a time as the cache holds
+        some = max(1, MOST_PIXELS // (self.spec.size * self.antialias) ** 2)
+        pieces = [self._drawn(scene.part(slice(start, start + some))) for start in range(0, len(scene.labels), some)]
+        return np.concatenate(pieces) if pieces else np.zeros((0, self.spec.size, self.spec.size), np.uint8)
+
+    def _drawn(self, scene: ContourScenes) -> NDArray[np.uint8]:
+        """They are drawn `antialias` times as large and made smaller."""
         scale, long = self.antialias, 2 * self.spec.contour
         tails, heads, markers = (points * scale for points in (scene.contours.tails, scene.contours.heads, scene.markers))
         radius = self.spec.thickness * scale / 2
@@ -175,8 +189,22 @@ def stroke(canvas: NDArray[np.float32], start: Floats, end: Floats, radius: floa
 
 def shrunk(canvas: NDArray[np.float32], scale: int) -> NDArray[np.float32]:
     """Images that are `scale` times smaller, by Lanczos' filter as published; what it makes of black and white stays within."""
-    small = canvas.shape[1] // scale
-    apart = np.arange(small)[:, None] + 0.5 - (np.arange(canvas.shape[1]) + 0.5) / scale
-    weight = np.where(np.abs(apart) < LANCZOS, np.sinc(apart) * np.sinc(apart / LANCZOS), 0)
-    weight = (weight / weight.sum(axis=1, keepdims=True)).astype(np.float32)
-    return np.clip(weight @ canvas @ weight.T, 0, 1)
+    edge = LANCZOS * scale
+    apart = (np.arange(-edge, scale + edge) + 0.5) / scale - 0.5
+    weights = np.where(np.abs(apart) < LANCZOS, np.sinc(apart) * np.sinc(apart / LANCZOS), 0)
+    weights /= weights.sum()
+    rows = filtered(canvas, weights, scale)
+    return np.clip(filtered(rows.swapaxes(1, 2), weights, scale).swapaxes(1, 2), 0, 1)
+
+
+def filtered(images: NDArray[np.float32], weights: Floats, scale: int) -> NDArray[np.float32]:
+    """Weighted means of rows around every `scale`-th one; beyond the edge all is black."""
+    small = images.shape[1] // scale
+    edge = (len(weights) - scale) // 2
+    padded = np.pad(images, ((0, 0), (edge, edge), (0, 0)))
+    total = np.zeros((len(images), small, images.shape[2]), np.float32)
+    # not as a product of matrices: it would start threads in each of the processes that make data
+    for tap, weight in enumerate(weights.astype(np.float32)):
+        if weight:
+            total += weight * padded[:, tap : tap + scale * small : scale]
+    return total
