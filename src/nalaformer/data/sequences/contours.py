@@ -58,6 +58,10 @@ class ContourSpec:
     def paddles(self) -> int:
         return 2 * self.contour + self.distractors * self.distractor_length
 
+    def paddles_of_short_one(self, count: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where so many paddles stand, those of the short contour that is not whole yet."""
+        return (count - 2 * self.contour) % self.distractor_length
+
     @property
     def predecessors(self) -> NDArray[np.int64]:
         """The paddle that each one continues; -1: it begins a contour. The two long contours take turns, as published."""
@@ -112,15 +116,15 @@ def grow(keys: RandomKeys, spec: ContourSpec, margin: Floats) -> Contours:
         stuck, taken_back = failed[is_long], taken_back[is_long]
         count[stuck] = np.maximum(0, count[stuck] - taken_back)
         # a short one is begun anew, or left out
+        tries[placed[spec.paddles_of_short_one(count[placed]) == 0]] = 0
         homeless = failed[~is_long]
-        count[homeless] -= (count[homeless] - 2 * spec.contour) % spec.distractor_length
+        count[homeless] -= spec.paddles_of_short_one(count[homeless])
         tries[homeless] += 1
-        for image in homeless[tries[homeless] > RETRIES]:
-            left_out = slice(count[image], count[image] + spec.distractor_length)
-            tails[image, left_out] = heads[image, left_out] = NOWHERE
-            count[image] += spec.distractor_length
-        is_done = (count[active] >= 2 * spec.contour) & ((count[active] - 2 * spec.contour) % spec.distractor_length == 0)
-        tries[active[is_done & (fits | (tries[active] > RETRIES))]] = 0
+        without = homeless[tries[homeless] > RETRIES]
+        left_out = count[without, None] + np.arange(spec.distractor_length)
+        tails[without[:, None], left_out] = heads[without[:, None], left_out] = NOWHERE
+        count[without] += spec.distractor_length
+        tries[without] = 0
         # both long contours stand: do they have two equally distant pairs of ends?
         ended = placed[count[placed] == 2 * spec.contour]
         anchor[ended], difference = matching_ends(tails[ended], heads[ended], spec.contour)
