@@ -197,10 +197,13 @@ def test_the_strokes_at_the_discs_tell_as_much_as_is_stated(scene):
         back = 2 * (strokes - 1)
         starts = found.contours.heads[image, near + back] - found.contours.tails[image, near]
         ends = found.contours.heads[image, far] - found.contours.tails[image, far - back]
-        return logistic_accuracy(np.stack([(part * between).sum(1) for part in (starts, ends)], axis=1), found.labels)
+        features = np.stack([(part * between).sum(1) for part in (starts, ends)], axis=1)
+        # either half is judged by the other
+        return (logistic_accuracy(features, found.labels) + logistic_accuracy(features[::-1], found.labels[::-1].copy())) / 2
 
-    assert accuracy(1) == pytest.approx(data.shortcuts["stroke at each disc"], abs=0.025)
-    assert accuracy(3) == pytest.approx(data.shortcuts["three strokes at each disc"], abs=0.025)
+    # the standard error of 3,000 images is 0.009
+    assert accuracy(1) == pytest.approx(data.shortcuts["stroke at each disc"], abs=0.03)
+    assert accuracy(3) == pytest.approx(data.shortcuts["three strokes at each disc"], abs=0.03)
     assert make("pathfinder").shortcuts == SEQUENCES["pathx"](split="val", samples=1).shortcuts == {}
 
 
