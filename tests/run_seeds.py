@@ -25,6 +25,7 @@ ROOM = 3
 # these check files, texts, messages and times, or data that a fixed seed defines: other seeds tell nothing about a bar
 WITHOUT_BARS = {
     *("test_cli", "test_cli_train", "test_docs", "test_errors", "test_many_seeds", "test_scoreboard", "test_tasks"),
+    "test_captured_training",
     *("test_data", "test_image_files", "test_loading", "test_sequence_data", "test_stored_sequences", "test_text_data"),
     *("test_listops", "test_pathfinder", "test_recall_data"),
     *("test_gpu", "test_language_gpu", "test_stepping_gpu"),
