@@ -204,7 +204,10 @@ def test_the_strokes_at_the_discs_tell_as_much_as_is_stated(scene):
     # the standard error of 3,000 images is 0.009
     assert accuracy(1) == pytest.approx(data.shortcuts["stroke at each disc"], abs=0.03)
     assert accuracy(3) == pytest.approx(data.shortcuts["three strokes at each disc"], abs=0.03)
-    assert make("pathfinder").shortcuts == SEQUENCES["pathx"](split="val", samples=1).shortcuts == {}
+    # they are those of the published form alone
+    other = SEQUENCES["pathfinder"](split="val", samples=1, margins=[0.8])
+    assert make("pathfinder").shortcuts == SEQUENCES["pathx"](split="val", samples=1).shortcuts == other.shortcuts == {}
+    assert SEQUENCES["pathfinder"](split="val", samples=1, margins=[1.0]).shortcuts == data.shortcuts
 
 
 def test_contours_that_find_no_place_are_given_up(monkeypatch):

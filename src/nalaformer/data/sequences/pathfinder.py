@@ -1,7 +1,7 @@
 """Pathfinder of the Long Range Arena: do the two discs lie on one contour?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from .random_numbers import child_keys, uniforms
 PIECE = 512
 GEOMETRY, CHOICES = 0, 1
 PUBLISHED_CONTOUR = 14
-# of a canvas
+# that are drawn at a time: few enough for the cache
 MOST_PIXELS = 2**19
 # logistic regressions on how far the strokes next to the discs point to the other disc
 SHORTCUTS = {"stroke at each disc": 0.67, "three strokes at each disc": 0.70}
@@ -87,7 +87,8 @@ class Pathfinder(SequenceData):
             # ends of short contours are near each other: what is alike there is less
             match=self.match * self.contour / PUBLISHED_CONTOUR,
         )
-        if all(getattr(self, each.name) == each.default for each in fields(Pathfinder) if each.name in (*alike, "match")):
+        is_published = all(getattr(self, name) == getattr(Pathfinder, name) for name in (*alike, "match"))
+        if is_published and tuple(self.margins) == Pathfinder.margins:
             self.shortcuts = SHORTCUTS
         nearest = min(self.margins)
         room = (self.size - 2) ** 2 / ((self.paddle + 2 * nearest) * 2 * (nearest + self.thickness))
@@ -124,7 +125,6 @@ class Pathfinder(SequenceData):
 
     def drawn(self, scene: ContourScenes) -> NDArray[np.uint8]:
         """Images [B, size, size]."""
-        # as many at a time as the cache holds
         some = max(1, MOST_PIXELS // (self.spec.size * self.antialias) ** 2)
         pieces = [self._drawn(scene.part(slice(start, start + some))) for start in range(0, len(scene.labels), some)]
         return np.concatenate(pieces) if pieces else np.zeros((0, self.spec.size, self.spec.size), np.uint8)

@@ -162,7 +162,7 @@ ROWS: dict[str, BoardRow] = {
         "induction",
         "Name what followed a token when it came before.",
         tiny={"length": 8, "vocabulary": 6},
-        # one answer for each sequence teaches no method anything in 4,000 steps
+        # of one answer for each sequence softmax learned nothing in 4,000 steps
         data_options={"length": 256, "answers": 16},
     ),
     "listops": arena("lra_listops", "Evaluate nested lists of 500 to 2,000 tokens.", SHORT_LISTS),
