@@ -44,6 +44,7 @@ UNSTEADY = 10.0
 LAYOUTS = ("contiguous", "one projection", "offset by one", "wide rows")
 WEIGHTS = ("given", "global_query")
 LARGEST = 128
+NAMES_OF_RESULTS = ("out", "dq", "dk", "dv", "ddecay")
 
 
 def forms(seed: int):
@@ -60,7 +61,7 @@ def forms(seed: int):
             if name.startswith("polarity"):
                 value_size += value_size % 2
             packed = mode != "recurrent" and chance.random() < 0.25
-            yield {
+            case = {
                 "name": name,
                 "mode": mode,
                 "size": max(size, 2 if "reflection" in name else 1),
@@ -76,7 +77,13 @@ def forms(seed: int):
                 # a state holds neither; the global query looks at later tokens
                 "contrast": None if mode == "recurrent" else chance.choice((None, None, "mean_score", "given")),
                 "key_weight": None if mode == "recurrent" else chance.choice((None, None, *WEIGHTS[: 1 + (mode != "causal")])),
+                # the greatest decay of a token; 0: none
+                "decay": 0.0 if mode == "bidirectional" else chance.choice((0.0, 0.0, 0.02, 0.3, 5.0)),
             }
+            if case["decay"]:
+                # weights of keys have no causal kernel, and the mean score of keys that fade no meaning
+                case |= {"key_weight": None, "contrast": case["contrast"] and "given"}
+            yield case
 
 
 def cases(seed: int, longest: tuple[int, ...] = (40, 400, 2500)):
@@ -148,9 +155,10 @@ def run(case: dict) -> tuple[str, dict[str, float]]:
     misses = {}
     _, k, v = (float(x.double().square().mean().sqrt()) for x in inputs)
     # the gradient of a small query is as large as the query is small, so queries count by their size
-    weights = steady.double(), inputs[0].double().norm(dim=-1, keepdim=True), 1.0, 1.0
-    usual = {"out": 0.0, "dq": v, "dk": v / k, "dv": 0.0}
-    for (name, size), weight, *found in zip(usual.items(), weights, ours, plain, exact, strict=True):
+    weights = steady.double(), inputs[0].double().norm(dim=-1, keepdim=True), 1.0, 1.0, 1.0
+    usual = dict(zip(NAMES_OF_RESULTS, (0.0, v, v / k, 0.0, v), strict=True))
+    # without decays the last is left out
+    for (name, size), weight, *found in zip(usual.items(), weights, ours, plain, exact, strict=False):
         mine, theirs, truth = (x.detach().double() * weight for x in found)
         least = FLOOR * size * float(upstream.norm())
         bar = ROOM * (error(theirs, truth, least) + BARS[case["dtype"]])
@@ -198,13 +206,15 @@ def extensions(case: dict, batch: tuple[int, ...], keys: int) -> dict:
         found["key_weight"] = given if case["key_weight"] == "given" else case["key_weight"]
         if case["key_weight"] == "global_query" and case["masked"]:
             found["query_mask"] = torch.rand(*batch, case["tokens"], device=DEVICE) > 0.3
+    if case.get("decay"):
+        found["log_decay"] = -case["decay"] * torch.rand(*batch, keys, case["kv_heads"], device=DEVICE)
     return found
 
 
 def exact_extensions(case: dict, feature_map, q, k, start: int, arguments: dict) -> dict:
     """The same of one sequence (of a batch of them where nothing is packed) as the formula takes it, weights as numbers."""
     found = {}
-    for name, tokens in (("contrast", q.shape[1]), ("key_weight", k.shape[1])):
+    for name, tokens in (("contrast", q.shape[1]), ("key_weight", k.shape[1]), ("log_decay", k.shape[1])):
         value = arguments.get(name)
         if isinstance(value, torch.Tensor):
             found[name] = value[None, start : start + tokens] if case["packed"] else value
@@ -214,8 +224,9 @@ def exact_extensions(case: dict, feature_map, q, k, start: int, arguments: dict)
             )
         elif value is not None:
             found[name] = value
-    if "key_weight" in found:
-        found["key_weight"] = found["key_weight"].repeat_interleave(q.shape[2] // found["key_weight"].shape[2], 2)
+    for name in ("key_weight", "log_decay"):
+        if name in found:
+            found[name] = found[name].repeat_interleave(q.shape[2] // found[name].shape[2], 2)
     return found
 
 
@@ -229,9 +240,13 @@ def positions(case: dict, bounds: torch.Tensor | None, keys: int) -> Rotary | tu
 def results(case: dict, feature_map, inputs, arguments, upstream) -> list[torch.Tensor]:
     """Output and gradients as a user gets them; recurrent: in two pieces and, without gradients, a last step in place."""
     inputs = [x.detach().requires_grad_() for x in inputs]
+    wanted = list(inputs)
+    if "log_decay" in arguments:
+        wanted.append(arguments["log_decay"].detach().requires_grad_())
+        arguments = arguments | {"log_decay": wanted[-1]}
     if case["mode"] != "recurrent":
         out = nalaformer.linear_attention(*inputs, feature_map=feature_map, causal=case["mode"] == "causal", **arguments)
-        return [out, *torch.autograd.grad(out, inputs, upstream)]
+        return [out, *torch.autograd.grad(out, wanted, upstream)]
     tokens = case["tokens"]
     state, outputs = None, []
     for start, stop in pairwise(sorted({0, tokens // 3, tokens})):
@@ -241,7 +256,7 @@ def results(case: dict, feature_map, inputs, arguments, upstream) -> list[torch.
         )
         outputs.append(part)
     out = torch.cat(outputs, 1)
-    gradients = torch.autograd.grad(out, inputs, upstream)
+    gradients = torch.autograd.grad(out, wanted, upstream)
     if tokens > 1 and "key_mask" not in arguments:
         with torch.no_grad():
             before = pieces(arguments, 0, tokens - 1)
@@ -257,8 +272,9 @@ def pieces(arguments: dict, start: int, stop: int) -> dict:
     here = {}
     if "rotary" in arguments:
         here["rotary"] = arguments["rotary"].tokens(start, stop)
-    if "key_mask" in arguments:
-        here["key_mask"] = arguments["key_mask"][:, start:stop]
+    for name in ("key_mask", "log_decay"):
+        if name in arguments:
+            here[name] = arguments[name][:, start:stop]
     return here
 
 
@@ -285,10 +301,15 @@ def steady_rows(case: dict, feature_map, inputs, arguments, bounds) -> torch.Ten
     rows, start = [], 0
     for q, k, _, turning in samples_of(case, inputs, bounds):
         weights = formula_weights(feature_map, q, k, causal=causal, key_mask=mask, turning=turning)
-        of_keys = exact_extensions(case, feature_map, q, k, start, arguments).get("key_weight")
-        if of_keys is not None:
+        extended = exact_extensions(case, feature_map, q, k, start, arguments)
+        factors = None
+        if "key_weight" in extended:
+            factors = extended["key_weight"].transpose(1, 2)[:, :, None]
+        if "log_decay" in extended:
+            passed = extended["log_decay"].double().transpose(1, 2).cumsum(-1)
+            factors = (passed[..., :, None] - passed[..., None, :]).tril().exp()
+        if factors is not None:
             # the denominators are those of plain weights
-            factors = of_keys.transpose(1, 2)[:, :, None]
             plain = formula_weights(feature_map, q, k, causal=causal, key_mask=mask)
             totals = [(w * factors).sum(-1, keepdim=True) for w in plain]
             weights = [w * factors / (total + (total == 0)) for w, total in zip(weights, totals, strict=True)]
@@ -301,6 +322,10 @@ def steady_rows(case: dict, feature_map, inputs, arguments, bounds) -> torch.Ten
 def exact_results(case: dict, feature_map, inputs, arguments, bounds, upstream) -> list[torch.Tensor]:
     """Output and gradients by the formula in float64; packed sequences one after the other."""
     inputs = [x.detach().double().requires_grad_() for x in inputs]
+    wanted = list(inputs)
+    if "log_decay" in arguments:
+        wanted.append(arguments["log_decay"].detach().double().requires_grad_())
+        arguments = arguments | {"log_decay": wanted[-1]}
     causal, mask = case["mode"] != "bidirectional", arguments.get("key_mask")
     outputs, start = [], 0
     for q, k, v, turning in samples_of(case, inputs, bounds):
@@ -312,7 +337,7 @@ def exact_results(case: dict, feature_map, inputs, arguments, bounds, upstream) 
             outputs.append(formula(feature_map, q, k, v, **options))
         start += q.shape[1]
     out = outputs[0] if bounds is None else torch.cat([x[0] for x in outputs])
-    return [out, *torch.autograd.grad(out, inputs, upstream.double())]
+    return [out, *torch.autograd.grad(out, wanted, upstream.double())]
 
 
 def work(seed: int, share: int, of: int, seconds: float) -> None:
@@ -349,7 +374,7 @@ def summary(lines: list[dict]) -> None:
     print(f"{len(lines)} cases, {len(served)} on the kernels in {len(sizes)} head sizes, {len(failures)} failed")
     for dtype in DTYPES:
         of_type = [line["misses"] for line in served if line["case"]["dtype"] == dtype]
-        worst = {name: max((miss[name] for miss in of_type), default=0.0) for name in ("out", "dq", "dk", "dv")}
+        worst = {name: max((miss.get(name, 0.0) for miss in of_type), default=0.0) for name in NAMES_OF_RESULTS}
         print(f"{dtype:9} largest share of the bar: " + "  ".join(f"{name} {miss:.2f}" for name, miss in worst.items()))
 
 

@@ -332,6 +332,19 @@ def test_a_token_of_a_block_reaches_all_of_its_block_and_later_ones(method):
         assert torch.equal(reached, torch.arange(15) >= first)
 
 
+@PARTS.of("forgets")
+@pytest.mark.parametrize("contrast", ["none", "learned"])
+def test_a_layer_that_forgets_counts_each_key_as_far_as_it_has_faded(contrast):
+    layer, x = make(causal=True, forgets=True, contrast=contrast), tokens()
+    q, k, v = map(heads, layer.qkvg(x).chunk(3, -1))
+    decay = layer.fading
+    log_decay = -decay.rate.exp() * F.softplus(decay.projection(x) + decay.step)
+    assert (log_decay < 0).all()
+    strength = layer.contrast(q) if contrast == "learned" else None
+    expected = weighted_and_contrasted(layer.map, q, k, v, causal=True, log_decay=log_decay, contrast=strength, eps=1e-6)
+    assert distance(layer(x), layer.projection(expected.flatten(2))) < EXACT
+
+
 # --- whole methods ------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""MALA's contrast and RALA's weights written out over all pairs of tokens, apart from the library."""
+"""MALA's contrast, RALA's weights and keys that fade written out over all pairs of tokens, apart from the library."""
 
 import copy
 
@@ -26,11 +26,13 @@ def weighted_and_contrasted(
     causal: bool = False,
     key_mask: Tensor | None = None,
     turning: object = None,
+    log_decay: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
     """o + z (o - mean v) with o = sum_j a_j p_ij v_j / (sum_j a_j p_ij + eps n), p = phi_q . phi_k; float64, differentiable.
 
     key_weight a: [B, M, H]; contrast z: [B, N, H], or "mean_score": D^-1/2 mean_j a_j p_ij.
+    log_decay [B, M, H]: both p_ij and the mean count key j exp(sum of log_decay from j + 1 to i) times, and eps is not times n.
     """
     exact = copy.deepcopy(feature_map).double()
     q, k, v = q.double(), k.double(), v.double()
@@ -38,6 +40,12 @@ def weighted_and_contrasted(
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     seen = visible_pairs(q, k, causal, key_mask)
     count = seen.sum(-1, keepdim=True).clamp(min=1)
+    times_eps = seen.sum(-1, keepdim=True)
+    if log_decay is not None:
+        passed = log_decay.double().clamp(min=-100).transpose(1, 2).cumsum(-1)  # [B, H, M]
+        seen = seen * torch.exp((passed[..., :, None] - passed[..., None, :]).tril())
+        count, times_eps = seen.sum(-1, keepdim=True), torch.ones_like(times_eps)
+        count = torch.where(count == 0, 1.0, count)
     if key_mask is not None:
         k, v = (torch.where(key_mask[:, :, None, None], x, 0.0) for x in (k, v))
     phi_k = exact.key(k)
@@ -53,7 +61,7 @@ def weighted_and_contrasted(
             weight = key_weight.double().transpose(1, 2)[:, :, None]  # [B, H, 1, M]
             plain, turned = plain * weight, turned * weight
         total = plain.sum(-1, keepdim=True)
-        out = turned @ values.transpose(1, 2) / (total + eps * seen.sum(-1, keepdim=True) + (total == 0))
+        out = turned @ values.transpose(1, 2) / (total + eps * times_eps + (total == 0))
         if contrast is not None:
             mean = seen @ values.transpose(1, 2) / count
             strength = total / count * q.shape[3] ** -0.5

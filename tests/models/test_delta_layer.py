@@ -27,7 +27,8 @@ def test_a_token_corrects_what_the_state_holds_under_its_key(name, map_name):
     q, k, v, beta = unit(q)[0], unit(k)[0], F.silu(v)[0], made.beta(x).sigmoid()[0]
     fading = torch.zeros(5, 2, dtype=torch.float64)
     if name == "gated_delta":
-        fading = -made.rate.exp() * F.softplus(made.fading(x)[0] + made.step)
+        decay = made.fading
+        fading = -decay.rate.exp() * F.softplus(decay.projection(x)[0] + decay.step)
     rows = []
     for head in range(2):
         state = torch.zeros(q.shape[-1], 4, dtype=torch.float64)

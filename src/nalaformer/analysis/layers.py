@@ -185,9 +185,11 @@ class Recorder(TorchFunctionMode):
     def _listen_to_ours(self, layer: AttentionLayer, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         module: Any = layer.module
 
-        def listening(q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Any, groups: Any) -> Tensor:
+        def listening(
+            q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Any, groups: Any, log_decay: Any = None
+        ) -> Tensor:
             seen = len(self.records)
-            out = attend(q, k, v, grid, key_grid, key_mask, groups)
+            out = attend(q, k, v, grid, key_grid, key_mask, groups, log_decay)
             windows = None
             if module.config.window:
                 layout = Windows(grid, size=module.config.window, shifted=module.config.shifted)
@@ -225,6 +227,7 @@ class Recorder(TorchFunctionMode):
                 contrast=module.contrast_of(q),
                 weigh_keys=module.key_weights,
                 mixing=module.mixing_of_pairs(grid, key_grid, q),
+                log_decay=log_decay,
                 values=v,
                 gathered=out,
             )

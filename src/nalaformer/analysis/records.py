@@ -199,7 +199,8 @@ class SoftmaxRecord(LayerRecord):
 class LinearRecord(LayerRecord):
     """weights = phi(q) phi(k)^T / (phi(q) sum phi(k) + eps n); of maps with two streams the mean, which a mean value meets.
 
-    A contrast is in the weights, which may then be negative, and not in ranks and denominators; weights of keys are in all.
+    A contrast is in the weights, which may then be negative, and not in ranks and denominators; weights of keys are in all,
+    and so is how far keys have faded.
     """
 
     feature_map: FeatureMap = field(repr=False)
@@ -217,6 +218,8 @@ class LinearRecord(LayerRecord):
     """Weights of the keys, of q, k and the visible tokens."""
     mixing: Tensor | None = field(default=None, repr=False)
     """[T, S]: how much each key counts for each query beside the features, where blocks of tokens have states of their own."""
+    log_decay: Tensor | None = field(default=None, repr=False)
+    """[P, S, H], where keys fade."""
     eps: float = 1e-6
     kind = "linear"
 
@@ -250,7 +253,7 @@ class LinearRecord(LayerRecord):
         asked: dict[str, Any] = {
             **{"feature_map": self.feature_map, "rows": places, "stream": stream, "causal": self.causal, "block": self.block},
             **{"key_mask": keys, "query_mask": None if self.causal else keys, "contrast": self.contrast, "eps": self.eps},
-            "key_weight": self.key_weight(keys),
+            **{"key_weight": self.key_weight(keys), "log_decay": self.log_decay},
         }
         found = attention_weights(self.q, self.k, rotary=self.rotary, **asked)
         if self.mixing is None:
@@ -350,5 +353,6 @@ def _forms(record: LinearRecord, rotary: "Rotary | tuple[Rotary, Rotary] | None"
         rotary=turns,
         key_mask=record.key_mask,
         key_weight=record.key_weight(record.key_mask),
+        log_decay=record.log_decay,
         eps=record.eps,
     )

@@ -55,6 +55,9 @@ class AttentionConfig:
     """Windows moved by half their side, as in every second block of Swin; linear attention takes a pass per part of one."""
     causal: bool = False
     """Token i sees tokens 0..i."""
+    forgets: bool = False
+    """Of a causal layer: each head forgets at each token by a factor that it learns of the token, as Mamba 2 does; linear
+    attention only."""
     block: int = 1
     """Of a causal layer: token i sees all of its own block of so many tokens and of earlier blocks; 1 is plain causal."""
     weight_dropout: float = 0.0
@@ -106,6 +109,12 @@ class AttentionConfig:
             raise ValueError(
                 f"blocks of tokens are those of a causal layer, got block={self.block} with causal=False; use causal=True, or "
                 "block=1"
+            )
+        if self.forgets and (self.feature_map is None or not self.causal or self.block > 1 or self.contrast == "mean_score"):
+            raise ValueError(
+                "a layer that forgets needs a feature map, causal=True and block=1, and its contrast is learned or none, got "
+                f"feature_map={self.feature_map!r}, causal={self.causal}, block={self.block}, contrast={self.contrast!r}; "
+                "use forgets=False, or those"
             )
         if self.causal and self.key_weight == "global_query":
             raise ValueError(

@@ -22,6 +22,7 @@ from ..ops.mixed_states import Blocks, blocks_of, mixed_linear_attention
 from .block_mix import BlockMix
 from .cells import Grid, cells_at, on_grid
 from .config import AttentionConfig
+from .fading import Fading
 from .layer_norm import LayerNorm
 from .learned_contrast import LearnedContrast
 from .local_mix import LocalMix, resize_values
@@ -91,6 +92,7 @@ class Attention(nn.Module):
                 shared=config.local_mix == "heads",
             )
         self.norm = LayerNorm(dim) if config.norm else None
+        self.fading = Fading(dim=dim, num_heads=num_heads) if config.forgets else None
         self.projection = nn.Linear(dim, dim)
 
     def forward(
@@ -115,7 +117,8 @@ class Attention(nn.Module):
         q, k, v, gate, key_grid = self.project(x, grid, key_mask)
         if self.table is not None:
             k = k + self.table(key_grid).unflatten(-1, (self.num_heads, self.head_dim)).to(k.dtype)
-        out = self.attend(q, k, v, grid, key_grid, key_mask, parts).flatten(2)
+        log_decay = None if self.fading is None else self.fading(x)
+        out = self.attend(q, k, v, grid, key_grid, key_mask, parts, log_decay).flatten(2)
         if self.local_mix is not None:
             # padding must not reach its neighbours through the convolution either
             v = hide(v, key_mask)
@@ -205,11 +208,19 @@ class Attention(nn.Module):
         return heads(q), heads(k), heads(v), gate[0] if gate else None, key_grid
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Groups | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        key_mask: Tensor | None,
+        groups: Groups | None,
+        log_decay: Tensor | None = None,
     ) -> Tensor:
         """The values [B, N, H, D] that queries gather by their weights; `nalaformer.analysis` listens here."""
         if not self.config.window:
-            return self._attend_globally(q, k, v, grid, key_grid, key_mask, groups)
+            return self._attend_globally(q, k, v, grid, key_grid, key_mask, groups, log_decay)
         if is_jit_tracing():
             grid, v = held_to_sizes(grid, v)
         windows = Windows(grid, size=self.config.window, shifted=self.config.shifted)
@@ -218,7 +229,15 @@ class Attention(nn.Module):
         return windows.join(self._attend_globally(q, k, v, windows.shape, windows.shape, key_mask, groups))
 
     def _attend_globally(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Tensor | None, groups: Groups | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        key_mask: Tensor | None,
+        groups: Groups | None,
+        log_decay: Tensor | None = None,
     ) -> Tensor:
         if self.map is None:
             return self._softmax(q, k, v, grid, key_grid, key_mask, groups)
@@ -230,11 +249,11 @@ class Attention(nn.Module):
                 rotary = (rotary, self._rotary(key_grid, channels, k))
         blocks = None if self.block_mix is None else self.blocks(grid, key_grid, q)
         if groups is None:
-            return self._linear(q, k, v, rotary, key_mask, blocks)
+            return self._linear(q, k, v, rotary, key_mask, blocks, log_decay)
         # the state sums over keys and cannot tell queries apart: one pass for each group
 
         def attend(inside: Tensor) -> Tensor:
-            return self._linear(q, k, v, rotary, inside if key_mask is None else inside & key_mask, blocks)
+            return self._linear(q, k, v, rotary, inside if key_mask is None else inside & key_mask, blocks, log_decay)
 
         return groups.join(attend, q)
 
@@ -259,6 +278,7 @@ class Attention(nn.Module):
         rotary: Rotary | tuple[Rotary, Rotary] | None,
         visible: Tensor | None,
         blocks: tuple[Blocks, Blocks] | None = None,
+        log_decay: Tensor | None = None,
     ) -> Tensor:
         """Self-attention by the map, with the layer's contrast and weights: a token that is no key is no query either."""
         mapped = self.map
@@ -277,6 +297,7 @@ class Attention(nn.Module):
             query_mask=visible,
             contrast=self.contrast_of(q),
             key_weight=None if self.config.key_weight == "none" else self.config.key_weight,
+            log_decay=log_decay,
         )
 
     def key_weights(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor | None:

@@ -1,12 +1,12 @@
 """The delta rule as a layer of small sequence models: a language model's mixer without its convolution and cache."""
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attention.fading import Fading
 from ..feature_maps import feature_map
 from ..ops import compute_dtype, delta_rule, rms_norm, unit_features
 
@@ -17,8 +17,7 @@ class DeltaLayer(nn.Module):
     """Causal: projection(norm(delta rule)), norm over the channels of a head. x: [B, N, C] -> [B, N, C].
 
     Queries and keys are unit vectors: SiLU, then length one, as DeltaNet has it; or the features of a map, made length one.
-    beta = sigmoid(W x). gated: the state of a head fades by exp(-exp(rate) softplus(W x + step)) at each token, started as in
-    Gated DeltaNet.
+    beta = sigmoid(W x). gated: the state of a head fades at each token (fading.py), as in Gated DeltaNet.
     """
 
     def __init__(self, *, dim: int, num_heads: int, gated: bool, feature_map_name: str | None, **map_options: Any) -> None:
@@ -33,12 +32,7 @@ class DeltaLayer(nn.Module):
             raise ValueError(f"options of a map need a map, got {', '.join(map_options)}; name it by feature_map")
         self.qkv = nn.Linear(dim, 3 * dim)
         self.beta = nn.Linear(dim, num_heads)
-        self.fading = nn.Linear(dim, num_heads, bias=False) if gated else None
-        if gated:
-            # as in Mamba 2: rates of 1 to 16, time steps of 0.001 to 0.1 on a logarithmic scale, by the inverse of softplus
-            self.rate = nn.Parameter((1 + 15 * torch.rand(num_heads)).log())
-            step = torch.exp(math.log(1e-3) + math.log(100.0) * torch.rand(num_heads))
-            self.step = nn.Parameter(step + torch.log(-torch.expm1(-step)))
+        self.fading = Fading(dim=dim, num_heads=num_heads) if gated else None
         self.norm = nn.RMSNorm(self.head_dim, eps=1e-6)
         self.projection = nn.Linear(dim, dim)
 
@@ -57,12 +51,6 @@ class DeltaLayer(nn.Module):
         else:
             q, k = unit_features(self.map, q, k)
         beta = self.beta(x).to(compute_dtype(x)).sigmoid()
-        out, _ = delta_rule(q, k, F.silu(v), beta, log_decay=self.log_decay(x), key_mask=key_mask)
+        log_decay = None if self.fading is None else self.fading(x)
+        out, _ = delta_rule(q, k, F.silu(v), beta, log_decay=log_decay, key_mask=key_mask)
         return self.projection(rms_norm(out, self.norm.weight, eps=1e-6).flatten(2))
-
-    def log_decay(self, x: Tensor) -> Tensor | None:
-        """[B, N, H], or None where nothing fades."""
-        if self.fading is None:
-            return None
-        dtype = compute_dtype(x)
-        return -self.rate.to(dtype).exp() * F.softplus(self.fading(x).to(dtype) + self.step.to(dtype))

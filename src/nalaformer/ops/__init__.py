@@ -5,9 +5,10 @@ from .backend import get_backend, set_backend, use_backend
 from .checks import check_key_mask
 from .delta import delta_rule, delta_step_
 from .depthwise import depthwise_conv
+from .exact_weights import attention_weights
 from .features import FeatureMapLike, ScaledFeatures, cheap_to_look_at, compute_dtype, hide, outside_autocast
 from .gated_linear import gated_linear
-from .interface import attention_weights, linear_attention, recurrent_linear_attention, recurrent_step_
+from .interface import linear_attention, recurrent_linear_attention, recurrent_step_
 from .kernel_spec import KernelSpec
 from .key_weight import global_query_weight
 from .layer_norm import add_layer_norm, layer_norm

@@ -48,6 +48,29 @@ def check_options(causal: bool, eps: float) -> None:
         raise ValueError(f"eps must be a finite number >= 0, got {eps!r}; the default is 1e-6")
 
 
+def check_log_decay(
+    log_decay: Tensor | None, q: Tensor, k: Tensor, *, causal: bool, contrast: Tensor | str | None = None, block: int = 1
+) -> None:
+    if log_decay is None:
+        return
+    if not isinstance(log_decay, Tensor):
+        raise TypeError(f"log_decay must be a torch tensor, got {type(log_decay).__name__}; convert it with torch.as_tensor()")
+    fits = [(*k.shape[:-2], heads) for heads in dict.fromkeys((k.shape[-2], q.shape[-2]))]
+    if not log_decay.is_floating_point() or tuple(log_decay.shape) not in fits:
+        raise ValueError(
+            f"log_decay must be floats <= 0 for each token and head, {' or '.join(map(str, fits))}, "
+            f"got {log_decay.dtype} {tuple(log_decay.shape)}"
+        )
+    if log_decay.device != q.device:
+        raise ValueError(f"log_decay must be on the device of q ({q.device}), got {log_decay.device}; move it with .to()")
+    if not causal or block > 1:
+        raise ValueError(
+            f"keys fade from token to token, got log_decay with causal={causal} and block={block}; use causal=True and block=1"
+        )
+    if isinstance(contrast, str):
+        raise ValueError(f"a contrast of keys that fade needs its strength, [batch, tokens, heads], got {contrast!r}")
+
+
 def check_block(block: int, *, causal: bool, is_packed: bool) -> None:
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block must be the number of tokens that see each other, at least 1, got {block!r}")

@@ -105,6 +105,7 @@ def causal_linear_attention(
     recompute: bool,
     contrast: Contrast | None = None,
     key_weight: Tensor | None = None,
+    log_decay: Tensor | None = None,
     piece: int | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Causal, from an earlier state (None: no earlier token) to the state after the last token."""
@@ -121,6 +122,7 @@ def causal_linear_attention(
         strength: Tensor | None,
         mean: Tensor | None,
         weight: Tensor | None,
+        log_decay: Tensor | None,
         state: LinearState | None,
     ) -> tuple[Tensor, LinearState]:
         scales = key_log_scale(feature_map, k, mask, dtype)
@@ -128,14 +130,16 @@ def causal_linear_attention(
         queries = query_features(feature_map, q, rotary_q, dtype)
         if state is None:
             state = LinearState.empty(k.shape[0], k.shape[2], keys.rotated.shape[-1], v.shape[-1], dtype=dtype, device=k.device)
-        if scales is not None and all_zero(scales, state.log_scale):
+        if log_decay is not None:
+            log_decay = log_decay.to(dtype)
+        elif scales is not None and all_zero(scales, state.log_scale):
             scales = None
         against = None if mean is None else Contrast(strength, mean, q.shape[3])
-        return causal_step(state, queries, keys, scales, mask, eps, q.dtype, against)
+        return causal_step(state, queries, keys, scales, mask, eps, q.dtype, against, log_decay)
 
     size = piece or CAUSAL_PIECE
     strength, mean = (None, None) if contrast is None else contrast[:2]
-    all_pieces = pieces(size, q, k, v, key_mask, rotary[0], rotary[1], strength, mean, key_weight)
+    all_pieces = pieces(size, q, k, v, key_mask, rotary[0], rotary[1], strength, mean, key_weight, log_decay)
     if recompute or is_transformed() or len(all_pieces) == 1:
         parts = []
         for tokens in all_pieces:
@@ -260,8 +264,13 @@ def causal_step(
     eps: float,
     out_dtype: torch.dtype,
     contrast: Contrast | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """One piece of tokens: what came before through the state, the piece itself through its matrix of weights."""
+    """One piece of tokens: what came before through the state, the piece itself through its matrix of weights.
+
+    log_decay [B, n, K]: what came before a token fades by exp of it. A fading key is one that later keys outgrow, so it is
+    done by the scales: key j has that of its features minus the sum of the decays up to it, the state that of its sums.
+    """
     kv_heads, num_tokens = state.state.shape[1], keys.values.shape[1]
     group = streams[0].plain.shape[2] // kv_heads
     device = keys.values.device
@@ -270,15 +279,27 @@ def causal_step(
         count = state.count[:, None] + torch.arange(1, num_tokens + 1, device=device)
     else:
         count = state.count[:, None] + key_mask.cumsum(1)
+    if log_decay is not None:
+        # few keys may be left of many: eps stands alone
+        count = torch.ones_like(count)
 
     # a row is scaled by the largest key that it sees, never by a later one
-    row_scale = keep_state = keep_keys = None
+    row_scale = keep_state = keep_keys = token_scale = faded = None
     if scales is not None:
         token_scale = scales[..., 0]  # [B, n, K]
-        row_scale = torch.maximum(running_maximum(token_scale, lower), state.log_scale[:, None])
+    if log_decay is not None:
+        faded = log_decay.cumsum(1)  # [B, n, K]
+        token_scale = -faded if token_scale is None else token_scale - faded
+    if token_scale is not None:
+        # a factor of the whole row, which has no gradient
+        row_scale = torch.maximum(running_maximum(token_scale.detach(), lower), state.log_scale[:, None])
         keep_state = (state.log_scale[:, None] - row_scale).exp()  # [B, n, K]
-        keep_keys = (token_scale[:, None] - row_scale[:, :, None]).clamp(max=0).exp()  # [B, i, j, K]
+        # of later keys it may be infinite; a clamp would cut the gradient of those that are not
+        above = torch.where(lower[None, :, :, None], token_scale[:, None] - row_scale[:, :, None], 0.0)
+        keep_keys = above.exp()  # [B, i, j, K]
         keep_keys = keep_keys.permute(0, 3, 1, 2)[:, :, None]  # [B, K, 1, i, j]
+    # features of a row are divided by exp of that
+    true_scale = row_scale if row_scale is None or faded is None else row_scale + faded
 
     outputs = []
     zero = torch.zeros((), dtype=keys.values.dtype, device=device)
@@ -302,18 +323,29 @@ def causal_step(
             eps=eps,
             count=count[..., None],
             query_scale=None if queries.log_scale is None else queries.log_scale[..., 0],
-            key_scale=None if row_scale is None else row_scale.repeat_interleave(group, dim=2),
+            key_scale=None if true_scale is None else true_scale.repeat_interleave(group, dim=2),
             is_turned=queries.rotated is not queries.plain,
             contrast=against,
         )
         outputs.append(out.to(out_dtype))
 
-    if scales is None:
+    if token_scale is None:
         after = state_of(keys, None)
     else:
         assert row_scale is not None
         last = row_scale[:, -1:, :, None]  # [B, 1, K, 1]
-        keep = (scales - last).exp()
+        if faded is not None:
+            # as seen from the last token, what came before has faded by all of the piece
+            end = faded[:, -1]
+            token_scale, last = token_scale + end[:, None], last + end.detach()[:, None, :, None]
+            seen_from_end = (end - end.detach()).exp()
+            state = LinearState(
+                state.state * seen_from_end[..., None, None],
+                state.key_sum * seen_from_end[..., None],
+                state.count,
+                state.log_scale + end.detach(),
+            )
+        keep = (token_scale[..., None] - last).exp()
         after = state_of(keys._replace(rotated=keys.rotated * keep, plain=keys.plain * keep), last)
     return (torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]), LinearState.merge(state, after)
 

@@ -4,7 +4,7 @@
 
 o is normalised linear attention, z_i >= 0 a number per token: how far its output moves away from the mean, which is what a
 query of small norm gets from softmax. MALA takes the mean score, z_i = D^-1/2 phi_q(q_i) . mean_j phi_k(k_j), so that
-a larger query attends more sharply. Means are over the keys that token i sees.
+a larger query attends more sharply. Means are over the keys that token i sees, and where keys fade, each counts what is left.
 """
 
 from typing import NamedTuple
@@ -47,13 +47,22 @@ class Contrast(NamedTuple):
 
 
 def contrast_of(
-    contrast: Tensor | str | None, q: Tensor, v: Tensor, *, key_mask: Tensor | None, causal: bool, dtype: torch.dtype
+    contrast: Tensor | str | None,
+    q: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None,
+    causal: bool,
+    dtype: torch.dtype,
+    mean: Tensor | None = None,
 ) -> Contrast | None:
-    """The argument of a call in the form that backends take."""
+    """The argument of a call in the form that backends take. mean: that of the values, where it is known."""
     if contrast is None:
         return None
     strength = contrast.to(dtype) if isinstance(contrast, Tensor) else None
-    return Contrast(strength, mean_value(v, key_mask=key_mask, causal=causal, dtype=dtype), q.shape[-1])
+    if mean is None:
+        mean = mean_value(v, key_mask=key_mask, causal=causal, dtype=dtype)
+    return Contrast(strength, mean, q.shape[-1])
 
 
 def running_mean_score(feature_map: FeatureMapLike, q: Tensor, k: Tensor, *, key_mask: Tensor | None) -> Tensor:

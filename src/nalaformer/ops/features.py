@@ -191,7 +191,8 @@ def normalise(
     plain_sum = denominator
     amount = eps * count.to(denominator.dtype)
     scales = [scale for scale in (query_scale, key_scale) if scale is not None]
-    is_plain = all(cheap_to_look_at(scale) and not bool(scale.any()) for scale in scales)
+    # the scale of keys that fade has a gradient, also where it is zero
+    is_plain = all(cheap_to_look_at(scale) and not scale.requires_grad and not bool(scale.any()) for scale in scales)
     if not is_plain:
         amount = amount * torch.exp(-sum(scales[1:], scales[0]))
     denominator = denominator + amount

@@ -17,17 +17,18 @@ from .checks import (
     check_contrast,
     check_cu_seqlens,
     check_key_weight,
+    check_log_decay,
     check_options,
     check_query_mask,
     check_rotary_pair,
-    check_rows,
     check_state,
     check_tensors,
 )
 from .contrast import contrast_of, running_mean_score
-from .features import FeatureMapLike, compute_dtype, heads_for, outside_autocast, repeated
+from .fading import faded_mean, least_decay
+from .features import FeatureMapLike, compute_dtype, heads_for, outside_autocast
 from .kept_tensors import is_plain_eager
-from .key_weight import MAPS_IN_KERNELS, numbers_of
+from .key_weight import MAPS_IN_KERNELS, numbers_of, per_key_for
 from .state import LinearState
 
 # the module of that name, once a call has come through the kernels: an import where it is used takes a microsecond at each call
@@ -47,6 +48,7 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     contrast: Tensor | str | None = None,
     key_weight: Tensor | str | None = None,
+    log_decay: Tensor | None = None,
     block: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
@@ -69,14 +71,19 @@ def linear_attention(
         z_i = D^-1/2 phi_q(q_i) . mean_j phi_k(k_j) (MALA); or z itself, [B, N, H].
     key_weight: multiplies phi_k(k_j). "global_query": a softmax over the keys for the mean query (RALA), as
         `global_query_weight` says; or numbers >= 0, [B, M, K] or [B, M, H].
+    log_decay: of causal attention, [B, N, K] or [B, N, H], numbers <= 0: at token i all keys before it fade by
+        exp(log_decay_i), so key j weighs exp(sum of log_decay from j + 1 to i) as much; the mean of a contrast counts so too.
+        0 forgets nothing; eps then stands alone, without n.
     block: of causal attention, the tokens that see each other: token i sees keys 0..b - 1, b the end of its block (frames of a
         video, rows of an image). More than 1 runs in plain torch, on a GPU too.
     eps: times the n visible keys; 0 makes the weights sum to one however small the keys are.
     """
     check_block(block, causal=causal, is_packed=cu_seqlens is not None)
     if cu_seqlens is not None:
-        return _packed(q, k, v, feature_map, causal, rotary, key_mask, query_mask, cu_seqlens, contrast, key_weight, eps)
-    has_parts = rotary is not None or contrast is not None or key_weight is not None or block > 1
+        return _packed(
+            q, k, v, feature_map, causal, rotary, key_mask, query_mask, cu_seqlens, contrast, key_weight, log_decay, eps
+        )
+    has_parts = rotary is not None or contrast is not None or key_weight is not None or log_decay is not None or block > 1
     is_plain = not has_parts and key_mask is None and query_mask is None
     is_usual = type(q) is type(k) is type(v) is Tensor and type(causal) is bool and type(eps) is float
     # in this order: a compiled program must not depend on whether there are known calls
@@ -88,10 +95,12 @@ def linear_attention(
     check_query_mask(query_mask, q)
     check_contrast(contrast, q)
     check_key_weight(key_weight, q, k, causal=causal, key_mask=key_mask, query_mask=query_mask)
-    needs_grad = _needs_grad(q, k, v, feature_map, contrast, key_weight)
+    check_log_decay(log_decay, q, k, causal=causal, contrast=contrast, block=block)
+    needs_grad = _needs_grad(q, k, v, feature_map, contrast, key_weight, log_decay)
     given = q, k, v
     k, v = heads_for(feature_map, q, k, v)
-    key_weight, k, v = _weight_for(q, k, v, key_weight)
+    key_weight, k, v = per_key_for(q, k, v, key_weight)
+    log_decay, k, v = per_key_for(q, k, v, least_decay(log_decay))
     # low-precision matmuls under autocast would undo the float32 sums
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
@@ -104,6 +113,7 @@ def linear_attention(
             has_contrast=has_score,
             has_weight=has_weight,
             has_blocks=block > 1,
+            has_decay=log_decay is not None,
         )
         if backend == "triton" and has_score and causal:
             contrast, has_score = running_mean_score(mapped, q, k, key_mask=key_mask), False
@@ -114,7 +124,14 @@ def linear_attention(
         if contrast is not None and (backend != "triton" or not has_score):
             # what reaches the values through attention and through their mean may cancel: added before it is rounded
             v = v if backend == "triton" else v.to(compute_dtype(q, k, v))
-            against = contrast_of(contrast, q, v, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k, v))
+            dtype, faded = compute_dtype(q, k, v), None
+            if log_decay is not None and backend == "triton":
+                from . import kernels
+
+                faded = kernels.faded_mean(v, log_decay, key_mask=key_mask, keep=needs_grad)
+            elif log_decay is not None:
+                faded = faded_mean(v, log_decay, key_mask=key_mask, dtype=dtype)
+            against = contrast_of(contrast, q, v, key_mask=key_mask, causal=causal, dtype=dtype, mean=faded)
         if backend == "triton":
             # imported where used: Triton may be missing
             from . import kernels
@@ -130,6 +147,7 @@ def linear_attention(
                 key_weight=weight,
                 by_mean_query=by_mean_query,
                 query_mask=query_mask,
+                log_decay=log_decay,
             )
             out = kernels.attend(ready, causal=causal, keep=needs_grad)
             if is_plain and is_plain_eager() and mapped is feature_map:
@@ -153,11 +171,12 @@ def linear_attention(
                 eps=eps,
                 contrast=against,
                 key_weight=weight,
+                log_decay=log_decay,
             )
             return out.to(q.dtype)
         if causal:
             return chunked.causal_linear_attention(
-                q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, **options
+                q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, log_decay=log_decay, **options
             )[0]
         return chunked.linear_attention(q, k, v, feature_map=mapped, rotary=turns, key_mask=key_mask, **options)
 
@@ -171,6 +190,7 @@ def recurrent_linear_attention(
     state: LinearState | None = None,
     rotary: RotaryArgument = None,
     key_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, LinearState]:
     """Causal attention that continues after `state`: one token or many, the result does not depend on how they are cut.
@@ -179,20 +199,24 @@ def recurrent_linear_attention(
     the state passed in is not changed. Rotary positions count on: Rotary.sequence(n, dim, start=tokens_before).
     """
     turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps)
+    check_log_decay(log_decay, q, k, causal=True)
     k, v = heads_for(feature_map, q, k, v)
+    log_decay, k, v = per_key_for(q, k, v, least_decay(log_decay))
     check_state(state, q, k, v, feature_map, turns[1])
-    recompute = _needs_grad(q, k, v, feature_map, state)
+    recompute = _needs_grad(q, k, v, feature_map, state, log_decay)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
-        backend, spec = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns)
+        backend, spec = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, has_decay=log_decay is not None)
         if backend == "reference":
             return reference.recurrent_linear_attention(
-                q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=key_mask, eps=eps
+                q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=key_mask, eps=eps, log_decay=log_decay
             )
         if backend == "triton":
             from . import kernels
 
-            ready = kernels.prepare(q, k, v, feature_map=mapped, spec=spec, rotary=turns, key_mask=key_mask, eps=eps)
+            ready = kernels.prepare(
+                q, k, v, feature_map=mapped, spec=spec, rotary=turns, key_mask=key_mask, eps=eps, log_decay=log_decay
+            )
             out, after = kernels.attend_after(ready, state, keep=recompute)
             return out.to(q.dtype), after
         return chunked.causal_linear_attention(
@@ -205,6 +229,7 @@ def recurrent_linear_attention(
             key_mask=key_mask,
             eps=eps,
             recompute=recompute,
+            log_decay=log_decay,
         )
 
 
@@ -217,6 +242,7 @@ def recurrent_step_(
     *,
     feature_map: FeatureMapLike,
     rotary: RotaryArgument = None,
+    log_decay: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """One token of `recurrent_linear_attention`, the state updated in place: the step of a decoding loop.
@@ -229,81 +255,32 @@ def recurrent_step_(
         raise ValueError(f"a step takes one token, got {q.shape[1]}; use recurrent_linear_attention for more")
     if state is None:
         raise TypeError("a step changes a state, got None; start from LinearState.empty or the state of a prompt")
+    check_log_decay(log_decay, q, k, causal=True)
     k, v = heads_for(feature_map, q, k, v)
+    log_decay, k, v = per_key_for(q, k, v, least_decay(log_decay))
     check_state(state, q, k, v, feature_map, turns[1])
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=None, causal=True)
         fits = all(tensor.is_contiguous() for tensor in state.tensors().values()) and state.state.dtype == torch.float32
         choice = Choice("chunked")
         if fits or get_backend() == "reference":
-            choice = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_step=True)
+            has_decay = log_decay is not None
+            choice = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_step=True, has_decay=has_decay)
         if choice.backend == "triton":
             from . import kernels
 
-            ready = kernels.prepare(q, k, v, feature_map=mapped, spec=choice.spec, rotary=turns, eps=eps)
+            ready = kernels.prepare(q, k, v, feature_map=mapped, spec=choice.spec, rotary=turns, eps=eps, log_decay=log_decay)
             return kernels.step_(ready, state).to(q.dtype)
         if choice.backend == "reference":
             out, after = reference.recurrent_linear_attention(
-                q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=None, eps=eps
+                q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=None, eps=eps, log_decay=log_decay
             )
         else:
-            out, after = chunked.causal_linear_attention(
-                q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=None, eps=eps, recompute=False
-            )
+            given: dict[str, Any] = {"key_mask": None, "eps": eps, "recompute": False, "log_decay": log_decay}
+            out, after = chunked.causal_linear_attention(q, k, v, feature_map=mapped, state=state, rotary=turns, **given)
     for name, tensor in state.tensors().items():
         tensor.copy_(after.tensors()[name])
     return out
-
-
-def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    feature_map: FeatureMapLike,
-    rows: Tensor | Sequence[int] | None = None,
-    stream: int = 0,
-    causal: bool = False,
-    rotary: RotaryArgument = None,
-    key_mask: Tensor | None = None,
-    query_mask: Tensor | None = None,
-    contrast: Tensor | str | None = None,
-    key_weight: Tensor | str | None = None,
-    block: int = 1,
-    eps: float = 1e-6,
-) -> Tensor:
-    """The exact weights that linear attention gives to each value: [B, H, R, M], for diagnostics.
-
-    rows: the queries to look at (all by default: a quadratic amount of memory). stream: which half of the values, for maps
-    with two streams. Without rotary and contrast every weight is >= 0; without rotary a row sums to one, up to eps.
-    """
-    check_block(block, causal=causal, is_packed=False)
-    turns = check_call(
-        q, k, k, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps, has_values=False
-    )
-    if not isinstance(stream, int) or not 0 <= stream < feature_map.streams:
-        raise ValueError(f"stream must be below the map's number of streams ({feature_map.streams}), got {stream!r}")
-    check_query_mask(query_mask, q)
-    check_contrast(contrast, q)
-    check_key_weight(key_weight, q, k, causal=causal, key_mask=key_mask, query_mask=query_mask)
-    index = None if rows is None else check_rows(rows, q)
-    k, _ = heads_for(feature_map, q, k, k)
-    key_weight, k, _ = _weight_for(q, k, k, key_weight)
-    with outside_autocast(q):
-        mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
-        weight = numbers_of(key_weight, q, k, feature_map, key_mask, query_mask)
-        return reference.attention_weights(
-            q,
-            k,
-            feature_map=mapped,
-            causal=causal,
-            rotary=turns,
-            key_mask=key_mask,
-            eps=eps,
-            rows=index,
-            block=block,
-            contrast=contrast_of(contrast, q, k, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k)),
-            key_weight=weight,
-        )[stream]
 
 
 # never traced; see untraced.py
@@ -319,6 +296,7 @@ def _packed(
     cu_seqlens: Tensor,
     contrast: Tensor | str | None,
     key_weight: Tensor | str | None,
+    log_decay: Tensor | None,
     eps: float,
 ) -> Tensor:
     """Each sequence by itself; the tensors are only cut, never padded."""
@@ -337,6 +315,7 @@ def _packed(
     lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
     check_contrast(contrast, q)
     check_key_weight(key_weight, q, k, causal=causal)
+    check_log_decay(log_decay, q, k, causal=causal, contrast=contrast)
     pair = check_rotary_pair(rotary, q[None], k[None])
     if q.shape[0] == 0:
         return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * v.sum()
@@ -346,12 +325,12 @@ def _packed(
         # a map that looks at all tokens must see each sequence by itself
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
         weight = key_weight[None] if isinstance(key_weight, Tensor) else None
-        weight, spread_k, spread_v = _weight_for(q[None], spread_k, spread_v, weight)
+        weight, spread_k, spread_v = per_key_for(q[None], spread_k, spread_v, weight)
         of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
         of_all = partial(of_all, has_contrast=isinstance(contrast, str), has_weight=weight is not None)
         # a strength is of each sequence by itself, and so is the running score of its keys
         has_strength = isinstance(contrast, Tensor) or (causal and contrast is not None)
-        is_one_call = is_same and not has_strength and not isinstance(key_weight, str)
+        is_one_call = is_same and not has_strength and not isinstance(key_weight, str) and log_decay is None
         backend, spec = of_all(feature_map=feature_map) if is_one_call else Choice("chunked")
         if backend == "triton":
             from . import kernels
@@ -376,8 +355,8 @@ def _packed(
 
     outputs = []
     start = 0
-    parts = zip(lengths, *(of_sequences(x) for x in (q, k, v, contrast, key_weight)), strict=True)
-    for length, q_part, k_part, v_part, contrast_part, weight_part in parts:
+    parts = zip(lengths, *(of_sequences(x) for x in (q, k, v, contrast, key_weight, log_decay)), strict=True)
+    for length, q_part, k_part, v_part, contrast_part, weight_part, decay_part in parts:
         turns = tuple(None if turn is None else turn.tokens(start, start + length) for turn in pair)
         start += length
         if length:
@@ -390,19 +369,11 @@ def _packed(
                 rotary=turns,  # type: ignore[arg-type]
                 contrast=contrast_part,
                 key_weight=weight_part,
+                log_decay=decay_part,
                 eps=eps,
             )
             outputs.append(out[0])
     return torch.cat(outputs)
-
-
-def _weight_for(q: Tensor, k: Tensor, v: Tensor, key_weight: Any) -> tuple[Any, Tensor, Tensor]:
-    """The weight, keys and values with as many heads: those of the queries where either has them."""
-    if isinstance(key_weight, str):
-        return key_weight, repeated(q, k), repeated(q, v)
-    if key_weight is None or key_weight.shape[2] == k.shape[2]:
-        return key_weight, k, v
-    return repeated(q, key_weight), repeated(q, k), repeated(q, v)
 
 
 def _needs_grad(

@@ -25,6 +25,8 @@ class MapSettings(NamedTuple):
     """Keys have weights."""
     by_mean_query: bool = False
     """The kernels weigh keys themselves, by their products with the mean query."""
+    fades: bool = False
+    """Keys fade (causal attention)."""
 
 
 class KernelSpec(NamedTuple):
@@ -51,11 +53,18 @@ class KernelSpec(NamedTuple):
     parameters may be [B, heads of the map, P], other ones for each sample."""
 
     def settings(
-        self, *, streams: int, eps: float, contrast: float = 0.0, has_weight: bool = False, by_mean_query: bool = False
+        self,
+        *,
+        streams: int,
+        eps: float,
+        contrast: float = 0.0,
+        has_weight: bool = False,
+        by_mean_query: bool = False,
+        fades: bool = False,
     ) -> MapSettings:
         plain = (self.norm_scale, self.alpha, eps, self.log2_key_shift, self.is_guarded, self.is_cube)
         contrast *= 2.0**self.log2_key_shift
-        return MapSettings(self.name, self.parts, streams, *plain, contrast, has_weight, by_mean_query)
+        return MapSettings(self.name, self.parts, streams, *plain, contrast, has_weight, by_mean_query, fades)
 
     @property
     def is_written_out(self) -> bool:

@@ -1,6 +1,7 @@
 """The weight of a key in RALA (arXiv 2411.07635): how much all queries together look at it."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,15 @@ def numbers_of(
     if not isinstance(key_weight, str):
         return key_weight
     return global_query_weight(q, k, feature_map=feature_map, key_mask=key_mask, query_mask=query_mask)
+
+
+def per_key_for(q: Tensor, k: Tensor, v: Tensor, per_key: Any) -> tuple[Any, Tensor, Tensor]:
+    """Numbers of keys (weights, decays), keys and values with as many heads: those of the queries where either has them."""
+    if isinstance(per_key, str):
+        return per_key, repeated(q, k), repeated(q, v)
+    if per_key is None or per_key.shape[2] == k.shape[2]:
+        return per_key, k, v
+    return repeated(q, per_key), repeated(q, k), repeated(q, v)
 
 
 def mean_query(feature_map: FeatureMapLike, q: Tensor, query_mask: Tensor | None, dtype: torch.dtype) -> Tensor:

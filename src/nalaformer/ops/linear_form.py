@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .fading import faded_sums
 from .features import FeatureMapLike, compute_dtype, key_features, key_log_scale, outside_autocast, query_features
 from .reference import last_of_block
 from .rotary import Rotary
@@ -34,6 +35,7 @@ def linear_forms(
     key_mask: Tensor | None = None,
     key_weight: Tensor | None = None,
     block: int = 1,
+    log_decay: Tensor | None = None,
     eps: float = 1e-6,
     asked: int | None = None,
 ) -> list[LinearForm]:
@@ -41,7 +43,7 @@ def linear_forms(
 
     asked: only so many queries in front, without positions; None is all.
     causal: the denominators are those of the keys that a query sees, with `block` those of its own block and of earlier ones;
-    the product still holds all pairs.
+    the product still holds all pairs, as if no key faded; log_decay [B, M, H] is in the denominators alone.
     """
     with outside_autocast(q):
         dtype = compute_dtype(q, k)
@@ -58,6 +60,8 @@ def linear_forms(
             visible = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
             # counted in the type of the sums: eps times a whole number would be float32
             seen, count = (x.cumsum(1).index_select(1, last) for x in (keys.plain, visible.to(dtype)))
+        if log_decay is not None:
+            seen, count = faded_sums(keys.plain, log_decay.to(dtype)), torch.ones_like(count)
         forms = []
         for queries in query_features(mapped, q[:, :asked], rotary[0], dtype):
             log_scale = seen.new_zeros(())

@@ -2,10 +2,13 @@
 
     out_i = rot(phi_q(q_i)) . sum_j rot(phi_k(k_j)) v_j^T  /  ( phi_q(q_i) . sum_j phi_k(k_j)  +  eps * n )
 
-n = number of keys that token i sees. Weights of keys multiply their features, and a contrast (contrast.py) may follow. Every
+n = number of keys that token i sees. Weights of keys multiply their features, keys may fade (fading.py; then eps stands alone),
+and a contrast (contrast.py) may follow. Every
 other backend is judged against this one in float64. The causal form computes the whole matrix of weights: quadratic, and
 clear.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,6 +42,7 @@ def linear_attention(
     eps: float,
     contrast: Contrast | None = None,
     key_weight: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """q [B, N, H, D], k [B, M, K, D], v [B, M, K, V] with K dividing H -> [B, N, H, V] in the compute dtype."""
     if causal:
@@ -52,6 +56,7 @@ def linear_attention(
             rows=None,
             contrast=contrast,
             key_weight=key_weight,
+            log_decay=log_decay,
         )
         values = repeated(q, hide(v, key_mask).to(weights[0].dtype))
         lower = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
@@ -107,8 +112,11 @@ def recurrent_linear_attention(
     rotary: tuple[Rotary | None, Rotary | None],
     key_mask: Tensor | None,
     eps: float,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]:
     """The causal form as a recurrence, token by token: S += rot(phi_k(k)) v^T, z += phi_k(k), then the formula above.
+
+    Where keys fade, S and z are multiplied by exp(log_decay) first.
 
     Returns [B, N, H, V] in the type of q, and the state after the last token.
     """
@@ -117,8 +125,12 @@ def recurrent_linear_attention(
         now = slice(token, token + 1)
         turns = tuple(None if turn is None else turn.tokens(token, token + 1) for turn in rotary)
         mask = None if key_mask is None else key_mask[:, now]
+        if state is not None and log_decay is not None:
+            keep = log_decay[:, token].to(state.state.dtype).exp()
+            state = replace(state, state=state.state * keep[..., None, None], key_sum=state.key_sum * keep[..., None])
         state = seen(state, k[:, now], v[:, now], feature_map, turns[1], mask)
-        outputs.append(answered(state, q[:, now], feature_map, turns[0], eps).to(q.dtype))
+        count = state.count if log_decay is None else torch.ones_like(state.count)
+        outputs.append(answered(replace(state, count=count), q[:, now], feature_map, turns[0], eps).to(q.dtype))
     assert state is not None
     return torch.cat(outputs, dim=1), state
 
@@ -180,6 +192,7 @@ def attention_weights(
     contrast: Contrast | None = None,
     key_weight: Tensor | None = None,
     block: int = 1,
+    log_decay: Tensor | None = None,
 ) -> list[Tensor]:
     """The weights that the formula gives to each value, one [B, H, R, M] per stream; rows = None means all.
 
@@ -205,6 +218,13 @@ def attention_weights(
     if causal:
         visible = visible & (torch.arange(k.shape[1], device=k.device) <= last[:, None])
     count = visible.sum(-1)  # [B, 1, R or 1]
+    # how much of each key is left for each row
+    left: Tensor = visible
+    if log_decay is not None:
+        faded = log_decay.to(dtype).cumsum(1).transpose(1, 2).repeat_interleave(group, dim=1)  # [B, H, M]
+        passed = faded.index_select(2, positions)[..., None] - faded[:, :, None, :]
+        left = torch.where(visible, torch.where(visible, passed, 0.0).exp(), 0.0)
+        count = torch.ones_like(count)
 
     key_scale = shrink = None
     if scales is not None:
@@ -226,6 +246,8 @@ def attention_weights(
             rotated, plain = rotated * shrink, plain * shrink
         zero = torch.zeros((), dtype=dtype, device=q.device)
         rotated, plain = torch.where(visible, rotated, zero), torch.where(visible, plain, zero)
+        if log_decay is not None:
+            rotated, plain = rotated * left, plain * left
         query_scale = None if queries.log_scale is None else queries.log_scale[..., 0].transpose(1, 2)  # [B, H, R]
         found = normalise(
             rotated,
@@ -242,7 +264,8 @@ def attention_weights(
                 strength = mean_score(plain.sum(-1), head_dim=contrast.head_dim, count=count, scales=scales_of_rows)
             else:
                 strength = contrast.strength.index_select(1, positions).transpose(1, 2)
-            found = contrasted(found, visible.to(dtype) / count.clamp(min=1)[..., None], strength)
+            total = left.sum(-1, keepdim=True)
+            found = contrasted(found, left.to(dtype) / torch.where(total == 0, 1, total), strength)
         weights.append(found)
     return weights
 

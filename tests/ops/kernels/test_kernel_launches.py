@@ -95,13 +95,15 @@ def test_causal_operator_keeps_the_contract_of_torch_library():
     spec = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=8).kernel_spec(torch.device(DEVICE))
     parameters, settings = spec.parameters, spec.settings(streams=1, eps=1e-6)
     q, k, v = (x.requires_grad_() for x in make(*[(1, 9, 2, 8)] * 3))
-    arguments = (q, k, v, parameters, *[None] * 7, 0, *settings, True, True, False)
+    arguments = (q, k, v, parameters, *[None] * 8, 0, *settings, True, True, False)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(causal_op.forward, arguments, test_utils=checks)
     torch.library.opcheck(causal_op.forward, (*arguments[:-1], True), test_utils=checks)
     state = nalaformer.LinearState.empty(1, 2, 16, 8, device=DEVICE)
     token = [x[:, :1].detach() for x in (q, k, v)]
-    torch.library.opcheck(step, (*token, parameters, *[None] * 4, *state.tensors().values(), *settings), test_utils=checks[::2])
+    torch.library.opcheck(
+        step, (*token, parameters, *[None] * 4, *state.tensors().values(), None, *settings), test_utils=checks[::2]
+    )
 
 
 @pytest.mark.parametrize(

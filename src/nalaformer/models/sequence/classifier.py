@@ -95,7 +95,10 @@ class SequenceClassifier(nn.Module):
         if self.most_visible:
             places = (inputs == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, : self.most_visible]
             is_too_long = (inputs != 0).sum(dim=1) > self.most_visible
-            inputs, positions = inputs.gather(1, places), positions[places]
+            inputs = inputs.gather(1, places)
+            # not positions[places], whose gradient sorts all places of the batch
+            rows = positions.expand(len(places), -1, -1)
+            positions = rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
             positions = positions.masked_fill(is_too_long[:, None, None], torch.nan)
         x, added = self.dropout(self.embedding(inputs) + positions), None
         for block in self.blocks:

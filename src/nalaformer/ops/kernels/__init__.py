@@ -28,7 +28,7 @@ class Prepared(NamedTuple):
     settings: MapSettings
     weight: Tensor | None
     """float32 [B, K, M] or [K, T], None where keys have none; where the mean query weighs them, the mask of queries or None.
-    For bidirectional attention."""
+    Of causal attention the logarithms of decays, if keys fade."""
 
 
 def prepare(
@@ -47,11 +47,12 @@ def prepare(
     key_weight: Tensor | None = None,
     by_mean_query: bool = False,
     query_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> Prepared:
     """[B, N, H, D] inputs, or [T, H, D] with cu_seqlens, whose longest sequence has so many tokens.
 
     has_contrast: that of the mean score. key_weight: [B, M, K] or [T, K]. by_mean_query: instead the mean of the queries that
-    query_mask [B, N] shows weighs the keys.
+    query_mask [B, N] shows weighs the keys. log_decay: [B, M, K], of causal attention.
     Maps that the kernels do not know, or not for a head by itself, are computed here; the others are left to them.
     """
     contrast = q.shape[-1] ** -0.5 if has_contrast else 0.0
@@ -83,11 +84,13 @@ def prepare(
         contrast=contrast,
         has_weight=key_weight is not None,
         by_mean_query=by_mean_query,
+        fades=log_decay is not None,
     )
     weight = None
-    if key_weight is not None:
+    per_token = key_weight if log_decay is None else log_decay
+    if per_token is not None:
         # tokens side by side, as the kernels read numbers per token
-        weight = key_weight.float().transpose(-2, -1).contiguous()
+        weight = per_token.float().transpose(-2, -1).contiguous()
     elif by_mean_query and query_mask is not None:
         weight = query_mask.contiguous()
     return Prepared(q, k, v, parameters, layout, settings, weight)
@@ -98,26 +101,40 @@ def attend(ready: Prepared, *, causal: bool, keep: bool) -> Tensor:
     q, k, v, parameters, layout, settings, weight = ready
     if not causal:
         return bidirectional_op.attend(q, k, v, parameters, weight, layout, settings, keep)
-    return causal_op.attend(q, k, v, parameters, None, layout, settings, False, keep)[0]
+    return causal_op.attend(q, k, v, parameters, None, weight, layout, settings, False, keep)[0]
 
 
 def attend_after(ready: Prepared, state: LinearState | None, *, keep: bool) -> tuple[Tensor, LinearState]:
     """Causal attention of a batch after `state`, and the state after the last token."""
-    q, k, v, parameters, layout, settings, _ = ready
+    q, k, v, parameters, layout, settings, log_decay = ready
     unit = 2.0**settings.log2_key_shift
     initial = None if state is None else sums_of(state, settings.parts, unit)
-    out, total = causal_op.attend(q, k, v, parameters, initial, layout, settings, True, keep)
+    out, total = causal_op.attend(q, k, v, parameters, initial, log_decay, layout, settings, True, keep)
     (batch, tokens, kv_heads), key_mask = k.shape[:3], layout.key_mask
     new = torch.full((batch,), tokens, device=total.device) if key_mask is None else key_mask.sum(1)
     count = new if state is None else state.count + new
     sums = total.unflatten(0, (batch, kv_heads)).flatten(2, 3)  # [B, K, F, V + 2]
+    if log_decay is not None and log_decay.requires_grad:
+        # the kernels know no gradient of how far all of it has faded at the end
+        end = log_decay.sum(-1)
+        sums = sums * (end - end.detach()).exp()[..., None, None]
     return out, LinearState(sums[..., :-2] * unit, sums[..., -2] * unit, count, sums.new_zeros(batch, kv_heads))
+
+
+def faded_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, keep: bool) -> Tensor:
+    """The mean value as each token sees it where keys fade, [B, N, K, V]: attention whose only feature is one."""
+    alike = torch.ones_like(v[..., :1])
+    layout = TokenLayout(None, None, None, None, None if key_mask is None else key_mask.contiguous(), None, 0)
+    settings = KernelSpec("identity", parts=1).settings(streams=1, eps=0.0, fades=True)
+    fade = log_decay.float().transpose(-2, -1).contiguous()
+    parameters = alike.new_empty(1, 0, dtype=torch.float32)
+    return causal_op.attend(alike, alike, readable(v), parameters, None, fade, layout, settings, False, keep)[0]
 
 
 def step_(ready: Prepared, state: LinearState) -> Tensor:
     """One token after `state`, which becomes the state after it; its tensors must be contiguous."""
     sums = (state.state, state.key_sum, state.count, state.log_scale)
-    return step(*ready[:4], *ready.layout[:4], *sums, *ready.settings)
+    return step(*ready[:4], *ready.layout[:4], *sums, ready.weight, *ready.settings)
 
 
 def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:

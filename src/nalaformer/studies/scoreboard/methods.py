@@ -49,6 +49,9 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "mala_map": of("mala", gate="none"),
     "rala_map": of("rala", gate="none"),
     "mhla_map": of("relu", mixed_blocks=[4, 4]),
+    "relu_forgetting": of("relu", forgets=True),
+    "nala_forgetting": of("norm_aware", forgets=True),
+    "channel_softmax_forgetting": of("channel_softmax", contrast="learned", contrast_offset=-0.75, forgets=True),
     "deltanet": of("delta"),
     "deltanet_nala": of("delta", feature_map="norm_aware"),
     "gated_deltanet": of("gated_delta"),
@@ -60,7 +63,10 @@ ALL = "all"
 # looks at all queries, later ones too; mixes the states of later blocks as well
 BIDIRECTIONAL = ("rala_map", "mhla_map")
 # go from token to token
-CAUSAL = ("deltanet", "deltanet_nala", "gated_deltanet", "gated_deltanet_nala")
+CAUSAL = (
+    *("relu_forgetting", "nala_forgetting", "channel_softmax_forgetting"),
+    *("deltanet", "deltanet_nala", "gated_deltanet", "gated_deltanet_nala"),
+)
 
 
 def methods_for(*, causal: bool) -> list[Method]:

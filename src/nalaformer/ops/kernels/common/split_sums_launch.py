@@ -62,19 +62,25 @@ def start_merge(
     )
 
 
-def prefix(launches: Launches, sums: Tensor, initial: Tensor | None, *, reverse: bool) -> Tensor:
-    """Turns sums [splits, rows, ...] into those before (or after) each split, in place; returns the sum of all."""
+def prefix(launches: Launches, sums: Tensor, initial: Tensor | None, *, reverse: bool, keep: Tensor | None = None) -> Tensor:
+    """Turns sums [splits, rows, ...] into those before (or after) each split, in place; returns the sum of all.
+
+    keep: [splits, rows], what each split leaves of the sums that reach it.
+    """
     total = torch.empty_like(sums[0])
     start_of = sums if initial is None else initial
     start(
         launches,
-        ("prefix", sums.shape, initial is None, start_of.data_ptr() % 16, reverse, sums.device),
+        ("prefix", sums.shape, initial is None, keep is None, start_of.data_ptr() % 16, reverse, sums.device),
         prefix_kernel,
-        (sums, start_of, total),
+        (sums, start_of, total, sums if keep is None else keep),
         lambda: (
             (triton.cdiv(total.numel(), PREFIX_BLOCK),),
-            (sums.shape[0], total.numel()),
-            {"BLOCK": PREFIX_BLOCK, "REVERSE": reverse, "HAS_INITIAL": initial is not None},
+            (sums.shape[0], total.numel(), total[0].numel()),
+            {
+                **{"V": sums.shape[-1] - 2, "BLOCK": PREFIX_BLOCK},
+                **{"REVERSE": reverse, "HAS_INITIAL": initial is not None, "FADES": keep is not None},
+            },
         ),
     )
     return total

@@ -101,6 +101,8 @@ TURNED_TILES = {
     "causal": {64: Tile(32, 4, 2), 128: Tile(16, 8, 2)},
     "causal_dsums": {128: Tile(64, 8, 1)},
 }
+# where keys fade, features are weighed once more and take the registers of half a tile
+FADING_TILES = {"causal": {64: Tile(32, 4, 2)}, "causal_dv": {64: Tile(32, 4, 2)}}
 # by kernel: programs per multiprocessor that run there at once, each of which reads ahead, and steps below which a program is
 # not worth its sums
 SPREAD = {
@@ -183,14 +185,15 @@ class Call:
     def is_one_walk(self) -> bool:
         """Of causal attention: whether one short walk does a sample and head, and each launch is what is waited for."""
         is_small = max(self.block_d, self.block_v) <= 64 and self.num_queries <= WHOLE_TOKENS
-        is_plain = self.heads == self.kv_heads and not self.is_packed and not self.chunk
+        is_plain = self.heads == self.kv_heads and not self.is_packed and not self.chunk and not self.settings.fades
         return is_small and is_plain and self.samples * self.heads <= WHOLE_PROGRAMS and self.causal_splits()[0] == 1
 
     @cached_property
     def chunk(self) -> int:
         """Tokens of a chunk in causal attention; 0: the state is walked with in registers."""
         has_kernels = (self.operand == torch.bfloat16 or INTERPRETING) and reads_ahead(self.device)
-        return CHUNKS.get(max(self.block_d, self.block_v), 0) if has_kernels and not self.pairs else 0
+        is_plain = not self.pairs and not self.settings.fades
+        return CHUNKS.get(max(self.block_d, self.block_v), 0) if has_kernels and is_plain else 0
 
     @cached_property
     def per_row(self) -> torch.Size:
@@ -221,6 +224,7 @@ class Call:
         """The entry of the tables."""
         largest = max(self.block_d, self.block_v)
         table = TILES[kernel] | (TURNED_TILES.get(kernel, {}) if self.pairs else {})
+        table |= FADING_TILES.get(kernel, {}) if self.settings.fades else {}
         chosen = next(entry for size, entry in table.items() if largest <= size)
         if self.operand != torch.bfloat16:
             # twice the bytes per element: half the tokens fit, and large heads take the registers of eight warps
@@ -288,7 +292,9 @@ class Call:
             "PAIRS": self.pairs,
             "CUBE": self.settings.is_cube,
             "HAS_MASK": self.has_mask,
-            "HAS_WEIGHT": self.settings.has_weight,
+            # keys that fade are weighed where a stretch of them is summed up
+            "HAS_WEIGHT": self.settings.has_weight or self.settings.fades,
+            "FADES": self.settings.fades,
             "BY_MEAN": self.settings.by_mean_query,
             "CONTRAST": self.settings.contrast > 0,
             "PACKED": self.is_packed,

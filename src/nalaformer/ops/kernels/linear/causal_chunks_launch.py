@@ -56,6 +56,7 @@ def forward(
     parameters: Tensor,
     layout: TokenLayout,
     initial: Tensor | None,
+    log_decay: None,
     out: Tensor,
     want_total: bool,
     keep: bool,
@@ -142,9 +143,10 @@ def backward(
     parameters: Tensor,
     layout: TokenLayout,
     before: Tensor,
+    log_decay: None,
     is_learned: bool,
     moves_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, None]:
     """As causal_launch.backward."""
     _, _, _, _, mask, bounds = layout.pointers(q)
     group, digits = call.group, digits_of(call)
@@ -228,8 +230,8 @@ def backward(
             partial(describe, which),
         )
     if not is_learned:
-        return dq, dk, dv, dinitial, None, None
-    return dq, dk, dv, dinitial, dquery.sum((0, 1)), dkey.sum((0, 1))
+        return dq, dk, dv, dinitial, None, None, None
+    return dq, dk, dv, dinitial, dquery.sum((0, 1)), dkey.sum((0, 1)), None
 
 
 def parameters_of_both(call: Call, parameters: Tensor) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Launches of the causal kernels; call.py says what a Call is and compiled/causal.py has the plan."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..common.launch import empty_as, strides
@@ -9,7 +10,8 @@ from .bidirectional_launch import sums_of_gradients, sums_of_keys
 from .call import Call, TokenLayout, angle_stride, is_aligned, parameter_row
 from .compiled.causal import causal_kernel
 from .compiled.causal_gradient import causal_dq_kernel
-from .compiled.causal_gradient_of_keys import causal_dk_kernel, causal_dv_kernel
+from .compiled.causal_gradient_of_keys import causal_dk_kernel
+from .compiled.causal_gradient_of_values import causal_dv_kernel
 from .compiled.causal_whole_gradient import causal_whole_gradient_kernel
 
 
@@ -21,6 +23,7 @@ def forward(
     parameters: Tensor,
     layout: TokenLayout,
     initial: Tensor | None,
+    log_decay: Tensor | None,
     out: Tensor,
     want_total: bool,
     keep: bool,
@@ -35,8 +38,12 @@ def forward(
     has_total = count > 1 or want_total
     sums = total = None
     if has_total:
-        sums, _ = sums_of_keys(call, k, v, parameters, parameters, layout, count, stretch)
-        total = prefix(call.launches, sums, initial, reverse=False)
+        weight, keep_of_stretch = parameters, None
+        if log_decay is not None:
+            faded, end = faded_in_stretches(log_decay, count, stretch)
+            weight, keep_of_stretch = (end - faded).exp().flatten(2)[..., : k.shape[1]].contiguous(), left_of_stretches(end)
+        sums, _ = sums_of_keys(call, k, v, parameters, weight, layout, count, stretch)
+        total = prefix(call.launches, sums, initial, reverse=False, keep=keep_of_stretch)
     else:
         # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
         assert initial is None
@@ -48,7 +55,8 @@ def forward(
         causal_kernel,
         (
             *(q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k),
-            *(inverse if sums is None else sums, inverse if total is None else total, out, inverse),
+            *(inverse if sums is None else sums, inverse if total is None else total),
+            *(inverse if log_decay is None else log_decay, out, inverse),
         ),
         lambda: (
             "causal",
@@ -83,10 +91,12 @@ def backward(
     parameters: Tensor,
     layout: TokenLayout,
     before: Tensor | None,
+    log_decay: Tensor | None,
     is_learned: bool,
     moves_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk, dv, the gradient of the initial sums if they move; and for learned maps those of the parameters per head."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk, dv, the gradient of the initial sums if they move; for learned maps those of the parameters per head; and that of
+    the decays, if keys fade."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     group = call.group
@@ -122,12 +132,14 @@ def backward(
                 constants,
             ),
         )
-        return dq, dk, dv, None, *((dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None))
+        return dq, dk, dv, None, *((dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None)), None
     constants |= {"HAS_BEFORE": True, "HAS_AFTER": True, "GROUPED": group > 1}
+    fade = inverse if log_decay is None else log_decay
+    dfade = inverse if log_decay is None else torch.empty_like(log_decay)
     call.start(
         ("causal dq", kind_of_dout),
         causal_dq_kernel,
-        (q, k, v, out, dout, inverse, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, before, dq, drop, dquery),
+        (q, k, v, out, dout, inverse, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, before, fade, dq, drop, dquery),
         lambda: (
             "causal_dq",
             (count, call.samples * call.heads),
@@ -145,16 +157,22 @@ def backward(
         after = call.sums(1, call.kv_heads).zero_()
         dinitial = after[0]
     else:
+        far_inverse, keep_of_stretch = inverse, None
+        if log_decay is not None:
+            # queries read the sums before their stretch through what has faded since
+            faded, end = faded_in_stretches(log_decay, count, stretch)
+            left = faded.exp().flatten(2)[..., : q.shape[1]]
+            far_inverse, keep_of_stretch = inverse * left.repeat_interleave(group, dim=1), left_of_stretches(end)
         by_query = sums_of_gradients(
-            *(call, q, dout, parameters, layout, before, before, inverse, drop, kind_of_dout, count, stretch),
+            *(call, q, dout, parameters, layout, before, before, far_inverse, drop, kind_of_dout, count, stretch),
             kernel="causal_dsums",
         )
         after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
-        dinitial = prefix(call.launches, after, dtotal, reverse=True)
+        dinitial = prefix(call.launches, after, dtotal, reverse=True, keep=keep_of_stretch)
     call.start(
         ("causal dk", kind_of_dout),
         causal_dk_kernel,
-        (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, drop, after, dk, dkey),
+        (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, drop, after, fade, dfade, dk, dkey),
         lambda: (
             "causal_dk",
             (count, call.samples * call.kv_heads),
@@ -170,7 +188,7 @@ def backward(
     call.start(
         ("causal dv", kind_of_dout),
         causal_dv_kernel,
-        (q, k, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, after, dv),
+        (q, k, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, after, fade, dv),
         lambda: (
             "causal_dv",
             (count, call.samples * call.kv_heads),
@@ -183,9 +201,26 @@ def backward(
             constants,
         ),
     )
-    if not is_learned:
-        return dq, dk, dv, dinitial, None, None
-    return dq, dk, dv, dinitial, dquery.sum((0, 1)), dkey.sum((0, 1))
+    of_parameters = (dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None)
+    if log_decay is None:
+        return dq, dk, dv, dinitial, *of_parameters, None
+    # a query whose keys had all faded less would feel it through eps alone
+    through_eps = -drop[0] * inverse[0] * call.scalars[2]
+    by_token = through_eps.unflatten(1, (-1, group)).sum(2) - dfade
+    # the decay of a token reaches all that come after it
+    return dq, dk, dv, dinitial, *of_parameters, by_token.flip(-1).cumsum(-1).flip(-1)
+
+
+def faded_in_stretches(log_decay: Tensor, count: int, stretch: int) -> tuple[Tensor, Tensor]:
+    """Of log_decay [B, K, N]: the running sums in each stretch, [B, K, count, stretch], and their ends, [B, K, count, 1]."""
+    padded = F.pad(log_decay, (0, count * stretch - log_decay.shape[-1]))
+    faded = padded.unflatten(-1, (count, stretch)).cumsum(-1)
+    return faded, faded[..., -1:]
+
+
+def left_of_stretches(end: Tensor) -> Tensor:
+    """What each stretch leaves of the sums that reach it, [count, B * K]."""
+    return end[..., 0].flatten(0, 1).T.exp().contiguous()
 
 
 def parameters_of_both(call: Call, parameters: Tensor, layout: TokenLayout) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ def run_forward(
     v: Tensor,
     parameters: Tensor,
     initial: Tensor | None,
+    log_decay: Tensor | None,
     layout: TokenLayout,
     settings: MapSettings,
     want_total: bool,
@@ -31,7 +32,7 @@ def run_forward(
     which would tie a graph of torch.compile to some numbers of tokens.
     """
     call = call_for(q, k, v, parameters, layout, settings)
-    out, total, before, inverse = run_known(q, k, v, parameters, initial, layout, call, want_total, keep)
+    out, total, before, inverse = run_known(q, k, v, parameters, initial, log_decay, layout, call, want_total, keep)
     if before is None:
         # an operator gives what `shapes` says, and its backward pass needs zeros for it
         before = call.sums(1, call.kv_heads).zero_()
@@ -48,6 +49,7 @@ def run_known(
     v: Tensor,
     parameters: Tensor,
     initial: Tensor | None,
+    log_decay: Tensor | None,
     layout: TokenLayout,
     call: Call,
     want_total: bool,
@@ -56,7 +58,7 @@ def run_known(
     """The same for a call that is known; no sums come before one short walk."""
     out = torch.empty(call.shape_of_output, dtype=call.output, device=call.device)
     launch = causal_chunks_launch if call.chunk else causal_launch
-    total, before, inverse = launch.forward(call, q, k, v, parameters, layout, initial, out, want_total, keep)
+    total, before, inverse = launch.forward(call, q, k, v, parameters, layout, initial, log_decay, out, want_total, keep)
     return out, total if want_total else None, before, inverse
 
 
@@ -66,6 +68,7 @@ def shapes(
     v: Any,
     parameters: Any,
     initial: Any,
+    log_decay: Any,
     layout: Any,
     settings: Any,
     want_total: Any,
@@ -91,6 +94,7 @@ def run_backward(
     k: Tensor,
     v: Tensor,
     parameters: Tensor,
+    log_decay: Tensor | None,
     layout: TokenLayout,
     settings: MapSettings,
     out: Tensor,
@@ -98,13 +102,16 @@ def run_backward(
     inverse: Tensor,
     is_learned: bool,
     moves_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dv, the gradient of the parameters (if they are learned) and that of the initial sums, if it is asked for."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk, dv, the gradients of the parameters (if they are learned), of the initial sums, if it is asked for, and of the
+    decays, if there are any."""
     call = call_for(q, k, v, parameters, layout, settings)
     count, _ = call.causal_splits()
     # of what was roomy
     before = before[:count]
-    return run_known_backward(dout, dtotal, q, k, v, parameters, layout, call, out, before, inverse, is_learned, moves_initial)
+    return run_known_backward(
+        dout, dtotal, q, k, v, parameters, log_decay, layout, call, out, before, inverse, is_learned, moves_initial
+    )
 
 
 def run_known_backward(
@@ -114,6 +121,7 @@ def run_known_backward(
     k: Tensor,
     v: Tensor,
     parameters: Tensor,
+    log_decay: Tensor | None,
     layout: TokenLayout,
     call: Call,
     out: Tensor,
@@ -121,17 +129,17 @@ def run_known_backward(
     inverse: Tensor,
     is_learned: bool,
     moves_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The same for a call that is known."""
     if dout is None:
         dout = v.new_zeros(*q.shape[:-1], v.shape[-1])
     dout = readable(dout)
     dtotal = None if dtotal is None else dtotal.contiguous()
     launch = causal_chunks_launch if call.chunk else causal_launch
-    dq, dk, dv, dinitial, dquery, dkey = launch.backward(
-        call, q, k, v, out, dout, inverse, dtotal, parameters, layout, before, is_learned, moves_initial
+    dq, dk, dv, dinitial, dquery, dkey, ddecay = launch.backward(
+        call, q, k, v, out, dout, inverse, dtotal, parameters, layout, before, log_decay, is_learned, moves_initial
     )
-    return dq, dk, dv, parameter_gradient(call.settings.name, parameters, dquery, dkey), dinitial
+    return dq, dk, dv, parameter_gradient(call.settings.name, parameters, dquery, dkey), dinitial, ddecay
 
 
 def gradient_shapes(
@@ -141,6 +149,7 @@ def gradient_shapes(
     k: Any,
     v: Any,
     parameters: Any,
+    log_decay: Any,
     layout: Any,
     settings: Any,
     out: Any,
@@ -149,24 +158,25 @@ def gradient_shapes(
 ) -> Any:
     *_, is_learned, _ = rest
     dparameters = torch.empty_like(parameters) if is_learned else parameters.new_empty(0)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dparameters, torch.empty_like(before[0])
+    ddecay = parameters.new_empty(0) if log_decay is None else torch.empty_like(log_decay)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dparameters, torch.empty_like(before[0]), ddecay
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
     # call: of an operator, the settings
-    *tensors, _, layout, ctx.call, ctx.want_total = inputs[:8]
+    q, k, v, parameters, _, log_decay, layout, ctx.call, ctx.want_total = inputs[:9]
     *of_layout, ctx.longest = layout
     out, _, before, inverse = output
-    ctx.save_for_backward(*tensors, *of_layout, out, before, inverse)
+    ctx.save_for_backward(q, k, v, parameters, log_decay, *of_layout, out, before, inverse)
     # a gradient that nobody asked for stays None instead of becoming zeros
     ctx.set_materialize_grads(False)
 
 
 def gradients(ctx: Any, run: Any, dout: Any, dtotal: Any) -> Any:
     saved = ctx.saved_tensors
-    layout = TokenLayout._make((*saved[4:10], ctx.longest))
+    layout = TokenLayout._make((*saved[5:11], ctx.longest))
     dtotal = dtotal if ctx.want_total else None
-    return run(dout, dtotal, *saved[:4], layout, ctx.call, *saved[10:], *ctx.needs_input_grad[3:5])
+    return run(dout, dtotal, *saved[:5], layout, ctx.call, *saved[11:], *ctx.needs_input_grad[3:5])
 
 
 with_gradients, forward, backward = operator(
@@ -186,6 +196,7 @@ def attend(
     v: Tensor,
     parameters: Tensor,
     initial: Tensor | None,
+    log_decay: Tensor | None,
     layout: TokenLayout,
     settings: MapSettings,
     want_total: bool,
@@ -193,9 +204,9 @@ def attend(
 ) -> Any:
     """The output and the sums of all tokens, if they are wanted; keep: a backward pass may follow."""
     if torch.compiler.is_compiling():
-        return with_gradients(q, k, v, parameters, initial, layout, settings, want_total, keep, True)
+        return with_gradients(q, k, v, parameters, initial, log_decay, layout, settings, want_total, keep, True)
     call = call_for(q, k, v, parameters, layout, settings)
-    return attend_as(call, q, k, v, parameters, initial, layout, want_total, keep)
+    return attend_as(call, q, k, v, parameters, initial, log_decay, layout, want_total, keep)
 
 
 def attend_as(
@@ -205,10 +216,11 @@ def attend_as(
     v: Tensor,
     parameters: Tensor,
     initial: Tensor | None,
+    log_decay: Tensor | None,
     layout: TokenLayout,
     want_total: bool,
     keep: bool,
 ) -> Any:
     """The same outside compiled programs, for a call that is known."""
     run = with_gradients if keep else run_known
-    return run(q, k, v, parameters, initial, layout, call, want_total, keep)[:2]
+    return run(q, k, v, parameters, initial, log_decay, layout, call, want_total, keep)[:2]

@@ -45,7 +45,7 @@ def attend_again(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, c
         parameters = q.new_empty(1, 0, dtype=torch.float32)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or parameters.requires_grad)
     if causal:
-        return causal_op.attend_as(known.call, q, k, v, parameters, None, NO_LAYOUT, False, keep)[0]
+        return causal_op.attend_as(known.call, q, k, v, parameters, None, None, NO_LAYOUT, False, keep)[0]
     return bidirectional_op.attend_as(known.call, q, k, v, parameters, None, NO_LAYOUT, keep)
 
 

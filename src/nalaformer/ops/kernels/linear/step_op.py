@@ -25,6 +25,7 @@ def run_step(
     key_sum: Tensor,
     count: Tensor,
     log_scale: Tensor,
+    log_decay: Tensor | None,
     settings: MapSettings,
 ) -> Tensor:
     """Output [B, 1, H, V] of one token; the four tensors of the state are updated."""
@@ -35,7 +36,8 @@ def run_step(
     angles = [q if x is None else x for x in (cos_q, sin_q, cos_k, sin_k)]
     with on_device_of(q):
         step_kernel[(batch * kv_heads,)](
-            *(q, k, v, parameters, *angles, state, key_sum, count, log_scale, out),
+            *(q, k, v, parameters, *angles, state, key_sum, count, log_scale),
+            *(log_scale if log_decay is None else log_decay, out),
             *(kv_heads, heads // kv_heads),
             *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
             *(0 if x is None or x.dim() == 2 else x.stride(0) for x in (cos_q, cos_k)),
@@ -51,6 +53,7 @@ def run_step(
             PAIRS=0 if cos_q is None else cos_q.shape[-1],
             CUBE=settings.is_cube,
             GUARD=settings.is_guarded,
+            FADES=log_decay is not None,
             num_warps=4,
         )
     return out

@@ -52,11 +52,15 @@ def prefix_kernel(
     sums_ptr,  # [splits, rows, E] -> the sums before (REVERSE: after) each split, in place
     initial_ptr,  # [rows, E] what comes before all of them
     total_ptr,  # [rows, E] everything together
+    keep_ptr,  # [splits, rows]: what each split leaves of the sums that reach it, but for the last of V + 2 columns (FADES)
     splits,
     elements,  # rows * E
+    per_row,  # E
+    V: tl.constexpr,
     BLOCK: tl.constexpr,
     REVERSE: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
+    FADES: tl.constexpr,
 ):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = offsets < elements
@@ -68,5 +72,9 @@ def prefix_kernel(
         place = sums_ptr + tl.cast(split, tl.int64) * elements + offsets
         own = tl.load(place, mask=ok, other=0.0)
         tl.store(place, running, mask=ok)
+        if FADES:
+            keep = tl.load(keep_ptr + split * (elements // per_row) + offsets // per_row, mask=ok, other=0.0)
+            # the number of keys does not fade
+            running *= tl.where(offsets % (V + 2) == V + 1, 1.0, keep)
         running += own
     tl.store(total_ptr + offsets, running, mask=ok)

@@ -36,6 +36,7 @@ from ...common.compiled.tiles import (
     store_rows,
     visible_rows,
 )
+from .fading import decay_of_tile, pair_decay
 
 
 @triton.jit
@@ -102,6 +103,7 @@ def write_tile(
     sin_q_ptr,
     cos_k_ptr,
     sin_k_ptr,
+    fade_ptr,
     out_ptr,
     inverse_ptr,
     query_params,
@@ -130,6 +132,7 @@ def write_tile(
     PAIRS: tl.constexpr,
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    FADES: tl.constexpr,
     KEEP: tl.constexpr,
     IS_SUSPECT: tl.constexpr,
     DOT: tl.constexpr,
@@ -142,6 +145,8 @@ def write_tile(
     in_head = channels < D
     LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
     TYPE: tl.constexpr = DOT if LEAN else None
+    # keys that fade are weighed before they are rounded
+    KEY_TYPE: tl.constexpr = None if FADES else TYPE
     unit = unit_matrix(BD, DOT)
     # z is updated and read by products: sums over rows would make the warps wait for each other at every step
     ones = tl.full([BN, 16], 1.0, DOT)
@@ -162,10 +167,14 @@ def write_tile(
     above = tl.dot(turned_aq, tl.trans(s_a.to(DOT)), input_precision=PRECISION)
     if PARTS == 2:
         above = tl.dot(turned_bq, tl.trans(s_b.to(DOT)), above, input_precision=PRECISION)
+    if FADES:
+        faded, end = decay_of_tile(fade_ptr, first, rows, exists)
+        total *= tl.exp(faded)
+        above *= tl.exp(faded)
     x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
     raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
     v = raw.to(DOT)
-    ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
+    ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, KEY_TYPE)
     plain_ak = ak.to(DOT)
     plain_bk = bk.to(DOT)
     turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
@@ -173,17 +182,35 @@ def write_tile(
     if PARTS == 2:
         turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
     within = products_within(plain_aq, plain_bq, plain_ak, plain_bk, PARTS, PRECISION)
+    if FADES:
+        within *= pair_decay(faded, BN)
     seen, count = seen_keys(count, ok, HAS_MASK)
+    if FADES:
+        seen = 1.0
     inverse = inverse_of(tl.sum(total, axis=1)[:, None], within, eps * seen)
     if KEEP:
         store_per_row(inverse_ptr, inverse, first, rows, exists)
     if PAIRS > 0:
         within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
+        if FADES:
+            within *= pair_decay(faded, BN)
     if IS_SUSPECT:
         above = add_weighted_values(above, within, lower_triangle(BN), raw, DOT, PRECISION)
     else:
         above = tl.dot(within.to(DOT), v, above, input_precision=PRECISION)
     store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)
+    if FADES:
+        s_a *= tl.exp(end)
+        s_b *= tl.exp(end)
+        wide_a *= tl.exp(end)
+        wide_b *= tl.exp(end)
+        ak *= tl.exp(end - faded)
+        bk *= tl.exp(end - faded)
+        plain_ak = ak.to(DOT)
+        plain_bk = bk.to(DOT)
+        turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        if PARTS == 2:
+            turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
     wide_a = tl.dot(tl.trans(plain_ak), ones, wide_a, input_precision=PRECISION)
     s_a = tl.dot(tl.trans(v), turned_ak, s_a, input_precision=PRECISION)
     if PARTS == 2:
@@ -206,6 +233,7 @@ def causal_kernel(
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     total_ptr,  # [B * K, PARTS, D, V + 2]
+    fade_ptr,  # [B, K, N] (packed: [K, T]): logarithms of decays
     out_ptr,  # [B, N, H, V]
     inverse_ptr,  # [1, B, H, N] (packed: [1, H, T]): 1 / denominator, for the backward pass
     num_rows,  # N, or T if packed
@@ -244,6 +272,7 @@ def causal_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
+    FADES: tl.constexpr,
     KEEP: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
@@ -267,6 +296,7 @@ def causal_kernel(
     cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
     cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
     inverse_ptr += place_per_row(sample, head, heads, row, num_rows, PACKED)
+    fade_ptr += place_per_row(sample, kv_head, kv_heads, row, num_rows, PACKED)
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
     start = tl.program_id(0) * stretch
@@ -290,16 +320,18 @@ def causal_kernel(
     if is_suspect:
         for first in range(start, stop, BN):
             s_a, s_b, wide_a, wide_b, count = write_tile(
-                *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, out_ptr, inverse_ptr),
+                *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr),
+                *(fade_ptr, out_ptr, inverse_ptr),
                 *(query_params, key_params, s_a, s_b, wide_a, wide_b, count, first, stop),
                 *(stride_q, stride_k, stride_v, stride_o, norm_scale, alpha, eps),
-                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, KEEP, True, DOT, PRECISION),
+                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, FADES, KEEP, True, DOT, PRECISION),
             )
     else:
         for first in range(start, stop, BN):
             s_a, s_b, wide_a, wide_b, count = write_tile(
-                *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, out_ptr, inverse_ptr),
+                *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr),
+                *(fade_ptr, out_ptr, inverse_ptr),
                 *(query_params, key_params, s_a, s_b, wide_a, wide_b, count, first, stop),
                 *(stride_q, stride_k, stride_v, stride_o, norm_scale, alpha, eps),
-                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, KEEP, False, DOT, PRECISION),
+                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, FADES, KEEP, False, DOT, PRECISION),
             )

@@ -39,6 +39,7 @@ from ...common.compiled.tiles import (
     visible_rows,
 )
 from .causal import lower_triangle, seen_keys
+from .fading import decay_of_tile, pair_decay
 
 
 @triton.jit
@@ -64,6 +65,7 @@ def causal_dq_kernel(
     cos_k_ptr,
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
+    fade_ptr,  # [B, K, N] or [K, T]
     dq_ptr,  # [B, N, H, D]
     drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out, mended
     dparam_ptr,  # [splits, B * H, 2, D]
@@ -109,6 +111,7 @@ def causal_dq_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
+    FADES: tl.constexpr,
     SAME_ANGLES: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
     LEARNED: tl.constexpr,
@@ -138,6 +141,7 @@ def causal_dq_kernel(
     place_of_rows = place_per_row(sample, head, heads, row, num_rows, PACKED)
     inverse_ptr += place_of_rows
     drop_ptr += place_of_rows
+    fade_ptr += place_per_row(sample, kv_head, kv_heads, row, num_rows, PACKED)
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
     start = tl.program_id(0) * stretch
@@ -159,7 +163,8 @@ def causal_dq_kernel(
     p0 = tl.zeros([BD], tl.float32)
     p1 = tl.zeros([BD], tl.float32)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
-    TYPE: tl.constexpr = DOT if LEAN else None
+    # keys that fade are weighed before they are rounded
+    TYPE: tl.constexpr = DOT if LEAN and not FADES else None
     unit = unit_matrix(BD, DOT)
     unit_v = unit_matrix(BV, DOT)
     for first in range(start, stop, BN):
@@ -177,6 +182,12 @@ def causal_dq_kernel(
         if PARTS == 2:
             high, low = truncated_digits(s_b, DOT)
             db_turned = times(dout, high, low, PRECISION)
+        left = 1.0
+        if FADES:
+            faded, end = decay_of_tile(fade_ptr, first, rows, exists)
+            left = tl.exp(faded)
+            da *= left
+            db_turned *= left
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION), 0.0)
         minus = tl.where(lower_triangle(BN), drop, 0.0)
@@ -185,6 +196,10 @@ def causal_dq_kernel(
         elif SAME_ANGLES:
             minus -= tl.where(diagonal(BN), toward, 0.0)
             toward = tl.where(diagonal(BN), 0.0, toward)
+        if FADES:
+            pairs_left = pair_decay(faded, BN)
+            toward *= pairs_left
+            minus *= pairs_left
         toward = toward.to(DOT)
         x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
         a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
@@ -192,35 +207,58 @@ def causal_dq_kernel(
         turned_b = turned_a
         if PARTS == 2:
             turned_b = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+        # what the sums take in
+        kept_a = turned_a
+        kept_b = turned_b
+        kept_plain_a = a.to(DOT)
+        kept_plain_b = b.to(DOT)
+        if FADES:
+            s_a *= tl.exp(end)
+            s_b *= tl.exp(end)
+            faded_a = a * tl.exp(end - faded)
+            faded_b = b * tl.exp(end - faded)
+            kept_a = rotated(faded_a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+            if PARTS == 2:
+                kept_b = rotated(faded_b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+            kept_plain_a = faded_a.to(DOT)
+            kept_plain_b = faded_b.to(DOT)
         a = a.to(DOT)
         b = b.to(DOT)
-        lost = left_factor(-drop, DOT)
+        lost = left_factor(-drop * left, DOT)
         before_a = right_factor(wide_a, DOT)
         before_b = right_factor(wide_b, DOT)
+        if FADES:
+            wide_a *= tl.exp(end)
+            wide_b *= tl.exp(end)
         da = tl.dot(toward, turned_a, da, input_precision=PRECISION)
-        s_a = tl.dot(tl.trans(v), turned_a, s_a, input_precision=PRECISION)
+        s_a = tl.dot(tl.trans(v), kept_a, s_a, input_precision=PRECISION)
         da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
         da = tl.dot(lost, before_a, da, input_precision=PRECISION)
         if PAIRS > 0:
             da -= tl.dot(minus.to(DOT), a, input_precision=PRECISION)
-        wide_a = tl.dot(ones, a, wide_a, input_precision=PRECISION)
+        wide_a = tl.dot(ones, kept_plain_a, wide_a, input_precision=PRECISION)
         db = da
         if PARTS == 2:
             db = tl.dot(toward, turned_b, db_turned, input_precision=PRECISION)
-            s_b = tl.dot(tl.trans(v), turned_b, s_b, input_precision=PRECISION)
+            s_b = tl.dot(tl.trans(v), kept_b, s_b, input_precision=PRECISION)
             db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
             db = tl.dot(lost, before_b, db, input_precision=PRECISION)
             if PAIRS > 0:
                 db -= tl.dot(minus.to(DOT), b, input_precision=PRECISION)
-            wide_b = tl.dot(ones, b, wide_b, input_precision=PRECISION)
+            wide_b = tl.dot(ones, kept_plain_b, wide_b, input_precision=PRECISION)
         y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
         # a factor of all features changes an output only through eps, which tells what the rounding of out did to the drop
         seen, count = seen_keys(count, ok, HAS_MASK)
+        if FADES:
+            seen = 1.0
         of_eps = drop * (eps * seen)
         error = along_query(y, da, db, query_params, channels, norm_scale, alpha, of_eps, D, MAP, PARTS)
         error = (error - of_eps) * inverse
-        lost = left_factor(-error, DOT)
-        errors = tl.where(lower_triangle(BN), -error, 0.0).to(DOT)
+        lost = left_factor(-error * left, DOT)
+        errors = tl.where(lower_triangle(BN), -error, 0.0)
+        if FADES:
+            errors *= pairs_left
+        errors = errors.to(DOT)
         da = tl.dot(errors, a, tl.dot(lost, before_a, da, input_precision=PRECISION), input_precision=PRECISION)
         if PARTS == 2:
             db = tl.dot(errors, b, tl.dot(lost, before_b, db, input_precision=PRECISION), input_precision=PRECISION)

@@ -1,4 +1,4 @@
-"""Gradients of keys and values in causal linear attention; causal_gradient.py has the formulas and the gradient of queries."""
+"""Gradients of keys in causal linear attention; causal_gradient.py has the formulas and the gradient of queries."""
 
 import triton
 import triton.language as tl
@@ -18,12 +18,14 @@ from ...common.compiled.tiles import (
     rows_of_head,
     sample_offset,
     sample_rows,
+    store_per_row,
     store_rows,
     store_two_parameters,
     sum_over_rows,
     visible_rows,
 )
 from .causal_gradient import diagonal
+from .fading import decay_of_tile, pair_decay
 
 
 @triton.jit
@@ -85,17 +87,9 @@ def query_operands(
 
 
 @triton.jit
-def add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """What the queries of a tile and head add to the gradients of its values, and of the sums before it."""
-    weights = tl.dot(ak, tl.trans(aq), input_precision=PRECISION)
-    if PARTS == 2:
-        weights = tl.dot(bk, tl.trans(bq), weights, input_precision=PRECISION)
-    weights = tl.where(upper_triangle(dout.shape[0]), weights, 0.0).to(DOT)
-    dv = tl.dot(weights, dout, dv, input_precision=PRECISION)
-    ds_a = tl.dot(tl.trans(dout), aq, ds_a, input_precision=PRECISION)
-    if PARTS == 2:
-        ds_b = tl.dot(tl.trans(dout), bq, ds_b, input_precision=PRECISION)
-    return dv, ds_a, ds_b
+def faded_operand(features, faded, DOT: tl.constexpr):
+    """Queries as they read the sums before the tile."""
+    return (features.to(tl.float32) * tl.exp(faded)).to(DOT)
 
 
 @triton.jit
@@ -116,8 +110,10 @@ def add_to_keys(
     ds_b,
     wide_a,
     wide_b,
+    faded,
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
+    FADES: tl.constexpr,
     SAME_ANGLES: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -134,15 +130,27 @@ def add_to_keys(
         if SAME_ANGLES:
             minus += tl.where(diagonal(BN), toward, 0.0)
             toward = tl.where(diagonal(BN), 0.0, toward)
-    toward = tl.where(upper_triangle(BN), toward, 0.0).to(DOT)
+    toward = tl.where(upper_triangle(BN), toward, 0.0)
+    # as they read the sums before the tile
+    far_aq = aq
+    far_bq = bq
+    if FADES:
+        left = tl.trans(pair_decay(faded, BN))
+        toward *= left
+        if PAIRS > 0:
+            minus *= left
+        far_aq = faded_operand(aq, faded, DOT)
+        far_bq = faded_operand(bq, faded, DOT)
+        weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop * tl.exp(faded), DOT))
+    toward = toward.to(DOT)
     da = tl.dot(toward, aq, da, input_precision=PRECISION)
-    ds_a = tl.dot(tl.trans(dout), aq, ds_a, input_precision=PRECISION)
+    ds_a = tl.dot(tl.trans(dout), far_aq, ds_a, input_precision=PRECISION)
     wide_a = tl.dot(weight, a, wide_a, input_precision=PRECISION)
     if PAIRS > 0:
         plain_a = tl.dot(minus.to(DOT), a, plain_a, input_precision=PRECISION)
     if PARTS == 2:
         db = tl.dot(toward, bq, db, input_precision=PRECISION)
-        ds_b = tl.dot(tl.trans(dout), bq, ds_b, input_precision=PRECISION)
+        ds_b = tl.dot(tl.trans(dout), far_bq, ds_b, input_precision=PRECISION)
         wide_b = tl.dot(weight, b, wide_b, input_precision=PRECISION)
         if PAIRS > 0:
             plain_b = tl.dot(minus.to(DOT), b, plain_b, input_precision=PRECISION)
@@ -165,6 +173,8 @@ def causal_dk_kernel(
     inverse_ptr,  # [1, B, H, N] or [1, H, T]
     drop_ptr,
     after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
+    fade_ptr,  # [B, K, N] or [K, T]
+    dfade_ptr,  # the same: what a key loses by fading
     dk_ptr,  # [B, N, K, D]
     dparam_ptr,  # [splits, B * K, 2, D]
     num_rows,
@@ -205,6 +215,7 @@ def causal_dk_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
+    FADES: tl.constexpr,
     SAME_ANGLES: tl.constexpr,
     HAS_AFTER: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -229,6 +240,9 @@ def causal_dk_kernel(
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
     cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
     cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
+    of_keys = place_per_row(sample, head, kv_heads, row, num_rows, PACKED)
+    fade_ptr += of_keys
+    dfade_ptr += of_keys
     heads = kv_heads * group
     key_params = param_ptr + (head // key_param_group) * num_params
     start = tl.program_id(0) * stretch
@@ -278,6 +292,17 @@ def causal_dk_kernel(
         if PAIRS == 0:
             da = plain_a
             db = plain_b
+        faded = 0.0
+        if FADES:
+            faded, end = decay_of_tile(fade_ptr, first, rows, exists)
+            da *= tl.exp(end - faded)
+            db *= tl.exp(end - faded)
+            plain_a *= tl.exp(end - faded)
+            plain_b *= tl.exp(end - faded)
+            ds_a *= tl.exp(end)
+            ds_b *= tl.exp(end)
+            wide_a *= tl.exp(end)
+            wide_b *= tl.exp(end)
         # a loop of one is none: the next tile is then read while this one is computed
         for member in range(0, group if GROUPED else 1):
             query_head = head * group + member if GROUPED else head
@@ -291,8 +316,8 @@ def causal_dk_kernel(
             )
             drop = load_per_row(drop_ptr + own, first, rows, exists)
             da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b = add_to_keys(
-                *(v, ones, drop, dout, a, b, aq, bq, da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b),
-                *(PARTS, PAIRS, SAME_ANGLES, DOT, PRECISION),
+                *(v, ones, drop, dout, a, b, aq, bq, da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b, faded),
+                *(PARTS, PAIRS, FADES, SAME_ANGLES, DOT, PRECISION),
             )
         if PAIRS > 0:
             da = plain_a + rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
@@ -302,6 +327,11 @@ def causal_dk_kernel(
             db = da
         # last: until here its registers belong to the gradients
         x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        if FADES:
+            # how much the outputs would change if the key had faded less
+            a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, None)
+            loss = tl.sum(a * da + b * db if PARTS == 2 else a * da, axis=1)[:, None]
+            store_per_row(dfade_ptr, loss, first, rows, exists)
         dx, g0, g1 = phi_key_gradient(x, da, db, key_params, channels, 0.0, alpha, D, MAP, CUBE)
         # hidden keys get a gradient of zero, which must be written
         store_rows(
@@ -312,122 +342,3 @@ def causal_dk_kernel(
             p1 += sum_over_rows(g1, ok, in_head)
     if LEARNED:
         store_two_parameters(dparam_ptr + place * (2 * D), p0, p1, D, BD)
-
-
-@triton.jit
-def causal_dv_kernel(
-    q_ptr,  # [B, N, H, D]
-    k_ptr,  # [B, N, K, D]
-    dout_ptr,  # [B, N, H, V]
-    mask_ptr,
-    cu_ptr,
-    param_ptr,
-    cos_q_ptr,
-    sin_q_ptr,
-    cos_k_ptr,
-    sin_k_ptr,
-    inverse_ptr,  # [1, B, H, N] or [1, H, T]
-    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
-    dv_ptr,  # [B, N, K, V]
-    num_rows,
-    num_tokens,
-    kv_heads,
-    group,
-    stretch,
-    stride_qb,
-    stride_q,
-    stride_qh,
-    stride_kb,
-    stride_k,
-    stride_kh,
-    stride_dob,
-    stride_do,
-    stride_doh,
-    stride_dvb,
-    stride_dv,
-    stride_dvh,
-    stride_angle_q,
-    stride_angle_k,
-    query_param_group,
-    key_param_group,
-    num_params,
-    norm_scale,
-    alpha,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BN: tl.constexpr,
-    MAP: tl.constexpr,
-    PARTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CUBE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_AFTER: tl.constexpr,
-    GROUPED: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """dv, from the last tile of a stretch to the first. Apart from dk: the two together need more registers than there are."""
-    stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
-    stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
-    stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
-    stride_dvb, stride_dv, stride_dvh = row_strides(stride_dvb, stride_dv, stride_dvh, V)
-    sample = tl.program_id(1) // kv_heads
-    head = tl.program_id(1) % kv_heads
-    row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
-    q_offset = sample_offset(sample, row, stride_qb, stride_q, PACKED)
-    do_offset = sample_offset(sample, row, stride_dob, stride_do, PACKED)
-    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
-    dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
-    mask_ptr += tl.cast(sample, tl.int64) * num_tokens
-    cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
-    cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
-    heads = kv_heads * group
-    key_params = param_ptr + (head // key_param_group) * num_params
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
-    place = place_of_program()
-    after = after_ptr + place * (PARTS * D * (V + 2))
-    ds_a, ds_b, dz_a, dz_b, count = load_sums_or_zeros(after, D, V, BD, BV, PARTS, HAS_AFTER)
-    # turned: then a product of tiles in memory adds to them
-    ds_a = tl.trans(ds_a)
-    ds_b = tl.trans(ds_b)
-
-    channels = tl.arange(0, BD)
-    columns = tl.arange(0, BV)
-    rows = tl.arange(0, BN)
-    in_head = channels < D
-    LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
-    unit = unit_matrix(BD, DOT)
-    TYPE: tl.constexpr = DOT if LEAN else None
-    tiles = tl.cdiv(tl.maximum(stop - start, 0), BN)
-    for tile in range(0, tiles):
-        first = start + (tiles - 1 - tile) * BN
-        exists = rows < stop - first
-        ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
-        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
-        a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
-        ak = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-        bk = ak
-        dv = tl.dot(ak, tl.trans(ds_a.to(DOT)), input_precision=PRECISION)
-        if PARTS == 2:
-            bk = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-            dv = tl.dot(bk, tl.trans(ds_b.to(DOT)), dv, input_precision=PRECISION)
-        # a loop of one is none: the next tile is then read while this one is computed
-        for member in range(0, group if GROUPED else 1):
-            query_head = head * group + member if GROUPED else head
-            own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
-            dout, plain_aq, plain_bq, aq, bq = query_operands(
-                q_ptr + q_offset + query_head * stride_qh,
-                dout_ptr + do_offset + query_head * stride_doh,
-                inverse_ptr + own,
-                *(cos_q_ptr, sin_q_ptr, param_ptr + (query_head // query_param_group) * num_params, first, stop),
-                *(stride_q, stride_do, norm_scale, alpha, D, V, BD, BV, BN, MAP, PARTS, PAIRS, False, DOT),
-            )
-            dv, ds_a, ds_b = add_to_values(ak, bk, dout, aq, bq, dv, ds_a, ds_b, PARTS, DOT, PRECISION)
-        # hidden keys get a gradient of zero, which must be written
-        store_rows(
-            dv_ptr, tl.where(ok[:, None], dv, 0.0) if HAS_MASK else dv, first, rows, exists, columns, columns < V, stride_dv
-        )

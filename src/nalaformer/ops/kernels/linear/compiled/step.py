@@ -52,6 +52,7 @@ def step_kernel(
     sum_ptr,  # [B, K, PARTS * D]
     count_ptr,  # [B] int64, this token included
     scale_ptr,  # [B, K]
+    fade_ptr,  # [B, K]: logarithms of decays
     out_ptr,  # [B, 1, H, V]
     kv_heads,
     group,
@@ -80,6 +81,7 @@ def step_kernel(
     PAIRS: tl.constexpr,
     CUBE: tl.constexpr,
     GUARD: tl.constexpr,
+    FADES: tl.constexpr,
 ):
     owner = tl.cast(tl.program_id(0), tl.int64)
     sample = owner // kv_heads
@@ -111,6 +113,8 @@ def step_kernel(
         true_size = exp2(log2_key_shift - log_scale)
         ak *= true_size
         bk *= true_size
+    if FADES:
+        keep *= tl.exp(tl.load(fade_ptr + owner))
     turned = rotated(ak, cos_k_ptr, sin_k_ptr, 0, row, here, 0, D, BD, PAIRS, False)
     state_ptr += owner * (PARTS * D * V)
     sum_ptr += owner * (PARTS * D)
@@ -120,7 +124,9 @@ def step_kernel(
         turned = rotated(bk, cos_k_ptr, sin_k_ptr, 0, row, here, 1, D, BD, PAIRS, False)
         s_b, z_b = update(state_ptr + D * V, sum_ptr + D, bk, turned, v, keep, D, V, BD, BV)
 
-    eps_count = eps * tl.load(count_ptr + sample).to(tl.float32)
+    eps_count = eps
+    if not FADES:
+        eps_count *= tl.load(count_ptr + sample).to(tl.float32)
     for member in range(0, group):
         query_head = head * group + member
         query_params = param_ptr + (query_head // query_param_group) * num_params
