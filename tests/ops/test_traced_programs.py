@@ -111,7 +111,7 @@ class Logits(nn.Module):
 
 
 @pytest.mark.parametrize("has_mask", [False, True], ids=["no mask", "mask"])
-@pytest.mark.parametrize("mixer", ["linear", "delta", "gated_delta", "softmax"])
+@pytest.mark.parametrize("mixer", ["linear", "forgetting", "delta", "gated_delta", "softmax"])
 @torch.no_grad()
 def test_a_traced_language_model_serves_other_lengths_and_padding(mixer, has_mask):
     model = Logits(NaLaForCausalLM(NaLaConfig.from_size("nano", vocab_size=50, mixers=mixer)).eval())

@@ -7,16 +7,14 @@ reads them through what has faded since.
 import triton
 import triton.language as tl
 
-from ...common.compiled.tiles import load_per_row
-
 
 @triton.jit
 def decay_of_tile(fade_ptr, first, rows, exists):
     """The running sum of the logarithms up to each row, [BN, 1], and that of the whole tile."""
-    decay = load_per_row(fade_ptr, first, rows, exists)
-    faded = tl.cumsum(decay, axis=0)
+    # a running sum of one column, [BN, 1], is what Triton 3.6 cannot compile
+    faded = tl.cumsum(tl.load(fade_ptr + tl.cast(first, tl.int64) + rows, mask=exists, other=0.0), axis=0)
     # the last of the running sums, not another sum: rounded otherwise, it could lie above them
-    return faded, tl.min(faded)
+    return faded[:, None], tl.min(faded, axis=0)
 
 
 @triton.jit

@@ -1,0 +1,164 @@
+"""The kernels of causal attention whose keys fade, against the float64 definition."""
+
+import pytest
+import torch
+
+import nalaformer
+from helpers.kernel_checks import (
+    CAUSAL_MAPS,
+    DEVICE,
+    HALF_ULP,
+    MAPS,
+    check_errors,
+    make,
+    relative_error,
+)
+from nalaformer import Rotary
+from nalaformer.ops.backend import INTERPRETING
+
+pytestmark = pytest.mark.kernels
+
+pytest.importorskip("triton", reason="the kernels need Triton, which this platform has no build of")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(poisoned_memory):
+    """Memory that nothing wrote is NaN: a missing store fails."""
+
+
+@pytest.fixture(params=[False, True], ids=["one stretch", "several stretches"])
+def stretches(request, monkeypatch):
+    from nalaformer.ops.kernels.linear import call
+
+    spread = (64, 1) if request.param else (1, 100)
+    monkeypatch.setattr(call, "SPREAD", dict.fromkeys(call.SPREAD, spread))
+    # compiled launches remember how the tokens were spread
+    monkeypatch.setattr(call, "CALLS", {})
+
+
+def outcome(name, backend, dtype, tensors, upstream, *, heads, head_dim, **arguments):
+    """Output and the gradients of q, k, v, the logarithms of decays and the parameters of the map."""
+    torch.manual_seed(0)
+    feature_map = nalaformer.feature_map(name.split()[0], num_heads=heads, head_dim=head_dim, **MAPS[name])
+    feature_map = feature_map.to(DEVICE, torch.float64 if dtype == torch.float64 else torch.float32)
+    inputs = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    q, k, v, log_decay = inputs
+    # large, so that what it does to the gradients of decays is seen
+    options = {"feature_map": feature_map, "causal": True, "eps": 1e-2}
+    with nalaformer.use_backend(backend):
+        out = nalaformer.linear_attention(q, k, v, log_decay=log_decay, **options, **arguments)
+    wanted = [*inputs, *feature_map.parameters()]
+    return [out, *torch.autograd.grad(out, wanted, upstream.to(out.dtype), allow_unused=True, materialize_grads=True)]
+
+
+def check(name, tensors, decay, *, heads, head_dim, **arguments):
+    q, _, v = tensors
+    tensors = [*tensors, -decay * torch.rand(v.shape[:-1], device=DEVICE)]
+    upstream = torch.randn(*q.shape[:-1], v.shape[-1]).to(DEVICE)
+
+    def run(backend, dtype, inputs):
+        return outcome(name, backend, dtype, inputs, upstream, heads=heads, head_dim=head_dim, **arguments)
+
+    # sums of gradients over the tokens after each one, and differences of running sums of logarithms
+    check_errors(run, tensors, bar=1e-5)
+
+
+@pytest.mark.parametrize("name", CAUSAL_MAPS)
+def test_fading_keys_of_every_map(name, stretches):
+    check(name, make(*[(1, 75, 2, 8)] * 3), 0.2, heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize("decay", [0.01, 3.0, 60.0])
+def test_fading_with_rotary_and_key_mask(decay, stretches):
+    arguments = {"rotary": Rotary.sequence(75, 8, device=DEVICE), "key_mask": torch.rand(2, 75, device=DEVICE) > 0.3}
+    check("norm_aware", make(*[(2, 75, 2, 8)] * 3), decay, heads=2, head_dim=8, **arguments)
+
+
+def test_fading_of_grouped_heads_with_a_contrast(stretches):
+    strength = torch.rand(1, 75, 4, device=DEVICE)
+    tensors = make((1, 75, 4, 20), (1, 75, 2, 20), (1, 75, 2, 12))
+    check("channel_softmax", tensors, 0.3, heads=4, head_dim=20, contrast=strength)
+
+
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+def test_outputs_of_fading_keys_ignore_later_tokens_whatever_they_hold(spoilt, stretches):
+    *tensors, log_decay = [*make(*[(1, 75, 1, 8)] * 3), -0.1 * torch.rand(1, 75, 1, device=DEVICE)]
+    feature_map = nalaformer.feature_map("norm_aware", num_heads=1, head_dim=8)
+    with nalaformer.use_backend("triton"):
+        expected = nalaformer.linear_attention(*tensors, feature_map=feature_map, causal=True, log_decay=log_decay)
+        for x in tensors:
+            x[:, 41] = spoilt
+        found = nalaformer.linear_attention(*tensors, feature_map=feature_map, causal=True, log_decay=log_decay)
+    assert torch.equal(found[:, :41], expected[:, :41])
+    assert not found[:, 41:].isfinite().any()
+
+
+def test_a_state_of_fading_keys_goes_on_in_pieces_and_steps(stretches):
+    *tensors, log_decay = [*make(*[(2, 76, 2, 8)] * 3), -0.3 * torch.rand(2, 76, 2, device=DEVICE)]
+
+    def run(backend, dtype):
+        feature_map = nalaformer.feature_map("channel_softmax", num_heads=2, head_dim=8).to(DEVICE)
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (*tensors, log_decay)]
+        with nalaformer.use_backend(backend):
+            state, parts = None, []
+            for start, stop in ((0, 30), (30, 75)):
+                *here, decay = (x[:, start:stop] for x in inputs)
+                out, state = nalaformer.recurrent_linear_attention(*here, feature_map=feature_map, state=state, log_decay=decay)
+                parts.append(out)
+            total = sum(out.sin().sum() for out in parts) + state.state.sin().sum() + state.key_sum.sum()
+            *last, decay = (x[:, 75:].detach() for x in inputs)
+            state = nalaformer.LinearState(**{name: x.detach().clone() for name, x in state.tensors().items()})
+            step = nalaformer.recurrent_step_(state, *last, feature_map=feature_map, log_decay=decay)
+        return [*parts, step, state.state, *torch.autograd.grad(total, inputs)]
+
+    for ours, exact in zip(run("triton", torch.float32), run("reference", torch.float64), strict=True):
+        assert relative_error(ours, exact) < 1e-5
+
+
+def test_heads_of_more_than_64_channels_fade_in_plain_torch():
+    q, k, v = make(*[(1, 20, 1, 72)] * 3)
+    feature_map = nalaformer.feature_map("norm_aware", num_heads=1, head_dim=72)
+    decay = torch.zeros(1, 20, 1, device=DEVICE)
+    with nalaformer.use_backend("triton"), pytest.raises(ValueError, match="heads of up to 64 channels"):
+        nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True, log_decay=decay)
+
+
+def test_a_compiled_program_of_fading_keys_is_the_same():
+    *tensors, log_decay = [*make(*[(1, 40, 2, 8)] * 3), -0.3 * torch.rand(1, 40, 2, device=DEVICE)]
+    feature_map = nalaformer.feature_map("relu", num_heads=2, head_dim=8)
+
+    def total(q, k, v, log_decay):
+        out = nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True, log_decay=log_decay)
+        return out.square().sum()
+
+    inputs = [x.requires_grad_() for x in (*tensors, log_decay)]
+    with nalaformer.use_backend("triton"):
+        plain = torch.autograd.grad(total(*inputs), inputs)
+        compiled = torch.autograd.grad(torch.compile(total, fullgraph=True, backend="aot_eager")(*inputs), inputs)
+    for ours, exact in zip(compiled, plain, strict=True):
+        assert relative_error(ours, exact.double()) < 1e-6
+
+
+if INTERPRETING:
+
+    @pytest.mark.parametrize("name", ["relu", "norm_aware", "channel_softmax"])
+    def test_fading_in_bfloat16_stays_near_float64(name, monkeypatch):
+        from helpers.bfloat16_in_the_interpreter import teach_bfloat16
+        from nalaformer.ops.kernels.linear import call
+
+        teach_bfloat16(monkeypatch)
+        monkeypatch.setattr(call, "SPREAD", dict.fromkeys(call.SPREAD, (64, 1)))
+        monkeypatch.setattr(call, "CALLS", {})
+        tensors = [x.bfloat16() for x in make((1, 150, 2, 28), (1, 150, 1, 28), (1, 150, 1, 20))]
+        tensors.append((-0.1 * torch.rand(1, 150, 1)).bfloat16())
+        upstream = torch.randn(1, 150, 2, 20).bfloat16()
+
+        def run(backend, dtype):
+            return outcome(name, backend, dtype, tensors, upstream, heads=2, head_dim=28)
+
+        found = zip(
+            run("triton", torch.bfloat16), run("reference", torch.float64), run("reference", torch.bfloat16), strict=True
+        )
+        for ours, exact, plain in list(found)[:5]:
+            # room: half a unit is the most that the rounding of an operand costs, and none reaches it everywhere
+            assert relative_error(ours, exact) < relative_error(plain, exact) + HALF_ULP[torch.bfloat16]
