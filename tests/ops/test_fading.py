@@ -65,7 +65,7 @@ def test_the_formula_is_a_state_that_shrinks_at_each_token():
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_a_state_of_keys_that_fade_goes_on_where_it_stopped(backend):
-    q, k, v, log_decay = inputs = make()
+    inputs = make()
     mapped = feature_map("channel_softmax", num_heads=4, head_dim=6).double()
     expected = by_formula(mapped, *inputs, eps=1e-6)
     with nalaformer.use_backend(backend):

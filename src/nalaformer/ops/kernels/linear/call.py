@@ -101,7 +101,10 @@ TURNED_TILES = {
     "causal": {64: Tile(32, 4, 2), 128: Tile(16, 8, 2)},
     "causal_dsums": {128: Tile(64, 8, 1)},
 }
-# where keys fade, features are weighed once more and take the registers of half a tile
+# where keys fade: the gradient of a decay adds up those of the tokens after it, rounded each; the sums of stretches say what
+# those of whole stretches add up to
+FADING_STRETCH = 256
+# there features are weighed once more and take the registers of half a tile
 FADING_TILES = {"causal": {64: Tile(32, 4, 2)}, "causal_dv": {64: Tile(32, 4, 2)}}
 # by kernel: programs per multiprocessor that run there at once, each of which reads ahead, and steps below which a program is
 # not worth its sums
@@ -233,11 +236,15 @@ class Call:
 
     def causal_splits(self) -> tuple[int, int]:
         """As `splits`, of causal attention: over the programs that walk."""
+        if self.settings.fades:
+            return -(-self.num_queries // FADING_STRETCH), FADING_STRETCH
         if not self.chunk:
             return self.splits("causal", self.num_queries, self.heads)
         return self.splits("walk", self.num_queries, self.kv_heads * self.settings.parts)
 
     def most_causal_splits(self) -> int:
+        if self.settings.fades:
+            return self.num_queries // FADING_STRETCH + 2
         return self.most_splits("walk" if self.chunk else "causal", self.num_queries)
 
     def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:

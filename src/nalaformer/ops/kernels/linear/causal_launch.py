@@ -207,8 +207,24 @@ def backward(
     # a query whose keys had all faded less would feel it through eps alone
     through_eps = -drop[0] * inverse[0] * call.scalars[2]
     by_token = through_eps.unflatten(1, (-1, group)).sum(2) - dfade
-    # the decay of a token reaches all that come after it
-    return dq, dk, dv, dinitial, *of_parameters, by_token.flip(-1).cumsum(-1).flip(-1)
+    ddecay = sums_over_later_tokens(by_token, before, after, stretch, has_total=dtotal is not None)
+    return dq, dk, dv, dinitial, *of_parameters, ddecay
+
+
+def sums_over_later_tokens(by_token: Tensor, before: Tensor, after: Tensor, stretch: int, *, has_total: bool) -> Tensor:
+    """The gradients of decays, each of which reaches all tokens after it: by_token [B, K, N], added up from the end.
+
+    A decay is a factor of all that came before it. So what the later stretches add up to is the product of the sums before
+    them with their gradient, which no rounding of a token reaches; unless the total has a gradient, which it does not know.
+    """
+    if has_total or len(before) == 1:
+        return by_token.flip(-1).cumsum(-1).flip(-1)
+    # without the number of keys
+    later = torch.einsum("srpdv,srpdv->rs", after[:-1, ..., :-1], before[1:, ..., :-1])
+    later = F.pad(later, (0, 1)).unflatten(0, by_token.shape[:2])
+    padded = F.pad(by_token, (0, len(before) * stretch - by_token.shape[-1])).unflatten(-1, (-1, stretch))
+    found = padded.flip(-1).cumsum(-1).flip(-1) + later[..., None]
+    return found.flatten(2)[..., : by_token.shape[-1]]
 
 
 def faded_in_stretches(log_decay: Tensor, count: int, stretch: int) -> tuple[Tensor, Tensor]:
