@@ -306,7 +306,9 @@ def steady_rows(case: dict, feature_map, inputs, arguments, bounds) -> torch.Ten
         if "key_weight" in extended:
             factors = extended["key_weight"].transpose(1, 2)[:, :, None]
         if "log_decay" in extended:
-            passed = extended["log_decay"].double().transpose(1, 2).cumsum(-1)
+            decay = extended["log_decay"].double()
+            decay = decay if mask is None else torch.where(mask[:, :, None], decay, 0.0)
+            passed = decay.transpose(1, 2).cumsum(-1)
             factors = (passed[..., :, None] - passed[..., None, :]).tril().exp()
         if factors is not None:
             # the denominators are those of plain weights

@@ -56,6 +56,23 @@ def test_rows_times_values_is_what_the_layer_gathered(name):
         torch.testing.assert_close(expected, gathered, atol=3e-5, rtol=3e-4)
 
 
+def test_padding_between_tokens_fades_no_key_of_a_row():
+    model, tokens = looked_at("forgetting")
+    mask = torch.ones_like(tokens)
+    mask[0, 5:20] = 0
+    found = record(model, {"input_ids": tokens, "attention_mask": mask})[0]
+    assert found.log_decay.shape == (2, 27, 2)
+    kept = torch.tensor([*range(5), *range(20, 27)])
+    plain = nalaformer.attention_weights(
+        found.q[:1, kept],
+        found.k[:1, kept],
+        feature_map=found.feature_map,
+        causal=True,
+        log_decay=found.log_decay[:1, kept],
+    )
+    torch.testing.assert_close(dense(found)[0][:, kept][:, :, kept], plain.detach()[0], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["timm swin", "converted swin"])
 def test_rows_of_windows_are_those_of_the_windows(name):
     model, images = looked_at(name)

@@ -34,7 +34,7 @@ def test_run_writes_a_row_for_each_measurement_and_a_picture(tmp_path):
     with (tmp_path / "language.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == LANGUAGE_COLUMNS
-    assert len(rows) == len(results) == 3 * (1 + 3)
+    assert len(rows) == len(results) == len(bench_language.MIXERS) * (1 + 3)
     assert all(float(row["median_ms"]) > 0 and float(row["tokens_per_second"]) > 0 for row in rows)
     assert all(float(row["cache_mib"]) > 0 for row in rows if row["what"] == DECODE)
     assert (tmp_path / "language.png").stat().st_size > 10_000
@@ -82,16 +82,19 @@ def results_with(times: dict[str, tuple[float, float]], prefills: dict[str, floa
 
 
 def test_bars_are_flat_decoding_one_size_and_a_fast_prefill():
-    times = {"linear": (1.0, 1.05), "gated_delta": (1.0, 1.2), "softmax": (1.0, 9.0)}
-    results = results_with(times, {"linear": 1.0, "gated_delta": 3.0, "softmax": 6.0})
+    times = {"linear": (1.0, 1.05), "forgetting": (1.0, 1.0), "gated_delta": (1.0, 1.2), "softmax": (1.0, 9.0)}
+    results = results_with(times, {"linear": 1.0, "forgetting": 1.1, "gated_delta": 3.0, "softmax": 6.0})
     met = {bar.promise.split(" (")[0].split(" at least")[0]: bar.is_met for bar in language_bars(results)}
     span = "from 16 to 2,000 tokens, batch 1"
     assert met == {
         f"linear: time per token flat {span}": True,
+        f"forgetting: time per token flat {span}": True,
         f"gated_delta: time per token flat {span}": False,
         f"linear: cache of one size {span}": True,
+        f"forgetting: cache of one size {span}": True,
         f"gated_delta: cache of one size {span}": True,
         "linear: a layer over 100 tokens": True,
+        "forgetting: a layer over 100 tokens": True,
         "gated_delta: a layer over 100 tokens": False,
     }
     grown = [replace(r, cache_mib=2.0) if r.measurement.context == 2000 else r for r in results]

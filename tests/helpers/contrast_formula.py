@@ -42,6 +42,8 @@ def weighted_and_contrasted(
     count = seen.sum(-1, keepdim=True).clamp(min=1)
     times_eps = seen.sum(-1, keepdim=True)
     if log_decay is not None:
+        if key_mask is not None:
+            log_decay = torch.where(key_mask[:, :, None], log_decay, 0.0)
         passed = log_decay.double().clamp(min=-100).transpose(1, 2).cumsum(-1)  # [B, H, M]
         seen = seen * torch.exp((passed[..., :, None] - passed[..., None, :]).tril())
         count, times_eps = seen.sum(-1, keepdim=True), torch.ones_like(times_eps)

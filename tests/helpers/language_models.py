@@ -12,6 +12,10 @@ LAYOUTS = {
     "linear": {},
     "linear+rotary+grouped": {"linear_rotary": True, "num_key_value_heads": 1, "short_convolution": 0},
     "linear+polarity": {"feature_map": "polarity"},
+    "forgetting": {"mixers": "forgetting"},
+    "forgetting+rotary+grouped": {
+        **{"mixers": "forgetting", "linear_rotary": True, "num_key_value_heads": 1, "short_convolution": 0}
+    },
     "delta": {"mixers": "delta"},
     "gated_delta": {"mixers": "gated_delta"},
     "softmax": {"mixers": "softmax", "num_key_value_heads": 1},

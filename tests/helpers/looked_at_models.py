@@ -46,8 +46,8 @@ def transformers_vit(implementation="eager"):
     return transformers.ViTForImageClassification._from_config(config, attn_implementation=implementation)
 
 
-def nala_language(**options):
-    return NaLaForCausalLM(NaLaConfig.from_size("nano", vocab_size=30, mixers=["linear", "softmax"], **options))
+def nala_language(first="linear", **options):
+    return NaLaForCausalLM(NaLaConfig.from_size("nano", vocab_size=30, mixers=[first, "softmax"], **options))
 
 
 def llama():
@@ -71,7 +71,12 @@ IMAGE_MODELS = {
     "converted swin": lambda: nalaformer.convert(timm_swin()),
     "transformers vit": transformers_vit,
 }
-TEXT_MODELS = {"language": nala_language, "llama": llama, "still": lambda: converted()}
+TEXT_MODELS = {
+    "language": nala_language,
+    "forgetting": lambda: nala_language("forgetting", num_key_value_heads=1),
+    "llama": llama,
+    "still": lambda: converted(),
+}
 
 
 def looked_at(name):

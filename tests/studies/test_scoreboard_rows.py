@@ -57,8 +57,8 @@ def test_every_method_takes_two_steps_on_every_row(name, tmp_path):
     assert {(row["outcome"], row["steps"]) for row in rows} == {("finished", "2")}
     # delta rules have no weights to look at
     assert {row["method"] for row in rows if not row["effective_rank"]} == {m.label for m in board.methods if "delta" in m.name}
-    # rala and mhla look at later tokens and stand in no causal row, the delta rules in no other
-    of_tokens = {name for name in METHODS_OF_THE_BOARD if "delta" in name}
+    # rala and mhla look at later tokens and stand in no causal row, the delta rules and what forgets in no other
+    of_tokens = {name for name in METHODS_OF_THE_BOARD if "delta" in name or "forgetting" in name}
     left_out = {"rala_map", "mhla_map"} if board.recipe.model == "recall" else of_tokens
     assert {short_name(row["method"]) for row in rows} == {*METHODS_OF_THE_BOARD} - left_out
 

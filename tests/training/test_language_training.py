@@ -53,7 +53,7 @@ def batch_of(data, indices):
 # ---- what is minimised
 
 
-@pytest.mark.parametrize("attention", ["linear", "delta", "gated_delta", "softmax"])
+@pytest.mark.parametrize("attention", ["linear", "forgetting", "delta", "gated_delta", "softmax"])
 def test_documents_that_are_packed_have_the_losses_of_documents_alone(attention):
     task = small_task(packing="whole", window=400)
     model = model_of(task, attention=attention).double().eval()

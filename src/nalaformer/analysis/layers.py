@@ -241,6 +241,7 @@ class Recorder(TorchFunctionMode):
 
         def listening(x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Any, cache: Any) -> Tensor:
             out = mix(x, q, k, v, tokens, cache)
+            decay = module.log_decay(x)
             found = LinearRecord(
                 name=layer.name,
                 method=layer.method,
@@ -250,6 +251,7 @@ class Recorder(TorchFunctionMode):
                 rotary=tokens.rotary if module.has_rotary else None,
                 causal=True,
                 key_mask=tokens.key_mask,
+                log_decay=None if decay is None else for_heads(decay, q).detach(),
                 values=v,
                 gathered=out,
             )
@@ -371,5 +373,5 @@ def _image_of(inputs: Inputs) -> Grid | None:
 
 
 def for_heads(k: Tensor, q: Tensor) -> Tensor:
-    """Keys [B, M, K, D] repeated for the heads of q that share them."""
+    """Keys [B, M, K, D], or numbers of them [B, M, K], repeated for the heads of q that share them."""
     return k if k.shape[2] == q.shape[2] else k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)

@@ -27,7 +27,7 @@ LANGUAGE_COLUMNS = (
     "triton", "transformers", "flash_linear_attention", "nalaformer", "commit", "date",
 )  # fmt: skip
 DECODE, PREFILL = "decode", "prefill of one layer"
-MIXERS = ("linear", "gated_delta", "softmax")
+MIXERS = ("linear", "forgetting", "gated_delta", "softmax")
 CONTEXTS = {"cpu": (1024, 4096, 16384), "cuda": (1024, 4096, 16384, 65536, 131072)}
 BATCHES = {"cpu": (1,), "cuda": (1, 8)}
 SIZES = {"cpu": "tiny", "cuda": "340m"}

@@ -10,7 +10,7 @@ from .measurement import Result
 from .runner import name_of
 
 # by mixer
-COLOURS = {"linear": "#D55E00", "gated_delta": "#0072B2", "softmax": "#000000"}
+COLOURS = {"linear": "#D55E00", "forgetting": "#009E73", "gated_delta": "#0072B2", "softmax": "#000000"}
 
 
 def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) -> None:

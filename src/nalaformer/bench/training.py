@@ -23,7 +23,7 @@ TRAINING_COLUMNS = (
     "peak_mib", "relative_error", "others_cpu", "torch", "triton", "transformers", "nalaformer", "commit", "date",
 )  # fmt: skip
 LLAMA = "llama"
-MODELS = ("linear", "delta", "gated_delta", "softmax", LLAMA)
+MODELS = ("linear", "forgetting", "delta", "gated_delta", "softmax", LLAMA)
 EAGER, BLOCKS, WHOLE = "eager", "blocks", "whole"
 FORMS = {
     EAGER: "as it is",

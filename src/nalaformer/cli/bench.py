@@ -72,7 +72,7 @@ def add_to(app: "typer.Typer") -> None:
         prefill: Annotated[int | None, typer.Option(help="Tokens of one layer.", show_default="131072, cpu: 8192")] = None,
         seconds: Annotated[float, typer.Option(help="Seconds of timing per measurement.")] = 0.5,
     ) -> None:
-        """Tokens per second and memory against the context: linear, gated_delta and softmax mixers."""
+        """Tokens per second and memory against the context: linear, forgetting, gated_delta and softmax mixers."""
         run_bench_language(device, out, seconds, {"size": size, "contexts": context, "batches": batch, "prefill": prefill})
 
     @bench.command("training")

@@ -16,7 +16,7 @@ from .checks import (
     check_rows,
 )
 from .contrast import contrast_of
-from .fading import least_decay
+from .fading import usable_decay
 from .features import FeatureMapLike, compute_dtype, heads_for, outside_autocast
 from .key_weight import numbers_of, per_key_for
 
@@ -56,7 +56,7 @@ def attention_weights(
     index = None if rows is None else check_rows(rows, q)
     k, _ = heads_for(feature_map, q, k, k)
     key_weight, k, _ = per_key_for(q, k, k, key_weight)
-    log_decay, k, _ = per_key_for(q, k, k, least_decay(log_decay))
+    log_decay, k, _ = per_key_for(q, k, k, usable_decay(log_decay, key_mask))
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
         weight = numbers_of(key_weight, q, k, feature_map, key_mask, query_mask)

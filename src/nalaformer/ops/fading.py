@@ -18,8 +18,13 @@ PIECE = 128
 LEAST = -100.0
 
 
-def least_decay(log_decay: Tensor | None) -> Tensor | None:
-    return None if log_decay is None else log_decay.clamp(min=LEAST)
+def usable_decay(log_decay: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+    """Within bounds, and zero at hidden tokens, which do nothing: [B, N, K]."""
+    if log_decay is None:
+        return None
+    if key_mask is not None:
+        log_decay = torch.where(key_mask[:, :, None], log_decay, log_decay.new_zeros(()))
+    return log_decay.clamp(min=LEAST)
 
 
 def faded_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from .checks import (
     check_tensors,
 )
 from .contrast import contrast_of, running_mean_score
-from .fading import faded_mean, least_decay
+from .fading import faded_mean, usable_decay
 from .features import FeatureMapLike, compute_dtype, heads_for, outside_autocast
 from .kept_tensors import is_plain_eager
 from .key_weight import MAPS_IN_KERNELS, numbers_of, per_key_for
@@ -73,7 +73,7 @@ def linear_attention(
         `global_query_weight` says; or numbers >= 0, [B, M, K] or [B, M, H].
     log_decay: of causal attention, [B, N, K] or [B, N, H], numbers <= 0: at token i all keys before it fade by
         exp(log_decay_i), so key j weighs exp(sum of log_decay from j + 1 to i) as much; the mean of a contrast counts so too.
-        0 forgets nothing; eps then stands alone, without n.
+        0 forgets nothing, and neither does a token that key_mask hides; eps then stands alone, without n.
     block: of causal attention, the tokens that see each other: token i sees keys 0..b - 1, b the end of its block (frames of a
         video, rows of an image). More than 1 runs in plain torch, on a GPU too.
     eps: times the n visible keys; 0 makes the weights sum to one however small the keys are.
@@ -100,7 +100,7 @@ def linear_attention(
     given = q, k, v
     k, v = heads_for(feature_map, q, k, v)
     key_weight, k, v = per_key_for(q, k, v, key_weight)
-    log_decay, k, v = per_key_for(q, k, v, least_decay(log_decay))
+    log_decay, k, v = per_key_for(q, k, v, usable_decay(log_decay, key_mask))
     # low-precision matmuls under autocast would undo the float32 sums
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
@@ -201,7 +201,7 @@ def recurrent_linear_attention(
     turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps)
     check_log_decay(log_decay, q, k, causal=True)
     k, v = heads_for(feature_map, q, k, v)
-    log_decay, k, v = per_key_for(q, k, v, least_decay(log_decay))
+    log_decay, k, v = per_key_for(q, k, v, usable_decay(log_decay, key_mask))
     check_state(state, q, k, v, feature_map, turns[1])
     recompute = _needs_grad(q, k, v, feature_map, state, log_decay)
     with outside_autocast(q):
@@ -257,7 +257,7 @@ def recurrent_step_(
         raise TypeError("a step changes a state, got None; start from LinearState.empty or the state of a prompt")
     check_log_decay(log_decay, q, k, causal=True)
     k, v = heads_for(feature_map, q, k, v)
-    log_decay, k, v = per_key_for(q, k, v, least_decay(log_decay))
+    log_decay, k, v = per_key_for(q, k, v, usable_decay(log_decay, None))
     check_state(state, q, k, v, feature_map, turns[1])
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=None, causal=True)
@@ -326,11 +326,14 @@ def _packed(
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
         weight = key_weight[None] if isinstance(key_weight, Tensor) else None
         weight, spread_k, spread_v = per_key_for(q[None], spread_k, spread_v, weight)
+        decay = None if log_decay is None else usable_decay(log_decay[None], None)
+        decay, spread_k, spread_v = per_key_for(q[None], spread_k, spread_v, decay)
         of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
         of_all = partial(of_all, has_contrast=isinstance(contrast, str), has_weight=weight is not None)
+        of_all = partial(of_all, has_decay=decay is not None)
         # a strength is of each sequence by itself, and so is the running score of its keys
         has_strength = isinstance(contrast, Tensor) or (causal and contrast is not None)
-        is_one_call = is_same and not has_strength and not isinstance(key_weight, str) and log_decay is None
+        is_one_call = is_same and not has_strength and not isinstance(key_weight, str)
         backend, spec = of_all(feature_map=feature_map) if is_one_call else Choice("chunked")
         if backend == "triton":
             from . import kernels
@@ -345,8 +348,10 @@ def _packed(
                 longest=max(lengths),
                 has_contrast=contrast is not None,
                 key_weight=None if weight is None else weight[0],
+                log_decay=None if decay is None else decay[0],
             )
-            return kernels.attend(ready, causal=causal, keep=_needs_grad(q, k, v, feature_map, key_weight)).to(q.dtype)
+            keep = _needs_grad(q, k, v, feature_map, key_weight, log_decay)
+            return kernels.attend(ready, causal=causal, keep=keep).to(q.dtype)
 
     def of_sequences(x: Tensor | str | None) -> Sequence[Tensor | str | None]:
         """Each sequence as a batch of one; what is no tensor serves all."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .fading import faded_sums
+from .fading import faded_sums, usable_decay
 from .features import FeatureMapLike, compute_dtype, key_features, key_log_scale, outside_autocast, query_features
 from .reference import last_of_block
 from .rotary import Rotary
@@ -61,7 +61,9 @@ def linear_forms(
             # counted in the type of the sums: eps times a whole number would be float32
             seen, count = (x.cumsum(1).index_select(1, last) for x in (keys.plain, visible.to(dtype)))
         if log_decay is not None:
-            seen, count = faded_sums(keys.plain, log_decay.to(dtype)), torch.ones_like(count)
+            decay = usable_decay(log_decay, key_mask)
+            assert decay is not None
+            seen, count = faded_sums(keys.plain, decay.to(dtype)), torch.ones_like(count)
         forms = []
         for queries in query_features(mapped, q[:, :asked], rotary[0], dtype):
             log_scale = seen.new_zeros(())

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from helpers.language_models import GREEDY, VOCABULARY, each_layout, make, text
 from nalaformer.models.language import NaLaCache, NaLaConfig, NaLaForCausalLM, RecurrentLayer
 from nalaformer.models.language.cache import RECORDED_TOKENS
+from nalaformer.models.language.config import RECURRENT_MIXERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,7 +80,7 @@ def test_a_recording_cache_takes_back_no_more_than_it_recorded():
     assert recurrent.recorded == [] or recurrent not in cache.layers
 
 
-@pytest.mark.parametrize("mixer", ["linear", "delta", "gated_delta"])
+@pytest.mark.parametrize("mixer", RECURRENT_MIXERS)
 def test_a_copied_cache_takes_tokens_back_by_itself(mixer):
     torch.manual_seed(0)
     model = NaLaForCausalLM(NaLaConfig.from_size("nano", vocab_size=30, mixers=mixer)).eval()

@@ -266,7 +266,9 @@ def test_wrong_folders_and_settings_of_writing_are_named(folder, tmp_path):
         writer.write("")
 
 
-@pytest.mark.parametrize("layout", ["linear", "linear+rotary+grouped", "linear+polarity"])
+@pytest.mark.parametrize(
+    "layout", ["linear", "linear+rotary+grouped", "linear+polarity", "forgetting", "forgetting+rotary+grouped"]
+)
 def test_kernels_go_on_from_their_own_states(layout):
     """The fused kernels in Triton's interpreter: a prompt, single tokens in place, and a padded piece."""
     pytest.importorskip("triton")

@@ -16,6 +16,7 @@ from nalaformer.models.language import (
     NaLaForSequenceClassification,
     NaLaModel,
 )
+from nalaformer.models.language.config import FADING_MIXERS
 from nalaformer.training.trainer import checkpoint_activations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,9 +172,10 @@ def test_new_models_start_near_the_loss_of_guessing(mixers):
     assert abs(model(tokens, labels=tokens).loss - guessing) < 0.2
 
 
-def test_new_parameters_of_maps_and_decays_are_not_overwritten():
+@pytest.mark.parametrize("mixers", FADING_MIXERS)
+def test_new_parameters_of_maps_and_decays_are_not_overwritten(mixers):
     """transformers draws all weights of a new model again; ours must keep the starts that their papers give them."""
-    options = {"feature_map": "hedgehog", "mixers": "gated_delta"}
+    options = {"feature_map": "hedgehog", "mixers": mixers}
     model = NaLaForCausalLM(NaLaConfig.from_size("nano", vocab_size=VOCABULARY, **options))
     for block in model.model.layers:
         assert torch.equal(block.mixer.map.query_weight, torch.eye(32).repeat(2, 1, 1))
@@ -184,6 +186,20 @@ def test_new_parameters_of_maps_and_decays_are_not_overwritten():
         assert steps.max() <= 0.1001
         assert block.mixer.convolution.weight.abs().max() <= 0.5
         assert block.mixer.convolution.weight.std() > 0.2
+
+
+@pytest.mark.parametrize(("before", "after"), [("linear", "forgetting"), ("delta", "gated_delta")])
+def test_a_saved_model_that_learns_to_forget_gets_the_start_of_new_decays(before, after, tmp_path):
+    """Weights that a folder lacks are made by transformers, from memory that may hold anything."""
+    saved = make(mixers=before, dtype=torch.float32)
+    saved.save_pretrained(tmp_path)
+    loaded = NaLaForCausalLM.from_pretrained(tmp_path, mixers=after)
+    assert torch.equal(loaded.model.layers[1].mixer.qkv_proj.weight, saved.model.layers[1].mixer.qkv_proj.weight)
+    for block in loaded.model.layers:
+        rates, steps = block.mixer.A_log.exp(), torch.nn.functional.softplus(block.mixer.dt_bias)
+        assert ((rates >= 1) & (rates <= 16)).all()
+        assert ((steps >= 0.999e-3) & (steps <= 0.1001)).all()
+        assert block.mixer.a_proj.weight.std() < 0.1
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -201,7 +217,7 @@ def test_sequences_are_classified_by_their_last_real_token(side, tmp_path):
     assert type(AutoModelForSequenceClassification.from_pretrained(tmp_path)) is NaLaForSequenceClassification
 
 
-@pytest.mark.parametrize("mixers", ["linear", "gated_delta", "softmax"])
+@pytest.mark.parametrize("mixers", ["linear", "forgetting", "gated_delta", "softmax"])
 def test_training_step_is_one_graph(mixers):
     model, tokens = make(mixers=mixers, dtype=torch.float32).train(), text(2, 70)
     torch._dynamo.reset()
@@ -225,7 +241,7 @@ def test_tokens_of_another_shape_are_refused(tokens):
         make()(tokens)
 
 
-@pytest.mark.parametrize("mixers", ["linear", "gated_delta"])
+@pytest.mark.parametrize("mixers", ["linear", "forgetting", "gated_delta"])
 def test_another_packing_compiles_nothing(mixers):
     from torch._dynamo.testing import CompileCounter
 

@@ -14,6 +14,7 @@ from helpers.attention_formula import Turning, formula
 from helpers.option_effects import Effects, options_of_command
 from nalaformer import cli, feature_map
 from nalaformer.models.language import NaLaCache, NaLaConfig, NaLaForCausalLM, NaLaForSequenceClassification
+from nalaformer.models.language.config import RECURRENT_MIXERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,12 +98,15 @@ def recurrent_mixer(y: Tensor, layer: dict[str, Tensor], config: NaLaConfig, mix
     heads, dim = config.num_attention_heads, config.head_dim
     phi = feature_map(config.feature_map, num_heads=heads, head_dim=dim, **config.map_options).double()
     phi.load_state_dict({name.removeprefix("mixer.map."): x for name, x in layer.items() if name.startswith("mixer.map.")})
-    if mixer == "linear":
+    if mixer in ("linear", "forgetting"):
         q, k, v = projected(y, layer, config, config.num_key_value_heads)
         positions = torch.arange(y.shape[1])[:, None]
         turning = Turning(positions, positions, dim=dim, inclusive=False) if config.linear_rotary else None
         assert config.rotary_base == 10000.0 or turning is None
-        out = formula(phi, q, k, v, causal=True, turning=turning)
+        if mixer == "linear":
+            out = formula(phi, q, k, v, causal=True, turning=turning)
+        else:
+            out = forgetting_by_hand(phi, q, k, v, log_decay_by_hand(y, layer), turning)
     else:
         q, k, v = projected(y, layer, config, heads)
         q, k = (x / x.norm(dim=-1, keepdim=True) for x in (phi.query(q), phi.key(k)))
@@ -111,12 +115,37 @@ def recurrent_mixer(y: Tensor, layer: dict[str, Tensor], config: NaLaConfig, mix
     return (out * F.silu(y @ layer["mixer.g_proj.weight"].T)) @ layer["mixer.o_proj.weight"].T
 
 
+def log_decay_by_hand(y: Tensor, layer: dict[str, Tensor]) -> Tensor:
+    return -layer["mixer.A_log"].exp() * (1 + (y @ layer["mixer.a_proj.weight"].T + layer["mixer.dt_bias"]).exp()).log()
+
+
+def forgetting_by_hand(phi, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, turning: Turning | None) -> Tensor:
+    """out_i = sum_j a_ij rot(phi_q(q_i)).rot(phi_k(k_j)) v_j / (sum_j a_ij phi_q(q_i).phi_k(k_j) + eps), pair by pair.
+
+    a_ij = exp(sum of log_decay from j + 1 to i), j up to i; log_decay [B, N, K] is that of key heads.
+    """
+    k, v, log_decay = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v, log_decay))
+    phi_q, phi_k = phi.query(q), phi.key(k)
+    turned_q, turned_k = phi_q, phi_k
+    if turning is not None:
+        turned_q, turned_k = turning.features(phi_q, turning.of_q), turning.features(phi_k, turning.of_k)
+    outputs = []
+    for i in range(q.shape[1]):
+        above, below = torch.zeros_like(v[:, i]), torch.full_like(v[:, i, :, :1], 1e-6)
+        for j in range(i + 1):
+            left = log_decay[:, j + 1 : i + 1].sum(1).exp()[..., None]
+            above = above + left * (turned_q[:, i] * turned_k[:, j]).sum(-1, keepdim=True) * v[:, j]
+            below = below + left * (phi_q[:, i] * phi_k[:, j]).sum(-1, keepdim=True)
+        outputs.append(above / below)
+    return torch.stack(outputs, 1)
+
+
 def delta_by_hand(q: Tensor, k: Tensor, v: Tensor, y: Tensor, layer: dict[str, Tensor], *, gated: bool) -> Tensor:
     """S <- a S + beta k (v - (a S)^T k)^T;  out = S^T q / sqrt(F), token by token."""
     beta = (y @ layer["mixer.b_proj.weight"].T).sigmoid()
     decay = torch.ones_like(beta)
     if gated:
-        decay = (-layer["mixer.A_log"].exp() * F.softplus(y @ layer["mixer.a_proj.weight"].T + layer["mixer.dt_bias"])).exp()
+        decay = log_decay_by_hand(y, layer).exp()
     state, outputs = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), []
     for n in range(q.shape[1]):
         state = state * decay[:, n, :, None, None]
@@ -144,7 +173,10 @@ def delta_by_hand(q: Tensor, k: Tensor, v: Tensor, y: Tensor, layer: dict[str, T
         {"mixers": "softmax", "rope_parameters": {"rope_type": "linear", "factor": 3.0}},
         {"mixers": "delta"},
         {"mixers": "gated_delta"},
+        {"mixers": "forgetting"},
+        {"mixers": "forgetting", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "linear_rotary": True},
         {"mixers": ["delta", "softmax", "linear"], "num_hidden_layers": 3},
+        {"mixers": ["forgetting", "softmax", "linear"], "num_hidden_layers": 3},
         {"feature_map": "focused", "map_options": {"power": 2.0}},
         {"map_options": {"lambda_": 2.0, "tau": 0.9}},
         {"mixers": "delta", "feature_map": "elu"},
@@ -161,7 +193,9 @@ def test_a_model_is_its_formula_whatever_its_settings(changes):
     model, tokens = make(**changes), text(2, 9)
     logits = model(tokens).logits
     assert logits.shape == (2, 9, changes.get("vocab_size", 23))
-    torch.testing.assert_close(logits, by_hand(model, tokens), rtol=1e-9, atol=1e-9)
+    expected = by_hand(model, tokens)
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model(tokens, use_cache=False).logits, expected, rtol=1e-9, atol=1e-9)
     assert len(model.model.layers) == changes.get("num_hidden_layers", 1)
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
     assert is_tied == changes.get("tie_word_embeddings", True)
@@ -238,7 +272,7 @@ def test_generation_begins_and_ends_with_the_tokens_of_the_config():
 # --- tokens of a call ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mixers", ["linear", "delta", "gated_delta"])
+@pytest.mark.parametrize("mixers", RECURRENT_MIXERS)
 @torch.no_grad()
 def test_a_single_padded_token_changes_no_state(mixers):
     model, tokens = make(mixers=mixers, short_convolution=3), text(2, 8)

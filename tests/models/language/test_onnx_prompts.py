@@ -1,4 +1,4 @@
-"""Whole prompts in ONNX: one program of a model with `linear` mixers serves every length."""
+"""Whole prompts in ONNX: one program of a model with `linear` or `forgetting` mixers serves every length."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class Logits(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["linear", "linear+rotary+grouped", "linear+polarity"])
+@pytest.mark.parametrize("layout", ["linear", "linear+rotary+grouped", "linear+polarity", "forgetting"])
 @torch.no_grad()
 def test_prompts_of_other_lengths_have_their_logits_in_onnx_runtime(layout, tmp_path):
     import onnxruntime

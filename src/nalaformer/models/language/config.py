@@ -9,7 +9,9 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from ...feature_maps import FEATURE_MAPS, map_options_of
 from ...registry import unknown_name
 
-RECURRENT_MIXERS = ("linear", "delta", "gated_delta")
+RECURRENT_MIXERS = ("linear", "forgetting", "delta", "gated_delta")
+# those whose state fades
+FADING_MIXERS = ("forgetting", "gated_delta")
 MIXER_NAMES = (*RECURRENT_MIXERS, "softmax")
 
 # transformers' kinds of rotary positions, and what each needs beside rope_theta
@@ -51,20 +53,22 @@ class NaLaConfig(PreTrainedConfig):
     num_attention_heads: int = 16
     """Query heads of every mixer."""
     num_key_value_heads: int | None = None
-    """Key heads of `linear` and `softmax` mixers, shared by groups of query heads; None: one for each query head. The delta
-    rules have one for each query head."""
+    """Key heads of `linear`, `forgetting` and `softmax` mixers, shared by groups of query heads; None: one for each query head.
+    The delta rules have one for each query head."""
     head_dim: int | None = None
     """Channels of a head; None: hidden_size / num_attention_heads."""
     mixers: str | list[str] = "linear"
-    """What mixes tokens: "linear", "delta", "gated_delta" or "softmax", one name for all layers or a list with one for each."""
+    """What mixes tokens: "linear", "forgetting", "delta", "gated_delta" or "softmax", one name for all layers or a list with
+    one for each."""
     feature_map: str = "norm_aware"
-    """Feature map of the linear and delta mixers, a name of nalaformer.FEATURE_MAPS."""
+    """Feature map of every mixer but `softmax`, a name of nalaformer.FEATURE_MAPS."""
     map_options: dict[str, Any] | None = None
     """Options of the feature map."""
     short_convolution: int = 4
-    """Tokens that a causal depth-wise convolution of q, k and v sees before linear and delta mixers; 0: no convolution."""
+    """Tokens that a causal depth-wise convolution of q, k and v sees before every mixer but `softmax`; 0: no convolution."""
     linear_rotary: bool = False
-    """Rotary positions in `linear` mixers too (numerator only, as published); `softmax` mixers always have them."""
+    """Rotary positions in `linear` and `forgetting` mixers too (numerator only, as published); `softmax` mixers always have
+    them."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies; the same as "rope_theta" in rope_parameters, which counts if both are given."""
     rope_parameters: dict[str, Any] | None = None
@@ -204,7 +208,7 @@ class NaLaConfig(PreTrainedConfig):
         if streams > 1 and {"delta", "gated_delta"} & set(self.mixer_of_layers):
             raise ValueError(
                 f"the delta rules write one value for each key and need a map with one stream, got {self.feature_map!r} with "
-                f"{streams}; use mixers='linear' or another feature_map"
+                f"{streams}; use mixers='linear' or 'forgetting', or another feature_map"
             )
 
     @property

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import initialization
 from transformers.cache_utils import CacheLayerMixin
 
+from ...attention.fading import log_decay_of, start_of_decay
 from ...feature_maps import feature_map
 from ...ops import (
     LinearState,
@@ -69,6 +70,32 @@ class RecurrentMixer(nn.Module):
         """q [B, N, H, D]; k, v [B, N, K, D] -> [B, N, H, D]."""
         raise NotImplementedError
 
+    def log_decay(self, x: Tensor) -> Tensor | None:
+        """[B, N, K], or None where nothing fades."""
+        return None
+
+
+class FadingMixer(RecurrentMixer):
+    """A mixer whose heads forget: log_decay = -exp(A_log) softplus(W x + dt_bias) at each token, as in Mamba 2.
+
+    x [B, N, C] -> [B, N, K], <= 0. A class names this one before the mixer that it lets fade, and calls `add_decay` last.
+    """
+
+    def add_decay(self, *, dim: int, heads: int) -> None:
+        """Make the parameters of the decay, under the names that Mamba 2 and Gated DeltaNet give them."""
+        self.a_proj = nn.Linear(dim, heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.reset_decay()
+
+    def reset_decay(self) -> None:
+        rate, step = start_of_decay(len(self.A_log))
+        initialization.copy_(self.A_log, rate)
+        initialization.copy_(self.dt_bias, step)
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        return log_decay_of(self.a_proj(x), self.A_log, self.dt_bias)
+
 
 class LinearMixer(RecurrentMixer):
     """Normalised causal linear attention."""
@@ -80,24 +107,39 @@ class LinearMixer(RecurrentMixer):
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
         rotary = tokens.rotary if self.has_rotary else None
+        decay = self.log_decay(x)
         if tokens.cu_seqlens is not None:
             places = None if rotary is None else rotary.flat()
-            flat = (y.flatten(0, 1) for y in (q, k, v))
-            out = linear_attention(*flat, feature_map=self.map, causal=True, rotary=places, cu_seqlens=tokens.cu_seqlens)
+            flat = [y.flatten(0, 1) for y in (q, k, v)]
+            fading = None if decay is None else decay.flatten(0, 1)
+            out = linear_attention(
+                *flat, feature_map=self.map, causal=True, rotary=places, cu_seqlens=tokens.cu_seqlens, log_decay=fading
+            )
             return out.unflatten(0, q.shape[:2])
         if layer is None:
-            return linear_attention(q, k, v, feature_map=self.map, causal=True, rotary=rotary, key_mask=tokens.key_mask)
+            return linear_attention(
+                q, k, v, feature_map=self.map, causal=True, rotary=rotary, key_mask=tokens.key_mask, log_decay=decay
+            )
         names = LinearState.__dataclass_fields__
         known = {name: tensor for name, tensor in layer.tensors.items() if name in names}
         state = LinearState(**known) if known else None
         if state is not None and q.shape[1] == 1 and tokens.key_mask is None and not torch.is_grad_enabled():
-            return recurrent_step_(state, q, k, v, feature_map=self.map, rotary=rotary)
+            return recurrent_step_(state, q, k, v, feature_map=self.map, rotary=rotary, log_decay=decay)
         out, state = recurrent_linear_attention(
-            q, k, v, feature_map=self.map, state=state, rotary=rotary, key_mask=tokens.key_mask
+            q, k, v, feature_map=self.map, state=state, rotary=rotary, key_mask=tokens.key_mask, log_decay=decay
         )
         # contiguous: the kernel of a single token updates them in place
         layer.tensors.update({name: tensor.contiguous() for name, tensor in state.tensors().items()})
         return out
+
+
+class ForgettingMixer(FadingMixer, LinearMixer):
+    """Normalised causal linear attention that forgets: for query i, key j weighs exp(sum of log_decay from j + 1 to i)."""
+
+    def __init__(self, config: NaLaConfig) -> None:
+        super().__init__(config)
+        assert config.num_key_value_heads is not None
+        self.add_decay(dim=config.hidden_size, heads=config.num_key_value_heads)
 
 
 class DeltaMixer(RecurrentMixer):
@@ -125,35 +167,13 @@ class DeltaMixer(RecurrentMixer):
             layer.tensors["state"] = state
         return out
 
-    def log_decay(self, x: Tensor) -> Tensor | None:
-        """[B, N, H], or None where nothing fades."""
-        return None
 
-
-class GatedDeltaMixer(DeltaMixer):
-    """Gated DeltaNet: the state of a head fades by exp(-exp(A_log) softplus(W x + dt_bias)) at each token."""
+class GatedDeltaMixer(FadingMixer, DeltaMixer):
+    """Gated DeltaNet: the delta rule with a state that fades by exp(log_decay) at each token."""
 
     def __init__(self, config: NaLaConfig) -> None:
         super().__init__(config)
-        heads = config.num_attention_heads
-        self.a_proj = nn.Linear(config.hidden_size, heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(heads))
-        self.dt_bias = nn.Parameter(torch.empty(heads))
-        self.reset_decay()
-
-    def reset_decay(self) -> None:
-        """Initialise as Mamba 2 does: rates of 1 to 16, time steps of 0.001 to 0.1 on a logarithmic scale."""
-        rate = 1 + 15 * torch.rand(self.A_log.shape)
-        step = torch.exp(math.log(1e-3) + math.log(100.0) * torch.rand(self.dt_bias.shape))
-        initialization.copy_(self.A_log, rate.log())
-        # the inverse of softplus
-        initialization.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))
-
-    def log_decay(self, x: Tensor) -> Tensor:
-        # float32: a decay near 1 is raised to the power of thousands of tokens
-        steps = widened(self.a_proj(x)) + widened(self.dt_bias)
-        # softplus, whose own gradient tells torch.compile a wrong memory layout
-        return -widened(self.A_log).exp() * torch.logaddexp(steps, steps.new_zeros(()))
+        self.add_decay(dim=config.hidden_size, heads=config.num_attention_heads)
 
 
 class SoftmaxMixer(nn.Module):
@@ -223,5 +243,11 @@ def widened(x: Tensor) -> Tensor:
     return x.to(compute_dtype(x))
 
 
-MIXERS = {"linear": LinearMixer, "delta": DeltaMixer, "gated_delta": GatedDeltaMixer, "softmax": SoftmaxMixer}
+MIXERS = {
+    "linear": LinearMixer,
+    "forgetting": ForgettingMixer,
+    "delta": DeltaMixer,
+    "gated_delta": GatedDeltaMixer,
+    "softmax": SoftmaxMixer,
+}
 """The mixers by the names of config.MIXER_NAMES."""

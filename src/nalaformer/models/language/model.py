@@ -32,10 +32,10 @@ from transformers.utils.output_capturing import capture_outputs
 from ...feature_maps import FeatureMap, feature_map
 from ...registry import unknown_name
 from .cache import LanguageCache, NaLaCache, RecurrentLayer
-from .config import NaLaConfig
+from .config import FADING_MIXERS, NaLaConfig
 from .layers import RMSNorm, ShortConvolution, SwiGLU
 from .loss import can_do_without_logits, next_token_loss
-from .mixers import MIXERS, GatedDeltaMixer
+from .mixers import MIXERS, FadingMixer
 from .positions import RotaryPositions
 from .static_cache import NaLaStaticCache
 from .tokens import Masks, Tokens, describe_tokens, static_masks
@@ -82,7 +82,7 @@ class NaLaPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
 
     def __init__(self, config: NaLaConfig, *inputs: Any, **kwargs: Any) -> None:
-        if "gated_delta" in config.mixer_of_layers:
+        if set(FADING_MIXERS) & set(config.mixer_of_layers):
             self._keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
         super().__init__(config, *inputs, **kwargs)
 
@@ -95,7 +95,7 @@ class NaLaPreTrainedModel(PreTrainedModel):
             fresh = feature_map(self.config.feature_map, num_heads=module.num_heads, head_dim=module.head_dim, **options)
             for parameter, start in zip(module.parameters(), fresh.parameters(), strict=True):
                 initialization.copy_(parameter, start)
-        elif isinstance(module, GatedDeltaMixer):
+        elif isinstance(module, FadingMixer):
             module.reset_decay()
         else:
             super()._init_weights(module)

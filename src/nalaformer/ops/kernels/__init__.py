@@ -52,7 +52,7 @@ def prepare(
     """[B, N, H, D] inputs, or [T, H, D] with cu_seqlens, whose longest sequence has so many tokens.
 
     has_contrast: that of the mean score. key_weight: [B, M, K] or [T, K]. by_mean_query: instead the mean of the queries that
-    query_mask [B, N] shows weighs the keys. log_decay: [B, M, K], of causal attention.
+    query_mask [B, N] shows weighs the keys. log_decay: [B, M, K] or [T, K], of causal attention.
     Maps that the kernels do not know, or not for a head by itself, are computed here; the others are left to them.
     """
     contrast = q.shape[-1] ** -0.5 if has_contrast else 0.0

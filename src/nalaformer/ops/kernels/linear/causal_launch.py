@@ -1,7 +1,6 @@
 """Launches of the causal kernels; call.py says what a Call is and compiled/causal.py has the plan."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..common.launch import empty_as, strides
@@ -13,6 +12,7 @@ from .compiled.causal_gradient import causal_dq_kernel
 from .compiled.causal_gradient_of_keys import causal_dk_kernel
 from .compiled.causal_gradient_of_values import causal_dv_kernel
 from .compiled.causal_whole_gradient import causal_whole_gradient_kernel
+from .fading_stretches import Stretches, factors_of_keys, left_of_stretches, sums_over_later_tokens
 
 
 def forward(
@@ -40,8 +40,7 @@ def forward(
     if has_total:
         weight, keep_of_stretch = parameters, None
         if log_decay is not None:
-            faded, end = faded_in_stretches(log_decay, count, stretch)
-            weight, keep_of_stretch = (end - faded).exp().flatten(2)[..., : k.shape[1]].contiguous(), left_of_stretches(end)
+            weight, keep_of_stretch = factors_of_keys(Stretches.of(call, layout, count, stretch), log_decay)
         sums, _ = sums_of_keys(call, k, v, parameters, weight, layout, count, stretch)
         total = prefix(call.launches, sums, initial, reverse=False, keep=keep_of_stretch)
     else:
@@ -160,9 +159,9 @@ def backward(
         far_inverse, keep_of_stretch = inverse, None
         if log_decay is not None:
             # queries read the sums before their stretch through what has faded since
-            faded, end = faded_in_stretches(log_decay, count, stretch)
-            left = faded.exp().flatten(2)[..., : q.shape[1]]
-            far_inverse, keep_of_stretch = inverse * left.repeat_interleave(group, dim=1), left_of_stretches(end)
+            stretches = Stretches.of(call, layout, count, stretch)
+            left = stretches.since_start(log_decay).exp().float().repeat_interleave(group, dim=-2)
+            far_inverse, keep_of_stretch = inverse * left, left_of_stretches(stretches, log_decay)
         by_query = sums_of_gradients(
             *(call, q, dout, parameters, layout, before, before, far_inverse, drop, kind_of_dout, count, stretch),
             kernel="causal_dsums",
@@ -206,37 +205,14 @@ def backward(
         return dq, dk, dv, dinitial, *of_parameters, None
     # a query whose keys had all faded less would feel it through eps alone
     through_eps = -drop[0] * inverse[0] * call.scalars[2]
-    by_token = through_eps.unflatten(1, (-1, group)).sum(2) - dfade
-    ddecay = sums_over_later_tokens(by_token, before, after, stretch, has_total=dtotal is not None)
+    by_token = through_eps.unflatten(-2, (-1, group)).sum(-2) - dfade
+    if dtotal is None:
+        stretches = Stretches.of(call, layout, count, stretch)
+        ddecay = sums_over_later_tokens(stretches, by_token, before, after, call.kv_heads)
+    else:
+        # one sequence after a state: those products would not know of the gradient of the total
+        ddecay = by_token.flip(-1).cumsum(-1).flip(-1)
     return dq, dk, dv, dinitial, *of_parameters, ddecay
-
-
-def sums_over_later_tokens(by_token: Tensor, before: Tensor, after: Tensor, stretch: int, *, has_total: bool) -> Tensor:
-    """The gradients of decays, each of which reaches all tokens after it: by_token [B, K, N], added up from the end.
-
-    A decay is a factor of all that came before it. So what the later stretches add up to is the product of the sums before
-    them with their gradient, which no rounding of a token reaches; unless the total has a gradient, which it does not know.
-    """
-    if has_total or len(before) == 1:
-        return by_token.flip(-1).cumsum(-1).flip(-1)
-    # without the number of keys
-    later = torch.einsum("srpdv,srpdv->rs", after[:-1, ..., :-1], before[1:, ..., :-1])
-    later = F.pad(later, (0, 1)).unflatten(0, by_token.shape[:2])
-    padded = F.pad(by_token, (0, len(before) * stretch - by_token.shape[-1])).unflatten(-1, (-1, stretch))
-    found = padded.flip(-1).cumsum(-1).flip(-1) + later[..., None]
-    return found.flatten(2)[..., : by_token.shape[-1]]
-
-
-def faded_in_stretches(log_decay: Tensor, count: int, stretch: int) -> tuple[Tensor, Tensor]:
-    """Of log_decay [B, K, N]: the running sums in each stretch, [B, K, count, stretch], and their ends, [B, K, count, 1]."""
-    padded = F.pad(log_decay, (0, count * stretch - log_decay.shape[-1]))
-    faded = padded.unflatten(-1, (count, stretch)).cumsum(-1)
-    return faded, faded[..., -1:]
-
-
-def left_of_stretches(end: Tensor) -> Tensor:
-    """What each stretch leaves of the sums that reach it, [count, B * K]."""
-    return end[..., 0].flatten(0, 1).T.exp().contiguous()
 
 
 def parameters_of_both(call: Call, parameters: Tensor, layout: TokenLayout) -> tuple[int, ...]:

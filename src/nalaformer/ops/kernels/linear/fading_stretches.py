@@ -1,0 +1,85 @@
+"""How far keys fade over stretches of tokens: what the launches of causal attention give to kernels that know no decay."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .call import Call, TokenLayout
+
+
+class Stretches(NamedTuple):
+    """Where the stretches of a call begin and end, among the tokens of a sample or of all packed ones.
+
+    Numbers per token are [B, K, N], or [K, T] if packed. Sums over tokens are differences of running sums, in float64: those of
+    a long text have no digits left for a token in float32.
+    """
+
+    start: Tensor
+    """[count], or [S, count] if packed."""
+    stop: Tensor
+    of_token: Tensor
+    """[N] or [T]: the place of the token's stretch in those, flattened."""
+
+    @classmethod
+    def of(cls, call: Call, layout: TokenLayout, count: int, stretch: int) -> "Stretches":
+        first = torch.arange(count, device=call.device) * stretch
+        tokens = torch.arange(call.num_rows, device=call.device)
+        if layout.cu_seqlens is None:
+            return cls(first, (first + stretch).clamp(max=call.num_rows), tokens // stretch)
+        bounds = layout.cu_seqlens.long()
+        begin, end = bounds[:-1, None], bounds[1:, None]
+        start = torch.minimum(begin + first, end)
+        sample = torch.searchsorted(bounds, tokens, right=True) - 1
+        return cls(start, torch.minimum(start + stretch, end), sample * count + (tokens - bounds[sample]) // stretch)
+
+    def since_start(self, x: Tensor) -> Tensor:
+        """The sum from the start of the token's stretch to the token itself."""
+        running = running_sum(x)
+        return running[..., 1:] - running[..., self.start.flatten()[self.of_token]]
+
+    def after(self, x: Tensor) -> Tensor:
+        """The sum over the tokens of its stretch after the token."""
+        running = running_sum(x)
+        return running[..., self.stop.flatten()[self.of_token]] - running[..., 1:]
+
+    def total(self, x: Tensor) -> Tensor:
+        """Of each stretch, [count, B * K]: as sums of stretches lie."""
+        running = running_sum(x)
+        total = running[..., self.stop] - running[..., self.start]
+        # [B, K, count], or [K, S, count]
+        return total.flatten(0, 1).T if self.start.dim() == 1 else total.permute(2, 1, 0).flatten(1)
+
+    def of_sums(self, x: Tensor, kv_heads: int) -> Tensor:
+        """For each token a number of its stretch: x [count, B * K] -> [B, K, N] or [K, T]."""
+        by_head = x.unflatten(1, (-1, kv_heads))  # [count, B or S, K]
+        if self.start.dim() == 1:
+            return by_head.permute(1, 2, 0)[..., self.of_token]
+        return by_head.permute(2, 1, 0).flatten(1)[:, self.of_token]
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """[..., N + 1] in float64, beginning with zero."""
+    return F.pad(x.double().cumsum(-1), (1, 0))
+
+
+def factors_of_keys(stretches: Stretches, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left of each key at the end of its stretch, and of what came before a stretch, [count, B * K]; float32."""
+    return stretches.after(log_decay).exp().float(), left_of_stretches(stretches, log_decay)
+
+
+def left_of_stretches(stretches: Stretches, log_decay: Tensor) -> Tensor:
+    return stretches.total(log_decay).exp().float().contiguous()
+
+
+def sums_over_later_tokens(stretches: Stretches, by_token: Tensor, before: Tensor, after: Tensor, kv_heads: int) -> Tensor:
+    """The gradients of decays, each of which reaches all tokens after it: by_token added up from the end of each sample.
+
+    A decay is a factor of all that came before it. So what the later stretches add up to is the product of the sums before
+    them with their gradient, which no rounding of a token reaches: before, after [count, B * K, PARTS, D, V + 2].
+    """
+    here = by_token + stretches.after(by_token)
+    # without the number of keys
+    later = torch.einsum("srpdv,srpdv->sr", after[:-1, ..., :-1], before[1:, ..., :-1])
+    return (here + stretches.of_sums(F.pad(later, (0, 0, 0, 1)), kv_heads)).float()
