@@ -127,12 +127,15 @@ def causal():
     attend("norm_aware", torch.bfloat16, size=128, causal=True, key_mask=visible, rotary=Rotary.sequence(80, 128))
     attend("norm_aware", torch.float32, causal=True, options={"direction": "cosine", "learnable": True})
     attend("focused", torch.bfloat16, causal=True, options={"norm_over": "head"}, rotary=Rotary.sequence(80, 20))
-    # keys that fade
+    # keys that fade, in several stretches
+    call.FADING_STRETCH = 32
     decay = torch.zeros(1, 80, 2, requires_grad=True)
     attend("norm_aware", torch.bfloat16, size=64, causal=True, log_decay=decay)
     attend("channel_softmax", torch.bfloat16, size=64, heads=4, causal=True, key_mask=visible, log_decay=decay)
     attend("relu", torch.bfloat16, causal=True, rotary=Rotary.sequence(80, 20), log_decay=decay)
     attend("norm_aware", torch.float32, size=64, causal=True, options={"learnable": True}, log_decay=decay)
+    packed_decay = torch.zeros(80, 2, requires_grad=True)
+    attend("norm_aware", torch.bfloat16, size=64, causal=True, cu_seqlens=bounds, log_decay=packed_decay)
 
 
 def language():
