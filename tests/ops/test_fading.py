@@ -162,6 +162,7 @@ def test_a_decay_for_each_query_head_gives_each_its_own_keys():
         ({"log_decay": torch.zeros(2, 150, 3)}, "for each token and head"),
         ({"log_decay": torch.zeros(2, 150, 2, dtype=torch.int64)}, "must be floats"),
         ({"contrast": "mean_score"}, "needs its strength"),
+        ({"log_decay": torch.full((2, 150, 2), 0.5)}, "must be <= 0.* got 0.5"),
     ],
 )
 def test_decays_that_make_no_sense_are_refused(change, message):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .contrast import MEAN_SCORE
-from .features import FeatureMapLike, compute_dtype
+from .features import FeatureMapLike, cheap_to_look_at, compute_dtype
 from .rotary import Rotary
 from .state import LinearState
 
@@ -63,6 +63,11 @@ def check_log_decay(
         )
     if log_decay.device != q.device:
         raise ValueError(f"log_decay must be on the device of q ({q.device}), got {log_decay.device}; move it with .to()")
+    if cheap_to_look_at(log_decay) and bool((log_decay > 0).any()):
+        raise ValueError(
+            f"log_decay must be <= 0, since keys cannot grow, got {float(log_decay.detach().max()):.4g}; pass the logarithm of "
+            "what is left, such as F.logsigmoid(x)"
+        )
     if not causal or block > 1:
         raise ValueError(
             f"keys fade from token to token, got log_decay with causal={causal} and block={block}; use causal=True and block=1"

@@ -24,7 +24,8 @@ def usable_decay(log_decay: Tensor | None, key_mask: Tensor | None) -> Tensor | 
         return None
     if key_mask is not None:
         log_decay = torch.where(key_mask[:, :, None], log_decay, log_decay.new_zeros(()))
-    return log_decay.clamp(min=LEAST)
+    # keys that grow are refused where a look is cheap, and elsewhere do not fade: sums would overflow
+    return log_decay.clamp(min=LEAST, max=0.0)
 
 
 def faded_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
