@@ -56,6 +56,26 @@ def test_rows_times_values_is_what_the_layer_gathered(name):
         torch.testing.assert_close(expected, gathered, atol=3e-5, rtol=3e-4)
 
 
+def test_rows_and_denominators_of_a_layer_that_forgets_are_its_own():
+    from nalaformer.models.sequence import RecallModel
+
+    torch.manual_seed(0)
+    options = {"forgets": True, "contrast": "learned"}
+    model = RecallModel(
+        answers="tokens", outputs=9, vocabulary=9, length=40, dim=16, attention="relu", attention_options=options
+    )
+    with torch.no_grad(), Recorder(model, keep_values=True) as recorder:
+        call(model, torch.randint(0, 9, (2, 40)))
+    for found in recorder.records:
+        assert (found.log_decay < 0).all()
+        gathered = torch.einsum("bhij,bjhv->bihv", dense(found), found.values)
+        torch.testing.assert_close(gathered, found.gathered, atol=3e-5, rtol=3e-4)
+        passed = found.log_decay.cumsum(1).transpose(1, 2)
+        left = torch.exp((passed[..., :, None] - passed[..., None, :]).tril()).tril()
+        products = torch.einsum("bihf,bjhf->bhij", found.q.relu(), found.k.relu()) * left
+        torch.testing.assert_close(found.log_denominators(), (products.sum(-1) + 1e-6).log(), atol=1e-4, rtol=1e-4)
+
+
 def test_padding_between_tokens_fades_no_key_of_a_row():
     model, tokens = looked_at("forgetting")
     mask = torch.ones_like(tokens)
