@@ -135,6 +135,7 @@ def backward(
     constants |= {"HAS_BEFORE": True, "HAS_AFTER": True, "GROUPED": group > 1}
     fade = inverse if log_decay is None else log_decay
     dfade = inverse if log_decay is None else torch.empty_like(log_decay)
+    stretches = None if log_decay is None else Stretches.of(call, layout, count, stretch)
     call.start(
         ("causal dq", kind_of_dout),
         causal_dq_kernel,
@@ -157,9 +158,8 @@ def backward(
         dinitial = after[0]
     else:
         far_inverse, keep_of_stretch = inverse, None
-        if log_decay is not None:
+        if stretches is not None and log_decay is not None:
             # queries read the sums before their stretch through what has faded since
-            stretches = Stretches.of(call, layout, count, stretch)
             left = stretches.since_start(log_decay).exp().float().repeat_interleave(group, dim=-2)
             far_inverse, keep_of_stretch = inverse * left, left_of_stretches(stretches, log_decay)
         by_query = sums_of_gradients(
@@ -201,13 +201,12 @@ def backward(
         ),
     )
     of_parameters = (dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None)
-    if log_decay is None:
+    if stretches is None:
         return dq, dk, dv, dinitial, *of_parameters, None
     # a query whose keys had all faded less would feel it through eps alone
     through_eps = -drop[0] * inverse[0] * call.scalars[2]
     by_token = through_eps.unflatten(-2, (-1, group)).sum(-2) - dfade
     if dtotal is None:
-        stretches = Stretches.of(call, layout, count, stretch)
         ddecay = sums_over_later_tokens(stretches, by_token, before, after, call.kv_heads)
     else:
         # one sequence after a state: those products would not know of the gradient of the total

@@ -1,7 +1,7 @@
 """The backward pass of short causal attention in one launch: a program owns a sample and head, and nothing comes before.
 
-The three walks of causal_gradient.py and causal_gradient_of_keys.py, one after the other: small inputs wait for the host, for
-which each launch is work.
+The walks of causal_gradient.py, causal_gradient_of_keys.py and causal_gradient_of_values.py, one after the other: small inputs
+wait for the host, for which each launch is work.
 """
 
 import triton
