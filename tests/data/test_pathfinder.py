@@ -1,222 +1,233 @@
-"""Pathfinder: the label follows the contour, and nothing else tells it."""
+"""Pathfinder: images as the published generator makes them, and what tells the label without a contour."""
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
+from PIL import Image, ImageDraw
+from scipy import ndimage
 
 from helpers.sequence_cases import make
 from nalaformer.data.sequences import SEQUENCES, contours
-from nalaformer.data.sequences.pathfinder import shrunk
+from nalaformer.data.sequences.paddles import BEGINNINGS, Paddles, PaddleShape, resized
+
+IMAGES = 3000
 
 
 @pytest.fixture(scope="module")
 def scene():
-    data = SEQUENCES["pathfinder"](split="train", samples=3000)
-    return data, data.scene(np.arange(3000))
+    data = SEQUENCES["pathfinder"](split="train", samples=IMAGES)
+    return data, data.scene(np.arange(IMAGES))
 
 
-def is_connected(tails, heads, markers, gap):
-    """Follow the contour from the first marker, knowing nothing of which strokes belong together. gap: the largest in it."""
-    ends = np.stack((tails, heads), axis=1)  # [P, 2, 2]
-    here = int(np.abs(ends - markers[0]).sum(-1).min(1).argmin())
-    free = 1 - int(np.abs(ends[here] - markers[0]).sum(-1).argmin())
-    seen = {here}
-    while True:
-        point = ends[here, free]
-        distance = np.linalg.norm(ends - point, axis=-1)
-        distance[list(seen)] = np.inf
-        if distance.min() > gap + 1e-6:
-            return bool(np.linalg.norm(point - markers[1]) < 1e-6)
-        here, near = (int(place) for place in np.unravel_index(distance.argmin(), distance.shape))
-        free = 1 - near
-        seen.add(here)
-
-
-def test_following_the_contour_gives_the_label(scene):
-    _, found = scene
-    contours = found.contours
-    for image in range(300):
-        connected = is_connected(contours.tails[image], contours.heads[image], found.markers[image], 2.0)
-        assert connected == bool(found.labels[image])
-    assert 0.45 < found.labels.mean() < 0.55
-
-
-def test_strokes_of_different_places_keep_clear_of_each_other(scene):
+@pytest.fixture(scope="module")
+def pictures(scene):
     data, found = scene
-    before = data.spec.predecessors
-    part = np.linspace(0, 1, 9)[:, None]
-    for image in range(40):
-        tails, heads = found.contours.tails[image], found.contours.heads[image]
-        points = tails[:, None] + part * (heads - tails)[:, None]  # [P, 9, 2]
-        is_there = tails[:, 0] != contours.NOWHERE
-        distance = np.linalg.norm(points[:, None, :, None] - points[None, :, None], axis=-1).min(axis=(2, 3))
-        for stroke in np.flatnonzero(is_there):
-            others = [p for p in range(stroke) if p != before[stroke]]
-            assert distance[stroke, others].min(initial=9) > 2.0 - 1e-6
-        assert points[is_there].min() >= 1
-        assert points[is_there].max() <= 31
+    return data.drawn(found)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"size": 64, "paddle": 10.0, "contour": 4},
-        {"size": 80, "paddle": 9.0, "contour": 4, "margins": (1.0, 3.0), "thickness": 1.5},
-    ],
-    ids=["long paddles", "two margins"],
-)
-def test_strokes_of_any_length_do_not_cross(options):
-    found = SEQUENCES["pathfinder"](split="train", samples=12, **options).scene(np.arange(12)).contours
-    first, second = np.triu_indices(found.tails.shape[1], 1)
-    a, b = (ends[:, first, 0] + 1j * ends[:, first, 1] for ends in (found.tails, found.heads))
-    c, d = (ends[:, second, 0] + 1j * ends[:, second, 1] for ends in (found.tails, found.heads))
-
-    # where the lines meet, as shares of the strokes: a + s (b - a) = c + t (d - c)
-    def cross(u, v):
-        return (u.conj() * v).imag
-
-    # those of short contours without room have no direction
-    with np.errstate(divide="ignore", invalid="ignore"):
-        s, t = cross(c - a, d - c) / cross(b - a, d - c), cross(c - a, b - a) / cross(b - a, d - c)
-    assert not ((s >= 0) & (s <= 1) & (t >= 0) & (t <= 1)).any()
+# ---- strokes, drawn once more with Pillow
 
 
-def test_contours_that_would_turn_back_on_themselves_are_refused():
-    with pytest.raises(ValueError, match=r"continuity must be at least 1, got 0\.6"):
-        make("pathfinder", continuity=0.6)
+def drawn_stroke(heading, *, length=2, margin=1, scale=2, radius=4):
+    """Light and room of a stroke from the middle of its stamp."""
+    middle = radius * scale
+    end = [int(np.ceil(middle + length * scale * part)) for part in (np.cos(heading), np.sin(heading))]
+    large = Image.new("L", (2 * middle + 1, 2 * middle + 1))
+    ImageDraw.Draw(large).line([(middle, middle), tuple(end)], fill=255, width=1)
+    y, x = np.mgrid[-margin * scale : margin * scale + 1, -margin * scale : margin * scale + 1]
+    room = ndimage.grey_dilation(np.asarray(large), footprint=x**2 + y**2 <= (margin * scale) ** 2, mode="constant")
+    side = (2 * radius + 1, 2 * radius + 1)
+    return [np.asarray(each.resize(side, Image.Resampling.LANCZOS)) for each in (large, Image.fromarray(room))]
 
 
-def test_turns_follow_the_square_of_the_cosine(scene):
-    data, found = scene
-    before = data.spec.predecessors
-    direction = found.contours.heads - found.contours.tails
-    heading = np.arctan2(direction[..., 1], direction[..., 0])
-    later = np.flatnonzero(before >= 0)
-    turn = (heading[:, later] - heading[:, before[later]] + np.pi) % (2 * np.pi) - np.pi
-    assert np.abs(turn).max() <= np.pi / 2 + 1e-9
-    # free turns have a standard deviation of 32.5 degrees; what is in the way changes it a little
-    assert np.degrees(turn.std()) == pytest.approx(32.5, abs=4)
+def test_strokes_are_those_that_pillow_draws():
+    paddles = Paddles(PaddleShape(length=2, thickness=0.5, margin=1, continuity=1.0, antialias=2))
+    assert len(paddles.heading) == BEGINNINGS + 18
+    for number, heading in enumerate(paddles.heading):
+        # a stroke that goes on with a contour is drawn from its far end
+        light, room = drawn_stroke(heading if number < BEGINNINGS else heading + np.pi)
+        # rounding may differ by one
+        assert np.abs(paddles.light[number].reshape(9, 9) - light.astype(int)).max() <= 1
+        assert np.abs(paddles.room[number].reshape(9, 9) - room.astype(int)).max() <= 1
 
 
-def logistic_accuracy(features, labels):
-    """Of a logistic regression fitted to one half, on the other half."""
-    x = torch.tensor((features - features.mean(0)) / features.std(0), dtype=torch.float64)
-    y = torch.tensor(labels, dtype=torch.float64)
-    half = len(y) // 2
-    model = torch.nn.Linear(x.shape[1], 1).double()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=100)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(x[:half])[:, 0], y[:half])
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return ((model(x[half:])[:, 0] > 0) == (y[half:] > 0.5)).double().mean().item()
-
-
-def leak_features(data, found):
-    images = data.drawn(found)
-    distance = np.linalg.norm(found.markers[:, 0] - found.markers[:, 1], axis=1)
-    brightness = images.mean(axis=(1, 2))
-    return np.stack((distance, distance**2, brightness, brightness**2), axis=1)
-
-
-def test_marker_distance_and_brightness_do_not_tell_the_label(scene):
-    data, found = scene
-    assert logistic_accuracy(leak_features(data, found), found.labels) < 0.53
-
-
-@pytest.mark.parametrize("contour", [6, 9])
-def test_easier_rungs_do_not_tell_the_label_either(contour):
-    data = SEQUENCES["pathfinder"](split="val", samples=3000, contour=contour)
-    found = data.scene(np.arange(3000))
-    assert logistic_accuracy(leak_features(data, found), found.labels) < 0.53
-
-
-def test_the_leak_check_finds_a_leak():
-    # without equal distances the two ends of one contour are nearer to each other
-    data = SEQUENCES["pathfinder"](split="train", samples=1000, contour=4, match=99.0)
-    found = data.scene(np.arange(1000))
-    assert logistic_accuracy(leak_features(data, found), found.labels) > 0.53
-
-
-def test_discs_and_both_kinds_of_strokes_are_visible_and_differ_in_brightness(scene):
-    data, found = scene
-    images = data.drawn(found)[:50]
-    long = 2 * data.spec.contour
-    peaks = []
-    for image in range(50):
-        x, y = np.floor(found.markers[image]).astype(int).T
-        discs = images[image][y, x].astype(float)
-        middle = (found.contours.tails[image] + found.contours.heads[image]) / 2
-        is_there = middle[:, 0] > 0
-        # a thin stroke through the corner of a pixel may light its neighbour instead
-        lit = np.lib.stride_tricks.sliding_window_view(np.pad(images[image], 1), (3, 3)).max(axis=(2, 3))
-        x, y = np.floor(middle[is_there]).astype(int).T
-        strokes = lit[y, x].astype(float)
-        assert strokes.min() > 45
-        is_short = np.arange(len(middle))[is_there] >= long
-        peaks.append((strokes[is_short].mean() if is_short.any() else np.nan, discs.mean(), strokes[~is_short].mean()))
-    short, disc, long_ones = np.nanmean(peaks, axis=0)
-    assert min(short, disc) > 1.2 * long_ones
-    assert (images.reshape(50, -1).max(axis=1) == 255).all()
-
-
-@pytest.mark.parametrize("scale", [1, 2, 3, 4])
+@pytest.mark.parametrize("scale", [1, 2, 3, 17 / 9])
 def test_images_are_made_smaller_as_pillow_does_it(scale):
-    canvas = np.zeros((2, 24 * scale, 24 * scale), np.float32)
-    # black at the edge, where the two take different means
-    inner = slice(4 * scale, 20 * scale)
-    canvas[:, inner, inner] = np.random.default_rng(0).random(canvas[:, inner, inner].shape) > 0.6
-    for large, small in zip(canvas, shrunk(canvas, scale), strict=True):
-        theirs = np.asarray(Image.fromarray(large).resize((24, 24), Image.Resampling.LANCZOS))
-        assert np.abs(small - theirs.clip(0, 1)).max() < 1e-3
+    large = (255 * (np.random.default_rng(0).random((2, round(24 * scale), round(24 * scale))) > 0.6)).astype(np.uint8)
+    for before, after in zip(large, resized(large, 24), strict=True):
+        theirs = np.asarray(Image.fromarray(before).resize((24, 24), Image.Resampling.LANCZOS))
+        assert np.abs(after - theirs.astype(int)).max() <= 1
+
+
+# ---- contours
+
+
+def test_strokes_follow_each_other_as_published(scene):
+    # from the pivot of the last stroke 4 pixels along it, rounded up; from there to a pixel of a circle of 3, rounded down
+    data, found = scene
+    paddles = data.paddles(1)
+    heading = paddles.heading[found.contours.paddle]
+    circle = np.radians(np.arange(0, 360, 360 / (2 * 3 * np.pi)))
+    around = {(int(np.floor(3 * np.sin(a))), int(np.floor(3 * np.cos(a)))) for a in circle}
+    for image in range(30):
+        for contour in (0, 1):
+            places = found.contours.place[image, contour:28:2]
+            headings = heading[image, contour:28:2]
+            along = np.sin(headings[0]), np.cos(headings[0])
+            head = [int(np.ceil(c + 2 * part)) for c, part in zip(places[0], along, strict=True)]
+            pivot = [int(np.ceil(c - 3 * part)) for c, part in zip(head, along, strict=True)]
+            for number in range(1, 14):
+                turn = (headings[number] - headings[number - 1] + np.pi) % (2 * np.pi) - np.pi
+                assert abs(turn) < np.pi / 2
+                along = np.sin(headings[number - 1]), np.cos(headings[number - 1])
+                pivot = [int(np.ceil(c + 4 * part)) for c, part in zip(pivot, along, strict=True)]
+                off = tuple(int(c) for c in places[number] - pivot)
+                assert off in around
+                assert headings[number] == pytest.approx(np.arctan2(*off))
+
+
+def test_no_stroke_meets_the_room_of_those_before_it(scene):
+    # taken pixel by pixel on whole images: by all strokes but the last one of each contour
+    data, found = scene
+    for image in range(25):
+        taken = np.zeros((40, 40), int)
+        taken[:5] = taken[-5:] = taken[:, :5] = taken[:, -5:] = 255
+        last = {}
+        for number in range(28):
+            paddle, (row, column) = found.contours.paddle[image, number], found.contours.place[image, number]
+            heading = data.paddles(1).heading[paddle]
+            room = np.zeros((40, 40), int)
+            room[row : row + 9, column : column + 9] = drawn_stroke(heading if number < 2 else heading + np.pi)[1]
+            if number >= 2:
+                # two full ones add up to 510
+                assert (taken + room).max() < 459
+                taken = np.maximum(taken, last[number % 2])
+            last[number % 2] = room
+
+
+def test_a_contour_that_is_begun_in_the_middle_leads_up_and_to_the_left(scene):
+    # the published generator knows no other direction, and the second contour begins 7 pixels away
+    data, found = scene
+    heading = np.degrees(data.paddles(1).heading[found.contours.paddle[:, :2]])
+    assert (heading[:, 0].min(), heading[:, 0].max()) == pytest.approx((-150, -121))
+    assert heading[:, 1].std() > 90
+    apart = found.contours.place[:, 1] - found.contours.place[:, 0]
+    assert np.abs(np.linalg.norm(apart, axis=1) - 7).max() < 0.75
+
+
+def test_discs_lie_at_the_ends_that_the_label_says(scene):
+    _, found = scene
+    image = np.arange(IMAGES)
+    assert np.array_equal(found.markers[:, 0], found.contours.place[image, found.origin])
+    other = np.where(found.labels == 1, found.origin, 1 - found.origin)
+    assert np.array_equal(found.markers[:, 1], found.contours.place[image, 26 + other])
+    assert 0.47 < found.labels.mean() < 0.53
+    assert 0.47 < found.origin.mean() < 0.53
 
 
 def test_short_contours_find_room_or_are_left_out_whole(scene):
-    data, found = scene
-    there = (found.contours.tails[:, 2 * data.spec.contour :, 0] != contours.NOWHERE).reshape(-1, 5, 4)
+    _, found = scene
+    there = (found.contours.paddle[:, 28:] >= 0).reshape(-1, 5, 4)
     assert np.array_equal(there.any(axis=2), there.all(axis=2))
-    # as published, few images have room for all
-    assert 2.5 < there.all(axis=2).sum(axis=1).mean() < 4.5
-    assert (found.contours.tails[:, : 2 * data.spec.contour] > 0).all()
+    assert (found.contours.paddle[:, :28] >= 0).all()
 
 
-def test_the_strokes_at_the_discs_tell_as_much_as_is_stated(scene):
-    # what published small models reach, 0.65 to 0.71, is no proof that they follow a contour
+def test_images_are_those_of_the_published_generator_in_the_mean(scene, pictures):
+    # 2,700 images that it made: mean and standard error
+    _, found = scene
+    apart = np.linalg.norm(found.markers[:, 0] - found.markers[:, 1], axis=1)
+    measured = {
+        "lit pixels": ((pictures > 0).sum(axis=(1, 2)).mean(), 349.04, 0.75),
+        "grey": (pictures.mean(), 20.13, 0.08),
+        "bright pixels": ((pictures > 200).sum(axis=(1, 2)).mean(), 16.28, 0.25),
+        "row of the first disc": (found.markers[:, 0, 0].mean(), 15.10, 0.07),
+        "row of the second": (found.markers[:, 1, 0].mean(), 16.83, 0.17),
+        "distance, unconnected": (apart[found.labels == 0].mean(), 12.55, 0.15),
+        "distance, connected": (apart[found.labels == 1].mean(), 13.24, 0.16),
+    }
+    for name, (ours, theirs, error) in measured.items():
+        # four standard errors of the difference of two such means
+        assert ours == pytest.approx(theirs, abs=4 * 2**0.5 * error), name
+
+
+def test_grey_values_depend_on_the_direction_of_a_stroke_alone(scene):
+    # on whole pixels a stroke looks the same wherever it lies
     data, found = scene
-    image, last = np.arange(len(found.labels)), 2 * data.spec.contour - 2
-    near = found.contours.anchor
-    far = last + np.where(found.labels == 1, near, 1 - near)
-    between = found.markers[:, 1] - found.markers[:, 0]
+    alone = data.stamped(data.paddles(1), found.contours.paddle[:200, 5:6], found.contours.place[:200, 5:6])
+    greys = {}
+    for paddle, image in zip(found.contours.paddle[:200, 5], alone, strict=True):
+        greys.setdefault(int(paddle), set()).add(int(image.max()))
+    assert all(len(each) == 1 for each in greys.values())
+    assert len(greys) > 10
 
-    def accuracy(strokes):
-        back = 2 * (strokes - 1)
-        starts = found.contours.heads[image, near + back] - found.contours.tails[image, near]
-        ends = found.contours.heads[image, far] - found.contours.tails[image, far - back]
-        features = np.stack([(part * between).sum(1) for part in (starts, ends)], axis=1)
-        # either half is judged by the other
-        return (logistic_accuracy(features, found.labels) + logistic_accuracy(features[::-1], found.labels[::-1].copy())) / 2
 
-    # the standard error of 3,000 images is 0.009
-    assert accuracy(1) == pytest.approx(data.shortcuts["stroke at each disc"], abs=0.03)
-    assert accuracy(3) == pytest.approx(data.shortcuts["three strokes at each disc"], abs=0.03)
+def test_discs_and_both_kinds_of_strokes_differ_in_brightness(scene, pictures):
+    data, found = scene
+    assert (pictures.reshape(IMAGES, -1).max(axis=1) == 255).all()
+    has_short = (found.contours.paddle[:, 28:] >= 0).any(axis=1)
+    long = data.stamped(data.paddles(1), found.contours.paddle[:, :28], found.contours.place[:, :28])
+    short = data.stamped(data.paddles(1), found.contours.paddle[:, 28:], found.contours.place[:, 28:])
+    discs = data.discs(found.markers)
+    marked = discs > 0
+    alone = ((short > 0) & (long == 0) & ~marked, (long > 0) & (short == 0) & ~marked, marked & (long + short == 0))
+    peaks = [np.where(part, pictures, 0)[has_short].max(axis=(1, 2)).mean() for part in alone]
+    # contrasts of 2, 1.5 and 1; thin strokes are no more than grey, discs are full
+    assert min(peaks[0], peaks[2]) > 1.1 * peaks[1]
+
+
+# ---- what can be had without following a contour
+
+
+def table_accuracy(cells, labels):
+    """Of answering with the label that each cell of a table has more often in the other half."""
+    half, right = len(labels) // 2, 0
+    for fit, judged in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
+        ones = np.bincount(cells[fit], labels[fit], cells.max() + 1)
+        count = np.bincount(cells[fit], minlength=cells.max() + 1)
+        right += ((2 * ones > count)[cells[judged]] == labels[judged]).sum()
+    return right / len(labels)
+
+
+def test_where_the_discs_lie_tells_the_label():
+    # published small models reach 0.65 to 0.71: no proof that they follow a contour
+    data = SEQUENCES["pathfinder"](split="val", samples=9000)
+    found = data.scene(np.arange(9000))
+    second = found.markers[:, 1]
+    cells = found.origin * 64 + second[:, 0] // 4 * 8 + second[:, 1] // 4
+    # a table of 128 cells finds most of what is stated; the standard error is 0.005
+    stated = data.shortcuts["places of the discs"]
+    assert stated - 0.05 < table_accuracy(cells, found.labels) < stated + 0.02
+    assert 0.49 < table_accuracy(np.zeros(9000, int), found.labels) < 0.53
     # they are those of the published form alone
-    other = SEQUENCES["pathfinder"](split="val", samples=1, margins=[0.8])
+    other = SEQUENCES["pathfinder"](split="val", samples=1, margins=[2])
     assert make("pathfinder").shortcuts == SEQUENCES["pathx"](split="val", samples=1).shortcuts == other.shortcuts == {}
-    assert SEQUENCES["pathfinder"](split="val", samples=1, margins=[1.0]).shortcuts == data.shortcuts
+    assert SEQUENCES["pathfinder"](split="val", samples=1, margins=[1]).shortcuts == data.shortcuts
+
+
+# ---- limits
+
+
+def test_an_image_is_the_same_beside_others():
+    data = SEQUENCES["pathfinder"](split="train", samples=700)
+    together = data.batch(range(700))["inputs"]
+    assert np.array_equal(together[[3, 699]], data.batch([3, 699])["inputs"])
+    assert np.array_equal(together[[410]], data.batch([410])["inputs"])
 
 
 def test_contours_that_find_no_place_are_given_up(monkeypatch):
-    monkeypatch.setattr(contours, "MOST_RESTARTS", 3)
+    monkeypatch.setattr(contours, "MOST_TRIES", 3000)
     # by their area alone they would fit
-    with pytest.raises(ValueError, match=r"74 paddles .* begun 3 times in vain; choose shorter"):
-        make("pathfinder", size=32, contour=27, distractors=5, distractor_length=4, seed_distance=7.0).batch([0, 1])
+    with pytest.raises(ValueError, match=r"two contours of 26 strokes .* begun 3,000 times in vain; choose shorter"):
+        make("pathfinder", size=28, contour=26, distractors=5, distractor_length=4, seed_distance=7).batch([0, 1])
 
 
-def test_too_many_strokes_are_refused():
-    with pytest.raises(ValueError, match="do not fit"):
-        SEQUENCES["pathfinder"](split="train", samples=1, size=12)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"size": 12}, "do not fit"),
+        ({"margins": [0]}, r"whole pixels: paddle and margins must be 1 or more, got 2 and \[0\]"),
+        ({"contour": 1}, "contours need 2 strokes or more"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        SEQUENCES["pathfinder"](split="train", samples=1, **options)

@@ -76,8 +76,8 @@ def test_samples_are_as_the_facts_say(name):
 CHECKSUMS = {
     "listops": "6050ddbac0c9",
     "listops_sky": "6c12e75f4a94",
-    "pathfinder": "e356acd2f238",
-    "pathx": "6ffdafbf40be",
+    "pathfinder": "84ea3e736783",
+    "pathx": "4fc03922dca4",
     "mqar": "b2bcde2237dc",
     "pointing": "7d55aad1fc03",
     "pointing_control": "2e450f7ba250",

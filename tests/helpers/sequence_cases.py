@@ -6,8 +6,8 @@ from nalaformer.data.sequences import SEQUENCES
 CASES = {
     "listops": {"shortest": 10, "longest": 73, "max_depth": 5},
     "listops_sky": {"shortest": 10, "longest": 73, "max_depth": 5},
-    "pathfinder": {"size": 19, "contour": 4, "distractors": 2, "distractor_length": 3, "seed_distance": 5.0},
-    "pathx": {"size": 61, "contour": 4, "distractors": 2, "seed_distance": 11.0},
+    "pathfinder": {"size": 19, "contour": 4, "distractors": 2, "distractor_length": 3, "seed_distance": 5},
+    "pathx": {"size": 61, "contour": 4, "distractors": 2, "seed_distance": 11},
     "mqar": {"vocabulary": 67, "mixture": [[22, 3], [34, 5], [22, 3]]},
     "pointing": {"keys": 23, "probes": 5, "dimensions": 3},
     "pointing_control": {"keys": 61, "probes": 5, "dimensions": 3},

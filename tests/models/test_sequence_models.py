@@ -273,7 +273,7 @@ def test_recipes_of_released_files_say_what_is_missing():
     ("name", "options"),
     [
         ("listops", {"shortest": 4, "longest": 24, "max_depth": 3, "max_arguments": 3}),
-        ("pathfinder", {"size": 12, "contour": 2, "distractors": 0, "seed_distance": 4.0}),
+        ("pathfinder", {"size": 12, "contour": 2, "distractors": 0, "seed_distance": 4}),
         ("pointing", {"keys": 6, "probes": 3, "dimensions": 3}),
         ("pointing_control", {"keys": 56, "probes": 3, "dimensions": 3}),
         ("majority", {"keys": 8, "probes": 3, "dimensions": 3}),

@@ -138,7 +138,7 @@ def pathfinder_small() -> Recipe:
     Cost: a few minutes on a CPU core.
     Expected: not measured; chance is 0.5.
     """
-    options = {"size": 16, "contour": 3, "distractors": 2, "distractor_length": 2, "seed_distance": 5.0}
+    options = {"size": 16, "contour": 3, "distractors": 2, "distractor_length": 2, "seed_distance": 5}
     task = SequencesConfig(
         data="pathfinder", data_options=options, train_samples=20_000, eval_samples=1_000, test_samples=2_000
     )

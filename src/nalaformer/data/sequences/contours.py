@@ -1,7 +1,7 @@
-"""Contours of Pathfinder as geometry: chains of short strokes (paddles) that keep clear of each other.
+"""Contours of Pathfinder, grown as published: chains of strokes on a grid of pixels whose room is taken pixel by pixel.
 
-Starting a whole image again when a contour is stuck costs hundreds of tries per image. Here the last 1 to 5 paddles are taken
-back instead, and all images of a batch grow side by side: in each round each image places one paddle or takes some back.
+An image begins anew when one of its two long contours is stuck, which costs some hundred tries. Here many tries of many images
+grow side by side, and of each image the first that succeeds counts: which others grow beside it changes nothing.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,26 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .random_numbers import RandomKeys, child_keys, integers, uniforms
+from .paddles import BEGINNINGS, FULL, Floats, Ints, Paddles
+from .random_numbers import RandomKeys, child_keys, integers, uniform_at
 
-Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
-# headings that are tried before an image counts as stuck
-CANDIDATES = 8
-MOST_TAKEN_BACK = 5
-# rounds after which an image starts anew: a corner may hold no way out that five paddles back would open
-PATIENCE = 240
-# the densest images that can be had need tens; after this many none is to be expected
-MOST_RESTARTS = 500
-# further tries to place a short contour before the image goes without it, as published
+# tries that grow side by side: few enough for the cache
+SIDE_BY_SIDE = 1024
+# of one image; the published form needs 300 in the mean
+MOST_TRIES = 200_000
+# that a stroke is drawn again before its contour counts as stuck
+DRAWS = 3
+# further tries to place a short contour before the image goes without it
 RETRIES = 4
-# where paddles lie that are not there: in no image, and near none
-NOWHERE = -1e6
+# of the light of a pixel, at which its room counts as free where a contour begins
+FREE = 76
+# two strokes meet where their rooms add up to this
+MEETING = 459
+# numbers of the random stream that a stroke, or the beginning of a contour, may draw
+NUMBERS = 2 * DRAWS
+LONG_ONES, SHORT_ONES = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,214 +39,300 @@ class ContourSpec:
     size: int
     """Side of the image."""
     contour: int
-    """Paddles of each of the two long contours."""
+    """Strokes of each of the two long contours."""
     distractors: int
     """Number of short contours, as far as there is room."""
     distractor_length: int
-    """Paddles of a short contour."""
-    paddle: float
-    """Length of a paddle."""
-    thickness: float
-    margin: float
-    """By how much a paddle is lengthened at both ends: a contour bends where its lengthened paddles meet. Other paddles stay
-    their width (a pixel at least) further away than this."""
-    seed_distance: float
+    """Strokes of a short contour."""
+    seed_distance: int
     """Between the first ends of the two long contours."""
-    continuity: float
-    """A turn is drawn with weight cos^2(continuity * turn), zero where that angle passes 90 degrees."""
-    padding: float
-    """Free border."""
-    match: float
-    """Largest difference between the two distances of which the markers show one; see Contours."""
+    padding: int = 1
+    """Border that is taken."""
 
     @property
-    def paddles(self) -> int:
+    def strokes(self) -> int:
         return 2 * self.contour + self.distractors * self.distractor_length
-
-    def paddles_of_short_one(self, count: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where so many paddles stand, those of the short contour that is not whole yet."""
-        return (count - 2 * self.contour) % self.distractor_length
-
-    @property
-    def predecessors(self) -> NDArray[np.int64]:
-        """The paddle that each one continues; -1: it begins a contour. The two long contours take turns, as published."""
-        long = np.concatenate(([-1, -1], np.arange(2 * self.contour - 2)))
-        short = np.arange(2 * self.contour, self.paddles).reshape(self.distractors, self.distractor_length) - 1
-        short[:, :1] = -1
-        return np.concatenate((long, short.ravel()))
 
 
 @dataclass
 class Contours:
-    """The paddles of a batch of images: tails and heads [B, P, 2] in pixels, even ones of the first 2 `contour` are contour A,
-    odd ones contour B. Those of a short contour that found no room are NOWHERE.
+    """The strokes of images, [B, P]: even ones of the first 2 `contour` are contour A, odd ones contour B; then the short ones.
 
-    In every image the far ends of A and B are, up to `match` pixels, equally far from the first end of contour `anchor`: one of
-    them belongs to a connected pair of markers, the other to an unconnected one. Which is shown is the label, so neither the
-    distance of the markers nor anything else of the geometry tells it.
+    paddle: which of the Paddles, -1 where a short contour found no room; place [B, P, 2]: where it lies.
     """
 
-    tails: Floats
-    heads: Floats
-    anchor: NDArray[np.int64]
+    paddle: Ints
+    place: Ints
+
+    def part(self, images: slice | Ints) -> "Contours":
+        return Contours(paddle=self.paddle[images], place=self.place[images])
 
 
-def grow(keys: RandomKeys, spec: ContourSpec, margin: Floats) -> Contours:
-    """Contours for each key; margin: [B], that of each image."""
-    images, paddles = len(keys), spec.paddles
-    tails, heads = np.zeros((images, paddles, 2)), np.zeros((images, paddles, 2))
-    headings = np.zeros((images, paddles))
-    count = np.zeros(images, np.int64)
-    started = np.zeros(images, np.int64)
-    restarts = np.zeros(images, np.int64)
-    tries = np.zeros(images, np.int64)
-    anchor = np.zeros(images, np.int64)
-    predecessors = spec.predecessors
-    active = np.arange(images)
-    now = 0
-    while len(active):
-        drawn = uniforms(child_keys(keys[active], now), 3 * CANDIDATES + 1)
-        now_at = count[active]
-        growing = Growing(tails[active], heads[active], headings[active], now_at, predecessors[now_at], margin[active])
-        tail, head, heading = propose(drawn, spec, growing)
-        free = is_free(tail, head, spec, growing)
-        fits, choice = free.any(axis=1), free.argmax(axis=1)
-        placed, at = active[fits], count[active[fits]]
-        which = np.flatnonzero(fits), choice[fits]
-        tails[placed, at], heads[placed, at], headings[placed, at] = tail[which], head[which], heading[which]
-        count[placed] += 1
-        # a long contour that cannot go on is taken back
-        failed, taken_back = active[~fits], 1 + integers(drawn[~fits, -1], MOST_TAKEN_BACK)
-        is_long = count[failed] < 2 * spec.contour
-        stuck, taken_back = failed[is_long], taken_back[is_long]
-        count[stuck] = np.maximum(0, count[stuck] - taken_back)
-        # a short one is begun anew, or left out
-        tries[placed[spec.paddles_of_short_one(count[placed]) == 0]] = 0
-        homeless = failed[~is_long]
-        count[homeless] -= spec.paddles_of_short_one(count[homeless])
-        tries[homeless] += 1
-        without = homeless[tries[homeless] > RETRIES]
-        left_out = count[without, None] + np.arange(spec.distractor_length)
-        tails[without[:, None], left_out] = heads[without[:, None], left_out] = NOWHERE
-        count[without] += spec.distractor_length
-        tries[without] = 0
-        # both long contours stand: do they have two equally distant pairs of ends?
-        ended = placed[count[placed] == 2 * spec.contour]
-        anchor[ended], difference = matching_ends(tails[ended], heads[ended], spec.contour)
-        apart = ended[difference > spec.match]
-        count[apart] -= 1 + integers(uniforms(child_keys(keys[apart], now), 3 * CANDIDATES + 1)[:, -1], spec.contour)
-        now += 1
-        given_up = active[(now - started[active] > PATIENCE) & (count[active] < paddles)]
-        count[given_up], started[given_up], tries[given_up] = 0, now, 0
-        restarts[given_up] += 1
-        if len(given_up) and restarts.max() > MOST_RESTARTS:
+class Room:
+    """What is taken of many images: bytes, with a border that is taken altogether."""
+
+    def __init__(self, spec: ContourSpec, paddles: Paddles, count: int) -> None:
+        shape = paddles.shape
+        self.spec, self.paddles = spec, paddles
+        # stamps, and the pixels around a pivot that lies outside, stay within
+        self.border = max(shape.radius + shape.margin, shape.reach + shape.margin + 2)
+        self.side = spec.size + 2 * self.border
+        inner = self.border + spec.padding
+        empty = np.full((1, self.side, self.side), FULL, np.uint8)
+        empty[:, inner:-inner, inner:-inner] = 0
+        self.taken = empty.reshape(1, -1).repeat(count, axis=0)
+        inner += shape.margin
+        empty[:] = FULL
+        empty[:, inner:-inner, inner:-inner] = 0
+        self.wide = empty.reshape(1, -1).repeat(count, axis=0)
+        self.stamp = self.square(shape.radius)
+        self.wide_stamp = self.square(shape.radius + shape.margin)
+        self.around = paddles.around @ np.array([self.side, 1])
+
+    def square(self, radius: int) -> Ints:
+        """Pixels of a square, seen from its middle: [S * S]."""
+        line = np.arange(-radius, radius + 1)
+        return (line[:, None] * self.side + line).ravel()
+
+    def at(self, place: Ints) -> Ints:
+        """The number of the pixel at a place: [...]."""
+        return (place[..., 0] + self.border) * self.side + place[..., 1] + self.border
+
+    def is_inside(self, place: Ints) -> Bools:
+        return np.asarray(((place >= 0) & (place < self.spec.size)).all(axis=-1))
+
+    def part(self, images: Ints) -> "Room":
+        """A copy of some images."""
+        part = object.__new__(Room)
+        part.__dict__ = {**self.__dict__, "taken": self.taken[images], "wide": self.wide[images]}
+        return part
+
+    def put(self, images: Ints, part: "Room") -> None:
+        self.taken[images], self.wide[images] = part.taken, part.wide
+
+    def take(self, images: Ints, strokes: "Strokes") -> None:
+        """Take the room of one stroke in each of the images."""
+        at = self.at(strokes.place)[:, None]
+        for taken, stamp, room in (
+            (self.taken, self.stamp, self.paddles.room),
+            (self.wide, self.wide_stamp, self.paddles.wide_room),
+        ):
+            where = images[:, None] * taken.shape[1] + at + stamp
+            flat = taken.reshape(-1)
+            flat[where] = np.maximum(flat[where], room[strokes.paddle])
+
+    def is_free(self, images: Ints, paddle: Ints, place: Ints) -> Bools:
+        """Whether a stroke meets none of those whose room is taken."""
+        where = images[:, None] * self.taken.shape[1] + self.at(place)[:, None] + self.stamp
+        rooms = self.taken.reshape(-1)[where].astype(np.int16) + self.paddles.room[paddle]
+        return rooms.max(axis=1, initial=0) < MEETING
+
+
+class Strokes(NamedTuple):
+    """The last stroke of one contour in each of some images: which, where, and the pivot from which it was drawn."""
+
+    paddle: Ints
+    place: Ints
+    pivot: Ints
+
+    def part(self, images: Ints | Bools) -> "Strokes":
+        return Strokes(self.paddle[images], self.place[images], self.pivot[images])
+
+
+class Middle(NamedTuple):
+    """Where contour A may begin: directions [n], and for each the first place [n, 2] of a rectangle and its sides [n, 2]."""
+
+    paddle: Ints
+    first: Ints
+    sides: Ints
+
+
+def grow(keys: RandomKeys, spec: ContourSpec, paddles: Paddles) -> Contours:
+    """Contours for each key."""
+    long = long_contours(child_keys(keys, LONG_ONES), spec, paddles)
+    short = short_contours(child_keys(keys, SHORT_ONES), spec, paddles, long)
+    return Contours(
+        paddle=np.concatenate((long.paddle, short.paddle), axis=1), place=np.concatenate((long.place, short.place), axis=1)
+    )
+
+
+# ---- long contours
+
+
+def long_contours(keys: RandomKeys, spec: ContourSpec, paddles: Paddles) -> Contours:
+    """The two long contours of each image, by the first try that succeeds."""
+    found = Contours(
+        paddle=np.zeros((len(keys), 2 * spec.contour), np.int64), place=np.zeros((len(keys), 2 * spec.contour, 2), np.int64)
+    )
+    middle = middle_places(spec, paddles)
+    left, tried = np.arange(len(keys)), 0
+    while len(left):
+        if tried > MOST_TRIES:
             raise ValueError(
-                f"{paddles} paddles (two contours of {spec.contour}, {spec.distractors} of {spec.distractor_length}) do not "
-                f"fit into {spec.size} x {spec.size} pixels: an image was begun {MOST_RESTARTS} times in vain; choose shorter "
-                "contours, fewer, or a larger image"
+                f"two contours of {spec.contour} strokes do not fit into {spec.size} x {spec.size} pixels: an image was begun "
+                f"{MOST_TRIES:,} times in vain; choose shorter contours or a larger image"
             )
-        active = active[count[active] < paddles]
-    return Contours(tails=tails, heads=heads, anchor=anchor)
+        tries = max(1, SIDE_BY_SIDE // len(left))
+        numbers = tried + np.arange(tries)
+        of_tries = child_keys(keys[left].repeat(tries), np.tile(numbers, len(left)))
+        contours, succeeded = tried_contours(of_tries, spec, paddles, middle)
+        succeeded = succeeded.reshape(len(left), tries)
+        whole = succeeded.any(axis=1)
+        first = (np.arange(len(left)) * tries + succeeded.argmax(axis=1))[whole]
+        found.paddle[left[whole]], found.place[left[whole]] = contours.paddle[first], contours.place[first]
+        left, tried = left[~whole], tried + tries
+    return found
 
 
-class Growing(NamedTuple):
-    """Images that lack paddles: those that stand, [B, P, 2] and [B, P], how many [B], and which one the next continues [B]."""
-
-    tails: Floats
-    heads: Floats
-    headings: Floats
-    placed: NDArray[np.int64]
-    before: NDArray[np.int64]
-    margin: Floats
-
-
-def propose(drawn: Floats, spec: ContourSpec, growing: Growing) -> tuple[Floats, Floats, Floats]:
-    """Candidates for the next paddle of each image: tails, heads [B, K, 2] and headings [B, K]."""
-    tails, heads, headings, count, before, margin = growing
-    first, second, third = (drawn[:, part * CANDIDATES : (part + 1) * CANDIDATES] for part in range(3))
-    begins, image = before < 0, np.arange(len(before))
-    heading = np.where(begins[:, None], 2 * np.pi * first, headings[image, before][:, None] + turns(first) / spec.continuity)
-    direction = towards(heading)
-    bend = heads[image, before] + margin[:, None] * towards(headings[image, before])
-    tail = bend[:, None] + margin[:, None, None] * direction
-    # contour A begins in the middle, B at the seed distance from it, short ones anywhere
-    low = np.where(count == 0, min(2 * spec.seed_distance, spec.size / 2 - 1), spec.padding)[:, None]
-    anywhere = np.stack((second, third), axis=-1) * (spec.size - 2 * low)[:, None] + low[:, None]
-    beside = tails[:, :1] + spec.seed_distance * towards(2 * np.pi * second)
-    start = np.where((count == 1)[:, None, None], beside, anywhere)
-    tail = np.where(begins[:, None, None], start, tail)
-    return tail, tail + spec.paddle * direction, heading
+def tried_contours(keys: RandomKeys, spec: ContourSpec, paddles: Paddles, middle: Middle) -> tuple[Contours, Bools]:
+    """One try for each key, and which of them came to an end."""
+    room = Room(spec, paddles, len(keys))
+    begun, fits = two_beginnings(keys, room, middle)
+    last = list(begun)
+    paddle = np.zeros((len(keys), 2 * spec.contour), np.int64)
+    place = np.zeros((len(keys), 2 * spec.contour, 2), np.int64)
+    growing = np.flatnonzero(fits)
+    for number in range(2 * spec.contour):
+        which = number % 2
+        if number >= 2:
+            drawn = uniform_at(keys[growing, None], NUMBERS * number + np.arange(DRAWS))
+            strokes, fits = next_strokes(room, growing, last[which].part(growing), drawn)
+            growing, strokes = growing[fits], strokes.part(fits)
+            # the room of a stroke is taken when the next one stands, which lies next to it
+            room.take(growing, last[which].part(growing))
+            for kept, new in zip(last[which], strokes, strict=True):
+                kept[growing] = new
+        paddle[:, number], place[:, number] = last[which].paddle, last[which].place
+    succeeded = np.zeros(len(keys), bool)
+    succeeded[growing] = True
+    return Contours(paddle=paddle, place=place), succeeded
 
 
-def towards(heading: Floats) -> Floats:
-    """Unit vectors [..., 2]."""
-    return np.stack((np.cos(heading), np.sin(heading)), axis=-1)
+def middle_places(spec: ContourSpec, paddles: Paddles) -> Middle:
+    """As far from the edge as two seed distances, or as the size allows."""
+    needed = paddles.first_room
+    for edge in range(min(2 * spec.seed_distance, spec.size // 2), -1, -1):
+        first = edge - needed.min(axis=1)
+        sides = spec.size - edge - needed.max(axis=1) - first
+        fits = np.flatnonzero((sides > 0).all(axis=1) & paddles.may_begin)
+        if len(fits):
+            return Middle(fits, first[fits], sides[fits])
+    raise ValueError(
+        f"strokes of {paddles.shape.length} pixels do not fit into {spec.size} x {spec.size} pixels; choose shorter ones"
+    )
 
 
-ANGLES = np.linspace(-np.pi / 2, np.pi / 2, 2001)
-ANGLE_SHARE = 0.5 + (ANGLES + np.sin(ANGLES) * np.cos(ANGLES)) / np.pi
+def two_beginnings(keys: RandomKeys, room: Room, middle: Middle) -> tuple[tuple[Strokes, Strokes], Bools]:
+    """The first strokes of A and B, and which tries have both."""
+    paddles, spec = room.paddles, room.spec
+    numbers = uniform_at(keys[:, None], np.arange(3 + 2 * DRAWS))
+    choice = integers(numbers[:, 0], len(middle.paddle))
+    paddle = middle.paddle[choice]
+    place = middle.first[choice] + (numbers[:, 1:3] * middle.sides[choice]).astype(np.int64)
+    first = Strokes(paddle, place, place + paddles.first_pivot[paddle])
+    angle = np.radians(integers(numbers[:, 3 + DRAWS :], 360))
+    beside = place[:, None] + spec.seed_distance * np.stack((np.sin(angle), np.cos(angle)), axis=-1)
+    places = np.rint(beside).astype(np.int64)
+    choices = integers(numbers[:, 3 : 3 + DRAWS], BEGINNINGS)
+    inside = begins_inside(room, choices, places)
+    chosen = np.arange(len(keys)), inside.argmax(axis=1)
+    paddle, place = choices[chosen], places[chosen]
+    return (first, Strokes(paddle, place, place + paddles.first_pivot[paddle])), np.asarray(inside.any(axis=1))
 
 
-def turns(u: Floats) -> Floats:
-    """Uniforms as angles with density cos^2 between -90 and 90 degrees."""
-    return np.interp(u, ANGLE_SHARE, ANGLES)
+def begins_inside(room: Room, paddle: Ints, place: Ints) -> Bools:
+    """Whether a contour that begins with this stroke lies inside the image so far."""
+    paddles = room.paddles
+    ends = (place, place + paddles.first_head[paddle], place + paddles.first_pivot[paddle])
+    return np.logical_and.reduce([room.is_inside(each) for each in ends])
 
 
-def is_free(tail: Floats, head: Floats, spec: ContourSpec, growing: Growing) -> NDArray[np.bool_]:
-    """Which candidates [B, K] lie inside the image and keep clear of all paddles but the one that they continue."""
-    tails, heads, _, count, before, margin = growing
-    ends = np.stack((tail, head))
-    inside: NDArray[np.bool_] = np.all((ends >= spec.padding) & (ends <= spec.size - spec.padding), axis=(0, 3))
-    most = int(count.max())
-    if most == 0:
-        return inside
-    clearance = margin + max(spec.thickness, 1.0)
-    number = np.arange(most)[None]
-    matters = (number < count[:, None]) & (number != before[:, None])
-    # only paddles whose middles are near can touch: few of them, and only those are measured
-    old, new = (tails[:, :most] + heads[:, :most]) / 2, (tail + head) / 2
-    apart = (new[:, :, None, 0] - old[:, None, :, 0]) ** 2 + (new[:, :, None, 1] - old[:, None, :, 1]) ** 2  # [B, K, P]
-    near = (apart < ((spec.paddle + clearance) ** 2)[:, None, None]) & matters[:, None]
-    image, candidate, paddle = np.nonzero(near)
-    first = tail[image, candidate], head[image, candidate]
-    second = tails[image, paddle], heads[image, paddle]
-    distance = squared_distance(first[0], *second)
-    for point, line in ((first[1], second), (second[0], first), (second[1], first)):
-        distance = np.minimum(distance, squared_distance(point, *line))
-    touches = distance < clearance[image] ** 2
-    # shorter strokes cannot cross without an end of one coming near the other
-    if spec.paddle >= 2 * clearance.min():
-        touches |= are_crossing(*first, *second)
-    inside[image[touches], candidate[touches]] = False
-    return inside
+def next_strokes(room: Room, images: Ints, last: Strokes, drawn: Floats) -> tuple[Strokes, Bools]:
+    """A stroke after the last of a contour in each of the images, and which of them have one. drawn: uniforms [n, DRAWS]."""
+    paddles = room.paddles
+    pivot = np.ceil(last.pivot + paddles.step[last.paddle]).astype(np.int64)
+    around = room.wide.reshape(-1)[images[:, None] * room.wide.shape[1] + room.at(pivot)[:, None] + room.around]
+    # a pixel that is half taken is half as likely
+    upto = ((FULL - around) * paddles.turn_weight[last.paddle]).cumsum(axis=1)
+    choice = (upto[:, None] <= drawn[:, :, None] * upto[:, None, -1:]).sum(axis=2)
+    alive = upto[:, -1] > 1e-4 * FULL
+    chosen = np.zeros(len(images), np.int64)
+    fits = np.zeros(len(images), bool)
+    for draw in range(drawn.shape[1]):
+        at = np.flatnonzero(alive & ~fits)
+        chosen[at] = np.minimum(choice[at, draw], len(paddles.around) - 1)
+        fits[at] = room.is_free(images[at], chosen[at] + BEGINNINGS, pivot[at] + paddles.around[chosen[at]])
+    return Strokes(chosen + BEGINNINGS, pivot + paddles.around[chosen], pivot), fits
 
 
-def are_crossing(a: Floats, b: Floats, c: Floats, d: Floats) -> NDArray[np.bool_]:
-    """Whether the strokes ab and cd cross: each has its ends on both sides of the other; all [n, 2]."""
-
-    def side(start: Floats, end: Floats, point: Floats) -> Floats:
-        (dx, dy), (rx, ry) = (end - start).T, (point - start).T
-        return np.sign(dx * ry - dy * rx)
-
-    crossing: NDArray[np.bool_] = (side(a, b, c) != side(a, b, d)) & (side(c, d, a) != side(c, d, b))
-    return crossing
+# ---- short contours
 
 
-def squared_distance(point: Floats, start: Floats, end: Floats) -> Floats:
-    """Squared distances from points to strokes; all [n, 2]."""
-    (px, py), (sx, sy) = (point[..., 0], point[..., 1]), (start[..., 0], start[..., 1])
-    dx, dy = end[..., 0] - sx, end[..., 1] - sy
-    rx, ry = px - sx, py - sy
-    along = np.clip((rx * dx + ry * dy) / (dx * dx + dy * dy), 0, 1)
-    rx, ry = rx - along * dx, ry - along * dy
-    return rx * rx + ry * ry
+def short_contours(keys: RandomKeys, spec: ContourSpec, paddles: Paddles, long: Contours) -> Contours:
+    """Those that find room beside the long ones."""
+    paddle = np.full((len(keys), spec.distractors, spec.distractor_length), -1)
+    place = np.zeros((*paddle.shape, 2), np.int64)
+    everyone = np.arange(len(keys))
+    room = Room(spec, paddles, len(keys))
+    # as published, others may come near the end of A: all strokes but its last one are in the way
+    for number in range(2 * spec.contour):
+        if number != 2 * spec.contour - 2:
+            room.take(everyone, Strokes(long.paddle[:, number], long.place[:, number], long.place[:, number]))
+    for number in range(spec.distractors):
+        left = everyone
+        for retry in range(1 + RETRIES):
+            some, attempt = room.part(left), child_keys(keys[left], number * (1 + RETRIES) + retry)
+            contours, fits = tried_short_contour(attempt, some)
+            found = left[fits]
+            paddle[found, number], place[found, number] = contours.paddle[fits], contours.place[fits]
+            room.put(found, some.part(np.flatnonzero(fits)))
+            left = left[~fits]
+    return Contours(paddle=paddle.reshape(len(keys), -1), place=place.reshape(len(keys), -1, 2))
 
 
-def matching_ends(tails: Floats, heads: Floats, contour: int) -> tuple[NDArray[np.int64], Floats]:
-    """The contour from whose first end the two far ends are more nearly equally far, and by how much they differ."""
-    firsts = tails[:, :2]
-    far = heads[:, 2 * contour - 2 : 2 * contour]
-    distance = np.linalg.norm(far[:, None] - firsts[:, :, None], axis=-1)  # [B, first end, far end]
-    difference = np.abs(distance[:, :, 0] - distance[:, :, 1])
-    anchor = difference.argmin(axis=1)
-    return anchor, np.take_along_axis(difference, anchor[:, None], axis=1)[:, 0]
+def tried_short_contour(keys: RandomKeys, room: Room) -> tuple[Contours, Bools]:
+    """One short contour in each image, whose room is taken, and which of them came to an end."""
+    length = room.spec.distractor_length
+    last, fits = one_beginning(keys, room)
+    paddle, place = np.zeros((len(keys), length), np.int64), np.zeros((len(keys), length, 2), np.int64)
+    growing = np.flatnonzero(fits)
+    for number in range(length):
+        if number:
+            drawn = uniform_at(keys[growing, None], NUMBERS * number + np.arange(DRAWS))
+            strokes, fits = next_strokes(room, growing, last.part(growing), drawn)
+            growing, strokes = growing[fits], strokes.part(fits)
+            room.take(growing, last.part(growing))
+            for kept, new in zip(last, strokes, strict=True):
+                kept[growing] = new
+        paddle[:, number], place[:, number] = last.paddle, last.place
+    room.take(growing, last.part(growing))
+    succeeded = np.zeros(len(keys), bool)
+    succeeded[growing] = True
+    return Contours(paddle=paddle, place=place), succeeded
+
+
+def one_beginning(keys: RandomKeys, room: Room) -> tuple[Strokes, Bools]:
+    """The first stroke of a short contour, anywhere in each image, and which images have a place for it."""
+    paddles, size = room.paddles, room.spec.size
+    paddle, pixel = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64)
+    fits, left = np.zeros(len(keys), bool), np.arange(len(keys))
+    places = room.at(np.moveaxis(np.indices((size, size)), 0, -1)).ravel()
+    for draw in range(DRAWS):
+        numbers = uniform_at(keys[left, None], np.array([2 * draw, 2 * draw + 1]))
+        paddle[left] = integers(numbers[:, 0], BEGINNINGS)
+        is_taken = room.taken[left] > FREE
+        # the pixels that its direction needs, around each place
+        needed = paddles.first_room[paddle[left]] @ np.array([room.side, 1])
+        blocked = np.zeros((len(left), size * size), bool)
+        for pixel_of in needed.T:
+            blocked |= np.take_along_axis(is_taken, places + pixel_of[:, None], axis=1)
+        blocked |= ~paddles.may_begin[paddle[left], None]
+        free = (~blocked).cumsum(axis=1, dtype=np.int32)
+        count = free[:, -1]
+        pixel[left] = (free <= (numbers[:, 1] * count).astype(np.int64)[:, None]).sum(axis=1)
+        place = np.stack((pixel[left] // size, pixel[left] % size), axis=-1)
+        fits[left] = (count > 0) & begins_inside(room, paddle[left], place)
+        # one that leads outside is drawn again; where nothing is free, nothing will be
+        left = left[(count > 0) & ~fits[left]]
+    place = np.stack((pixel // size, pixel % size), axis=-1)
+    return Strokes(paddle, place, place + paddles.first_pivot[paddle]), fits
