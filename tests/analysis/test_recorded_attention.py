@@ -7,10 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nalaformer
+from helpers.language_models import make, text
 from helpers.looked_at_models import IMAGE_MODELS, TEXT_MODELS, looked_at, pyramid, timm_vit, transformers_vit
 from nalaformer.analysis import attention_entropy, attention_layers, effective_rank, entropy_drop, record, spearman
 from nalaformer.analysis.layers import Recorder, call, grid_of
 from nalaformer.analysis.records import LinearRecord
+from nalaformer.attention import Attention, AttentionConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,6 +93,50 @@ def test_padding_between_tokens_fades_no_key_of_a_row():
         log_decay=found.log_decay[:1, kept],
     )
     torch.testing.assert_close(dense(found)[0][:, kept][:, :, kept], plain.detach()[0], atol=1e-5, rtol=1e-4)
+
+
+def packed(*lengths):
+    """Texts of these lengths, the same in one row, and the positions that say so."""
+    texts = [text(1, length) for length in lengths]
+    places = torch.cat([torch.arange(length) for length in lengths])
+    return texts, {"input_ids": torch.cat(texts, dim=1), "position_ids": places[None]}
+
+
+PACKED_LAYOUTS = ("linear", "linear+polarity", "linear+rotary+grouped", "forgetting", "forgetting+rotary+grouped", "softmax")
+
+
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
+def test_packed_sequences_have_the_weights_of_each_by_itself(layout):
+    model = make(layout)
+    # rows of three and of two sequences
+    (first, inputs), (second, more) = packed(9, 1, 14), packed(17, 7)
+    together = record(model, {name: torch.cat((inputs[name], more[name])) for name in inputs})
+    alone = [[record(model, one) for one in texts] for texts in (first, second)]
+    for number, found in enumerate(together):
+        parts = [[records[number] for records in row] for row in alone]
+        expected = torch.stack([block_diagonal([dense(part)[0] for part in row]) for row in parts])
+        torch.testing.assert_close(dense(found), expected, rtol=1e-10, atol=1e-12)
+        logs = [[part.log_denominators().unflatten(-1, (-1, part.num_tokens)) for part in row] for row in parts]
+        expected = torch.cat([torch.cat(row, dim=-1) for row in logs]).flatten(2)
+        torch.testing.assert_close(found.log_denominators(), expected, rtol=1e-10, atol=1e-10)
+        for head, told in enumerate(found.statistics()):
+            entropies = [part.statistics()[head].entropy * part.num_tokens for row in parts for part in row]
+            assert told.entropy == pytest.approx(sum(entropies) / 48, rel=1e-9)
+
+
+def block_diagonal(blocks):
+    """[H, n, n] each -> [H, N, N]."""
+    return torch.stack([torch.block_diag(*heads) for heads in zip(*blocks, strict=True)])
+
+
+def test_what_is_not_a_number_stays_in_its_packed_sequence():
+    _, inputs = packed(9, 1, 14)
+    found = record(make("forgetting"), inputs)[0]
+    rows, logs = dense(found), found.log_denominators()
+    found.k[0, 2] = torch.nan
+    assert dense(found)[:, :, 2:9].isnan().any(-1).all()
+    assert torch.equal(dense(found)[:, :, 9:], rows[:, :, 9:])
+    assert torch.equal(found.log_denominators()[..., 9:], logs[..., 9:])
 
 
 @pytest.mark.parametrize("name", ["timm swin", "converted swin"])
@@ -262,6 +308,17 @@ def test_denominators_are_sums_over_the_keys():
     found = simple("relu", q, k).statistics()[0]
     sums = torch.einsum("id,jd->i", q[0, :, 0], k[0, :, 0])
     assert found.log_denominators == pytest.approx((sums.min().log().item(), sums.max().log().item()), abs=1e-4)
+
+
+def test_denominators_in_shifted_windows_are_sums_over_the_part_of_the_window_that_a_token_sees():
+    layer = Attention(AttentionConfig(feature_map="relu", window=4, shifted=True), dim=8, num_heads=1)
+    # 10 x 10: some parts of padded windows hold padding alone
+    found = record(layer, (torch.randn(2, 100, 8), (10, 10)))[0]
+    part, real = found.groups.of_tokens, found.key_mask
+    sees = (part[:, :, None] == part[:, None]) & real[:, None]
+    products = torch.einsum("pid,pjd->pij", found.q[:, :, 0].relu(), found.k[:, :, 0].relu())
+    logs = ((products * sees).sum(-1) + 1e-6 * sees.sum(-1)).log()[real]
+    assert found.statistics()[0].log_denominators == pytest.approx((logs.min().item(), logs.max().item()), abs=1e-4)
 
 
 def test_denominators_of_softmax_are_sums_of_exponentials():

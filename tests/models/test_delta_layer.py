@@ -17,14 +17,21 @@ def unit(x):
     return x / x.norm(dim=-1, keepdim=True)
 
 
+def unit_features(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt()
+
+
 @pytest.mark.parametrize("name", ["delta", "gated_delta"])
 @pytest.mark.parametrize("map_name", [None, "norm_aware"])
 def test_a_token_corrects_what_the_state_holds_under_its_key(name, map_name):
     torch.manual_seed(0)
     made, x = layer(name, **({} if map_name is None else {"feature_map": map_name})), torch.randn(1, 5, 8, dtype=torch.float64)
     q, k, v = made.qkv(x).unflatten(-1, (3, 2, 4)).unbind(2)
-    q, k = (F.silu(q), F.silu(k)) if map_name is None else (made.map.query(q), made.map.key(k))
-    q, k, v, beta = unit(q)[0], unit(k)[0], F.silu(v)[0], made.beta(x).sigmoid()[0]
+    if map_name is None:
+        q, k = unit(F.silu(q))[0], unit(F.silu(k))[0]
+    else:
+        q, k = unit_features(made.map.query(q))[0], unit_features(made.map.key(k))[0]
+    v, beta = F.silu(v)[0], made.beta(x).sigmoid()[0]
     fading = torch.zeros(5, 2, dtype=torch.float64)
     if name == "gated_delta":
         decay = made.fading

@@ -10,7 +10,7 @@ from torch import Tensor
 import nalaformer
 from helpers.delta_inputs import GATES, inputs
 from nalaformer import delta_rule, delta_step_
-from nalaformer.ops import delta
+from nalaformer.ops import delta, unit_features
 
 
 def recurrence(tensors: list[Tensor], decay: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -137,6 +137,14 @@ def test_a_key_written_twice_holds_the_last_value():
     one = torch.ones(1, 2, 1)
     out, _ = delta_rule(key.expand(1, 2, 1, 8), key.expand(1, 2, 1, 8), values, one, scale=1.0)
     torch.testing.assert_close(out, values)
+
+
+@pytest.mark.parametrize(("size", "length"), [(1e3, 1.0), (1e-6, 0.5**0.5), (1e-9, 1e-3)])
+def test_features_have_length_one_and_fade_below_the_smallest_length(size, length):
+    q, k = torch.nn.functional.normalize(torch.rand(2, 1, 5, 2, 8, dtype=torch.float64), dim=-1)
+    found = unit_features(nalaformer.feature_map("relu", num_heads=2, head_dim=8), size * q, size * k)
+    # 1e-9 / sqrt(1e-18 + 1e-12) is 1e-3 up to 5e-7 of it
+    torch.testing.assert_close(found, (length * q, length * k), rtol=2e-6, atol=0)
 
 
 def test_strong_decay_neither_overflows_nor_gives_nan():

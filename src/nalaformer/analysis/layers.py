@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..attention import Attention
 from ..attention.hybrid import HybridAttention
-from ..attention.windows import Windows
+from ..attention.windows import Groups, Windows
 from ..conversion.token_filter import is_filtered
 from ..feature_maps import FEATURE_MAPS
 from .records import Grid, HybridRecord, LayerRecord, LinearRecord, SoftmaxRecord
@@ -251,6 +251,7 @@ class Recorder(TorchFunctionMode):
                 rotary=tokens.rotary if module.has_rotary else None,
                 causal=True,
                 key_mask=tokens.key_mask,
+                groups=packed_sequences(tokens.sequence),
                 log_decay=None if decay is None else for_heads(decay, q).detach(),
                 values=v,
                 gathered=out,
@@ -370,6 +371,15 @@ def _image_of(inputs: Inputs) -> Grid | None:
     elif not isinstance(inputs, Tensor):
         inputs = inputs[0]
     return (inputs.shape[2], inputs.shape[3]) if isinstance(inputs, Tensor) and inputs.dim() == 4 else None
+
+
+def packed_sequences(sequence: Tensor | None) -> Groups | None:
+    """Packed sequences as groups of tokens: sequence [B, N], their numbers, rising along a row; None: each row is one."""
+    if sequence is None:
+        return None
+    # counted anew in each row: then there are as many groups as the fullest row has, and not as all rows have together
+    of_tokens = sequence - sequence[:, :1]
+    return Groups(of_tokens, range(int(of_tokens.max()) + 1))
 
 
 def for_heads(k: Tensor, q: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ class LinearRecord(LayerRecord):
     key_mask: Tensor | None = field(default=None, repr=False)
     """[P, S]."""
     groups: Groups | None = field(default=None, repr=False)
-    """Tokens that see those of their group alone."""
+    """Tokens that see those of their group alone: parts of a shifted window, or packed sequences."""
     contrast: Tensor | str | None = field(default=None, repr=False)
     """As linear_attention takes it."""
     weigh_keys: "Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None" = field(default=None, repr=False)
@@ -240,10 +240,14 @@ class LinearRecord(LayerRecord):
     def piece_weights(self, places: Tensor) -> Tensor:
         total: Tensor | None = None
         for queries, keys in self.visible():
+            # long packed rows have many groups, and some places lie in few of them
+            if total is not None and queries is not None and not bool(queries[:, places].any()):
+                continue
             streams = [self._weights(places, keys, stream) for stream in range(self.feature_map.streams)]
             weights = sum(streams[1:], streams[0]) / len(streams)
             if queries is not None:
-                weights = weights * queries[:, None, places, None]
+                # no product: what is not a number in one group stays there
+                weights = torch.where(queries[:, None, places, None], weights, 0.0)
             total = weights if total is None else total + weights
         assert total is not None
         return total
@@ -271,7 +275,14 @@ class LinearRecord(LayerRecord):
 
     @torch.no_grad()
     def log_denominators(self) -> Tensor:
-        return torch.cat([form.log_denominators for form in linear_forms(self)], dim=-1)
+        total: Tensor | None = None
+        for queries, keys in self.visible():
+            found = torch.cat([form.log_denominators for form in linear_forms(self, keys)], dim=-1)
+            if total is not None and queries is not None:
+                found = torch.where(queries.repeat(1, self.feature_map.streams)[:, None], found, total)
+            total = found
+        assert total is not None
+        return total
 
 
 @dataclass(kw_only=True, eq=False)
@@ -322,9 +333,9 @@ def as_shares(weights: Tensor) -> Tensor:
     return size / torch.where(total == 0, 1.0, total)
 
 
-def linear_forms(record: LinearRecord) -> list[LinearForm]:
-    """The factors of the weights of each stream. Groups have denominators of their own, which are those of all keys here."""
-    forms = _forms(record, record.rotary)
+def linear_forms(record: LinearRecord, keys: Tensor | None) -> list[LinearForm]:
+    """The factors of the weights of each stream. keys: [P, S], those that are visible; see `LinearRecord.visible`."""
+    forms = _forms(record, record.rotary, keys)
     if record.mixing is None:
         return forms
     mixing = record.mixing.to(forms[0].queries.dtype)
@@ -332,7 +343,7 @@ def linear_forms(record: LinearRecord) -> list[LinearForm]:
     columns, of_keys = mixing.unique(dim=1, return_inverse=True)
     own = torch.nn.functional.one_hot(of_keys, columns.shape[1]).to(mixing.dtype)
     mixed = []
-    for form, plain in zip(forms, _forms(record, record.unturned), strict=True):
+    for form, plain in zip(forms, _forms(record, record.unturned, keys), strict=True):
         sums = torch.einsum("sc,phsf->phcf", own, plain.keys)
         total = 1 + torch.einsum("phtf,tc,phcf->pht", plain.queries, columns - 1, sums)
         pairs = ((form.queries / total[..., None], columns), (form.keys, own))
@@ -341,7 +352,7 @@ def linear_forms(record: LinearRecord) -> list[LinearForm]:
     return mixed
 
 
-def _forms(record: LinearRecord, rotary: "Rotary | tuple[Rotary, Rotary] | None") -> list[LinearForm]:
+def _forms(record: LinearRecord, rotary: "Rotary | tuple[Rotary, Rotary] | None", keys: Tensor | None) -> list[LinearForm]:
     """Without what blocks mix."""
     turns = rotary if isinstance(rotary, tuple) else (rotary, rotary)
     return linear_form.linear_forms(
@@ -351,8 +362,8 @@ def _forms(record: LinearRecord, rotary: "Rotary | tuple[Rotary, Rotary] | None"
         causal=record.causal,
         block=record.block,
         rotary=turns,
-        key_mask=record.key_mask,
-        key_weight=record.key_weight(record.key_mask),
+        key_mask=keys,
+        key_weight=record.key_weight(keys),
         log_decay=record.log_decay,
         eps=record.eps,
     )

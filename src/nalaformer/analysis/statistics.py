@@ -75,14 +75,16 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
     keys = real if record.k.shape[1] == places else torch.ones_like(received[:, 0], dtype=torch.bool)
     rank = _effective_rank(record)
     lost = _lost_products(record)
-    denominators = record.log_denominators().double()
+    denominators = record.log_denominators().double().unflatten(-1, (-1, places))  # [P, H, streams, T]
     found = []
     for head in range(heads):
         norms, of_head = query_norms[:, head][real], entropy[:, head][real]
         order = norms.argsort()
         drop = entropy_drop(norms, of_head).item() if len(norms) >= 10 else 0.0
         bins = [part for part in order.tensor_split(CURVE_POINTS) if len(part)]
-        low, high = denominators[:, head].amin().item(), denominators[:, head].amax().item()
+        # padding may see no key at all
+        logs = denominators[:, head].movedim(1, -1)[real]
+        low, high = logs.amin().item(), logs.amax().item()
         found.append(
             HeadStatistics(
                 entropy=of_head.mean().item(),
@@ -119,7 +121,7 @@ def _effective_rank(record: LayerRecord) -> Tensor:
     """[H]."""
     pieces = torch.linspace(0, record.q.shape[0] - 1, min(RANKED_PIECES, record.q.shape[0])).round().long().unique()
     if isinstance(record, LinearRecord) and not record.causal and record.groups is None:
-        ranks = [_rank_of_product(form, pieces.to(record.q.device)) for form in linear_forms(record)]
+        ranks = [_rank_of_product(form, pieces.to(record.q.device)) for form in linear_forms(record, record.key_mask)]
         return torch.stack(ranks).mean(0)
     rows = torch.linspace(0, record.q.shape[1] - 1, min(RANKED_ROWS, record.q.shape[1])).round().long().unique()
     weights = record.piece_weights(rows.to(record.q.device))[pieces.to(record.q.device)]

@@ -109,7 +109,7 @@ def recurrent_mixer(y: Tensor, layer: dict[str, Tensor], config: NaLaConfig, mix
             out = forgetting_by_hand(phi, q, k, v, log_decay_by_hand(y, layer), turning)
     else:
         q, k, v = projected(y, layer, config, heads)
-        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (phi.query(q), phi.key(k)))
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt() for x in (phi.query(q), phi.key(k)))
         out = delta_by_hand(q, k, F.silu(v), y, layer, gated=mixer == "gated_delta")
     out = rms(out, layer["mixer.norm.weight"], config).flatten(2)
     return (out * F.silu(y @ layer["mixer.g_proj.weight"].T)) @ layer["mixer.o_proj.weight"].T
