@@ -1,8 +1,10 @@
 """One timed part of a sweep of the scoreboard, for a GPU that is lent for minutes.
 
-What `nalaformer scoreboard` does, with two things around it. NVIDIA's multi-process service lets the kernels of small runs
-share the GPU; where it does not start, processes take turns, and fewer of them run. With --pack-kernels the compiled kernels
-are packed beside the results, so that the next machine compiles nothing. The same command goes on where the last one stopped.
+What `nalaformer scoreboard` does, with three things around it. NVIDIA's multi-process service lets the kernels of small runs
+share the GPU; where it does not start, processes take turns, and fewer of them run. With --out the rows and the runs that are
+put aside lie there from the first one on, so that a machine that is taken away loses what is under way and no more. With
+--pack-kernels the compiled kernels are packed there too, so that the next machine compiles nothing. The same command goes on
+where the last one stopped, on another machine if --folder holds what --out had.
 """
 
 import argparse
@@ -24,6 +26,7 @@ sys.path.insert(0, str(PROJECT / "src"))
 CONTROL = "nvidia-cuda-mps-control"
 PLACES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 KERNELS = "kernels.tar.gz"
+TABLE = "scoreboard_h200.csv"
 
 
 def say(line: str) -> None:
@@ -74,6 +77,19 @@ def answers(command: list[str]) -> bool:
         return False
 
 
+def bring(source: Path, target: Path) -> None:
+    """The rows of a folder, and the runs that it has put aside, as another one has them."""
+    target.mkdir(parents=True, exist_ok=True)
+    if source == target:
+        return
+    if (source / TABLE).exists():
+        shutil.copy(source / TABLE, target)
+    aside = f".{Path(TABLE).stem}_aside"
+    shutil.rmtree(target / aside, ignore_errors=True)
+    if (source / aside).exists():
+        shutil.copytree(source / aside, target / aside)
+
+
 def probe() -> int:
     """0 if the driver gives this process a context on the GPU, which takes a fraction of the time that importing torch does."""
     driver = ctypes.CDLL("libcuda.so.1")
@@ -101,8 +117,9 @@ def main() -> int:
     parser.add_argument("--rates", default="", help="by comma; without them those of the rows")
     parser.add_argument("--compile", action="store_true", help="give the steps to torch.compile")
     parser.add_argument("--data-folder", type=Path, default=None, help="where data that takes minutes to make is kept")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that make it")
     parser.add_argument("--folder", type=Path, default=PROJECT / "runs" / "scoreboard", help="what the next call goes on from")
-    parser.add_argument("--out", type=Path, default=None, help="folder that gets a copy of the results")
+    parser.add_argument("--out", type=Path, default=None, help="folder that gets the results as they come; else --folder")
     parser.add_argument("--pack-kernels", action="store_true", help="and the compiled kernels, for the next machine")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true", help="two steps of the smallest form of each row")
@@ -134,28 +151,27 @@ def main() -> int:
             given: dict[str, Any] = {"methods": methods, "seeds": asked.seeds, "smoke": asked.smoke}
             rates = [float(rate) for rate in asked.rates.split(",") if rate]
             boards.append(make_board(name, settings=settings, learning_rates=rates, **given))
-        table = asked.folder / "scoreboard_h200.csv"
+        place = asked.folder if asked.out is None else asked.out
+        bring(asked.folder, place)
         failure = ""
         try:
             run_boards(
                 boards,
-                out=table,
+                out=place / TABLE,
                 device=asked.device,
                 seconds=60 * asked.minutes - (time.monotonic() - began),
                 jobs=asked.jobs if is_shared else asked.jobs_in_turns,
                 data_folder=asked.data_folder,
+                workers=asked.workers,
                 say=lambda line: say(f"{time.monotonic() - began:6.1f} s  {line}"),
             )
         except RuntimeError as error:
             failure = str(error)
         finally:
-            if asked.out is not None:
-                asked.out.mkdir(parents=True, exist_ok=True)
-                if table.exists():
-                    shutil.copy(table, asked.out)
-                if asked.pack_kernels and kernels.exists():
-                    with tarfile.open(asked.out / KERNELS, "w:gz") as packed:
-                        packed.add(kernels, arcname=".")
+            bring(place, asked.folder)
+            if asked.out is not None and asked.pack_kernels and kernels.exists():
+                with tarfile.open(asked.out / KERNELS, "w:gz") as packed:
+                    packed.add(kernels, arcname=".")
     say(f"{time.monotonic() - began:6.1f} s in all")
     if failure:
         say(failure)

@@ -39,7 +39,8 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
     """These columns of the rows, as a whole file in the place of an old one; what a row does not have is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as aside, aside.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+        # one kind of line ends on every machine, so that files of results can be compared line by line
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 

@@ -44,6 +44,29 @@ def test_a_part_of_a_sweep_leaves_its_rows_and_kernels_and_the_next_goes_on(swee
     assert "copying_256: 1 of 2 runs to do" in capsys.readouterr().out
 
 
+def test_rows_and_runs_that_are_put_aside_lie_in_the_folder_of_results_as_they_come(sweep, monkeypatch, tmp_path):
+    aside = ".scoreboard_h200_aside"
+    kept, out = tmp_path / "kept", tmp_path / "out"
+    (kept / aside).mkdir(parents=True)
+    (kept / aside / "one.safetensors").write_bytes(b"a run")
+    seen = []
+
+    def taken_away(boards, *, out, **given):
+        seen.append((out, sorted(path.name for path in (out.parent / aside).iterdir())))
+        out.write_text("a row\n")
+        (out.parent / aside / "one.safetensors").unlink()
+        (out.parent / aside / "two.safetensors").write_bytes(b"another")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nalaformer.studies.scoreboard.run_boards", taken_away)
+    with pytest.raises(KeyboardInterrupt):
+        call(sweep, monkeypatch, tmp_path, "--methods", "relu")
+    assert seen == [(out / "scoreboard_h200.csv", ["one.safetensors"])]
+    # what the next call goes on from
+    assert (kept / "scoreboard_h200.csv").read_text() == "a row\n"
+    assert [path.name for path in (kept / aside).iterdir()] == ["two.safetensors"]
+
+
 def test_a_row_takes_the_methods_that_it_can_train(sweep, monkeypatch, tmp_path):
     more = ("--rows", "copying_256,majority_256", "--methods", "relu,rala_map,deltanet")
     assert call(sweep, monkeypatch, tmp_path, *more) == 0
