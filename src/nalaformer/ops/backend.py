@@ -111,7 +111,7 @@ def choose(
             reason = "weights of keys have no causal kernel"
         if causal and has_contrast and spec is None:
             reason = "a causal contrast by the mean score needs a map that the kernels compute"
-        if has_decay and max(feature_map.head_dim, v.shape[-1]) > LARGEST_FADING_HEAD:
+        if has_decay and not is_step and max(feature_map.head_dim, v.shape[-1]) > LARGEST_FADING_HEAD:
             reason = f"keys that fade have kernels for heads of up to {LARGEST_FADING_HEAD} channels"
         if has_blocks:
             reason = "tokens that see all of their block have no kernel"

@@ -143,6 +143,24 @@ def test_heads_of_more_than_64_channels_fade_in_plain_torch():
         nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True, log_decay=decay)
 
 
+@pytest.mark.parametrize("size", [72, 128])
+def test_a_step_of_large_heads_that_fade_has_its_kernel(size):
+    *tensors, log_decay = [*make(*[(2, 1, 2, size)] * 3), -torch.rand(2, 1, 2, device=DEVICE)]
+    start = make((2, 2, 2 * size, size), (2, 2, 2 * size))
+
+    def run(backend, dtype):
+        feature_map = nalaformer.feature_map("norm_aware", num_heads=2, head_dim=size).to(DEVICE)
+        count, zeros = torch.full((2,), 5, device=DEVICE), torch.zeros(2, 2, device=DEVICE)
+        state = nalaformer.LinearState(start[0].to(dtype).abs(), start[1].to(dtype).abs(), count, zeros.to(dtype))
+        with nalaformer.use_backend(backend):
+            inputs = [x.to(dtype) for x in tensors]
+            out = nalaformer.recurrent_step_(state, *inputs, feature_map=feature_map, log_decay=log_decay.to(dtype))
+        return out, state.state, state.key_sum
+
+    for ours, exact in zip(run("triton", torch.float32), run("reference", torch.float64), strict=True):
+        assert relative_error(ours, exact) < 1e-5
+
+
 def test_a_compiled_program_of_fading_keys_is_the_same():
     *tensors, log_decay = [*make(*[(1, 40, 2, 8)] * 3), -0.3 * torch.rand(1, 40, 2, device=DEVICE)]
     feature_map = nalaformer.feature_map("relu", num_heads=2, head_dim=8)
