@@ -50,6 +50,14 @@ def test_strokes_are_those_that_pillow_draws():
         assert np.abs(paddles.room[number].reshape(9, 9) - room.astype(int)).max() <= 1
 
 
+@pytest.mark.parametrize("thickness", [0.5, 2.0])
+@pytest.mark.filterwarnings("error")
+def test_the_shortest_strokes_that_there_are_leave_a_point(thickness):
+    # rounded up, a step of one pixel to the left is none
+    paddles = Paddles(PaddleShape(length=1, thickness=thickness, margin=1, continuity=1.0, antialias=1))
+    assert (paddles.light.max(axis=1) == 255).all()
+
+
 @pytest.mark.parametrize("scale", [1, 2, 3, 17 / 9])
 def test_images_are_made_smaller_as_pillow_does_it(scale):
     large = (255 * (np.random.default_rng(0).random((2, round(24 * scale), round(24 * scale))) > 0.6)).astype(np.uint8)

@@ -153,12 +153,13 @@ def large_stroke(shape: PaddleShape, heading: float) -> Bytes:
         # a pixel for each row, or for each column, of the longer side
         longest, shorter = max(abs(row), abs(column)), min(abs(row), abs(column))
         along = np.arange(longest + 1)
-        across = (2 * shorter * along + longest) // (2 * longest)
+        # a stroke that rounding leaves no length is a point
+        across = (2 * shorter * along + longest) // max(1, 2 * longest)
         steps = (across, along) if abs(column) >= abs(row) else (along, across)
         canvas[middle + np.sign(row) * steps[0], middle + np.sign(column) * steps[1]] = FULL
         return canvas
     y, x = np.mgrid[-middle : middle + 1, -middle : middle + 1]
-    share = np.clip((y * row + x * column) / (row * row + column * column), 0, 1)
+    share = np.clip((y * row + x * column) / max(1, row * row + column * column), 0, 1)
     canvas[(y - share * row) ** 2 + (x - share * column) ** 2 <= (width / 2) ** 2] = FULL
     return canvas
 
