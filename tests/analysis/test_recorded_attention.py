@@ -102,7 +102,10 @@ def packed(*lengths):
     return texts, {"input_ids": torch.cat(texts, dim=1), "position_ids": places[None]}
 
 
-PACKED_LAYOUTS = ("linear", "linear+polarity", "linear+rotary+grouped", "forgetting", "forgetting+rotary+grouped", "softmax")
+PACKED_LAYOUTS = (
+    *("linear", "linear+polarity", "linear+rotary+grouped", "linear+contrast", "forgetting", "forgetting+rotary+grouped"),
+    *("forgetting+contrast+grouped", "softmax"),
+)
 
 
 @pytest.mark.parametrize("layout", PACKED_LAYOUTS)

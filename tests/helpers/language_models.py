@@ -16,6 +16,10 @@ LAYOUTS = {
     "forgetting+rotary+grouped": {
         **{"mixers": "forgetting", "linear_rotary": True, "num_key_value_heads": 1, "short_convolution": 0}
     },
+    "linear+contrast": {"feature_map": "channel_softmax", "contrast": "learned", "contrast_offset": -0.75},
+    "forgetting+contrast+grouped": {
+        **{"mixers": "forgetting", "contrast": "learned", "num_key_value_heads": 1, "linear_rotary": True},
+    },
     "delta": {"mixers": "delta"},
     "gated_delta": {"mixers": "gated_delta"},
     "softmax": {"mixers": "softmax", "num_key_value_heads": 1},

@@ -252,6 +252,7 @@ class Recorder(TorchFunctionMode):
                 causal=True,
                 key_mask=tokens.key_mask,
                 groups=packed_sequences(tokens.sequence),
+                contrast=None if module.contrast is None else module.contrast(q).detach(),
                 log_decay=None if decay is None else for_heads(decay, q).detach(),
                 values=v,
                 gathered=out,

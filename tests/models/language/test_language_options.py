@@ -107,6 +107,8 @@ def recurrent_mixer(y: Tensor, layer: dict[str, Tensor], config: NaLaConfig, mix
             out = formula(phi, q, k, v, causal=True, turning=turning)
         else:
             out = forgetting_by_hand(phi, q, k, v, log_decay_by_hand(y, layer), turning)
+        if config.contrast == "learned":
+            out = contrasted_by_hand(out, q, v, log_decay_by_hand(y, layer) if mixer == "forgetting" else None, layer)
     else:
         q, k, v = projected(y, layer, config, heads)
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt() for x in (phi.query(q), phi.key(k)))
@@ -140,6 +142,19 @@ def forgetting_by_hand(phi, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, 
     return torch.stack(outputs, 1)
 
 
+def contrasted_by_hand(out: Tensor, q: Tensor, v: Tensor, log_decay: Tensor | None, layer: dict[str, Tensor]) -> Tensor:
+    """out_i + z_i (out_i - mean_i), z = log(1 + exp(a + b |q| / sqrt D)), mean_i = sum_j a_ij v_j / sum_j a_ij."""
+    log_decay = torch.zeros_like(v[..., 0]) if log_decay is None else log_decay
+    v, log_decay = (x.repeat_interleave(q.shape[2] // v.shape[2], 2) for x in (v, log_decay))
+    size = q.square().mean(-1).sqrt()
+    strength = (1 + (layer["mixer.contrast.offset"] + layer["mixer.contrast.slope"] * size).exp()).log()
+    means = []
+    for i in range(q.shape[1]):
+        left = torch.stack([log_decay[:, j + 1 : i + 1].sum(1).exp() for j in range(i + 1)], 1)[..., None]
+        means.append((left * v[:, : i + 1]).sum(1) / left.sum(1))
+    return out + strength[..., None] * (out - torch.stack(means, 1))
+
+
 def delta_by_hand(q: Tensor, k: Tensor, v: Tensor, y: Tensor, layer: dict[str, Tensor], *, gated: bool) -> Tensor:
     """S <- a S + beta k (v - (a S)^T k)^T;  out = S^T q / sqrt(F), token by token."""
     beta = (y @ layer["mixer.b_proj.weight"].T).sigmoid()
@@ -158,7 +173,7 @@ def delta_by_hand(q: Tensor, k: Tensor, v: Tensor, y: Tensor, layer: dict[str, T
 @CONFIG.of(
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "mixers", "feature_map", "map_options", "short_convolution", "linear_rotary", "rotary_base"),
-    *("rope_parameters", "rms_norm_eps", "tie_word_embeddings"),
+    *("rope_parameters", "rms_norm_eps", "tie_word_embeddings", "contrast"),
 )
 @pytest.mark.parametrize(
     "changes",
@@ -177,6 +192,9 @@ def delta_by_hand(q: Tensor, k: Tensor, v: Tensor, y: Tensor, layer: dict[str, T
         {"mixers": "forgetting", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "linear_rotary": True},
         {"mixers": ["delta", "softmax", "linear"], "num_hidden_layers": 3},
         {"mixers": ["forgetting", "softmax", "linear"], "num_hidden_layers": 3},
+        {"contrast": "learned", "feature_map": "channel_softmax"},
+        {"contrast": "learned", "mixers": ["forgetting", "delta", "linear"], "num_hidden_layers": 3},
+        {"contrast": "learned", "mixers": "forgetting", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
         {"feature_map": "focused", "map_options": {"power": 2.0}},
         {"map_options": {"lambda_": 2.0, "tau": 0.9}},
         {"mixers": "delta", "feature_map": "elu"},
@@ -199,6 +217,32 @@ def test_a_model_is_its_formula_whatever_its_settings(changes):
     assert len(model.model.layers) == changes.get("num_hidden_layers", 1)
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
     assert is_tied == changes.get("tie_word_embeddings", True)
+
+
+@CONFIG.of("contrast_offset")
+def test_a_contrast_starts_where_its_offset_says(tmp_path):
+    for offset in (0.0, -0.75):
+        model = NaLaForCausalLM(NaLaConfig.from_size("nano", contrast="learned", contrast_offset=offset, vocab_size=23))
+        for layer in model.model.layers:
+            assert layer.mixer.contrast.offset.tolist() == [offset] * 2
+            assert layer.mixer.contrast.slope.tolist() == [1.0] * 2
+    # a model without one goes on with it
+    NaLaForCausalLM(NaLaConfig.from_size("nano", vocab_size=23)).save_pretrained(tmp_path)
+    loaded = NaLaForCausalLM.from_pretrained(tmp_path, contrast="learned", contrast_offset=-3.0)
+    assert loaded.model.layers[1].mixer.contrast.offset.tolist() == [-3.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"contrast": "mean_score"}, "unknown contrast"),
+        ({"contrast_offset": -1.0}, "contrast_offset is where a learned contrast starts, got -1.0 with contrast='none'"),
+        ({"contrast": "learned", "mixers": "delta"}, "a contrast is a part of `linear` and `forgetting` mixers, got 'learned'"),
+    ],
+)
+def test_a_contrast_that_would_do_nothing_is_refused(settings, said):
+    with pytest.raises((ValueError, KeyError), match=said):
+        NaLaConfig.from_size("nano", **settings)
 
 
 @CONFIG.of("rotary_base", "linear_rotary")

@@ -142,13 +142,15 @@ class NaLaCache(LanguageCache, DynamicCache):
         recurrent = [mixer in RECURRENT_MIXERS for mixer in config.mixer_of_layers]
         Cache.__init__(self, layers=[RecurrentLayer() if is_recurrent else DynamicLayer() for is_recurrent in recurrent])
         # compiled programs make caches too, and cannot follow json: the rest is done when a file is written or read
-        self._made_for = (list(config.mixer_of_layers), config.feature_map, dict(config.map_options or {}))
+        self._made_for = (list(config.mixer_of_layers), config.feature_map, dict(config.map_options or {}), config.contrast)
 
     @property
     def kind(self) -> dict[str, Any]:
         """What of the model its states mean something to, as a file says it."""
-        mixers, feature_map, map_options = self._made_for
-        return {"mixers": mixers, "feature_map": feature_map, "map_options": json.loads(json.dumps(map_options))}
+        mixers, feature_map, map_options, contrast = self._made_for
+        found = {"mixers": mixers, "feature_map": feature_map, "map_options": json.loads(json.dumps(map_options))}
+        # files of models without say nothing of it
+        return found if contrast == "none" else found | {"contrast": contrast}
 
     def crop(self, tokens_to_remove: int) -> None:
         # before any layer has changed

@@ -13,6 +13,7 @@ RECURRENT_MIXERS = ("linear", "forgetting", "delta", "gated_delta")
 # those whose state fades
 FADING_MIXERS = ("forgetting", "gated_delta")
 MIXER_NAMES = (*RECURRENT_MIXERS, "softmax")
+CONTRASTS = ("none", "learned")
 
 # transformers' kinds of rotary positions, and what each needs beside rope_theta
 ROTARY_KINDS: dict[str, tuple[str, ...]] = {
@@ -64,6 +65,11 @@ class NaLaConfig(PreTrainedConfig):
     """Feature map of every mixer but `softmax`, a name of nalaformer.FEATURE_MAPS."""
     map_options: dict[str, Any] | None = None
     """Options of the feature map."""
+    contrast: str = "none"
+    """Moves outputs of `linear` and `forgetting` mixers away from the mean of the values that they see, o + z (o - mean v):
+    "learned", z = softplus(a + b |q| / sqrt D) with a and b of each head, or "none"."""
+    contrast_offset: float = 0.0
+    """Where a of a learned contrast starts; -0.75 is our recommendation."""
     short_convolution: int = 4
     """Tokens that a causal depth-wise convolution of q, k and v sees before every mixer but `softmax`; 0: no convolution."""
     linear_rotary: bool = False
@@ -136,6 +142,7 @@ class NaLaConfig(PreTrainedConfig):
         self.map_options = self.map_options or {}
         self._check_mixers()
         self._check_map()
+        self._check_contrast()
         if self.short_convolution < 0:
             raise ValueError(f"short_convolution must be a number of tokens, or 0 for none, got {self.short_convolution}")
         if self.head_dim % 2 and self.has_rotary:
@@ -209,6 +216,20 @@ class NaLaConfig(PreTrainedConfig):
             raise ValueError(
                 f"the delta rules write one value for each key and need a map with one stream, got {self.feature_map!r} with "
                 f"{streams}; use mixers='linear' or 'forgetting', or another feature_map"
+            )
+
+    def _check_contrast(self) -> None:
+        if self.contrast not in CONTRASTS:
+            raise unknown_name("contrast", self.contrast, CONTRASTS)
+        if self.contrast_offset and self.contrast == "none":
+            raise ValueError(
+                f"contrast_offset is where a learned contrast starts, got {self.contrast_offset} with contrast='none'; use "
+                "contrast='learned', or leave it out"
+            )
+        if self.contrast != "none" and not {"linear", "forgetting"} & set(self.mixer_of_layers):
+            raise ValueError(
+                f"a contrast is a part of `linear` and `forgetting` mixers, got {self.contrast!r} with mixers={self.mixers!r}; "
+                "leave it out"
             )
 
     @property

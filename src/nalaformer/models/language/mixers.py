@@ -1,6 +1,8 @@
 """What mixes tokens: normalised linear attention, the delta rules, exact attention. All take and give [B, N, C]."""
 
 import math
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,8 @@ from transformers import initialization
 from transformers.cache_utils import CacheLayerMixin
 
 from ...attention.fading import log_decay_of, start_of_decay
-from ...feature_maps import feature_map
+from ...attention.learned_contrast import LearnedContrast
+from ...feature_maps import FeatureMap, feature_map
 from ...ops import (
     LinearState,
     compute_dtype,
@@ -98,39 +101,69 @@ class FadingMixer(RecurrentMixer):
 
 
 class LinearMixer(RecurrentMixer):
-    """Normalised causal linear attention."""
+    """Normalised causal linear attention, with a contrast if the config asks for one."""
 
     def __init__(self, config: NaLaConfig) -> None:
         assert config.num_key_value_heads is not None
         super().__init__(config, key_heads=config.num_key_value_heads)
         self.has_rotary = config.linear_rotary
+        self.contrast = None
+        if config.contrast == "learned":
+            self.contrast = LearnedContrast(num_heads=config.num_attention_heads, offset=config.contrast_offset)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
         rotary = tokens.rotary if self.has_rotary else None
+        strength = None if self.contrast is None else self.contrast(q)
         decay = self.log_decay(x)
+        rates: dict[str, Any] = {"contrast": strength, "log_decay": decay}
         if tokens.cu_seqlens is not None:
             places = None if rotary is None else rotary.flat()
             flat = [y.flatten(0, 1) for y in (q, k, v)]
-            fading = None if decay is None else decay.flatten(0, 1)
+            rates = {name: None if each is None else each.flatten(0, 1) for name, each in rates.items()}
             out = linear_attention(
-                *flat, feature_map=self.map, causal=True, rotary=places, cu_seqlens=tokens.cu_seqlens, log_decay=fading
+                *flat, feature_map=self.map, causal=True, rotary=places, cu_seqlens=tokens.cu_seqlens, **rates
             )
             return out.unflatten(0, q.shape[:2])
         if layer is None:
             return linear_attention(
-                q, k, v, feature_map=self.map, causal=True, rotary=rotary, key_mask=tokens.key_mask, log_decay=decay
+                q, k, v, feature_map=self.map, causal=True, rotary=rotary, key_mask=tokens.key_mask, **rates
             )
-        names = LinearState.__dataclass_fields__
-        known = {name: tensor for name, tensor in layer.tensors.items() if name in names}
-        state = LinearState(**known) if known else None
-        if state is not None and q.shape[1] == 1 and tokens.key_mask is None and not torch.is_grad_enabled():
-            return recurrent_step_(state, q, k, v, feature_map=self.map, rotary=rotary, log_decay=decay)
-        out, state = recurrent_linear_attention(
-            q, k, v, feature_map=self.map, state=state, rotary=rotary, key_mask=tokens.key_mask, log_decay=decay
-        )
-        # contiguous: the kernel of a single token updates them in place
-        layer.tensors.update({name: tensor.contiguous() for name, tensor in state.tensors().items()})
-        return out
+        given: dict[str, Any] = {"log_decay": decay, "key_mask": tokens.key_mask}
+        out = continued(layer, q, k, v, feature_map=self.map, rotary=rotary, **given)
+        if strength is None:
+            return out
+        one, same = (y.new_ones(*y.shape[:-1], 1) for y in (q, k))
+        mean = continued(layer, one, same, v, feature_map=even_map(q.shape[2]), name="mean_", eps=0.0, **given)
+        wide = widened(out)
+        return (wide + strength[..., None] * (wide - widened(mean))).to(out.dtype)
+
+
+@cache
+def even_map(num_heads: int) -> FeatureMap:
+    """Of attention whose keys all weigh the same: it gives the mean of the values."""
+    return feature_map("relu", num_heads=num_heads, head_dim=1)
+
+
+def continued(
+    layer: RecurrentLayer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None,
+    log_decay: Tensor | None,
+    name: str = "",
+    **given: Any,
+) -> Tensor:
+    """Causal linear attention after the tokens of a cache, which then holds these too, in tensors whose names begin so."""
+    known = {field: layer.tensors[name + field] for field in LinearState.__dataclass_fields__ if name + field in layer.tensors}
+    state = LinearState(**known) if known else None
+    if state is not None and q.shape[1] == 1 and key_mask is None and not torch.is_grad_enabled():
+        return recurrent_step_(state, q, k, v, log_decay=log_decay, **given)
+    out, state = recurrent_linear_attention(q, k, v, state=state, key_mask=key_mask, log_decay=log_decay, **given)
+    # contiguous: the kernel of a single token updates them in place
+    layer.tensors.update({name + field: tensor.contiguous() for field, tensor in state.tensors().items()})
+    return out
 
 
 class ForgettingMixer(FadingMixer, LinearMixer):

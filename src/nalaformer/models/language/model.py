@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.output_capturing import capture_outputs
 
+from ...attention.learned_contrast import LearnedContrast
 from ...feature_maps import FeatureMap, feature_map
 from ...registry import unknown_name
 from .cache import LanguageCache, NaLaCache, RecurrentLayer
@@ -92,13 +93,20 @@ class NaLaPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
         elif isinstance(module, FeatureMap):
             options = self.config.map_options or {}
-            fresh = feature_map(self.config.feature_map, num_heads=module.num_heads, head_dim=module.head_dim, **options)
-            for parameter, start in zip(module.parameters(), fresh.parameters(), strict=True):
-                initialization.copy_(parameter, start)
+            sizes = {"num_heads": module.num_heads, "head_dim": module.head_dim}
+            begin_as(module, feature_map(self.config.feature_map, **sizes, **options))
+        elif isinstance(module, LearnedContrast):
+            begin_as(module, LearnedContrast(num_heads=len(module.offset), offset=self.config.contrast_offset))
         elif isinstance(module, FadingMixer):
             module.reset_decay()
         else:
             super()._init_weights(module)
+
+
+def begin_as(module: nn.Module, fresh: nn.Module) -> None:
+    """Give the parameters of a module the values of a new one."""
+    for parameter, start in zip(module.parameters(), fresh.parameters(), strict=True):
+        initialization.copy_(parameter, start)
 
 
 class NaLaModel(NaLaPreTrainedModel):
