@@ -163,7 +163,9 @@ def test_records_have_the_rows_that_the_layer_used(options):
         q, k, v, _, key_grid = layer.project(x, (4, 6), None)
         gathered = layer.attend(q, k, v, (4, 6), key_grid, None, None)
         torch.testing.assert_close(torch.einsum("bhij,bjhv->bihv", weights, v), gathered)
-    product = sum(form.queries @ form.keys.transpose(-1, -2) for form in linear_forms(found)) / layer.map.streams
+    product = (
+        sum(form.queries @ form.keys.transpose(-1, -2) for form in linear_forms(found, found.key_mask)) / layer.map.streams
+    )
     torch.testing.assert_close(product, weights)
     assert all(0 < each.effective_rank <= 24 for each in found.statistics())
 

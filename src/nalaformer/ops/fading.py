@@ -42,8 +42,9 @@ def faded_sums(x: Tensor, log_decay: Tensor) -> Tensor:
     before = torch.zeros_like(x[:, 0])
     parts = []
     # an exported program must serve every number of tokens, so it cannot count pieces
-    size = x.shape[1] if torch.compiler.is_exporting() or is_jit_tracing() else PIECE
-    for values, decay in zip(x.split(size, dim=1), log_decay.split(size, dim=1), strict=True):
+    is_whole = torch.compiler.is_exporting() or is_jit_tracing()
+    pieces = [(x, log_decay)] if is_whole else zip(x.split(PIECE, dim=1), log_decay.split(PIECE, dim=1), strict=True)
+    for values, decay in pieces:
         faded = decay.cumsum(1)
         within = pair_decay(faded)
         sums = torch.einsum("bkij,bjkv->bikv", within, values) + faded.exp()[..., None] * before[:, None]
