@@ -7,7 +7,8 @@ from scipy import ndimage
 
 from helpers.sequence_cases import make
 from nalaformer.data.sequences import SEQUENCES, contours
-from nalaformer.data.sequences.paddles import BEGINNINGS, Paddles, PaddleShape, resized
+from nalaformer.data.sequences.paddles import BEGINNINGS, Paddles, PaddleShape
+from nalaformer.data.sequences.rasters import resized
 
 IMAGES = 3000
 

@@ -5,14 +5,16 @@ An image begins anew when one of its two long contours is stuck, which costs som
 that succeeds counts: which others grow beside it changes nothing.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .paddles import BEGINNINGS, FULL, Floats, Ints, Paddles
+from .paddles import BEGINNINGS, Floats, Ints, Paddles
 from .random_numbers import RandomKeys, child_keys, integers, uniform_at
+from .rasters import FULL
 
 Bools = NDArray[np.bool_]
 
@@ -104,8 +106,8 @@ class Room:
 
     def part(self, images: Ints) -> "Room":
         """A copy of some images."""
-        part = object.__new__(Room)
-        part.__dict__ = {**self.__dict__, "taken": self.taken[images], "wide": self.wide[images]}
+        part = copy(self)
+        part.taken, part.wide = self.taken[images], self.wide[images]
         return part
 
     def put(self, images: Ints, part: "Room") -> None:
@@ -196,17 +198,9 @@ def tried_contours(keys: RandomKeys, spec: ContourSpec, paddles: Paddles, middle
     for number in range(2 * spec.contour):
         which = number % 2
         if number >= 2:
-            drawn = uniform_at(keys[growing, None], NUMBERS * number + np.arange(DRAWS))
-            strokes, fits = next_strokes(room, growing, last[which].part(growing), drawn)
-            growing, strokes = growing[fits], strokes.part(fits)
-            # the room of a stroke is taken when the next one stands, which lies next to it
-            room.take(growing, last[which].part(growing))
-            for kept, new in zip(last[which], strokes, strict=True):
-                kept[growing] = new
+            growing = gone_on(keys, number, room, growing, last[which])
         paddle[:, number], place[:, number] = last[which].paddle, last[which].place
-    succeeded = np.zeros(len(keys), bool)
-    succeeded[growing] = True
-    return Contours(paddle=paddle, place=place), succeeded
+    return Contours(paddle=paddle, place=place), np.isin(np.arange(len(keys)), growing)
 
 
 def middle_places(spec: ContourSpec, paddles: Paddles) -> Middle:
@@ -246,6 +240,18 @@ def begins_inside(room: Room, paddle: Ints, place: Ints) -> Bools:
     paddles = room.paddles
     ends = (place, place + paddles.first_head[paddle], place + paddles.first_pivot[paddle])
     return np.logical_and.reduce([room.is_inside(each) for each in ends])
+
+
+def gone_on(keys: RandomKeys, number: int, room: Room, growing: Ints, last: Strokes) -> Ints:
+    """Go on with one contour in each of the growing images; those that could. `last` and the room change."""
+    drawn = uniform_at(keys[growing, None], NUMBERS * number + np.arange(DRAWS))
+    strokes, fits = next_strokes(room, growing, last.part(growing), drawn)
+    growing, strokes = growing[fits], strokes.part(fits)
+    # the room of a stroke is taken when the next one stands, which lies next to it
+    room.take(growing, last.part(growing))
+    for kept, new in zip(last, strokes, strict=True):
+        kept[growing] = new
+    return growing
 
 
 def next_strokes(room: Room, images: Ints, last: Strokes, drawn: Floats) -> tuple[Strokes, Bools]:
@@ -299,17 +305,10 @@ def tried_short_contour(keys: RandomKeys, room: Room) -> tuple[Contours, Bools]:
     growing = np.flatnonzero(fits)
     for number in range(length):
         if number:
-            drawn = uniform_at(keys[growing, None], NUMBERS * number + np.arange(DRAWS))
-            strokes, fits = next_strokes(room, growing, last.part(growing), drawn)
-            growing, strokes = growing[fits], strokes.part(fits)
-            room.take(growing, last.part(growing))
-            for kept, new in zip(last, strokes, strict=True):
-                kept[growing] = new
+            growing = gone_on(keys, number, room, growing, last)
         paddle[:, number], place[:, number] = last.paddle, last.place
     room.take(growing, last.part(growing))
-    succeeded = np.zeros(len(keys), bool)
-    succeeded[growing] = True
-    return Contours(paddle=paddle, place=place), succeeded
+    return Contours(paddle=paddle, place=place), np.isin(np.arange(len(keys)), growing)
 
 
 def one_beginning(keys: RandomKeys, room: Room) -> tuple[Strokes, Bools]:

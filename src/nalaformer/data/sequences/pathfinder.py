@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from .base import SEQUENCES, Arrays, SequenceData, SequenceFacts
 from .contours import Contours, ContourSpec, grow
-from .paddles import FULL, Bytes, Floats, Ints, Paddles, PaddleShape, make_paddles, resized
+from .paddles import Floats, Ints, Paddles, PaddleShape, make_paddles
 from .random_numbers import child_keys, integers, uniforms
+from .rasters import FULL, Bytes, resized
 
 # images that are made side by side: few enough for the cache
 PIECE = 256
