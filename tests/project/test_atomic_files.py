@@ -78,3 +78,8 @@ def test_an_older_folder_goes_only_when_the_new_one_has_reached_the_disk(tmp_pat
     assert (tmp_path / "old" / "old").exists()
     put_in_place(tmp_path / "new", tmp_path / "old")
     assert [path.name for path in tmp_path.rglob("*")] == ["old", "new"]
+
+
+def test_tables_have_the_same_line_ends_on_every_machine(tmp_path):
+    write_csv(tmp_path / "a.csv", ("name", "size"), [{"name": "new", "size": 3}])
+    assert (tmp_path / "a.csv").read_bytes() == b"name,size\nnew,3\n"

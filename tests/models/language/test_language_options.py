@@ -232,6 +232,16 @@ def test_a_contrast_starts_where_its_offset_says(tmp_path):
     assert loaded.model.layers[1].mixer.contrast.offset.tolist() == [-3.0] * 2
 
 
+def test_the_file_of_a_cache_knows_whether_its_model_has_a_contrast(tmp_path):
+    plain, contrasted = (NaLaConfig.from_size("nano", contrast=contrast, vocab_size=23) for contrast in ("none", "learned"))
+    NaLaCache(contrasted).save(tmp_path / "one.safetensors")
+    assert NaLaCache.load(tmp_path / "one.safetensors", contrasted).kind["contrast"] == "learned"
+    with pytest.raises(ValueError, match="a model with the same mixers and feature map"):
+        NaLaCache.load(tmp_path / "one.safetensors", plain)
+    # as files of older versions, which know of none
+    assert "contrast" not in NaLaCache(plain).kind
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
