@@ -78,12 +78,14 @@ def answers(command: list[str]) -> bool:
 
 
 def bring(source: Path, target: Path) -> None:
-    """The rows of a folder, and the runs that it has put aside, as another one has them."""
+    """The rows of a folder, and the runs that it has put aside, into another one, unless that one's rows are newer."""
     target.mkdir(parents=True, exist_ok=True)
-    if source == target:
+    old, new = target / TABLE, source / TABLE
+    # a sweep that was killed has left its last rows in one of the two alone
+    if source == target or (old.exists() and not (new.exists() and new.stat().st_mtime_ns > old.stat().st_mtime_ns)):
         return
-    if (source / TABLE).exists():
-        shutil.copy(source / TABLE, target)
+    if new.exists():
+        shutil.copy(new, target)
     aside = f".{Path(TABLE).stem}_aside"
     shutil.rmtree(target / aside, ignore_errors=True)
     if (source / aside).exists():

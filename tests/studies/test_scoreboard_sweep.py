@@ -67,6 +67,20 @@ def test_rows_and_runs_that_are_put_aside_lie_in_the_folder_of_results_as_they_c
     assert [path.name for path in (kept / aside).iterdir()] == ["two.safetensors"]
 
 
+def test_rows_of_a_sweep_that_was_killed_are_not_overwritten_by_older_ones(sweep, monkeypatch, tmp_path, capsys):
+    kept, out = (tmp_path / name / "scoreboard_h200.csv" for name in ("kept", "out"))
+    assert call(sweep, monkeypatch, tmp_path, "--methods", "relu") == 0
+    before = kept.read_bytes()
+    assert call(sweep, monkeypatch, tmp_path, "--methods", "relu, elu") == 0
+    # as a kill leaves it: nothing was brought back
+    kept.write_bytes(before)
+    os.utime(kept, ns=(out.stat().st_mtime_ns - 10**9,) * 2)
+    capsys.readouterr()
+    assert call(sweep, monkeypatch, tmp_path, "--methods", "relu, elu") == 0
+    assert "copying_256: 0 of 2 runs to do" in capsys.readouterr().out
+    assert [row["method"] for row in read_rows(kept)] == [row["method"] for row in read_rows(out)] == ["relu", "elu"]
+
+
 def test_a_row_takes_the_methods_that_it_can_train(sweep, monkeypatch, tmp_path):
     more = ("--rows", "copying_256,majority_256", "--methods", "relu,rala_map,deltanet")
     assert call(sweep, monkeypatch, tmp_path, *more) == 0
