@@ -51,6 +51,7 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "mhla_map": of("relu", mixed_blocks=[4, 4]),
     "relu_forgetting": of("relu", forgets=True),
     "nala_forgetting": of("norm_aware", forgets=True),
+    "nala_learned_forgetting": of("norm_aware", **MILD, start_gain=2.5, contrast="learned", forgets=True),
     "channel_softmax_forgetting": of("channel_softmax", contrast="learned", contrast_offset=-0.75, forgets=True),
     "deltanet": of("delta"),
     "deltanet_nala": of("delta", feature_map="norm_aware"),
@@ -64,7 +65,7 @@ ALL = "all"
 BIDIRECTIONAL = ("rala_map", "mhla_map")
 # go from token to token
 CAUSAL = (
-    *("relu_forgetting", "nala_forgetting", "channel_softmax_forgetting"),
+    *("relu_forgetting", "nala_forgetting", "nala_learned_forgetting", "channel_softmax_forgetting"),
     *("deltanet", "deltanet_nala", "gated_deltanet", "gated_deltanet_nala"),
 )
 
