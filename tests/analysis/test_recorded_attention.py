@@ -1,6 +1,7 @@
 """What records say of attention, against what the layers computed and against all pairs written out."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from nalaformer.analysis import attention_entropy, attention_layers, effective_r
 from nalaformer.analysis.layers import Recorder, call, grid_of
 from nalaformer.analysis.records import LinearRecord
 from nalaformer.attention import Attention, AttentionConfig
+from nalaformer.attention.windows import Groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -341,6 +343,43 @@ def test_half_of_random_products_are_lost_by_relu_and_none_by_polarity_or_elu():
         assert told == pytest.approx(expected.tolist(), abs=1e-6), name
     for name in ("polarity", "elu", "hedgehog"):
         assert [head.lost_products for head in simple(name, q, k).statistics()] == [0, 0], name
+
+
+def some_see(which):
+    """Settings of a record of two rows of 24 tokens, and who sees whom in it: [B, N, N]."""
+    everyone, tokens = torch.ones(2, 24, 24, dtype=torch.bool), torch.arange(24)
+    mask = torch.stack((tokens < 17, tokens >= 5))
+    if which == "padding":
+        return {"key_mask": mask}, everyone & mask[:, None] & mask[:, :, None]
+    if which == "groups":
+        groups = (tokens >= 7).long() + (tokens >= 8).long()
+        return {"groups": Groups(groups.expand(2, -1), range(3))}, everyone & (groups[:, None] == groups)
+    blocks = tokens // 5
+    causal = everyone & (blocks[:, None] >= blocks)
+    return {"causal": True, "block": 5, "key_mask": mask}, causal & mask[:, None] & mask[:, :, None]
+
+
+@pytest.mark.parametrize("which", ["padding", "groups", "causal blocks"])
+def test_products_are_lost_among_tokens_that_see_each_other(which):
+    q, k = torch.randn(2, 2, 24, 2, 8, generator=torch.Generator().manual_seed(0))
+    settings, sees = some_see(which)
+    products = (q[:, :, None] * k[:, None]).double() * sees[..., None, None]  # [B, N, N, H, D]
+    expected = (products.abs() * (products < 0)).sum((0, 1, 2, 4)) / products.abs().sum((0, 1, 2, 4))
+    if "key_mask" in settings:
+        # whatever stands there
+        q[~settings["key_mask"]] = k[~settings["key_mask"]] = 1e30
+    told = [head.lost_products for head in replace(simple("relu", q, k), **settings).statistics()]
+    assert told == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("which", ["padding", "causal blocks"])
+def test_ranks_are_those_of_the_rows_of_tokens(which):
+    q, k = torch.randn(2, 2, 24, 2, 8, generator=torch.Generator().manual_seed(0))
+    settings, sees = some_see(which)
+    weights = torch.einsum("bihd,bjhd->bhij", q.double().relu(), k.double().relu()) * sees[:, None]
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
+    told = [head.effective_rank for head in replace(simple("relu", q, k), **settings).statistics()]
+    assert told == pytest.approx(effective_rank(weights).mean(0).tolist(), rel=1e-3)
 
 
 def test_the_cosine_direction_sees_opposite_signs_that_the_split_loses():

@@ -33,7 +33,8 @@ class HeadStatistics:
     effective_rank: float
     """exp of the entropy of the singular values of the weights, mean over samples; see `head_statistics`."""
     lost_products: float
-    """Share of |q_c k_c|, over all pairs and channels, whose factors differ in sign and that the map does not see."""
+    """Share of |q_c k_c|, over all pairs that see each other and all channels, whose factors differ in sign and that the map
+    does not see."""
     smallest_weight: float
     negative_share: float
     """Share of the weights' size that is negative: rotary positions in the numerator alone make such weights."""
@@ -56,7 +57,7 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
 
     The effective rank of linear attention that sees all keys follows from its features: a QR decomposition of those of the
     queries (divided by the denominators) and of the keys, and the singular values of the product of both triangles. Of other
-    attention it is taken of at most 128 rows, evenly spaced, and cannot exceed that.
+    attention it is taken of at most 128 rows, evenly spaced, and cannot exceed that. Rows of padding count as zeros.
     """
     pieces, places, heads, _ = record.q.shape
     real = _real_queries(record)
@@ -73,8 +74,8 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
         received += (shares * real[:, None, chunk, None]).sum(2).double()
     query_norms, key_norms = (x.double().norm(dim=-1).transpose(1, 2) for x in (record.q, record.k))  # [P, H, T]
     keys = real if record.k.shape[1] == places else torch.ones_like(received[:, 0], dtype=torch.bool)
-    rank = _effective_rank(record)
-    lost = _lost_products(record)
+    rank = _effective_rank(record, real)
+    lost = _lost_products(record, real)
     denominators = record.log_denominators().double().unflatten(-1, (-1, places))  # [P, H, streams, T]
     found = []
     for head in range(heads):
@@ -117,37 +118,61 @@ def _real_queries(record: LayerRecord) -> Tensor:
     return real
 
 
-def _effective_rank(record: LayerRecord) -> Tensor:
+def _effective_rank(record: LayerRecord, real: Tensor) -> Tensor:
     """[H]."""
     pieces = torch.linspace(0, record.q.shape[0] - 1, min(RANKED_PIECES, record.q.shape[0])).round().long().unique()
+    pieces = pieces.to(record.q.device)
     if isinstance(record, LinearRecord) and not record.causal and record.groups is None:
-        ranks = [_rank_of_product(form, pieces.to(record.q.device)) for form in linear_forms(record, record.key_mask)]
+        ranks = [_rank_of_product(form, pieces, real[pieces]) for form in linear_forms(record, record.key_mask)]
         return torch.stack(ranks).mean(0)
     rows = torch.linspace(0, record.q.shape[1] - 1, min(RANKED_ROWS, record.q.shape[1])).round().long().unique()
-    weights = record.piece_weights(rows.to(record.q.device))[pieces.to(record.q.device)]
+    rows = rows.to(record.q.device)
+    weights = torch.where(real[pieces][:, None, rows, None], record.piece_weights(rows)[pieces], 0.0)
     return effective_rank(weights.double()).mean(0)
 
 
-def _rank_of_product(form: LinearForm, pieces: Tensor) -> Tensor:
+def _rank_of_product(form: LinearForm, pieces: Tensor, real: Tensor) -> Tensor:
     """exp of the entropy of the singular values of queries keys^T: those of the product of the triangles of both. [H]."""
-    queries, keys = (torch.linalg.qr(x[pieces].double(), mode="r").R for x in (form.queries, form.keys))
+    visible = torch.where(real[:, None, :, None], form.queries[pieces], 0.0)
+    queries, keys = (torch.linalg.qr(x.double(), mode="r").R for x in (visible, form.keys[pieces]))
     return effective_rank(queries @ keys.mT).mean(0)
 
 
-def _lost_products(record: LayerRecord) -> Tensor:
+def _lost_products(record: LayerRecord, real: Tensor) -> Tensor:
     """[H]: share of the size of opposite products, if the map maps them to nothing.
 
     The size over all pairs follows from sums per channel: of the positive and of the negative parts of q and of k.
     """
     if not isinstance(record, LinearRecord):
         return torch.zeros(record.num_heads, dtype=torch.float64)
-    sums = [(x.double().clamp(min=0).sum(1), (-x.double()).clamp(min=0).sum(1)) for x in (record.q, record.k)]
-    (q_up, q_down), (k_up, k_down) = sums  # [P, H, D] each
-    total = ((q_up + q_down) * (k_up + k_down)).sum((0, 2)).clamp(min=1e-30)
-    return (q_up * k_down + q_down * k_up).sum((0, 2)) / total * ~_sees_opposites(record)
+    opposite = total = torch.zeros(record.num_heads, dtype=torch.float64, device=record.q.device)
+    for queries, keys in record.visible():
+        q_up, q_down = _parts(record.q, real if queries is None else real & queries)
+        # of each query, or of all of them: the keys that it sees
+        k_up, k_down = (_sum_of_seen(x, record) for x in _parts(record.k, keys))
+        if not record.causal:
+            q_up, q_down = q_up.sum(1, keepdim=True), q_down.sum(1, keepdim=True)
+        opposite = opposite + (q_up * k_down + q_down * k_up).sum((0, 1, 3))
+        total = total + ((q_up + q_down) * (k_up + k_down)).sum((0, 1, 3))
+    return opposite / total.clamp(min=1e-30) * ~_sees_opposites(record, real)
 
 
-def _sees_opposites(record: LinearRecord) -> Tensor:
+def _parts(x: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sizes of the positive and of the negative entries, [P, T, H, D]; 0 at hidden tokens, whatever stands there."""
+    x = x.double() if visible is None else torch.where(visible[:, :, None, None], x.double(), 0.0)
+    return x.clamp(min=0), (-x).clamp(min=0)
+
+
+def _sum_of_seen(x: Tensor, record: LinearRecord) -> Tensor:
+    """Over all tokens, [P, 1, H, D], or in causal attention up to the end of the block of each, [P, T, H, D]."""
+    if not record.causal:
+        return x.sum(1, keepdim=True)
+    tokens = torch.arange(x.shape[1], device=x.device)
+    last = ((tokens // record.block + 1) * record.block - 1).clamp(max=x.shape[1] - 1)
+    return x.cumsum(1)[:, last]
+
+
+def _sees_opposites(record: LinearRecord, real: Tensor) -> Tensor:
     """[H] bool: whether keys that differ from a query in the sign of every channel get any weight, beside the query itself.
 
     Tried on random signs in all channels, of the size that queries and keys have in the record.
@@ -155,7 +180,8 @@ def _sees_opposites(record: LinearRecord) -> Tensor:
     shape = (1, PROBES, record.num_heads, record.q.shape[-1])
     signs = 2.0 * torch.randint(2, shape, generator=torch.Generator().manual_seed(0)).double().to(record.q.device) - 1
     mapped = record.feature_map.given(record.q, record.k, key_mask=None, causal=record.causal)
-    size_of_query, size_of_key = (x.double().square().mean().sqrt() for x in (record.q, record.k))
+    tokens = (record.q[real], record.k if record.key_mask is None else record.k[record.key_mask])
+    size_of_query, size_of_key = (x.double().square().mean().sqrt() for x in tokens)
     same, opposite = (mapped.key(sign * size_of_key * signs) for sign in (1.0, -1.0))
     streams = [stream.value for stream in mapped.query_streams(size_of_query * signs)]
     # of two streams one sees equal signs and one opposite ones
