@@ -56,6 +56,31 @@ def test_padding_on_either_side_changes_no_real_token(layout, side):
 
 
 @each_layout
+@pytest.mark.parametrize("how", ["at once", "after a cache", "compiled"])
+def test_padding_between_real_tokens_changes_none_of_them(layout, how):
+    """A second turn of a padded batch: the rows begin and go on at different tokens."""
+    model, rows = make(layout), [text(1, 24), text(1, 19)]
+    padded, mask = text(2, 30), torch.zeros(2, 30, dtype=torch.bool)
+    # a cut after 13 tokens; the first row has padding behind it, the second in front of both turns
+    for number, places in enumerate(([*range(13), *range(17, 28)], [*range(4, 13), *range(20, 30)])):
+        padded[number, places], mask[number, places] = rows[number][0], True
+    if how == "after a cache":
+        with torch.no_grad():
+            first = model(padded[:, :13], attention_mask=mask[:, :13], use_cache=True)
+            second = model(padded[:, 13:], attention_mask=mask, past_key_values=first.past_key_values)
+            token = text(2, 1)
+            ended = torch.cat((mask, torch.ones(2, 1, dtype=torch.bool)), dim=1)
+            step = model(token, attention_mask=ended, past_key_values=second.past_key_values).logits
+        rows = [torch.cat((row, last[None]), dim=1) for row, last in zip(rows, token, strict=True)]
+        together, mask = torch.cat((first.logits, second.logits, step), dim=1), ended
+    else:
+        run = torch.compile(model, backend="eager") if how == "compiled" else model
+        together = run(padded, attention_mask=mask, use_cache=False).logits
+    for number, row in enumerate(rows):
+        torch.testing.assert_close(together[number, mask[number]], model(row).logits[0], rtol=0, atol=1e-10)
+
+
+@each_layout
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens_q"])
 def test_packed_sequences_do_not_see_each_other(layout, how):
     model, lengths = make(layout), (33, 1, 2, 70)
@@ -88,6 +113,23 @@ def test_packing_with_padding_is_refused():
         model(tokens, position_ids=positions, attention_mask=mask)
     with pytest.raises(ValueError, match="packed sequences leave no state"):
         model(tokens, position_ids=positions, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    "packing", [{"cu_seq_lens_q": torch.tensor([0, 5, 10])}, {"position_ids": torch.arange(5).repeat(2)[None]}]
+)
+def test_packing_whose_second_sequence_begins_with_padding_is_refused(packing):
+    mask = torch.ones(1, 10, dtype=torch.int64)
+    mask[:, 5] = 0
+    with pytest.raises(ValueError, match="exclude each other"):
+        make()(text(1, 10), attention_mask=mask, use_cache=False, **packing)
+
+
+def test_packing_after_a_cache_is_refused():
+    model = make()
+    cache = model(text(1, 4), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="need an empty cache, got cu_seq_lens_q after 4 tokens"):
+        model(text(1, 6), past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 2, 6]))
 
 
 @each_layout

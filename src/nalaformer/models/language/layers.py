@@ -76,6 +76,10 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, N, C], zero where a token is padding -> q, k, v; the layer keeps the last size - 1 real tokens."""
         kept = None if layer is None else layer.tensors.get("tail")
+        closed = tokens.closed
+        if closed is not None:
+            # padding between real tokens would stand where earlier ones are to be seen
+            x = torch.zeros_like(x).scatter(1, closed[..., None].expand_as(x), x)
         with_gradients = torch.is_grad_enabled()
         if kept is not None and x.shape[1] == 1 and tokens.key_mask is None and not with_gradients and self.size > 1:
             out = short_convolution_step_(kept, x, self.weight, sizes=self.parts, silu=self.silu)
@@ -89,6 +93,9 @@ class ShortConvolution(nn.Module):
             else:
                 # in its place, as the states of single tokens: a CUDA graph of a step goes on
                 kept.copy_(tail)
+        if closed is not None:
+            q, k, v = (part.gather(1, closed[..., None].expand_as(part)) for part in parts)
+            return q, k, v
         return parts
 
     def _tail(self, x: Tensor, kept: Tensor | None, tokens: Tokens) -> Tensor:
@@ -99,7 +106,10 @@ class ShortConvolution(nn.Module):
             joined = torch.cat((before, x[:, max(0, x.shape[1] - self.size + 1) :]), dim=1)
             return joined[:, joined.shape[1] - self.size + 1 :].clone()
         padded = torch.cat((before, x), dim=1)
-        places = torch.arange(1, tokens.key_mask.shape[1] + 1, device=x.device)
-        end = (tokens.key_mask * places).amax(1)  # tokens up to the last real one, 0 if there is none
+        if tokens.closed is not None:
+            end = tokens.key_mask.sum(1)
+        else:
+            places = torch.arange(1, tokens.key_mask.shape[1] + 1, device=x.device)
+            end = (tokens.key_mask * places).amax(1)  # tokens up to the last real one, 0 if there is none
         window = end[:, None] + torch.arange(self.size - 1, device=x.device)
         return padded.gather(1, window[..., None].expand(-1, -1, x.shape[2]))

@@ -36,13 +36,18 @@ class Tokens:
     sharpness: Tensor | None = None
     """[D], what the channels of queries of `softmax` mixers are multiplied by: RotaryPositions.temperatures, for queries and
     keys in one; None: 1."""
+    closed: Tensor | None = None
+    """[B, N]: the place that each new token would have if real ones came first and padding last; None: no padding lies between
+    real tokens."""
     weights: list[Tensor] | None = None
     """Where `softmax` mixers put their weights [B, H, N, past + N]; None: nobody asks for them."""
 
     def between(self, start: int, stop: int) -> "Tokens":
         """The tokens start .. stop - 1 for a recurrent mixer; packed sequences cannot be cut."""
         mask = None if self.key_mask is None else self.key_mask[:, start:stop]
-        return replace(self, rotary=self.rotary.tokens(start, stop), past=self.past + start, key_mask=mask, pairs=None)
+        past = self.past + start
+        closed = None if mask is None else closed_up(mask, past)
+        return replace(self, rotary=self.rotary.tokens(start, stop), past=past, key_mask=mask, pairs=None, closed=closed)
 
 
 def describe_tokens(
@@ -80,7 +85,13 @@ def describe_tokens(
         )
     starts = sequence = bounds = None
     # a cache that counts in a tensor has seen tokens
-    if not isinstance(past, Tensor) and past == 0 and (cu_seqlens is not None or (position_ids is not None and length > 1)):
+    is_first = not isinstance(past, Tensor) and past == 0
+    if cu_seqlens is not None and not is_first:
+        raise ValueError(
+            f"packed sequences need an empty cache, got cu_seq_lens_q after {int(past)} tokens; pass use_cache=False and whole "
+            "sequences, or one sequence in each row"
+        )
+    if is_first and (cu_seqlens is not None or (position_ids is not None and length > 1)):
         starts, bounds = _packing(position_ids, cu_seqlens, key_mask, batch, length, device)
     if starts is not None:
         sequence = starts.flatten().cumsum(0).unflatten(0, (batch, length))
@@ -97,6 +108,7 @@ def describe_tokens(
         cu_seqlens=bounds,
         pairs=pairs,
         sharpness=None if temperatures is None else temperatures.square().repeat_interleave(2),
+        closed=None if key_mask is None else closed_up(key_mask, past),
         weights=[] if wants_weights else None,
     )
 
@@ -175,12 +187,11 @@ def _packing(
             return None, None
         starts = (position_ids == 0).expand(batch, length)
     if key_mask is not None:
-        # padding has position 0 as well, and so has the first real token of a row
-        inner = starts & key_mask & (key_mask.cumsum(1) > 1)
-        if bool(inner.any()):
+        if begins_again(key_mask, starts, position_ids if cu_seqlens is None else None):
             raise ValueError(
-                "packed sequences and padding exclude each other, got position_ids that begin again inside a row with an "
-                "attention_mask that hides tokens; pack without padding, or pad one sequence for each row"
+                "packed sequences and padding exclude each other, got sequences that begin inside a row (cu_seq_lens_q, or "
+                "position_ids that begin again) with an attention_mask that hides tokens; pack without padding, or pad one "
+                "sequence for each row"
             )
         return None, None
     first = torch.arange(length, device=device) == 0
@@ -188,6 +199,36 @@ def _packing(
     if not bool((starts & ~first).any()):
         return None, None
     return starts, torch.tensor([*starts.flatten().nonzero()[:, 0].tolist(), starts.numel()])
+
+
+def begins_again(key_mask: Tensor, starts: Tensor, position_ids: Tensor | None) -> bool:
+    """Whether the real tokens of a row belong to several sequences, also where the first token of one is hidden.
+
+    key_mask, starts: [B, N] bool, where a sequence begins. position_ids: [B or 1, N], if they tell where; padding may have any.
+    """
+    if position_ids is None:
+        sequence = starts.flatten().cumsum(0).view_as(starts)
+        first, last = sequence.masked_fill(~key_mask, sequence.numel()), sequence.masked_fill(~key_mask, -1)
+        return bool((first.amin(1) < last.amax(1)).any())
+    is_inner = key_mask & (key_mask.cumsum(1) > 1)
+    highest = position_ids.expand_as(key_mask).masked_fill(~key_mask, -1).cummax(1).values
+    return bool((is_inner & (starts | (position_ids < highest))).any())
+
+
+def closed_up(key_mask: Tensor, past: int) -> Tensor | None:
+    """Tokens.closed of a mask [B, N], False at padding, after `past` earlier tokens."""
+    if key_mask.shape[1] == 1:
+        return None
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or not has_numbers(key_mask)
+    if not is_traced:
+        has_earlier = key_mask.cumsum(1) > 0
+        if isinstance(past, Tensor) or past > 0:
+            has_earlier = torch.ones_like(has_earlier)
+        has_later = key_mask.flip(1).cumsum(1).flip(1) > 0
+        if not bool((~key_mask & has_earlier & has_later).any()):
+            return None
+    real, hidden = key_mask.long().cumsum(1), (~key_mask).long().cumsum(1)
+    return torch.where(key_mask, real, real[:, -1:] + hidden) - 1
 
 
 def _positions(visible: Tensor | None, starts: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
