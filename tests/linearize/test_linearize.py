@@ -157,8 +157,22 @@ def test_what_a_hybrid_cache_cannot_do_is_refused(model, tokens):
         model.generate(tokens, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match=r"[Aa]ssisted"):
         model.generate(tokens[:1], max_new_tokens=2, assistant_model=make_model())
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("hidden", [None, [], [20], [0, 30]])
+def test_packed_sequences_are_refused_with_a_cache_and_with_a_mask_too(model, tokens, use_cache, hidden):
+    options = {"use_cache": use_cache}
+    if hidden is not None:
+        options["attention_mask"] = torch.ones(1, 45, dtype=torch.int64)
+        options["attention_mask"][:, hidden] = 0
+    places = torch.cat((torch.arange(20), torch.arange(25)))
     with pytest.raises(ValueError, match="packed"):
-        model(tokens[:1], position_ids=torch.cat((torch.arange(20), torch.arange(25)))[None], use_cache=False)
+        model(tokens[:1, :45], position_ids=places[None], **options)
+    with pytest.raises(ValueError, match="packed"):
+        model(tokens[:1, :45], cu_seq_lens_q=torch.tensor([0, 20, 45]), **options)
+    # those of one sequence, counted from anywhere
+    model(tokens[:1, :45], position_ids=torch.arange(3, 48)[None], **options)
 
 
 @pytest.mark.parametrize(

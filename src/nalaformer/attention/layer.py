@@ -351,7 +351,9 @@ class Attention(nn.Module):
         return out + groups.join(lambda inside: mix(hide(v, inside), grid), out)
 
     def _rotary(self, grid: Grid, channels: int, like: Tensor) -> Rotary:
-        return kept_rotary(*grid, channels, normalised=self.config.normalised_rotary, device=like.device)
+        # weights of softmax sum to one as they are, and turning is all that it is given
+        normalised = self.config.normalised_rotary and self.map is not None
+        return kept_rotary(*grid, channels, normalised=normalised, device=like.device)
 
     def _checked_grid(self, x: Tensor, grid: Grid | None) -> Grid:
         if not isinstance(x, Tensor):

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...attention.hybrid import HybridAttention, HybridSettings
+from ..packed_sequences import begins_again
 from .attention import INTERFACE, ConvertedAttention, converted_attentions
 from .cache import HybridCache
 from .config import HybridConfig
@@ -80,6 +81,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"past_key_values must be a HybridCache, got {type(past_key_values).__name__}; pass HybridCache(model.config)"
             )
+        refuse_packing(position_ids, attention_mask, kwargs)
         if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
             tokens = input_ids if input_ids is not None else inputs_embeds
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -151,6 +153,25 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.host.set_output_embeddings(new_embeddings)
+
+
+def refuse_packing(position_ids: Tensor | None, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+    """transformers looks for packed sequences where there is neither a cache nor a mask, and names of bounds it passes on."""
+    bounds = options.get("cu_seq_lens_q")
+    is_packed = bounds is not None and len(bounds) > 2
+    # a program that is traced has no numbers to look at
+    if not is_packed and position_ids is not None and position_ids.dim() == 2 and not torch.compiler.is_compiling():
+        length = position_ids.shape[1]
+        if length > 1 and not position_ids.is_meta:
+            visible = torch.ones_like(position_ids, dtype=torch.bool)
+            if attention_mask is not None and attention_mask.dim() == 2:
+                visible = attention_mask[:, -length:].bool()
+            is_packed = begins_again(visible, position_ids == 0, position_ids)
+    if is_packed:
+        raise ValueError(
+            "hybrid attention runs from the first token of a row to its last, got packed sequences (position_ids that begin "
+            "again, or cu_seq_lens_q); pass one sequence in each row, with attention_mask for padding"
+        )
 
 
 def positions(visible: Tensor) -> Tensor:

@@ -1,0 +1,17 @@
+"""Several sequences in one row, as transformers packs them."""
+
+from torch import Tensor
+
+
+def begins_again(key_mask: Tensor, starts: Tensor, position_ids: Tensor | None) -> bool:
+    """Whether the real tokens of a row belong to several sequences, also where the first token of one is hidden.
+
+    key_mask, starts: [B, N] bool, where a sequence begins. position_ids: [B or 1, N], if they tell where; padding may have any.
+    """
+    if position_ids is None:
+        sequence = starts.flatten().cumsum(0).view_as(starts)
+        first, last = sequence.masked_fill(~key_mask, sequence.numel()), sequence.masked_fill(~key_mask, -1)
+        return bool((first.amin(1) < last.amax(1)).any())
+    is_inner = key_mask & (key_mask.cumsum(1) > 1)
+    highest = position_ids.expand_as(key_mask).masked_fill(~key_mask, -1).cummax(1).values
+    return bool((is_inner & (starts | (position_ids < highest))).any())
