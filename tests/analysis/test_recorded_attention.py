@@ -382,6 +382,34 @@ def test_ranks_are_those_of_the_rows_of_tokens(which):
     assert told == pytest.approx(effective_rank(weights).mean(0).tolist(), rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "linear", "softmax windows", "softmax mixer", "linear mixer"])
+def test_padding_is_no_token_in_the_figures_of_any_kind(kind):
+    """Six tokens by themselves, and behind six that are hidden."""
+    if "mixer" in kind:
+        model, tokens = make(kind.split()[0]), text(1, 12)
+        settings = {"attention_mask": torch.arange(12)[None] >= 6}
+        alone, padded = ({"input_ids": tokens[:, 6:]}, {"input_ids": tokens, **settings})
+    else:
+        window = {"window": 12} if "windows" in kind else {}
+        map_of = {"feature_map": "relu"} if kind == "linear" else {"feature_map": None}
+        model = Attention(AttentionConfig(**map_of, **window), dim=16, num_heads=2).double()
+        tokens, mask = torch.randn(1, 12, 16, dtype=torch.float64), torch.arange(12)[None] >= 6
+        tokens[:, :6] *= 30
+        alone, padded = {"x": tokens[:, 6:]}, {"x": tokens, "key_mask": mask}
+    for first, second in zip(record(model, alone), record(model, padded), strict=True):
+        for one, other in zip(first.statistics(), second.statistics(), strict=True):
+            for name in ("entropy", "query_norm", "key_norm", "effective_rank", "log_denominators"):
+                assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-6, abs=1e-9), name
+
+
+@pytest.mark.parametrize("mixer", ["linear", "forgetting"])
+def test_tokens_after_a_cache_are_refused_where_a_state_holds_the_earlier_ones(mixer):
+    model, tokens = make(mixer), text(1, 12)
+    cache = model(tokens[:, :10], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="holds 10 tokens already; pass all tokens at once"):
+        record(model, {"input_ids": tokens[:, 10:], "past_key_values": cache})
+
+
 def test_the_cosine_direction_sees_opposite_signs_that_the_split_loses():
     q, k = torch.randn(2, 1, 16, 1, 64, generator=torch.Generator().manual_seed(0))
     lost = [simple("norm_aware", q, k, direction=name).statistics()[0].lost_products for name in ("split", "cosine")]

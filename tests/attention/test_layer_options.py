@@ -183,6 +183,17 @@ def test_rotary_turns_heads_or_whole_features(over, dim, normalised):
     assert distance(layer(x, GRID), layer.projection(expected)) < EXACT
 
 
+@PARTS.of("position", "normalised_rotary")
+def test_softmax_turns_its_queries_and_keys_and_nothing_else():
+    layer, x = make("softmax", position="rotary", normalised_rotary=True), tokens()
+    same = make("softmax", position="rotary")
+    same.load_state_dict(layer.state_dict())
+    # weights that sum to one need no other denominator
+    assert torch.equal(layer(x, GRID), same(x, GRID))
+    places = torch.arange(15).expand(len(x), -1)
+    assert distance(layer.forward_at(x, GRID, places), same(x, GRID)) < EXACT
+
+
 @PARTS.of("position", "table_grid")
 def test_a_table_is_added_to_the_keys_cell_by_cell_on_its_own_grid():
     layer, x = make(position="table", table_grid=GRID), tokens()

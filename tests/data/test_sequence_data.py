@@ -170,3 +170,17 @@ def test_a_loader_gives_the_samples_in_batches():
     assert batch["inputs"].dtype == torch.int64
     known = {row.tobytes() for row in data.batch(range(40))["inputs"].astype(np.int64)}
     assert all(row.tobytes() in known for row in batch["inputs"].numpy())
+
+
+@pytest.mark.parametrize("name", ["accuracy", "perplexity"])
+def test_the_part_of_a_batch_that_asks_nothing_has_a_loss_of_zero(name):
+    """A mean over nothing is no number, and times its weight of zero it would spoil the sum over the parts."""
+    from nalaformer.data.sequences.figures import FIGURES, IGNORE
+
+    outputs, targets = torch.randn(4, 5, requires_grad=True), torch.tensor([1, 0, IGNORE, 3])
+    expected = torch.nn.functional.cross_entropy(outputs[[0, 1, 3]], targets[[0, 1, 3]])
+    torch.testing.assert_close(FIGURES[name].loss(outputs, targets), expected)
+    nothing = FIGURES[name].loss(outputs, torch.full((4,), IGNORE))
+    nothing.backward()
+    assert nothing.item() == 0
+    assert not outputs.grad.any()

@@ -75,6 +75,15 @@ def _is_mixer(module: nn.Module, name: str) -> bool:
     return mixers is not None and isinstance(module, getattr(mixers, name))
 
 
+def refuse_earlier_tokens(layer: AttentionLayer, count: int) -> None:
+    """Of tokens in a state queries and keys are gone."""
+    if count:
+        raise ValueError(
+            f"attention is recorded of whole sequences, got a cache whose state in {layer.name} holds {count} tokens already; "
+            "pass all tokens at once, without a cache"
+        )
+
+
 def record(model: nn.Module, inputs: Inputs, layers: Sequence[str] | None = None) -> list[LayerRecord]:
     """Run the model once, in evaluation mode and without gradients, and keep what its attention layers did.
 
@@ -145,6 +154,8 @@ class Recorder(TorchFunctionMode):
             self._replace(module, "attend", self._listen_to_ours(layer, module.attend))
         elif _is_mixer(module, "LinearMixer"):
             self._replace(module, "mix", self._listen_to_mixer(layer, module.mix))
+        elif _is_mixer(module, "SoftmaxMixer"):
+            self._replace(module, "forward", self._listen_to_exact_mixer(module.forward))
         elif isinstance(module, HybridAttention):
             self._replace(module, "forward", self._listen_to_hybrid(layer, module.forward))
         # exact attention by torch's fused function, which __torch_function__ sees
@@ -200,7 +211,7 @@ class Recorder(TorchFunctionMode):
             if module.map is None:
                 for found in self.records[seen:]:
                     assert isinstance(found, SoftmaxRecord)
-                    found.windows, found.heads_first = windows, False
+                    found.windows, found.heads_first, found.key_mask = windows, False, key_mask
                     # the mask hides these pairs already; whoever counts the keys that a query sees asks here
                     found.causal, found.block = module.config.causal, module.config.block
                     if self.keep_values:
@@ -240,6 +251,7 @@ class Recorder(TorchFunctionMode):
         module: Any = layer.module
 
         def listening(x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Any, cache: Any) -> Tensor:
+            refuse_earlier_tokens(layer, 0 if cache is None else cache.seen)
             out = mix(x, q, k, v, tokens, cache)
             decay = module.log_decay(x)
             found = LinearRecord(
@@ -262,12 +274,24 @@ class Recorder(TorchFunctionMode):
 
         return listening
 
+    def _listen_to_exact_mixer(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def listening(x: Tensor, tokens: Any, cache: Any) -> Tensor:
+            seen = len(self.records)
+            out = forward(x, tokens, cache)
+            for found in self.records[seen:]:
+                # its mask lets padding see itself, so the bias does not tell
+                found.key_mask = tokens.key_mask
+            return out
+
+        return listening
+
     def _listen_to_hybrid(self, layer: AttentionLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
         module: Any = layer.module
 
         def listening(
             q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, key_mask: Any = None, scale: Any = None, state: Any = None
         ) -> Any:
+            refuse_earlier_tokens(layer, 0 if state is None else max(state.lengths))
             out, after = forward(q, k, v, x, key_mask=key_mask, scale=scale, state=state)
             scores = module.scores(q, k, x, scale=scale, state=state)
             found = HybridRecord(

@@ -47,6 +47,8 @@ class LayerRecord:
     """Tokens in front of the grid, such as a class token."""
     windows: Tensor | None = field(default=None, repr=False)
     """[count, T]: which token of the image stands at each place of each window, -1 for padding; None: no windows."""
+    key_mask: Tensor | None = field(default=None, repr=False)
+    """[P, S] bool, False where a token is padding; None: none is."""
     values: Tensor | None = field(default=None, repr=False)
     """What the queries gather, as the layer passed it; kept for explanations alone."""
     gathered: Tensor | None = field(default=None, repr=False)
@@ -208,8 +210,6 @@ class LinearRecord(LayerRecord):
     causal: bool = False
     block: int = 1
     """Of causal attention: tokens that see each other."""
-    key_mask: Tensor | None = field(default=None, repr=False)
-    """[P, S]."""
     groups: Groups | None = field(default=None, repr=False)
     """Tokens that see those of their group alone: parts of a shifted window, or packed sequences."""
     contrast: Tensor | str | None = field(default=None, repr=False)
@@ -296,7 +296,6 @@ class HybridRecord(LayerRecord):
     settings: HybridSettings
     gate: Tensor | None = field(default=None, repr=False)
     scores: Tensor | None = field(default=None, repr=False)
-    key_mask: Tensor | None = field(default=None, repr=False)
     scale: float | None = None
     kind = "hybrid"
 

@@ -110,9 +110,8 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
 def _real_queries(record: LayerRecord) -> Tensor:
     """[P, T] bool: which queries are tokens and no padding."""
     real = torch.ones(record.q.shape[:2], dtype=torch.bool, device=record.q.device)
-    mask = getattr(record, "key_mask", None)
-    if mask is not None and mask.shape == real.shape:
-        real = real & mask
+    if record.key_mask is not None and record.key_mask.shape == real.shape:
+        real = real & record.key_mask
     if record.windows is not None:
         real = real & (record.windows >= 0).repeat(record.batch, 1)
     return real

@@ -53,7 +53,9 @@ class AccuracyFigure(Figure):
     name = "accuracy"
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, targets, ignore_index=IGNORE)
+        # a part of a batch that asks nothing has no loss, and no mean
+        total = F.cross_entropy(outputs, targets, ignore_index=IGNORE, reduction="sum")
+        return total / (targets != IGNORE).sum().clamp(min=1)
 
     def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
         asked = targets != IGNORE
