@@ -131,6 +131,20 @@ def test_a_wrong_value_is_one_line_and_exit_code_two(monkeypatch, capsys, argume
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("place", "said"), [("file", "a file stands where a folder is needed"), ("file/below", "is a file and no folder")]
+)
+def test_a_folder_that_cannot_be_made_is_explained(monkeypatch, capsys, tmp_path, place, said):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["nalaformer", "train", "cue_grid", "steps=1", "--out", str(tmp_path / place)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    error = capsys.readouterr().err
+    assert said in error
+    assert str(tmp_path / "file") in error
+    assert "Errno" not in error
+
+
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_its_packages_the_command_says_what_to_install(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)

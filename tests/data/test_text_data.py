@@ -522,3 +522,10 @@ def test_a_window_reads_its_own_tokens_and_no_others():
     assert data[100]["input_ids"].tolist() == [token % 50 for token in range(6400, 6464)]
     # one more than the window holds, for what follows its last token
     assert sum(Watched.asked) <= 2 * 65
+
+
+def test_a_text_that_does_not_exist_is_said_to_be_missing(tmp_path):
+    from nalaformer.data.text.documents import find_text
+
+    with pytest.raises(ValueError, match=r"and there is no .*missing\.txt"):
+        find_text([tmp_path / "missing.txt"])

@@ -159,6 +159,17 @@ def test_what_a_hybrid_cache_cannot_do_is_refused(model, tokens):
         model.generate(tokens[:1], max_new_tokens=2, assistant_model=make_model())
 
 
+@pytest.mark.parametrize("shape", [(1, 6), (1, 2), (2, 4)])
+def test_a_mask_of_another_size_is_refused(model, tokens, shape):
+    with pytest.raises(ValueError, match=r"attention_mask must be .*= \(1, 4\), got"):
+        model(tokens[:1, :4], attention_mask=torch.ones(shape, dtype=torch.int64))
+
+
+def test_weights_that_nobody_makes_are_refused(model, tokens):
+    with pytest.raises(ValueError, match="hybrid attention makes no weights"):
+        model(tokens, output_attentions=True)
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("hidden", [None, [], [20], [0, 30]])
 def test_packed_sequences_are_refused_with_a_cache_and_with_a_mask_too(model, tokens, use_cache, hidden):

@@ -294,3 +294,19 @@ def test_a_page_is_filled_from_the_files_beside_chance_and_machine(tmp_path):
     (tmp_path / "b.md").write_text("none")
     with pytest.raises(ValueError, match="must hold the marks"):
         fill(tmp_path / "b.md", tmp_path)
+
+
+def test_smoke_of_a_recipe_is_small_too():
+    board = make_board("mqar", methods="relu", seeds=3, smoke=True, settings=["batch_size=3"])
+    assert (board.recipe.task.train_samples, board.recipe.training.batch_size, board.total_steps) == (4, 3, 2)
+    assert list(board.seeds) == [0]
+
+
+def test_names_that_are_unknown_are_met_with_those_of_the_scoreboard():
+    with pytest.raises(ValueError, match=r"unknown method .*'nalla'; did you mean .*'nala'"):
+        make_board("pointing_256", methods="nalla", seeds=1)
+    with pytest.raises(ValueError, match=r"unknown task .*'pointing_25'; did you mean 'pointing_256'") as error:
+        make_board("pointing_25", methods="relu", seeds=1)
+    assert "detection" not in str(error.value)
+    with pytest.raises(ValueError, match="needs a recipe on sequences, got images"):
+        make_board("images", methods="relu", seeds=1, smoke=True)

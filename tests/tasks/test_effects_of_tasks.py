@@ -102,6 +102,8 @@ def test_a_duration_in_the_other_unit_takes_the_place_of_the_old_one():
     assert (training.warmup, training.cooldown, training.total_steps(46)) == (5, 10, 552)
     with pytest.raises(ValueError, match="by epochs or by steps"):
         changed(RECIPES["cue_grid"](), ["steps=5", "epochs=1"])
+    with pytest.raises(ValueError, match="at least one step, got steps=0"):
+        changed(RECIPES["imagenet_nalaformer_t"](), ["steps=0"])
 
 
 @pytest.mark.parametrize("name", ["cue_grid", "imagenet_nalaformer_t", "mqar_small"])

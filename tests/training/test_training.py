@@ -1,8 +1,10 @@
 """Trainer: what is minimised, in which precision, and what a run logs and refuses."""
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -206,6 +208,30 @@ def test_a_float16_overflow_lowers_the_scale_and_is_no_bad_step(tmp_path):
     assert outcome.is_finished
     assert outcome.skipped_steps == 0
     assert trainer.scaler.get_scale() < 65536
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(lambda loss: loss.total, "got Tensor"), (lambda loss: replace(loss, total=loss.total.expand(3)), "(3,)")],
+)
+def test_a_task_whose_loss_is_none_is_told_what_it_must_return(tmp_path, change, said):
+    class Own(Regression):
+        def loss(self, model, batch):
+            return change(super().loss(model, batch))
+
+    with pytest.raises(TypeError, match=rf"must return Loss\(total=a scalar.*{re.escape(said)}"):
+        make_trainer(tmp_path, task=Own()).fit()
+
+
+def test_a_task_without_figures_is_told_so(tmp_path):
+    class Own(Regression):
+        def metrics(self):
+            metrics = super().metrics()
+            metrics.result = dict
+            return metrics
+
+    with pytest.raises(ValueError, match="must give a figure"):
+        make_trainer(tmp_path, task=Own()).fit()
 
 
 def test_the_average_is_what_is_evaluated_and_saved(tmp_path):

@@ -25,6 +25,13 @@ EXTRAS |= {"onnx": "export", "onnxscript": "export"}
 EXTRAS |= {"lm_eval": "evaluation", "datasets": "evaluation"}
 
 
+REFUSED_PATHS: dict[type[OSError], str] = {
+    FileExistsError: "a file stands where a folder is needed",
+    NotADirectoryError: "a part of the path is a file and no folder",
+    PermissionError: "this user may not read or write there",
+}
+
+
 def main() -> None:
     """Entry point: a wrong value or path is one line on stderr and exit code 2."""
     print_what_streams_cannot_encode()
@@ -40,8 +47,15 @@ def main() -> None:
         sys.exit(f"this command needs {missing}: pip install 'nalaformer[{extra}]'")
     except (ValueError, OSError) as error:
         # lines become one; spaces inside a line may belong to a name
-        sys.stderr.write(f"error: {' '.join(line.strip() for line in str(error).splitlines())}\n")
+        sys.stderr.write(f"error: {' '.join(line.strip() for line in in_words(error).splitlines())}\n")
         sys.exit(2)
+
+
+def in_words(error: ValueError | OSError) -> str:
+    """What it says; of a path that the system refuses, what stands in the way and what to do."""
+    why = next((words for kind, words in REFUSED_PATHS.items() if isinstance(error, kind)), None)
+    filename = getattr(error, "filename", None)
+    return str(error) if why is None or filename is None else f"{filename}: {why}; name another place"
 
 
 def print_what_streams_cannot_encode() -> None:

@@ -66,5 +66,8 @@ def language_model_of(source: Path, step: int | None) -> nn.Module:
 def load_language_run(folder: str | Path, step: int | None) -> LoadedRun:
     run = load_run(folder, step=step)
     if not isinstance(run.task, LanguageModelling):
-        raise ValueError(f"a run that has learned language can be exported, got {folder}, which has learned something else")
+        raise ValueError(
+            f"a run that has learned language can be exported, got {folder}, which has learned something else; "
+            "export its model with torch.onnx.export(nalaformer.recipes.load_run(folder).model, ...)"
+        )
     return run

@@ -101,7 +101,10 @@ class Classification:
         config = self.config
         if not Path(config.data).is_dir():
             unknown = unknown_name("data", config.data, GENERATED.names())
-            raise ValueError(f"{unknown}; or a folder with a folder of images for each class: data=/path/to/images")
+            raise ValueError(
+                f"{unknown}; or a folder with a folder of images for each class: data=/path/to/images, with a run "
+                f"--data /path/to/images (there is no folder {Path(config.data).absolute()})"
+            )
         return ImageFolder(config.data, split, transform=transform, holdout=config.holdout, seed=config.data_seed)
 
     @cached_property

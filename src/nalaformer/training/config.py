@@ -147,6 +147,8 @@ class TrainingConfig:
         Then, unless they are given too, the warm-up keeps its share of the duration and there is no cool-down: sixty steps
         are sixty steps.
         """
+        if changes.get("steps") == 0 and self.steps == 0 and "epochs" not in changes:
+            raise ValueError(f"a training takes at least one step, got steps=0; leave it out for {self.epochs:g} epochs")
         for unit, other in (("steps", "epochs"), ("epochs", "steps")):
             duration, old = changes.get(unit, 0), getattr(self, other)
             if duration > 0 and old > 0 and not changes.get(other):

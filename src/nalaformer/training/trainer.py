@@ -16,7 +16,7 @@ from ..data import Batch, batches_from, map_tensors, seed_everything, steps_per_
 from ..folder_lock import only_writer
 from ..registry import unknown_name
 from ..stopping import stop_requests
-from ..tasks.base import Task
+from ..tasks.base import Loss, Task
 from . import optimizer_state
 from .checkpoint import Checkpoint, Checkpoints
 from .config import TrainingConfig
@@ -240,6 +240,9 @@ class Trainer:
             with self._not_yet_reduced(part):
                 with torch.autocast(self.ranks.device.type, self.precision, enabled=self.precision != torch.float32):
                     loss = self.task.loss(self.forward, content)
+                if not isinstance(loss, Loss) or loss.total.numel() != 1:
+                    got = type(loss).__name__ if not isinstance(loss, Loss) else f"a total of shape {tuple(loss.total.shape)}"
+                    raise TypeError(f"loss of a task must return Loss(total=a scalar, weight=its units), got {got}")
                 # divided by the batch size, which changes nothing in the end but keeps half precision in its range
                 self.scaler.scale(loss.total * (loss.weight / config.batch_size)).backward()
             names = tuple(loss.parts)
@@ -334,6 +337,8 @@ class Trainer:
         if log is not None:
             log.write("eval", progress.step, progress.metrics)
         display.say(f"{self.title}: step {progress.step}  {figures_line(progress.metrics)}")
+        if not progress.metrics:
+            raise ValueError("the metrics of a task must give a figure, the one to be highest first, got none from result()")
         value = next(iter(progress.metrics.values()))
         if value > progress.best_value:
             progress.best_value, progress.best_step = value, progress.step

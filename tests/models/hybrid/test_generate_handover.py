@@ -190,13 +190,13 @@ def test_negative_prompts_have_a_decoder_of_their_own(failing, steps, loads, mon
 def test_unusual_steps_are_the_models_own(steps):
     model, tokens = with_steps(converted(), after=0), torch.randint(3, 50, (2, 12))
     cache = model(tokens, use_cache=True).past_key_values
-    one, padded = tokens[:, :1], torch.ones(2, 14, dtype=torch.int64)
+    one, padded = tokens[:, :1], torch.ones(2, 13, dtype=torch.int64)
     padded[1, -1] = 0
 
     def step(**options):
         return model(**({"input_ids": one, "past_key_values": copy.deepcopy(cache)} | options))
 
-    step(attention_mask=padded[:, :13])
+    step(attention_mask=torch.ones_like(padded))
     assert steps["taken"] == 1
     step(attention_mask=padded)
     step(labels=one)

@@ -70,7 +70,8 @@ def find_text(paths: Sequence[str | Path]) -> list[Path]:
         elif path.is_file() and path.suffix in SUFFIXES:
             found.append(path)
         else:
-            raise ValueError(f"a text must be a file that ends in {' or '.join(SUFFIXES)}, or a folder of them, got {path}")
+            what = "got" if path.exists() else "and there is no"
+            raise ValueError(f"a text must be a file that ends in {' or '.join(SUFFIXES)}, or a folder of them, {what} {path}")
     return found
 
 

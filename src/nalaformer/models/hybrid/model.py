@@ -82,12 +82,20 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values must be a HybridCache, got {type(past_key_values).__name__}; pass HybridCache(model.config)"
             )
         refuse_packing(position_ids, attention_mask, kwargs)
-        if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
+        asks_for_weights = kwargs.get("output_attentions")
+        if asks_for_weights if asks_for_weights is not None else getattr(self.host.config, "output_attentions", False):
+            raise ValueError(
+                "hybrid attention makes no weights, got output_attentions=True; leave it out, or look at the layers with "
+                "nalaformer.analysis.record"
+            )
+        if attention_mask is not None and attention_mask.dim() == 2:
             tokens = input_ids if input_ids is not None else inputs_embeds
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            if tokens is not None and attention_mask.shape[1] == past + tokens.shape[1]:
-                # the host would count padding too
-                position_ids = positions(attention_mask)[:, past:]
+            if tokens is not None:
+                check_mask(attention_mask, len(tokens), past + tokens.shape[1])
+                if position_ids is None:
+                    # the host would count padding too
+                    position_ids = positions(attention_mask)[:, past:]
         if (
             self.stepping is not None
             # first: what follows is not for tracing
@@ -153,6 +161,14 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.host.set_output_embeddings(new_embeddings)
+
+
+def check_mask(attention_mask: Tensor, batch: int, total: int) -> None:
+    if attention_mask.shape != (batch, total):
+        raise ValueError(
+            f"attention_mask must be [batch, earlier and new tokens] = {(batch, total)}, got {tuple(attention_mask.shape)}; "
+            "1 marks a real token, 0 padding"
+        )
 
 
 def refuse_packing(position_ids: Tensor | None, attention_mask: Tensor | None, options: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Small models in which attention is the only thing that differs: classifiers, a recall model, a backbone, one attention."""
 
-from .attention import sequence_attention, state_size
+from .attention import attention_names, sequence_attention, state_size
 from .classifier import SequenceClassifier
 from .one_attention import OneAttention
 from .parts import SEQUENCE_MODELS
@@ -13,6 +13,7 @@ __all__ = [
     "RecallModel",
     "SequenceClassifier",
     "SmallBackbone",
+    "attention_names",
     "sequence_attention",
     "state_size",
 ]

@@ -39,7 +39,12 @@ def plain_method(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any
         return name, chosen
     if name in FEATURE_MAPS.names():
         return "linear", {"feature_map": name} | chosen
-    raise unknown_name("attention (a method or a feature map)", name, [*METHODS, *FEATURE_MAPS.names(), *DELTA_RULES])
+    raise unknown_name("attention (a method or a feature map)", name, attention_names())
+
+
+def attention_names() -> list[str]:
+    """What `attention` of a sequence model may be."""
+    return [*METHODS, *FEATURE_MAPS.names(), *DELTA_RULES]
 
 
 def state_size(model: nn.Module) -> int:

@@ -216,12 +216,15 @@ def make_board(
 ) -> Board:
     """The runs of a row, or of a recipe on sequences, by name. smoke: two steps of its smallest form, one seed and rate."""
     if name not in ROWS and name not in RECIPES.names():
-        raise unknown_name("task (a row of the scoreboard or a recipe)", name, [*ROWS, *RECIPES.names()])
+        asking = [recipe for recipe in RECIPES.names() if is_on_sequences(recipe)]
+        raise unknown_name("task (a row of the scoreboard or a recipe on sequences)", name, [*dict.fromkeys([*ROWS, *asking])])
     row = ROWS.get(name)
-    small = [*assignments(row.tiny | FEW)] if smoke and row is not None else []
+    if row is None and not is_on_sequences(name):
+        raise ValueError(f"a scoreboard needs a recipe on sequences, got {name}")
+    small = [*assignments(FEW | ({} if row is None else row.tiny))] if smoke else []
     if row is not None and row.file_option and not any(each.startswith("data_options=") for each in settings):
         raise ValueError(f'{name} reads a file of yours: pass \'data_options={{"{row.file_option}": "/path/to/it"}}\'')
-    recipe = row.make([*small, *settings]) if row is not None else recipe_with(name, list(settings))
+    recipe = row.make([*small, *settings]) if row is not None else recipe_with(name, [*small, *settings])
     original = RECIPES[name]() if row is None else row.make(small)
     refuse_others(name, recipe, original)
     rates = list(learning_rates) or (list(row.learning_rates) if row is not None else [recipe.training.learning_rate])
@@ -232,10 +235,12 @@ def make_board(
     return Board(title=name, recipe=recipe, methods=chosen, seeds=range(seeds), learning_rates=rates, steps=steps)
 
 
+def is_on_sequences(recipe: str) -> bool:
+    return isinstance(RECIPES[recipe]().task, SequencesConfig)
+
+
 def refuse_others(name: str, recipe: Recipe, original: Recipe) -> None:
-    """Refuse what is no recipe on sequences, and settings that a scoreboard does not follow."""
-    if not isinstance(recipe.task, SequencesConfig):
-        raise ValueError(f"a scoreboard needs a recipe on sequences, got {name}")
+    """Refuse settings that a scoreboard does not follow."""
     for setting, remedy in (("attention", "name it in --methods"), ("initial_weights", "models start as they are made")):
         value = getattr(recipe, setting)
         if value != getattr(original, setting):
