@@ -98,7 +98,7 @@ def test_other_settings_are_another_run_and_another_row(tmp_path, setting):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"methods": "relu, sofmax"}, "unknown attention.*did you mean 'softmax'"),
+        ({"methods": "relu, sofmax"}, "unknown method.*did you mean 'softmax'"),
         ({"methods": 'relu, norm_aware {"powr": 1}'}, "powr"),
         ({"steps": -1}, "steps must be positive"),
         ({"seeds": ()}, "got no seeds"),

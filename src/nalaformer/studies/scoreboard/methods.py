@@ -114,7 +114,8 @@ def named(name: str, options: dict[str, Any], *, causal: bool) -> Iterable[Metho
     """The methods that a name with these options stands for."""
     if name == ALL:
         return [of(method.name, **(method.options | options)) for method in methods_for(causal=causal)]
-    if name not in METHODS_OF_THE_BOARD and name not in attention_names():
-        raise unknown_name("method (of the scoreboard, or an attention)", name, [*METHODS_OF_THE_BOARD, *attention_names()])
+    known_names = [*dict.fromkeys([*METHODS_OF_THE_BOARD, *attention_names()])]
+    if name not in known_names:
+        raise unknown_name("method (of the scoreboard, or an attention)", name, known_names)
     known = METHODS_OF_THE_BOARD.get(name, of(name))
     return [of(known.name, **(known.options | options))]
