@@ -165,6 +165,14 @@ def test_a_mask_of_another_size_is_refused(model, tokens, shape):
         model(tokens[:1, :4], attention_mask=torch.ones(shape, dtype=torch.int64))
 
 
+def test_what_came_before_a_cache_cannot_be_recorded(model, tokens):
+    from nalaformer.analysis import record
+
+    cache = model(tokens[:, :10], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="holds 10 tokens already; pass all tokens at once"):
+        record(model, {"input_ids": tokens[:, 10:14], "past_key_values": cache})
+
+
 def test_weights_that_nobody_makes_are_refused(model, tokens):
     with pytest.raises(ValueError, match="hybrid attention makes no weights"):
         model(tokens, output_attentions=True)

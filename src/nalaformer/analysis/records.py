@@ -48,7 +48,7 @@ class LayerRecord:
     windows: Tensor | None = field(default=None, repr=False)
     """[count, T]: which token of the image stands at each place of each window, -1 for padding; None: no windows."""
     key_mask: Tensor | None = field(default=None, repr=False)
-    """[P, S] bool, False where a token is padding; None: none is."""
+    """[P, S] bool, or of the new tokens alone after a cache, False where a token is padding; None: none is."""
     values: Tensor | None = field(default=None, repr=False)
     """What the queries gather, as the layer passed it; kept for explanations alone."""
     gathered: Tensor | None = field(default=None, repr=False)

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...attention.hybrid import HybridAttention, HybridSettings
-from ..packed_sequences import begins_again
+from ..token_masks import begins_again, check_mask
 from .attention import INTERFACE, ConvertedAttention, converted_attentions
 from .cache import HybridCache
 from .config import HybridConfig
@@ -163,16 +163,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         self.host.set_output_embeddings(new_embeddings)
 
 
-def check_mask(attention_mask: Tensor, batch: int, total: int) -> None:
-    if attention_mask.shape != (batch, total):
-        raise ValueError(
-            f"attention_mask must be [batch, earlier and new tokens] = {(batch, total)}, got {tuple(attention_mask.shape)}; "
-            "1 marks a real token, 0 padding"
-        )
-
-
 def refuse_packing(position_ids: Tensor | None, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
-    """transformers looks for packed sequences where there is neither a cache nor a mask, and names of bounds it passes on."""
+    """transformers looks for packed sequences only where there is neither a cache nor a mask, and passes bounds on unread."""
     bounds = options.get("cu_seq_lens_q")
     is_packed = bounds is not None and len(bounds) > 2
     # a program that is traced has no numbers to look at

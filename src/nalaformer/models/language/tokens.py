@@ -9,7 +9,7 @@ from torch import Tensor
 from ...ops import Rotary, compute_dtype
 from ...ops.exporting import is_recorded
 from ...ops.kept_tensors import is_ordinary
-from ..packed_sequences import begins_again
+from ..token_masks import begins_again, check_mask
 from .config import RECURRENT_MIXERS, NaLaConfig
 from .positions import RotaryPositions
 
@@ -140,18 +140,19 @@ def _visible(attention_mask: Tensor | None, batch: int, total: int) -> Tensor | 
     if attention_mask is None:
         return None
     # where a cache counts in a tensor, the comparison would wait for the device
-    if not isinstance(total, Tensor) and attention_mask.shape != (batch, total):
-        raise ValueError(
-            f"attention_mask must be [batch, earlier and new tokens] = {(batch, total)}, got {tuple(attention_mask.shape)}; "
-            "1 marks a real token, 0 padding"
-        )
+    if not isinstance(total, Tensor):
+        check_mask(attention_mask, batch, total)
     return none_if_all(attention_mask.bool())
 
 
 def none_if_all(mask: Tensor) -> Tensor | None:
     """The mask, or None if it hides nothing: one look here spares every layer the mask. A traced program has no numbers."""
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or not has_numbers(mask)
-    return None if not is_traced and bool(mask.all()) else mask
+    return None if not is_traced(mask) and bool(mask.all()) else mask
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether a look at its numbers is impossible, or would be kept for all others."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or not has_numbers(x)
 
 
 def has_numbers(x: Tensor) -> bool:
@@ -206,8 +207,7 @@ def closed_up(key_mask: Tensor, past: int) -> Tensor | None:
     """Tokens.closed of a mask [B, N], False at padding, after `past` earlier tokens."""
     if key_mask.shape[1] == 1:
         return None
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or not has_numbers(key_mask)
-    if not is_traced:
+    if not is_traced(key_mask):
         has_earlier = key_mask.cumsum(1) > 0
         if isinstance(past, Tensor) or past > 0:
             has_earlier = torch.ones_like(has_earlier)

@@ -221,7 +221,7 @@ def make_board(
     row = ROWS.get(name)
     if row is None and not is_on_sequences(name):
         raise ValueError(f"a scoreboard needs a recipe on sequences, got {name}")
-    small = [*assignments(FEW | ({} if row is None else row.tiny))] if smoke else []
+    small = [*assignments(({} if row is None else row.tiny) | FEW)] if smoke else []
     if row is not None and row.file_option and not any(each.startswith("data_options=") for each in settings):
         raise ValueError(f'{name} reads a file of yours: pass \'data_options={{"{row.file_option}": "/path/to/it"}}\'')
     recipe = row.make([*small, *settings]) if row is not None else recipe_with(name, [*small, *settings])

@@ -1,6 +1,15 @@
-"""Several sequences in one row, as transformers packs them."""
+"""Masks and positions of tokens, as transformers gives them to a model."""
 
 from torch import Tensor
+
+
+def check_mask(attention_mask: Tensor, batch: int, total: int) -> None:
+    """Refuse a mask that is not [batch, total]: earlier and new tokens."""
+    if attention_mask.shape != (batch, total):
+        raise ValueError(
+            f"attention_mask must be [batch, earlier and new tokens] = {(batch, total)}, got {tuple(attention_mask.shape)}; "
+            "1 marks a real token, 0 padding"
+        )
 
 
 def begins_again(key_mask: Tensor, starts: Tensor, position_ids: Tensor | None) -> bool:
