@@ -134,6 +134,7 @@ def causal():
     attend("channel_softmax", torch.bfloat16, size=64, heads=4, causal=True, key_mask=visible, log_decay=decay)
     attend("relu", torch.bfloat16, causal=True, rotary=Rotary.sequence(80, 20), log_decay=decay)
     attend("norm_aware", torch.float32, size=64, causal=True, options={"learnable": True}, log_decay=decay)
+    attend("channel_softmax", torch.bfloat16, size=128, causal=True, key_mask=visible, log_decay=decay)
     packed_decay = torch.zeros(80, 2, requires_grad=True)
     attend("norm_aware", torch.bfloat16, size=64, causal=True, cu_seqlens=bounds, log_decay=packed_decay)
 

@@ -28,10 +28,9 @@ LARGEST_FEATURES = 256  # for features computed outside
 # for products of float32 quality), 288 KiB of the 227 that a multiprocessor has
 LARGEST_IN_FULL_PRECISION = 64
 # with more than 64 features: maps that a GPU was seen to compute as exactly there as in smaller heads, in any type and in
-# bfloat16; elu and softmax, whose gradients missed the bar, are not among them
+# bfloat16; elu, whose gradients came too near to the bar, is not among them
 LARGE_MAPS = ("norm_aware_split", "focused")
-LARGE_MAPS_IN_BFLOAT16 = (*LARGE_MAPS, "relu", "split", "polarity", "polarity_exp", "reflection_in_pairs")
-LARGEST_FADING_HEAD = 64  # larger ones go in chunks (kernels/linear/call.py), whose kernels know no decay
+LARGE_MAPS_IN_BFLOAT16 = (*LARGE_MAPS, "relu", "split", "channel_softmax", "polarity", "polarity_exp", "reflection_in_pairs")
 MOST_ROWS = 65_535  # samples times heads: what the second axis of a grid holds
 NO_DOUBLE = "float64 has no matrix units"
 TRITON_FOUND = find_spec("triton") is not None
@@ -88,7 +87,6 @@ def choose(
     has_contrast: bool = False,
     has_weight: bool = False,
     has_blocks: bool = False,
-    has_decay: bool = False,
 ) -> Choice:
     """The backend for this call; an explicit "triton" that cannot serve it raises with the reason.
 
@@ -111,8 +109,6 @@ def choose(
             reason = "weights of keys have no causal kernel"
         if causal and has_contrast and spec is None:
             reason = "a causal contrast by the mean score needs a map that the kernels compute"
-        if has_decay and not is_step and max(feature_map.head_dim, v.shape[-1]) > LARGEST_FADING_HEAD:
-            reason = f"keys that fade have kernels for heads of up to {LARGEST_FADING_HEAD} channels"
         if has_blocks:
             reason = "tokens that see all of their block have no kernel"
         if has_contrast and spec is not None and spec.is_guarded:

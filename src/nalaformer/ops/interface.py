@@ -113,7 +113,6 @@ def linear_attention(
             has_contrast=has_score,
             has_weight=has_weight,
             has_blocks=block > 1,
-            has_decay=log_decay is not None,
         )
         if backend == "triton" and has_score and causal:
             contrast, has_score = running_mean_score(mapped, q, k, key_mask=key_mask), False
@@ -206,7 +205,7 @@ def recurrent_linear_attention(
     recompute = _needs_grad(q, k, v, feature_map, state, log_decay)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
-        backend, spec = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, has_decay=log_decay is not None)
+        backend, spec = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns)
         if backend == "reference":
             return reference.recurrent_linear_attention(
                 q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=key_mask, eps=eps, log_decay=log_decay
@@ -264,8 +263,7 @@ def recurrent_step_(
         fits = all(tensor.is_contiguous() for tensor in state.tensors().values()) and state.state.dtype == torch.float32
         choice = Choice("chunked")
         if fits or get_backend() == "reference":
-            has_decay = log_decay is not None
-            choice = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_step=True, has_decay=has_decay)
+            choice = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_step=True)
         if choice.backend == "triton":
             from . import kernels
 
@@ -330,7 +328,6 @@ def _packed(
         decay, spread_k, spread_v = per_key_for(q[None], spread_k, spread_v, decay)
         of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
         of_all = partial(of_all, has_contrast=isinstance(contrast, str), has_weight=weight is not None)
-        of_all = partial(of_all, has_decay=decay is not None)
         # a strength is of each sequence by itself, and so is the running score of its keys
         has_strength = isinstance(contrast, Tensor) or (causal and contrast is not None)
         is_one_call = is_same and not has_strength and not isinstance(key_weight, str)

@@ -135,12 +135,12 @@ def test_a_state_of_fading_keys_goes_on_in_pieces_and_steps(stretches):
         assert relative_error(ours, exact) < 1e-5
 
 
-def test_heads_of_more_than_64_channels_fade_in_plain_torch():
-    q, k, v = make(*[(1, 20, 1, 72)] * 3)
-    feature_map = nalaformer.feature_map("norm_aware", num_heads=1, head_dim=72)
-    decay = torch.zeros(1, 20, 1, device=DEVICE)
-    with nalaformer.use_backend("triton"), pytest.raises(ValueError, match="heads of up to 64 channels"):
-        nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True, log_decay=decay)
+@pytest.mark.parametrize("sizes", [(72, 72), (128, 20), (20, 128)], ids=str)
+def test_fading_keys_of_large_heads(sizes, stretches):
+    size, of_values = sizes
+    arguments = {"rotary": Rotary.sequence(45, size, device=DEVICE), "key_mask": torch.rand(1, 45, device=DEVICE) > 0.3}
+    tensors = make((1, 45, 2, size), (1, 45, 1, size), (1, 45, 1, of_values))
+    check("norm_aware", tensors, 0.3, heads=2, head_dim=size, **arguments)
 
 
 @pytest.mark.parametrize("size", [72, 128])
