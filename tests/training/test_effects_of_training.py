@@ -227,6 +227,19 @@ def test_the_optimiser_is_the_one_that_is_named(tmp_path):
     assert type(run(tmp_path / "b", optimizer="sgd", steps=1).optimizer).__name__ == "SGD"
 
 
+@pytest.mark.parametrize("name", ["AdamW", "ADAM"])
+def test_options_of_adam_reach_it_however_its_name_is_written(tmp_path, name):
+    optimizer = run(tmp_path, optimizer=name, beta2=0.5, epsilon=0.1, steps=1).optimizer
+    assert {(group["betas"][1], group["eps"]) for group in optimizer.param_groups} == {(0.5, 0.1)}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize("rate", [0.0, 1e-7])
+def test_no_step_has_more_than_the_highest_rate(tmp_path, schedule, rate):
+    found = rates(tmp_path, steps=8, warmup=2, cooldown=2, schedule=schedule, learning_rate=rate)
+    assert max(found) == pytest.approx(rate, abs=0, rel=1e-9)
+
+
 @TRAINING.of("learning_rate")
 def test_a_larger_rate_makes_larger_steps(tmp_path):
     small, large = (first_move(tmp_path / str(rate), learning_rate=rate) for rate in (0.25, 1.0))
@@ -344,6 +357,27 @@ def test_the_average_moves_by_one_minus_its_decay_and_is_evaluated(tmp_path):
     trainer.model.load_state_dict(after["ema"])
     averaged = evaluation.evaluate(trainer.model, trainer.task.eval_data, MeanError(), batch_size=12)
     assert rows(trainer, "eval")[-1]["negative_error"] == pytest.approx(averaged["negative_error"], rel=1e-6)
+
+
+class Tied(torch.nn.Module):
+    """Two layers with one matrix, which has two names in the state."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x).tanh()))
+
+
+def test_the_average_of_tied_weights_moves_once_a_step(tmp_path):
+    run(tmp_path, model=Tied(), steps=4, ema=0.75, save_every=1, keep=9)
+    before, after = (Checkpoints(tmp_path / "checkpoints").load(step).tensors for step in (3, 4))
+    for name, value in after["ema"].items():
+        torch.testing.assert_close(value, 0.75 * before["ema"][name] + 0.25 * after["model"][name])
+    assert torch.equal(after["ema"]["first.weight"], after["ema"]["second.weight"])
 
 
 # ---- how it is computed

@@ -14,7 +14,7 @@ from helpers.places import TESTS
 from helpers.training_example import Regression, make_model, make_trainer, same_bits, stop_at
 from nalaformer.data import batches_from
 from nalaformer.tasks import SummedMetrics
-from nalaformer.training import Checkpoints, TrainingConfig, TrainingStopped
+from nalaformer.training import Checkpoints, TrainingConfig, TrainingStopped, evaluation
 from nalaformer.training.log import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,6 +134,31 @@ def test_two_ranks_learn_what_one_learns(tmp_path):
             for folder in ("one", "two")
         )
         assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+RANKS_WITH_STATISTICS = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+torch.set_num_threads(1)
+from helpers.training_example import make_model, make_trainer
+make_trainer({folder!r}, model=make_model(norm=True, dropout=0), ema={ema}, steps=8, eval_every=0).fit()
+"""
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+def test_two_ranks_with_batch_norm_report_the_figures_of_what_is_saved(tmp_path, ema):
+    """Each rank has statistics of its own batches, and only those of the first are saved."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS_WITH_STATISTICS.format(tests=str(TESTS), folder=str(tmp_path / "two"), ema=ema))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    saved = Checkpoints(tmp_path / "two" / "checkpoints").load(8)
+    model, task = make_model(norm=True, dropout=0), Regression()
+    model.load_state_dict(saved.tensors["ema" if ema else "model"])
+    alone = evaluation.evaluate(model, task.eval_data, task.metrics(), batch_size=20)
+    assert saved.state["progress"]["metrics"]["negative_error"] == pytest.approx(alone["negative_error"], rel=1e-5)
 
 
 def test_gradients_are_clipped_to_their_norm(tmp_path):

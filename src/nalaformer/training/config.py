@@ -46,9 +46,9 @@ class TrainingConfig:
     warmup: float = 0.0
     """Epochs (or steps, where the duration is in steps) of linear warm-up, part of the duration."""
     warmup_learning_rate: float = 1e-6
-    """Where the warm-up starts."""
+    """Where the warm-up starts; learning_rate where that is lower."""
     min_learning_rate: float = 1e-5
-    """Where the schedules "cosine" and "linear" end."""
+    """Where the schedules "cosine" and "linear" end; learning_rate where that is lower."""
     cooldown: float = 0.0
     """Epochs (or steps) at the lowest rate, added to the duration."""
     clip_norm: float = 0.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,15 @@ class Ranks:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value)
         return values
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give all processes the first one's buffers: each has statistics of its own batches in its batch norms."""
+        if self.count == 1:
+            return
+        for buffer in model.buffers():
+            values = buffer.contiguous()
+            dist.broadcast(values, 0)
+            buffer.copy_(values)
 
     def wait(self) -> None:
         if self.count > 1:

@@ -144,20 +144,21 @@ class Trainer:
     def _prepare(self) -> None:
         """Optimiser, schedule and average, then what an earlier run has left."""
         from timm.optim import create_optimizer_v2
-        from timm.utils import ModelEmaV3
+
+        from .moving_average import MovingAverage
 
         config = self.config
         self.precision = precision_on(self.ranks.device, config.precision)
         self.model.to(self.ranks.device)
         if config.checkpoint_activations:
             checkpoint_activations(self.model)
-        options: Any = {"betas": (0.9, config.beta2), "eps": config.epsilon} if "adam" in config.optimizer else {}
+        options: Any = {"betas": (0.9, config.beta2), "eps": config.epsilon} if "adam" in config.optimizer.lower() else {}
         self.optimizer = create_optimizer_v2(
             self.model, opt=config.optimizer, lr=config.learning_rate, weight_decay=config.weight_decay, **options
         )
         self.schedule = make_schedule(config, self.optimizer, self.per_epoch)
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=self.precision == torch.float16)
-        self.ema = ModelEmaV3(self.model, decay=config.ema) if config.ema else None
+        self.ema = MovingAverage(self.model, decay=config.ema) if config.ema else None
         self._resume()
         # the state above is that of the plain model; what runs may be wrapped
         forward = torch.compile(self.model) if config.compile else self.model
@@ -324,6 +325,7 @@ class Trainer:
     def _evaluate(self, log: RunLog | None, display: Display) -> bool:
         """Evaluate; whether it is the best so far."""
         progress = self.progress
+        self.ranks.share_buffers(self.evaluated_model)
         progress.metrics = evaluate(
             self.evaluated_model,
             self.task.eval_data,
