@@ -207,6 +207,19 @@ def test_crowds_are_neither_wanted_nor_punished(shapes):
     assert evaluate(Perfect(samples), samples, shapes.metrics(), batch_size=4)["box_map"] == pytest.approx(1)
 
 
+@pytest.mark.parametrize(("found", "objects"), [(3, 5), (4, 5), (1, 2)])
+def test_a_recall_that_is_one_of_cocos_thresholds_reaches_it(found, objects):
+    """Precision is 1 at the thresholds 0, 0.01, ... up to the recall, and 0 at the others of the 101."""
+    corners = 20.0 * torch.arange(objects)
+    boxes = torch.stack((corners, corners, corners + 10, corners + 10), dim=1)
+    labels = torch.zeros(objects, dtype=torch.long)
+    metrics = MeanPrecision(has_masks=False)
+    answer = {"boxes": boxes[:found], "labels": labels[:found], "scores": torch.linspace(0.9, 0.5, found)}
+    metrics.metric.update([answer], [{"boxes": boxes, "labels": labels}])
+    metrics.indices.append(0)
+    assert metrics.result()["box_map"] == pytest.approx((1 + 100 * found // objects) / 101, rel=1e-6)
+
+
 def test_without_a_readable_image_there_is_no_figure():
     with pytest.raises(ValueError, match="at least one image"):
         MeanPrecision(has_masks=False).result()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -296,5 +297,12 @@ def make_metric(has_masks: bool) -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"mAP needs {error.name}: pip install 'nalaformer[detection]'", name=error.name) from error
     kinds: Any = ("bbox", "segm") if has_masks else "bbox"
-    # processes are joined by the trainer
-    return MeanAveragePrecision(iou_type=kinds, backend="faster_coco_eval", sync_on_compute=False)
+    return MeanAveragePrecision(
+        iou_type=kinds,
+        # COCO's own, in float64: torchmetrics has them in float32, where a recall of 3/5 is below the threshold of 0.6
+        iou_thresholds=np.linspace(0.5, 0.95, 10).tolist(),
+        rec_thresholds=np.linspace(0, 1, 101).tolist(),
+        backend="faster_coco_eval",
+        # processes are joined by the trainer
+        sync_on_compute=False,
+    )
