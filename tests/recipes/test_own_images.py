@@ -94,6 +94,29 @@ def test_a_set_smaller_than_a_batch_names_the_batch_that_fits(settings, tmp_path
         make_trainer(recipe_with("images", [*settings, "batch_size=64"]), tmp_path)
 
 
+def test_a_plan_names_a_truncated_image_and_training_says_what_to_do(colours, settings, tmp_path):
+    for name in COLOURS:
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(4):
+            with Image.open(colours / name / f"{number}.png") as image:
+                image.save(tmp_path / "images" / name / f"{number}.jpg")
+    broken = tmp_path / "images" / "red" / "2.jpg"
+    broken.write_bytes(broken.read_bytes()[:-200])
+    recipe = recipe_with("images", [*settings, f"data={tmp_path / 'images'}", "epochs=1"])
+    lines = plan_lines(make_trainer(recipe, tmp_path / "run"))
+    assert "tried: all to learn from and all to evaluate on; 1 of these cannot be used" in lines
+    (named,) = [line for line in lines if line.startswith("left out: ")]
+    assert f"{broken} is no image" in named
+    assert named.endswith("mend it or move it away")
+    with pytest.raises(ValueError, match=r"red/2\.jpg is no image.*on_corrupt=skip leaves it out"):
+        plan_lines(make_trainer(changed(recipe, ["on_corrupt=stop"]), tmp_path / "run"))
+    written = io.StringIO()
+    make_trainer(recipe, tmp_path / "run", console=Console(file=written, width=300)).fit()
+    (said,) = [line for line in written.getvalue().splitlines() if "skipped" in line]
+    assert f"skipped {broken} is no image" in said
+    assert said.endswith("mend it or move it away")
+
+
 def test_data_that_is_not_there_names_the_layout(tmp_path):
     with pytest.raises(ValueError, match="a folder of images for each class: data="):
         make_trainer(recipe_with("images", [f"data={tmp_path / 'none'}"]), tmp_path / "run")

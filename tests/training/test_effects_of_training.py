@@ -10,7 +10,17 @@ import torch
 from helpers.option_effects import Effects
 from helpers.training_example import MeanError, Points, Regression, make_model, make_trainer
 from nalaformer.data import CorruptImage
-from nalaformer.training import Checkpoints, TrainingConfig, TrainingStopped, evaluation, plan_lines, precision, ranks, trainer
+from nalaformer.training import (
+    Checkpoints,
+    TrainingConfig,
+    TrainingStopped,
+    evaluation,
+    plan,
+    plan_lines,
+    precision,
+    ranks,
+    trainer,
+)
 from nalaformer.training.config import PRECISIONS
 from nalaformer.training.display import Display
 from nalaformer.training.log import read_log
@@ -559,6 +569,28 @@ def test_so_many_files_may_be_skipped(tmp_path):
     run(tmp_path / "six", task=corrupt(), steps=5, most_corrupt=6)
     with pytest.raises(TrainingStopped, match="more than 5 images"):
         run(tmp_path / "five", task=corrupt(), steps=5, most_corrupt=5)
+
+
+def test_a_plan_tries_some_samples_and_refuses_what_the_run_would(tmp_path, monkeypatch):
+    def tried(**settings):
+        return [
+            line
+            for line in plan_lines(make_trainer(tmp_path, task=corrupt(), **settings))
+            if "left out" in line or "tried" in line
+        ]
+
+    first, *named = tried()
+    assert first == "tried: all to learn from and all to evaluate on; 6 of these cannot be used"
+    assert sorted(line.split()[2] for line in named) == ["0.png", "10.png", "20.png", "30.png", "40.png", "50.png"]
+    with pytest.raises(ValueError, match="at most 5 samples may be left out, got 6"):
+        tried(most_corrupt=5)
+    monkeypatch.setattr(plan, "MOST_NAMED", 2)
+    assert tried()[-1] == "left out: 4 more"
+    # bounded by number and by time
+    monkeypatch.setattr(plan, "MOST_TRIED", 7)
+    assert tried()[0].startswith("tried: 7 to learn from and 7 to evaluate on")
+    monkeypatch.setattr(plan, "SECONDS_OF_TRYING", 0.0)
+    assert tried()[0].startswith("tried: 1 to learn from and 1 to evaluate on")
 
 
 def test_evaluation_is_in_eval_mode_and_leaves_the_mode_as_it_was():

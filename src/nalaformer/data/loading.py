@@ -6,6 +6,7 @@ augmented follows from (seed, epoch, place in the epoch), whichever worker makes
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
 from functools import partial
@@ -165,6 +166,20 @@ class SeededSamples(Dataset[tuple[Any, tuple[str, ...]]]):
         if together is None:
             return [self[key] for key in keys]
         return [(content, ()) for content in together([index for _, index in keys])]
+
+
+def try_samples(data: Samples, *, seed: int, most: int, seconds: float) -> tuple[int, list[str]]:
+    """Reads samples in random order, `most` at most and for so many seconds; how many, and why some cannot be used."""
+    samples = SeededSamples(data, seed=seed, replace=False)
+    rejected: list[str] = []
+    tried = 0
+    last = time.monotonic() + seconds
+    for index in np.random.default_rng(seed).permutation(len(data))[:most].tolist():
+        rejected.extend(samples[(index,), index][1])
+        tried += 1
+        if time.monotonic() > last:
+            break
+    return tried, rejected
 
 
 class random_state_of:

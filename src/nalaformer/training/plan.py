@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..atomic_files import free_bytes, megabytes, refuse_full_disk
-from ..data.loading import workers_here
+from ..data.loading import try_samples, workers_here
 from ..folder_lock import refuse_in_use
 from .precision import precision_on, slowness_of
 from .ranks import find_device
@@ -15,6 +15,10 @@ from .settings import refuse_other_origin, refuse_other_settings
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .trainer import Trainer
+
+# of each split, so that a plan of millions of images is a matter of seconds
+MOST_TRIED, SECONDS_OF_TRYING = 1_000, 5.0
+MOST_NAMED = 10
 
 
 def plan_lines(trainer: "Trainer") -> list[str]:
@@ -36,12 +40,33 @@ def plan_lines(trainer: "Trainer") -> list[str]:
     return [
         f"{trainer.title}: {trainer.total_steps} steps of {config.batch_size}, {trainer.per_epoch} an epoch; {state}",
         f"data: {len(trainer.task.train_data):,} samples to learn from, {len(trainer.task.eval_data):,} to evaluate on",
+        *tried_lines(trainer),
         f"model: {type(trainer.model).__name__}, {parameters:,} parameters, of which {learned:,} learn",
         f"device: {device.type}, {precision}",
         f"folder: {trainer.folder}; a checkpoint takes about {megabytes(checkpoint_bytes(trainer))}, "
         f"{megabytes(free_bytes(trainer.folder))} are free",
         *(f"note: {note}" for note in notes_of(trainer, device)),
     ]
+
+
+def tried_lines(trainer: "Trainer") -> list[str]:
+    """What came of reading some samples of each split; what cannot be used is named, and refused where the run would stop."""
+    config, counts, rejected = trainer.config, [], []
+    for data, use in ((trainer.task.train_data, "to learn from"), (trainer.task.eval_data, "to evaluate on")):
+        tried, bad = try_samples(data, seed=config.seed, most=MOST_TRIED, seconds=SECONDS_OF_TRYING)
+        counts.append(f"{'all' if tried == len(data) else f'{tried:,}'} {use}")
+        rejected += bad
+    if rejected and config.on_corrupt == "stop":
+        raise ValueError(f"{rejected[0]}; mend it or move it away, or on_corrupt=skip leaves it out")
+    if len(rejected) > config.most_corrupt:
+        raise ValueError(
+            f"at most {config.most_corrupt} samples may be left out, got {len(rejected)} that cannot be used, the first: "
+            f"{rejected[0]}; mend them, move them away, or raise most_corrupt"
+        )
+    found = f"{len(rejected)} of these cannot be used" if rejected else "these can be used"
+    lines = [f"tried: {' and '.join(counts)}; {found}"]
+    lines += [f"left out: {line}; mend it or move it away" for line in rejected[:MOST_NAMED]]
+    return [*lines, f"left out: {len(rejected) - MOST_NAMED} more"] if len(rejected) > MOST_NAMED else lines
 
 
 def notes_of(trainer: "Trainer", device: torch.device) -> list[str]:

@@ -313,7 +313,7 @@ class Trainer:
             self.rejected.add(line)
             with self.rejected_path.open("a") as file:
                 file.write(line + "\n")
-            display.say(f"{self.title}: skipped {line}")
+            display.say(f"{self.title}: skipped {line}; mend it or move it away")
             if self.config.on_corrupt == "stop":
                 raise TrainingStopped(f"{line}; on_corrupt=skip would leave it out and go on")
             if len(self.rejected) > self.config.most_corrupt:
