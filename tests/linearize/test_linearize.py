@@ -165,6 +165,12 @@ def test_a_mask_of_another_size_is_refused(model, tokens, shape):
         model(tokens[:1, :4], attention_mask=torch.ones(shape, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("shape", [(5,), (1, 0), (1, 2, 3)])
+def test_tokens_of_another_shape_are_refused(model, shape):
+    with pytest.raises(ValueError, match=r"input_ids must be \[batch, tokens\] with at least one token.*input_ids\[None\]"):
+        model(torch.ones(shape, dtype=torch.int64))
+
+
 def test_what_came_before_a_cache_cannot_be_recorded(model, tokens):
     from nalaformer.analysis import record
 

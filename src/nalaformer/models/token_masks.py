@@ -1,6 +1,15 @@
-"""Masks and positions of tokens, as transformers gives them to a model."""
+"""Tokens with their masks and positions, as transformers gives them to a model."""
 
 from torch import Tensor
+
+
+def check_input_ids(input_ids: Tensor) -> None:
+    """Refuse token numbers that are not [batch, tokens]."""
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise ValueError(
+            f"input_ids must be [batch, tokens] with at least one token, got shape {tuple(input_ids.shape)}; "
+            "a single row needs a batch dimension: input_ids[None]"
+        )
 
 
 def check_mask(attention_mask: Tensor, batch: int, total: int) -> None:

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...attention.hybrid import HybridAttention, HybridSettings
-from ..token_masks import begins_again, check_mask
+from ..token_masks import begins_again, check_input_ids, check_mask
 from .attention import INTERFACE, ConvertedAttention, converted_attentions
 from .cache import HybridCache
 from .config import HybridConfig
@@ -73,6 +73,8 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Called like the host's forward; the cache is a HybridCache."""
+        if input_ids is not None:
+            check_input_ids(input_ids)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:

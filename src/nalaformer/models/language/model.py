@@ -32,6 +32,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ...attention.learned_contrast import LearnedContrast
 from ...feature_maps import FeatureMap, feature_map
 from ...registry import unknown_name
+from ..token_masks import check_input_ids
 from .cache import LanguageCache, NaLaCache, RecurrentLayer
 from .config import FADING_MIXERS, NaLaConfig
 from .layers import RMSNorm, ShortConvolution, SwiGLU
@@ -142,11 +143,8 @@ class NaLaModel(NaLaPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("the tokens must come either as input_ids or as inputs_embeds, got both or none of them")
-        if input_ids is not None and (input_ids.dim() != 2 or input_ids.shape[1] == 0):
-            raise ValueError(
-                f"input_ids must be [batch, tokens] with at least one token, got shape {tuple(input_ids.shape)}; "
-                "a single row needs a batch dimension: input_ids[None]"
-            )
+        if input_ids is not None:
+            check_input_ids(input_ids)
         check_known(kwargs)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
