@@ -397,3 +397,41 @@ def test_random_images_pass_every_layer(method, batch, height, width, heads, hea
     out = layer(x, (height, width), key_mask)
     assert out.shape == x.shape
     assert out.isfinite().all()
+
+
+# --- maps of users ------------------------------------------------------------------------------------------------------
+
+
+class NarrowQueries(nalaformer.FeatureMap):
+    """One feature of a query and eight of a key, which torch would multiply in silence."""
+
+    def query(self, q):
+        return q[..., :1].square()
+
+    def key(self, k):
+        return k.square()
+
+
+class OnlyQueries(nalaformer.FeatureMap):
+    def query(self, q):
+        return q.square()
+
+
+class OnlyKeys(nalaformer.FeatureMap):
+    def key(self, k):
+        return k.square()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_queries_and_keys_with_different_numbers_of_features_are_refused(backend, causal):
+    message = "must give queries and keys as many features, got 1 and 8 of NarrowQueries; let its methods query and key return"
+    with nalaformer.use_backend(backend), pytest.raises(ValueError, match=message):
+        linear_attention(**arguments(feature_map=NarrowQueries(num_heads=4, head_dim=8)), causal=causal)
+
+
+@pytest.mark.parametrize(("kind", "missing"), [(OnlyQueries, "key"), (OnlyKeys, "query")])
+def test_a_map_without_one_of_its_methods_says_which(kind, missing):
+    message = rf"must have the methods query and key, got {kind.__name__} without {missing}; add def {missing}\(self, "
+    with pytest.raises(NotImplementedError, match=message):
+        linear_attention(**arguments(feature_map=kind(num_heads=4, head_dim=8)))

@@ -50,11 +50,20 @@ class FeatureMap(nn.Module):
 
     def query(self, q: Tensor) -> Tensor:
         """phi_q of the first stream: [B, N, H, D] -> [B, N, H, F]."""
+        if type(self).query_streams is FeatureMap.query_streams:
+            raise NotImplementedError(self.missing("query", "q"))
         return self.streams_as_numbers(q)[0]
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
         """phi_k(k) * exp(-log_scale): [B, N, H, D] -> [B, N, H, F]. Maps without `key_log_scale` never see the argument."""
-        raise NotImplementedError
+        raise NotImplementedError(self.missing("key", "k"))
+
+    def missing(self, method: str, argument: str) -> str:
+        """What to say of a map that lacks a method which it must have."""
+        return (
+            f"a feature map must have the methods query and key, got {type(self).__name__} without {method}; add "
+            f"def {method}(self, {argument}), [batch, tokens, heads, channels] -> [batch, tokens, heads, features]"
+        )
 
     def query_streams(self, q: Tensor) -> tuple[ScaledFeatures, ...]:
         """Query features of every stream, each with the scale by which its tokens were divided."""

@@ -73,7 +73,7 @@ def linear_attention(
         q: Tensor, rotary: Rotary | None, strength: Tensor | None, state: LinearState, mean: Tensor | None, out: Tensor | None
     ) -> Tensor:
         against = None if mean is None else Contrast(strength, mean, head_dim)
-        return read(state, query_features(feature_map, q, rotary, dtype), eps, out, against).to(q.dtype)
+        return read(state, query_features(feature_map, q, rotary, dtype, like=state.key_sum), eps, out, against).to(q.dtype)
 
     strength, mean = (None, None) if contrast is None else contrast[:2]
     state = None
@@ -127,7 +127,7 @@ def causal_linear_attention(
     ) -> tuple[Tensor, LinearState]:
         scales = key_log_scale(feature_map, k, mask, dtype)
         keys = key_features(feature_map, k, v, key_mask=mask, rotary=rotary_k, log_scale=scales, dtype=dtype, weight=weight)
-        queries = query_features(feature_map, q, rotary_q, dtype)
+        queries = query_features(feature_map, q, rotary_q, dtype, like=keys.plain)
         if state is None:
             state = LinearState.empty(k.shape[0], k.shape[2], keys.rotated.shape[-1], v.shape[-1], dtype=dtype, device=k.device)
         if log_decay is not None:
@@ -195,7 +195,8 @@ def block_causal_linear_attention(
         state = state_of(keys, scale) if state is None else LinearState.merge(state, state_of(keys, scale))
         # the running mean at the last token is that of all that the block sees
         against = None if mean is None else Contrast(strength, mean[:, -1:], q.shape[3])
-        return read(state, query_features(feature_map, q, rotary_q, dtype), eps, contrast=against).to(q.dtype), state
+        queries = query_features(feature_map, q, rotary_q, dtype, like=state.key_sum)
+        return read(state, queries, eps, contrast=against).to(q.dtype), state
 
     strength, mean = (None, None) if contrast is None else contrast[:2]
     state: LinearState | None = None

@@ -80,10 +80,24 @@ def rotate(features: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
     return turned, turned if rotary.normalised else features
 
 
-def query_features(feature_map: FeatureMapLike, q: Tensor, rotary: Rotary | None, dtype: torch.dtype) -> list[Queries]:
-    """One entry per stream."""
+def query_features(
+    feature_map: FeatureMapLike, q: Tensor, rotary: Rotary | None, dtype: torch.dtype, *, like: Tensor
+) -> list[Queries]:
+    """One entry per stream; like: features of the keys, or their sum, [..., F]."""
     streams = feature_map.query_streams(q.to(dtype))
-    return [Queries(*rotate(features.value, rotary), features.log_scale) for features in streams]
+    found = [Queries(*rotate(features.value, rotary), features.log_scale) for features in streams]
+    for queries in found:
+        check_widths(feature_map, queries.plain, like)
+    return found
+
+
+def check_widths(feature_map: FeatureMapLike, of_queries: Tensor, of_keys: Tensor) -> None:
+    """Refuse a map whose features cannot be multiplied; one feature beside many would be repeated in silence."""
+    if of_queries.shape[-1] != of_keys.shape[-1]:
+        raise ValueError(
+            f"a feature map must give queries and keys as many features, got {of_queries.shape[-1]} and {of_keys.shape[-1]} of "
+            f"{type(feature_map).__name__}; let its methods query and key return the same last dimension"
+        )
 
 
 def key_log_scale(feature_map: FeatureMapLike, k: Tensor, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

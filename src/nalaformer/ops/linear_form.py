@@ -65,7 +65,7 @@ def linear_forms(
             assert decay is not None
             seen, count = faded_sums(keys.plain, decay.to(dtype)), torch.ones_like(count)
         forms = []
-        for queries in query_features(mapped, q[:, :asked], rotary[0], dtype):
+        for queries in query_features(mapped, q[:, :asked], rotary[0], dtype, like=keys.plain):
             log_scale = seen.new_zeros(())
             for part in (queries.log_scale, scale):
                 log_scale = log_scale if part is None else log_scale + part[..., 0]

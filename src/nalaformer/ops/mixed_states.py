@@ -96,7 +96,7 @@ def mixed_linear_attention(
         rotated, plain = of_keys.gather(keys.rotated), of_keys.gather(keys.plain)
         mixing = mixing.to(dtype)
         sums = torch.einsum("im,bmhf->bihf", mixing, plain.sum(2))
-        streams = query_features(mapped, q, rotary[0], dtype)
+        streams = query_features(mapped, q, rotary[0], dtype, like=keys.plain)
         outputs = []
         for queries, part in zip(streams, values.chunk(len(streams), dim=-1), strict=True):
             states = torch.einsum("im,bmhfv->bihfv", mixing, torch.einsum("bmwhf,bmwhv->bmhfv", rotated, part))

@@ -79,7 +79,7 @@ def linear_attention(
     outputs = []
     values_of_stream = state.chunk(feature_map.streams, dim=-1)
     contrasts = [None] * feature_map.streams if contrast is None else contrast.of_streams(feature_map.streams)
-    streams = query_features(feature_map, q, rotary[0], dtype)
+    streams = query_features(feature_map, q, rotary[0], dtype, like=keys.plain)
     for queries, stream_state, stream_contrast in zip(streams, values_of_stream, contrasts, strict=True):
         query_scale = None if queries.log_scale is None else queries.log_scale[..., 0]
         grouped_rotated = queries.rotated.unflatten(2, (kv_heads, -1))  # [B, N, K, H/K, F]
@@ -164,7 +164,7 @@ def answered(state: LinearState, q: Tensor, feature_map: FeatureMapLike, rotary:
     group = q.shape[2] // state.state.shape[1]
     sums, key_sum, scale = (x.repeat_interleave(group, dim=1) for x in (state.state, state.key_sum, state.log_scale))
     outputs = []
-    streams = query_features(feature_map, q, rotary, compute_dtype(q, state.state))
+    streams = query_features(feature_map, q, rotary, compute_dtype(q, state.state), like=state.key_sum)
     for queries, values in zip(streams, sums.chunk(feature_map.streams, dim=-1), strict=True):
         out = normalise(
             torch.einsum("bhf,bhfv->bhv", queries.rotated[:, 0], values),
@@ -237,7 +237,7 @@ def attention_weights(
         shrink = (token_scale[:, :, None, :] - key_scale[..., None]).clamp(max=0).exp()
 
     weights = []
-    for queries in query_features(feature_map, q, rotary_q, dtype):
+    for queries in query_features(feature_map, q, rotary_q, dtype, like=keys.plain):
         rotated, plain = (
             torch.einsum("bihf,bjhf->bhij", x, y.repeat_interleave(group, dim=2))
             for x, y in ((queries.rotated, keys.rotated), (queries.plain, keys.plain))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..features import FeatureMapLike, compute_dtype, hide
+from ..features import FeatureMapLike, check_widths, compute_dtype, hide
 from ..kernel_spec import KernelSpec, MapSettings
 from ..rotary import Rotary
 from ..state import LinearState
@@ -158,6 +158,7 @@ def mapped(
     # the kernels know no scale of these queries
     phi_q = features.value if features.log_scale is None else features.value * features.log_scale.exp()
     phi_k = feature_map.key(hide(k, key_mask).to(dtype))
+    check_widths(feature_map, phi_q, phi_k)
     if rotary[0] is not None and rotary[1] is not None:
         phi_q, phi_k = rotary[0].rotate(phi_q), rotary[1].rotate(phi_k)
     phi_q, phi_k = phi_q.to(q.dtype), phi_k.to(k.dtype)
