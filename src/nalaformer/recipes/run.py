@@ -38,6 +38,11 @@ def build_model(recipe: Recipe, facts: dict[str, Any]) -> nn.Module:
     try:
         model = TASKS[task_name(recipe.task)].create_model(recipe.model, options, facts)
     except TypeError as error:
+        if recipe.attention and "'attention'" in str(error):
+            raise ValueError(
+                f"attention= is for models of this library, got attention={recipe.attention} with model={recipe.model}; "
+                "leave it out, or name one of `nalaformer models`"
+            ) from error
         raise ValueError(f"the model {recipe.model} does not take its options {options}: {error}") from error
     if recipe.initial_weights == "torch":
         for module in model.modules():
