@@ -169,6 +169,9 @@ def test_a_vocabulary_without_room_for_the_bytes_is_refused():
 def test_what_is_no_tokenizer_is_refused_without_a_download(tmp_path):
     with pytest.raises(ValueError, match="must be a local folder"):
         load_tokenizer("gpt2")
+    with pytest.raises(ValueError, match=r"must hold a tokenizer, got none of .*; write one there with save_pretrained$"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("no JSON")
     with pytest.raises(ValueError, match="must hold a tokenizer that transformers can read"):
         load_tokenizer(tmp_path)
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 # begins and ends documents, and fills what is left of a window
 END = "<|endoftext|>"
 BYTES = 256
+# what tokenizers are mostly kept in
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> "PreTrainedTokenizerBase":
@@ -49,6 +51,11 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     # whatever a folder holds, transformers' many readers raise accordingly
     except Exception as error:
+        if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+            raise ValueError(
+                f"{folder} must hold a tokenizer, got none of {', '.join(TOKENIZER_FILES)}; write one there with "
+                "save_pretrained"
+            ) from error
         raise ValueError(
             f"{folder} must hold a tokenizer that transformers can read: {' '.join(str(error).split())}"
         ) from error
