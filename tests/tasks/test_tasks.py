@@ -270,7 +270,5 @@ def test_unknown_models_and_options_are_refused(tmp_path):
         make_trainer(dataclasses.replace(tiny(), model_options={"embed_dim": 3}), tmp_path)
     with pytest.raises(ValueError, match="does not take its options"):
         make_trainer(dataclasses.replace(tiny(), model="resnet18", attention="", model_options={"embed_dims": [3]}), tmp_path)
-    with pytest.raises(
-        ValueError, match="for models of this library, got attention=nalaformer with model=resnet18; leave"
-    ):
+    with pytest.raises(ValueError, match="for models of this library, got attention=nalaformer with model=resnet18; leave"):
         make_trainer(dataclasses.replace(tiny(), model="resnet18", attention="nalaformer", model_options={}), tmp_path)
