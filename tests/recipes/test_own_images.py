@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
-from nalaformer.recipes import build_model, changed, evaluate_run, load_run, make_trainer, predict, recipe_with
+from nalaformer.recipes import build_model, changed, evaluate_run, export_onnx, load_run, make_trainer, predict, recipe_with
 from nalaformer.recipes.initial_weights import load_weights
 from nalaformer.tasks import Classification
 from nalaformer.training import plan_lines
@@ -214,3 +214,20 @@ def test_a_classifier_starts_the_backbone_of_another_task_and_the_reverse(name, 
     told = load_weights(timm.create_model(name, num_classes=5), Classification, tmp_path / "detector.safetensors")
     assert f"{total} of {len(classifier.state_dict())} tensors start" in told
     assert "2 in the file and not used: top.bias, top.weight" in told
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_classifier_becomes_a_program_with_its_logits(tmp_path):
+    import onnxruntime
+
+    small = '{"embed_dims": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "projection": 32}'
+    settings = ["steps=1", "train_samples=8", "eval_samples=8", "batch_size=4", "device=cpu", f"model_options={small}"]
+    recipe = recipe_with("cue_grid", ["model=nalaformer_xt", "attention=nalaformer", *settings])
+    make_trainer(recipe, tmp_path / "run").fit()
+    export_onnx(tmp_path / "run", tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    run = load_run(tmp_path / "run")
+    images = torch.randn(3, 3, run.task.image_size, run.task.image_size)
+    (found,) = session.run(None, {"images": images.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), run.model(images), rtol=0, atol=1e-4)

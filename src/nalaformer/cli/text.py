@@ -42,16 +42,17 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command()
     def export(
-        run: Annotated[Path, typer.Argument(help="Folder of a run that has learned language; with .onnx also of a model.")],
+        run: Annotated[Path, typer.Argument(help="Folder of a run; with .onnx also of a language model.")],
         out: Annotated[Path, typer.Option(help="Folder to write, for AutoModelForCausalLM and AutoTokenizer, or file .onnx.")],
         tokenizer: Annotated[
             Path | None, typer.Option(help="Folder of its tokenizer.", show_default="beside the run's data")
         ] = None,
         step: Annotated[int | None, typer.Option(help="Step of the checkpoint.", show_default="the best")] = None,
     ) -> None:
-        """Write a trained language model with its tokenizer as transformers keeps them, or its step as an ONNX program.
+        """Write a trained language model with its tokenizer as transformers keeps them, or a model as an ONNX program.
 
-        The program takes tokens, positions and the states, and gives logits and the states after the token.
+        Of a classifier it takes images and gives logits. Of a language model it is one step, which takes tokens, positions and
+        the states, and gives logits and the states after the token.
         """
         from transformers.utils.logging import disable_progress_bar
 
@@ -65,7 +66,7 @@ def add_to(app: "typer.Typer") -> None:
         elif tokenizer is not None:
             raise ValueError(f"an ONNX program holds no tokenizer, got --tokenizer {tokenizer}; leave it out")
         else:
-            make_console().print(f"one step as an ONNX program: {export_onnx(run, out, step=step)}", soft_wrap=True)
+            make_console().print(f"ONNX program: {export_onnx(run, out, step=step)}", soft_wrap=True)
 
 
 def show_plan(files: list[Path], out: Path, corpus: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
-"""A trained language model as a folder that transformers reads, or its step as an ONNX program."""
+"""A trained language model as a folder that transformers reads, or its step or a classifier as an ONNX program."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -9,7 +11,7 @@ from torch import nn
 
 from ..atomic_files import UNFINISHED, atomic_folder, sync
 from ..data.text import fingerprint, load_tokenizer
-from ..tasks import LanguageModelling
+from ..tasks import Classification, LanguageModelling
 from ..tasks.language import pretrained_model
 from .run import LoadedRun, load_run
 
@@ -33,26 +35,59 @@ def export_run(folder: str | Path, out: str | Path, *, tokenizer: str | Path | N
 
 
 def export_onnx(source: str | Path, out: str | Path, *, step: int | None = None) -> Path:
-    """Write one step of a language model with recurrent mixers as an ONNX program: token and states in, logits and states out.
+    """Write an ONNX program in float32: of a classifier of images, or of one step of a language model with recurrent mixers.
 
-    source: the folder of a run (its best checkpoint, or that of a step), or one that save_pretrained wrote. In float32.
+    A classifier takes images as its task prepares them, [B, 3, size, size], and gives logits [B, classes]. A step takes a token
+    and the states, and gives logits and states.
+    source: the folder of a run (its best checkpoint, or that of a step), or one that save_pretrained wrote.
     """
-    from ..models.language import NaLaForCausalLM
-    from ..models.language.onnx_step import export_step
-
     out = Path(out)
-    model = language_model_of(Path(source), step)
-    if not isinstance(model, NaLaForCausalLM):
-        raise ValueError(f"a step of a NaLaForCausalLM can be an ONNX program, got {type(model).__name__} in {source}")
+    write = program_of(Path(source), step)
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=UNFINISHED) as aside:
-        export_step(model.float(), Path(aside) / out.name)
+        write(Path(aside) / out.name)
         # the weights of a large model are a file of their own, which the program names: the program comes last
         for file in sorted(Path(aside).iterdir(), key=lambda file: file.name == out.name):
             sync(file)
             file.replace(out.parent / file.name)
     sync(out.parent)
     return out
+
+
+def program_of(source: Path, step: int | None) -> Callable[[Path], object]:
+    """What writes the program of the model in that folder to a file."""
+    from ..models.language import NaLaForCausalLM
+    from ..models.language.onnx_step import export_step
+
+    if not (source / "config.json").is_file():
+        run = load_run(source, step=step)
+        if isinstance(run.task, Classification):
+            return partial(export_classifier, run)
+    model = language_model_of(source, step)
+    if not isinstance(model, NaLaForCausalLM):
+        raise ValueError(f"a step of a NaLaForCausalLM can be an ONNX program, got {type(model).__name__} in {source}")
+    return partial(export_step, model.float())
+
+
+def export_classifier(run: LoadedRun, path: Path) -> None:
+    """The program for any number of images of the size that the run has learned from."""
+    # asked for first: torch says less about what is missing
+    import onnx  # noqa: F401
+    import onnxscript  # noqa: F401
+    from PIL import Image
+
+    # two: torch takes a batch of one for a constant
+    images = torch.stack([run.task.prepare(Image.new("RGB", (64, 64)))] * 2)
+    torch.onnx.export(
+        run.model.float(),
+        (images,),
+        path,
+        dynamo=True,
+        verbose=False,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+    )
 
 
 def language_model_of(source: Path, step: int | None) -> nn.Module:
@@ -68,6 +103,6 @@ def load_language_run(folder: str | Path, step: int | None) -> LoadedRun:
     if not isinstance(run.task, LanguageModelling):
         raise ValueError(
             f"a run that has learned language can be exported, got {folder}, which has learned something else; "
-            "export its model with torch.onnx.export(nalaformer.recipes.load_run(folder).model, ...)"
+            "classifiers of images become ONNX programs (--out model.onnx), others do by torch.onnx.export of load_run(...).model"
         )
     return run
