@@ -103,6 +103,6 @@ def load_language_run(folder: str | Path, step: int | None) -> LoadedRun:
     if not isinstance(run.task, LanguageModelling):
         raise ValueError(
             f"a run that has learned language can be exported, got {folder}, which has learned something else; "
-            "classifiers of images become ONNX programs (--out model.onnx), others do by torch.onnx.export of load_run(...).model"
+            "classifiers of images become ONNX programs (--out model.onnx), others by torch.onnx.export of load_run(...).model"
         )
     return run
