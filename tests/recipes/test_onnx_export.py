@@ -39,6 +39,7 @@ def logits_in_onnx_runtime(path, tokens: np.ndarray) -> np.ndarray:
     return np.stack(logits, axis=1)
 
 
+@pytest.mark.filterwarnings("error:.*The axis name")
 @torch.no_grad()
 def test_a_folder_of_a_model_becomes_a_program_with_its_logits(tmp_path):
     model, tokens = make("linear+rotary+grouped", dtype=torch.float32, num_hidden_layers=1), text(3, 4)

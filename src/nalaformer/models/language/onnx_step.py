@@ -1,5 +1,6 @@
 """One step of a language model as an ONNX program: a token and the states in, logits and the states after it out."""
 
+import warnings
 from os import PathLike
 
 import torch
@@ -62,7 +63,9 @@ def export_step(model: NaLaForCausalLM, path: str | PathLike[str]) -> list[str]:
     states = step.first_states(2)
     inputs = (torch.ones(2, 1, dtype=torch.int64), torch.ones(2, 1, dtype=torch.int64), *states.values())
     batch = torch.export.Dim("batch", min=1, max=4096)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        # all inputs share one batch, which is what is wanted
+        warnings.filterwarnings("ignore", message="# The axis name: batch will not be used", module=r"torch\.onnx")
         program = torch.onnx.export(
             step,
             inputs,
