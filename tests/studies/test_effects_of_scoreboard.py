@@ -127,6 +127,13 @@ def test_a_step_sees_a_batch_and_every_block_is_evaluated():
     assert [line.split()[1] for line in said] == ["2/5", "4/5", "5/5"]
 
 
+def test_slow_steps_are_told_between_evaluations(monkeypatch):
+    said = []
+    monkeypatch.setattr("nalaformer.training.captured_training.SECONDS_BETWEEN_LINES", -1.0)
+    sprint_of(steps=3, eval_every=2).run(say=said.append)
+    assert [line.split()[1] for line in said] == ["1/3", "2/3", "2/3", "3/3", "3/3"]
+
+
 # ---- what a run is made of
 
 

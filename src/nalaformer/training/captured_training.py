@@ -23,6 +23,7 @@ from ..data.sequences import FIGURES, Figure, answers_of
 from ..ops.graphs import NotCapturable, captured
 from .config import TrainingConfig
 from .data_on_device import Bucket, Plan, make_plan
+from .display import SECONDS_BETWEEN_LINES
 from .low_copies import LowCopies
 from .precision import precision_on
 from .schedule import make_schedule
@@ -133,7 +134,7 @@ class Sprint:
             self._prepare()
         block = config.eval_every or self.steps
         first = progress.step
-        last_saved = time.monotonic()
+        last_saved = last_said = time.monotonic()
         while progress.step < self.steps and not (progress.is_diverged or progress.is_solved):
             if is_asked_to_stop() or (progress.step > first and time.monotonic() > until):
                 return False
@@ -145,6 +146,10 @@ class Sprint:
             self.loss_sum.zero_()
             for step in range(progress.step, last):
                 self.graphs[int(self.plan.bucket_of[step])]()
+                # a GPU is behind the host, which waits for it at evaluations alone
+                if not self.on_gpu and time.monotonic() - last_said > SECONDS_BETWEEN_LINES:
+                    say(f"step {step + 1}/{self.steps}")
+                    last_said = time.monotonic()
             loss = self.loss_sum.item() / (last - progress.step)
             progress.step = last
             found = self.evaluate(self.dev)
@@ -157,6 +162,7 @@ class Sprint:
             spent = time.monotonic() - started
             progress.seconds += spent
             say(f"step {last}/{self.steps}  loss {loss:.4f}  dev {dev:.4f}  {block / max(spent, 1e-9):.0f} steps/s")
+            last_said = time.monotonic()
             if aside is not None and 0 < 60 * config.save_minutes <= time.monotonic() - last_saved:
                 self.save(aside)
                 last_saved = time.monotonic()

@@ -64,7 +64,9 @@ def draw_curve(axes: Any, curve: Curve) -> None:
     axes.axhline(curve.largest, color=INK, linewidth=0.8, linestyle=":")
     # a tenth of the scale at least: a magnified tremble would look like a fall
     lowest = min(curve.entropy.min().item(), 0.9 * curve.largest)
-    axes.set_ylim(lowest - 0.02 * curve.largest, 1.02 * curve.largest)
+    # of one token it is 0
+    if curve.largest > 0:
+        axes.set_ylim(lowest - 0.02 * curve.largest, 1.02 * curve.largest)
     axes.set_title(f"{curve.name}\n{curve.kind}", loc="left", fontsize=8.5, color=INK)
     finish(axes)
 
