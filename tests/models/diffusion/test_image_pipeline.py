@@ -11,7 +11,7 @@ import nalaformer
 from helpers.option_effects import Effects
 from nalaformer import NaLaDiT, NaLaDiTPipeline
 from nalaformer.models.diffusion import OBJECTIVES, DiffusionTransformer
-from nalaformer.models.diffusion.samplers import LearnedRangeDDPM, denoise, make_sampler, to_rgb
+from nalaformer.models.diffusion.samplers import LearnedRangeDDPM, denoise, first_word, make_sampler, set_times, to_rgb
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,6 +78,64 @@ def test_every_sampler_finds_the_image_that_a_perfect_network_knows(objective, s
         seeds=[(0, 0), (0, 1)],
     )
     assert (found - network.known[[2, 0]]).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("steps", [1, 7, 600, 1000])
+@pytest.mark.parametrize(("objective", "sampler"), SAMPLERS)
+def test_no_number_of_steps_leaves_noise_in_the_image(objective, sampler, steps):
+    network = OneImage(objective)
+    plain = network.predict
+
+    def with_the_largest_variance(images, times, labels):
+        output = plain(images, times, labels)
+        output[:, 3:] = 1.0
+        return output
+
+    network.predict = with_the_largest_variance
+    options = {"objective": objective, "height": 4, "width": 6, "clip": False, "sampler": sampler, "seeds": [(0, 0)]}
+    found = denoise(network, torch.tensor([1]), steps=steps, **options)
+    assert (found - network.known[1]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "dpm_solver", "unipc"])
+@pytest.mark.parametrize("steps", [150, 400, 600, 103, 985])
+def test_deterministic_samplers_keep_the_spread_of_the_data(sampler, steps):
+    """Of normal data of deviation s every image is s times the noise that it starts from, in the limit of many steps."""
+    network, deviation = OneImage("ddpm"), 0.5
+    network.known.zero_()
+
+    def predict(images, times, labels):
+        signal = network.signal[times.long()].float()[:, None, None, None]
+        noise = (1 - signal).sqrt() * images / (signal * deviation**2 + 1 - signal)
+        return torch.cat((noise, torch.zeros_like(noise)), dim=1)
+
+    network.predict = predict
+    options = {"objective": "ddpm", "height": 4, "width": 6, "clip": False, "sampler": sampler}
+    images = denoise(network, torch.zeros(8, dtype=torch.long), steps=steps, seeds=[(0, i) for i in range(8)], **options)
+    start = torch.stack([torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(first_word((0, i)))) for i in range(8)])
+    assert (images / start - deviation).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("sampler", OBJECTIVES["ddpm"].samplers)
+def test_every_number_of_steps_has_as_many_times_none_below_zero(sampler):
+    for steps in range(1, 1001):
+        schedule = make_sampler(sampler, "ddpm", clip=False)
+        set_times(schedule, steps, torch.device("cpu"))
+        times = schedule.timesteps
+        assert len(times) == len(times.unique()) == steps
+        assert times.min() >= 0
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_ddim_is_that_of_diffusers_where_the_steps_divide_a_thousand(clip):
+    ours = make_sampler("ddim", "ddpm", clip=clip)
+    theirs = diffusers.DDIMScheduler.from_config(ours.config)
+    noise, image = torch.randn(2, 1, 3, 4, 6, generator=torch.Generator().manual_seed(0))
+    for sampler in (ours, theirs):
+        sampler.set_timesteps(50)
+    for time in ours.timesteps[[0, 20, 49]]:
+        found, wanted = (sampler.step(noise, time, image).prev_sample for sampler in (ours, theirs))
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("steps", [10, 250, 1000])

@@ -7,6 +7,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from diffusers.schedulers.scheduling_ddim import DDIMSchedulerOutput
 from torch import Tensor
 
 from ...registry import unknown_name
@@ -22,6 +23,7 @@ class LearnedRangeDDPM(diffusers.DDPMScheduler):
     """diffusers' ancestral sampler with the learned variance in its bounds for any number of steps.
 
     The upper bound is the beta of the step that is taken, 1 - a_t / a_before; diffusers takes that of a step of 1000 always.
+    The last step, which gives the image, adds no noise; diffusers leaves it out at time 0 alone, which only 1000 steps reach.
     """
 
     def _get_variance(self, t: int, predicted_variance: Tensor | None = None, variance_type: str | None = None) -> Tensor:
@@ -32,8 +34,28 @@ class LearnedRangeDDPM(diffusers.DDPMScheduler):
         smallest = (beta * (1 - signal_before) / (1 - signal)).clamp(min=1e-20)
         if predicted_variance is None:
             return smallest
+        if before < 0:
+            return smallest.log()
         fraction = (predicted_variance + 1) / 2
         return fraction * beta.log() + (1 - fraction) * smallest.log()
+
+
+class ConnectedDDIM(diffusers.DDIMScheduler):
+    """diffusers' deterministic sampler with steps that end where the next begins, however many there are.
+
+    diffusers goes back by 1000 // steps each time: 1 of 600 steps, whose times lie 5/3 apart, so that noise stays.
+    x_before = sqrt(a_before) x_0 + sqrt(1 - a_before) noise, x_0 = (x_t - sqrt(1 - a_t) noise) / sqrt(a_t).
+    """
+
+    def step(self, model_output: Tensor, timestep: Tensor, sample: Tensor) -> DDIMSchedulerOutput:
+        earlier = self.timesteps[self.timesteps < timestep]
+        signal = self.alphas_cumprod[timestep]
+        signal_before = self.alphas_cumprod[earlier[0]] if len(earlier) else self.final_alpha_cumprod
+        image = (sample - (1 - signal).sqrt() * model_output) / signal.sqrt()
+        if self.config.clip_sample:
+            image = image.clamp(-self.config.clip_sample_range, self.config.clip_sample_range)
+        previous = signal_before.sqrt() * image + (1 - signal_before).sqrt() * model_output
+        return DDIMSchedulerOutput(prev_sample=previous, pred_original_sample=image)
 
 
 def make_sampler(name: str, objective: str, *, clip: bool) -> Any:
@@ -58,7 +80,7 @@ def make_sampler(name: str, objective: str, *, clip: bool) -> Any:
     if name == "ddpm":
         return LearnedRangeDDPM(**noise, variance_type="learned_range", clip_sample=clip)
     if name == "ddim":
-        return diffusers.DDIMScheduler(**noise, clip_sample=clip)
+        return ConnectedDDIM(**noise, clip_sample=clip)
     if name == "dpm_solver":
         return diffusers.DPMSolverMultistepScheduler(**noise)
     if name == "unipc":
@@ -126,7 +148,7 @@ def _denoised(
     # drawn on the host, one stream an image: the same on every device and in every batch
     generators = [torch.Generator().manual_seed(first_word(seed)) for seed in seeds]
     images = torch.stack([torch.randn(shape, generator=each) for each in generators]).to(device)
-    schedule.set_timesteps(steps, device=device)
+    set_times(schedule, steps, device)
     is_random = isinstance(schedule, LearnedRangeDDPM)
     options = {"generator": generators} if is_random else {}
     predict = prediction(network, images.to(parameter.dtype), labels, guidance, calls=len(schedule.timesteps))
@@ -139,6 +161,14 @@ def _denoised(
         # some samplers ask the network twice a step
         advance(len(images) / len(schedule.timesteps))
     return images.float()
+
+
+def set_times(schedule: Any, steps: int, device: torch.device) -> None:
+    """Tell a sampler of diffusers its steps, of times from 999 down to 0 or above."""
+    schedule.set_timesteps(steps, device=device)
+    if schedule.timesteps.min() < 0:
+        # 1000 - steps * (1000 / steps) is above zero by rounding, as of 61 steps, and became a time of -1
+        schedule.set_timesteps(steps * (1 - 1e-12), device=device)
 
 
 def first_word(seed: Sequence[int]) -> int:
