@@ -178,6 +178,17 @@ def test_every_tensor_that_is_left_over_is_counted(run, tmp_path):
     assert torch.equal(after["stem.0.weight"], before["stem.0.weight"] + 1)
 
 
+def test_another_part_of_a_file_does_not_take_a_name_of_the_backbone(run, tmp_path):
+    model = model_of(run)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = {f"backbone.{name}": value + 1 for name, value in before.items()} | {"stem.0.bias": before["stem.0.bias"] + 2}
+    torch.save(weights, tmp_path / "weights.pth")
+    told = load_weights(model, Classification, tmp_path / "weights.pth")
+    assert f"{len(before)} of {len(before)} tensors start" in told
+    assert "1 in the file and not used: stem.0.bias" in told
+    assert torch.equal(model.state_dict()["stem.0.bias"], before["stem.0.bias"] + 1)
+
+
 def test_a_file_of_which_nothing_but_the_classifier_fits_is_refused(run, tmp_path):
     model = model_of(run)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -31,7 +31,11 @@ def load_weights(model: nn.Module, task: Any, source: str | Path, weights: Mappi
         given = translate_dit(given)
     wanted = backbone.state_dict()
     prefix = common_prefix(given, wanted)
-    given = {name.removeprefix(prefix): value for name, value in given.items()}
+    inside = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
+    outside = {name: value for name, value in given.items() if not name.startswith(prefix)}
+    # another part of the file may have a name of the backbone's, such as norm.weight beside backbone.norm.weight
+    hidden = [name for name in outside if name in inside]
+    given = outside | inside
     places = {flat(name): name for name in given}
     found = {name: given[places[flat(name)]] for name in wanted if flat(name) in places}
     fitting = {name: value for name, value in found.items() if value.shape == wanted[name].shape}
@@ -46,7 +50,7 @@ def load_weights(model: nn.Module, task: Any, source: str | Path, weights: Mappi
     parts = (
         ("of another shape and left out", [name for name in found if name not in fitting]),
         ("not in the file", [name for name in wanted if name not in found]),
-        ("in the file and not used", [name for name in given if name not in used]),
+        ("in the file and not used", [name for name in given if name not in used] + hidden),
     )
     told = "".join(f"; {len(names)} {what}: {some(names)}" for what, names in parts if names)
     if others:
