@@ -390,3 +390,21 @@ if INTERPRETING:
         run = subprocess.run([sys.executable, script, calls], env=environment, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         assert run.stdout.split() == kernels.split()
+
+
+class NarrowQueries(nalaformer.FeatureMap):
+    """A map that the kernels do not know, with one feature of a query and eight of a key."""
+
+    def query(self, q):
+        return q[..., :1].square()
+
+    def key(self, k):
+        return k.square()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_features_made_outside_of_the_kernels_have_one_width(causal):
+    with nalaformer.use_backend("triton"), pytest.raises(ValueError, match="as many features, got 1 and 8 of NarrowQueries"):
+        nalaformer.linear_attention(
+            *make(*[(1, 5, 1, 8)] * 3), feature_map=NarrowQueries(num_heads=1, head_dim=8), causal=causal
+        )
