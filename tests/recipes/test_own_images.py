@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,10 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
+from typer.testing import CliRunner
 
-from nalaformer.recipes import build_model, changed, evaluate_run, export_onnx, load_run, make_trainer, predict, recipe_with
+from nalaformer import cli
+from nalaformer.recipes import build_model, changed, evaluate_run, load_run, make_trainer, predict, recipe_with
 from nalaformer.recipes.initial_weights import load_weights
 from nalaformer.tasks import Classification
 from nalaformer.training import plan_lines
@@ -228,14 +231,17 @@ def test_a_classifier_starts_the_backbone_of_another_task_and_the_reverse(name, 
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_classifier_becomes_a_program_with_its_logits(tmp_path):
+def test_a_classifier_becomes_a_program_with_its_logits_without_transformers(tmp_path, monkeypatch):
     import onnxruntime
 
+    for package in ("transformers", "nalaformer.models.language"):
+        monkeypatch.setitem(sys.modules, package, None)
     small = '{"embed_dims": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "projection": 32}'
     settings = ["steps=1", "train_samples=8", "eval_samples=8", "batch_size=4", "device=cpu", f"model_options={small}"]
     recipe = recipe_with("cue_grid", ["model=nalaformer_xt", "attention=nalaformer", *settings])
     make_trainer(recipe, tmp_path / "run").fit()
-    export_onnx(tmp_path / "run", tmp_path / "model.onnx")
+    arguments = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "model.onnx")]
+    assert CliRunner().invoke(cli.build_app(), arguments, catch_exceptions=False).exit_code == 0
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     run = load_run(tmp_path / "run")
     images = torch.randn(3, 3, run.task.image_size, run.task.image_size)

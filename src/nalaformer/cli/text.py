@@ -54,13 +54,16 @@ def add_to(app: "typer.Typer") -> None:
         Of a classifier it takes images and gives logits. Of a language model it is one step, which takes tokens, positions and
         the states, and gives logits and the states after the token.
         """
-        from transformers.utils.logging import disable_progress_bar
-
         from ..recipes import export_onnx, export_run
 
-        # a bar of one file is no news
-        disable_progress_bar()
-        if out.suffix != ".onnx":
+        is_program = out.suffix == ".onnx"
+        # a classifier of images becomes a program without transformers
+        if not is_program or (run / "config.json").is_file():
+            from transformers.utils.logging import disable_progress_bar
+
+            # a bar of one file is no news
+            disable_progress_bar()
+        if not is_program:
             folder = export_run(run, out, tokenizer=tokenizer, step=step)
             make_console().print(f"model and tokenizer: {folder}", soft_wrap=True)
         elif tokenizer is not None:

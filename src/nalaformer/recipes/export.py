@@ -56,13 +56,13 @@ def export_onnx(source: str | Path, out: str | Path, *, step: int | None = None)
 
 def program_of(source: Path, step: int | None) -> Callable[[Path], object]:
     """What writes the program of the model in that folder to a file."""
-    from ..models.language import NaLaForCausalLM
-    from ..models.language.onnx_step import export_step
-
     if not (source / "config.json").is_file():
         run = load_run(source, step=step)
         if isinstance(run.task, Classification):
             return partial(export_classifier, run)
+    from ..models.language import NaLaForCausalLM
+    from ..models.language.onnx_step import export_step
+
     model = language_model_of(source, step)
     if not isinstance(model, NaLaForCausalLM):
         raise ValueError(f"a step of a NaLaForCausalLM can be an ONNX program, got {type(model).__name__} in {source}")
