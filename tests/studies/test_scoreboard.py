@@ -244,6 +244,17 @@ def test_rates_are_compared_on_the_seeds_that_all_of_them_have():
             assert (standings(rows)[0].learning_rate, standings(rows)[0].seeds) == (rates[0], 2)
 
 
+def test_a_seed_that_was_trained_twice_counts_once():
+    first, second = ([row | {"test": test} for row in of_seeds("0.1", [0.5])] for test in ("0.2", "0.4"))
+    other = [row | {"seed": "1", "test": "0.5"} for row in of_seeds("0.1", [0.7])]
+    (standing,) = standings([*first, *other, *second])
+    assert (standing.seeds, standing.test, standing.dev) == (2, pytest.approx(0.4), pytest.approx(0.6))
+    assert standing.spread == pytest.approx(0.1 * 2**0.5)
+    # and no rate is known better for it
+    (standing,) = standings([*of_seeds("0.2", [0.5, 0.5]), *of_seeds("0.1", [0.5]) * 3])
+    assert standing.learning_rate == "0.2"
+
+
 def test_later_seeds_are_trained_at_the_rate_that_was_best_with_the_first(tmp_path, monkeypatch):
     one_run = scoreboard.one_run
 

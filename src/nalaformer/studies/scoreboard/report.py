@@ -77,7 +77,7 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
     """Each method at the rate whose mean over seeds is best on dev, the best on test first. Test chooses nothing.
 
     The rates of a method are compared on the seeds that all of them have. Runs with other settings are no seeds of these: they
-    stand for themselves.
+    stand for themselves. Runs of one seed, as on two machines, are one seed with their mean: they share weights and data.
     """
     found = []
     for method, steps, settings in dict.fromkeys((row["method"], row["steps"], row["settings"]) for row in rows):
@@ -86,12 +86,12 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
             if (row["method"], row["steps"], row["settings"]) == (method, steps, settings):
                 by_rate.setdefault(row["learning_rate"], []).append(row)
         rate, best = best_rate(by_rate)
-        tests = [float(row["test"]) for row in best]
+        tests = by_seed(best, "test")
         found.append(
             Standing(
                 method=method,
                 learning_rate=rate,
-                dev=statistics.mean(float(row["dev"]) for row in best),
+                dev=statistics.mean(by_seed(best, "dev")),
                 test=statistics.mean(tests),
                 spread=statistics.stdev(tests) if len(tests) > 1 else 0.0,
                 seeds=len(tests),
@@ -106,6 +106,14 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
             )
         )
     return sorted(found, key=lambda standing: standing.test, reverse=not rows or figure_of(rows).higher_is_better)
+
+
+def by_seed(rows: Iterable[Row], name: str) -> list[float]:
+    """A figure of each seed, the mean where it has several rows."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["seed"], []).append(float(row[name]))
+    return [statistics.mean(values) for values in found.values()]
 
 
 def mean_if_any(cells: Iterable[str | None]) -> float | None:
@@ -123,8 +131,8 @@ def best_rate(by_rate: dict[str, list[Row]]) -> tuple[str, list[Row]]:
     is_higher = figure_of(next(iter(by_rate.values()))).higher_is_better
 
     def goodness(item: tuple[str, list[Row]]) -> tuple[float, int]:
-        dev = statistics.mean(float(row["dev"]) for row in item[1] if not common or row["seed"] in common)
-        return dev if is_higher else -dev, len(item[1])
+        dev = statistics.mean(by_seed((row for row in item[1] if not common or row["seed"] in common), "dev"))
+        return dev if is_higher else -dev, len({row["seed"] for row in item[1]})
 
     return max(by_rate.items(), key=goodness)
 
