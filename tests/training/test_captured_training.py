@@ -54,10 +54,22 @@ def test_an_epoch_of_the_plan_has_every_sample_once():
         make_plan(buckets, steps=9, batch_size=100, seed=0)
 
 
-def make_sprint(steps=6, seed=0, solved_at=float("inf"), figure=FIGURES["accuracy"], **settings):
+class WithStatistics(RecallModel):
+    """A batch norm at the end: evaluations depend on its statistics, which no gradient moves."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.statistics = torch.nn.BatchNorm1d(options["outputs"])
+
+    def forward(self, inputs, at=None):
+        logits = super().forward(inputs, at)
+        return self.statistics(logits.flatten(0, -2)).view(logits.shape)
+
+
+def make_sprint(steps=6, seed=0, solved_at=float("inf"), figure=FIGURES["accuracy"], model=RecallModel, **settings):
     data = SEQUENCES["mqar"](split="train", samples=64, **MQAR)
     torch.manual_seed(3)
-    model = RecallModel(attention="split", dim=16, dropout=0.1, **vars(data.facts))
+    model = model(attention="split", dim=16, dropout=0.1, **vars(data.facts))
     config = TrainingConfig(**({"steps": steps, "batch_size": 8, "learning_rate": 1e-2, "eval_every": 2} | settings))
     buckets = resident(data, "cpu")
     given = {"solved_at": solved_at, "figure": figure}
@@ -107,6 +119,26 @@ def test_the_best_weights_are_those_that_are_tested():
             parameter.zero_()
     assert sprint.test(sprint.dev)["all"] == pytest.approx(sprint.progress.best_dev)
     assert all(torch.equal(a, b) for a, b in zip(kept, sprint.parameters, strict=True))
+
+
+def test_the_best_weights_are_tested_with_their_own_statistics():
+    sprint = make_sprint(model=WithStatistics)
+    sprint.run()
+    with torch.no_grad():
+        sprint.model.statistics.running_mean.normal_()
+    assert sprint.test(sprint.dev)["all"] == pytest.approx(sprint.progress.best_dev)
+
+
+def test_statistics_of_a_run_that_was_put_aside_go_on_to_the_same_bits(tmp_path):
+    whole, halves, again = (make_sprint(model=WithStatistics) for _ in range(3))
+    whole.run()
+    halves.run(until=0.0)
+    halves.save(tmp_path / "run.safetensors")
+    again.resume(tmp_path / "run.safetensors")
+    again.run()
+    assert int(again.model.statistics.num_batches_tracked) == 6
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.buffers(), again.model.buffers(), strict=True))
+    assert again.progress.best_dev == whole.progress.best_dev
 
 
 def test_a_run_that_diverges_ends_and_says_so():

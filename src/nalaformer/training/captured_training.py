@@ -75,7 +75,9 @@ class Sprint:
         self.dev_shares: list[float | None] = [None] * groups
         """The figure of each group of the dev data when it was last looked at."""
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.best = [p.detach().clone() for p in self.parameters]
+        # statistics of batch norms belong to the weights they were taken with
+        self.buffers = list(self.model.buffers())
+        self.best = [tensor.detach().clone() for tensor in (*self.parameters, *self.buffers)]
         self.on_gpu = self.device.type == "cuda"
         self.precision = precision_on(self.device, config.precision)
         self.low = LowCopies(self.model, self.precision)
@@ -158,7 +160,7 @@ class Sprint:
             progress.is_solved = self.figure.higher_is_better and dev >= self.solved_at and not progress.is_diverged
             if self.figure.is_better(dev, progress.best_dev) and not progress.is_diverged:
                 progress.best_dev, progress.best_step = dev, last
-                self._copy(self.parameters, self.best)
+                self._copy([*self.parameters, *self.buffers], self.best)
             spent = time.monotonic() - started
             progress.seconds += spent
             say(f"step {last}/{self.steps}  loss {loss:.4f}  dev {dev:.4f}  {block / max(spent, 1e-9):.0f} steps/s")
@@ -219,7 +221,7 @@ class Sprint:
         return answers_of(outputs, targets)
 
     def _captured(self, steppers: list[Callable[[], object]]) -> list[Callable[[], object]]:
-        """The steps as CUDA graphs; weights, moments and counters stay as they are."""
+        """The steps as CUDA graphs; weights, statistics, moments and counters stay as they are."""
         for parameter in self.parameters:
             # as the optimizer's first step makes them: what is there can be restored
             if not self.optimizer.state[parameter]:
@@ -228,7 +230,7 @@ class Sprint:
         moments_of_all = [value for state in self.optimizer.state.values() for value in state.values()]
         changed = [
             *(p.detach() for p in (*self.parameters, *self.low.copies.values())),
-            *(*moments_of_all, self.done, *self.cursors, self.loss_sum),
+            *(*moments_of_all, *self.buffers, self.done, *self.cursors, self.loss_sum),
         ]
         self.model.train()
         try:
@@ -259,7 +261,7 @@ class Sprint:
 
     def test(self, buckets: list[Bucket]) -> dict[str, Any]:
         """The same with the weights that were best on dev."""
-        self._copy(self.best, self.parameters)
+        self._copy(self.best, [*self.parameters, *self.buffers])
         return self.evaluate(buckets)
 
     @staticmethod
@@ -277,12 +279,13 @@ class Sprint:
     # ---- a run that is cut short goes on later
 
     def save(self, path: Path) -> None:
-        """Weights, moments and counters; the file is the old one or the new one, whatever happens."""
+        """Weights, statistics, moments and counters; the file is the old one or the new one, whatever happens."""
         from safetensors.torch import save
 
         tensors: dict[str, Tensor] = {}
-        for number, (parameter, best) in enumerate(zip(self.parameters, self.best, strict=True)):
-            tensors |= {f"{number}.weight": parameter.detach(), f"{number}.best": best}
+        for number, (tensor, best) in enumerate(zip((*self.parameters, *self.buffers), self.best, strict=True)):
+            tensors |= {f"{number}.weight": tensor.detach(), f"{number}.best": best}
+        for number, parameter in enumerate(self.parameters):
             tensors |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = {"progress": json.dumps(asdict(self.progress))}
@@ -298,9 +301,10 @@ class Sprint:
             facts = file.metadata()
             names = set(file.keys())
             with torch.no_grad():
-                for number, (parameter, best) in enumerate(zip(self.parameters, self.best, strict=True)):
-                    parameter.copy_(file.get_tensor(f"{number}.weight"))
+                for number, (tensor, best) in enumerate(zip((*self.parameters, *self.buffers), self.best, strict=True)):
+                    tensor.copy_(file.get_tensor(f"{number}.weight"))
                     best.copy_(file.get_tensor(f"{number}.best"))
+                for number, parameter in enumerate(self.parameters):
                     kept = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{number}.{name}" in names]
                     self.optimizer.state[parameter] = {name: file.get_tensor(f"{number}.{name}") for name in kept}
         self.progress = SprintProgress(**json.loads(facts["progress"]))
