@@ -309,7 +309,8 @@ def test_options_of_sampling_change_the_images(run, drawn):
     usual = ("--label", "ring", "--count", "2", "--steps", "3")
     images = drawn(*usual)[0]
     assert np.array_equal(images, drawn(*usual)[0])
-    for change in (("--seed", "1"), ("--steps", "2"), ("--guidance", "4"), ("--sampler", "flow_heun")):
+    # two steps of training teach little about classes: usual guidance is less than a level of grey
+    for change in (("--seed", "1"), ("--steps", "2"), ("--guidance", "400"), ("--sampler", "flow_heun")):
         assert not np.array_equal(images, drawn(*usual, *change)[0]), change
     call("--run", run, "--sampler", "ddim", fails="flow needs one of its samplers, flow_euler, flow_heun, got ddim")
 

@@ -116,6 +116,22 @@ def test_deterministic_samplers_keep_the_spread_of_the_data(sampler, steps):
     assert (images / start - deviation).abs().max() < 0.03
 
 
+@pytest.mark.parametrize("steps", [1, 2, 7, 61])
+def test_euler_steps_of_a_flow_are_equal_and_as_many_as_asked_for(steps):
+    """Of normal data of deviation s the velocity is x (t - (1 - t) s^2) / (t^2 + (1 - t)^2 s^2)."""
+    network, variance = OneImage("flow"), 0.25
+
+    def slope(t):
+        return (t - (1 - t) * variance) / (t * t + (1 - t) ** 2 * variance)
+
+    network.predict = lambda images, times, labels: images * slope(times[:, None, None, None] / 1000)
+    options = {"objective": "flow", "height": 4, "width": 6, "clip": False, "steps": steps, "seeds": [(0, 0)]}
+    found = denoise(network, torch.tensor([0]), **options)
+    start = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(first_word((0, 0))))
+    wanted = math.prod(1 - slope(1 - step / steps) / steps for step in range(steps))
+    assert (found / start - wanted).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("sampler", OBJECTIVES["ddpm"].samplers)
 def test_every_number_of_steps_has_as_many_times_none_below_zero(sampler):
     for steps in range(1, 1001):

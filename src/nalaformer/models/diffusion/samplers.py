@@ -164,7 +164,11 @@ def _denoised(
 
 
 def set_times(schedule: Any, steps: int, device: torch.device) -> None:
-    """Tell a sampler of diffusers its steps, of times from 999 down to 0 or above."""
+    """Tell a sampler of diffusers its steps, of times from 999 (of a flow 1000) down to 0 or above."""
+    if isinstance(schedule, diffusers.FlowMatchEulerDiscreteScheduler):
+        # equal ones; diffusers' go to 0.001 in all but the last, which then has nothing to do: two steps were one
+        schedule.set_timesteps(sigmas=[1 - step / steps for step in range(steps)], device=device)
+        return
     schedule.set_timesteps(steps, device=device)
     if schedule.timesteps.min() < 0:
         # 1000 - steps * (1000 / steps) is above zero by rounding, as of 61 steps, and became a time of -1
