@@ -226,6 +226,18 @@ def test_an_image_of_another_size_is_named(tmp_path):
         training_samples(make_folder(tmp_path, image=(41, 30)))[0]
 
 
+def test_a_photograph_is_turned_as_its_entry_states_the_size(tmp_path):
+    path = make_folder(tmp_path) / "train" / "a.png"
+    shown = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    # shown upright, what is stored lies on its side; or its entry is of what is stored
+    notes = Image.Exif()
+    notes[0x0112] = 6
+    for stored in (np.rot90(shown), shown):
+        Image.fromarray(stored.copy()).save(path, exif=notes)
+        image, _ = training_samples(tmp_path)[0]
+        assert np.array_equal(image.permute(1, 2, 0).numpy(), shown)
+
+
 def test_a_truncated_image_is_named(tmp_path):
     path = make_folder(tmp_path) / "train" / "a.png"
     path.write_bytes(path.read_bytes()[:60])

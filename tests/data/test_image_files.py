@@ -94,6 +94,53 @@ def test_a_broken_file_is_refused_even_where_others_made_pillow_lenient(picture,
     assert lenient == ImageFile.LOAD_TRUNCATED_IMAGES
 
 
+# how a viewer shows pixels [H, W] that a camera noted a number beside, by EXIF's table of the first row and column
+SHOWN = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.T,
+    6: lambda a: a.T[:, ::-1],
+    7: lambda a: a[::-1, ::-1].T,
+    8: lambda a: a.T[::-1],
+}
+
+
+def save_as_held(path, pixels, number):
+    notes = Image.Exif()
+    notes[0x0112] = number
+    options = {".webp": {"lossless": True}, ".tiff": {"compression": "tiff_lzw"}}.get(path.suffix, {})
+    Image.fromarray(pixels).save(path, exif=notes, **options)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["png", "webp", "tiff"])
+@pytest.mark.parametrize("number", SHOWN)
+def test_a_photograph_is_upright_however_the_camera_was_held(tmp_path, number, kind):
+    grey = np.arange(12, dtype=np.uint8).reshape(3, 4) * 20
+    path = save_as_held(tmp_path / f"a.{kind}", grey, number)
+    assert np.array_equal(np.asarray(read_image(path))[..., 0], SHOWN[number](grey))
+
+
+def test_a_photograph_is_annotated_as_it_is_shown_or_as_it_is_stored(tmp_path):
+    grey = np.arange(12, dtype=np.uint8).reshape(3, 4) * 20
+    path = save_as_held(tmp_path / "a.png", grey, 6)
+    for size, expected in (((4, 3), grey), ((3, 4), SHOWN[6](grey)), ((9, 9), SHOWN[6](grey))):
+        assert np.array_equal(np.asarray(read_image(path, size=size))[..., 0], expected), size
+    # both have the size: what people see is what they annotate
+    path = save_as_held(tmp_path / "b.png", grey, 3)
+    assert np.array_equal(np.asarray(read_image(path, size=(4, 3)))[..., 0], SHOWN[3](grey))
+
+
+@pytest.mark.parametrize("notes", [b"nothing", b"II*\0\x08\0", b"II*\0\x08\0\0\0\xff\xff\x12\x01"])
+@pytest.mark.filterwarnings("ignore:.*Corrupt EXIF data")
+def test_broken_notes_beside_a_photograph_change_nothing(tmp_path, notes):
+    grey = np.arange(12, dtype=np.uint8).reshape(3, 4) * 20
+    Image.fromarray(grey).save(tmp_path / "a.png", exif=b"Exif\0\0" + notes)
+    assert np.array_equal(np.asarray(read_image(tmp_path / "a.png"))[..., 0], grey)
+
+
 GREYS = np.arange(256, dtype=np.uint16).reshape(16, 16)
 
 

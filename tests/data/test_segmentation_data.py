@@ -192,6 +192,16 @@ def test_an_image_of_any_kind_of_colours_is_read_as_rgb(tmp_path, mode):
     assert labels.tolist() == IDS.tolist()
 
 
+def test_a_photograph_is_turned_as_its_mask_is(tmp_path):
+    image = plain(tmp_path) / "images" / "train" / "a.png"
+    notes = Image.Exif()
+    notes[0x0112] = 6
+    shown = picture()
+    for stored in (np.rot90(shown), shown):
+        Image.fromarray(stored.copy()).save(image, exif=notes)
+        assert np.array_equal(np.asarray(opened(tmp_path).read(0)[0]), shown)
+
+
 def test_an_image_of_16_bits_has_the_brightness_of_its_upper_8(tmp_path):
     grey = np.arange(12, dtype=np.uint16).reshape(3, 4) * 5000
     save(plain(tmp_path) / "images" / "train" / "a.png", grey)

@@ -221,7 +221,7 @@ def test_images_are_decoded_once_while_they_fit(kept_mib, reads, tmp_path, monke
     for name in ("a", "b"):
         save(tmp_path / "train" / f"{name}.png")
     count = []
-    monkeypatch.setattr(folders, "read_image", lambda path, read=folders.read_image: count.append(path) or read(path))
+    monkeypatch.setattr(folders, "opened_image", lambda path, opened=folders.opened_image: count.append(path) or opened(path))
     pairs = pairs_of(tmp_path, kept_mib=kept_mib)
     for _ in range(3):
         for index in range(2):

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # 64 Mpx: a few kilobytes of PNG can unpack to gigabytes
 MOST_PIXELS = 64 * 2**20
+# EXIF's number for how the camera was held
+ORIENTATION = 0x0112
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
@@ -23,13 +25,43 @@ class CorruptImage(BadSample):
     rule = "is no image that can be used"
 
 
-def read_image(path: str | Path) -> "Image":
+def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> "Image":
     """The whole image in RGB, or CorruptImage: a truncated file is refused and not filled with grey.
 
     8 bits a channel; of 16 the upper 8 count. Numbers of 32 bits are refused: nothing says which of them is white.
+    Upright, as cameras note it beside the pixels (EXIF) and every viewer shows it. size: (width, height) in which objects or
+    labels are annotated; an image that has it only as it is stored stays so.
     """
     with opened_image(path) as image:
-        return in_eight_bits(image).convert("RGB")
+        stored = read_stored(image)
+        upright = turned_upright(stored, image)
+        return stored if size == stored.size != upright.size else upright
+
+
+def read_stored(image: "Image") -> "Image":
+    """An opened image in RGB, its pixels as they are stored."""
+    return in_eight_bits(image).convert("RGB")
+
+
+def turned_upright(stored: "Image", image: "Image") -> "Image":
+    """Pixels turned or mirrored as the EXIF data of their file say, if they do."""
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    try:
+        turn = turns.get(image.getexif().get(ORIENTATION, 1))
+    # broken notes beside an image do not make it another; their parser raises whatever it likes
+    except Exception:
+        return stored
+    return stored if turn is None else stored.transpose(turn)
 
 
 @contextmanager

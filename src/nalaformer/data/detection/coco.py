@@ -80,11 +80,11 @@ class CocoFolder:
     def read_image(self, index: int) -> "Image":
         """The image, of the size that its entry states."""
         path, entry = self.path(index), self.rows[index][0]
+        stated = entry["width"], entry["height"]
         try:
-            image = read_image(path)
+            image = read_image(path, size=stated)
         except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
             raise BadSample(path, f"{error.strerror}; it is the file_name of an image in {self.file}") from error
-        stated = entry.get("width"), entry.get("height")
         if stated != image.size:
             raise BadSample(path, f"width and height in {self.file} must be those of the image, {image.size}, got {stated}")
         return image

@@ -47,7 +47,8 @@ class MaskedImages(Dataset[Sample]):
             assert path is not None
             endings = ", ".join(SUFFIXES if image_path is None else MASK_SUFFIXES)
             raise BadSample(path, f"there is no {other} of that name ({endings})")
-        image, ids = read_image(image_path), read_mask(mask_path)
+        ids = read_mask(mask_path)
+        image = read_image(image_path, size=(ids.shape[1], ids.shape[0]))
         if ids.shape != (image.height, image.width):
             raise BadSample(
                 mask_path, f"the mask is {ids.shape[1]} x {ids.shape[0]}, its image {image_path} {image.width} x {image.height}"

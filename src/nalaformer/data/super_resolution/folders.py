@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..bad_sample import BadSample
-from ..images import SUFFIXES, find_images, read_image
+from ..images import SUFFIXES, find_images, opened_image, read_stored
 from .resize import reduce, to_eight_bits
 
 SPLITS = {"train": "train", "val": "valid"}
@@ -136,8 +136,9 @@ class ImagePairs:
 
 
 def as_tensor(path: Path) -> Tensor:
-    """uint8 [3, H, W]."""
-    return torch.from_numpy(np.array(read_image(path))).permute(2, 0, 1).contiguous()
+    """uint8 [3, H, W], as it is stored: the program that made the small image may not have kept the notes of the large one."""
+    with opened_image(path) as image:
+        return torch.from_numpy(np.array(read_stored(image))).permute(2, 0, 1).contiguous()
 
 
 def size_of(image: Tensor) -> str:
