@@ -593,6 +593,20 @@ def test_a_plan_tries_some_samples_and_refuses_what_the_run_would(tmp_path, monk
     assert tried()[0].startswith("tried: 1 to learn from and 1 to evaluate on")
 
 
+def test_a_plan_counts_a_file_of_many_samples_once(tmp_path):
+    class Crops(Corrupt):
+        def __getitem__(self, index):
+            return super().__getitem__(index // 8)
+
+    task = Watched()
+    task.train_data = Crops()
+    # 64 samples of eight files, of which the first cannot be read
+    lines = plan_lines(make_trainer(tmp_path, task=task, most_corrupt=1))
+    named = [line for line in lines if "left out" in line or "tried" in line]
+    assert named[0] == "tried: all to learn from and all to evaluate on; 8 of these cannot be used"
+    assert [line.split()[2] for line in named[1:]] == ["0.png"]
+
+
 def test_evaluation_is_in_eval_mode_and_leaves_the_mode_as_it_was():
     class Noting(MeanError):
         def update(self, model, batch):

@@ -56,6 +56,9 @@ def tried_lines(trainer: "Trainer") -> list[str]:
         tried, bad = try_samples(data, seed=config.seed, most=MOST_TRIED, seconds=SECONDS_OF_TRYING)
         counts.append(f"{'all' if tried == len(data) else f'{tried:,}'} {use}")
         rejected += bad
+    found = f"{len(rejected)} of these cannot be used" if rejected else "these can be used"
+    # one image may give many samples: like the run, count it once
+    rejected = list(dict.fromkeys(rejected))
     if rejected and config.on_corrupt == "stop":
         raise ValueError(f"{rejected[0]}; mend it or move it away, or on_corrupt=skip leaves it out")
     if len(rejected) > config.most_corrupt:
@@ -63,7 +66,6 @@ def tried_lines(trainer: "Trainer") -> list[str]:
             f"at most {config.most_corrupt} samples may be left out, got {len(rejected)} that cannot be used, the first: "
             f"{rejected[0]}; mend them, move them away, or raise most_corrupt"
         )
-    found = f"{len(rejected)} of these cannot be used" if rejected else "these can be used"
     lines = [f"tried: {' and '.join(counts)}; {found}"]
     lines += [f"left out: {line}; mend it or move it away" for line in rejected[:MOST_NAMED]]
     return [*lines, f"left out: {len(rejected) - MOST_NAMED} more"] if len(rejected) > MOST_NAMED else lines
