@@ -88,6 +88,20 @@ def test_a_folded_layer_with_a_position_table_keeps_its_output():
     assert (layer.fold()(x, (3, 5)) - before).abs().max() < 1e-12
 
 
+def test_a_learned_contrast_of_queries_before_their_reflection_is_kept_or_refused():
+    tokens = torch.randn(2, 15, 16, dtype=torch.float64)
+    for across in (True, False):
+        layer = build("mirrorla", dim=16, num_heads=2, variance=False, cross_head=across, contrast="learned").double().eval()
+        before = layer(tokens, (3, 5))
+        assert (nalaformer.fold(layer)(tokens, (3, 5)) - before).abs().max() < 1e-12
+    # within heads a reflection keeps the norms of queries
+    assert (layer.fold()(tokens, (3, 5)) - before).abs().max() < 1e-12
+    with pytest.raises(ValueError, match="cross_head=False or another contrast"):
+        build("mirrorla", dim=16, num_heads=2, variance=False, contrast="learned").fold()
+    with pytest.raises(ValueError, match="train with variance=False"):
+        build("mirrorla", dim=16, num_heads=2, variance=True, contrast="learned").fold()
+
+
 def test_folding_without_bias_gives_no_bias():
     weight, bias = reflection().fold(torch.randn(16, 12, dtype=torch.float64))
     assert weight.shape == (16, 12)

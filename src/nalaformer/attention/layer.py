@@ -401,11 +401,24 @@ class Attention(nn.Module):
             )
         return Groups(groups, numbers)
 
+    @property
+    def is_foldable(self) -> bool:
+        """Whether `fold` gives the same outputs."""
+        mapped = self.map
+        if not isinstance(mapped, Reflection) or mapped.variance:
+            return False
+        return self.contrast is None or not mapped.cross_head
+
     @torch.no_grad()
     def fold(self) -> "Attention":
         """Fold a static reflection into the projection, in place: the same outputs with plain ReLU features. For inference."""
         if not isinstance(self.map, Reflection):
             raise ValueError(f"only a reflection folds into the projection, got {self.config.feature_map} features")
+        if not self.is_foldable and not self.map.variance:
+            raise ValueError(
+                'contrast="learned" takes the norms of the queries before they are reflected across heads, which changes them, '
+                "got a layer with both, which cannot be folded; build it with cross_head=False or another contrast"
+            )
         parts = [(self.qkvg, 0), (self.qkvg, 1)] if self.config.key_reduction == 1 else [(self.qg, 0), (self.kv, 0)]
         for linear, index in parts:
             rows = slice(index * self.dim, (index + 1) * self.dim)

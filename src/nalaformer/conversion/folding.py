@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..attention import Attention
-from ..feature_maps import Reflection
 from ..watched_modules import is_watched
 
 # these alone, not what is derived from them: a subclass may standardise its weight, or be a norm and an activation in one
@@ -39,7 +38,7 @@ def fold(model: nn.Module) -> nn.Module:
             setattr(parent, name, nn.Identity())
             folded.append(f"{place} -> {before}")
         for place, module in copy.named_modules():
-            if isinstance(module, Attention) and isinstance(module.map, Reflection) and not module.map.variance:
+            if isinstance(module, Attention) and module.is_foldable:
                 module.fold()
                 folded.append(f"{place}.map -> the projection of {place}")
     copy.folded = tuple(folded)  # type: ignore[assignment]
