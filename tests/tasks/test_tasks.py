@@ -110,6 +110,8 @@ def test_mixing_follows_the_random_state_and_leaves_the_batch_alone():
     assert not torch.equal(seen[0], seen[2])
     assert not torch.equal(seen[0], images)
     assert totals[0] == totals[1]
+    with pytest.raises(ValueError, match=r"an even number of images at once.*got 5; choose another batch_size"):
+        task.loss(model, (images[:5], labels[:5]))
 
 
 @pytest.mark.parametrize("name", GENERATED.names())

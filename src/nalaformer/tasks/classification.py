@@ -198,6 +198,11 @@ class Classification:
         """Cross-entropy against labels, or against mixed ones; parts: none."""
         images, labels = batch
         if self._mix is not None:
+            if len(images) % 2:
+                raise ValueError(
+                    f"mixup and cutmix need an even number of images at once, which they mix in pairs, got {len(images)}; "
+                    "choose another batch_size (over ranks x accumulate), or mixup=0 and cutmix=0"
+                )
             # cloned: timm mixes in place, and the batch belongs to the loader
             images, targets = self._mix(images.clone(), labels)
             return Loss(total=F.cross_entropy(model(images).float(), targets), weight=len(images))
