@@ -174,7 +174,9 @@ def test_several_polygons_are_one_mask():
         ({"bbox": [4, 6, 0, 8]}, "bbox must have a positive width and height, got .4, 6, 0, 8."),
         ({"bbox": [4, 6, 10, -8]}, "bbox must have a positive width and height"),
         ({"bbox": [35, 6, 10, 8]}, "bbox must lie inside the image of 40 x 30, got .35, 6, 10, 8."),
-        ({"bbox": [-0.9, 6, 0.5, 8]}, "bbox must lie inside the image"),
+        ({"bbox": [-0.9, 6, 0.5, 8]}, r"bbox must have a width and height of at least 0\.001 inside the image"),
+        # float32 knows no number between its left and its right
+        ({"bbox": [39.99999999, 6, 0.5, 8]}, r"bbox must have a width and height of at least 0\.001 inside the image"),
         ({"bbox": [4, 6, 10]}, "bbox must be .x, y, width, height."),
         ({"bbox": [4, 6, float("nan"), 8]}, "bbox must be .x, y, width, height."),
         ({"bbox": None}, "bbox must be .x, y, width, height., got None"),

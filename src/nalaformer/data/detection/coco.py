@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # COCO's year, and the name that exporters give the val split
 SPLIT_NAMES = {"train": ("train", "train2017"), "val": ("val", "val2017", "valid"), "test": ("test", "test2017")}
 
+# of a box, in pixels: float32 rounds less away, and detectors stop at a box of no width
+SMALLEST_SIDE = 0.001
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objects:
@@ -131,8 +134,9 @@ class CocoFolder:
         if left < -1 or top < -1 or right > width + 1 or bottom > height + 1:
             raise self._bad(entry, annotation, f"bbox must lie inside the image of {width} x {height}, got {box}")
         inside = [max(left, 0), max(top, 0), min(right, width), min(bottom, height)]
-        if inside[2] <= inside[0] or inside[3] <= inside[1]:
-            raise self._bad(entry, annotation, f"bbox must lie inside the image of {width} x {height}, got {box}")
+        if min(inside[2] - inside[0], inside[3] - inside[1]) < SMALLEST_SIDE:
+            rule = f"bbox must have a width and height of at least {SMALLEST_SIDE} inside the image of {width} x {height}"
+            raise self._bad(entry, annotation, f"{rule}, got {box}")
         return inside
 
     def _label(self, entry: dict[str, Any], annotation: dict[str, Any]) -> int:
