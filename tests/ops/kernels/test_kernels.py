@@ -114,6 +114,12 @@ def test_views_of_one_projection_are_read_in_place(name):
     check(name, torch.randn(2, 21, 3, 2, 8, device=DEVICE).unbind(2), heads=2, head_dim=8)
 
 
+def test_channels_that_do_not_lie_side_by_side_are_read_where_they_are(name):
+    # as they come from images or from a convolution over tokens
+    tensors = [x.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0) for x in make(*[(2, 21, 2, 8)] * 3)]
+    check(name, tensors, heads=2, head_dim=8)
+
+
 @pytest.mark.parametrize(
     "name",
     ["norm_aware", "norm_aware cosine", "polarity", "polarity_exp", "focused", "focused head", "channel_softmax", "reflection"],

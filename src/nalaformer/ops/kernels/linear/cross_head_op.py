@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ...kernel_spec import KernelSpec
-from ..common.launch import on_device_of, processors, strides
+from ..common.launch import on_device_of, processors, readable, strides
 from ..common.op import operator
 from .bidirectional_op import parameter_gradient
 from .compiled.cross_head import features_gradient_kernel, features_kernel
@@ -29,7 +29,7 @@ def features(x: Tensor, spec: KernelSpec) -> Tensor:
     rows = spec.parameters if spec.parameters.dim() == 3 else spec.parameters[None]  # [B or 1, heads of the map, P * D]
     # from a row per head to one row: the same number of all heads side by side
     rows = rows.unflatten(2, (-1, head_dim)).repeat_interleave(heads // rows.shape[1], dim=1).transpose(1, 2).flatten(1)
-    return map_across_heads(x, rows, spec.name, spec.alpha)
+    return map_across_heads(readable(x), rows, spec.name, spec.alpha)
 
 
 def run_forward(x: Tensor, parameters: Tensor, name: str, alpha: float) -> Tensor:
