@@ -165,6 +165,40 @@ def test_tokens_cut_out_of_longer_samples_are_read_in_place(name):
     check(name, [x[:, 3:20] for x in make(*[(2, 25, 2, 8)] * 3)], heads=2, head_dim=8)
 
 
+class Exponential(nalaformer.FeatureMap):
+    """A map that the kernels do not know, whose features are smaller and larger than any number of float16."""
+
+    def query(self, q):
+        return (4 * q - 2 * q.square().sum(-1, keepdim=True)).exp()
+
+    def key(self, k):
+        return (4 * k).exp()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_features_made_outside_of_the_kernels_may_leave_float16(causal):
+    q, k, v = (x.half() for x in make(*[(1, 21, 1, 8)] * 3))
+    k[0, 0] = 3
+    mapped = Exponential(num_heads=1, head_dim=8)
+    with nalaformer.use_backend("triton"):
+        out = nalaformer.linear_attention(q, k, v, feature_map=mapped, causal=causal, eps=0.0)
+    with nalaformer.use_backend("reference"):
+        exact = nalaformer.linear_attention(q.double(), k.double(), v.double(), feature_map=mapped, causal=causal, eps=0.0)
+    assert relative_error(out, exact) < 5e-4
+
+
+def test_a_weak_head_beside_a_strong_one_keeps_its_digits_in_float16():
+    tensors = [x.half() for x in make(*[(2, 21, 2, 8)] * 3)]
+    for x in tensors[:2]:
+        # cubes of a hundredth, in numbers that float16 has few of
+        x[:, :, 1] *= 0.01
+    upstream = torch.ones(2, 21, 2, 8, device=DEVICE)
+    arguments = {"heads": 2, "head_dim": 8, "eps": 0.0}
+    exact = outcome("reference", "focused", torch.float64, tensors, upstream, **arguments)[0]
+    ours = outcome("triton", "focused", torch.float16, tensors, upstream, **arguments)[0]
+    assert relative_error(ours[:, :, 1], exact[:, :, 1]) < 5e-4
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["norm_aware", "hedgehog", "channel_softmax", "focused", "focused head", "reflection"])
 def test_float16_stays_near_float64(name, causal):

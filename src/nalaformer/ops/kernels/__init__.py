@@ -67,7 +67,7 @@ def prepare(
         q, k = (transform(x) for transform, x in zip(spec.before, (q, k), strict=True))
         q, k = (q, k) if has_batch else (q[0], k[0])
     elif spec.is_written_out or (spec.spans_heads and max(q.shape[-2], k.shape[-2]) > 1):
-        q, k = (cross_head_op.features(x, spec) for x in (q, hide(k, key_mask)))
+        q, k = (cross_head_op.features(with_range(x), spec) for x in (q, hide(k, key_mask)))
         spec = KernelSpec("identity", parts=1)
     angles: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None)
     if rotary[0] is not None and rotary[1] is not None:
@@ -149,8 +149,9 @@ def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:
 def mapped(
     feature_map: FeatureMapLike, q: Tensor, k: Tensor, rotary: RotaryPair, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Features computed outside, for maps that the kernels do not know; in the type of the inputs."""
+    """Features computed outside, for maps that the kernels do not know; in the type of the inputs, float32 for float16."""
     dtype = compute_dtype(q, k)
+    q, k = with_range(q), with_range(k)
     has_batch = q.dim() == 4
     if not has_batch:
         q, k = q[None], k[None]
@@ -163,3 +164,8 @@ def mapped(
         phi_q, phi_k = rotary[0].rotate(phi_q), rotary[1].rotate(phi_k)
     phi_q, phi_k = phi_q.to(q.dtype), phi_k.to(k.dtype)
     return (phi_q, phi_k) if has_batch else (phi_q[0], phi_k[0])
+
+
+def with_range(x: Tensor) -> Tensor:
+    """x in a type that holds features of every size: float16 ends at 65,504 and has few digits below 1e-5."""
+    return x.float() if x.dtype == torch.float16 else x
