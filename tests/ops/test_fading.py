@@ -154,6 +154,23 @@ def test_a_decay_for_each_query_head_gives_each_its_own_keys():
     assert distance(out, by_formula(mapped, q, *repeated, log_decay, eps=1e-6)) < EXACT
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_head_that_forgets_nothing_can_learn_to_forget(backend):
+    q, k, v, log_decay = make(decay=0.0)
+    mapped = feature_map("relu", num_heads=4, head_dim=6).double()
+    with nalaformer.use_backend(backend):
+        out = linear_attention(q, k, v, feature_map=mapped, causal=True, log_decay=log_decay)
+    # the formula without its bounds, which have no say in a gradient inside of them
+    passed = log_decay.repeat_interleave(2, 2).transpose(1, 2).cumsum(-1)
+    left = torch.exp((passed[..., :, None] - passed[..., None, :]).tril()).tril()
+    spread_k, spread_v = (x.repeat_interleave(2, 2) for x in (k, v))
+    weights = torch.einsum("bihf,bjhf->bhij", q.relu(), spread_k.relu()) * left
+    exact = torch.einsum("bhij,bjhv->bihv", weights / (weights.sum(-1, keepdim=True) + 1e-6), spread_v)
+    found, expected = (gradients(x, [log_decay])[0] for x in (out, exact))
+    assert expected.abs().max() > 0.1
+    assert distance(found, expected) < EXACT
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -24,8 +24,9 @@ def usable_decay(log_decay: Tensor | None, key_mask: Tensor | None) -> Tensor | 
         return None
     if key_mask is not None:
         log_decay = torch.where(key_mask[:, :, None], log_decay, log_decay.new_zeros(()))
-    # keys that grow are refused where a look is cheap, and elsewhere do not fade: sums would overflow
-    return log_decay.clamp(min=LEAST, max=0.0)
+    # keys that grow are refused where a look is cheap, and elsewhere do not fade: sums would overflow. No clamp at zero: there
+    # it has no gradient (torch 2.15), and a head that forgets nothing yet would never learn to
+    return torch.where(log_decay > 0, 0.0, log_decay).clamp(min=LEAST)
 
 
 def faded_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
