@@ -128,6 +128,18 @@ def test_query_heads_that_share_keys_have_strengths_and_weights_of_their_own(wei
     assert distance(global_query_weight(q, k, feature_map=shared), rala_weight(shared, q, k)) < EXACT
 
 
+@pytest.mark.parametrize("name", MAPS)
+def test_the_global_query_takes_a_map_made_for_the_heads_of_the_keys(name):
+    q, k, v = inputs(heads=4)
+    mapped = the_map(name, heads=2)
+    weight = global_query_weight(q, k, feature_map=mapped)
+    given = {"feature_map": mapped, "contrast": "mean_score"}
+    expected = linear_attention(q, k, v, key_weight=weight, **given)
+    assert distance(linear_attention(q, k, v, key_weight="global_query", **given), expected) < EXACT
+    rows = (attention_weights(q, k, key_weight=chosen, **given) for chosen in (weight, "global_query"))
+    assert distance(*rows) < EXACT
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences_know_nothing_of_each_other(causal):
     q, k, v = (torch.randn(13, 2, 8, dtype=torch.float64) for _ in range(3))

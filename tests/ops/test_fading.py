@@ -154,6 +154,18 @@ def test_a_decay_for_each_query_head_gives_each_its_own_keys():
     assert distance(out, by_formula(mapped, q, *repeated, log_decay, eps=1e-6)) < EXACT
 
 
+def test_decays_of_query_heads_meet_weights_of_key_heads():
+    q, k, v, _ = make()
+    log_decay, weight = -torch.rand(2, 150, 4, dtype=torch.float64), torch.rand(2, 150, 2, dtype=torch.float64)
+    mapped = feature_map("relu", num_heads=4, head_dim=6).double()
+    given = {"feature_map": mapped, "causal": True, "log_decay": log_decay, "key_weight": weight}
+    spread_k, spread_v, spread = (x.repeat_interleave(2, 2) for x in (k, v, weight))
+    expected = by_formula(mapped, q, spread_k, spread_v, log_decay, key_weight=spread, eps=1e-6)
+    assert distance(linear_attention(q, k, v, **given), expected) < EXACT
+    weights = attention_weights(q, k, **given)
+    assert distance(torch.einsum("bhij,bjhv->bihv", weights, spread_v), expected) < EXACT
+
+
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_a_head_that_forgets_nothing_can_learn_to_forget(backend):
     q, k, v, log_decay = make(decay=0.0)

@@ -54,12 +54,15 @@ def attention_weights(
     check_key_weight(key_weight, q, k, causal=causal, key_mask=key_mask, query_mask=query_mask)
     check_log_decay(log_decay, q, k, causal=causal, contrast=contrast, block=block)
     index = None if rows is None else check_rows(rows, q)
+    given = k
     k, _ = heads_for(feature_map, q, k, k)
     key_weight, k, _ = per_key_for(q, k, k, key_weight)
     log_decay, k, _ = per_key_for(q, k, k, usable_decay(log_decay, key_mask))
+    # decays of each query head may have brought more heads
+    key_weight, k, _ = per_key_for(q, k, k, key_weight)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
-        weight = numbers_of(key_weight, q, k, feature_map, key_mask, query_mask)
+        weight = numbers_of(key_weight, q, given, feature_map, key_mask, query_mask)
         return reference.attention_weights(
             q,
             k,

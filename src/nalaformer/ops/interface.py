@@ -101,6 +101,8 @@ def linear_attention(
     k, v = heads_for(feature_map, q, k, v)
     key_weight, k, v = per_key_for(q, k, v, key_weight)
     log_decay, k, v = per_key_for(q, k, v, usable_decay(log_decay, key_mask))
+    # decays of each query head may have brought more heads
+    key_weight, k, v = per_key_for(q, k, v, key_weight)
     # low-precision matmuls under autocast would undo the float32 sums
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
@@ -118,7 +120,7 @@ def linear_attention(
             contrast, has_score = running_mean_score(mapped, q, k, key_mask=key_mask), False
         # the kernels make the weights while they read the keys, of maps that they know well enough and without a mean score
         by_mean_query = isinstance(key_weight, str) and not has_score and spec is not None and spec.name in MAPS_IN_KERNELS
-        weight = None if by_mean_query else numbers_of(key_weight, q, k, feature_map, key_mask, query_mask)
+        weight = None if by_mean_query else numbers_of(key_weight, q, given[1], feature_map, key_mask, query_mask)
         against = None
         if contrast is not None and (backend != "triton" or not has_score):
             # what reaches the values through attention and through their mean may cancel: added before it is rounded
