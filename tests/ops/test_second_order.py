@@ -202,3 +202,21 @@ def test_second_derivatives_of_every_map_are_right(map_name, causal, make_map, m
         return linear_attention(q, k, v, feature_map=mapped, causal=causal)
 
     assert torch.autograd.gradgradcheck(compute, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_second_derivatives_are_finite_where_tokens_are_zero(map_name, causal, normalised, make_map, make_qkv, small_pieces):
+    """Channels and rows of zeros, such as padding, and hidden keys, which are made zero."""
+    mapped = make_map(map_name, head_dim=4, dtype=torch.float64)
+    q, k, v = make_qkv(batch=1, tokens=6, head_dim=4)
+    q[:, 1], k[:, 2], q[:, 3, :, 1], k[:, 3, :, 1] = 0, 0, 0, 0
+    visible = torch.tensor([[True, True, True, True, False, True]])
+    rotary = nalaformer.Rotary.sequence(6, 4, normalised=True) if normalised else None
+    weight = torch.rand(1, 6, 2, dtype=torch.float64)
+    leaves = [*(x.requires_grad_() for x in (q, k, v, weight)), *mapped.parameters()]
+    out = linear_attention(
+        q, k, v, feature_map=mapped, causal=causal, rotary=rotary, key_mask=visible, query_mask=visible, key_weight=weight
+    )
+    first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+    second = torch.autograd.grad(sum(x.sin().sum() for x in first), leaves, allow_unused=True, materialize_grads=True)
+    assert all(x.isfinite().all() for x in (*first, *second))

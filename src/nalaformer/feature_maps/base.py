@@ -119,6 +119,14 @@ def within_reach(features: Tensor) -> ScaledFeatures:
     return ScaledFeatures(features * (-log_scale).exp(), log_scale)
 
 
+def power_of(size: Tensor, power: Tensor | float) -> Tensor:
+    """size^power for sizes >= 0 and powers >= 1, whose gradients of any order are zero where the size is; torch makes NaN."""
+    if not torch.is_grad_enabled() or (cheap_to_look_at(size) and bool((size > 0).all())):
+        return size**power
+    is_zero = size == 0
+    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, size) ** power)
+
+
 def both_signs(x: Tensor) -> Tensor:
     """[relu(x) ; relu(-x)]: nothing is thrown away, and everything is non-negative."""
     if not cheap_to_look_at(x) or (x.requires_grad and torch.is_grad_enabled()):

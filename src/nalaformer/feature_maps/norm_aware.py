@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops import KernelSpec, cheap_to_look_at
 from ..ops.kept_tensors import kept
-from .base import FeatureMap, both_signs, by_sign, check_flag, check_number, excess
+from .base import FeatureMap, both_signs, by_sign, check_flag, check_number, excess, power_of
 from .registry import FEATURE_MAPS
 
 # Below this norm a query has no direction that gradients could trust: it fades into a query that favours no channel.
@@ -97,7 +97,7 @@ class NormAware(FeatureMap):
         q, size = with_size(q)
         norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
         unit = q / norm
-        features = self.spread(unit.abs() ** self.query_power(norm), unit)
+        features = self.spread(power_of(unit.abs(), self.query_power(norm)), unit)
         # 1 for a zero query, 0 from SMALLEST_NORM on; without gradient, which would be steep and point nowhere
         if cheap_to_look_at(size) and bool((size >= SMALLEST_NORM**2).all()):
             return features
@@ -113,7 +113,7 @@ class NormAware(FeatureMap):
         if self.direction == "split" and is_cube:
             return both_signs(scaled * scaled * scaled)
         size = scaled.abs()
-        magnitude = size * size * size if is_cube else size**power
+        magnitude = size * size * size if is_cube else power_of(size, power)
         k, squares = with_size(k)
         return self.spread(magnitude, k / squares.clamp(min=SMALLEST_NORM**2).sqrt())
 

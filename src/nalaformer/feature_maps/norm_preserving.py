@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import KernelSpec
+from ..ops.rotary import length_of
 from .base import FeatureMap
 from .registry import FEATURE_MAPS
 from .simple import softmax_of_both_signs
@@ -64,4 +65,4 @@ def reflected(weight: Tensor, normal: Tensor) -> Tensor:
 def norm(x: Tensor) -> Tensor:
     """Over the channels and away from zero."""
     # in units of 2^40: the square of 1e20 fits into no float32, and a power of two costs no digit
-    return torch.linalg.vector_norm(x * 2.0**-40, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM * 2.0**-40) * 2.0**40
+    return length_of(x * 2.0**-40)[..., None].clamp(min=SMALLEST_NORM * 2.0**-40) * 2.0**40

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import KernelSpec, ScaledFeatures
-from .base import LOG_LARGEST_FEATURE, FeatureMap, both_signs, by_sign, check_number, excess, swap_halves
+from .base import LOG_LARGEST_FEATURE, FeatureMap, both_signs, by_sign, check_number, excess, power_of, swap_halves
 from .registry import FEATURE_MAPS
 
 
@@ -60,7 +60,7 @@ def scaled_power(size: Tensor, power: Tensor, log_scale: Tensor | float) -> Tens
     """size^power * exp(-log_scale), with the scale taken off before the power so that nothing overflows."""
     if isinstance(log_scale, Tensor):
         size = size * (-log_scale / power).exp()
-    return size**power
+    return power_of(size, power)
 
 
 @FEATURE_MAPS.register("polarity_exp")

@@ -28,6 +28,14 @@ def rotary_frequencies(
     return base**-t
 
 
+def length_of(x: Tensor) -> Tensor:
+    """The norm over the last dimension, whose gradients of any order are zero where it is; of the second torch makes NaN."""
+    if torch.is_grad_enabled():
+        is_zero = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True) == 0
+        x = torch.where(is_zero, x.detach(), x)
+    return torch.linalg.vector_norm(x, dim=-1)
+
+
 def check_positions(**numbers: int) -> None:
     # sizes are tensors to torch.jit.trace
     if is_jit_tracing():
@@ -188,5 +196,4 @@ class Rotary:
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-3)
         if not self.normalised:
             return turned
-        lengths = torch.linalg.vector_norm(pairs, dim=-1).flatten(-2)
-        return torch.cat((turned, lengths), dim=-1)
+        return torch.cat((turned, length_of(pairs).flatten(-2)), dim=-1)
