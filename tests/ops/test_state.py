@@ -126,6 +126,25 @@ def test_the_state_of_float64_inputs_is_float64(map_name, make_map, make_qkv):
     assert {tensor.dtype for tensor in (state.state, state.key_sum, state.log_scale)} == {torch.float64}
 
 
+def test_a_map_of_users_meets_a_state_in_the_type_of_its_tokens(make_qkv):
+    class Projected(nalaformer.FeatureMap):
+        def __init__(self) -> None:
+            super().__init__(num_heads=2, head_dim=8)
+            self.projection = torch.nn.Linear(8, 5)
+
+        def query(self, q):
+            return self.projection(q).exp()
+
+        def key(self, k):
+            return self.projection(k).exp()
+
+    mapped, tensors = Projected().double(), [x.double() for x in make_qkv(tokens=6)]
+    whole = nalaformer.linear_attention(*tensors, feature_map=mapped, causal=True)
+    _, state = nalaformer.recurrent_linear_attention(*(x[:, :5] for x in tensors), feature_map=mapped)
+    last, _ = nalaformer.recurrent_linear_attention(*(x[:, 5:] for x in tensors), feature_map=mapped, state=state)
+    torch.testing.assert_close(last, whole[:, 5:])
+
+
 def test_65536_bfloat16_tokens_lose_nothing_in_the_state(make_map, make_qkv):
     # values of one sign, so that the sum grows: a bfloat16 sum stops growing early and ends 60% off
     _, k, v = make_qkv(1, 65_536, heads=1, dtype=torch.bfloat16)

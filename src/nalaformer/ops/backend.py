@@ -111,6 +111,9 @@ def choose(
             reason = "a causal contrast by the mean score needs a map that the kernels compute"
         if has_blocks:
             reason = "tokens that see all of their block have no kernel"
+        is_own = spec is None and (not is_normalised or feature_map.kernel_spec(q.device) is None)
+        if reason is None and is_own and feature_map.key_log_scale(k[:, :0].to(torch.float32)) is not None:
+            reason = "a map that divides each key by a scale of its own needs plain torch"
         if has_contrast and spec is not None and spec.is_guarded:
             reason = "features without a bound have no mean score in the kernels"
         if reason is None:

@@ -355,7 +355,7 @@ def check_state(
         )
     # no token at all tells the size of the features without computing any
     no_token = k[:, :0]
-    features = feature_map.key(no_token.to(torch.float32)).shape[-1]
+    features = feature_map.key(no_token.to(summed)).shape[-1]
     if rotary is not None and rotary.normalised:
         features += features // 2
     found = tuple(state.state.shape)

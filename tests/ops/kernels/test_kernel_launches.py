@@ -408,3 +408,24 @@ def test_features_made_outside_of_the_kernels_have_one_width(causal):
         nalaformer.linear_attention(
             *make(*[(1, 5, 1, 8)] * 3), feature_map=NarrowQueries(num_heads=1, head_dim=8), causal=causal
         )
+
+
+class Exponential(nalaformer.FeatureMap):
+    """A map that the kernels do not know, whose features leave every float type unless each key has a scale."""
+
+    def query(self, q):
+        return q.exp()
+
+    def key(self, k, log_scale=0.0):
+        return (k - log_scale).exp()
+
+    def key_log_scale(self, k):
+        return k.amax(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_map_of_users_with_scales_of_keys_is_left_to_plain_torch(normalised):
+    rotary = Rotary.sequence(9, 8, normalised=normalised, device=DEVICE)
+    given = {"feature_map": Exponential(num_heads=2, head_dim=8), "rotary": rotary}
+    with nalaformer.use_backend("triton"), pytest.raises(ValueError, match="divides each key by a scale of its own"):
+        nalaformer.linear_attention(*make(*[(1, 9, 2, 8)] * 3), **given)
