@@ -201,6 +201,24 @@ def test_answers_are_learned_as_the_chat_template_writes_them(tokenizer, tmp_pat
     assert taught == "b<|endoftext|>d<|endoftext|><|endoftext|>"
 
 
+def test_a_begin_that_the_chat_template_writes_is_not_written_twice(tokenizer, tmp_path):
+    tokenizer.save_pretrained(str(tmp_path))
+    chat = load_tokenizer(tmp_path)
+    chat.add_special_tokens({"bos_token": "<s>"})
+    chat.chat_template = "{{ bos_token }}" + TEMPLATE
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}, {"text": "<s>a"}])
+    encoder = Encoder(chat)
+    (_, tokens, learned), (_, plain, _) = encoder.encode(read_documents([file], Reading(render=encoder.render)))
+    # what a model is given where it is asked, its answer, and the end of the document
+    asked = chat.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    assert tokens[: len(asked)] == asked
+    assert learned == [False] * len(asked) + [True] * (len(tokens) - len(asked))
+    assert chat.decode(tokens[len(asked) :]) == "b" + "<|endoftext|>" * 2
+    # in a plain text the name of the begin is letters
+    assert plain.count(chat.bos_token_id) == 1
+
+
 # ---- a corpus
 
 

@@ -193,6 +193,9 @@ class Encoder:
                     piece = next(encoded[document.has_markup])
                     tokens += piece
                     learned += [is_learned] * len(piece)
+                if document.has_markup and tokens[1:2] == [self.begin]:
+                    # the chat template has written it, as it will where the model is used
+                    tokens, learned = tokens[1:], learned[1:]
                 yield document, [*tokens, self.end], [*learned, learned[-1]]
 
     def in_memory(self, texts: Iterable[str]) -> TokenShards:
