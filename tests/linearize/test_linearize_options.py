@@ -95,6 +95,21 @@ def test_what_an_adapter_adds_is_scaled_by_alpha_over_rank(rank, alpha):
     torch.testing.assert_close(merged - before, alpha / rank * up @ down, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("family", "projections"),
+    [
+        ("llama", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("phi", {"q_proj", "k_proj", "v_proj", "dense"}),
+        ("persimmon", {"query_key_value", "dense"}),
+    ],
+)
+def test_stage_two_learns_all_projections_of_attention_whatever_their_names(family, projections):
+    pytest.importorskip("peft")
+    adapted = with_adapter(HybridForCausalLM.convert(make_model(family), SMALL), LinearizeConfig())
+    learned = {name.split(".lora_A")[0].split("self_attn.")[1] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert learned == {f"original.{name}" for name in projections} | {"hybrid.gate"}
+
+
 @CONFIG.of("layers_at_once")
 @pytest.mark.parametrize(
     ("at_once", "runs"), [(0, ["transfer"]), (1, ["transfer_00_00", "transfer_01_01"]), (2, ["transfer"]), (5, ["transfer"])]

@@ -12,7 +12,7 @@ from .batches import count_predicted, inputs_and_targets, next_token_losses
 from .config import LinearizeConfig
 
 # projections of attention by the names that families give them, and the gate
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "hybrid.gate")
+TARGETS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "o_proj", "out_proj", "dense", "hybrid.gate")
 
 
 def with_adapter(model: HybridForCausalLM, config: LinearizeConfig) -> Any:
