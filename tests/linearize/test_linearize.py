@@ -196,6 +196,9 @@ def test_packed_sequences_are_refused_with_a_cache_and_with_a_mask_too(model, to
         model(tokens[:1, :45], position_ids=places[None], **options)
     with pytest.raises(ValueError, match="packed"):
         model(tokens[:1, :45], cu_seq_lens_q=torch.tensor([0, 20, 45]), **options)
+    with pytest.raises(ValueError, match="packed"):
+        model(tokens[:1, :45], seq_idx=torch.tensor([[0] * 20 + [1] * 25]), **options)
+    model(tokens[:1, :45], seq_idx=torch.zeros(1, 45, dtype=torch.int64), **options)
     # those of one sequence, counted from anywhere
     model(tokens[:1, :45], position_ids=torch.arange(3, 48)[None], **options)
 

@@ -130,6 +130,25 @@ def test_packing_after_a_cache_is_refused():
     cache = model(text(1, 4), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="need an empty cache, got cu_seq_lens_q after 4 tokens"):
         model(text(1, 6), past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 2, 6]))
+    with pytest.raises(ValueError, match="need an empty cache, got position_ids that begin again after 4 tokens"):
+        model(text(1, 6), past_key_values=cache, position_ids=torch.tensor([[4, 5, 0, 1, 2, 3]]))
+    assert cache.get_seq_length() == 4
+
+
+@pytest.mark.parametrize("head", [NaLaModel, NaLaForCausalLM, NaLaForSequenceClassification])
+def test_packing_that_is_told_by_numbers_of_sequences_alone_is_refused(head):
+    from transformers import DataCollatorWithFlattening
+
+    model = head(make().config)
+    for told in (False, True):
+        collate = DataCollatorWithFlattening(return_position_ids=told, return_seq_idx=True)
+        batch = collate([{"input_ids": text(length).tolist()} for length in (9, 5)])
+        batch.pop("labels")
+        if told:
+            model(**batch, use_cache=False)
+        else:
+            with pytest.raises(ValueError, match="got seq_idx alone"):
+                model(**batch, use_cache=False)
 
 
 @each_layout

@@ -167,8 +167,10 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
 def refuse_packing(position_ids: Tensor | None, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
     """transformers looks for packed sequences only where there is neither a cache nor a mask, and passes bounds on unread."""
-    bounds = options.get("cu_seq_lens_q")
+    bounds, numbers = options.get("cu_seq_lens_q"), options.get("seq_idx")
     is_packed = bounds is not None and len(bounds) > 2
+    if numbers is not None and not torch.compiler.is_compiling() and not numbers.is_meta:
+        is_packed = is_packed or bool((numbers != numbers[..., :1]).any())
     # a program that is traced has no numbers to look at
     if not is_packed and position_ids is not None and position_ids.dim() == 2 and not torch.compiler.is_compiling():
         length = position_ids.shape[1]
@@ -180,7 +182,7 @@ def refuse_packing(position_ids: Tensor | None, attention_mask: Tensor | None, o
     if is_packed:
         raise ValueError(
             "hybrid attention runs from the first token of a row to its last, got packed sequences (position_ids that begin "
-            "again, or cu_seq_lens_q); pass one sequence in each row, with attention_mask for padding"
+            "again, cu_seq_lens_q or seq_idx); pass one sequence in each row, with attention_mask for padding"
         )
 
 

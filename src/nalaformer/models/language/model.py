@@ -146,6 +146,7 @@ class NaLaModel(NaLaPreTrainedModel):
         if input_ids is not None:
             check_input_ids(input_ids)
         check_known(kwargs)
+        refuse_numbered_sequences(kwargs, position_ids, cu_seq_lens_q)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         tokens = describe_tokens(
@@ -223,6 +224,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         In training, with labels, there is a loss and no logits, which would take most of the memory: config.logits_in_training.
         """
         check_known(kwargs)
+        refuse_numbered_sequences(kwargs, position_ids, cu_seq_lens_q)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -334,6 +336,7 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
     ) -> SequenceClassifierOutputWithPast:
         """The last real token is that of the attention_mask, else the last one that is not pad_token_id, else the last one."""
         check_known(kwargs)
+        refuse_numbered_sequences(kwargs, position_ids, None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -377,6 +380,15 @@ def check_known(arguments: dict[str, Any]) -> None:
     for name in arguments:
         if name not in KNOWN_ARGUMENTS:
             raise unknown_name("argument", name, [*KNOWN_ARGUMENTS, *inspect.signature(NaLaForCausalLM.forward).parameters])
+
+
+def refuse_numbered_sequences(arguments: dict[str, Any], position_ids: Tensor | None, cu_seq_lens_q: Tensor | None) -> None:
+    """Collators may number packed sequences (seq_idx) and say nothing else of where they begin."""
+    if arguments.get("seq_idx") is not None and position_ids is None and cu_seq_lens_q is None:
+        raise ValueError(
+            "packed sequences must come with position_ids that begin again or with cu_seq_lens_q, got seq_idx alone; use "
+            "DataCollatorWithFlattening(return_position_ids=True)"
+        )
 
 
 def outputs_asked_for(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def describe_tokens(
         )
     if is_first and (cu_seqlens is not None or (position_ids is not None and length > 1)):
         starts, bounds = _packing(position_ids, cu_seqlens, key_mask, batch, length, device)
+    elif position_ids is not None and length > 1 and pairs is None:
+        _refuse_packing_after_cache(position_ids, key_mask, batch, length, past)
     if starts is not None:
         sequence = starts.flatten().cumsum(0).unflatten(0, (batch, length))
     if position_ids is None:
@@ -201,6 +203,17 @@ def _packing(
     if not bool((starts & ~first).any()):
         return None, None
     return starts, torch.tensor([*starts.flatten().nonzero()[:, 0].tolist(), starts.numel()])
+
+
+def _refuse_packing_after_cache(position_ids: Tensor, key_mask: Tensor | None, batch: int, length: int, past: int) -> None:
+    if is_traced(position_ids):
+        return
+    starts = (position_ids == 0).expand(batch, length)
+    if begins_again(torch.ones_like(starts) if key_mask is None else key_mask, starts, None):
+        raise ValueError(
+            f"packed sequences need an empty cache, got position_ids that begin again after {int(past)} tokens; pass "
+            "use_cache=False and whole sequences, or one sequence in each row"
+        )
 
 
 def closed_up(key_mask: Tensor, past: int) -> Tensor | None:
