@@ -39,6 +39,16 @@ def test_models_of_both_kinds_draft_for_each_other():
         assert torch.equal(model.generate(prompt, **GREEDY, assistant_model=assistant), model.generate(prompt, **GREEDY))
 
 
+@pytest.mark.parametrize("drafts", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_drafts_after_a_filled_cache_are_refused(drafts):
+    """transformers gives the whole text to the model again there: what the cache holds of it would count twice."""
+    model, prompt, cache = make(), text(1, 9), NaLaCache(make().config)
+    empty = model.generate(prompt, **GREEDY, past_key_values=cache, **{drafts: llama() if drafts == "assistant_model" else 3})
+    assert torch.equal(empty, model.generate(prompt, **GREEDY))
+    with pytest.raises(ValueError, match="drafts need an empty cache, got past_key_values of 20 tokens"):
+        model.generate(empty, **GREEDY, past_key_values=cache, **{drafts: llama() if drafts == "assistant_model" else 3})
+
+
 @each_layout
 @torch.no_grad()
 def test_tokens_that_were_taken_back_leave_no_trace(layout):

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import initialization
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, GenerationMode
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForTokenClassification,
@@ -276,6 +276,12 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         given = model_kwargs.get("past_key_values")
         if given is not None:
             check_cache(given)
+            if generation_mode == GenerationMode.ASSISTED_GENERATION and given.get_seq_length() > 0:
+                # transformers would give the model the whole text after a cache that holds a part of it
+                raise ValueError(
+                    f"drafts need an empty cache, got past_key_values of {int(given.get_seq_length())} tokens with an "
+                    "assistant or prompt lookup; leave out one of them"
+                )
             given._is_user_defined = True
         elif self.model.gradient_checkpointing and self.training:
             logger.warning_once("Gradient checkpointing keeps no cache; generating with use_cache=False.")
