@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from helpers.small_vit import HOSTILE, small_images, small_look, small_subject, softmax_weights
 from nalaformer.conversion import convert
-from nalaformer.studies.see_inside import ExploreServer, explorer_of, load_subject, read_images, serve, write_report
+from nalaformer.studies.see_inside import ExploreServer, explorer_of, load_subject, look_into, read_images, serve, write_report
 from nalaformer.studies.see_inside.maps import MOST_BYTES, Layer, fitting, maps_of, pooling
-from nalaformer.studies.see_inside.report import stored_page
+from nalaformer.studies.see_inside.report import sharpest_layer, stored_page
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -261,6 +261,16 @@ def test_a_run_of_a_dense_task_shows_its_network(monkeypatch, tmp_path, recipe, 
 def test_the_picture_is_what_the_model_saw():
     subject, (_, image) = small_subject(), small_images(1)[0]
     assert subject.picture(subject.prepare(image)).tobytes() == image.tobytes()
+
+
+def test_a_layer_of_one_token_is_not_the_sharpest():
+    """The last stage of a pyramid has one token of an image of 32 pixels: its one weight says nothing."""
+    sizes = {"embed_dims": (16, 16, 16, 16), "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1), "projection": 16}
+    model = timm.create_model("nalaformer_xt", num_classes=0, **sizes).eval()
+    found = look_into(replace(small_subject(), model=model), small_images(1))
+    assert [layer.keys for layer in found.layers] == [64, 16, 4, 1]
+    assert found.relative_entropy()[-1] == [1.0]
+    assert sharpest_layer([found]) < 3
 
 
 # ---- the server

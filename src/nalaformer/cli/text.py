@@ -69,6 +69,7 @@ def add_to(app: "typer.Typer") -> None:
         elif tokenizer is not None:
             raise ValueError(f"an ONNX program holds no tokenizer, got --tokenizer {tokenizer}; leave it out")
         else:
+            make_console().print("tracing the network; this takes from seconds to a few minutes")
             make_console().print(f"ONNX program: {export_onnx(run, out, step=step)}", soft_wrap=True)
 
 

@@ -82,7 +82,8 @@ class Look:
     def relative_entropy(self) -> list[list[float]]:
         """A number for each head of each layer: 1 if it looks at all tokens alike."""
         return [
-            [head.entropy / math.log(layer.keys) if layer.keys > 1 else 0.0 for head in heads]
+            # one token has all the weight and an entropy of 0 whatever the layer does: it is not sharp
+            [head.entropy / math.log(layer.keys) if layer.keys > 1 else 1.0 for head in heads]
             for layer, heads in zip(self.layers, self.statistics, strict=True)
         ]
 

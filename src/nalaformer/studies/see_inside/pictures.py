@@ -138,7 +138,7 @@ def draw_maps(picture: "Image", maps: Sequence[tuple[str, Tensor]], title: str) 
     first = figure.add_subplot(rows, columns, 1)
     first.imshow(picture, extent=extent)
     first.plot(picture.width / 2, picture.height / 2, marker="s", markersize=9, markerfacecolor="none", color="#3df0ff")
-    first.set_title("the middle patch of", loc="left", fontsize=8, color=INK)
+    first.set_title("framed: the middle patch", loc="left", fontsize=8, color=INK)
     first.set_axis_off()
     for number, (name, heat) in enumerate(maps, 2):
         axes = figure.add_subplot(rows, columns, number)
