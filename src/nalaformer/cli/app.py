@@ -26,6 +26,7 @@ EXTRAS |= {"lm_eval": "evaluation", "datasets": "evaluation"}
 
 
 REFUSED_PATHS: dict[type[OSError], str] = {
+    FileNotFoundError: "there is no such file or folder",
     FileExistsError: "a file stands where a folder is needed",
     NotADirectoryError: "a part of the path is a file and no folder",
     PermissionError: "this user may not read or write there",
