@@ -116,6 +116,18 @@ def test_a_single_text_is_refused_with_a_remedy_that_works(pretrained_folder, tm
     assert run_command(tmp_path, tmp_path / "out", data="tokens").exit_code == 0
 
 
+def test_tokens_of_another_tokenizer_are_refused(pretrained_folder, tmp_path):
+    """Their numbers mean other words to the model; nothing else would tell."""
+    from nalaformer.data.text import tokenize_corpus
+
+    texts = [pretrained_folder / "text.jsonl"]
+    tokenize_corpus(texts, tmp_path / "own", train_vocab=280, val_part=0.1)
+    with pytest.raises(ValueError, match="must be those of the model's tokenizer"):
+        run_command(pretrained_folder, tmp_path / "out", data=tmp_path / "own", more=["--dry-run"])
+    tokenize_corpus(texts, tmp_path / "its", tokenizer=pretrained_folder / "model", val_part=0.1)
+    assert run_command(pretrained_folder, tmp_path / "out", data=tmp_path / "its", more=["--dry-run"]).exit_code == 0
+
+
 def test_what_cannot_be_converted_or_saved_is_refused_before_any_work(pretrained_folder, tmp_path):
     folder, out = tmp_path, tmp_path / "out"
     shutil.copytree(pretrained_folder, folder, dirs_exist_ok=True)

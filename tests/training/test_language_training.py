@@ -203,6 +203,9 @@ def test_attention_names_the_mixers():
 def test_data_that_is_nowhere_says_how_it_is_made(tmp_path):
     with pytest.raises(ValueError, match="data must be a folder that `nalaformer tokenize` wrote, or 'tales', got 'nowhere'"):
         LanguageModelling(LanguageConfig(data="nowhere")).facts()
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(ValueError, match="texts without tokenizer/; `nalaformer tokenize"):
+        LanguageModelling(LanguageConfig(data=str(tmp_path / "texts"))).facts()
 
 
 def test_a_token_that_ends_documents_is_no_padding():
@@ -286,7 +289,7 @@ def test_evaluation_of_a_run_gives_the_figures_of_its_training(trained):
     assert result.metrics["perplexity"] == last["perplexity"]
 
 
-def test_a_pretrained_folder_is_trained_on_with_its_own_vocabulary(trained, tmp_path):
+def test_a_pretrained_folder_is_trained_on_with_its_own_vocabulary(trained, tmp_path, capsys):
     folder = export_run(trained, tmp_path / "model")
     rows = [{"prompt": f"What is {number}? ", "response": "A number."} for number in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -295,12 +298,16 @@ def test_a_pretrained_folder_is_trained_on_with_its_own_vocabulary(trained, tmp_
     settings = [f"model={folder}", "attention=", f"data={tmp_path / 'tokens'}", "packing=whole", "window=32", "steps=2"]
     settings += ["warmup=0", "batch_size=4", "precision=float32", "workers=0", "device=cpu"]
     recipe = changed(RECIPES["lm_text"](), settings)
+    capsys.readouterr()
     trainer = make_trainer(recipe, tmp_path / "run")
+    assert "Loading weights" not in capsys.readouterr().err
     before = load_run(trained).model.state_dict()
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
     assert trainer.fit().is_finished
     with pytest.raises(ValueError, match=r"must know every token of the tokenizer \(400\), got 300"):
         LanguageModelling.create_model(str(folder), {}, trainer.task.facts() | {"vocab_size": 400})
+    with pytest.raises(ValueError, match="made with the tokenizer of the model"):
+        LanguageModelling.create_model(str(folder), {}, trainer.task.facts() | {"tokenizer": "another"})
 
 
 def test_activations_can_be_computed_again_instead_of_kept(trained, tmp_path):

@@ -1,5 +1,6 @@
 """Stage 2: low-rank matrices beside the projections and the gate learn the next token."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ def with_adapter(model: HybridForCausalLM, config: LinearizeConfig) -> Any:
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.endswith(TARGETS)]
     names = [name for name in names if ".self_attn." in name]
     lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=names)
-    return get_peft_model(model, lora)
+    with warnings.catch_warnings():
+        # peft asks by a name that transformers has replaced
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        return get_peft_model(model, lora)
 
 
 class NextToken:

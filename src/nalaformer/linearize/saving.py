@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_files import clear_disk_errors, is_leftover, sync, sync_tree, unfinished_folder, write_atomically
-from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, load_tokenizer, tokenize_corpus
+from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, fingerprint, load_tokenizer, tokenize_corpus
 from ..json_text import parse_json
 from .run import Linearized
 
@@ -109,7 +109,16 @@ def token_windows(
                     f"file is one); `nalaformer tokenize {files} --txt line --val-part 0.1 --tokenizer {model} --out DIR` "
                     "takes its lines for documents; then --data DIR"
                 ) from error
-    return {split: PackedTokens(TokenShards.open(folder / split), length=length) for split in ("train", "val")}
+    shards = {split: TokenShards.open(folder / split) for split in ("train", "val")}
+    known = fingerprint(load_tokenizer(tokenizer))
+    for each in shards.values():
+        # tokens that another program wrote need not say whose they are
+        if each.tokenizer and each.tokenizer != known:
+            raise ValueError(
+                f"the tokens must be those of the model's tokenizer, got {each.place}, made with another than that in "
+                f"{tokenizer}; write them with `nalaformer tokenize ... --tokenizer {shlex.quote(str(tokenizer))}`"
+            )
+    return {split: PackedTokens(tokens, length=length) for split, tokens in shards.items()}
 
 
 def is_tokenized(data: Sequence[str | Path]) -> bool:

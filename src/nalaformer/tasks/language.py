@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..data.text import IGNORED, Encoder, PackedTokens, Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
 from ..data.text.corpus import TOKENIZER
 from ..data.text.packing import PACKINGS
+from ..data.text.tokenizer import TOKENIZER_FILES
 from ..field_types import check_field_types, check_ranges
 from ..json_text import parse_json
 from .base import TASKS, Loss, SummedMetrics
@@ -73,7 +74,13 @@ class LanguageModelling:
             return train_tokenizer(self.tales("train"), vocab_size=config.vocab_size)
         if not Path(config.data).is_dir() and config.data != GENERATED:
             raise ValueError(f"data must be a folder that `nalaformer tokenize` wrote, or {GENERATED!r}, got {config.data!r}")
-        return load_tokenizer(config.tokenizer or Path(config.data) / TOKENIZER)
+        beside = Path(config.data) / TOKENIZER
+        if not config.tokenizer and not beside.is_dir():
+            raise ValueError(
+                f"data must be a folder that `nalaformer tokenize` wrote, got {config.data} without {TOKENIZER}/; `nalaformer "
+                f"tokenize {config.data} --train-vocab 16000 --out DIR` makes one of texts, or set tokenizer to a folder"
+            )
+        return load_tokenizer(config.tokenizer or beside)
 
     def tales(self, split: str) -> Tales:
         documents = self.config.train_documents if split == "train" else self.config.eval_documents
@@ -132,6 +139,7 @@ class LanguageModelling:
                     f"a pretrained model is taken as it is, got options for {name}: {', '.join(options)}; leave them out "
                     "(attention= with nothing behind it, where a recipe names one)"
                 )
+            refuse_tokens_of_another(name, facts)
             return pretrained_model(name, vocab_size=facts["vocab_size"], dtype=torch.float32)
         from ..models.language import NaLaConfig, NaLaForCausalLM
 
@@ -200,11 +208,37 @@ def reading_model(folder: str | Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers draws a progress bar for each file that it reads, between the lines of a run."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def refuse_tokens_of_another(folder: str | Path, facts: dict[str, Any]) -> None:
+    """A pretrained model knows its own tokens; the numbers of another tokenizer mean nothing to it."""
+    if (
+        any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+        and fingerprint(load_tokenizer(folder)) != facts["tokenizer"]
+    ):
+        raise ValueError(
+            f"the data must be made with the tokenizer of the model, got tokens of another than that in {folder}; use "
+            f"`nalaformer tokenize ... --tokenizer {folder}`, or save the tokenizer of the data there"
+        )
+
+
 def pretrained_model(folder: str | Path, *, vocab_size: int, dtype: torch.dtype | str) -> nn.Module:
     """The model of a folder as save_pretrained writes it, which must know `vocab_size` tokens; no code of the folder is run."""
     from transformers import AutoModelForCausalLM
 
-    with reading_model(folder):
+    with reading_model(folder), without_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, dtype=dtype
         )
