@@ -194,3 +194,9 @@ def test_bench_linearize_runs_the_study_that_is_asked_for(tmp_path, monkeypatch)
     assert (toy.minutes, toy.recall.teacher.minutes, toy.recall.methods) == (2, 3, ("linear",))
     small = linearization.toy_study()
     assert (toy.prompt, toy.decode, toy.recall.facts) == (small.prompt, small.decode, small.recall.facts)
+
+
+def test_a_part_of_a_mebibyte_is_not_written_as_zero():
+    from nalaformer.bench.language_picture import in_digits
+
+    assert [in_digits(value, 0) for value in (0.1, 1, 5, 20_000)] == ["0.1", "1", "5", "20,000"]

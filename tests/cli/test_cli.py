@@ -69,7 +69,15 @@ def test_bench_ops_prints_and_writes_its_results(run, tmp_path, monkeypatch):
     assert len(written) == len(ops.plan(tiny, "cpu")) >= 2 * 3 * 2
     assert tuple(written[0]) == COLUMNS
     assert all(float(row["median_ms"]) > 0 for row in written)
-    for text in ("nalaformer", "published formula", "torch SDPA", "B1 H2 N33 D8", "threads", f"results: {path}"):
+    for text in (
+        "nalaformer",
+        "published formula",
+        "torch SDPA",
+        "B1 H2 N33 D8",
+        "threads",
+        f"[1/{len(written)}] ",
+        f"results: {path}",
+    ):
         assert text in result.output
 
 

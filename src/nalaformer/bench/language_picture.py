@@ -15,7 +15,7 @@ COLOURS = {"linear": "#D55E00", "forgetting": "#009E73", "gated_delta": "#0072B2
 
 def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) -> None:
     """Write a PNG: tokens per second and memory of the cache against the context."""
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     figure = new_figure(10, 4.8)
     batches = sorted({r.measurement.batch for r in shown})
@@ -35,7 +35,7 @@ def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) ->
                     axes.plot(places, heights, label=f"{mixer}, batch {batch}", color=COLOURS[mixer], **style)
         axes.set_xticks(contexts, [f"{c // 1024}K" if c >= 1024 else str(c) for c in contexts])
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if name == "per_second" else (1,)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(in_digits))
         axes.minorticks_off()
         axes.set_xlabel("context (tokens)")
         axes.set_title(title, loc="left", fontsize=11)
@@ -45,3 +45,8 @@ def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) ->
     first = shown[0].measurement
     figure.suptitle(f"Decoding, {first.size} layout, {name_of(first.dtype)}, {machine.device_name(first.device)}", fontsize=12)
     figure.savefig(path)
+
+
+def in_digits(value: float, _: object) -> str:
+    """A mark of a logarithmic axis: caches of small layouts take a part of a MiB, which is not 0."""
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"

@@ -181,6 +181,9 @@ def run_bench_ops(device: str, out: Path, quick: bool, shapes: list[str], second
             # what is measured now is the next one
             coming = measurements[min(len(results), len(measurements) - 1)].label
             progress.update(bar, description=coming, completed=len(results))
+            if not console.is_terminal:
+                # where no bar is drawn, minutes would pass without a word
+                console.print(f"[{len(results)}/{len(measurements)}] {result.line}", soft_wrap=True)
     console.print(results_table(results))
     for line in summary_lines(results, left_out(device)):
         console.print(line)

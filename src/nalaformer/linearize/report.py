@@ -33,6 +33,8 @@ def draw_errors(result: Linearized, path: Path) -> Path:
     axes: Any = figure.subplots()
     errors = list(result.transfer_errors.values())
     axes.bar(range(len(errors)), errors, color="#33658a")
+    # a layer has a whole number
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("layer")
     axes.set_ylabel("error / square of the outputs")
     axes.set_title("attention transfer")
