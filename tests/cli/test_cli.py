@@ -139,6 +139,14 @@ def test_a_wrong_value_is_one_line_and_exit_code_two(monkeypatch, capsys, argume
     assert error.count("\n") == 1
 
 
+def test_a_file_that_is_not_there_is_named_in_words(monkeypatch, capsys):
+    arguments = ["convert", "gone.pth", "--family", "nalaformer", "--model", "nalaformer_s", "--out", "x.safetensors"]
+    monkeypatch.setattr(sys, "argv", ["nalaformer", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err == "error: gone.pth: there is no such file or folder; name another place\n"
+
+
 @pytest.mark.parametrize(
     ("place", "said"), [("file", "a file stands where a folder is needed"), ("file/below", "is a file and no folder")]
 )
