@@ -78,16 +78,24 @@ def export_classifier(run: LoadedRun, path: Path) -> None:
 
     # two: torch takes a batch of one for a constant
     images = torch.stack([run.task.prepare(Image.new("RGB", (64, 64)))] * 2)
-    torch.onnx.export(
-        run.model.float(),
-        (images,),
-        path,
-        dynamo=True,
-        verbose=False,
-        input_names=["images"],
-        output_names=["logits"],
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
-    )
+    try:
+        torch.onnx.export(
+            run.model.float(),
+            (images,),
+            path,
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+        )
+    except torch.onnx.OnnxExporterError as error:
+        # torch's own words are a page about how to mend torch
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ValueError(
+            f"torch cannot write {run.recipe.model} as an ONNX program ({reason}); choose another model, such as one of "
+            "`nalaformer models`"
+        ) from error
 
 
 def language_model_of(source: Path, step: int | None) -> nn.Module:
