@@ -1,6 +1,8 @@
 """Images with masks: the layouts of real data sets, what is wrong with single files, and crops."""
 
 import pickle
+import struct
+import zlib
 from functools import partial
 
 import numpy as np
@@ -111,6 +113,27 @@ def test_a_palette_holds_ids_and_not_colours(tmp_path):
     mask.putpalette([9, 9, 9, 8, 8, 8, 7, 7, 7])
     mask.save(tmp_path / "masks" / "train" / "a.png")
     assert read_mask(tmp_path / "masks" / "train" / "a.png").tolist() == IDS.tolist()
+
+
+def png_of_greys(bits, row):
+    """A PNG file of one row of grey pixels, of bits that Pillow reads and does not write."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", 8 * len(row) // bits, 1, bits, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" + row)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_ids_that_readers_of_images_would_change_are_refused(tmp_path, bits):
+    path = tmp_path / "mask.png"
+    # Pillow makes 85 of a 1 of 2 bits, and of a 3 what is not counted
+    path.write_bytes(png_of_greys(bits, b"\x1b\x1b"))
+    with pytest.raises(BadSample, match=f"class ids must have 8 or 16 bits, got greys of {bits}.*save ids with 8"):
+        read_mask(path)
+    path.write_bytes(png_of_greys(8, b"\1\2"))
+    assert read_mask(path).tolist() == [[1, 2]]
 
 
 def test_a_folder_without_a_layout_is_refused_with_those_there_are(tmp_path):
