@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures, cheap_to_look_at
+from ..ops.exporting import is_jit_tracing
 
 # Features stay below this, so that their products with values and tokens fit into float32, squared in gradients too.
 LARGEST_FEATURE = 1e4
@@ -121,7 +122,8 @@ def within_reach(features: Tensor) -> ScaledFeatures:
 
 def power_of(size: Tensor, power: Tensor | float) -> Tensor:
     """size^power for sizes >= 0 and powers >= 1, whose gradients of any order are zero where the size is; torch makes NaN."""
-    if not torch.is_grad_enabled() or (cheap_to_look_at(size) and bool((size > 0).all())):
+    # a recorded program is the same with gradients and without
+    if not torch.is_grad_enabled() or is_jit_tracing() or (cheap_to_look_at(size) and bool((size > 0).all())):
         return size**power
     is_zero = size == 0
     return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, size) ** power)

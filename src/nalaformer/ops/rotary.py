@@ -30,7 +30,8 @@ def rotary_frequencies(
 
 def length_of(x: Tensor) -> Tensor:
     """The norm over the last dimension, whose gradients of any order are zero where it is; of the second torch makes NaN."""
-    if torch.is_grad_enabled():
+    # a recorded program is the same with gradients and without
+    if torch.is_grad_enabled() and not is_jit_tracing():
         is_zero = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True) == 0
         x = torch.where(is_zero, x.detach(), x)
     return torch.linalg.vector_norm(x, dim=-1)
