@@ -81,7 +81,7 @@ class DetectionAnswers:
     """Which of the objects that were found are shown."""
 
     score: float = 0.5
-    """The least score of an object that is shown."""
+    """The least score of an object that is shown; below 0.05 it changes nothing: detectors themselves drop such objects."""
 
 
 @TASKS.register("detection")
@@ -213,7 +213,7 @@ MOST_NAMED = 8
 def why_none(scores: Tensor, least: float) -> str:
     """What to say where no object reaches the least score."""
     if not len(scores) or scores.max() >= least:
-        return "nothing found"
+        return "nothing found with a score of 0.05 or more"
     best = scores.max().item()
     return f"none reaches {least:g}, the best has {best:.2f}: --set score={max(0.0, best - 0.005):.2f}"
 
