@@ -331,7 +331,7 @@ def test_documents_are_cut_or_whole(tokens):
 def test_the_tokenizer_of_the_folder_is_used(tokens):
     assert len(language(tokenizer=str(tokens / "elsewhere")).tokenizer) == 280
     assert len(language(data=str(tokens / "data"), tokenizer=str(tokens / "elsewhere")).tokenizer) == 280
-    with pytest.raises(ValueError, match="data/tokenizer"):
+    with pytest.raises(ValueError, match="data without tokenizer/; `nalaformer tokenize"):
         language(data=str(tokens / "data")).tokenizer  # noqa: B018
 
 
