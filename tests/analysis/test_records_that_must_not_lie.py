@@ -9,6 +9,7 @@ import nalaformer
 from helpers.looked_at_models import pyramid, timm_vit
 from nalaformer import analysis
 from nalaformer.analysis.records import SoftmaxRecord
+from nalaformer.attention import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,3 +58,31 @@ def test_a_query_that_sees_nothing_has_no_weights():
     rows = softmax_record(hidden).rows(torch.arange(4))
     assert rows[0, 0, 1].tolist() == [0.0] * 4
     assert rows[0, 0, [0, 2, 3]].sum(-1).allclose(torch.ones(3))
+
+
+def recorded_with_mask(method, mask):
+    model = build(method, dim=16, num_heads=2, position="none", local_mix="none").double()
+    x = torch.randn(len(mask), 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return analysis.record(model, {"x": x, "key_mask": mask})[0]
+
+
+@pytest.mark.parametrize("method", ["nalaformer", "softmax"])
+def test_a_sample_that_is_all_padding_changes_no_figure(method):
+    torch.manual_seed(0)
+    mask = torch.ones(3, 12, dtype=torch.bool)
+    mask[2] = False
+    found = recorded_with_mask(method, mask)
+    whole = found.statistics()
+    found.q, found.k, found.key_mask = found.q[:2], found.k[:2], found.key_mask[:2]
+    if method == "softmax":
+        found.bias = None
+    for padded, alone in zip(whole, found.statistics(), strict=True):
+        for figure in ("entropy", "effective_rank", "key_norm_correlation", "lost_products", "query_norm", "log_denominators"):
+            assert getattr(padded, figure) == pytest.approx(getattr(alone, figure), rel=1e-9), figure
+
+
+@pytest.mark.parametrize("method", ["nalaformer", "softmax"])
+def test_statistics_of_padding_alone_are_refused(method):
+    found = recorded_with_mask(method, torch.zeros(2, 12, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"tokens that the mask shows, got .* with all 24 hidden"):
+        found.statistics()

@@ -57,10 +57,16 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
 
     The effective rank of linear attention that sees all keys follows from its features: a QR decomposition of those of the
     queries (divided by the denominators) and of the keys, and the singular values of the product of both triangles. Of other
-    attention it is taken of at most 128 rows, evenly spaced, and cannot exceed that. Rows of padding count as zeros.
+    attention it is taken of at most 128 rows, evenly spaced, and cannot exceed that. Rows of padding count as zeros, and
+    samples of nothing else do not count.
     """
     pieces, places, heads, _ = record.q.shape
     real = _real_queries(record)
+    if not bool(real.any()):
+        raise ValueError(
+            f"statistics are of tokens that the mask shows, got {record.name} with all {real.numel()} hidden; pass a mask with "
+            "some tokens"
+        )
     entropy = torch.zeros(pieces, heads, places, dtype=torch.float64, device=record.q.device)
     received = torch.zeros(pieces, heads, record.k.shape[1], dtype=torch.float64, device=record.q.device)
     smallest = torch.full((heads,), torch.inf, dtype=torch.float64, device=record.q.device)
@@ -119,8 +125,10 @@ def _real_queries(record: LayerRecord) -> Tensor:
 
 def _effective_rank(record: LayerRecord, real: Tensor) -> Tensor:
     """[H]."""
-    pieces = torch.linspace(0, record.q.shape[0] - 1, min(RANKED_PIECES, record.q.shape[0])).round().long().unique()
-    pieces = pieces.to(record.q.device)
+    # the rank of a piece that is all padding would be 1, and is none
+    shown = real.any(dim=1).nonzero()[:, 0]
+    places = torch.linspace(0, len(shown) - 1, min(RANKED_PIECES, len(shown))).round().long().unique()
+    pieces = shown[places.to(shown.device)]
     if isinstance(record, LinearRecord) and not record.causal and record.groups is None:
         ranks = [_rank_of_product(form, pieces, real[pieces]) for form in linear_forms(record, record.key_mask)]
         return torch.stack(ranks).mean(0)
