@@ -141,3 +141,14 @@ def test_what_cannot_be_explained_is_refused(options, message):
 
 def test_every_option_of_an_explanation_has_a_test_of_its_effect():
     assert EXPLAIN.missing() == []
+
+
+@pytest.mark.parametrize("method", ["decision_aware", "gradient_rollout", "rollout"])
+@pytest.mark.parametrize("name", ["timm vit", "converted vit"])
+def test_a_model_of_float64_is_explained_in_float64(name, method):
+    model, images = looked_at(name)
+    model.eval()
+    single = explain(model, images, 2, method=method)
+    double = explain(model.double(), images.double(), 2, method=method)
+    assert double.dtype == torch.float64
+    torch.testing.assert_close(double.float(), single, atol=1e-5, rtol=1e-3)

@@ -127,7 +127,7 @@ def gradient_pull(found: LayerRecord, gradient: Tensor, amounts: Tensor) -> Tens
     gradient, values = (_in_pieces(found, x) for x in (gradient, found.values))
     values = for_heads(values, gradient)
     inside = found.to_pieces(amounts)
-    total = torch.zeros(found.k.shape[:2], device=amounts.device)
+    total = amounts.new_zeros(found.k.shape[:2])
     for places, weights in found.chunks():
         effect = weights * torch.einsum("pihv,pjhv->phij", gradient[:, places], values)
         total += torch.einsum("pi,pij->pj", inside[:, places], effect.clamp(min=0).mean(1))

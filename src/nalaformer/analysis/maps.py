@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import compute_dtype
 from .layers import attention_layers, record
 from .records import Grid, LayerRecord
 
@@ -72,7 +73,7 @@ def rollout(records: Sequence[LayerRecord], token: Token = "mean") -> Tensor:
 
 def start_at(found: LayerRecord, token: Token) -> Tensor:
     """[B, N] with 1 at the token, or shared by all tokens of the grid."""
-    amounts = torch.zeros(found.batch, found.num_tokens, device=found.q.device)
+    amounts = torch.zeros(found.batch, found.num_tokens, dtype=compute_dtype(found.q), device=found.q.device)
     if token == "mean":
         amounts[:, found.prefix :] = 1 / (found.num_tokens - found.prefix)
         return amounts
