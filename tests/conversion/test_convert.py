@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from transformers import SiglipTextConfig, SiglipTextModel
 
 import nalaformer
 from helpers.vision_hosts import MODELS, make, run, timm_swin, timm_vit, transformers_vit
@@ -185,7 +186,7 @@ def test_masks_of_keys_are_honoured_and_others_refused():
     mask[..., 7:] = False
     assert (layer(x, attn_mask=mask)[:, :7] - layer(x[:, :7])).abs().max() < 1e-5
     with pytest.raises(ValueError, match="hide a key from all queries alone"):
-        layer(x, attn_mask=torch.ones(2, 1, 10, 10, dtype=torch.bool))
+        layer(x, attn_mask=torch.ones(2, 1, 10, 10, dtype=torch.bool).tril())
     with pytest.raises(ValueError, match="is_causal=True"):
         layer(x, is_causal=True)
 
@@ -195,6 +196,21 @@ def test_masks_that_are_added_to_scores_hide_where_they_are_negative():
     x, mask = torch.randn(2, 10, 32), torch.zeros(2, 1, 1, 10)
     mask[..., 7:] = -torch.inf
     assert (layer(x, mask)[0][:, :7] - layer(x[:, :7])[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("attend", ["sdpa", "eager"])
+def test_a_converted_text_encoder_does_not_see_padding(attend):
+    """transformers writes the padding of texts once for each query, [batch, 1, tokens, tokens]."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = SiglipTextConfig(vocab_size=50, max_position_embeddings=12, eos_token_id=49, **sizes)
+    config._attn_implementation = attend
+    model = nalaformer.convert(SiglipTextModel(config).eval())
+    tokens, mask = torch.randint(0, 50, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 7:] = 0
+    padded = model(input_ids=tokens, attention_mask=mask).last_hidden_state
+    for row, length in enumerate((7, 12)):
+        alone = model(input_ids=tokens[row : row + 1, :length]).last_hidden_state
+        torch.testing.assert_close(padded[row, :length], alone[0], atol=1e-5, rtol=1e-4)
 
 
 def test_our_layers_turn_their_features_as_the_method_does():

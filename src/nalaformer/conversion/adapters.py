@@ -124,12 +124,17 @@ class TransformersGridAttention(TransformersAttention):
 
 
 def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """[B, N] bool from an attention mask that hides keys from all queries alike, [B or 1, 1, 1, N], bool or added to scores."""
+    """[B, N] bool from an attention mask that hides keys from all queries alike, bool or added to scores.
+
+    mask: [B or 1, 1, 1, N], or with equal rows for all queries, as transformers writes it for padded texts.
+    """
     if mask is None:
         return None
+    if mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] > 1 and bool((mask == mask[:, :, :1]).all()):
+        mask = mask[:, :, :1]
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
         raise ValueError(
-            "linear attention can hide a key from all queries alone: a mask must be [batch, 1, 1, tokens], "
+            "linear attention can hide a key from all queries alone: a mask must be [batch, 1, 1, tokens] or have equal rows, "
             f"got {tuple(mask.shape)}"
         )
     visible = mask if mask.dtype == torch.bool else mask == 0
