@@ -260,6 +260,13 @@ def test_a_model_without_attention_is_refused():
         record(torch.nn.Linear(2, 2), torch.zeros(1, 2))
 
 
+def test_the_message_of_a_model_that_is_not_seen_names_torchs_layer():
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    with pytest.raises(ValueError, match="torch's MultiheadAttention cannot be looked into"):
+        record(model, {"src": torch.randn(2, 5, 16)})
+
+
 @pytest.mark.parametrize("queries", [torch.tensor([25]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([[1]])])
 def test_a_token_that_does_not_exist_is_refused(queries):
     model, images = looked_at("nalaformer")

@@ -145,7 +145,7 @@ class Recorder(TorchFunctionMode):
         if error[0] is None and not self.records:
             raise ValueError(
                 "no attention was seen: the layers attend by their own code; choose fused attention "
-                "(timm: fused_attn, transformers: attn_implementation='sdpa')"
+                "(timm: fused_attn, transformers: attn_implementation='sdpa'); torch's MultiheadAttention cannot be looked into"
             )
 
     def _listen(self, layer: AttentionLayer) -> None:
