@@ -198,6 +198,15 @@ def test_masks_that_are_added_to_scores_hide_where_they_are_negative():
     assert (layer(x, mask)[0][:, :7] - layer(x[:, :7])[0]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    "mask", [torch.full((2, 1, 1, 10), 0.5), torch.full((2, 1, 1, 10), -2.0), torch.ones(2, 1, 1, 10).long()]
+)
+def test_biases_of_keys_are_refused_and_hide_nothing(mask):
+    layer = nalaformer.convert(timm_vit()).blocks[0].attn
+    with pytest.raises(ValueError, match="no place for a bias of keys"):
+        layer(torch.randn(2, 10, 32), attn_mask=mask)
+
+
 @pytest.mark.parametrize("attend", ["sdpa", "eager"])
 def test_a_converted_text_encoder_does_not_see_padding(attend):
     """transformers writes the padding of texts once for each query, [batch, 1, tokens, tokens]."""

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from ..attention import Attention
 from ..attention.windows import MOST_PARTS
 
+# what hides a key where it is added to scores
+HIDDEN = -50.0
+
 
 class Adapter(nn.Module):
     """Our attention, and the dropout of the layer whose place it takes; None: it has none behind its attention."""
@@ -137,7 +140,16 @@ def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
             "linear attention can hide a key from all queries alone: a mask must be [batch, 1, 1, tokens] or have equal rows, "
             f"got {tuple(mask.shape)}"
         )
-    visible = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype == torch.bool:
+        visible = mask
+    else:
+        visible = mask == 0
+        # a compiled program has no numbers to look at
+        if not torch.compiler.is_compiling() and not bool((visible | (mask < HIDDEN)).all()):
+            raise ValueError(
+                "linear attention has no place for a bias of keys: a mask must be bool, or 0 at visible keys and below "
+                f"{HIDDEN:g} at hidden ones, got numbers from {mask.min().item():g} to {mask.max().item():g}"
+            )
     return visible[:, 0, 0].expand(x.shape[0], -1)
 
 
