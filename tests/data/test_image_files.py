@@ -15,6 +15,7 @@ from nalaformer.data import (
     CorruptImage,
     CueGrid,
     ImageFolder,
+    batches_in_order,
     find_images,
     images,
     read_image,
@@ -214,6 +215,19 @@ def test_the_strongest_posterization_is_black_and_no_error():
 def test_a_missing_file_is_not_called_corrupt(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_image(tmp_path / "none.png")
+
+
+def test_a_link_of_a_folder_whose_image_was_moved_is_left_out_and_named(folder):
+    """So is a folder that is called like an image."""
+    for number, make in ((1, lambda path: path.symlink_to("nowhere.png")), (3, lambda path: path.mkdir())):
+        path = folder / "val" / "dog" / f"{number}.png"
+        path.unlink()
+        make(path)
+    (batch,) = batches_in_order(ImageFolder(folder, "val", transform=as_tensor), batch_size=10)
+    assert len(batch.content[1]) == 8
+    link, inner = batch.rejected
+    assert link == f"{folder / 'val' / 'dog' / '1.png'} cannot be used: No such file or directory"
+    assert "3.png cannot be used: Is a directory" in inner
 
 
 def test_images_are_found_below_folders_and_by_themselves(folder):

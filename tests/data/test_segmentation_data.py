@@ -169,6 +169,12 @@ def harm_mask(change):
     return harm
 
 
+def moved(path):
+    """What the link in its place led to is gone."""
+    path.unlink()
+    path.symlink_to("nowhere.png")
+
+
 BAD = {
     "no mask": (lambda root: (root / "masks" / "train" / "a.png").unlink(), r"images.train.a\.png .*there is no mask"),
     "a mask as JPEG": (
@@ -188,6 +194,14 @@ BAD = {
     "cut image": (
         lambda root: (root / "images" / "train" / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n"),
         r"images.train.a\.png is no image",
+    ),
+    "mask that was moved": (
+        harm_mask(moved),
+        r"masks.train.a\.png cannot be used: No such file",
+    ),
+    "image that was moved": (
+        lambda root: moved(root / "images" / "train" / "a.png"),
+        r"images.train.a\.png cannot be used: No such file",
     ),
 }
 

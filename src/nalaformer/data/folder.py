@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .images import SUFFIXES, read_image
+from .images import SUFFIXES, listed, read_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,7 +56,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.files[index]
-        return self.transform(read_image(path)), label
+        with listed(path):
+            image = read_image(path)
+        return self.transform(image), label
 
 
 def subfolders(folder: Path) -> list[Path]:

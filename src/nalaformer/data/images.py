@@ -25,6 +25,15 @@ class CorruptImage(BadSample):
     rule = "is no image that can be used"
 
 
+@contextmanager
+def listed(path: str | Path) -> Iterator[None]:
+    """A file of a folder that is not there, such as a link to one that was moved, or that may not be read is BadSample."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise BadSample(path, str(error.strerror)) from error
+
+
 def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> "Image":
     """The whole image in RGB, or CorruptImage: a truncated file is refused and not filled with grey.
 

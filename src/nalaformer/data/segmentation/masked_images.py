@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..bad_sample import BadSample
-from ..images import SUFFIXES, read_image
+from ..images import SUFFIXES, listed, read_image
 from .layouts import MASK_SUFFIXES, find_files
 from .masks import read_mask
 
@@ -48,7 +48,8 @@ class MaskedImages(Dataset[Sample]):
             endings = ", ".join(SUFFIXES if image_path is None else MASK_SUFFIXES)
             raise BadSample(path, f"there is no {other} of that name ({endings})")
         ids = read_mask(mask_path)
-        image = read_image(image_path, size=(ids.shape[1], ids.shape[0]))
+        with listed(image_path):
+            image = read_image(image_path, size=(ids.shape[1], ids.shape[0]))
         if ids.shape != (image.height, image.width):
             raise BadSample(
                 mask_path, f"the mask is {ids.shape[1]} x {ids.shape[0]}, its image {image_path} {image.width} x {image.height}"

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bad_sample import BadSample
-from ..images import opened_image
+from ..images import listed, opened_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,7 +28,7 @@ def bits_of_spread_greys(image: "Image") -> int:
 
 def read_mask(path: str | Path) -> NDArray[np.int64]:
     """Class ids [H, W]; of a palette its numbers. Colours are refused: nothing says which class has which."""
-    with opened_image(path) as mask:
+    with listed(path), opened_image(path) as mask:
         if mask.mode not in ID_MODES:
             raise BadSample(
                 path, f"a mask must have one channel, the class id of each pixel, got colours ({mask.mode}); save ids as PNG"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..bad_sample import BadSample
-from ..images import SUFFIXES, find_images, opened_image, read_stored
+from ..images import SUFFIXES, find_images, listed, opened_image, read_stored
 from .resize import reduce, to_eight_bits
 
 SPLITS = {"train": "train", "val": "valid"}
@@ -137,7 +137,7 @@ class ImagePairs:
 
 def as_tensor(path: Path) -> Tensor:
     """uint8 [3, H, W], as it is stored: the program that made the small image may not have kept the notes of the large one."""
-    with opened_image(path) as image:
+    with listed(path), opened_image(path) as image:
         return torch.from_numpy(np.array(read_stored(image))).permute(2, 0, 1).contiguous()
 
 
