@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.option_effects import Effects
-from helpers.training_example import MeanError, Points, Regression, make_model, make_trainer
+from helpers.training_example import MeanError, Points, Regression, make_model, make_trainer, stop_at
 from nalaformer.data import CorruptImage
 from nalaformer.training import (
     Checkpoints,
@@ -569,6 +569,30 @@ def test_so_many_files_may_be_skipped(tmp_path):
     run(tmp_path / "six", task=corrupt(), steps=5, most_corrupt=6)
     with pytest.raises(TrainingStopped, match="more than 5 images"):
         run(tmp_path / "five", task=corrupt(), steps=5, most_corrupt=5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [({"on_corrupt": "stop"}, "on_corrupt=skip"), ({"most_corrupt": 3}, "more than 3 images .* and remove that list")],
+)
+def test_a_run_that_files_have_stopped_stops_again_until_they_are_mended(tmp_path, setting, message):
+    """What an earlier part of the run has listed is no pass for the next one: six files of 64 cannot be read."""
+    for _ in range(8):
+        with pytest.raises(TrainingStopped, match=message):
+            run(tmp_path, task=corrupt(), steps=5, **setting)
+    run(tmp_path, steps=5, **setting)
+
+
+def test_a_plan_counts_what_the_run_has_left_out_before(tmp_path):
+    task = corrupt()
+    task.eval_data = Corrupt(20)
+    stop_at(make_trainer(tmp_path, task=task, eval_every=0, save_every=0, most_corrupt=7), 2).fit()
+    (tmp_path / "rejected.txt").write_text("gone.png cannot be used: made so\n")
+    for trained in (corrupt, Watched):
+        assert plan_lines(make_trainer(tmp_path, task=trained(), eval_every=0, save_every=0, most_corrupt=7))
+    assert plan_lines(make_trainer(tmp_path, eval_every=0, save_every=0, most_corrupt=0))
+    with pytest.raises(ValueError, match=r"got 7 that cannot .* \(and remove .*rejected.txt, which lists 1 of before\)"):
+        plan_lines(make_trainer(tmp_path, task=corrupt(), eval_every=0, save_every=0, most_corrupt=6))
 
 
 def test_a_plan_tries_some_samples_and_refuses_what_the_run_would(tmp_path, monkeypatch):

@@ -61,10 +61,14 @@ def tried_lines(trainer: "Trainer") -> list[str]:
     rejected = list(dict.fromkeys(rejected))
     if rejected and config.on_corrupt == "stop":
         raise ValueError(f"{rejected[0]}; mend it or move it away, or on_corrupt=skip leaves it out")
-    if len(rejected) > config.most_corrupt:
+    # a run that goes on counts those that it has met before
+    listed = trainer.read_rejected()
+    counted = list(dict.fromkeys([*rejected, *sorted(listed)]))
+    if rejected and len(counted) > config.most_corrupt:
+        more = f" (and remove {trainer.rejected_path}, which lists {len(listed)} of before)" if listed else ""
         raise ValueError(
-            f"at most {config.most_corrupt} samples may be left out, got {len(rejected)} that cannot be used, the first: "
-            f"{rejected[0]}; mend them, move them away, or raise most_corrupt"
+            f"at most {config.most_corrupt} samples may be left out, got {len(counted)} that cannot be used, the first: "
+            f"{counted[0]}; mend them{more}, move them away, or raise most_corrupt"
         )
     lines = [f"tried: {' and '.join(counts)}; {found}"]
     lines += [f"left out: {line}; mend it or move it away" for line in rejected[:MOST_NAMED]]

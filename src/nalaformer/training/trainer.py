@@ -93,6 +93,7 @@ class Trainer:
         # the order of an epoch follows from the number of samples
         self.made_from = {"samples": len(task.train_data)} | (made_from or {})
         self.checkpoints = Checkpoints(self.folder / "checkpoints")
+        self.rejected_path = self.folder / "rejected.txt"
         self.per_epoch = steps_per_epoch(task.train_data, config.batch_size)
         self.total_steps = config.total_steps(self.per_epoch)
         self.progress = TrainerProgress()
@@ -167,9 +168,8 @@ class Trainer:
             devices = [self.ranks.device] if self.ranks.device.type == "cuda" else None
             self.forward = DistributedDataParallel(self.forward, device_ids=devices)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.rejected_path = self.folder / "rejected.txt"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.rejected = set(self.rejected_path.read_text().splitlines()) if self.rejected_path.exists() else set()
+        self.rejected = self.read_rejected()
 
     def _run(self, log: RunLog | None, display: Display) -> None:
         config, progress = self.config, self.progress
@@ -306,20 +306,24 @@ class Trainer:
                 f"all were skipped, and {kept}; lower learning_rate, set clip_norm, or look at the data"
             )
 
+    def read_rejected(self) -> set[str]:
+        """What the run has left out so far."""
+        return set(self.rejected_path.read_text().splitlines()) if self.rejected_path.exists() else set()
+
     def _note_rejected(self, lines: tuple[str, ...], display: Display) -> None:
         for line in lines:
-            if line in self.rejected:
-                continue
-            self.rejected.add(line)
-            with self.rejected_path.open("a") as file:
-                file.write(line + "\n")
-            display.say(f"{self.title}: skipped {line}; mend it or move it away")
+            if line not in self.rejected:
+                self.rejected.add(line)
+                with self.rejected_path.open("a") as file:
+                    file.write(line + "\n")
+                display.say(f"{self.title}: skipped {line}; mend it or move it away")
+            # those that an earlier part of the run has met stop this part too
             if self.config.on_corrupt == "stop":
                 raise TrainingStopped(f"{line}; on_corrupt=skip would leave it out and go on")
             if len(self.rejected) > self.config.most_corrupt:
                 raise TrainingStopped(
-                    f"more than {self.config.most_corrupt} images cannot be read, listed in {self.rejected_path}; mend them or "
-                    "raise most_corrupt"
+                    f"more than {self.config.most_corrupt} images cannot be read, listed in {self.rejected_path}; mend them "
+                    "and remove that list, or raise most_corrupt"
                 )
 
     def _evaluate(self, log: RunLog | None, display: Display) -> bool:
