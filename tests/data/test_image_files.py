@@ -1,7 +1,9 @@
 """Images from files and folders, none of them trusted."""
 
 import itertools
+import os
 import random
+import shutil
 import struct
 import zlib
 
@@ -228,6 +230,20 @@ def test_a_link_of_a_folder_whose_image_was_moved_is_left_out_and_named(folder):
     link, inner = batch.rejected
     assert link == f"{folder / 'val' / 'dog' / '1.png'} cannot be used: No such file or directory"
     assert "3.png cannot be used: Is a directory" in inner
+
+
+def test_images_whose_names_are_no_text_are_held_out_or_named(folder):
+    """Older archives have names in other codes: Python keeps their bytes as surrogates."""
+    for number, name in enumerate((b"caf\xe9.png", b"na\xefve.png")):
+        path = folder / "train" / "dog" / os.fsdecode(name)
+        (folder / "train" / "dog" / f"{number}.png").rename(path)
+    path.write_bytes(path.read_bytes()[:200])
+    for split in ("train", "val"):
+        shutil.rmtree(folder / "val", ignore_errors=True)
+        data = ImageFolder(folder, split, transform=as_tensor, holdout=0.5)
+        assert len(data) in (4, 6)
+        for batch in batches_in_order(data, batch_size=10):
+            assert all(r"na\udcefve.png is no image" in line.encode().decode() for line in batch.rejected)
 
 
 def test_images_are_found_below_folders_and_by_themselves(folder):

@@ -12,7 +12,9 @@ class BadSample(ValueError):
     rule = "cannot be used"
 
     def __init__(self, path: str | Path, reason: str) -> None:
-        super().__init__(f"{path} {self.rule}: {' '.join(reason.split())}")
+        message = f"{path} {self.rule}: {' '.join(reason.split())}"
+        # a name may hold bytes that are no text, and no file of text would take them
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
         self.path = str(path)
         self.reason = reason
 

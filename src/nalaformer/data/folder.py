@@ -101,7 +101,7 @@ def rank_of(path: Path, seed: int) -> str:
     """A number without pattern that follows from the name alone, so that few images change sides when some are added."""
     # macOS stores accents apart from their letters
     name = unicodedata.normalize("NFC", path.as_posix())
-    return hashlib.sha256(f"{seed}/{name}".encode()).hexdigest()
+    return hashlib.sha256(f"{seed}/{name}".encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def usual_side(files: list[str], *, most: int = 100) -> int:
