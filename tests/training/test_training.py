@@ -394,6 +394,18 @@ def test_wrong_settings_are_refused(settings, message):
         TrainingConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adafactorbv", "group option 'momentum_dtype' of dtype"),
+        ("adahessian", "no more than gradients"),
+    ],
+)
+def test_an_optimiser_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path, name, message):
+    with pytest.raises(ValueError, match=f"{message}.*choose another"):
+        make_trainer(tmp_path, optimizer=name)
+
+
 def test_a_device_that_is_not_there_is_refused(tmp_path):
     trainer = make_trainer(tmp_path)
     object.__setattr__(trainer.config, "device", "no such thing")

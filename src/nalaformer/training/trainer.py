@@ -410,9 +410,21 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse a name that timm does not know, before anything is read or made."""
-    from timm.optim import list_optimizers
+    """Refuse a name that timm does not know, and an optimiser that no run can go on with, before anything is read or made."""
+    from timm.optim import create_optimizer_v2, list_optimizers
 
     known = [str(each) for each in list_optimizers()]
     if name.lower().removeprefix("lookahead_") not in known:
         raise unknown_name("optimizer", name, known)
+    # those that run on a GPU alone
+    if name.lower().startswith(("bnb", "fused")):
+        return
+    # a step on a small matrix shows what a checkpoint would have to hold
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    optimizer = create_optimizer_v2([weight], opt=name, lr=1e-3)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        raise ValueError(f"an optimizer must need no more than gradients, got {name} ({error}); choose another") from error
+    optimizer_state.pack(optimizer)
