@@ -188,6 +188,7 @@ def test_data_that_cannot_judge_is_refused_before_the_run(tmp_path):
         ({"levels": "midle"}, "unknown noise levels 'midle'; did you mean 'middle'"),
         ({"judged": -1}, "judged must not be negative"),
         ({"judged_steps": 0}, "judged_steps must be positive"),
+        ({"judged_steps": 1001}, "judged_steps must lie in 1 .. 1000, got 1001"),
         ({"judged_guidance": -1.0}, "judged_guidance must not be negative"),
         ({"judged": 0.5}, "judged must be a whole number"),
         ({"train_samples": 0}, "train_samples must be positive"),

@@ -12,6 +12,7 @@ from ..data.generation import GenerationData, GenerationDataConfig, open_generat
 from ..field_types import check_ranges
 from ..models.diffusion import OBJECTIVES, DiffusionTransformer, Objective, layout_of, need_diffusers
 from ..models.diffusion.network import check_size
+from ..models.diffusion.objectives import TRAINED_STEPS
 from ..registry import check_options, unknown_name
 from .base import TASKS, Gather, Loss, SummedMetrics
 
@@ -43,6 +44,9 @@ class GenerationConfig(GenerationDataConfig):
         if self.levels not in LEVELS:
             raise unknown_name("noise levels", self.levels, LEVELS)
         check_ranges(self, positive=("judged_steps",), not_negative=("judged",))
+        # the sampler would say so after the training
+        if self.judged_steps > TRAINED_STEPS:
+            raise ValueError(f"judged_steps must lie in 1 .. {TRAINED_STEPS}, got {self.judged_steps}; 50 is usual")
         if self.judged_guidance < 0:
             raise ValueError(f"judged_guidance must not be negative, got {self.judged_guidance}; 1 is none")
 
