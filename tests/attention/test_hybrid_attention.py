@@ -72,7 +72,9 @@ def test_softmax_method_is_exact_softmax():
 @pytest.mark.parametrize("max_salient", [0, 3])
 @pytest.mark.parametrize("select_per", ["key_head", "query_head"])
 def test_outputs_are_those_of_the_definition(merge, max_salient, select_per):
-    settings = HybridSettings(chunk_size=4, salient_per_chunk=2, max_salient=max_salient, merge=merge, select_per=select_per)
+    settings = HybridSettings(
+        chunk_size=4, salient_per_chunk=2, max_salient=max_salient, merge=merge, select_per=select_per, linear_mass=5
+    )
     tokens = 23
     q, k, v = make_inputs(tokens, batch=1)
     gate = torch.rand(1, tokens, 4, 6, dtype=torch.float64)
@@ -87,7 +89,7 @@ def test_outputs_are_those_of_the_definition(merge, max_salient, select_per):
 
 @pytest.mark.parametrize("max_salient", [0, 3])
 def test_gradients_are_those_of_the_definition(max_salient):
-    settings = HybridSettings(chunk_size=4, salient_per_chunk=1, max_salient=max_salient)
+    settings = HybridSettings(chunk_size=4, salient_per_chunk=1, max_salient=max_salient, linear_mass=5)
     tokens = 19
     inputs = [x.requires_grad_() for x in make_inputs(tokens, batch=1, heads=2, key_heads=2)]
     gate = torch.rand(1, tokens, 2, 1, dtype=torch.float64, requires_grad=True)

@@ -71,6 +71,9 @@ def by_hand(
             rest = [j for j in range(i) if j not in exact] if settings.linear else []
             weights = (k[exact, h] @ q[i, h] / SIZE**0.5).exp()
             linear = phi_k[rest, h] @ phi_q[i, h]
+            if settings.linear_mass is not None:
+                # a mean of the linear weights with the weight of at most so many tokens
+                linear = linear * min(1, settings.linear_mass / max(1, len(rest)))
             if settings.merge == "released":
                 # the exact ones relative to the largest, the linear ones as they are
                 weights = weights / weights.max()
@@ -84,7 +87,10 @@ def test_every_setting_of_hybrid_attention_is_seen_to():
     assert SETTINGS.missing() == []
 
 
-@SETTINGS.of("chunk_size", "salient_per_chunk", "max_salient", "keep_first", "merge", "feature_map", "map_options", "linear")
+@SETTINGS.of(
+    *("chunk_size", "salient_per_chunk", "max_salient", "keep_first", "merge", "linear_mass", "feature_map", "map_options"),
+    "linear",
+)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -95,6 +101,8 @@ def test_every_setting_of_hybrid_attention_is_seen_to():
         {"max_salient": 3},
         {"keep_first": False},
         {"merge": "released"},
+        {"linear_mass": 3},
+        {"linear_mass": None},
         {"feature_map": "elu"},
         {"feature_map": "focused", "map_options": {"power": 2.0}},
         {"linear": False},

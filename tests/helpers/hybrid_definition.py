@@ -36,6 +36,8 @@ def reference_attention(
             row_max = logits.max()
             weights = (logits - row_max).exp()
             factor = (-row_max).exp() if settings.merge == "exact" else 1.0
+            if settings.linear_mass is not None:
+                factor = factor * min(1.0, settings.linear_mass / max(1, len(rest)))
             linear = factor * (key_features[rest, h] @ query_features[i, h])
             linear_values = linear @ v[rest, h] if rest else torch.zeros_like(v[0, h])
             if gate is not None:

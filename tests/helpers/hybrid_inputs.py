@@ -5,7 +5,8 @@ import torch
 import nalaformer
 from nalaformer.attention.hybrid import HybridSettings
 
-SMALL = HybridSettings(chunk_size=8, salient_per_chunk=2)
+# linear_mass: reached by texts of four chunks
+SMALL = HybridSettings(chunk_size=8, salient_per_chunk=2, linear_mass=10)
 
 
 def make_inputs(tokens, *, batch=2, heads=4, key_heads=2, head_dim=6, dtype=torch.float64):

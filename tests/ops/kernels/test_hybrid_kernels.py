@@ -14,7 +14,7 @@ from nalaformer.ops.backend import INTERPRETING
 pytest.importorskip("triton", reason="the kernels need Triton, which this platform has no build of")
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
-SMALL = HybridSettings(chunk_size=8, salient_per_chunk=2)
+SMALL = HybridSettings(chunk_size=8, salient_per_chunk=2, linear_mass=6)
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("one_thread")]
@@ -88,12 +88,12 @@ def test_salient_tokens_for_each_query_head_and_sizes_that_are_no_powers_of_two(
 
 
 def test_tokens_that_lose_their_place():
-    settings = HybridSettings(chunk_size=4, salient_per_chunk=2, max_salient=3)
+    settings = HybridSettings(chunk_size=4, salient_per_chunk=2, max_salient=3, linear_mass=4)
     check(make(22, heads=1), settings)
 
 
 def test_the_gradient_of_the_row_maximum_where_the_linear_branch_is_not_scaled_by_it():
-    settings = HybridSettings(chunk_size=8, salient_per_chunk=2, merge="released", max_salient=3)
+    settings = HybridSettings(chunk_size=8, salient_per_chunk=2, merge="released", max_salient=3, linear_mass=4)
     check(make(45, heads=1, gate=1), settings)
 
 
@@ -254,5 +254,14 @@ def test_operators_keep_the_contract_of_torch_library():
     linear = (numbers(1, 8, 2, 8), numbers(1, 4, 2, 8), *linear[2:-1], "softmax")
     torch.library.opcheck(linear_op.forward, linear, test_utils=CHECKS)
     sums = (numbers(1, 8, 2), numbers(1, 8, 2), numbers(1, 8, 2, 8))
-    merge = (*sums, numbers(1, 8, 2), numbers(1, 8, 2, 8), numbers(1, 8, 2, 1), False, 1e-6, torch.float32)
+    merge = (
+        *sums,
+        numbers(1, 8, 2),
+        numbers(1, 8, 2, 8),
+        numbers(1, 8, 2, 1),
+        torch.ones(1, 2, device=DEVICE),
+        False,
+        1e-6,
+        torch.float32,
+    )
     torch.library.opcheck(merge_op.forward, merge, test_utils=CHECKS)

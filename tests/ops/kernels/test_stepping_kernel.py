@@ -149,5 +149,5 @@ def test_the_operator_says_what_it_changes():
     state = stepping_state(empty_state(*tensors, **given), settings=CAPPED)
     linear, matrix = state.linear, given["feature_map"].query_matrix().detach()
     arguments = (*tensors, state.keys, state.values, linear.count, state.is_poisoned, linear.state, linear.key_sum)
-    rest = (None, matrix, None, 8, 2, 1.0, 1e-6, True)
+    rest = (None, matrix, None, 8, 2, None, None, 1.0, 1e-6, True)
     torch.library.opcheck(kernels.hybrid_step, (*arguments, *rest), test_utils=("test_schema", "test_faketensor"))

@@ -14,7 +14,7 @@ from ...feature_maps import FeatureMap
 from ...ops import LinearState
 from .layout import Layout
 from .salient import Leaving, Store, repeated_for
-from .settings import HybridSettings
+from .settings import HybridSettings, linear_share
 
 EPS = 1e-6
 
@@ -108,6 +108,14 @@ def linear_branch(query_features: Tensor, state: Tensor, key_sum: Tensor) -> Lin
     return Linear(query_features @ state, (query_features @ key_sum[..., None])[..., 0])
 
 
+def bounded(linear: Linear, share: Tensor | None) -> Linear:
+    """Both sums times share [B or 1, R]."""
+    if share is None:
+        return linear
+    share = share[:, None, :, None]
+    return Linear(linear.weighted * share[..., None], linear.total * share)
+
+
 def merge(exact: Exact, linear: Linear | None, gate: Tensor | None, *, kind: str, eps: float) -> Tensor:
     """(sum exp(s-m) v + g phi(q).S) / (sum exp(s-m) + phi(q).z + eps), [..., V]; both branches of the same shape.
 
@@ -165,7 +173,8 @@ def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, s
         query_features = feature_map.query(rows.flatten(1, 2)).unflatten(1, rows.shape[1:3]).permute(0, 3, 1, 2, 4)
         sums = sums_before(before, leaving, feature_map, chunks=layout.leaving, groups=layout.groups)
         state_after, key_sum_after = sums.state_after, sums.key_sum_after
-        seen = linear_branch(query_features, sums.state, sums.key_sum)
+        share = linear_share(layout.chunks_before, settings, dtype)
+        seen = bounded(linear_branch(query_features, sums.state, sums.key_sum), share)
         linear = Linear(*(x.unflatten(1, exact.total.shape[1:3]) for x in seen))
     gates = None if gate is None else by_key_head(gate.to(dtype), keys.shape[2])
     out = merge(exact, linear, gates, kind=settings.merge, eps=EPS)

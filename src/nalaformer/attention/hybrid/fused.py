@@ -10,7 +10,7 @@ from ...ops import LinearState
 from ...ops.backend import LARGEST_FEATURES, LARGEST_HEAD, runs_kernels
 from .branches import EPS, Piece
 from .salient import Leaving, repeated_for
-from .settings import HybridSettings
+from .settings import HybridSettings, linear_share
 from .state import HybridState
 
 
@@ -42,12 +42,15 @@ def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, s
         *(queries, keys, values, store.keys, store.values, store.seen_until().to(torch.int32), layout.first_slots),
         *(layout.chunk_size, store.old, store.per_chunk, store.until is not None, keep_best, scale),
     )
-    linear_weighted = linear_total = gates = None
+    linear_weighted = linear_total = gates = share = None
     state, key_sum = before.state, before.key_sum
     if settings.linear:
         linear_weighted, linear_total, state, key_sum = _linear(queries, leaving, before, feature_map, layout.groups)
         gates = None if gate is None else gate.flatten(1, 2)
-    out = merge_op.merge(*(row_max, total, weighted, linear_total, linear_weighted, gates, is_released, EPS, rows.dtype))
+        share = linear_share(layout.chunks_before, settings, torch.float32)
+        # one factor for each sample and group
+        share = None if share is None else share.expand(len(rows), -1)
+    out = merge_op.merge(*(row_max, total, weighted, linear_total, linear_weighted, gates, share, is_released, EPS, rows.dtype))
     return out.unflatten(1, rows.shape[1:3]), state, key_sum
 
 

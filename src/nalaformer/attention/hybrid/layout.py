@@ -62,6 +62,11 @@ class Layout:
         return before + torch.arange(self.slots, device=self.device)
 
     @cached_property
+    def chunks_before(self) -> Tensor:
+        """[B or 1, R]: chunks of the sample before each group of queries."""
+        return torch.div(self.positions[:, self.chunk_size :: self.chunk_size], self.chunk_size, rounding_mode="floor")
+
+    @cached_property
     def first_slots(self) -> Tensor:
         """[B] int32: the first slot of each sample that exists; its first chunk has none before it."""
         slots = [0 if length >= self.chunk_size else self.chunk_size for length in self.lengths]

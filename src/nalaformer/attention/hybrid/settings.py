@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ...feature_maps import FEATURE_MAPS, map_options_of
 from ...field_types import check_field_types
 from ...registry import unknown_name
@@ -34,6 +37,9 @@ class HybridSettings:
     merge: str = "exact"
     """"exact": linear weights are scaled by exp(-row maximum) as the exact ones are; "released": they are not, as published.
     Our default is the one that recovers more."""
+    linear_mass: int | None = 128
+    """The linear branch counts as this many tokens at most: both of its sums are multiplied by min(1, linear_mass / n), n the
+    tokens in them. Without it the branch outgrows the exact one on texts longer than those of training. None: as published."""
     gate: str = "channel"
     """Factor of the linear branch, sigmoid of a projection of the token: one per "channel", one per "head", or "none"."""
     feature_map: str = "norm_preserving"
@@ -55,6 +61,8 @@ class HybridSettings:
             )
         if self.max_salient < 0:
             raise ValueError(f"max_salient must not be negative, got {self.max_salient}; 0 means no limit")
+        if self.linear_mass is not None and self.linear_mass < 1:
+            raise ValueError(f"linear_mass must be at least 1, got {self.linear_mass}; None means no limit")
         if not self.exact and not self.linear:
             raise ValueError("exact and linear must not both be off: nothing would be left to attend with")
         # an unknown name is answered with the nearest ones
@@ -109,6 +117,18 @@ def hybrid_settings(method: str = "still", **changes: Any) -> HybridSettings:
     if chosen.get("salient_per_chunk") == -1:
         chosen["salient_per_chunk"] = chosen.get("chunk_size", HybridSettings.chunk_size)
     return replace(HybridSettings(), **chosen)
+
+
+def linear_share(chunks: Tensor, settings: HybridSettings, dtype: torch.dtype) -> Tensor | None:
+    """Return the factor of the linear sums for queries with `chunks` chunks of their sample before their own; None: it is 1."""
+    if settings.linear_mass is None or not (settings.linear and settings.exact):
+        return None
+    older = (chunks - 1).clamp(min=0)
+    salient = older * settings.salient_per_chunk
+    if settings.largest_store is not None:
+        salient = salient.clamp(max=settings.largest_store)
+    summed = older * settings.chunk_size - salient
+    return (settings.linear_mass / summed.clamp(min=1).to(dtype)).clamp(max=1)
 
 
 def salient_tokens(length: int, settings: HybridSettings) -> int:

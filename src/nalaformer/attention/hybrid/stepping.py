@@ -20,10 +20,10 @@ from ...feature_maps.norm_preserving import NormPreserving
 from ...ops import compute_dtype
 from ...ops.backend import LARGEST_HEAD, runs_kernels
 from ...ops.features import outside_autocast
-from .branches import EPS, Exact, Linear, linear_branch, merge, sums_before
+from .branches import EPS, Exact, Linear, bounded, linear_branch, merge, sums_before
 from .checks import check_inputs
 from .salient import Leaving, best, choose_salient, entries
-from .settings import HybridSettings, most_salient
+from .settings import HybridSettings, linear_share, most_salient
 from .state import HybridState
 
 
@@ -89,7 +89,8 @@ def hybrid_step_(
             out = hybrid_step(
                 *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)),
                 *(state.keys, state.values, state.linear.count, state.is_poisoned, *sums, gate),
-                *(settings.chunk_size, settings.salient_per_chunk, scale, EPS, settings.merge == "exact"),
+                *(settings.chunk_size, settings.salient_per_chunk, settings.largest_store, settings.linear_mass),
+                *(scale, EPS, settings.merge == "exact"),
             )
         else:
             out = _plain(q, k, v, state, feature_map, settings, gate, scale)
@@ -134,8 +135,10 @@ def _plain(
     linear = None
     if settings.linear:
         features = feature_map.query(rows).transpose(1, 2)  # [B, H, 1, F]
-        seen = linear_branch(features, state.linear.state, state.linear.key_sum)
-        linear = Linear(*(x[:, :, 0].unflatten(1, (heads, -1)) for x in seen))
+        sums = (x[:, :, None] for x in (state.linear.state, state.linear.key_sum))
+        share = linear_share((state.linear.count // settings.chunk_size)[:, None], settings, dtype)
+        seen = bounded(linear_branch(features[:, :, None], *sums), share)
+        linear = Linear(*(x[:, :, 0, 0].unflatten(1, (heads, -1)) for x in seen))
     gates = None if gate is None else gate[:, 0].to(dtype).unflatten(1, (heads, -1))
     out = merge(exact, linear, gates, kind=settings.merge, eps=EPS)
     state.linear.count.add_(1)

@@ -21,14 +21,18 @@ def run_forward(
     linear_total: Tensor | None,
     linear_weighted: Tensor | None,
     gate: Tensor | None,
+    share: Tensor | None,
     is_released: bool,
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[..., V] in the given type; weighted sums [..., V] and totals [...] of both branches, gate [..., V or 1]."""
+    """[..., V] in the given type; weighted sums [..., V] and totals [...] of both branches, gate [..., V or 1].
+
+    share: factors of the linear sums, each for as many of the rows [...] in turn.
+    """
     out = torch.empty(weighted.shape, dtype=dtype, device=weighted.device)
-    tensors = _contiguous(row_max, total, weighted, linear_total, linear_weighted, gate)
-    _start("merge", merge_branches_kernel, tensors, (out,), linear_weighted is not None, gate, is_released, eps)
+    tensors = _contiguous(row_max, total, weighted, linear_total, linear_weighted, gate, share)
+    _start("merge", merge_branches_kernel, tensors, (out,), linear_weighted is not None, gate, share, is_released, eps)
     return out
 
 
@@ -40,11 +44,12 @@ def run_backward(
     linear_total: Tensor | None,
     linear_weighted: Tensor | None,
     gate: Tensor | None,
+    share: Tensor | None,
     is_released: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of all tensors; empty for what is not there."""
-    tensors = _contiguous(row_max, total, weighted, linear_total, linear_weighted, gate)
+    """Gradients of all tensors but share; empty for what is not there."""
+    tensors = _contiguous(row_max, total, weighted, linear_total, linear_weighted, gate, share)
     found = tuple(
         torch.empty(0 if x is None else x.shape, dtype=(weighted if x is None else x).dtype, device=weighted.device)
         for x in (total, weighted, linear_total, linear_weighted, gate)
@@ -52,14 +57,17 @@ def run_backward(
     dtotal, dweighted, dlinear_total, dlinear, dgate = found
     dmax = torch.empty_like(total)
     places = (dout.contiguous(), dweighted, dtotal, dlinear, dlinear_total, dgate, dmax)
-    _start("merge gradient", merge_gradient_kernel, tensors, places, linear_weighted is not None, gate, is_released, eps)
+    _start("merge gradient", merge_gradient_kernel, tensors, places, linear_weighted is not None, gate, share, is_released, eps)
     return dmax, dtotal, dweighted, dlinear_total, dlinear, dgate
 
 
 def _contiguous(row_max: Tensor, total: Tensor, weighted: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
-    """The tensors in the order of the kernels; unused pointers need one too. rest: linear_total, linear_weighted, gate."""
-    linear_total, linear_weighted, gate = rest
-    tensors = (weighted, total, row_max, linear_weighted, linear_total, gate)
+    """The tensors in the order of the kernels; unused pointers need one too.
+
+    rest: linear_total, linear_weighted, gate, share.
+    """
+    linear_total, linear_weighted, gate, share = rest
+    tensors = (weighted, total, row_max, linear_weighted, linear_total, gate, share)
     return tuple((weighted if x is None else x).contiguous() for x in tensors)
 
 
@@ -70,10 +78,12 @@ def _start(
     places: tuple[Tensor, ...],
     has_linear: bool,
     gate: Tensor | None,
+    share: Tensor | None,
     is_released: bool,
     eps: float,
 ) -> None:
     rows, values = tensors[1].numel(), tensors[0].shape[-1]
+    rows_per_share = 0 if share is None else rows // max(1, share.numel())
     numbers = 0 if gate is None else gate.shape[-1]
     if not rows:
         return
@@ -82,9 +92,10 @@ def _start(
         columns = padded(values)
         size = max(1, BLOCK // columns)
         constants = {"V": values, "BR": size, "BV": columns, "HAS_LINEAR": has_linear, "GATE": numbers}
-        return (-(-rows // size),), (rows, eps), constants | {"RELEASED": is_released, "num_warps": 4, "num_stages": 1}
+        constants |= {"RELEASED": is_released, "BOUNDED": share is not None, "num_warps": 4, "num_stages": 1}
+        return (-(-rows // size),), (rows, rows_per_share, eps), constants
 
-    key = (name, has_linear, numbers, is_released, eps, kind(*tensors, *places))
+    key = (name, has_linear, numbers, rows_per_share, is_released, eps, kind(*tensors, *places))
     start(LAUNCHES, key, kernel, (*tensors, *places), describe)
 
 
@@ -97,8 +108,8 @@ def gradient_shapes(dout: Any, row_max: Any, total: Any, weighted: Any, *rest: A
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.settings = inputs[6:8]
+    ctx.save_for_backward(*inputs[:7])
+    ctx.settings = inputs[7:9]
 
 
 def gradients(ctx: Any, run: Any, dout: Any) -> Any:

@@ -13,6 +13,8 @@ from .compiled.step import join_kernel, piece_kernel
 
 # programs that a GPU is to have at once, pieces of one head, places of one tile
 PROGRAMS, MOST_PIECES, TILE = 512, 64, 64
+# more tokens than any text has
+UNLIMITED = 2**31 - 1
 
 
 def run_step(
@@ -30,6 +32,8 @@ def run_step(
     gate: Tensor | None,
     chunk_size: int,
     salient_per_chunk: int,
+    largest_store: int | None,
+    linear_mass: int | None,
     scale: float,
     eps: float,
     is_exact: bool,
@@ -38,7 +42,7 @@ def run_step(
 
     q: [B, 1, H, D], k, v: [B, 1, K, *]; keys, values: [B, S, A, *]; count, is_poisoned: [B]; state, key_sum: None without a
     linear branch; features [B, 1, H, F], or the matrix [H, D, D] from which the norm preserving map is computed here;
-    gate: [B, 1, H, V or 1].
+    gate: [B, 1, H, V or 1]; linear_mass: see HybridSettings.
     """
     (batch, _, heads, head_dim), value_dim = q.shape, v.shape[-1]
     store_heads, places = keys.shape[1:3]
@@ -51,11 +55,13 @@ def run_step(
     # the interpreter's products of bfloat16 are wrong
     is_half = not INTERPRETING and q.dtype == keys.dtype == values.dtype != torch.float32
     row_max, total = (torch.empty(batch, heads, pieces, dtype=torch.float32, device=q.device) for _ in range(2))
+    share = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
     weighted = torch.empty(batch, heads, pieces, value_dim, dtype=torch.float32, device=q.device)
     with on_device_of(q):
         piece_kernel[(batch * store_heads, pieces)](
-            *(q, k, v, keys, values, count, is_poisoned, row_max, total, weighted),
-            *(store_heads, store_heads // k.shape[2], places, pieces, tiles, chunk_size, salient_per_chunk, scale),
+            *(q, k, v, keys, values, count, is_poisoned, row_max, total, weighted, share),
+            *(store_heads, store_heads // k.shape[2], places, pieces, tiles, chunk_size, salient_per_chunk),
+            *(UNLIMITED if largest_store is None else largest_store, UNLIMITED if linear_mass is None else linear_mass, scale),
             *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
             G=group,
             D=head_dim,
@@ -74,7 +80,7 @@ def run_step(
     gate_strides = (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(3) if gate.shape[3] > 1 else 0)
     with on_device_of(q):
         join_kernel[(batch * heads,)](
-            *(row_max, total, weighted, q, *absent, count, out),
+            *(row_max, total, weighted, share, q, *absent, count, out),
             *(heads, pieces, 0 if key_sum is None else key_sum.shape[-1], eps, q.stride(0), q.stride(2), *gate_strides),
             D=head_dim,
             V=value_dim,

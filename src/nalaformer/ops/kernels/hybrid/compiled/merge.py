@@ -3,6 +3,7 @@
     out = (c w + d g w') / (c t + d t' + c eps)      c = exp(m - max(m, 0)), d = exp(-max(m, 0))
 
 with w, t and m of the exact branch (m in powers of two), w' and t' of the linear one, g the gate; c = d = 1 if RELEASED.
+If BOUNDED, d is multiplied by a factor that rows_per_share rows have in common.
 Without a linear branch out = w / (t + eps).
 
 t and w hold exp(s - m). The gradient of m comes with all that follows from that: if RELEASED it is that of a factor of the
@@ -23,7 +24,9 @@ def load_parts(
     linear_ptr,
     linear_total_ptr,
     gate_ptr,
+    share_ptr,
     rows,
+    rows_per_share,
     eps,
     V: tl.constexpr,
     BR: tl.constexpr,
@@ -31,6 +34,7 @@ def load_parts(
     HAS_LINEAR: tl.constexpr,
     GATE: tl.constexpr,  # numbers per row: 0, 1 or V
     RELEASED: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     """Places, what exists, scaled sums of both branches (the linear one without gate), gate, both scales, 1 / denominator."""
     row = tl.cast(tl.program_id(0), tl.int64) * BR + tl.arange(0, BR)
@@ -49,6 +53,8 @@ def load_parts(
             top = tl.maximum(row_max, 0.0)
             scale = exp2(row_max - top)
             linear_scale = exp2(-top)
+        if BOUNDED:
+            linear_scale *= tl.load(share_ptr + row // rows_per_share, mask=row < rows, other=0.0)
         linear = tl.load(linear_ptr + at, mask=inside, other=0.0) * linear_scale[:, None]
         linear_total = tl.load(linear_total_ptr + row, mask=row < rows, other=0.0)
         total = total * scale + linear_total * linear_scale
@@ -60,7 +66,7 @@ def load_parts(
     return row, at, inside, exact, linear, gate, scale, linear_scale, 1.0 / total
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "rows_per_share"])
 def merge_branches_kernel(
     weighted_ptr,  # [rows, V] float32
     total_ptr,  # [rows] float32
@@ -68,8 +74,10 @@ def merge_branches_kernel(
     linear_ptr,  # [rows, V] float32
     linear_total_ptr,  # [rows] float32
     gate_ptr,  # [rows, GATE]
+    share_ptr,  # [rows / rows_per_share] float32
     out_ptr,  # [rows, V]
     rows,
+    rows_per_share,
     eps,
     V: tl.constexpr,
     BR: tl.constexpr,
@@ -77,16 +85,17 @@ def merge_branches_kernel(
     HAS_LINEAR: tl.constexpr,
     GATE: tl.constexpr,
     RELEASED: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     _, at, inside, exact, linear, gate, _, _, inverse = load_parts(
-        *(weighted_ptr, total_ptr, max_ptr, linear_ptr, linear_total_ptr, gate_ptr),
-        *(rows, eps, V, BR, BV, HAS_LINEAR, GATE, RELEASED),
+        *(weighted_ptr, total_ptr, max_ptr, linear_ptr, linear_total_ptr, gate_ptr, share_ptr),
+        *(rows, rows_per_share, eps, V, BR, BV, HAS_LINEAR, GATE, RELEASED, BOUNDED),
     )
     out = (exact + gate * linear) * inverse[:, None]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "rows_per_share"])
 def merge_gradient_kernel(
     weighted_ptr,  # [rows, V] float32
     total_ptr,  # [rows] float32
@@ -94,6 +103,7 @@ def merge_gradient_kernel(
     linear_ptr,  # [rows, V] float32
     linear_total_ptr,  # [rows] float32
     gate_ptr,  # [rows, GATE]
+    share_ptr,  # [rows / rows_per_share] float32
     dout_ptr,  # [rows, V]
     dweighted_ptr,  # [rows, V] float32
     dtotal_ptr,  # [rows] float32
@@ -102,6 +112,7 @@ def merge_gradient_kernel(
     dgate_ptr,  # [rows, GATE]
     dmax_ptr,  # [rows] float32
     rows,
+    rows_per_share,
     eps,
     V: tl.constexpr,
     BR: tl.constexpr,
@@ -109,10 +120,11 @@ def merge_gradient_kernel(
     HAS_LINEAR: tl.constexpr,
     GATE: tl.constexpr,
     RELEASED: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     row, at, inside, exact, linear, gate, scale, linear_scale, inverse = load_parts(
-        *(weighted_ptr, total_ptr, max_ptr, linear_ptr, linear_total_ptr, gate_ptr),
-        *(rows, eps, V, BR, BV, HAS_LINEAR, GATE, RELEASED),
+        *(weighted_ptr, total_ptr, max_ptr, linear_ptr, linear_total_ptr, gate_ptr, share_ptr),
+        *(rows, rows_per_share, eps, V, BR, BV, HAS_LINEAR, GATE, RELEASED, BOUNDED),
     )
     is_row = row < rows
     dabove = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32) * inverse[:, None]

@@ -32,6 +32,7 @@ def piece_kernel(
     max_ptr,  # [B, H, P]
     total_ptr,  # [B, H, P]
     weighted_ptr,  # [B, H, P, V]
+    share_ptr,  # [B, H] float32, the factor of the linear sums
     store_heads,
     repeats,  # S / K
     places,  # A
@@ -39,6 +40,8 @@ def piece_kernel(
     tiles,  # of one piece
     chunk_size,
     salient_per_chunk,
+    largest_store,
+    linear_mass,
     scale,
     stride_qb,
     stride_qh,
@@ -84,6 +87,11 @@ def piece_kernel(
     if piece == 0:
         tl.store(keys_ptr + slot * D + channel, new_key.to(keys_ptr.dtype.element_ty), mask=in_head)
         tl.store(values_ptr + slot * V + column, new_value.to(values_ptr.dtype.element_ty), mask=in_value)
+        # written here: the other kernel changes the count, so that no program of it may read it
+        older = tl.maximum(chunk - 1, 0)
+        summed = older * chunk_size - tl.minimum(older * salient_per_chunk, largest_store)
+        share = tl.minimum(linear_mass / tl.maximum(summed, 1).to(tl.float32), 1.0)
+        tl.store(share_ptr + owner * G + member, share + tl.zeros([BG], tl.float32), mask=is_member)
     own = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
     # the whole row becomes NaN
     own = tl.where(tl.load(is_poisoned_ptr + sample) != 0, float("nan"), own)
@@ -147,6 +155,7 @@ def join_kernel(
     max_ptr,  # [B, H, P]
     total_ptr,  # [B, H, P]
     weighted_ptr,  # [B, H, P, V]
+    share_ptr,  # [B, H] float32
     q_ptr,  # [B, 1, H, D]
     matrix_ptr,  # [H, D, D]; read with TURN
     features_ptr,  # [B, 1, H, F]; read without TURN
@@ -219,6 +228,9 @@ def join_kernel(
                 w, t = read_out(some, state_ptr + start * V, sum_ptr + start, features - start, V, BF, BV)
                 linear_weighted += w
                 linear_total += t
+        bound = tl.load(share_ptr + row)
+        linear_weighted *= bound
+        linear_total *= bound
         if GATED:
             gate_at = gate_ptr + sample * stride_gb + head * stride_gh + column * stride_gv
             linear_weighted *= tl.load(gate_at, mask=column < V, other=0.0).to(tl.float32)
