@@ -47,5 +47,12 @@ def next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return losses.view_as(targets)
 
 
+def divergences(logits: Tensor, expected: Tensor, targets: Tensor) -> Tensor:
+    """Return KL(expected || logits) of the next token [B, N] in nats, 0 where nothing is predicted."""
+    given = expected.log_softmax(-1)
+    found = F.kl_div(logits.float().log_softmax(-1), given, reduction="none", log_target=True).sum(-1)
+    return found.masked_fill(targets == IGNORED, 0)
+
+
 def count_predicted(targets: Tensor) -> Tensor:
     return torch.count_nonzero(targets != IGNORED)

@@ -4,7 +4,10 @@ from dataclasses import dataclass, field
 
 from ..attention.hybrid import HybridSettings
 from ..field_types import check_field_types, check_ranges
+from ..registry import unknown_name
 from ..training import TrainingConfig
+
+FINETUNE_LOSSES = ("teacher", "next_token")
 
 
 def transfer_training() -> TrainingConfig:
@@ -28,6 +31,13 @@ class LinearizeConfig:
     """Stage 1: maps, gates and scorers learn the outputs of softmax, layer by layer; None: left out."""
     finetune: TrainingConfig | None = field(default_factory=finetune_training)
     """Stage 2: LoRA with the next-token loss; None: left out."""
+    finetune_loss: str = "next_token"
+    """Stage 2 learns from "teacher", its distribution of each next token, or "next_token", the text alone as published."""
+    cache: float | None = None
+    """Bytes of the cache at `cache_length` tokens as a part of softmax's, 0.25 for a quarter. The heads that look up what is
+    far away keep all tokens, as many of them as fit; the others keep what `attention` says. None: `attention` for all."""
+    cache_length: int = 8192
+    """Tokens at which `cache` is counted."""
     layers_at_once: int = 0
     """Layers whose attention is transferred together; 1 takes the least memory and the most time; 0: all."""
     lora_rank: int = 8
@@ -43,7 +53,11 @@ class LinearizeConfig:
         check_field_types(self)
         if self.layers_at_once < 0:
             raise ValueError(f"layers_at_once must not be negative, got {self.layers_at_once}; 0 means all")
-        check_ranges(self, positive=("lora_rank",))
+        if self.finetune_loss not in FINETUNE_LOSSES:
+            raise unknown_name("finetune_loss", self.finetune_loss, FINETUNE_LOSSES)
+        if self.cache is not None and not 0 < self.cache <= 1:
+            raise ValueError(f"cache must be above 0 and at most 1 (all that softmax keeps), got {self.cache}")
+        check_ranges(self, positive=("lora_rank", "cache_length"))
 
     @property
     def stages(self) -> list[TrainingConfig]:

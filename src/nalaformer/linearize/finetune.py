@@ -9,11 +9,12 @@ from torch import nn
 from ..data import Samples
 from ..models.hybrid.model import HybridForCausalLM
 from ..tasks.base import Loss, SummedMetrics
-from .batches import count_predicted, inputs_and_targets, next_token_losses
+from .batches import count_predicted, divergences, inputs_and_targets, next_token_losses
 from .config import LinearizeConfig
+from .validation import teacher_logits
 
 # projections of attention by the names that families give them, and the gate
-TARGETS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "o_proj", "out_proj", "dense", "hybrid.gate")
+TARGETS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "o_proj", "out_proj", "dense", ".gate")
 
 
 def with_adapter(model: HybridForCausalLM, config: LinearizeConfig) -> Any:
@@ -33,14 +34,23 @@ def with_adapter(model: HybridForCausalLM, config: LinearizeConfig) -> Any:
 
 
 class NextToken:
-    """Cross-entropy of the next token."""
+    """Cross-entropy of the next token; with `from_teacher` against the teacher's distribution instead of the text's token.
 
-    def __init__(self, train_data: Samples, eval_data: Samples) -> None:
-        self.train_data, self.eval_data = train_data, eval_data
+    What the teacher says of every token keeps it from learning the text by heart and forgetting the rest.
+    """
+
+    def __init__(self, train_data: Samples, eval_data: Samples, *, from_teacher: bool = False) -> None:
+        self.train_data, self.eval_data, self.from_teacher = train_data, eval_data, from_teacher
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         tokens, targets = inputs_and_targets(batch)
-        losses = next_token_losses(model(input_ids=tokens, use_cache=False).logits, targets)
+        expected = None
+        if self.from_teacher:
+            inner: Any = model.module if hasattr(model, "module") else model
+            with torch.no_grad():
+                expected = teacher_logits(inner.model, None, tokens)
+        logits = model(input_ids=tokens, use_cache=False).logits
+        losses = next_token_losses(logits, targets) if expected is None else divergences(logits, expected, targets)
         count = count_predicted(targets)
         return Loss(total=losses.sum() / count.clamp(min=1), weight=count.item())
 

@@ -15,7 +15,7 @@ from ..data import Samples, seed_everything
 from ..folder_lock import only_writer
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.config import HybridConfig
-from ..models.hybrid.model import HybridForCausalLM
+from ..models.hybrid.model import HybridForCausalLM, restore_attention_
 from ..models.hybrid.support import check_config
 from ..training import Trainer, TrainingConfig, TrainingStopped
 from ..training.ranks import started
@@ -23,6 +23,7 @@ from .compatibility import check_model
 from .config import LinearizeConfig
 from .finetune import NextToken, with_adapter
 from .fingerprint import data_fingerprint, model_fingerprint
+from .head_budget import choose_budget, lookup_scores
 from .preflight import check_settings, check_windows
 from .sharding import shard_frozen_, whole
 from .trainable import Trainable, freeze
@@ -80,7 +81,7 @@ def linearize(
             "train_data": data_fingerprint(train_data),
             "eval_data": data_fingerprint(eval_data),
         }
-        hybrid = HybridForCausalLM.convert(model, config.attention)
+        hybrid = HybridForCausalLM.convert(model, config.attention, budget=find_budget(model, train_data, config))
         freeze(hybrid)
         stages_of = Stages(hybrid, train_data, eval_data, config, Path(folder), made_from, console)
         batch_size = max(1, (stages[0].batch_size if stages else 8) // ranks.count)
@@ -103,6 +104,23 @@ def linearize(
         if ranks.is_first:
             write_figures(found, Path(folder))
     return found
+
+
+def find_budget(model: "PreTrainedModel", data: Samples, config: LinearizeConfig) -> list[list[str]] | None:
+    """Return what each key head keeps; None: all of them what `config.attention` says. The model is left as it came."""
+    if config.cache is None:
+        return None
+    implementation = model.config._attn_implementation
+    trial = HybridForCausalLM.convert(model, config.attention)
+    try:
+        scores = lookup_scores(trial, data)
+        attention = converted_attentions(trial)[0].hybrid.parts[0]
+    finally:
+        restore_attention_(model)
+        model.set_attn_implementation(implementation)
+    group = attention.num_heads // scores.shape[1]
+    sizes = {"group": group, "head_dim": attention.head_dim, "itemsize": model.dtype.itemsize}
+    return choose_budget(scores, config.cache, config.attention, config.cache_length, **sizes)
 
 
 @dataclass(frozen=True)
@@ -140,7 +158,8 @@ class Stages:
         maps = nn.ModuleList(attention.hybrid for attention in converted_attentions(self.model))
         transferred = {"maps": model_fingerprint(maps)}
         adapted = with_adapter(self.model, self.config)
-        self.fit("finetune", training, NextToken(self.train_data, self.eval_data), Trainable(adapted), transferred)
+        task = NextToken(self.train_data, self.eval_data, from_teacher=self.config.finetune_loss == "teacher")
+        self.fit("finetune", training, task, Trainable(adapted), transferred)
         return adapted
 
     def empty_copy(self) -> Any:
@@ -149,7 +168,8 @@ class Stages:
         copy: Any = HybridForCausalLM(deepcopy(cast(HybridConfig, self.model.config)))
         copy = copy.to(like.device, like.dtype)
         for attention in converted_attentions(copy):
-            attention.hybrid.map.to(dtype=torch.promote_types(like.dtype, torch.float32))
+            for part in attention.hybrid.parts:
+                part.map.to(dtype=torch.promote_types(like.dtype, torch.float32))
         return with_adapter(copy, self.config) if self.config.finetune is not None else copy
 
     def fit(
@@ -185,9 +205,10 @@ def settle(model: HybridForCausalLM) -> None:
     """Gates and scorers, trained in float32, in the type of the model's weights; the maps stay float32."""
     dtype = next(model.host.get_input_embeddings().parameters()).dtype
     for attention in converted_attentions(model):
-        for part in (attention.hybrid.gate, attention.hybrid.scorer):
-            if part is not None:
-                part.to(dtype=dtype)
+        for part in attention.hybrid.parts:
+            for learned in (part.gate, part.scorer):
+                if learned is not None:
+                    learned.to(dtype=dtype)
 
 
 def write_figures(result: Linearized, folder: Path) -> Path:

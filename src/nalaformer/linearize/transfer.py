@@ -26,8 +26,10 @@ class TransferModel(Trainable):
         self.layers = layers
         freeze(model)
         for attention in converted_attentions(model):
-            if attention.layer in layers:
-                attention.hybrid.requires_grad_(True)
+            for part in attention.hybrid.parts if attention.layer in layers else ():
+                part.requires_grad_(True)
+                # a map that nothing looks at has no gradient
+                part.map.requires_grad_(part.settings.linear)
 
     def train(self, mode: bool = True) -> "TransferModel":
         # a teacher does not drop out

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..data import Samples, batches_in_order
 from ..models.hybrid.attention import attention_mode
-from .batches import IGNORED, count_predicted, inputs_and_targets, next_token_losses
+from .batches import IGNORED, count_predicted, divergences, inputs_and_targets, next_token_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def validate(model: nn.Module, data: Samples, *, batch_size: int = 8, teacher: n
             student = model(input_ids=tokens, use_cache=False).logits
             expected = teacher_logits(model, teacher, tokens)
             is_predicted = targets != IGNORED
-            divergence = (expected.softmax(-1) * (expected.log_softmax(-1) - student.float().log_softmax(-1))).sum(-1)
+            divergence = divergences(student, expected, targets)
             figures = (
                 count_predicted(targets),
                 next_token_losses(student, targets).sum(),

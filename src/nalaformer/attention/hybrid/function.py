@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ...feature_maps import FeatureMap
 from ...ops import LinearState, compute_dtype, recurrent_linear_attention
 from ...ops.features import outside_autocast
-from . import branches, fused
+from . import branches, every_token, fused
 from .checks import check_inputs
 from .layout import Layout, kept_layout
 from .salient import leaving_tokens, repeated_for, store_after, updated_store
@@ -82,7 +82,8 @@ def recurrent_hybrid_attention(
             return _linear_alone(q, k, v, feature_map=feature_map, state=state, gate=gate, key_mask=key_mask)
         outputs = []
         is_fused = fused.serves(q, k, v, state)
-        size = piece_size(q, state, settings, is_fused=is_fused)
+        is_plain = every_token.serves(q, k, v, state, settings, key_mask)
+        size = q.shape[1] if is_plain else piece_size(q, state, settings, is_fused=is_fused)
         needs_memory = torch.is_grad_enabled() and q.shape[1] > size
         for start in range(0, q.shape[1], size):
             given = (None if x is None else x[:, start : start + size] for x in (q, k, v, gate, scores, key_mask))
@@ -100,8 +101,10 @@ def empty_state(q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap, set
     window = 2 * settings.chunk_size if settings.exact else 0
     store_heads = heads if settings.select_per == "query_head" else key_heads
     score_heads = heads if settings.rule.of_query_heads else key_heads
-    with torch.no_grad():
-        features = feature_map.query(q.new_zeros(1, 1, heads, head_dim, dtype=dtype)).shape[-1]
+    features = 0
+    if settings.linear:
+        with torch.no_grad():
+            features = feature_map.query(q.new_zeros(1, 1, heads, head_dim, dtype=dtype)).shape[-1]
     return HybridState(
         keys=k.new_zeros(batch, store_heads, window, head_dim),
         values=v.new_zeros(batch, store_heads, window, values),
@@ -151,6 +154,10 @@ def _piece(
     What is bad in it reaches later tokens alone, and padding is zero.
     """
     k, v, is_poisoned = _without_poison(k, v, key_mask, state)
+    if every_token.serves(q, k, v, state, settings, key_mask):
+        out, after = every_token.attend(q, k, v, state, settings, scale)
+        out = out.masked_fill(is_poisoned[:, :, None, None], math.nan)
+        return out, replace(after, is_poisoned=is_poisoned[:, -1].clone())
     size = settings.chunk_size
     if key_mask is None:
         layout = kept_layout(size, q.shape[1], state.lengths, device=q.device)

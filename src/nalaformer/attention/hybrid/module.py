@@ -41,7 +41,7 @@ class HybridAttention(nn.Module):
         if settings.gate != "none" and settings.linear:
             self.gate = nn.Linear(dim, num_heads * ((value_dim or head_dim) if settings.gate == "channel" else 1))
         self.scorer: nn.Sequential | None = None
-        if settings.selection == "learned" and settings.exact and settings.salient_per_chunk > 0:
+        if settings.keeps_scores and settings.selection == "learned":
             self.scorer = nn.Sequential(nn.Linear(dim, SCORER_WIDTH), nn.SiLU(), nn.Linear(SCORER_WIDTH, num_key_heads))
         self.reset_parameters()
 
@@ -86,6 +86,20 @@ class HybridAttention(nn.Module):
         scores = self.scores(q, k, x, scale=scale, state=state)
         return {"feature_map": self.map, "settings": self.settings, "gate": self.gates(x), "scores": scores, "scale": scale}
 
+    @property
+    def parts(self) -> tuple["HybridAttention", ...]:
+        """The attentions of groups of heads: this one is for all."""
+        return (self,)
+
+    @property
+    def has_steps(self) -> bool:
+        """True if single tokens can be taken in place."""
+        return self.settings.exact and self.settings.selection != "oracle"
+
+    def make_room_(self, state: HybridState) -> None:
+        """Make room for one more token of each sample."""
+        state.make_room_(self.settings)
+
     def roll_(self, state: HybridState) -> None:
         """What follows a step that fills a chunk; see stepping.py."""
         roll_(state, feature_map=self.map, settings=self.settings)
@@ -104,19 +118,20 @@ class HybridAttention(nn.Module):
         """[B, N, K] for the rules that are told the scores, else None."""
         if self.scorer is not None:
             return self._learned_scores(x)
-        if self.settings.selection != "oracle" or not self.settings.exact:
+        if self.settings.selection != "oracle" or not self.settings.keeps_scores:
             return None
         if state is not None and any(state.lengths):
             raise ValueError("selection 'oracle' looks at the whole sequence, which a cache does not hold; use it without one")
         return distant_attention(q, k, chunk_size=self.settings.chunk_size, scale=scale)
 
-    def scorer_loss(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None = None) -> Tensor:
+    def scorer_loss(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None = None) -> Tensor | None:
         """How badly the scorer foresees what distant queries want: cross-entropy against the largest weight that they give.
 
         Choosing has no gradient, so the scorer learns from what it is to foresee. Tokens that no query is far enough from
-        say nothing.
+        say nothing. None: there is no scorer.
         """
-        assert self.scorer is not None
+        if self.scorer is None:
+            return None
         size = self.settings.chunk_size
         known = max(0, -(-q.shape[1] // size) - 2) * size
         if not known:

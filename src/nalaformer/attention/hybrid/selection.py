@@ -107,6 +107,13 @@ class Received(Selection):
         return scores / later[:, None]
 
 
+class EveryToken(Selection):
+    """Equal scores, for heads that keep all tokens: these stay in the order of their coming."""
+
+    def of_tokens(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+
+
 class Given(Selection):
     """Scores that the caller has computed."""
 

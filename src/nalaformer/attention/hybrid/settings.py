@@ -10,7 +10,7 @@ from torch import Tensor
 from ...feature_maps import FEATURE_MAPS, map_options_of
 from ...field_types import check_field_types
 from ...registry import unknown_name
-from .selection import SELECTIONS, Selection
+from .selection import SELECTIONS, EveryToken, Selection
 
 MERGES = ("released", "exact")
 GATES = ("channel", "head", "none")
@@ -86,9 +86,14 @@ class HybridSettings:
         return self.max_salient or None
 
     @property
+    def keeps_all(self) -> bool:
+        """True if every token stays exact and there is nothing else: softmax attention."""
+        return self.exact and not self.linear and self.salient_per_chunk == self.chunk_size and not self.max_salient
+
+    @property
     def rule(self) -> Selection:
-        """The rule that `selection` names."""
-        return SELECTIONS[self.selection]()
+        """The rule that `selection` names; where every token is salient nothing is to be chosen."""
+        return EveryToken() if self.keeps_all else SELECTIONS[self.selection]()
 
     @property
     def keeps_scores(self) -> bool:

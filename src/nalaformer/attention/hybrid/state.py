@@ -37,6 +37,11 @@ class HybridState:
     lengths: tuple[int, ...]
 
     @property
+    def count(self) -> Tensor:
+        """[B] int64, `lengths` on the device."""
+        return self.linear.count
+
+    @property
     def capacity(self) -> int:
         """Salient tokens of a head that there is room for."""
         return self.salient_scores.shape[-1]
@@ -139,11 +144,11 @@ class HybridState:
         return most_salient([length + 1 for length in self.lengths], settings)
 
     def make_room_(self, settings: HybridSettings) -> None:
-        """Room for one more token of each sample: a store that is full doubles, or grows to its cap."""
+        """Room for one more token of each sample: a store that is full grows by an eighth, or to its cap."""
         needed = self.salient_after_step(settings)
         if needed > self.capacity:
-            doubled = max(needed, 2 * self.capacity)
-            self._resize_(doubled if settings.largest_store is None else min(doubled, settings.largest_store))
+            larger = max(needed + settings.salient_per_chunk, self.capacity + self.capacity // 8)
+            self._resize_(larger if settings.largest_store is None else min(larger, settings.largest_store))
 
     def advance(self) -> bool:
         """Count a step on the host, after it; True: a roll must follow."""

@@ -6,7 +6,7 @@ the function that attends and the function that makes masks are looked up by nam
 go through to the former.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
-from ...attention.hybrid import HybridAttention
+from ...attention.hybrid import HeadGroups, HybridAttention
 from ...ops import compute_dtype
 from .cache import HybridCache
 
@@ -45,11 +45,13 @@ class ConvertedAttention(nn.Module):
     compared (`transferred`).
     """
 
-    def __init__(self, original: nn.Module, hybrid: HybridAttention, *, layer: int) -> None:
+    def __init__(self, original: nn.Module, hybrid: HybridAttention | HeadGroups, *, layer: int) -> None:
         super().__init__()
         self.original, self.hybrid, self.layer = original, hybrid, layer
         self.mode = "hybrid"
         self.transferred: Transfer | None = None
+        self.observer: Callable[[ConvertedAttention, Tensor, Tensor, float], None] | None = None
+        """Sees queries, keys and scale of each pass in the mode "softmax"."""
 
     def forward(self, hidden_states: Tensor, *args: Any, past_key_values: HybridCache | None = None, **kwargs: Any) -> Any:
         """Called like the original; its cache is ours."""
@@ -85,6 +87,8 @@ class AttentionPass:
             return self._hybrid(q, k, v, key_mask, scale)
         if self.cache is not None:
             raise ValueError(f"the mode {owner.mode!r} computes whole sequences, got a cache; pass use_cache=False")
+        if owner.observer is not None:
+            owner.observer(owner, q, k, scale)
         teacher = softmax_attention(q, k, v, key_mask, scale)
         if owner.mode == "transfer":
             self._transfer(q.detach(), k.detach(), v.detach(), key_mask, scale, teacher.detach())
@@ -101,7 +105,7 @@ class AttentionPass:
         out, _ = hybrid(q, k, v, tokens, key_mask=key_mask, scale=scale)
         wide = compute_dtype(out)
         error = (out.to(wide) - teacher.to(wide)).square().mean()
-        scorer_loss = None if hybrid.scorer is None else hybrid.scorer_loss(q, k, tokens, scale=scale)
+        scorer_loss = hybrid.scorer_loss(q, k, tokens, scale=scale)
         self.attention.transferred = Transfer(error, teacher.to(wide).square().mean(), scorer_loss)
 
 

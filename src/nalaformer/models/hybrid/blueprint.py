@@ -31,7 +31,8 @@ class Blueprint:
         # these hold no part of the model, and asking the modules for them takes longer
         self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
         self.settings = attentions[0].hybrid.settings
-        self.map_parameters = [parameter for attention in attentions for parameter in attention.hybrid.map.parameters()]
+        parts = [part for attention in attentions for part in attention.hybrid.parts]
+        self.map_parameters = [parameter for part in parts for parameter in part.map.parameters()]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         self.refusal = why_not(modules, tensors)
         """Why the model's steps cannot be captured; None: they can."""
@@ -100,10 +101,8 @@ def why_not(modules: list[nn.Module], tensors: list[Tensor]) -> str | None:
             return f"{name} has hooks"
         if any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope")):
             return f"{name} chooses its frequencies anew at every call"
-        if isinstance(module, ConvertedAttention):
-            settings = module.hybrid.settings
-            if module.mode != "hybrid" or not settings.exact or settings.selection == "oracle":
-                return "this kind of attention has no step in place"
+        if isinstance(module, ConvertedAttention) and (module.mode != "hybrid" or not module.hybrid.has_steps):
+            return "this kind of attention has no step in place"
     for tensor in tensors:
         if not _is_plain(tensor) or tensor.is_inference():
             return f"a weight is a {type(tensor).__name__} of a kind that is not followed"

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ...attention.hybrid import HybridAttention, HybridState
+from ...attention.hybrid import GroupedState, HeadGroups, HybridAttention, HybridState
 from ..state_layer import StateLayer
+
+Attention = HybridAttention | HeadGroups
+State = HybridState | GroupedState
 
 
 class HybridCacheLayer(StateLayer):
@@ -16,7 +19,7 @@ class HybridCacheLayer(StateLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: HybridState | None = None
+        self.held: State | None = None
         """The state wherever it is, to look at."""
         self._lock: AbstractContextManager[object] | None = None
         """Taken by whoever reads or changes a state in a decoder's memory; None: the state is in its own."""
@@ -31,17 +34,17 @@ class HybridCacheLayer(StateLayer):
         return nullcontext() if (lock := self._lock) is None else lock
 
     @property
-    def state(self) -> HybridState | None:
+    def state(self) -> State | None:
         """A copy, which steps leave alone; what is put here is the layer's own, and ends a loan."""
         with self.access():
             return None if self.held is None else self.held.clone()
 
     @state.setter
-    def state(self, state: HybridState | None) -> None:
+    def state(self, state: State | None) -> None:
         with self.access():
             self.held, self._lock = state, None
 
-    def lend(self, state: HybridState, lock: AbstractContextManager[object]) -> None:
+    def lend(self, state: State, lock: AbstractContextManager[object]) -> None:
         """Let the state live in a decoder's memory from now on."""
         self.held, self._lock = state, lock
 
@@ -55,12 +58,12 @@ class HybridCacheLayer(StateLayer):
         # copies have a state of their own
         return vars(self) | {"held": self.state, "_lock": None}
 
-    def put(self, state: HybridState, tokens: int) -> None:
+    def put(self, state: State, tokens: int) -> None:
         """What the attention remembers after `tokens` more."""
         # a cache outlives the graph of its tokens
         self.state, self.seen = state.detach(), self.seen + tokens
 
-    def attend(self, hybrid: HybridAttention, *tokens: Tensor, key_mask: Tensor | None, scale: float | None) -> Tensor:
+    def attend(self, hybrid: Attention, *tokens: Tensor, key_mask: Tensor | None, scale: float | None) -> Tensor:
         """Outputs of new tokens after the state, which becomes the one after them. Arguments as in HybridAttention.forward."""
         self.take_back()
         state = self.held
@@ -71,7 +74,7 @@ class HybridCacheLayer(StateLayer):
         if state.keys.is_inference() and not torch.is_inference_mode_enabled():
             # of a prompt in inference mode, whose tensors cannot be written outside of it
             state = state.clone()
-        state.make_room_(hybrid.settings)
+        hybrid.make_room_(state)
         out = hybrid.step_(*tokens, state=state, scale=scale)
         if state.advance():
             hybrid.roll_(state)
@@ -111,7 +114,7 @@ class HybridCache(Cache):
         return sum(state.nbytes for state in (layer.held for layer in self.layers) if state is not None)
 
 
-def _is_step(hybrid: HybridAttention, state: HybridState, tokens: tuple[Tensor, ...], key_mask: Tensor | None) -> bool:
+def _is_step(hybrid: Attention, state: State, tokens: tuple[Tensor, ...], key_mask: Tensor | None) -> bool:
     """Whether the state can be written in place: one real token of each sample, without gradients, of the state's own type."""
     _, k, v, _ = tokens
     return (
@@ -119,5 +122,5 @@ def _is_step(hybrid: HybridAttention, state: HybridState, tokens: tuple[Tensor, 
         and key_mask is None
         and not torch.is_grad_enabled()
         and (k.dtype, v.dtype) == (state.keys.dtype, state.values.dtype)
-        and hybrid.settings.exact
+        and hybrid.has_steps
     )

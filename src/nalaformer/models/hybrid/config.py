@@ -20,6 +20,8 @@ class HybridConfig(PreTrainedConfig):
     """The configuration of the model that was converted."""
     hybrid: dict[str, Any] | None = None
     """Fields of nalaformer.attention.hybrid.HybridSettings."""
+    budget: list[list[str]] | None = None
+    """For each layer and key head what it keeps, a name in nalaformer.attention.hybrid.BUDGETS; None: "salient" for all."""
     use_cache: bool = True
     """Return a cache, outside training."""
     tie_word_embeddings: bool = False

@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ...attention.hybrid import HybridAttention, HybridSettings
+from ...attention.hybrid import HeadGroups, HybridAttention, HybridSettings, settings_for
 from ..token_masks import begins_again, check_input_ids, check_mask
 from .attention import INTERFACE, ConvertedAttention, converted_attentions
 from .cache import HybridCache
@@ -44,17 +44,22 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             host = AutoModelForCausalLM.from_config(config.text_config)
         self.host, self.stepping = host, Stepping()
         self._no_split_modules = getattr(host, "_no_split_modules", None)
-        convert_attention_(host, config.settings)
+        convert_attention_(host, config.settings, config.budget)
         host.set_attn_implementation(INTERFACE)
         self.generation_config = host.generation_config
         self.post_init()
 
     @classmethod
-    def convert(cls, model: PreTrainedModel, settings: HybridSettings) -> "HybridForCausalLM":
-        """The model with hybrid attention: its weights are taken over, not copied, and maps and gates are new."""
+    def convert(
+        cls, model: PreTrainedModel, settings: HybridSettings, *, budget: list[list[str]] | None = None
+    ) -> "HybridForCausalLM":
+        """The model with hybrid attention: its weights are taken over, not copied, and maps and gates are new.
+
+        budget: for each layer and key head a name in BUDGETS; None: "salient" for all.
+        """
         check_config(model.config)
         own_config_(model)
-        hybrid = cls(HybridConfig(text_config=model.config, hybrid=asdict(settings)), host=model)
+        hybrid = cls(HybridConfig(text_config=model.config, hybrid=asdict(settings), budget=budget), host=model)
         for attention in converted_attentions(hybrid):
             # what is new is to learn, and in bfloat16 it would in steps too large
             attention.hybrid.to(dtype=torch.promote_types(model.dtype, torch.float32))
@@ -199,17 +204,24 @@ def own_config_(model: PreTrainedModel) -> None:
             module.config = own  # type: ignore[assignment]
 
 
-def convert_attention_(model: nn.Module, settings: HybridSettings) -> None:
+def convert_attention_(model: nn.Module, settings: HybridSettings, budget: list[list[str]] | None = None) -> None:
     """Wrap every attention module in place; the weights stay, under `self_attn.original`."""
-    config = model.config
-    for number, layer in enumerate(decoder_layers(model)):
+    config, layers = model.config, decoder_layers(model)
+    if budget is not None and len(budget) != len(layers):
+        raise ValueError(f"a budget has a row for each of the model's {len(layers)} layers, got {len(budget)}")
+    for number, layer in enumerate(layers):
         original = layer.self_attn
         assert isinstance(original, nn.Module)
-        hybrid = HybridAttention(settings, **head_sizes(config, original))
+        sizes, row = head_sizes(config, original), None if budget is None else budget[number]
+        # one budget for all heads of a layer needs no groups
+        one = row is None or len(set(row)) == 1
+        alike = settings if row is None else settings_for(settings, row[0])
+        hybrid = HybridAttention(alike, **sizes) if one else HeadGroups(settings, row or (), **sizes)
         like = next(original.parameters())
         hybrid = hybrid.to(device=like.device, dtype=like.dtype)
         # the feature maps compute in float32 whatever the model does
-        hybrid.map.to(dtype=torch.promote_types(like.dtype, torch.float32))
+        for part in hybrid.parts:
+            part.map.to(dtype=torch.promote_types(like.dtype, torch.float32))
         for module in hybrid.modules():
             # transformers would draw the weights of linear layers anew
             module._is_hf_initialized = True  # type: ignore[assignment]
