@@ -31,8 +31,8 @@ class Blueprint:
         # these hold no part of the model, and asking the modules for them takes longer
         self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
         self.settings = attentions[0].hybrid.settings
-        parts = [part for attention in attentions for part in attention.hybrid.parts]
-        self.map_parameters = [parameter for part in parts for parameter in part.map.parameters()]
+        groups = [group for attention in attentions for group in attention.hybrid.parts]
+        self.map_parameters = [parameter for group in groups for parameter in group.map.parameters()]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         self.refusal = why_not(modules, tensors)
         """Why the model's steps cannot be captured; None: they can."""
