@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +163,10 @@ def last_word_accuracy(model: Any, tokenizer: Any, path: Path, most: int) -> flo
 def continuation_scores(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
     """Return log-probability of each continuation, and whether every token of it is the likeliest."""
     device = next(model.parameters()).device
-    texts = [(tokenizer(a, add_special_tokens=False)["input_ids"], tokenizer(b, add_special_tokens=False)["input_ids"]) for a, b in pairs]
+    texts = [
+        (tokenizer(a, add_special_tokens=False)["input_ids"], tokenizer(b, add_special_tokens=False)["input_ids"])
+        for a, b in pairs
+    ]
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]) + len(texts[i][1]))
     found: list[tuple[float, bool]] = [(0.0, False)] * len(texts)
     place = 0
@@ -238,7 +240,9 @@ def convert(name: str, model: Any, data: Path, arguments: argparse.Namespace, se
     config = LinearizeConfig(
         attention=settings(**plan["attention"]),
         transfer=stage(int(plan.get("transfer", 0) * scale), 1e-2, length, arguments.tokens, seed=seed),
-        finetune=stage(int(plan.get("finetune", 0) * scale), plan.get("rate", 3e-4), length, arguments.tokens, seed=seed, warmup=10),
+        finetune=stage(
+            int(plan.get("finetune", 0) * scale), plan.get("rate", 3e-4), length, arguments.tokens, seed=seed, warmup=10
+        ),
         finetune_loss=plan.get("loss", "teacher"),
         cache=plan.get("cache"),
         cache_length=8192,
@@ -254,7 +258,9 @@ def convert(name: str, model: Any, data: Path, arguments: argparse.Namespace, se
     last = list(result.validations.values())[-1]
     took |= {"divergence": round(last.divergence, 4)}
     if (budget := converted.config.budget) is not None:
-        took["full_heads"] = " ".join(f"{layer}.{head}" for layer, row in enumerate(budget) for head, each in enumerate(row) if each == "full")
+        took["full_heads"] = " ".join(
+            f"{layer}.{head}" for layer, row in enumerate(budget) for head, each in enumerate(row) if each == "full"
+        )
     return converted, took
 
 

@@ -9,6 +9,8 @@ from nalaformer.models.hybrid.model import HybridForCausalLM
 from nalaformer.training import TrainingConfig
 
 SMALL = HybridSettings(chunk_size=8, salient_per_chunk=2, max_salient=6)
+# of two layers with two key heads each: every kind of head that has steps, alone in a layer and side by side
+BUDGET = [["salient", "full"], ["full", "window"]]
 FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -38,8 +40,8 @@ def make_model(family="llama", dtype=torch.float32, **changes):
     return model
 
 
-def converted(family="llama", settings=SMALL, **options):
-    model = HybridForCausalLM.convert(make_model(family, **options), settings).eval()
+def converted(family="llama", settings=SMALL, budget=None, **options):
+    model = HybridForCausalLM.convert(make_model(family, **options), settings, budget=budget).eval()
     with torch.no_grad():
         for attention in converted_attentions(model):
             for parameter in attention.hybrid.parameters():

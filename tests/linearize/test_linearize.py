@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from helpers.converted_models import FAMILIES, SMALL, converted, make_model  # noqa: E402
+from helpers.converted_models import BUDGET, FAMILIES, SMALL, converted, make_model  # noqa: E402
 from nalaformer.attention.hybrid import hybrid_settings  # noqa: E402
 from nalaformer.linearize.compatibility import check_model  # noqa: E402
 from nalaformer.models.hybrid.attention import attention_mode, converted_attentions  # noqa: E402
@@ -20,9 +20,10 @@ from nalaformer.training.trainer import checkpoint_activations  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return converted()
+# "linear" has no steps in place, so it is drawn apart
+@pytest.fixture(scope="module", params=[None, BUDGET, [["linear", "full"]] * 2], ids=["alike", "budget", "linear"])
+def model(request):
+    return converted(budget=request.param)
 
 
 @pytest.fixture
@@ -43,15 +44,16 @@ def test_with_every_token_exact_a_family_is_what_it_was(family, tokens):
     assert (hybrid(tokens).logits - expected).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize(("family", "budget"), [("llama", None), ("qwen3", BUDGET), ("phi3", None)])
 @torch.no_grad()
-def test_saved_models_are_loaded_by_the_auto_classes(family, tokens, tmp_path):
-    hybrid = converted(family, tie_word_embeddings=family == "llama")
+def test_saved_models_are_loaded_by_the_auto_classes(family, budget, tokens, tmp_path):
+    hybrid = converted(family, budget=budget, tie_word_embeddings=family == "llama")
     hybrid.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is HybridForCausalLM
     assert loaded.config.settings == SMALL
+    assert loaded.config.budget == budget
     assert torch.equal(loaded(tokens).logits, hybrid(tokens).logits)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "nala_hybrid"
@@ -63,8 +65,8 @@ def test_maps_stay_float32_in_a_bfloat16_model(tokens, tmp_path):
     converted(dtype=torch.bfloat16).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     attention = converted_attentions(loaded)[0]
-    assert attention.hybrid.map.query_weight.dtype == torch.float32
-    assert attention.hybrid.gate.weight.dtype == torch.bfloat16
+    assert attention.hybrid.parts[0].map.query_weight.dtype == torch.float32
+    assert attention.hybrid.parts[0].gate.weight.dtype == torch.bfloat16
     assert attention.original.q_proj.weight.dtype == torch.bfloat16
     assert loaded(tokens).logits.dtype == torch.bfloat16
     assert loaded.generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 48)
@@ -139,8 +141,8 @@ def test_copies_of_a_sample_stand_side_by_side_in_a_repeated_cache(model, tokens
 
 
 @torch.no_grad()
-def test_the_cache_does_not_grow_once_it_is_full(model):
-    sizes = []
+def test_the_cache_does_not_grow_once_it_is_full():
+    model, sizes = converted(budget=[["salient", "window"], ["linear", "salient"]]), []
     for length in (100, 400):
         cache = HybridCache(model.config)
         model(torch.randint(3, 50, (1, length)), past_key_values=cache)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.hybrid import salient_tokens
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.cache import HybridCache
 from ..models.hybrid.decoder import SteppingDecoder
@@ -116,7 +115,7 @@ def comparison(results: Sequence[Result[DecodeMeasurement]]) -> list[str]:
 @contextmanager
 def few_salient(model: Any) -> Iterator[None]:
     """Lowers the cap on salient tokens, so that those of the second chunk must compete with those of the first."""
-    attentions = [attention.hybrid for attention in converted_attentions(model)]
+    attentions = [part for attention in converted_attentions(model) for part in attention.hybrid.parts]
     before = [hybrid.settings for hybrid in attentions]
     for hybrid in attentions:
         cap = min(hybrid.settings.max_salient, hybrid.settings.salient_per_chunk)
@@ -255,9 +254,7 @@ def _finish(work: Any) -> None:
 
 def make_stepping(model: HybridForCausalLM, cache: HybridCache, longest: int) -> SteppingDecoder:
     """Ours with room for `longest` tokens."""
-    settings = converted_attentions(model)[0].hybrid.settings
-    capacity = None if settings.largest_store else salient_tokens(longest, settings)
-    return SteppingDecoder(model, cache, capacity=capacity)
+    return SteppingDecoder(model, cache, capacity=longest)
 
 
 def make_fixed(model: Any, keys: list[Tensor], values: list[Tensor]) -> Any:

@@ -75,8 +75,9 @@ def build_decoder(study: DecodeStudy, settings: HybridSettings | None, *, device
         # steps are what each measurement says
         model.stepping = None
         for attention in converted_attentions(model):
-            if attention.hybrid.gate is not None:
-                attention.hybrid.gate.to(dtype=dtype)
+            for part in attention.hybrid.parts:
+                if part.gate is not None:
+                    part.gate.to(dtype=dtype)
     return model.eval()
 
 

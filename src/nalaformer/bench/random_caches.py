@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.hybrid import HybridAttention, HybridState, empty_state, salient_tokens
+from ..attention.hybrid import GroupedState, HybridAttention, HybridState, empty_state, salient_tokens
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.cache import HybridCache
 from ..models.hybrid.model import HybridForCausalLM
@@ -32,14 +32,17 @@ def random_cache(model: HybridForCausalLM, study: DecodeStudy, context: int, bat
     """The cache that a prompt of `context` tokens would leave, filled with random numbers."""
     cache = HybridCache(model.config)
     for layer, attention in zip(cache.layers, converted_attentions(model), strict=True):
-        layer.put(random_state(attention.hybrid, study, context, batch, like=next(model.parameters())), context)
+        like = next(model.parameters())
+        layer.put(
+            GroupedState(tuple(random_state(part, context, batch, like=like) for part in attention.hybrid.parts)), context
+        )
     return cache
 
 
-def random_state(hybrid: HybridAttention, study: DecodeStudy, context: int, batch: int, *, like: Tensor) -> HybridState:
+def random_state(hybrid: HybridAttention, context: int, batch: int, *, like: Tensor) -> HybridState:
     """A state after `context` tokens in the type and on the device of `like`."""
     settings = hybrid.settings
-    q, k = (like.new_zeros(batch, 1, heads, study.head_dim) for heads in (study.heads, study.key_heads))
+    q, k = (like.new_zeros(batch, 1, heads, hybrid.head_dim) for heads in (hybrid.num_heads, hybrid.num_key_heads))
     state = empty_state(q, k, k, feature_map=hybrid.map, settings=settings)
     size = settings.chunk_size
     state = state.with_room(salient_tokens(context, settings))

@@ -13,7 +13,10 @@ from torch import Tensor
 PHRASES = (
     ("\nThe pass key is {key}. Remember it. {key} is the pass key.\n", "\nWhat is the pass key? The pass key is"),
     ("\nThe secret code for the door is {key}.\n", "\nThe secret code for the door is"),
-    ("\nNote: the order number of this customer is {key}.\n", "\nWhat is the order number of this customer? The order number is"),
+    (
+        "\nNote: the order number of this customer is {key}.\n",
+        "\nWhat is the order number of this customer? The order number is",
+    ),
 )
 """How a key is hidden, and how it is asked for."""
 DIGITS = 5

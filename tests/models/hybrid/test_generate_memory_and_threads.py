@@ -58,16 +58,16 @@ def test_threads_that_generate_at_once_do_not_mix():
 
 
 def test_without_a_cap_a_larger_decoder_follows_a_full_one(steps, monkeypatch):
-    monkeypatch.setattr(stepping_module, "SMALLEST_CAPACITY", 4)
+    monkeypatch.setattr(stepping_module, "SMALLEST_CAPACITY", 32)
     options = {"input_ids": torch.randint(3, 50, (2, 10)), "max_new_tokens": 90, "do_sample": False}
     expected, found = both(converted(settings=UNCAPPED), **options)
     assert torch.equal(found, expected)
-    # 22 salient tokens at the end: room for 4 and for 16 was too little
-    assert steps == {"taken": 90 - 1 - 3, "made": 3}
+    # 99 tokens at the end: room for 32, 64 and 96 was too little
+    assert steps == {"taken": 90 - 1 - 3, "made": 4}
 
 
-def test_rooms_are_powers_of_two_with_something_to_spare():
-    assert [capacity_for(n) for n in (0, 40, 64, 600, 4096)] == [64, 64, 128, 1024, 8192]
+def test_rooms_have_a_quarter_to_spare():
+    assert [capacity_for(n) for n in (1, 800, 1024, 8192, 100_000)] == [1024, 1024, 2048, 10240, 125_952]
 
 
 def test_memory_is_bounded_and_given_back():
@@ -149,11 +149,11 @@ def test_a_batch_that_is_too_large_leaves_others_their_decoders(steps, monkeypat
 
 @torch.no_grad()
 def test_less_room_is_tried_after_more_has_failed(steps, monkeypatch):
-    monkeypatch.setattr(stepping_module, "SMALLEST_CAPACITY", 4)
+    monkeypatch.setattr(stepping_module, "SMALLEST_CAPACITY", 32)
     make = SteppingDecoder.__init__
 
     def small_ones(self, model, cache, *, capacity, **kwargs):
-        if capacity > 16:
+        if capacity > 64:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         make(self, model, cache, capacity=capacity, **kwargs)
 

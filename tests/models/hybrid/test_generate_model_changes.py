@@ -50,8 +50,9 @@ def change_in_place(model):
 
 def change_the_maps(model):
     for attention in converted_attentions(model):
-        for parameter in attention.hybrid.map.parameters():
-            parameter.add_(torch.randn_like(parameter))
+        for part in attention.hybrid.parts:
+            for parameter in part.map.parameters():
+                parameter.add_(torch.randn_like(parameter))
 
 
 def replace_a_parameter(model):
@@ -98,7 +99,8 @@ def train_a_part(model):
 
 def other_settings(model):
     for attention in converted_attentions(model):
-        attention.hybrid.settings = replace(attention.hybrid.settings, merge="released")
+        for part in attention.hybrid.parts:
+            part.settings = replace(part.settings, merge="released")
 
 
 @pytest.mark.usefixtures("each_way")
@@ -188,11 +190,11 @@ def test_another_precision_of_products_is_captured_anew(steps):
 @torch.no_grad()
 def test_what_the_kernel_keeps_of_the_maps_follows_them():
     model, tokens = with_steps(converted(), after=0), torch.randint(3, 50, (2, 12))
-    maps = [attention.hybrid.map for attention in converted_attentions(model)]
+    maps = [attention.hybrid.parts[0].map for attention in converted_attentions(model)]
 
     def is_right():
         layers = model.stepping.decoders[0].cache.layers
-        return all(torch.equal(layer.query_matrix, phi.query_matrix()) for layer, phi in zip(layers, maps, strict=True))
+        return all(torch.equal(layer.query_matrix[0], phi.query_matrix()) for layer, phi in zip(layers, maps, strict=True))
 
     cache = model(tokens, use_cache=True).past_key_values
     model(tokens[:, :1], past_key_values=cache)

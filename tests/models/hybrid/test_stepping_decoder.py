@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from helpers.converted_models import SMALL, converted
+from helpers.converted_models import BUDGET, SMALL, converted
 from nalaformer.attention.hybrid import hybrid_settings
 from nalaformer.models.hybrid.cache import HybridCache
 from nalaformer.models.hybrid.decoder import SteppingDecoder
@@ -30,18 +30,18 @@ def both_logits(model, tokens, start, **options):
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"),
+    ("family", "settings", "budget"),
     [
-        ("llama", SMALL),
-        ("qwen3", replace(SMALL, selection="self_saliency")),
-        ("smollm3", replace(SMALL, selection="learned", select_per="query_head")),
-        ("gemma", replace(SMALL, gate="head", merge="released")),
-        ("llama", hybrid_settings("window", chunk_size=8)),
+        ("llama", SMALL, None),
+        ("qwen3", replace(SMALL, selection="self_saliency"), BUDGET),
+        ("smollm3", replace(SMALL, selection="learned", select_per="query_head"), None),
+        ("gemma", replace(SMALL, gate="head", merge="released"), None),
+        ("llama", hybrid_settings("window", chunk_size=8), None),
     ],
 )
-def test_logits_in_place_are_those_of_the_whole_text(family, settings, tokens):
-    model = converted(family, settings)
-    ours, expected, _ = both_logits(model, tokens, 13)
+def test_logits_in_place_are_those_of_the_whole_text(family, settings, budget, tokens):
+    model = converted(family, settings, budget)
+    ours, expected, _ = both_logits(model, tokens, 13, capacity=60)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
     # the cache's own steps are in place too, but with gradients, which take the way of prompts
     for with_gradient in (False, True):
@@ -52,12 +52,12 @@ def test_logits_in_place_are_those_of_the_whole_text(family, settings, tokens):
 
 
 def test_logits_without_a_cap_are_those_of_the_whole_text(tokens):
-    ours, expected, decoder = both_logits(converted(settings=replace(SMALL, max_salient=0)), tokens, 20, capacity=12)
+    ours, expected, decoder = both_logits(converted(settings=replace(SMALL, max_salient=0)), tokens, 20, capacity=63)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
     for _ in range(3):
         decoder.step(tokens[:, 0])
     before = [state.clone() for state in decoder.cache.states]
-    with pytest.raises(ValueError, match=r"room for 12 salient tokens of a head, which 64 tokens exceed; .* larger capacity"):
+    with pytest.raises(ValueError, match=r"room for texts of 63 tokens, got one of 64; .* larger capacity"):
         decoder.step(tokens[:, 0])
     for old, state in zip(before, decoder.cache.states, strict=True):
         assert old.lengths == state.lengths

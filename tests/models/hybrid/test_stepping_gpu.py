@@ -59,7 +59,7 @@ def test_a_captured_step_gives_the_logits_of_the_eager_model(rule, max_salient):
     model.stepping = None
     tokens = torch.randint(3, 50, (2, 60), device="cuda")
     cache = model(tokens[:, :20], use_cache=True).past_key_values
-    decoder = SteppingDecoder(model, cache, capacity=None if max_salient else 20)
+    decoder = SteppingDecoder(model, cache, capacity=60)
     assert decoder.is_captured
     for place in range(20, 60):
         # with gradients the model takes the way of prompts

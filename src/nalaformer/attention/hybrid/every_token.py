@@ -59,8 +59,8 @@ def _softmax(q: Tensor, keys: Tensor, values: Tensor, before: int, scale: float)
         some = q[:, :, first : first + ROWS]
         seen = before + first + some.shape[2]
         mask = torch.ones(some.shape[2], seen, dtype=torch.bool, device=q.device).tril(before + first)
-        given = {"attn_mask": mask, "scale": scale, "enable_gqa": grouped}
-        found.append(F.scaled_dot_product_attention(some, keys[:, :, :seen], values[:, :, :seen], **given))
+        visible = keys[:, :, :seen], values[:, :, :seen]
+        found.append(F.scaled_dot_product_attention(some, *visible, attn_mask=mask, scale=scale, enable_gqa=grouped))
     return torch.cat(found, dim=2)
 
 

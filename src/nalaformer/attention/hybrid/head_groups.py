@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .module import HybridAttention
-from .settings import HybridSettings
+from .settings import HybridSettings, salient_tokens
 from .state import HybridState
+from .stepping import stepping_state
 
 BUDGETS: dict[str, dict[str, Any]] = {
-    "full": {"linear": False, "gate": "none", "max_salient": 0},
+    "full": {"exact": True, "linear": False, "gate": "none", "max_salient": 0},
     "salient": {},
     "window": {"salient_per_chunk": 0},
     "linear": {"exact": False},
@@ -60,6 +61,11 @@ class GroupedState:
         return self.parts[0].keys
 
     @property
+    def values(self) -> Tensor:
+        """The values of the first group, for their type."""
+        return self.parts[0].values
+
+    @property
     def count(self) -> Tensor:
         return self.parts[0].count
 
@@ -103,15 +109,23 @@ class GroupedState:
 class HeadGroups(nn.Module):
     """Hybrid attention whose key heads have budgets of their own; called like HybridAttention.
 
-    budget: a name in BUDGETS for each key head. Heads of one budget attend together.
+    budget: a name in BUDGETS for each key head; None: "salient" for all. Heads of one budget attend together.
     """
 
     def __init__(
-        self, settings: HybridSettings, budget: Sequence[str], *, dim: int, num_heads: int, num_key_heads: int, head_dim: int
+        self,
+        settings: HybridSettings,
+        budget: Sequence[str] | None = None,
+        *,
+        dim: int,
+        num_heads: int,
+        num_key_heads: int,
+        head_dim: int,
     ) -> None:
         super().__init__()
+        budget = ("salient",) * num_key_heads if budget is None else tuple(budget)
         check_budget(budget, num_key_heads)
-        self.settings, self.budget, self.group = settings, tuple(budget), num_heads // num_key_heads
+        self.settings, self.budget, self.group = settings, budget, num_heads // num_key_heads
         # slices of neighbours and not indices: they need no tensor on the device, and no copy where a group is one run
         runs = [(name, len(list(same))) for name, same in groupby(budget)]
         self._runs: dict[str, list[slice]] = {name: [] for name in BUDGETS if name in budget}
@@ -141,6 +155,11 @@ class HeadGroups(nn.Module):
     def has_steps(self) -> bool:
         """True if single tokens can be taken in place."""
         return all(part.has_steps for part in self.parts)
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if no head remembers more of a longer text."""
+        return all(part.settings.is_bounded for part in self.parts)
 
     def forward(
         self,
@@ -191,7 +210,25 @@ class HeadGroups(nn.Module):
         for part, own in zip(self.parts, state.parts, strict=True):
             part.make_room_(own)
 
+    def stepping_state(self, state: GroupedState, capacity: int | None) -> GroupedState:
+        """Return a copy that steps never move, with room for texts of `capacity` tokens; None where memory is bounded."""
+        if capacity is None and not self.is_bounded:
+            raise ValueError("some heads remember more of a longer text; say for how many tokens there is to be room: capacity=...")
+        if capacity is not None and max(state.lengths) > capacity:
+            raise ValueError(f"capacity must hold the {max(state.lengths)} tokens of the state, got {capacity}")
+        return GroupedState(
+            tuple(
+                stepping_state(
+                    own,
+                    settings=part.settings,
+                    capacity=None if capacity is None or part.settings.is_bounded else salient_tokens(capacity, part.settings),
+                )
+                for part, own in zip(self.parts, state.parts, strict=True)
+            )
+        )
+
     def query_matrix(self) -> tuple[Tensor | None, ...]:
+        """Return what captured steps keep of each group's feature map."""
         return tuple(part.query_matrix() for part in self.parts)
 
     def scorer_loss(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None = None) -> Tensor | None:

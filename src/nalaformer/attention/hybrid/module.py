@@ -35,7 +35,7 @@ class HybridAttention(nn.Module):
         super().__init__()
         if num_heads % num_key_heads:
             raise ValueError(f"num_heads must be a multiple of num_key_heads, got {num_heads} and {num_key_heads}")
-        self.settings, self.num_heads, self.head_dim = settings, num_heads, head_dim
+        self.settings, self.num_heads, self.num_key_heads, self.head_dim = settings, num_heads, num_key_heads, head_dim
         self.map = feature_map(settings.feature_map, num_heads=num_heads, head_dim=head_dim, **settings.map_options)
         self.gate: nn.Linear | None = None
         if settings.gate != "none" and settings.linear:
@@ -85,11 +85,6 @@ class HybridAttention(nn.Module):
         """What the functions take beside the tokens and the state."""
         scores = self.scores(q, k, x, scale=scale, state=state)
         return {"feature_map": self.map, "settings": self.settings, "gate": self.gates(x), "scores": scores, "scale": scale}
-
-    @property
-    def parts(self) -> tuple["HybridAttention", ...]:
-        """The attentions of groups of heads: this one is for all."""
-        return (self,)
 
     @property
     def has_steps(self) -> bool:

@@ -86,6 +86,11 @@ class HybridSettings:
         return self.max_salient or None
 
     @property
+    def is_bounded(self) -> bool:
+        """True if a head remembers no more of a longer text."""
+        return not self.exact or not self.salient_per_chunk or self.max_salient > 0
+
+    @property
     def keeps_all(self) -> bool:
         """True if every token stays exact and there is nothing else: softmax attention."""
         return self.exact and not self.linear and self.salient_per_chunk == self.chunk_size and not self.max_salient

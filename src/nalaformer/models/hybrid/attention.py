@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
-from ...attention.hybrid import HeadGroups, HybridAttention
+from ...attention.hybrid import HeadGroups
 from ...ops import compute_dtype
 from .cache import HybridCache
 
@@ -45,7 +45,7 @@ class ConvertedAttention(nn.Module):
     compared (`transferred`).
     """
 
-    def __init__(self, original: nn.Module, hybrid: HybridAttention | HeadGroups, *, layer: int) -> None:
+    def __init__(self, original: nn.Module, hybrid: HeadGroups, *, layer: int) -> None:
         super().__init__()
         self.original, self.hybrid, self.layer = original, hybrid, layer
         self.mode = "hybrid"

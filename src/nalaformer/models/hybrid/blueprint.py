@@ -30,7 +30,7 @@ class Blueprint:
         self._modules, self._attentions, self._parts = _weakly(modules), _weakly(attentions), _weakly(parts)
         # these hold no part of the model, and asking the modules for them takes longer
         self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-        self.settings = attentions[0].hybrid.settings
+        self.is_bounded = all(attention.hybrid.is_bounded for attention in attentions)
         groups = [group for attention in attentions for group in attention.hybrid.parts]
         self.map_parameters = [parameter for group in groups for parameter in group.map.parameters()]
         tensors = [part for part in parts if isinstance(part, Tensor)]
@@ -62,7 +62,7 @@ class Blueprint:
             # by numbers that are given once
             list(chain.from_iterable(self._hooks)),
             list(chain.from_iterable(global_hooks())),
-            [(attention.mode, attention.hybrid.settings) for attention in attentions],
+            [(attention.mode, [group.settings for group in attention.hybrid.parts]) for attention in attentions],
             get_backend(),
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.cuda.matmul.fp32_precision,

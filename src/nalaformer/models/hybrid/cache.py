@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ...attention.hybrid import GroupedState, HeadGroups, HybridAttention, HybridState
+from ...attention.hybrid import GroupedState, HeadGroups
 from ..state_layer import StateLayer
-
-Attention = HybridAttention | HeadGroups
-State = HybridState | GroupedState
 
 
 class HybridCacheLayer(StateLayer):
@@ -19,7 +16,7 @@ class HybridCacheLayer(StateLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: State | None = None
+        self.held: GroupedState | None = None
         """The state wherever it is, to look at."""
         self._lock: AbstractContextManager[object] | None = None
         """Taken by whoever reads or changes a state in a decoder's memory; None: the state is in its own."""
@@ -34,17 +31,17 @@ class HybridCacheLayer(StateLayer):
         return nullcontext() if (lock := self._lock) is None else lock
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> GroupedState | None:
         """A copy, which steps leave alone; what is put here is the layer's own, and ends a loan."""
         with self.access():
             return None if self.held is None else self.held.clone()
 
     @state.setter
-    def state(self, state: State | None) -> None:
+    def state(self, state: GroupedState | None) -> None:
         with self.access():
             self.held, self._lock = state, None
 
-    def lend(self, state: State, lock: AbstractContextManager[object]) -> None:
+    def lend(self, state: GroupedState, lock: AbstractContextManager[object]) -> None:
         """Let the state live in a decoder's memory from now on."""
         self.held, self._lock = state, lock
 
@@ -58,13 +55,13 @@ class HybridCacheLayer(StateLayer):
         # copies have a state of their own
         return vars(self) | {"held": self.state, "_lock": None}
 
-    def put(self, state: State, tokens: int) -> None:
+    def put(self, state: GroupedState, tokens: int) -> None:
         """What the attention remembers after `tokens` more."""
         # a cache outlives the graph of its tokens
         self.state, self.seen = state.detach(), self.seen + tokens
 
-    def attend(self, hybrid: Attention, *tokens: Tensor, key_mask: Tensor | None, scale: float | None) -> Tensor:
-        """Outputs of new tokens after the state, which becomes the one after them. Arguments as in HybridAttention.forward."""
+    def attend(self, hybrid: HeadGroups, *tokens: Tensor, key_mask: Tensor | None, scale: float | None) -> Tensor:
+        """Outputs of new tokens after the state, which becomes the one after them. Arguments as in HeadGroups.forward."""
         self.take_back()
         state = self.held
         if state is None or not _is_step(hybrid, state, tokens, key_mask):
@@ -114,7 +111,7 @@ class HybridCache(Cache):
         return sum(state.nbytes for state in (layer.held for layer in self.layers) if state is not None)
 
 
-def _is_step(hybrid: Attention, state: State, tokens: tuple[Tensor, ...], key_mask: Tensor | None) -> bool:
+def _is_step(hybrid: HeadGroups, state: GroupedState, tokens: tuple[Tensor, ...], key_mask: Tensor | None) -> bool:
     """Whether the state can be written in place: one real token of each sample, without gradients, of the state's own type."""
     _, k, v, _ = tokens
     return (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ...attention.hybrid import HybridAttention, HybridState, stepping_state
+from ...attention.hybrid import GroupedState, HeadGroups
 from ...ops.graphs import captured
 from ..state_layer import StateLayer
 from .attention import converted_attentions
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class SteppingLayer(StateLayer):
     """The state of one attention in memory that stays where it is; the decoder counts its steps."""
 
-    def __init__(self, hybrid: HybridAttention, state: HybridState, seen: int) -> None:
+    def __init__(self, hybrid: HeadGroups, state: GroupedState, seen: int) -> None:
         super().__init__()
         self.hybrid, self.state, self.seen = hybrid, state, seen
         self.query_matrix = hybrid.query_matrix()
 
-    def attend(self, hybrid: HybridAttention, *tokens: Tensor, key_mask: None, scale: float | None) -> Tensor:
-        """One token of each sample; see HybridAttention.step_."""
+    def attend(self, hybrid: HeadGroups, *tokens: Tensor, key_mask: None, scale: float | None) -> Tensor:
+        """One token of each sample; see HeadGroups.step_."""
         return hybrid.step_(*tokens, state=self.state, scale=scale, query_matrix=self.query_matrix)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -38,19 +38,20 @@ class SteppingCache(Cache):
 
     layers: list[SteppingLayer]  # type: ignore[assignment]
 
-    def __init__(self, cache: HybridCache, attentions: Sequence[HybridAttention], *, capacity: int | None = None) -> None:
-        """Starts from a copy of `cache`. attentions: the model's, in the order of layers; capacity: see `stepping_state`."""
+    def __init__(self, cache: HybridCache, attentions: Sequence[HeadGroups], *, capacity: int | None = None) -> None:
+        """Starts from a copy of `cache`. attentions: the model's, in the order of layers; capacity: see SteppingDecoder."""
+        self.capacity = None if all(hybrid.is_bounded for hybrid in attentions) else capacity
         layers: list[Any] = []
         for layer, hybrid in zip(cache.layers, attentions, strict=True):
             with layer.access():
                 if layer.held is None:
                     raise ValueError("stepping goes on from a prompt, got an empty cache; pass one that the model has filled")
-                state = stepping_state(layer.held, settings=hybrid.settings, capacity=capacity)
+                state = hybrid.stepping_state(layer.held, self.capacity)
             layers.append(SteppingLayer(hybrid, state, layer.seen))
         super().__init__(layers=layers)
 
     @property
-    def states(self) -> list[HybridState]:
+    def states(self) -> list[GroupedState]:
         return [layer.state for layer in self.layers]
 
     @property
@@ -59,8 +60,7 @@ class SteppingCache(Cache):
 
     def has_room(self) -> bool:
         """True if there is room for one more token of each sample."""
-        first = self.layers[0]
-        return first.state.salient_after_step(first.hybrid.settings) <= first.state.capacity
+        return self.capacity is None or max(self.layers[0].state.lengths) < self.capacity
 
     def load_(self, cache: HybridCache) -> None:
         """Go on from what another cache remembers of as many samples, in the same memory."""
@@ -74,8 +74,9 @@ class SteppingCache(Cache):
     def refresh_(self) -> None:
         """Take over what the parameters of the feature maps are now."""
         for layer in self.layers:
-            if layer.query_matrix is not None and (matrix := layer.hybrid.query_matrix()) is not None:
-                layer.query_matrix.copy_(matrix)
+            for kept, matrix in zip(layer.query_matrix, layer.hybrid.query_matrix(), strict=True):
+                if kept is not None and matrix is not None:
+                    kept.copy_(matrix)
 
     def advance(self) -> bool:
         """Count a step of all layers; True: their roll must follow."""
@@ -112,10 +113,13 @@ class SteppingDecoder:
     def __init__(
         self, model: "HybridForCausalLM", cache: HybridCache, *, capacity: int | None = None, capture: bool | None = None
     ) -> None:
-        """cache: after the prompt, left as it is. capacity: see `stepping_state`. capture: on a GPU by default."""
+        """cache: after the prompt, left as it is. capture: on a GPU by default.
+
+        capacity: tokens of the longest text that there is room for; not needed where every head's memory is bounded.
+        """
         attentions = [attention.hybrid for attention in converted_attentions(model)]
         self.model, self.cache = model, SteppingCache(cache, attentions, capacity=capacity)
-        count = self.cache.states[0].linear.count
+        count = self.cache.states[0].count
         self.tokens = torch.zeros(len(count), 1, dtype=torch.int64, device=count.device)
         self.positions = torch.zeros_like(self.tokens)
         self.logits: Tensor | None = None
@@ -138,11 +142,11 @@ class SteppingDecoder:
         first = self.cache.states[0]
         if not self.cache.has_room():
             raise ValueError(
-                f"the decoder has room for {first.capacity} salient tokens of a head, which {max(first.lengths) + 1} tokens "
-                "exceed; make it with a larger capacity, or set max_salient, which bounds them"
+                f"the decoder has room for texts of {self.cache.capacity} tokens, got one of {max(first.lengths) + 1}; make it "
+                "with a larger capacity"
             )
         self.tokens.copy_(tokens.reshape(-1, 1))
-        self.positions.copy_(first.linear.count[:, None] if positions is None else positions)
+        self.positions.copy_(first.count[:, None] if positions is None else positions)
         # methods are not kept: in a cycle, states would outlive their last user
         run_step, run_roll = self._replays or (self.run_step, self.run_roll)
         run_step()

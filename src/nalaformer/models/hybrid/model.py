@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ...attention.hybrid import HeadGroups, HybridAttention, HybridSettings, settings_for
+from ...attention.hybrid import HeadGroups, HybridSettings
 from ..token_masks import begins_again, check_input_ids, check_mask
 from .attention import INTERFACE, ConvertedAttention, converted_attentions
 from .cache import HybridCache
@@ -212,11 +212,7 @@ def convert_attention_(model: nn.Module, settings: HybridSettings, budget: list[
     for number, layer in enumerate(layers):
         original = layer.self_attn
         assert isinstance(original, nn.Module)
-        sizes, row = head_sizes(config, original), None if budget is None else budget[number]
-        # one budget for all heads of a layer needs no groups
-        one = row is None or len(set(row)) == 1
-        alike = settings if row is None else settings_for(settings, row[0])
-        hybrid = HybridAttention(alike, **sizes) if one else HeadGroups(settings, row or (), **sizes)
+        hybrid = HeadGroups(settings, None if budget is None else budget[number], **head_sizes(config, original))
         like = next(original.parameters())
         hybrid = hybrid.to(device=like.device, dtype=like.dtype)
         # the feature maps compute in float32 whatever the model does

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.hybrid import HybridState
+from ...attention.hybrid import GroupedState
 from .blueprint import Blueprint
 from .cache import HybridCache, HybridCacheLayer
 from .decoder import SteppingDecoder
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 # decoders that a model keeps: a batch, and the smaller last one of a list
 KEPT = 2
-SMALLEST_CAPACITY = 64
+# tokens of text
+SMALLEST_CAPACITY = 1024
 
 
 class Stepping:
@@ -125,7 +126,7 @@ class Stepping:
             self._blueprint = Blueprint(model)
         if self._blueprint.refusal is not None:
             return None
-        needed = state.salient_after_step(self._blueprint.settings)
+        needed = max(state.lengths) + 1
         fitting = [place for place in self._places if place.fits(kind, needed)]
         free = [place for place in fitting if not place.is_lent()]
         place = None
@@ -146,7 +147,7 @@ class Stepping:
 
     def _make(self, model: "HybridForCausalLM", cache: HybridCache, kind: "Kind", needed: int) -> "_Place | None":
         assert self._blueprint is not None
-        capacity = None if self._blueprint.settings.largest_store is not None else capacity_for(needed)
+        capacity = None if self._blueprint.is_bounded else capacity_for(needed)
         failed = self._failures.get(kind)
         if kind[0] != model.get_input_embeddings().weight.dtype or (failed is not None and (capacity or 0) >= failed[0]):
             return None
@@ -204,7 +205,8 @@ class _Place:
         return bool(self._lent())
 
     def fits(self, kind: Kind, needed: int) -> bool:
-        return kind == self.kind and needed <= self.decoder.cache.states[0].capacity
+        capacity = self.decoder.cache.capacity
+        return kind == self.kind and (capacity is None or needed <= capacity)
 
     def load(self, cache: HybridCache) -> None:
         """Go on with another cache; the one before gets its states back."""
@@ -240,11 +242,11 @@ class _Place:
 
 
 def capacity_for(needed: int) -> int:
-    """Room for half as many salient tokens again, in powers of two: texts of similar lengths share a decoder."""
-    return max(SMALLEST_CAPACITY, 1 << (needed + needed // 2).bit_length())
+    """Return room for a quarter more tokens, in steps of SMALLEST_CAPACITY: texts of similar lengths share a decoder."""
+    return -(-(needed + needed // 4) // SMALLEST_CAPACITY) * SMALLEST_CAPACITY
 
 
-def _kind(state: HybridState) -> Kind:
+def _kind(state: GroupedState) -> Kind:
     """What a decoder must have been made for to go on from a state."""
     device = state.keys.device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
