@@ -24,9 +24,6 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROJECT = Path(__file__).parents[1]
-sys.path.insert(0, str(PROJECT / "src"))
-
 from nalaformer.attention.hybrid import hybrid_settings
 from nalaformer.evaluation.pass_keys import PHRASES, find_pass_keys, make_pass_keys
 from nalaformer.linearize import LinearizeConfig, linearize
@@ -34,6 +31,7 @@ from nalaformer.linearize.repeats import WithRepeats
 from nalaformer.models.hybrid.model import HybridForCausalLM
 from nalaformer.training import TrainingConfig
 
+PROJECT = Path(__file__).parents[1]
 LENGTHS = (512, 1024, 2048, 4096, 7000)
 
 
@@ -64,19 +62,18 @@ def settings(**changes: Any) -> Any:
 def stage(steps: int, rate: float, length: int, tokens: int, **changes: Any) -> TrainingConfig | None:
     if not steps:
         return None
-    given = dict(
-        steps=steps,
-        batch_size=max(1, tokens // length),
-        learning_rate=rate,
-        min_learning_rate=rate / 20,
-        weight_decay=0.0,
-        clip_norm=1.0,
-        precision="bfloat16",
-        eval_minutes=1000.0,
-        save_minutes=1000.0,
-    )
-    known = TrainingConfig.__dataclass_fields__
-    return TrainingConfig(**{name: value for name, value in (given | changes).items() if name in known})
+    given: dict[str, Any] = {
+        "steps": steps,
+        "batch_size": max(1, tokens // length),
+        "learning_rate": rate,
+        "min_learning_rate": rate / 20,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "precision": "bfloat16",
+        "eval_minutes": 1000.0,
+        "save_minutes": 1000.0,
+    }
+    return TrainingConfig(**(given | changes))
 
 
 BARE = {"linear": False, "gate": "none", "selection": "received", "max_salient": 256}
@@ -137,15 +134,21 @@ def perplexities(model: Any, ids: Tensor, length: int, most: int, batch_tokens: 
     return math.exp(table.mean()), parts
 
 
+def read_items(path: Path, most: int) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt") as lines:
+        return [json.loads(line) for line in lines][:most]
+
+
 @torch.no_grad()
 def choice_accuracy(model: Any, tokenizer: Any, path: Path, most: int) -> float:
     """Return how often the likeliest continuation by its mean log-probability per byte is the right one (acc_norm)."""
-    items = [json.loads(line) for line in gzip.open(path, "rt")][:most]
+    items = read_items(path, most)
     pairs = [(item["query"], f" {choice}".rstrip()) for item in items for choice in item["choices"]]
     sums = continuation_scores(model, tokenizer, pairs)
     right, place = 0, 0
     for item in items:
-        scores = [total / len(text) for (total, _), (_, text) in zip(sums[place:], pairs[place : place + len(item["choices"])])]
+        own = slice(place, place + len(item["choices"]))
+        scores = [total / len(text) for (total, _), (_, text) in zip(sums[own], pairs[own], strict=True)]
         right += max(range(len(scores)), key=scores.__getitem__) == item["gold"]
         place += len(item["choices"])
     return right / len(items)
@@ -154,7 +157,7 @@ def choice_accuracy(model: Any, tokenizer: Any, path: Path, most: int) -> float:
 @torch.no_grad()
 def last_word_accuracy(model: Any, tokenizer: Any, path: Path, most: int) -> float:
     """Return how often the last word is the likeliest (LAMBADA)."""
-    items = [json.loads(line) for line in gzip.open(path, "rt")][:most]
+    items = read_items(path, most)
     pairs = [(item["context"].rstrip(), " " + item["continuation"].strip()) for item in items]
     return sum(is_greedy for _, is_greedy in continuation_scores(model, tokenizer, pairs)) / len(items)
 

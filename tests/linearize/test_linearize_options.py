@@ -107,7 +107,7 @@ def test_stage_two_learns_all_projections_of_attention_whatever_their_names(fami
     pytest.importorskip("peft")
     adapted = with_adapter(HybridForCausalLM.convert(make_model(family), SMALL), LinearizeConfig())
     learned = {name.split(".lora_A")[0].split("self_attn.")[1] for name, _ in adapted.named_parameters() if "lora_A" in name}
-    assert learned == {f"original.{name}" for name in projections} | {"hybrid.gate"}
+    assert learned == {f"original.{name}" for name in projections} | {"hybrid.groups.0.gate"}
 
 
 @CONFIG.of("layers_at_once")
@@ -119,6 +119,36 @@ def test_layers_are_transferred_as_many_at_once_as_asked(at_once, runs, windows,
     result = linearize(make_model(), windows, windows, folder=tmp_path, config=config)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == runs
     assert list(result.transfer_errors) == ["layer_0", "layer_1"]
+
+
+@CONFIG.of("finetune_loss")
+@pytest.mark.parametrize(("name", "expected"), [("next_token", "loss"), ("teacher", "divergence")])
+def test_stage_two_learns_from_the_text_or_from_the_teacher(name, expected, windows, tmp_path):
+    pytest.importorskip("peft")
+    attention = replace(SMALL, selection="key_norm")
+    config = LinearizeConfig(attention=attention, transfer=None, finetune=short_run(steps=1, batch_size=8), finetune_loss=name)
+    result = linearize(make_model(), windows, windows, folder=tmp_path, config=config)
+    # the first batch is all of the text, and an adapter begins as nothing
+    first = json.loads((tmp_path / "finetune" / "log.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(getattr(result.validations["conversion"], expected), rel=1e-3)
+
+
+@CONFIG.of("cache", "cache_length")
+def test_as_many_heads_keep_every_token_as_the_cache_holds(windows, tmp_path):
+    attention = replace(SMALL, selection="key_norm", max_salient=4)
+    config = LinearizeConfig(attention=attention, transfer=None, finetune=None)
+
+    def number(**options) -> int:
+        result = linearize(make_model(), windows, windows, folder=tmp_path, config=replace(config, **options))
+        return sum(row.count("full") for row in result.model.config.budget or [])
+
+    assert number() == 0
+    assert number(cache=0.5, cache_length=4096) == 1
+    assert number(cache=0.85, cache_length=4096) == 3
+    # the window of the others weighs less, the longer the text
+    assert number(cache=0.85, cache_length=256) == 2
+    with pytest.raises(ValueError, match="cache must hold what every head remembers"):
+        number(cache=0.1, cache_length=256)
 
 
 def test_only_the_layers_of_a_transfer_learn():
@@ -259,7 +289,7 @@ def test_gates_and_scorers_end_in_the_type_of_the_model_and_maps_in_float32(wind
     attention = replace(SMALL, selection="learned")
     config = LinearizeConfig(attention=attention, transfer=short_run(steps=1), finetune=None)
     result = linearize(make_model(dtype=torch.bfloat16), windows, windows, folder=tmp_path, config=config)
-    hybrid = converted_attentions(result.model)[0].hybrid
+    hybrid = converted_attentions(result.model)[0].hybrid.parts[0]
     for part, dtype in ((hybrid.gate, torch.bfloat16), (hybrid.scorer, torch.bfloat16), (hybrid.map, torch.float32)):
         assert {parameter.dtype for parameter in part.parameters()} == {dtype}
 

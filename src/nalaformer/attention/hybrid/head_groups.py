@@ -213,7 +213,7 @@ class HeadGroups(nn.Module):
     def stepping_state(self, state: GroupedState, capacity: int | None) -> GroupedState:
         """Return a copy that steps never move, with room for texts of `capacity` tokens; None where memory is bounded."""
         if capacity is None and not self.is_bounded:
-            raise ValueError("some heads remember more of a longer text; say for how many tokens there is to be room: capacity=...")
+            raise ValueError("some heads remember more of a longer text; say for how many tokens there is room: capacity=...")
         if capacity is not None and max(state.lengths) > capacity:
             raise ValueError(f"capacity must hold the {max(state.lengths)} tokens of the state, got {capacity}")
         return GroupedState(
