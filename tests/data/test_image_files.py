@@ -6,11 +6,12 @@ import random
 import shutil
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFile
+from PIL import EpsImagePlugin, Image, ImageFile
 
 from nalaformer.data import (
     Augmentation,
@@ -20,10 +21,15 @@ from nalaformer.data import (
     batches_in_order,
     find_images,
     images,
+    notes_of_ignored,
     read_image,
     training_transform,
+    usual_side,
 )
 from nalaformer.data.augment import posterize
+from nalaformer.data.segmentation import read_mask
+from nalaformer.data.super_resolution.folders import as_tensor as as_pair
+from nalaformer.tasks import Classification, ClassificationConfig
 
 
 @pytest.fixture
@@ -212,6 +218,70 @@ def test_the_strongest_posterization_is_black_and_no_error():
         assert transform(image).shape == (3, 16, 16)
     assert posterize(image, 0).getextrema() == ((0, 0),) * 3
     assert posterize(image, 1).getextrema() == ((128, 128),) * 3
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_no_picture_starts_a_program(folder, monkeypatch):
+    """Pillow hands PostScript to Ghostscript, whatever the name of the file says."""
+    program, ran = folder / "bin" / "gs", folder / "ran"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho $@ > {ran}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    picture = folder / "train" / "cat" / "0.png"
+    picture.write_bytes(POSTSCRIPT)
+    for read in (read_image, read_mask, as_pair):
+        with pytest.raises(CorruptImage, match=r"it must be one of JPEG, PNG, .*, got another format or no image"):
+            read(picture)
+        assert not ran.exists()
+    assert usual_side([str(picture)]) == 0
+    # the file would start it
+    with pytest.raises(OSError, match="cannot identify image file"):
+        Image.open(picture).load()
+    assert ran.exists()
+
+
+def test_images_are_opened_in_one_place():
+    """Others would take every format that Pillow knows."""
+    found = [path.name for path in Path(images.__file__).parents[1].rglob("*.py") if "Image.open(" in path.read_text()]
+    assert found == ["images.py"]
+
+
+@pytest.mark.parametrize("written", ["JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
+def test_images_of_the_formats_in_use_are_read(tmp_path, written):
+    Image.new("RGB", (4, 3), (9, 9, 9)).save(tmp_path / "a.png", format=written)
+    assert read_image(tmp_path / "a.png").size == (4, 3)
+
+
+def test_files_that_are_not_read_are_counted_and_named(folder):
+    first = folder / "train" / "cat" / "0.png"
+    for name in ("cat/a.heic", "cat/none", "a.png", "cat/b.jfif", "cat/.DS_Store", "cat/._a.jpg", "__MACOSX/cat/._1.jpg"):
+        (folder / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(first, folder / "train" / name)
+    data = ImageFolder(folder, "train", transform=as_tensor)
+    assert data.classes == ("cat", "dog")
+    assert len(data) == 5 + 1 + 5
+    (line,) = notes_of_ignored(data.ignored)
+    names = ", ".join(str(folder / "train" / name) for name in ("a.png", "cat/a.heic", "cat/none"))
+    assert line.startswith(f"files that are not read as images: 3 ({names}); images end in .jpg, ")
+    # so are those of two classes without splits
+    (folder / "train").rename(folder / "both")
+    assert ImageFolder(folder / "both", "val", transform=as_tensor, holdout=0.5).classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_class_of_which_no_image_can_be_read_is_refused(folder, split):
+    config = ClassificationConfig(data=str(folder), image_size=16)
+    for number in range(4):
+        (folder / split / "dog" / f"{number}.png").write_bytes(b"no image")
+    # the last can be read
+    assert len(getattr(Classification(config), f"{split if split == 'train' else 'eval'}_data")) == 10
+    corrupt(folder / split / "dog" / "4.png", "truncated")
+    with pytest.raises(ValueError, match=rf"in each split, got none among 5 of dog in .*{split}; add images, or remove"):
+        Classification(config).notes()
 
 
 def test_a_missing_file_is_not_called_corrupt(tmp_path):

@@ -5,7 +5,7 @@ from .bad_sample import BadSample
 from .folder import ImageFolder, usual_side
 from .generated import GENERATED, Generated
 from .glyph_grids import CountGrid, CueGrid
-from .images import SUFFIXES, CorruptImage, find_images, read_image
+from .images import SUFFIXES, CorruptImage, find_images, notes_of_ignored, read_image
 from .loading import Batch, Batches, Samples, batches_from, batches_in_order, map_tensors, seed_everything, steps_per_epoch
 from .relation import MarkedPair
 
@@ -28,6 +28,7 @@ __all__ = [
     "eval_transform",
     "find_images",
     "map_tensors",
+    "notes_of_ignored",
     "read_image",
     "seed_everything",
     "steps_per_epoch",

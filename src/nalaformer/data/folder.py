@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .images import SUFFIXES, listed, read_image
+from .bad_sample import BadSample
+from .images import SUFFIXES, files_below, has_image_name, is_hidden, listed, opened_image, read_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,12 +40,17 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
                 f"a folder of images needs root/{split}/<class>/<image>, got no folder {folder}; holdout=0.2 would set a fifth "
                 "of the images aside"
             )
+        self.folder = folder
         class_folders = sorted(subfolders(folder))
         self.classes = tuple(path.name for path in class_folders)
         self.transform = transform
         self.files: list[tuple[str, int]] = []
+        # files that look like data and are not read: beside the class folders, or with another ending
+        self.ignored = [str(path) for path in sorted(folder.iterdir()) if path.is_file() and not is_hidden(path.name)]
         for label, class_folder in enumerate(class_folders):
-            images = [path for path in sorted(class_folder.rglob("*")) if path.suffix.lower() in SUFFIXES]
+            found = files_below(class_folder)
+            images = [path for path in found if has_image_name(path)]
+            self.ignored += [str(path) for path in found if not has_image_name(path) and path.is_file()]
             if self.is_cut:
                 images = part_of(images, split, class_folder, holdout, seed)
             self.files += [(str(path), label) for path in images]
@@ -60,9 +66,33 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             image = read_image(path)
         return self.transform(image), label
 
+    def check_classes(self) -> None:
+        """Raise ValueError if a class has no image that can be read: it would be neither learned nor missed in the figures."""
+        wanted = dict(enumerate(self.classes))
+        for path, label in self.files:
+            if label in wanted and is_readable(path):
+                del wanted[label]
+        if wanted:
+            label, name = next(iter(wanted.items()))
+            count = sum(each == label for _, each in self.files)
+            more = f", nor has any of {len(wanted) - 1} other classes" if len(wanted) > 1 else ""
+            raise ValueError(
+                f"each class needs an image that can be read in each split, got none among {count} of {name} in {self.folder}"
+                f"{more}; add images, or remove the folder of that class from each split"
+            )
+
+
+def is_readable(path: str) -> bool:
+    try:
+        with listed(path):
+            read_image(path)
+    except BadSample:
+        return False
+    return True
+
 
 def subfolders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    return [path for path in folder.iterdir() if path.is_dir() and not is_hidden(path.name)]
 
 
 def has_splits(root: Path) -> bool:
@@ -106,14 +136,12 @@ def rank_of(path: Path, seed: int) -> str:
 
 def usual_side(files: list[str], *, most: int = 100) -> int:
     """The median of the images' shorter sides, of up to `most` images spread over the list; 0 if none of them can be read."""
-    from PIL import Image
-
     sides = []
     for path in files[:: -(-len(files) // most)]:
         try:
-            with Image.open(path) as image:
+            with listed(path), opened_image(path) as image:
                 sides.append(min(image.size))
         # what is no image is for the reader to refuse, with its name
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        except BadSample:
             continue
     return sorted(sides)[len(sides) // 2] if sides else 0

@@ -1,6 +1,6 @@
 """Image files, none of them trusted."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 # 64 Mpx: a few kilobytes of PNG can unpack to gigabytes
 MOST_PIXELS = 64 * 2**20
+# in a note of files that are not read
+MOST_NAMED = 5
 # EXIF's number for how the camera was held
 ORIENTATION = 0x0112
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+# Pillow's names of these formats: of others it would start programs, such as Ghostscript for PostScript called cat.png
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 
 
 class CorruptImage(BadSample):
@@ -76,11 +80,11 @@ def turned_upright(stored: "Image", image: "Image") -> "Image":
 @contextmanager
 def opened_image(path: str | Path) -> "Iterator[Image]":
     """Opens an image to be decoded inside the block; any error of the decoder becomes CorruptImage, truncated files too."""
-    from PIL import Image, ImageFile
+    from PIL import Image, ImageFile, UnidentifiedImageError
 
     before = ImageFile.LOAD_TRUNCATED_IMAGES
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise CorruptImage(path, f"{image.width} x {image.height} pixels, more than {MOST_PIXELS} in all")
             # other libraries switch this on for the whole process
@@ -88,6 +92,8 @@ def opened_image(path: str | Path) -> "Iterator[Image]":
             yield image
     except (FileNotFoundError, PermissionError, IsADirectoryError):
         raise
+    except UnidentifiedImageError as error:
+        raise CorruptImage(path, f"it must be one of {', '.join(FORMATS)}, got another format or no image") from error
     # decoders raise whatever they like on hostile bytes
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, Image.DecompressionBombError) as error:
         if isinstance(error, BadSample):
@@ -111,12 +117,36 @@ def in_eight_bits(image: "Image") -> "Image":
     return image
 
 
+def files_below(folder: Path) -> list[Path]:
+    """Return all paths below a folder, sorted, without hidden ones and the notes that macOS adds to archives."""
+    return [path for path in sorted(folder.rglob("*")) if not any(map(is_hidden, path.relative_to(folder).parts))]
+
+
+def is_hidden(name: str) -> bool:
+    """True if a file or folder of that name is nobody's data."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def has_image_name(path: Path) -> bool:
+    """True if the name ends as those of images do."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def notes_of_ignored(paths: Iterable[str | Path]) -> list[str]:
+    """Return a line that counts and names files that are not read as images; no line if there are none."""
+    names = [str(path) for path in paths]
+    if not names:
+        return []
+    shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+    return [f"files that are not read as images: {len(names):,} ({shown}); images end in {', '.join(SUFFIXES)}"]
+
+
 def find_images(paths: list[Path]) -> list[Path]:
     """The files as given, and every image below the folders as given, sorted within each."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+            inside = [each for each in files_below(path) if has_image_name(each) and each.is_file()]
             if not inside:
                 raise ValueError(f"a folder of images must hold at least one ({', '.join(SUFFIXES)}), got none below {path}")
             found.extend(inside)

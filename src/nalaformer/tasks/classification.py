@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data import GENERATED, Augmentation, Generated, ImageFolder, eval_transform, training_transform, usual_side
+from ..data import (
+    GENERATED,
+    Augmentation,
+    Generated,
+    ImageFolder,
+    eval_transform,
+    notes_of_ignored,
+    training_transform,
+    usual_side,
+)
 from ..field_types import check_field_types, check_ranges
 from ..registry import unknown_name
 from .base import TASKS, Answer, Loss, SummedMetrics
@@ -116,6 +125,7 @@ class Classification:
         if data.classes != self.classes:
             odd = sorted(set(data.classes) ^ set(self.classes))
             raise ValueError(f"train and val must have the same class folders, got only in one of them: {', '.join(odd[:5])}")
+        data.check_classes()
         return data
 
     @cached_property
@@ -123,21 +133,28 @@ class Classification:
         config = self.config
         if self.is_generated:
             return self.generated("val", config.eval_samples)
-        return self.images_of("val", eval_transform(config.image_size, crop=config.eval_crop))
+        data = self.images_of("val", eval_transform(config.image_size, crop=config.eval_crop))
+        data.check_classes()
+        return data
 
     def notes(self) -> list[str]:
-        """Classes, size and the images held out, of a folder: what was found in the data."""
+        """Classes, size, the images held out and the files that are not read, of a folder: what was found in the data."""
         if self.is_generated:
             return []
         train, held_out = self.train_data, self.eval_data
+        assert isinstance(train, ImageFolder)
         assert isinstance(held_out, ImageFolder)
+        # of files that lie beside the class folders, the ending may be right
+        ignored = notes_of_ignored(train.ignored if train.is_cut else [*train.ignored, *held_out.ignored])
+        ignored = [f"{each} and lie in a class folder" for each in ignored]
         names = ", ".join(self.classes[:MOST_CLASSES]) + (", ..." if len(self.classes) > MOST_CLASSES else "")
         line = f"{len(train):,} images of {len(self.classes)} classes ({names}) at {self.image_size} pixels"
         if not held_out.is_cut:
-            return [f"{line}; {len(held_out):,} of val/ to evaluate on"]
+            return [f"{line}; {len(held_out):,} of val/ to evaluate on", *ignored]
         return [
             f"{line}; {len(held_out):,} more are held out to evaluate on: {100 * self.config.holdout:g}% of each class, chosen "
-            "by their names, the same in every run"
+            "by their names, the same in every run",
+            *ignored,
         ]
 
     def generated(self, split: str, samples: int) -> Generated:

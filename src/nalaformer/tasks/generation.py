@@ -83,6 +83,9 @@ class Generation:
         # which autoencoder made latents, where the data knows
         return facts | {"autoencoder": getattr(data, "autoencoder", "")}
 
+    def notes(self) -> list[str]:
+        return self.train_data.notes()
+
     @staticmethod
     def create_model(name: str, options: dict[str, Any], facts: dict[str, Any]) -> nn.Module:
         """The diffusion transformer of a name such as "dit_s2"; options change its layout."""

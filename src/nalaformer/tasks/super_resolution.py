@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..data import notes_of_ignored
+from ..data.images import files_below, has_image_name
 from ..data.super_resolution import (
     SCENES,
     EvalImages,
@@ -125,6 +127,10 @@ class SuperResolutionTask:
     def eval_data(self) -> EvalImages:
         scale = self.config.scale
         return EvalImages(self.pairs("val"), crop=self.config.eval_crop, smallest=WINDOW + 2 * scale)
+
+    def notes(self) -> list[str]:
+        """Return a line about the files of the folder that are not read."""
+        return notes_of_ignored(path for path in files_below(self.folder) if path.is_file() and not has_image_name(path))
 
     def facts(self) -> dict[str, Any]:
         return {"scale": self.config.scale}

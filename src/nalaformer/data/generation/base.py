@@ -63,6 +63,10 @@ class GenerationData(Dataset[tuple[Tensor, int]]):
         """Whether the name or path is data of this kind."""
         raise NotImplementedError
 
+    def notes(self) -> list[str]:
+        """Return lines about the data that the reader of a run should know."""
+        return []
+
     @property
     def num_classes(self) -> int:
         return len(self.class_names)

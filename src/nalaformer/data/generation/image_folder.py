@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from ..folder import ImageFolder, has_splits, subfolders
+from ..images import notes_of_ignored
 from .base import GENERATION_DATA, SPLITS, GenerationData, GenerationDataConfig, as_values
 from .latents import Latents
 
@@ -30,10 +31,14 @@ class FolderImages(GenerationData):
             if train != val:
                 odd = ", ".join(sorted(train ^ val)[:5])
                 raise ValueError(f"train and val must have the same class folders, got only in one of them: {odd}")
+        self.folder.check_classes()
 
     @classmethod
     def recognises(cls, data: str) -> bool:
         return Path(data).is_dir() and not Latents.recognises(data)
+
+    def notes(self) -> list[str]:
+        return notes_of_ignored(self.folder.ignored)
 
     def prepare(self, image: "Image") -> Tensor:
         return as_values(self.mirrored(np.asarray(square(image, self.config.image_size))))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bad_sample import BadSample
-from ..images import SUFFIXES
+from ..images import SUFFIXES, files_below
 from .colours import CITYSCAPES, spread_colours
 from .masks import IGNORED, read_mask
 
@@ -156,8 +156,8 @@ def pairs_of(
 def files_by_name(folder: Path, end: str, suffixes: tuple[str, ...]) -> dict[str, str]:
     """Path by its name below the folder without ending."""
     found: dict[str, str] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() not in suffixes or not path.stem.endswith(end) or path.name.startswith("."):
+    for path in files_below(folder):
+        if path.suffix.lower() not in suffixes or not path.stem.endswith(end):
             continue
         name = path.relative_to(folder).with_suffix("").as_posix().removesuffix(end)
         if name in found:

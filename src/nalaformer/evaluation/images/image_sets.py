@@ -12,6 +12,7 @@ from ...data import SUFFIXES, BadSample, read_image
 from ...data.folder import subfolders
 from ...data.generation import GenerationDataConfig, NpzFile, Shapes, as_pixels, open_generation_data, square
 from ...data.generation.npz_images import PARTS
+from ...data.images import files_below, has_image_name
 
 # names under which programs save samples
 IMAGES, LABELS = ("images", "samples", "arr_0"), ("labels", "arr_1")
@@ -90,7 +91,7 @@ def of_folder(root: Path, split: str, size: int) -> ImageSet:
     images: list[NDArray[np.uint8]] = []
     labels: list[int] = []
     for label, place in enumerate(places):
-        for path in sorted(path for path in place.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()):
+        for path in (path for path in files_below(place) if has_image_name(path) and path.is_file()):
             image = read_image(path)
             pixels = np.array(square(image, size) if size else image)
             if images and pixels.shape != images[0].shape:
