@@ -115,6 +115,12 @@ def test_a_palette_holds_ids_and_not_colours(tmp_path):
     assert read_mask(tmp_path / "masks" / "train" / "a.png").tolist() == IDS.tolist()
 
 
+@pytest.mark.parametrize("suffix", ["gif", "png", "bmp", "tif"])
+def test_a_mask_of_one_bit_has_the_ids_0_and_1(tmp_path, suffix):
+    Image.fromarray(IDS == 1).save(tmp_path / f"a.{suffix}")
+    assert read_mask(tmp_path / f"a.{suffix}").tolist() == (IDS == 1).tolist()
+
+
 def png_of_greys(bits, row):
     """A PNG file of one row of grey pixels, of bits that Pillow reads and does not write."""
 

@@ -33,7 +33,7 @@ def test_defaults_of_segmentation_are_those_that_figures_were_measured_with():
         "color_jitter": 0.0,
     }
     scenes = {"generated_folder": "runs/data", "data_seed": 0, "train_samples": 600, "eval_samples": 100}
-    others = {"short_side": 0, "auxiliary_weight": 0.4, "window": 0, "window_stride": 0}
+    others = {"short_side": 0, "auxiliary_weight": 0.4, "window": 0, "window_stride": 0, "binary": False}
     assert asdict(SegmentationConfig(data="d")) == {"data": "d"} | crops | scenes | others
 
 
@@ -74,6 +74,51 @@ def test_scenes_are_written_once_below_their_folder_in_the_numbers_asked_for(tmp
     again = Segmentation(replace(usual, data=str(task.folder)))
     assert torch.equal(again.eval_data[1][0], task.eval_data[1][0])
     assert again.facts()["classes"] == list(SCENE_CLASSES)
+
+
+def write_masks(folder, ids, *, names=""):
+    """The plain layout, the same mask everywhere."""
+    for split in ("train", "val"):
+        for kind, pixels in (("images", np.zeros((*ids.shape, 3), np.uint8)), ("masks", ids)):
+            (folder / kind / split).mkdir(parents=True)
+            for number in range(2):
+                Image.fromarray(pixels).save(folder / kind / split / f"{number}.png")
+    if names:
+        (folder / "classes.txt").write_text(names)
+    return str(folder)
+
+
+@pytest.mark.parametrize("names", ["", "ground\nthing\n"])
+@pytest.mark.parametrize("largest", [255, 65535])
+@SEGMENTATION.of("binary")
+def test_binary_masks_have_background_and_an_object_of_any_other_id(tmp_path, names, largest):
+    ids = np.array([[0, 1, 7], [largest, largest, 0]]).astype(np.uint8 if largest < 256 else np.uint16)
+    folder = write_masks(tmp_path, ids, names=names)
+    task = Segmentation(SegmentationConfig(data=folder, binary=True))
+    assert task.facts()["classes"] == (names.split() or ["background", "object"])
+    assert task.eval_data[0][1].tolist() == [[0, 1, 1], [1, 1, 0]]
+
+
+@pytest.mark.parametrize("names", ["", "ground\nthing\n"])
+def test_masks_whose_object_is_not_counted_are_refused_with_the_way_out(tmp_path, names):
+    """As annotation tools export them: all that could be learned is the background, with mIoU 1."""
+    folder = write_masks(tmp_path, np.array([[0, 255, 255]], np.uint8), names=names)
+    with pytest.raises(ValueError, match=r"more, got .* alone, of the ids 0, 255 in .*; 255 is not .*binary=true"):
+        Segmentation(SegmentationConfig(data=folder)).facts()
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_masks_of_one_class_are_refused(tmp_path, binary):
+    folder = write_masks(tmp_path, np.ones((1, 3), np.uint8), names="ground\nthing\n")
+    with pytest.raises(ValueError, match=r"got thing alone, of the ids 1 in .*masks/train; label two classes or more"):
+        len(Segmentation(SegmentationConfig(data=folder, binary=binary)).train_data)
+
+
+def test_binary_masks_have_two_names_and_the_plain_layout(scenes, tmp_path):
+    folder = write_masks(tmp_path, np.array([[0, 255]], np.uint8), names="a\nb\nc\n")
+    for data, message in ((folder, r"two classes for binary masks, got 3"), (str(scenes), "lie in masks/train and masks/val")):
+        with pytest.raises(ValueError, match=message):
+            Segmentation(SegmentationConfig(data=data, binary=True)).facts()
 
 
 def test_a_folder_that_is_not_there_is_refused():

@@ -34,16 +34,34 @@ class LabelledFiles:
     """Label of each id of a mask, [256]; IGNORED: not counted, -1: no such id."""
     rule: str
     """Which ids there are, for people."""
+    is_binary: bool = False
+    """Masks are background (0) and object (all other ids)."""
+
+    def labels_of(self, ids: NDArray[np.int64], path: str) -> NDArray[np.uint8]:
+        """Return the labels of a mask's ids, or raise BadSample."""
+        if self.is_binary:
+            return (ids != 0).astype(np.uint8)
+        inside = (ids >= 0) & (ids < len(self.labels))
+        labels = self.labels[np.where(inside, ids, 0)]
+        wrong = ids[~inside | (labels < 0)]
+        if wrong.size:
+            raise BadSample(path, f"class id {wrong[0]} is out of range; ids are {self.rule}")
+        return labels.astype(np.uint8)
 
 
-def find_files(root: str | Path, split: str) -> LabelledFiles:
-    """The files of a split, "train" or "val", in whichever of LAYOUTS the folder has."""
+def find_files(root: str | Path, split: str, *, binary: bool = False) -> LabelledFiles:
+    """The files of a split, "train" or "val", in whichever of LAYOUTS the folder has.
+
+    binary: masks of the plain layout are background (0) and object (all other ids, 255 too).
+    """
     root = Path(root)
     if split not in ("train", "val"):
         raise ValueError(f'split must be "train" or "val", got {split!r}')
     for is_there, read, _ in LAYOUTS.values():
         if (root / is_there).is_dir():
-            return read(root, split)
+            if binary and read is not folders:
+                raise ValueError(f"binary masks lie in masks/train and masks/val, got {root} with {is_there}; set binary=false")
+            return two_classes(root, split) if binary else read(root, split)
     known = "; ".join(f"{name}: {picture}" for name, (_, _, picture) in LAYOUTS.items())
     raise ValueError(f"a folder of images and masks must have one of these layouts ({known}), got {root}")
 
@@ -95,8 +113,7 @@ def folders(root: Path, split: str) -> LabelledFiles:
     """Ids of masks are labels, from 0. Names are the lines of classes.txt; without it, the masks to learn from say how many."""
     path = root / CLASS_NAMES
     if path.exists():
-        classes = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-        source = str(path)
+        classes, source = class_names(path), str(path)
     else:
         learned = pairs_of(root / "images" / "train", root / "masks" / "train")
         classes = tuple(f"class {label}" for label in range(1 + largest_id(mask for _, mask in learned if mask is not None)))
@@ -109,6 +126,59 @@ def folders(root: Path, split: str) -> LabelledFiles:
         colours=spread_colours(len(classes)),
         labels=table_of({label: label for label in range(len(classes))}),
         rule=f"0 to {len(classes) - 1} by {source}, and {IGNORED} for what is not counted",
+    )
+
+
+def two_classes(root: Path, split: str) -> LabelledFiles:
+    """Background and object, by any id but 0. classes.txt may name them otherwise."""
+    path = root / CLASS_NAMES
+    classes = class_names(path) if path.exists() else ("background", "object")
+    if len(classes) != 2:
+        raise ValueError(f"{path} must name two classes for binary masks, got {len(classes)}; remove it, or set binary=false")
+    return LabelledFiles(
+        pairs=pairs_of(root / "images" / split, root / "masks" / split),
+        classes=classes,
+        colours=spread_colours(2),
+        labels=np.minimum(np.arange(256), 1),
+        rule="0, and any other for the object",
+        is_binary=True,
+    )
+
+
+def class_names(path: Path) -> tuple[str, ...]:
+    return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+
+
+def check_counted_classes(files: LabelledFiles) -> None:
+    """Raise ValueError if the masks of a split count one class or none: there is nothing to tell apart.
+
+    It reads masks until two classes have been found, which is usually the first.
+    """
+    ids: set[int] = set()
+    counted: set[int] = set()
+    folder = None
+    for _, path in files.pairs:
+        if path is None:
+            continue
+        try:
+            found = read_mask(path)
+            counted.update(np.unique(files.labels_of(found, path)).tolist())
+        # training names it when it meets it
+        except BadSample:
+            continue
+        folder = Path(path).parent
+        ids.update(np.unique(found).tolist())
+        if len(counted - {IGNORED}) > 1:
+            return
+    if folder is None:
+        return
+    names = ", ".join(files.classes[label] for label in sorted(counted - {IGNORED})) or "none"
+    fix = "label two classes or more"
+    if IGNORED in ids and not files.is_binary:
+        fix = f"{IGNORED} is not counted: if it is the object, set binary=true, or save the object as id 1"
+    raise ValueError(
+        f"masks must count two classes or more, got {names} alone, of the ids {', '.join(map(str, sorted(ids)[:10]))} in "
+        f"{folder}; {fix}"
     )
 
 

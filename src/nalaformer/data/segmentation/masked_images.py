@@ -26,10 +26,13 @@ class MaskedImages(Dataset[Sample]):
     """A split of a folder in one of LAYOUTS -> (image [3, H, W], labels [H', W'] uint8, IGNORED where not counted).
 
     transform: from an RGB image and its labels to the sample; it is called with the random state that the loader has set.
+    binary: 0 is background, any other id the object.
     """
 
-    def __init__(self, root: str | Path, split: str, *, transform: "Callable[[Image, Labels], Sample]") -> None:
-        self.files = find_files(root, split)
+    def __init__(
+        self, root: str | Path, split: str, *, transform: "Callable[[Image, Labels], Sample]", binary: bool = False
+    ) -> None:
+        self.files = find_files(root, split, binary=binary)
         self.classes, self.colours = self.files.classes, self.files.colours
         self.transform = transform
 
@@ -54,15 +57,7 @@ class MaskedImages(Dataset[Sample]):
             raise BadSample(
                 mask_path, f"the mask is {ids.shape[1]} x {ids.shape[0]}, its image {image_path} {image.width} x {image.height}"
             )
-        return image, self.labels_of(ids, mask_path)
-
-    def labels_of(self, ids: NDArray[np.int64], path: str) -> Labels:
-        inside = (ids >= 0) & (ids < len(self.files.labels))
-        labels = self.files.labels[np.where(inside, ids, 0)]
-        wrong = ids[~inside | (labels < 0)]
-        if wrong.size:
-            raise BadSample(path, f"class id {wrong[0]} is out of range; ids are {self.files.rule}")
-        return labels.astype(np.uint8)
+        return image, self.files.labels_of(ids, mask_path)
 
     @staticmethod
     def collate(samples: list[Sample]) -> tuple[list[Tensor], list[Tensor]]:

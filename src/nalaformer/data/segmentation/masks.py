@@ -39,4 +39,7 @@ def read_mask(path: str | Path) -> NDArray[np.int64]:
                 path,
                 f"class ids must have 8 or 16 bits, got greys of {bits}, which readers spread over 0 to 255; save ids with 8",
             )
-        return np.asarray(mask).astype(np.int64)
+        ids = np.asarray(mask).astype(np.int64)
+        # GIF has no 1 bit of its own: Pillow spreads black and white over 0 to 255, and stores other greys by a palette
+        is_spread = mask.format == "GIF" and mask.mode == "L" and set(np.unique(ids)) <= {0, IGNORED}
+        return ids // IGNORED if is_spread else ids

@@ -13,6 +13,8 @@ class SegmentationConfig:
 
     data: str
     """A folder in the layout of ADE20K, of Cityscapes or the plain one (images/train, masks/train, ...), or "scenes"."""
+    binary: bool = False
+    """Masks of the plain layout have two classes: 0 is background, any other id (255 too) is the object."""
     generated_folder: str = "runs/data"
     """Where generated scenes are written, once; they are read like any other data."""
     data_seed: int = 0

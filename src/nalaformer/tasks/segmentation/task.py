@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...data.generated_folders import written_once
-from ...data.segmentation import IGNORED, EvalResize, MaskedImages, TrainingCrop, write_scenes
+from ...data.segmentation import IGNORED, EvalResize, MaskedImages, TrainingCrop, check_counted_classes, write_scenes
 from ..base import TASKS, Answer, Loss
 from .config import SCENES, SegmentationAnswers, SegmentationConfig
 from .metrics import ConfusionMatrix
@@ -59,11 +59,16 @@ class Segmentation:
             flip=config.flip,
             color_jitter=config.color_jitter,
         )
-        return MaskedImages(self.folder, "train", transform=crop)
+        return self.masked_images("train", crop)
 
     @cached_property
     def eval_data(self) -> MaskedImages:
-        return MaskedImages(self.folder, "val", transform=EvalResize(short_side=self.config.short_side))
+        return self.masked_images("val", EvalResize(short_side=self.config.short_side))
+
+    def masked_images(self, split: str, transform: TrainingCrop | EvalResize) -> MaskedImages:
+        data = MaskedImages(self.folder, split, transform=transform, binary=self.config.binary)
+        check_counted_classes(data.files)
+        return data
 
     def facts(self) -> dict[str, Any]:
         return {"classes": list(self.eval_data.classes), "colours": [list(colour) for colour in self.eval_data.colours]}
