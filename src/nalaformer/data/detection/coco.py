@@ -1,6 +1,7 @@
 """Objects in images, annotated as COCO does: a JSON file beside a folder of images."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,9 @@ class CocoFolder:
         annotations: dict[int, list[dict[str, Any]]] = {entry["id"]: [] for entry in content["images"]}
         if len(annotations) != len(content["images"]):
             raise ValueError(f"{self.file}: images must have different ids, got some twice")
+        repeated = first_repeated(annotation.get("id") for annotation in content["annotations"])
+        if repeated is not None:
+            raise ValueError(f"{self.file}: annotations must have different ids, got {repeated} twice; number them anew")
         for annotation in content["annotations"]:
             if annotation["image_id"] not in annotations:
                 raise ValueError(
@@ -69,7 +73,7 @@ class CocoFolder:
             annotations[annotation["image_id"]].append(annotation)
         rows = [(entry, annotations[entry["id"]]) for entry in content["images"]]
         # nothing to learn from: no object, or crowds alone
-        self.is_empty = np.array([all(annotation.get("iscrowd") for annotation in row[1]) for row in rows])
+        self.is_empty = np.array([all(annotation.get("iscrowd") == 1 for annotation in row[1]) for row in rows])
         if self.is_empty.all():
             raise ValueError(f"{self.file}: annotations must hold at least one object that is no crowd, got none")
         self.rows = PackedRows(rows)
@@ -97,13 +101,17 @@ class CocoFolder:
         entry, annotations = self.rows[index]
         boxes = [self._box(entry, annotation) for annotation in annotations]
         areas = [annotation.get("area", 0) for annotation in annotations]
-        for annotation, area in zip(annotations, areas, strict=True):
+        crowds = [annotation.get("iscrowd", 0) for annotation in annotations]
+        for annotation, area, crowd in zip(annotations, areas, crowds, strict=True):
             if not is_number(area) or area < 0:
                 raise self._bad(entry, annotation, f"area must be a number of pixels, got {short(area)}")
+            # some programs write null, or true and false
+            if crowd not in (0, 1, None):
+                raise self._bad(entry, annotation, f"iscrowd must be 0 or 1, got {short(crowd)}")
         return Objects(
             boxes=np.array(boxes, dtype=np.float32).reshape(-1, 4),
             labels=np.array([self._label(entry, annotation) for annotation in annotations], dtype=np.int64),
-            crowds=np.array([bool(annotation.get("iscrowd", 0)) for annotation in annotations], dtype=bool),
+            crowds=np.array(crowds, dtype=bool),
             areas=np.array(areas, dtype=np.float32),
             segmentations=[annotation.get("segmentation") for annotation in annotations],
         )
@@ -148,6 +156,17 @@ class CocoFolder:
 
     def _bad(self, entry: dict[str, Any], annotation: dict[str, Any], reason: str) -> BadSample:
         return BadSample(self.images / entry["file_name"], f"annotation {annotation.get('id')} in {self.file}: {reason}")
+
+
+def first_repeated(ids: Iterable[object]) -> int | str | None:
+    """Return the first id that occurs twice; annotations without an id have none."""
+    seen: set[int | str] = set()
+    for each in ids:
+        if isinstance(each, int | str):
+            if each in seen:
+                return each
+            seen.add(each)
+    return None
 
 
 class PackedRows:

@@ -1,12 +1,12 @@
 """Masks as COCO writes them: polygons, or runs of pixels, counted in a list or packed into text."""
 
-import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Mask = NDArray[np.bool_]
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def read_mask(segmentation: Any, height: int, width: int, *, scale: tuple[float, float] = (1.0, 1.0)) -> Mask:
@@ -103,7 +103,8 @@ def nearest(mask: Mask, target: tuple[int, int]) -> Mask:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """True if the value is a finite number in float32; JSON has integers of hundreds of digits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def short(value: object) -> str:
