@@ -1,5 +1,6 @@
 """Data for generators of images: every kind gives the same interface, every option has its effect, broken files are named."""
 
+import io
 import json
 from dataclasses import fields
 
@@ -254,7 +255,9 @@ def test_an_npz_file_keeps_its_colours_and_its_splits(tmp_path):
         ({"train_images": np.zeros((6, 8, 12, 4), np.uint8)}, r"got uint8 \[6, 8, 12, 4\]"),
         ({"train_labels": np.zeros(5, int)}, r"field train_labels must be integers \[6\], .* got int64 \[5\]"),
         ({"train_labels": np.zeros(6)}, r"field train_labels must be integers \[6\].* got float64"),
-        ({"test_labels": np.full(6, -1)}, "field test_labels must hold labels from 0, got -1"),
+        ({"test_labels": np.full(6, -1)}, "field test_labels must hold labels from 0 to 99,999, got -1"),
+        ({"train_labels": np.full(6, 10**9)}, "field train_labels must hold labels from 0 to 99,999, got 1000000000"),
+        ({"train_labels": np.full(6, 2**64 - 1, np.uint64)}, "from 0 to 99,999, got 18446744073709551615"),
         ({"train_labels": np.array([{}] * 6)}, "field train_labels cannot be read: Object arrays"),
         ({"class_names": np.array(["a"])}, r"field class_names must be text \[3\]"),
         ({"class_names": np.array(["a", "b", "../c"])}, r"names of folders, all different, got \['../c'\]"),
@@ -404,6 +407,12 @@ def test_latents_of_latents_are_refused(latents, autoencoder, tmp_path):
         encode_images(GenerationDataConfig(data=str(latents)), autoencoder, tmp_path / "again")
 
 
+def zip_of(content):
+    archive = io.BytesIO()
+    np.savez(archive, latents=np.load(io.BytesIO(content)))
+    return archive.getvalue()
+
+
 def noting(changes):
     return lambda content: json.dumps(json.loads(content) | changes).encode()
 
@@ -419,6 +428,8 @@ def noting(changes):
             noting({"shape": [3, 8, 8]}),
             r"float16 \[images, 2, 3, 8, 8\]",
         ),
+        (ABOUT, noting({"shards": {"train": 10**18}}), r"train_00001\.npy cannot be used: .*No such file"),
+        ("train_00000.npy", lambda content: zip_of(content), r"train_00000\.npy must be a whole \.npy file"),
         ("train_00000.npy", lambda content: content[:100], r"train_00000\.npy cannot be used"),
         ("train_00000.json", lambda content: b'{"labels": [0, 1]}', "one for each of 6 latents, got 2"),
         ("train_00000.json", lambda content: b'{"labels": [0, 0, 0, 1, 1, 2]}', "numbers from 0 to 1"),

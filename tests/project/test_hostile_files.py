@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import struct
 import sys
 import warnings
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save
 
 from nalaformer import cli
+from nalaformer.data.mapped_files import mapped
 from nalaformer.data.sequences import Stored, stored_name, write
 from nalaformer.data.text import TokenShards
 from nalaformer.json_text import parse_json
@@ -120,6 +122,24 @@ def test_a_cut_array_of_sequences_is_named(tmp_path):
     array = next(place.glob("*.npy"))
     array.write_bytes(array.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"\.npy must be a whole \.npy file"):
+        Stored(tmp_path, split="train")
+
+
+@pytest.mark.parametrize("shape", ["(-5,)", f"({10**18},)", f"({10**30},)", "('a',)"])
+def test_an_array_that_is_not_as_long_as_it_says_is_named(tmp_path, shape):
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117).encode() + b"\n"
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+    with pytest.raises(ValueError, match=r"a\.npy must be a whole \.npy file"):
+        mapped(tmp_path / "a.npy")
+
+
+def test_a_note_of_more_samples_than_there_are_is_refused(tmp_path):
+    place = write("copying", tmp_path, split="train", samples=2, options={"length": 12})
+    about = json.loads((place / "about.json").read_text())
+    (place / "about.json").write_text(json.dumps(about | {"samples": 10**18}))
+    with pytest.raises(
+        ValueError, match=r"as many rows as about\.json states samples, 1000000000000000000, got \{.*'inputs': 2"
+    ):
         Stored(tmp_path, split="train")
 
 

@@ -3,14 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 
 def mapped(path: Path) -> NDArray[Any]:
     """The array of a .npy file, mapped; plain arrays only, nothing is unpickled."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        # np.load would take a zip archive too, and return no array
+        array = open_memmap(path, mode="r")
+    # sizes may be integers that no computer counts to
+    except (ValueError, EOFError, OverflowError) as error:
         raise ValueError(f"{path} must be a whole .npy file: {error}") from error
     return array

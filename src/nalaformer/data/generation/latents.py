@@ -35,12 +35,16 @@ class Latents(GenerationData):
             self.autoencoder = str(about["autoencoder"])
             self.class_names = tuple(str(name) for name in about["class_names"])
             self.channels, self.height, self.width = (int(side) for side in about["shape"])
-            self.paths = [shard_path(root, split, number) for number in range(int(about["shards"][split]))]
+            shards = int(about["shards"][split])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             reason = f"it is not as `nalaformer data encode` writes it: {type(error).__name__} {error}"
             raise BadSample(root / ABOUT, reason) from error
+        self.paths: list[Path] = []
         self.shards, labels = [], [np.empty(0, dtype=np.int64)]
-        for path in self.paths:
+        # one by one: a number that is not true ends at the first file that is missing
+        for number in range(shards):
+            path = shard_path(root, split, number)
+            self.paths.append(path)
             self.shards.append(read_moments(path, (2, self.channels, self.height, self.width)))
             labels.append(read_labels(path.with_suffix(".json"), len(self.shards[-1]), len(self.class_names)))
         self.labels = np.concatenate(labels)

@@ -13,6 +13,8 @@ from .base import GENERATION_DATA, GenerationData, GenerationDataConfig, as_valu
 
 # a few kilobytes of zip can unpack to gigabytes
 MOST_BYTES = 16 * 2**30
+# labels are numbers of classes, each with a name and weights of its own
+MOST_CLASSES = 100_000
 # fields of the splits, the first that are there
 PARTS = {"train": ("train_",), "val": ("val_", "test_")}
 Pixels = NDArray[np.uint8]
@@ -65,8 +67,9 @@ class NpzFile:
         if not np.issubdtype(found.dtype, np.integer) or found.shape != (count,):
             got = f"{found.dtype} {list(found.shape)}"
             raise BrokenArrays(self.path, f"its field {name} must be integers [{count}], one for each image, got {got}")
-        if found.min() < 0:
-            raise BrokenArrays(self.path, f"its field {name} must hold labels from 0, got {found.min()}")
+        if found.min() < 0 or found.max() >= MOST_CLASSES:
+            got = found.min() if found.min() < 0 else found.max()
+            raise BrokenArrays(self.path, f"its field {name} must hold labels from 0 to {MOST_CLASSES - 1:,}, got {got}")
         return found.astype(np.int64)
 
     def class_names(self, count: int) -> tuple[str, ...]:

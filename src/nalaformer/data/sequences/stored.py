@@ -214,6 +214,12 @@ class Stored(SequenceData):
             ) from error
         # plain arrays only: nothing is unpickled
         self.arrays = {path.stem: mapped(path) for path in sorted(place.glob("*.npy"))}
+        lengths = {name: len(array) if array.ndim else 0 for name, array in self.arrays.items()}
+        if not lengths or set(lengths.values()) != {available}:
+            raise ValueError(
+                f"each array in {place} must have as many rows as {ABOUT} states samples, {available}, got "
+                f"{lengths or 'no array'}; make the data again"
+            )
 
     def check(self, options: dict[str, Any]) -> None:
         """Refuse options that the sequences were not made with."""
