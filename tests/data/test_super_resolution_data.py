@@ -15,6 +15,7 @@ from nalaformer.data.super_resolution import (
     find_pairs,
     folders,
     reduce,
+    reduce_floats,
     to_eight_bits,
     write_scenes,
 )
@@ -49,7 +50,7 @@ def test_rows_are_resized_by_the_formula(factor, length):
     # a single row has a mirror image of itself above and below
     smaller = resized_row(row, -(-length // factor), factor, factor)
     larger = resized_row(row, length * factor, 1 / factor, 1)
-    assert torch.allclose(reduce(image, factor)[0], torch.tensor(smaller, dtype=torch.float64), atol=1e-12, rtol=0)
+    assert torch.allclose(reduce_floats(image, factor)[0], torch.tensor(smaller, dtype=torch.float64), atol=1e-12, rtol=0)
     assert torch.allclose(enlarge(image, factor)[1], torch.tensor(larger, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
@@ -58,18 +59,45 @@ def test_away_from_the_borders_torch_resizes_alike(factor):
     image = torch.rand(1, 3, 12 * factor, 10 * factor, dtype=torch.float64)
     inside = (..., slice(2, -2), slice(2, -2))
     smaller = F.interpolate(image, size=(12, 10), mode="bicubic", antialias=True)
-    assert torch.allclose(reduce(image, factor)[inside], smaller[inside], atol=1e-12, rtol=0)
+    assert torch.allclose(reduce_floats(image, factor)[inside], smaller[inside], atol=1e-12, rtol=0)
     larger = F.interpolate(smaller, scale_factor=factor, mode="bicubic", antialias=True)
     inside = (..., slice(2 * factor, -2 * factor), slice(2 * factor, -2 * factor))
     assert torch.allclose(enlarge(smaller, factor)[inside], larger[inside], atol=1e-12, rtol=0)
     # there its rows end, and ours go on mirrored
-    assert not torch.allclose(reduce(image, factor), F.interpolate(image, size=(12, 10), mode="bicubic", antialias=True))
+    assert not torch.allclose(reduce_floats(image, factor), F.interpolate(image, size=(12, 10), mode="bicubic", antialias=True))
 
 
 def test_rows_and_columns_are_treated_alike():
     image = torch.rand(9, 14, dtype=torch.float64)
-    assert torch.allclose(reduce(image, 3).mT, reduce(image.mT.contiguous(), 3), atol=1e-12, rtol=0)
+    assert torch.allclose(reduce_floats(image, 3).mT, reduce_floats(image.mT.contiguous(), 3), atol=1e-12, rtol=0)
     assert torch.allclose(enlarge(image, 2).mT, enlarge(image.mT.contiguous(), 2), atol=1e-12, rtol=0)
+
+
+def rounded(values):
+    return np.clip(np.floor(np.array(values) + 0.5), 0, 255)
+
+
+@pytest.mark.parametrize("factor", [2, 3, 4])
+def test_small_images_are_rounded_after_each_direction(factor):
+    """As MATLAB makes them, and with it this field."""
+    image = np.random.default_rng(factor).integers(0, 256, (13, 9)) // 200 * 200
+    height, width = (-(-side // factor) for side in image.shape)
+    high = np.stack([rounded(resized_row(column.tolist(), height, factor, factor)) for column in image.T], axis=1)
+    small = np.stack([rounded(resized_row(row.tolist(), width, factor, factor)) for row in high])
+    pixels = torch.from_numpy(image.astype(np.uint8)).expand(2, 3, 13, 9)
+    found = reduce(pixels, factor)
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, torch.from_numpy(small.astype(np.uint8)).expand(2, 3, height, width))
+    assert not torch.equal(found, to_eight_bits(reduce_floats(pixels.double() / 255, factor)))
+
+
+def test_halves_are_rounded_upwards_and_what_is_below_zero_is_black():
+    """Weights of the neighbours of a new pixel, halved: (111, 29, -9, -3) / 256, mirrored at the border."""
+    column = torch.tensor([0, 128, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)[:, None]
+    # 128 (111 - 9) / 256 = 51, 128 * 29 / 256 = 14.5, 128 * -3 / 256 = -1.5
+    assert reduce(column, 2).tolist() == [[51], [15], [0], [0]]
+    with pytest.raises(ValueError, match=r"must be uint8, got torch\.float32; reduce_floats takes floats"):
+        reduce(column.float(), 2)
 
 
 def test_eight_bits_are_the_nearest_level():
@@ -163,7 +191,7 @@ def test_a_large_image_alone_is_cut_and_reduced(scale, tmp_path):
     low, high = pairs_of(tmp_path, scale=scale)[0]
     pixels = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)
     assert torch.equal(high, pixels[:, : 23 // scale * scale, : 26 // scale * scale])
-    assert torch.equal(low, to_eight_bits(reduce(high.double() / 255, scale)))
+    assert torch.equal(low, reduce(high, scale))
 
 
 def test_a_small_image_is_read_and_not_made(tmp_path):

@@ -1,7 +1,7 @@
 """Images in two resolutions: readers of folders, MATLAB's reduction, and generated photographs."""
 
 from .folders import EvalImages, ImagePairs, Patches, find_pairs
-from .resize import enlarge, reduce, to_eight_bits
+from .resize import enlarge, reduce, reduce_floats, to_eight_bits
 from .scenes import SCENES, write_scenes
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "enlarge",
     "find_pairs",
     "reduce",
+    "reduce_floats",
     "to_eight_bits",
     "write_scenes",
 ]

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from ..bad_sample import BadSample
 from ..images import SUFFIXES, find_images, listed, opened_image, read_stored
-from .resize import reduce, to_eight_bits
+from .resize import reduce
 
 SPLITS = {"train": "train", "val": "valid"}
 """The splits, and what DIV2K calls them."""
@@ -94,7 +94,7 @@ def partner(path: Path, high: Path, low: Path, small: dict[Path, Path], scale: i
 class ImagePairs:
     """Pairs of a split by number, decoded once and kept while they fit into `kept_mib`.
 
-    A large image is cut to a multiple of the scale. Without a small one it is reduced in float64, and rounded once.
+    A large image is cut to a multiple of the scale. Without a small one it is reduced as MATLAB does it.
     """
 
     def __init__(self, files: list[Files], *, scale: int, kept_mib: int = 2048) -> None:
@@ -122,7 +122,7 @@ class ImagePairs:
             raise BadSample(files.high, f"its sides must be at least the scale, {scale}, got {size_of(high)}")
         if files.low is None:
             high = high[:, : height * scale, : width * scale].contiguous()
-            return to_eight_bits(reduce(high.double() / 255, scale)), high
+            return reduce(high, scale), high
         if not files.low.is_file():
             expected = f"{files.high.stem} or {files.high.stem}x{scale} ({', '.join(SUFFIXES)})"
             raise BadSample(files.high, f"its small image is missing; {files.low.parent} must hold {expected}")

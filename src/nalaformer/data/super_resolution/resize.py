@@ -7,7 +7,24 @@ from torch import Tensor
 
 
 def reduce(image: Tensor, factor: int) -> Tensor:
-    """[..., H, W] -> [..., ceil(H / factor), ceil(W / factor)] in the image's floats; a wide kernel, against aliasing."""
+    """Return the small image of an 8-bit one: uint8 [..., H, W] -> uint8 [..., ceil(H / factor), ceil(W / factor)].
+
+    It has the kernel of `reduce_floats`, and goes down the columns first. As in MATLAB, the image is rounded to 8 bits (halves
+    upwards) and clipped after each direction; the published small images of Set5 are met to the last bit.
+    """
+    if image.dtype != torch.uint8:
+        raise ValueError(f"an image to reduce in 8 bits must be uint8, got {image.dtype}; reduce_floats takes floats")
+    for dim in (-2, -1):
+        # float64 holds halves exactly; torch rounds them to even numbers
+        image = (_along(image.double(), dim, factor, 1) + 0.5).floor().clamp(0, 255).to(torch.uint8)
+    return image
+
+
+def reduce_floats(image: Tensor, factor: int) -> Tensor:
+    """Return the small image without rounding: [..., H, W] -> [..., ceil(H / factor), ceil(W / factor)] in the image's floats.
+
+    The kernel is as many times wider as the image becomes smaller, against aliasing.
+    """
     return _along(_along(image, -2, factor, 1), -1, factor, 1)
 
 
