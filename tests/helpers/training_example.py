@@ -7,20 +7,23 @@ import numpy as np
 import torch
 from torch import nn
 
+from nalaformer.data import BadSample
 from nalaformer.tasks import Loss, SummedMetrics
 from nalaformer.training import Trainer, TrainingConfig
 
 
 class Points:
-    """Points in the plane of a curve that is to be learned; the points listed as bad have the target NaN."""
+    """Points in the plane of a curve that is to be learned; bad ones have the target NaN, corrupt ones cannot be read."""
 
-    def __init__(self, count=60, bad=()):
-        self.count, self.bad = count, bad
+    def __init__(self, count=60, bad=(), corrupt=()):
+        self.count, self.bad, self.corrupt = count, bad, corrupt
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
+        if index in self.corrupt:
+            raise BadSample(f"{index}.png", "made so")
         x = torch.from_numpy(np.random.default_rng(index).normal(size=4)).float()
         # stands for augmentation
         x = x + 0.01 * torch.randn(4)
@@ -32,8 +35,8 @@ class Points:
 class Regression:
     """Weighted squared error: the weight of a batch is the sum of its samples' units."""
 
-    def __init__(self, bad=(), seconds=0.0):
-        self.train_data, self.eval_data = Points(bad=bad), Points(20)
+    def __init__(self, bad=(), seconds=0.0, corrupt=()):
+        self.train_data, self.eval_data = Points(bad=bad, corrupt=corrupt), Points(20, corrupt=corrupt)
         self.seconds = seconds
 
     def loss(self, model, batch):

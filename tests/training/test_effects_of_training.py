@@ -631,6 +631,23 @@ def test_a_plan_counts_a_file_of_many_samples_once(tmp_path):
     assert [line.split()[2] for line in named[1:]] == ["0.png"]
 
 
+@pytest.mark.parametrize("which", ["train_data", "eval_data"])
+def test_files_that_other_ranks_cannot_read_count_too(tmp_path, monkeypatch, which):
+    """All ranks stop in one step: one that goes on alone waits for the others without end."""
+    task = Watched()
+    setattr(task, which, Corrupt(20))
+    others = ["other.png is no image", "another.png is no image"]
+
+    def gather(self, value):
+        return [value, others] if isinstance(value, list) and value else [value]
+
+    monkeypatch.setattr(ranks.Ranks, "gather", gather)
+    run(tmp_path / "four", task=task, steps=3, most_corrupt=4)
+    assert set(others) < set((tmp_path / "four" / "rejected.txt").read_text().splitlines())
+    with pytest.raises(TrainingStopped, match="more than 3 images"):
+        run(tmp_path / "three", task=task, steps=3, most_corrupt=3)
+
+
 def test_evaluation_is_in_eval_mode_and_leaves_the_mode_as_it_was():
     class Noting(MeanError):
         def update(self, model, batch):

@@ -110,16 +110,18 @@ RANKS = """
 import sys, torch
 sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
-from helpers.training_example import make_model, make_trainer
-make_trainer({folder!r}, model=make_model(norm=False, dropout=0), optimizer="sgd", accumulate=2, steps=8).fit()
+from helpers.training_example import Regression, make_model, make_trainer
+task = Regression(corrupt={corrupt})
+make_trainer({folder!r}, task=task, model=make_model(norm=False, dropout=0), optimizer="sgd", accumulate=2, steps=8).fit()
 """
 
 
 def test_two_ranks_learn_what_one_learns(tmp_path):
     model = make_model(norm=False, dropout=0)
-    outcome = make_trainer(tmp_path / "one", model=model, optimizer="sgd", steps=8).fit()
+    corrupt = (3, 4, 11, 30, 41)
+    outcome = make_trainer(tmp_path / "one", task=Regression(corrupt=corrupt), model=model, optimizer="sgd", steps=8).fit()
     script = tmp_path / "ranks.py"
-    script.write_text(RANKS.format(tests=str(TESTS), folder=str(tmp_path / "two")))
+    script.write_text(RANKS.format(tests=str(TESTS), folder=str(tmp_path / "two"), corrupt=corrupt))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
@@ -127,6 +129,10 @@ def test_two_ranks_learn_what_one_learns(tmp_path):
     saved = Checkpoints(tmp_path / "two" / "checkpoints").load(8)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(saved.tensors["model"][name], value, rtol=2e-5, atol=1e-6)
+    # files that either of them has met, each once
+    met_by_one, met_by_two = ((tmp_path / name / "rejected.txt").read_text().splitlines() for name in ("one", "two"))
+    assert len(met_by_one) == len(corrupt)
+    assert sorted(met_by_two) == sorted(met_by_one)
     assert saved.state["progress"]["metrics"]["negative_error"] == pytest.approx(outcome.metrics["negative_error"], rel=1e-4)
     for name in ("loss", "gradient_norm"):
         ours, theirs = (

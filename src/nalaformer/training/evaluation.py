@@ -24,7 +24,11 @@ def evaluate(
     rejected: Callable[[str], None] = lambda line: None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Every sample once, over all ranks; `rejected` is told each file that cannot be read, `advance` each batch."""
+    """Every sample once, over all ranks; `advance` is told each batch.
+
+    rejected: told each file that cannot be read, at the end, those of all ranks in every one.
+    """
+    left_out: list[str] = []
     was_training = model.training
     model.eval()
     on_gpu = ranks.device.type == "cuda"
@@ -34,8 +38,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch in loader:
-                for line in batch.rejected:
-                    rejected(line)
+                left_out += batch.rejected
                 if batch.content is not None:
                     content = map_tensors(batch.content, lambda t: t.to(ranks.device, non_blocking=True))
                     with torch.autocast(ranks.device.type, precision, enabled=precision != torch.float32):
@@ -43,5 +46,8 @@ def evaluate(
                 advance()
     finally:
         model.train(was_training)
+    for lines in ranks.gather(left_out):
+        for line in lines:
+            rejected(line)
     metrics.join(ranks.gather)
     return metrics.result()

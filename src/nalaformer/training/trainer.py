@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -232,9 +233,10 @@ class Trainer:
         weighted: list[Tensor] = []
         weight = 0.0
         names: tuple[str, ...] = ()
+        rejected: list[str] = []
         for part in range(config.accumulate):
             batch = next(batches)
-            self._note_rejected(batch.rejected, display)
+            rejected += batch.rejected
             content = map_tensors(batch.content, lambda t: t.to(self.ranks.device, non_blocking=True))
             # dropout, mixup and the like follow from the step and not from what ran before it
             seed_everything(config.seed, progress.step, part, self.ranks.rank)
@@ -252,10 +254,13 @@ class Trainer:
             )
             weight += loss.weight
         mine = torch.stack(weighted).sum(0)
-        counts = torch.tensor([weight, float(self.is_asked_to_stop)], dtype=torch.float64, device=mine.device)
+        counts = torch.tensor([weight, float(self.is_asked_to_stop), len(rejected)], dtype=torch.float64, device=mine.device)
         sums = self.ranks.sum(torch.cat((mine, counts)))
-        total_weight, stops = sums[-2].item(), sums[-1].item()
-        means = (sums[:-2] / total_weight).tolist()
+        total_weight, stops, total_rejected = sums[-3:].tolist()
+        # ranks exchange text in steps that need it only
+        if total_rejected:
+            self._note_rejected(self.ranks.gather(rejected), display)
+        means = (sums[:-3] / total_weight).tolist()
         norm = self._finish_gradients(total_weight)
         # a gradient may be too large for float16 until its scale has fallen to one; then it is bad by itself
         may_overflow = self.scaler.is_enabled() and self.scaler.get_scale() > 1
@@ -310,12 +315,14 @@ class Trainer:
         """What the run has left out so far."""
         return set(self.rejected_path.read_text().splitlines()) if self.rejected_path.exists() else set()
 
-    def _note_rejected(self, lines: tuple[str, ...], display: Display) -> None:
-        for line in lines:
+    def _note_rejected(self, of_ranks: list[list[str]], display: Display) -> None:
+        """Count what any rank has left out; all have the same count, so all stop together. The first one writes."""
+        for line in chain.from_iterable(of_ranks):
             if line not in self.rejected:
                 self.rejected.add(line)
-                with self.rejected_path.open("a") as file:
-                    file.write(line + "\n")
+                if self.ranks.is_first:
+                    with self.rejected_path.open("a") as file:
+                        file.write(line + "\n")
                 display.say(f"{self.title}: skipped {line}; mend it or move it away")
             # those that an earlier part of the run has met stop this part too
             if self.config.on_corrupt == "stop":
@@ -338,7 +345,7 @@ class Trainer:
             ranks=self.ranks,
             precision=self.precision,
             workers=self.config.workers,
-            rejected=lambda line: self._note_rejected((line,), display),
+            rejected=lambda line: self._note_rejected([[line]], display),
         )
         if log is not None:
             log.write("eval", progress.step, progress.metrics)
