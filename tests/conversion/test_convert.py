@@ -6,7 +6,7 @@ import torch
 from transformers import SiglipTextConfig, SiglipTextModel
 
 import nalaformer
-from helpers.vision_hosts import MODELS, make, run, timm_swin, timm_vit, transformers_vit
+from helpers.vision_hosts import MODELS, SIDES, make, run, timm_swin, timm_vit, transformers_vit
 from nalaformer.attention import METHODS, Attention
 from nalaformer.conversion import TimmAttention, TimmWindowAttention, TransformersAttention
 
@@ -220,6 +220,20 @@ def test_a_converted_text_encoder_does_not_see_padding(attend):
     for row, length in enumerate((7, 12)):
         alone = model(input_ids=tokens[row : row + 1, :length]).last_hidden_state
         torch.testing.assert_close(padded[row, :length], alone[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["transformers_vit", "transformers_segformer", "transformers_swin"])
+def test_attention_weights_of_a_converted_model_are_refused(name):
+    model = make(name)
+    model.set_attn_implementation("eager")
+    images = torch.zeros(1, 3, SIDES.get(name, 32), SIDES.get(name, 32))
+    nalaformer.convert(model)
+    with pytest.raises(ValueError, match=r"makes no weights, got output_attentions=True; leave it out"):
+        model(images, output_attentions=True)
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match="makes no weights"):
+        model(images)
+    assert model(images, output_attentions=False)[0].isfinite().all()
 
 
 def test_our_layers_turn_their_features_as_the_method_does():

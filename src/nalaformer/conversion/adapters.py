@@ -15,6 +15,9 @@ HIDDEN = -50.0
 class Adapter(nn.Module):
     """Our attention, and the dropout of the layer whose place it takes; None: it has none behind its attention."""
 
+    config: Any = None
+    """The settings of that layer, of models of transformers: they may ask for attention weights."""
+
     def __init__(self, attention: Attention, dropout: nn.Module | None = None) -> None:
         super().__init__()
         self.attention, self.dropout = attention, nn.Identity() if dropout is None else dropout
@@ -69,6 +72,7 @@ class TransformersAttention(Adapter):
     """Called as transformers' ViT calls its attention; the weights that it should return as well do not exist here."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
+        refuse_weights(unused, self.config)
         if unused.get("is_causal"):
             raise ValueError("this attention was converted for tokens that all see each other, got is_causal=True")
         return self.attention(hidden_states, key_mask=key_mask_of(attention_mask, hidden_states)), None
@@ -80,6 +84,7 @@ class TransformersWindowAttention(TimmWindowAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any
     ) -> tuple[Tensor, None]:
+        refuse_weights(unused, self.config)
         return super().forward(hidden_states, attention_mask), None
 
 
@@ -121,9 +126,20 @@ class TransformersGridAttention(TransformersAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, height: int, width: int, attention_mask: Tensor | None = None, **unused: Any
     ) -> tuple[Tensor, None]:
+        refuse_weights(unused, self.config)
         if attention_mask is not None:
             raise ValueError("this attention was converted for whole images, got an attention_mask")
         return self.attention(hidden_states, (height, width)), None
+
+
+def refuse_weights(asked: dict[str, Any], config: Any) -> None:
+    """Raise ValueError if a model of transformers is called for attention weights, which it would return without ours."""
+    wanted = asked.get("output_attentions")
+    if wanted if wanted is not None else getattr(config, "output_attentions", False):
+        raise ValueError(
+            "converted attention makes no weights, got output_attentions=True; leave it out, or look at the layers with "
+            "nalaformer.analysis.record"
+        )
 
 
 def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from .adapters import Adapter
 from .hosts import hosts_in
 from .records import attach_record, keep_names_when_saved
 
@@ -51,6 +52,8 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
         if name in names:
             made[name] = host.convert(module, attention, options)
             attach_record(made[name], host.record)
+            if isinstance(made[name], Adapter):
+                made[name].config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
             made[name].train(module.training)
     for name, module in made.items():
         parent, _, child = name.rpartition(".")

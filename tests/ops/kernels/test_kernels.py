@@ -90,6 +90,15 @@ def test_huge_keys(name):
     check(name, (q, k * 1e9, v), heads=2, head_dim=8, bar=2e-5)
 
 
+@pytest.mark.parametrize("scale", [1e9, 1e12])
+@pytest.mark.parametrize("name", ["norm_aware", "norm_aware cosine"])
+def test_huge_keys_with_normalised_rotary(name, scale):
+    # cubes of these, and their squares in the lengths of channel pairs, leave float32 unless keys are scaled
+    q, k, v = make(*[(1, 35, 2, 8)] * 3)
+    rotary = Rotary.grid(5, 7, 8, normalised=True, device=DEVICE)
+    check(name, (q, k * scale, v), heads=2, head_dim=8, rotary=rotary)
+
+
 @pytest.mark.parametrize("name", ["polarity", "polarity_exp"])
 def test_large_inputs_with_rotary_stay_finite(name):
     # the numerator alone is turned: its largest features may meet a denominator of the smallest ones

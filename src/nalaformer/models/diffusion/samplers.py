@@ -169,6 +169,9 @@ def set_times(schedule: Any, steps: int, device: torch.device) -> None:
         # equal ones; diffusers' go to 0.001 in all but the last, which then has nothing to do: two steps were one
         schedule.set_timesteps(sigmas=[1 - step / steps for step in range(steps)], device=device)
         return
+    if isinstance(schedule, diffusers.FlowMatchHeunDiscreteScheduler):
+        # the same; the last is an Euler step, since nobody knows a velocity at time 0
+        schedule.sigma_min = 1 / steps
     schedule.set_timesteps(steps, device=device)
     if schedule.timesteps.min() < 0:
         # 1000 - steps * (1000 / steps) is above zero by rounding, as of 61 steps, and became a time of -1

@@ -15,6 +15,8 @@ from .linear.call import TokenLayout
 from .linear.step_op import step
 
 RotaryPair = tuple[Rotary | None, Rotary | None]
+# of a normalised rotary, whose features are made here: cubes of 1e12 leave room for their sums (as KernelSpec.log2_key_shift)
+LOG2_KEY_SHIFT = 30.0
 
 
 class Prepared(NamedTuple):
@@ -60,7 +62,7 @@ def prepare(
         is_normalised = rotary[0] is not None and rotary[0].normalised
         q, k = mapped(feature_map, q, k, rotary if is_normalised else (None, None), key_mask)
         rotary = (None, None) if is_normalised else rotary
-        spec = KernelSpec("identity", parts=1)
+        spec = KernelSpec("identity", parts=1, log2_key_shift=LOG2_KEY_SHIFT if is_normalised else 0.0)
     elif spec.before is not None:
         has_batch = q.dim() == 4
         q, k = (x.float() if has_batch else x[None].float() for x in (q, hide(k, key_mask)))
@@ -149,7 +151,10 @@ def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:
 def mapped(
     feature_map: FeatureMapLike, q: Tensor, k: Tensor, rotary: RotaryPair, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Features computed outside, for maps that the kernels do not know; in the type of the inputs, float32 for float16."""
+    """Features computed outside, for maps that the kernels do not know; in the type of the inputs, float32 for float16.
+
+    With positions those of keys come out multiplied by 2^-LOG2_KEY_SHIFT.
+    """
     dtype = compute_dtype(q, k)
     q, k = with_range(q), with_range(k)
     has_batch = q.dim() == 4
@@ -161,9 +166,15 @@ def mapped(
     phi_k = feature_map.key(hide(k, key_mask).to(dtype))
     check_widths(feature_map, phi_q, phi_k)
     if rotary[0] is not None and rotary[1] is not None:
-        phi_q, phi_k = rotary[0].rotate(phi_q), rotary[1].rotate(phi_k)
+        phi_q, phi_k = rotated(phi_q, rotary[0], 1.0), rotated(phi_k, rotary[1], 2.0**-LOG2_KEY_SHIFT)
     phi_q, phi_k = phi_q.to(q.dtype), phi_k.to(k.dtype)
     return (phi_q, phi_k) if has_batch else (phi_q[0], phi_k[0])
+
+
+def rotated(features: Tensor, rotary: Rotary, factor: float) -> Tensor:
+    """Return factor * rotary.rotate(features); rows are at most 1 in between, since float32 has no square of 1e20."""
+    largest = features.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
+    return rotary.rotate(features / largest) * (largest * factor)
 
 
 def with_range(x: Tensor) -> Tensor:
