@@ -7,6 +7,8 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
+# of an image: 64 million pixels are the most that are decoded
+LARGEST_SIDE = 8192
 WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", NoneType: "None"}
 
 
@@ -30,8 +32,9 @@ def check_ranges(
     not_negative: Sequence[str] = (),
     below_one: Sequence[str] = (),
     shares: Sequence[str] = (),
+    sides: Sequence[str] = (),
 ) -> None:
-    """Refuse a dataclass whose numbers leave their range: above 0, 0 or above, 0 <= x < 1, 0 <= x <= 1."""
+    """Refuse a dataclass whose numbers leave their range: above 0, 0 or above, 0 <= x < 1, 0 <= x <= 1; sides: see below."""
     rules: tuple[tuple[Sequence[str], str, Callable[[float], bool]], ...] = (
         (positive, "be positive", lambda x: x > 0),
         (not_negative, "not be negative", lambda x: x >= 0),
@@ -42,6 +45,15 @@ def check_ranges(
         for name in names:
             if not is_allowed(getattr(config, name)):
                 raise ValueError(f"{name} must {rule}, got {getattr(config, name)}")
+    for name in sides:
+        check_side(name, getattr(config, name))
+
+
+def check_side(name: str, value: Any) -> None:
+    """Refuse the side of an image, or one of several, that is too long to compute with; other values pass."""
+    for side in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(side, int | float) and side > LARGEST_SIDE:
+            raise ValueError(f"{name} must be at most {LARGEST_SIDE}, got {value}; choose a smaller image")
 
 
 def is_known(kind: Any) -> bool:

@@ -23,10 +23,15 @@ def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
         raise unknown_name("family of published weights", family, FAMILIES)
     weights = dict(state_dict)
     is_model = is_published_model(weights)
-    if is_model:
-        weights = _frame(weights)
     try:
+        if is_model:
+            weights = _frame(weights)
         ours = FAMILIES[family](weights)
+    # torch's words for a tensor that lacks dimensions, or has other sizes
+    except (IndexError, RuntimeError) as error:
+        raise ValueError(
+            f"weights of the family {family} must have the shapes that its authors' code gives them, got others: {error}"
+        ) from error
     except KeyError as error:
         raise ValueError(
             f"weights of the family {family} must hold {error}, got none of that name; name {fitting_families(weights)}"
@@ -49,7 +54,7 @@ def fitting_families(weights: Weights) -> str:
         try:
             if all(OUR_LAYER.search(name) for name in rename(dict(weights))):
                 found.append(family)
-        except KeyError:
+        except (LookupError, RuntimeError):
             continue
     return f"the family that they are of: {' or '.join(found)}" if found else "the family that they are of"
 

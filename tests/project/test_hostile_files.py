@@ -1,10 +1,13 @@
 """Files that are damaged, or made to harm: each is one line that names the file, on the command line too."""
 
 import hashlib
+import io
 import json
+import shutil
 import struct
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from nalaformer.data.text import TokenShards
 from nalaformer.json_text import parse_json
 from nalaformer.linearize.saving import MADE_FROM, claim_folder
 from nalaformer.models.language import NaLaCache, NaLaConfig
+from nalaformer.recipes import make_trainer, recipe_with
 from nalaformer.recipes.overrides import parsed
 from nalaformer.studies.scoreboard.runs import parse_methods
 from nalaformer.training import Checkpoint, Checkpoints
@@ -266,3 +270,196 @@ def test_training_without_torchvision_says_what_to_install(monkeypatch, tmp_path
 )
 def test_a_wrong_setting_of_a_training_is_one_line(command, settings, message):
     assert message in command("train", "cue_grid", "steps=1", "warmup=0", *settings)
+
+
+# --- folders and runs that name code, files or the network ------------------------------------------------------------------
+
+
+class Touch:
+    """Its unpickling leaves a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def touched(tmp_path):
+    """A file that code from one of the files below would leave."""
+    return tmp_path / "touched"
+
+
+def write_code(path, touched):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"from pathlib import Path\nPath({str(touched)!r}).touch()\nclass Evil: pass\n")
+
+
+def test_linearize_runs_no_code_of_a_folder_whatever_is_answered(command, tmp_path, tokenizer, touched, monkeypatch):
+    auto_map = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    folder = llama(tmp_path / "model", model_type="evil", auto_map=auto_map)
+    tokenizer.save_pretrained(str(folder))
+    write_code(folder / "evil.py", touched)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    said = command("linearize", folder, "--data", "text.txt")
+    assert f"{folder} must hold a model that transformers can read" in said
+    assert not touched.exists()
+
+
+TINY = {"embed_dims": [16], "depths": [1], "num_heads": [2], "mlp_ratios": 1, "attention_stages": "l", "layer_scale": [None]}
+TINY |= {"key_reduction": 1, "softmax_key_reduction": 1, "patch_size": 8, "img_size": 48}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of one step that names images."""
+    folder = tmp_path_factory.mktemp("trained")
+    settings = ["model=vit_nala_tiny_patch16", f"model_options={json.dumps(TINY)}", "train_samples=2", "eval_samples=2"]
+    settings += ["steps=1", "warmup=0", "batch_size=2", "device=cpu"]
+    make_trainer(recipe_with("cue_grid", settings), folder).fit()
+    return folder
+
+
+@pytest.fixture
+def run_with(trained, tmp_path):
+    """A copy of that run whose state.json was changed by a function, with a manifest that fits."""
+
+    def make(change):
+        folder = tmp_path / "run"
+        shutil.copytree(trained, folder)
+        checkpoints = Checkpoints(folder / "checkpoints")
+        place = checkpoints.path(checkpoints.steps()[-1])
+        state = json.loads((place / STATE).read_text())
+        change(state)
+        (place / STATE).write_text(json.dumps(state))
+        manifest = json.loads((place / MANIFEST).read_text())
+        manifest["sha256"][STATE] = hashlib.sha256((place / STATE).read_bytes()).hexdigest()
+        (place / MANIFEST).write_text(json.dumps(manifest))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def photo(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (48, 48)).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+def hostile_options(path):
+    """Options by which timm reads a file."""
+    source = {"file": str(path)}
+    return {
+        "checkpoint_path": {"checkpoint_path": str(path)},
+        "pretrained_cfg": {"pretrained": True, "pretrained_cfg": source},
+        "pretrained_cfg_overlay": {"pretrained": True, "pretrained_cfg_overlay": source},
+        "cache_dir": {"pretrained": True, "cache_dir": str(path)},
+    }
+
+
+@pytest.mark.parametrize("option", hostile_options("x"))
+@pytest.mark.parametrize("model", ["vit_nala_tiny_patch16", "resnet10t"])
+def test_a_run_that_names_a_file_of_weights_is_refused(command, run_with, tmp_path, touched, photo, option, model):
+    torch.save({"state_dict": Touch(touched)}, tmp_path / "evil.pth")
+    options = (TINY if model.startswith("vit_nala") else {}) | hostile_options(tmp_path / "evil.pth")[option]
+    folder = run_with(lambda state: state["settings"].update(model=model, attention="", model_options=options))
+    said = command("predict", photo, "--run", folder)
+    assert f"model_options must not say where weights are read from, got {option}" in said
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize("model", ["hf-hub:someone/evil", "h\tf-hub:evil", "local-dir:evil", "../evil"])
+def test_a_run_whose_model_is_elsewhere_is_refused(command, run_with, photo, model, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
+    folder = run_with(lambda state: state["settings"].update(model=model))
+    assert "a model must be named as timm lists it, got" in command("predict", photo, "--run", folder)
+
+
+def test_a_run_that_started_from_downloaded_weights_downloads_nothing_to_answer(run_with, photo, monkeypatch, capsys):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
+    folder = run_with(lambda state: state["settings"]["model_options"].update(pretrained=True))
+    monkeypatch.setattr(sys, "argv", ["nalaformer", "predict", str(photo), "--run", str(folder), "--device", "cpu"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    assert "photo.png" in capsys.readouterr().out
+
+
+# some releases of diffusers run a file that is named as a part's library, or as the pipeline that nobody asked for
+@pytest.mark.parametrize("place", ["evil.py", "None.py", "transformer/nalaformer.models.diffusion.model.py"])
+def test_a_pipeline_with_code_in_its_folder_is_refused(command, tmp_path, touched, place):
+    folder = saved_pipeline(tmp_path / "pipe")
+    write_code(folder / place, touched)
+    assert f"a pipeline's folder must hold no code, got {folder / place}" in command("generate", "images", "--run", folder)
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize("entry", ["_class_name", "transformer", "vae", "more"])
+def test_a_pipeline_of_other_classes_is_refused(command, tmp_path, touched, monkeypatch, entry):
+    folder = saved_pipeline(tmp_path / "pipe")
+    write_code(tmp_path / "evil.py", touched)
+    monkeypatch.syspath_prepend(tmp_path)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {entry: ["evil", "Evil"]}))
+    said = command("generate", "images", "--run", folder)
+    assert f"{folder / 'model_index.json'} must name the parts of a NaLaDiTPipeline alone" in said
+    assert not touched.exists()
+
+
+def saved_pipeline(folder):
+    from nalaformer import NaLaDiT, NaLaDiTPipeline
+
+    sizes = {"depth": 1, "dim": 16, "num_heads": 2, "channels": 3, "num_classes": 2, "height": 4, "width": 4}
+    NaLaDiTPipeline(NaLaDiT(**sizes)).save_pretrained(folder)
+    return folder
+
+
+# --- runs that are incomplete, of another version, or too large -------------------------------------------------------------
+
+CHANGES = {
+    "no settings": (lambda state: state.pop("settings"), "'settings'"),
+    "no progress": (lambda state: state.pop("progress"), "'progress'"),
+    "settings of nothing": (lambda state: state.update(settings=None), "NoneType"),
+    "no facts": (lambda state: state["settings"].pop("facts"), "'facts'"),
+    "a newer recipe": (lambda state: state["settings"].update(colour=1), "colour"),
+    "a newer task": (lambda state: state["settings"]["task"].update(colour=1), "colour"),
+    "a newer trainer": (lambda state: state["settings"]["training"].update(colour=1), "colour"),
+    "another model": (lambda state: state["settings"].update(model="resnet10t", attention="", model_options={}), "resnet10t"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_state_that_this_version_has_not_written_is_one_sentence(command, run_with, photo, kind):
+    change, word = CHANGES[kind]
+    folder = run_with(change)
+    said = command("predict", photo, "--run", folder)
+    assert f"{folder} must hold a run that this version of nalaformer can read" in said
+    if kind != "another model":
+        assert word in said
+
+
+@pytest.mark.parametrize("part", ["settings", "progress", "optimizer", "newer progress"])
+def test_training_goes_on_from_no_state_that_lacks_a_part(run_with, part):
+    folder = run_with(lambda state: state["progress"].update(colour=1) if " " in part else state.pop(part))
+    settings = ["model=vit_nala_tiny_patch16", f"model_options={json.dumps(TINY)}", "train_samples=2", "eval_samples=2"]
+    settings += ["steps=1", "warmup=0", "batch_size=2", "device=cpu"]
+    with pytest.raises(ValueError, match="must hold a run that this version of nalaformer can read"):
+        make_trainer(recipe_with("cue_grid", settings), folder).fit()
+
+
+@pytest.mark.parametrize("place", ["task", "model_options", "data_options"])
+def test_an_image_without_end_is_refused_before_anything_is_built(command, run_with, photo, place):
+    def change(state):
+        settings = state["settings"]
+        if place == "task":
+            settings["task"].update(data=str(photo.parent), image_size=10**6)
+        elif place == "model_options":
+            settings["model_options"].update(img_size=10**5)
+        else:
+            settings["task"]["data_options"].update(cells=10**5)
+
+    said = command("predict", photo, "--run", run_with(change))
+    assert "must be at most 8192, got" in said

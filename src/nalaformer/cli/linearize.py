@@ -90,7 +90,7 @@ def run_linearize(
     if config.transfer is not None:
         need("matplotlib")
     with reading_model(model):
-        pretrained_config = AutoConfig.from_pretrained(model, local_files_only=True)
+        pretrained_config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     parameters = check_architecture(pretrained_config)
     load_tokenizer(model)
     place = find_device(device)
@@ -124,7 +124,9 @@ def run_linearize(
             windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS)
             check_windows(config, windows["train"], windows["val"])
         with reading_model(model):
-            pretrained = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
+            pretrained = AutoModelForCausalLM.from_pretrained(
+                model, dtype="auto", local_files_only=True, trust_remote_code=False
+            )
         try:
             result = linearize(pretrained, windows["train"], windows["val"], folder=out / RUNS, config=config, console=console)
         except TrainingStopped as stopped:

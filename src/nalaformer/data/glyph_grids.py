@@ -7,6 +7,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from ..field_types import check_side
 from .generated import GENERATED, Generated, Image
 from .glyphs import NAMES, glyph_masks
 
@@ -29,6 +30,7 @@ class GlyphGrid(Generated):
         if (self.cells**2 - 1) // self.glyphs < 1:
             raise ValueError(f"a grid must have room for every glyph and the marked cell, got {self.cells**2} cells")
         self.image_size = self.cells * self.cell_size
+        check_side("cells x cell_size", self.image_size)
         self.masks = glyph_masks(self.cell_size)[: self.glyphs]
 
     def place(self, random: Generator, patches: NDArray[np.float32]) -> tuple[Image, NDArray[np.int64]]:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..field_types import LARGEST_SIDE
 from .bad_sample import BadSample
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 # 64 Mpx: a few kilobytes of PNG can unpack to gigabytes
-MOST_PIXELS = 64 * 2**20
+MOST_PIXELS = LARGEST_SIDE**2
 # in a note of files that are not read
 MOST_NAMED = 5
 # EXIF's number for how the camera was held

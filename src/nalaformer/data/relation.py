@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.random import Generator
 
+from ..field_types import check_side
 from .generated import GENERATED, Generated, Image
 from .glyphs import glyph_masks
 
@@ -24,6 +25,7 @@ class MarkedPair(Generated):
         self, *, split: str, samples: int, seed: int = 0, image_size: int = 64, object_size: int = 9, distractors: int = 10
     ) -> None:
         super().__init__(split=split, samples=samples, seed=seed)
+        check_side("image_size", image_size)
         frame = object_size + 4
         slots = image_size // frame
         if slots**2 < distractors + 2:

@@ -47,7 +47,7 @@ def check_architecture(config: Any) -> int:
 
     check_config(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     decoder_layers(model)
     return int(model.num_parameters())
 

@@ -9,7 +9,9 @@ from torch import nn
 from ..data import seed_everything
 from ..tasks import TASKS, task_name
 from ..training import Checkpoints, Trainer, TrainingConfig
+from ..training.checkpoint import reading_run
 from .initial_weights import backbone_of, load_weights
+from .model_source import check_model_source
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -34,9 +36,11 @@ def build_model(recipe: Recipe, facts: dict[str, Any]) -> nn.Module:
     options = dict(recipe.model_options)
     if recipe.attention:
         options["attention"] = recipe.attention
+    kind = task_name(recipe.task)
+    check_model_source(kind, recipe.model, options)
     seed_everything(recipe.training.seed)
     try:
-        model = TASKS[task_name(recipe.task)].create_model(recipe.model, options, facts)
+        model = TASKS[kind].create_model(recipe.model, options, facts)
     except TypeError as error:
         if recipe.attention and "'attention'" in str(error):
             raise ValueError(
@@ -92,20 +96,23 @@ def load_run(folder: str | Path, *, step: int | None = None, data: str | None = 
             f"{folder} must be the folder of a run, got no checkpoint in {checkpoints.folder}; `nalaformer train` makes one"
         )
     newest, checkpoint = found
-    best = checkpoint.state["progress"]["best_step"]
-    wanted = step if step is not None else best
-    if wanted is not None and wanted != newest:
-        if wanted not in checkpoints.steps():
-            raise ValueError(f"step must be one that was kept, got {wanted}; {folder} has {checkpoints.steps()}")
-        newest, checkpoint = wanted, checkpoints.load(wanted)
-    settings = checkpoint.state["settings"]
-    if data is not None:
-        settings = settings | {"task": settings["task"] | {"data": data}}
-    recipe, facts = recipe_from(settings), settings["facts"]
-    task = TASKS[settings["kind"]](recipe.task)
-    model = build_model(recipe, facts)
-    model.load_state_dict(checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"])
-    return LoadedRun(recipe=recipe, model=model.eval(), task=task, facts=facts, step=newest)
+    with reading_run(folder):
+        best = checkpoint.state["progress"]["best_step"]
+        wanted = step if step is not None else best
+        if wanted is not None and wanted != newest:
+            if wanted not in checkpoints.steps():
+                raise ValueError(f"step must be one that was kept, got {wanted}; {folder} has {checkpoints.steps()}")
+            newest, checkpoint = wanted, checkpoints.load(wanted)
+        settings = checkpoint.state["settings"]
+        if data is not None:
+            settings = settings | {"task": settings["task"] | {"data": data}}
+        recipe, facts = recipe_from(settings), settings["facts"]
+        task = TASKS[settings["kind"]](recipe.task)
+        # the weights are those of the run: what timm would download first has no effect on them
+        options = {name: value for name, value in recipe.model_options.items() if name != "pretrained"}
+        model = build_model(replace(recipe, model_options=options), facts)
+        model.load_state_dict(checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"])
+        return LoadedRun(recipe=recipe, model=model.eval(), task=task, facts=facts, step=newest)
 
 
 def recipe_from(settings: dict[str, Any]) -> Recipe:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..data.generation import load_autoencoder
@@ -27,7 +28,16 @@ def load_pipeline(folder: str | Path, *, autoencoder: str | Path | None = None, 
 
     place = find_device(device)
     if (Path(folder) / "model_index.json").is_file():
-        return NaLaDiTPipeline.from_pretrained(folder, local_files_only=True).to(place)
+        try:
+            return NaLaDiTPipeline.from_pretrained(folder).to(place)
+        except (ImportError, ValueError, torch.OutOfMemoryError):
+            raise
+        # whatever a folder holds, diffusers' many readers raise accordingly
+        except Exception as error:
+            raise ValueError(
+                f"{folder} must hold a pipeline that diffusers can read, got {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}"
+            ) from error
     run = load_run(folder)
     if not isinstance(run.task, Generation):
         raise ValueError(f"images are made by a run that has learned to, such as shapes_dit_tiny, got {folder}")

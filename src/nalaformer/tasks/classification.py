@@ -66,6 +66,7 @@ class ClassificationConfig:
             positive=("train_samples", "eval_samples"),
             not_negative=("data_seed", "image_size", "mixup", "cutmix"),
             below_one=("holdout", "smoothing"),
+            sides=("image_size",),
         )
         if isinstance(self.augmentation, dict):
             # as a checkpoint's settings hold it

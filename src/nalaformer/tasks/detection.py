@@ -73,6 +73,7 @@ class DetectionConfig:
             positive=("train_samples", "eval_samples"),
             not_negative=("data_seed", "eval_short_side", "longest_side"),
             shares=("flip",),
+            sides=("short_sides", "eval_short_side", "longest_side"),
         )
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SCALES = (2, 3, 4)
+SIDES = ("patch_size", "eval_crop", "image_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class SuperResolutionConfig:
         if self.scale not in SCALES:
             raise ValueError(f"scale must be 2, 3 or 4, got {self.scale}")
         positive = ("patches_per_image", "train_samples", "eval_samples")
-        check_ranges(self, positive=positive, not_negative=("kept_mib", "data_seed"))
+        check_ranges(self, positive=positive, not_negative=("kept_mib", "data_seed"), sides=SIDES)
         for name in ("patch_size", "image_size"):
             if getattr(self, name) < self.scale:
                 raise ValueError(f"{name} must be at least the scale, {self.scale}, got {getattr(self, name)}")

@@ -16,10 +16,12 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..atomic_files import put_in_place, remove_folder
@@ -41,6 +43,21 @@ class Checkpoint:
     """File name without ending -> tensors by name."""
     state: dict[str, Any]
     """Plain values: numbers, strings, lists, dictionaries."""
+
+
+@contextmanager
+def reading_run(folder: str | Path) -> Iterator[None]:
+    """Put around what is made of a checkpoint's state: a part that is missing or unknown is one ValueError with the folder."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    # a state that another version or anybody else wrote: parts are missing, have other types, or make another model
+    except (LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError, MemoryError) as error:
+        raise ValueError(
+            f"{folder} must hold a run that this version of nalaformer can read, got {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}; a newer version may have written it: update nalaformer, or train it anew"
+        ) from error
 
 
 class Checkpoints:

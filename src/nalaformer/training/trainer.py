@@ -19,7 +19,7 @@ from ..registry import unknown_name
 from ..stopping import stop_requests
 from ..tasks.base import Loss, Task
 from . import optimizer_state
-from .checkpoint import Checkpoint, Checkpoints
+from .checkpoint import Checkpoint, Checkpoints, reading_run
 from .config import TrainingConfig
 from .display import Display, figures_line
 from .evaluation import evaluate
@@ -388,13 +388,14 @@ class Trainer:
                 raise ValueError(f"no checkpoint in {self.checkpoints.folder} is whole; move the folder away to start anew")
             return
         step, checkpoint = found
-        refuse_other_run(self, checkpoint)
-        self.model.load_state_dict(checkpoint.tensors["model"])
-        optimizer_state.unpack(self.optimizer, dict(checkpoint.tensors["optimizer"]), checkpoint.state["optimizer"])
-        if self.ema is not None:
-            self.ema.module.load_state_dict(checkpoint.tensors["ema"])
-        self.scaler.load_state_dict(checkpoint.state["scaler"])
-        self.progress = TrainerProgress(**checkpoint.state["progress"])
+        with reading_run(self.folder):
+            refuse_other_run(self, checkpoint)
+            self.model.load_state_dict(checkpoint.tensors["model"])
+            optimizer_state.unpack(self.optimizer, dict(checkpoint.tensors["optimizer"]), checkpoint.state["optimizer"])
+            if self.ema is not None:
+                self.ema.module.load_state_dict(checkpoint.tensors["ema"])
+            self.scaler.load_state_dict(checkpoint.state["scaler"])
+            self.progress = TrainerProgress(**checkpoint.state["progress"])
         # every rank has read by now; newer ones are damaged, and would count among those that are kept
         self.ranks.wait()
         if self.ranks.is_first:

@@ -222,11 +222,19 @@ def test_the_command_refuses_weights_that_do_not_fit(tmp_path):
     assert not out.exists()
 
 
+ONE = torch.tensor(1.0)
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
         ({"a": torch.zeros(1)}, ("--family", "flatten", "--out", "x.safetensors"), "holds no published backbone"),
         ({"a": torch.zeros(1)}, ("--family", "flatten", "--out", "x.pth"), "out must end in .safetensors"),
+        (
+            {"patch_embed.proj.0.weight": ONE, "head.weight": ONE},
+            ("--family", "mala", "--out", "x.safetensors"),
+            "have the shapes",
+        ),
         ({"patch_embed": torch.zeros(1)}, ("--family", "flaten", "--out", "x.safetensors"), "did you mean 'flatten'"),
     ],
 )

@@ -38,7 +38,7 @@ class GenerationDataConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         positive = ("image_size", "train_samples", "eval_samples")
-        check_ranges(self, positive=positive, not_negative=("data_seed",), below_one=("holdout",))
+        check_ranges(self, positive=positive, not_negative=("data_seed",), below_one=("holdout",), sides=("image_size",))
 
 
 class GenerationData(Dataset[tuple[Tensor, int]]):

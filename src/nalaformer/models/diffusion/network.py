@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...attention import Attention, AttentionConfig, configure
+from ...field_types import check_side
 from ...ops.kept_tensors import kept
 from ...registry import unknown_name
 
@@ -228,6 +229,7 @@ kept_positions: Callable[..., Tensor] = kept(sin_cos_positions, maxsize=16)
 
 
 def check_size(height: int, width: int, patch_size: int) -> None:
+    check_side("height and width", (height, width))
     if height < 1 or width < 1 or height % patch_size or width % patch_size:
         raise ValueError(
             f"height and width must be positive multiples of the patch size, {patch_size}, got {height} x {width}; "

@@ -2,22 +2,29 @@
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput
 from torch import Tensor
 
+from ...json_text import parse_json
 from ...registry import unknown_name
 from .model import NaLaDiT
 from .samplers import denoise, to_rgb
+
+INDEX = "model_index.json"
+# which class each part of a pipeline is of, as save_pretrained names them in the index; a part that is not there has none
+PARTS: dict[str, tuple[str, str]] = {"transformer": ("nalaformer", "NaLaDiT"), "vae": ("diffusers", "AutoencoderKL")}
 
 
 class NaLaDiTPipeline(DiffusionPipeline):
     """A NaLaDiT and, where it makes latents, the autoencoder that turns them into images.
 
-    save_pretrained(folder) writes both; NaLaDiTPipeline.from_pretrained(folder) reads them. diffusers' own
-    DiffusionPipeline.from_pretrained looks for classes in diffusers alone and does not find this one.
+    save_pretrained(folder) writes both; NaLaDiTPipeline.from_pretrained(folder) reads them, and nothing else: no code of the
+    folder, and nothing from the network. diffusers' own DiffusionPipeline.from_pretrained looks for classes in diffusers alone
+    and does not find this one.
     """
 
     _optional_components = ["vae"]
@@ -27,6 +34,12 @@ class NaLaDiTPipeline(DiffusionPipeline):
         super().__init__()
         check_channels(vae, transformer.channels)
         self.register_modules(transformer=transformer.eval(), vae=vae)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> "NaLaDiTPipeline":
+        """The pipeline that save_pretrained wrote there; options as in diffusers."""
+        check_pipeline_folder(Path(folder))
+        return super().from_pretrained(folder, **{"local_files_only": True, **options})
 
     def __call__(self, labels: Sequence[int | str] | Tensor, **options: Any) -> ImagePipelineOutput:
         """`sample` with Pillow's images, as diffusers' pipelines give them: pipeline(["circle"]).images[0].save(...)."""
@@ -116,3 +129,37 @@ def check_channels(autoencoder: AutoencoderKL | None, channels: int) -> None:
             f"the autoencoder must have the channels of the network's latents, {channels}, got "
             f"{autoencoder.config.latent_channels}; name the one that encoded the data"
         )
+
+
+def check_pipeline_folder(folder: Path) -> None:
+    """Refuse a folder by which diffusers would run code: some of its releases import what the index names, or files beside."""
+    index = folder / INDEX
+    if not index.is_file():
+        raise ValueError(
+            f"a pipeline must be a local folder that save_pretrained wrote, got {folder} without {INDEX}; fetch it first"
+        )
+    try:
+        entries = parse_json(index.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{index} must be the JSON that save_pretrained wrote: {error}; save the pipeline again") from error
+    if not isinstance(entries, dict) or not all(is_our_entry(name, value) for name, value in entries.items()):
+        raise ValueError(
+            f"{index} must name the parts of a NaLaDiTPipeline alone, a NaLaDiT and perhaps an AutoencoderKL; save the "
+            "pipeline again with save_pretrained"
+        )
+    for place in (folder, *(folder / part for part in PARTS)):
+        for file in sorted(place.glob("*")):
+            if file.suffix.lower() == ".py":
+                raise ValueError(f"a pipeline's folder must hold no code, got {file}; move it away")
+
+
+def is_our_entry(name: str, value: object) -> bool:
+    """True if save_pretrained writes such an entry into the index of our pipeline."""
+    if name not in PARTS:
+        return value == NaLaDiTPipeline.__name__ if name == "_class_name" else name.startswith("_") and isinstance(value, str)
+    library, kind = PARTS[name]
+    if value == [None, None]:
+        return name in NaLaDiTPipeline._optional_components
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return str(value[0]).split(".")[0] == library and value[1] == kind

@@ -110,7 +110,7 @@ class BackboneConfig:
             raise ValueError(f"local_positions must be 0, 1 or 2, got {self.local_positions}")
         if self.stem == "convolutions" and self.patch_size != 4:
             raise ValueError(f'the convolution stem has stride 4, got patch_size={self.patch_size}; use stem="patches"')
-        check_ranges(self, below_one=("drop_path_rate", "proj_drop_rate", "attn_drop_rate"))
+        check_ranges(self, below_one=("drop_path_rate", "proj_drop_rate", "attn_drop_rate"), sides=("img_size",))
         # refuses what no stage would take
         configure(self.attention, self.attention_options)
         if self.attn_drop_rate and all(map(self.is_linear, range(stages))):

@@ -51,6 +51,7 @@ class SegmentationConfig:
             positive=("train_samples", "eval_samples", "crop"),
             not_negative=("data_seed", "short_side", "color_jitter", "auxiliary_weight", "window", "window_stride"),
             shares=("flip",),
+            sides=("short_side", "crop", "window"),
         )
         if not 0 < self.smallest_scale <= self.largest_scale:
             raise ValueError(
