@@ -68,7 +68,7 @@ def run_command(folder, out, *, model="model", data="text.jsonl", length=64, mor
     from nalaformer.cli import build_app
 
     arguments = ["linearize", str(folder / model), "--data", str(folder / data), "--out", str(out), "--length", str(length)]
-    arguments += ["selection=key_norm", "--steps", "0", "--finetune-steps", "0", "--device", "cpu", *more]
+    arguments += ["selection=key_norm", "chunk_size=8", "--steps", "0", "--finetune-steps", "0", "--device", "cpu", *more]
     return CliRunner().invoke(build_app(), arguments, catch_exceptions=False)
 
 
@@ -167,6 +167,13 @@ def test_a_window_longer_than_the_text_is_refused_before_the_model_is_loaded(pre
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
     with pytest.raises(ValueError, match="an epoch must hold a whole batch"):
         run_command(pretrained_folder, tmp_path / "out", length=100_000, more=["--steps", "1"])
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=" ".join)
+def test_windows_that_softmax_sees_whole_are_refused_before_the_text_is_read(pretrained_folder, tmp_path, monkeypatch, more):
+    monkeypatch.setattr(saving, "tokenize_corpus", lambda *_, **__: pytest.fail("was tokenized"))
+    with pytest.raises(ValueError, match=r"longer than the two chunks .* 2 x chunk_size = 128 tokens, got 128.*--length"):
+        run_command(pretrained_folder, tmp_path / "out", length=128, more=["--steps", "1", "chunk_size=64", *more])
 
 
 def test_a_full_disk_in_the_last_save_leaves_no_half_and_the_same_command_ends(pretrained_folder, tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def run_linearize(
     from ..data.text import load_tokenizer
     from ..folder_lock import only_writer, refuse_in_use
     from ..linearize import LinearizeConfig, linearize, save, token_windows, write_report
-    from ..linearize.preflight import check_architecture, check_settings, check_windows, model_bytes, stage_line
+    from ..linearize.preflight import check_architecture, check_length, check_settings, check_windows, model_bytes, stage_line
     from ..linearize.saving import RUNS, TOKENS, check_folder, claim_folder, is_tokenized
     from ..recipes import changed
     from ..tasks.language import reading_model
@@ -87,6 +87,7 @@ def run_linearize(
     config = changed(config, settings)
     # before hours of work: what cannot be converted, trained, or be saved with its tokenizer and its report
     check_settings(config)
+    check_length(config, length)
     if config.transfer is not None:
         need("matplotlib")
     with reading_model(model):
