@@ -173,6 +173,22 @@ def test_frozen_weights_are_spread_over_a_group_where_asked(shard, windows, tmp_
         dist.destroy_process_group()
 
 
+def test_processes_do_not_wait_for_parameters_that_a_short_text_leaves_out():
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    learning = TransferModel(HybridForCausalLM.convert(make_model(), replace(SMALL, selection="learned")), range(2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        together = DistributedDataParallel(learning)
+        # the first lies in the exact window
+        for length in (16, 30):
+            AttentionTransfer([], [], range(2)).loss(together, torch.randint(3, 50, (2, length))).total.backward()
+    finally:
+        dist.destroy_process_group()
+    assert all(parameter.grad is not None for parameter in learning.learned().values())
+
+
 # --- the teacher --------------------------------------------------------------------------------------------------------
 
 
