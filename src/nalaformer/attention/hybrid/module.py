@@ -107,7 +107,7 @@ class HybridAttention(nn.Module):
         """[B, N, H, D or 1], the factor of the linear branch; None: there is none."""
         if self.gate is None:
             return None
-        return torch.sigmoid(self.gate(x.to(self.gate.weight.dtype))).unflatten(-1, (self.num_heads, -1))
+        return torch.sigmoid(self.gate(_as_weights_of(self.gate, x))).unflatten(-1, (self.num_heads, -1))
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None, state: HybridState | None) -> Tensor | None:
         """[B, N, K] for the rules that are told the scores, else None."""
@@ -137,7 +137,12 @@ class HybridAttention(nn.Module):
 
     def _learned_scores(self, x: Tensor) -> Tensor:
         assert self.scorer is not None
-        return self.scorer(x.to(next(self.scorer.parameters()).dtype))
+        return self.scorer(_as_weights_of(self.scorer, x))
 
     def extra_repr(self) -> str:
         return f"{self.settings}"
+
+
+def _as_weights_of(module: nn.Module, x: Tensor) -> Tensor:
+    """Return x in the type of the module's weights; a module that was quantized has no such type and takes x as it is."""
+    return x.to(next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), x.dtype))
