@@ -100,6 +100,28 @@ def test_a_used_folder_refuses_another_model_other_text_and_another_length(pretr
         run_command(folder, out)
 
 
+def test_a_finished_conversion_says_so_and_is_not_evaluated_again(pretrained_folder, tmp_path, monkeypatch):
+    out, runs = tmp_path / "out", []
+
+    def counted(*arguments, **options):
+        runs.append(options["config"])
+        return linearize(*arguments, **options)
+
+    monkeypatch.setattr("nalaformer.linearize.linearize", counted)
+    assert run_command(pretrained_folder, out).exit_code == 0
+    done = run_command(pretrained_folder, out)
+    assert done.exit_code == 0
+    assert len(runs) == 1
+    assert f"finished already: {out} holds the model of these settings" in done.output
+    # another attention is another model, and of this one nothing is left when that run is over
+    assert run_command(pretrained_folder, out, more=["salient_per_chunk=2"]).exit_code == 0
+    assert run_command(pretrained_folder, out).exit_code == 0
+    # as a full disk leaves it
+    (out / "model.safetensors").unlink()
+    assert run_command(pretrained_folder, out).exit_code == 0
+    assert [config.attention.salient_per_chunk for config in runs] == [4, 2, 4, 4]
+
+
 def test_a_single_text_is_refused_with_a_remedy_that_works(pretrained_folder, tmp_path):
     from typer.testing import CliRunner
 

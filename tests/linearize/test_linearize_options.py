@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -149,6 +150,19 @@ def test_as_many_heads_keep_every_token_as_the_cache_holds(windows, tmp_path):
     assert number(cache=0.85, cache_length=256) == 2
     with pytest.raises(ValueError, match="cache must hold what every head remembers"):
         number(cache=0.1, cache_length=256)
+
+
+@CONFIG.of("validation_windows")
+@pytest.mark.parametrize(("most", "seen"), [(0, 8), (3, 3), (100, 8)])
+def test_the_model_is_measured_on_as_many_windows_as_asked_and_says_so(most, seen, windows, tmp_path):
+    config = LinearizeConfig(attention=SMALL, transfer=short_run(steps=1), finetune=None, validation_windows=most)
+    with (tmp_path / "output").open("w") as file:
+        console = Console(file=file)
+        result = linearize(make_model(), windows, windows, folder=tmp_path / "out", config=config, console=console)
+    assert {found.tokens for found in result.validations.values()} == {seen * 23}
+    lines = (tmp_path / "output").read_text()
+    for stage in ("conversion", "transfer"):
+        assert f"{stage}: {seen} windows beside the teacher" in lines
 
 
 def test_only_the_layers_of_a_transfer_learn():

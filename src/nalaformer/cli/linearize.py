@@ -64,7 +64,7 @@ def run_linearize(
     from ..folder_lock import only_writer, refuse_in_use
     from ..linearize import LinearizeConfig, linearize, save, token_windows, write_report
     from ..linearize.preflight import check_architecture, check_length, check_settings, check_windows, model_bytes, stage_line
-    from ..linearize.saving import RUNS, TOKENS, check_folder, claim_folder, is_tokenized
+    from ..linearize.saving import RUNS, TOKENS, check_folder, claim_folder, is_finished, is_tokenized, mark_finished
     from ..recipes import changed
     from ..tasks.language import reading_model
     from ..training import TrainingConfig, TrainingStopped
@@ -101,6 +101,14 @@ def run_linearize(
         check_folder(out, model=model, data=data, length=length)
         refuse_in_use(out)
         refuse_full_disk(out, model_bytes(model), "a converted model")
+    if is_finished(out, config):
+        if is_first:
+            console.print(
+                f"finished already: {out} holds the model of these settings and its report, {out / 'report.html'}; remove the "
+                "folder to convert anew",
+                soft_wrap=True,
+            )
+        return
     has_tokens = is_tokenized(data) or (out / TOKENS).is_dir()
     windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS) if has_tokens else {}
     if windows:
@@ -135,6 +143,7 @@ def run_linearize(
             return
         save(result, out, tokenizer=model)
         report = write_report(result, out)
+        mark_finished(out, config)
     for stage, found in result.validations.items():
         console.print(
             f"after {stage}: perplexity {found.perplexity:.4g} (teacher {found.teacher_perplexity:.4g}), "

@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from hashlib import sha256
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..data import Samples
 from ..data.loading import random_state_of
-from .batches import inputs_and_targets
+from .batches import evenly_spread, inputs_and_targets
 
 # windows of the data that are looked at: data of terabytes has a fingerprint in a second too
 WINDOWS = 64
@@ -61,9 +60,3 @@ def some_windows(data: Samples) -> Iterator[tuple[Tensor, Tensor]]:
             sample = data[index]
         batch = sample[None] if isinstance(sample, Tensor) else {name: value[None] for name, value in sample.items()}
         yield inputs_and_targets(batch)
-
-
-def evenly_spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers below `count`, evenly spread from the first to the last."""
-    places: list[int] = np.unique(np.linspace(0, max(0, count - 1), most).astype(int)).tolist()
-    return places[:count]
