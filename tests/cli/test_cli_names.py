@@ -15,7 +15,7 @@ from nalaformer import cli
 from nalaformer.analysis import methods
 from nalaformer.bench import Case, cases, measurement
 from nalaformer.data.text import Tales
-from nalaformer.training.display import Display
+from nalaformer.training.display import Display, counted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -191,6 +191,18 @@ def test_what_a_run_says_is_printed_as_it_is(tmp_path, terminal):
         text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.read())
     assert "skipped w[/x] :cat:.png" in text
     assert text.count("w[/x] :cat:") >= 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_counted_work_is_shown_before_it_is_done(tmp_path, terminal):
+    with (tmp_path / "out").open("w+") as file:
+        console = Console(file=file, force_terminal=terminal, width=80)
+        with counted(console, "w[/x] :cat:", 5) as advance:
+            assert terminal or (tmp_path / "out").read_text() == "w[/x] :cat:\n"
+            advance(3)
+        text = (tmp_path / "out").read_text()
+    assert "w[/x] :cat:" in text
+    assert ("3/5" in text) == terminal
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +81,19 @@ def test_prompts_in_pieces_give_the_same_logits(model, tokens, sizes):
     pieces = [model(piece, past_key_values=cache).logits for piece in tokens.split(sizes, dim=1)]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-4)
     assert cache.get_seq_length() == 45
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
+@torch.no_grad()
+def test_dynamic_quantization_leaves_a_model_that_generates_and_changes_little(tokens):
+    model = converted(settings=replace(SMALL, selection="learned"), budget=BUDGET)
+    before = model(tokens).logits
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    assert not any(type(module) is torch.nn.Linear for module in quantized.modules())
+    change = quantized(tokens).logits - before
+    # 8 bits a weight, after two layers
+    assert change.square().mean() < 0.1 * before.square().mean()
+    assert quantized.generate(tokens, max_new_tokens=12, do_sample=False).shape == (2, 57)
 
 
 def test_greedy_tokens_do_not_depend_on_cache_or_pieces(model, tokens):

@@ -68,7 +68,7 @@ def run_command(folder, out, *, model="model", data="text.jsonl", length=64, mor
     from nalaformer.cli import build_app
 
     arguments = ["linearize", str(folder / model), "--data", str(folder / data), "--out", str(out), "--length", str(length)]
-    arguments += ["selection=key_norm", "--steps", "0", "--finetune-steps", "0", "--device", "cpu", *more]
+    arguments += ["selection=key_norm", "chunk_size=8", "--steps", "0", "--finetune-steps", "0", "--device", "cpu", *more]
     return CliRunner().invoke(build_app(), arguments, catch_exceptions=False)
 
 
@@ -98,6 +98,28 @@ def test_a_used_folder_refuses_another_model_other_text_and_another_length(pretr
         file.write('\n{"text": "more"}')
     with pytest.raises(ValueError, match="data was"):
         run_command(folder, out)
+
+
+def test_a_finished_conversion_says_so_and_is_not_evaluated_again(pretrained_folder, tmp_path, monkeypatch):
+    out, runs = tmp_path / "out", []
+
+    def counted(*arguments, **options):
+        runs.append(options["config"])
+        return linearize(*arguments, **options)
+
+    monkeypatch.setattr("nalaformer.linearize.linearize", counted)
+    assert run_command(pretrained_folder, out).exit_code == 0
+    done = run_command(pretrained_folder, out)
+    assert done.exit_code == 0
+    assert len(runs) == 1
+    assert f"finished already: {out} holds the model of these settings" in done.output
+    # another attention is another model, and of this one nothing is left when that run is over
+    assert run_command(pretrained_folder, out, more=["salient_per_chunk=2"]).exit_code == 0
+    assert run_command(pretrained_folder, out).exit_code == 0
+    # as a full disk leaves it
+    (out / "model.safetensors").unlink()
+    assert run_command(pretrained_folder, out).exit_code == 0
+    assert [config.attention.salient_per_chunk for config in runs] == [4, 2, 4, 4]
 
 
 def test_a_single_text_is_refused_with_a_remedy_that_works(pretrained_folder, tmp_path):
@@ -167,6 +189,13 @@ def test_a_window_longer_than_the_text_is_refused_before_the_model_is_loaded(pre
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
     with pytest.raises(ValueError, match="an epoch must hold a whole batch"):
         run_command(pretrained_folder, tmp_path / "out", length=100_000, more=["--steps", "1"])
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=" ".join)
+def test_windows_that_softmax_sees_whole_are_refused_before_the_text_is_read(pretrained_folder, tmp_path, monkeypatch, more):
+    monkeypatch.setattr(saving, "tokenize_corpus", lambda *_, **__: pytest.fail("was tokenized"))
+    with pytest.raises(ValueError, match=r"longer than the two chunks .* 2 x chunk_size = 128 tokens, got 128.*--length"):
+        run_command(pretrained_folder, tmp_path / "out", length=128, more=["--steps", "1", "chunk_size=64", *more])
 
 
 def test_a_full_disk_in_the_last_save_leaves_no_half_and_the_same_command_ends(pretrained_folder, tmp_path, monkeypatch):

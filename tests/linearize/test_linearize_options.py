@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -151,6 +152,19 @@ def test_as_many_heads_keep_every_token_as_the_cache_holds(windows, tmp_path):
         number(cache=0.1, cache_length=256)
 
 
+@CONFIG.of("validation_windows")
+@pytest.mark.parametrize(("most", "seen"), [(0, 8), (3, 3), (100, 8)])
+def test_the_model_is_measured_on_as_many_windows_as_asked_and_says_so(most, seen, windows, tmp_path):
+    config = LinearizeConfig(attention=SMALL, transfer=short_run(steps=1), finetune=None, validation_windows=most)
+    with (tmp_path / "output").open("w") as file:
+        console = Console(file=file)
+        result = linearize(make_model(), windows, windows, folder=tmp_path / "out", config=config, console=console)
+    assert {found.tokens for found in result.validations.values()} == {seen * 23}
+    lines = (tmp_path / "output").read_text()
+    for stage in ("conversion", "transfer"):
+        assert f"{stage}: {seen} windows beside the teacher" in lines
+
+
 def test_only_the_layers_of_a_transfer_learn():
     model = HybridForCausalLM.convert(make_model(), SMALL)
     learned = TransferModel(model, range(1, 2)).learned()
@@ -171,6 +185,22 @@ def test_frozen_weights_are_spread_over_a_group_where_asked(shard, windows, tmp_
         assert not any(is_sharded(attention.hybrid) for attention in converted_attentions(result.model))
     finally:
         dist.destroy_process_group()
+
+
+def test_processes_do_not_wait_for_parameters_that_a_short_text_leaves_out():
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    learning = TransferModel(HybridForCausalLM.convert(make_model(), replace(SMALL, selection="learned")), range(2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        together = DistributedDataParallel(learning)
+        # the first lies in the exact window
+        for length in (16, 30):
+            AttentionTransfer([], [], range(2)).loss(together, torch.randint(3, 50, (2, length))).total.backward()
+    finally:
+        dist.destroy_process_group()
+    assert all(parameter.grad is not None for parameter in learning.learned().values())
 
 
 # --- the teacher --------------------------------------------------------------------------------------------------------

@@ -148,6 +148,18 @@ def test_what_a_later_stage_needs_is_asked_for_before_the_first(windows, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("short", ["train", "eval"])
+def test_windows_in_which_nothing_can_be_learned_or_measured_are_refused(short, windows, tmp_path):
+    config = LinearizeConfig(attention=SMALL, transfer=short_run(steps=1), finetune=None)
+    data = {"train": windows, "eval": windows, short: TokenWindows(windows.windows.flatten(), length=2 * SMALL.chunk_size)}
+    with pytest.raises(ValueError, match=r"2 x chunk_size = 16 tokens, got 16; .*nothing could be learned"):
+        linearize(make_model(), data["train"], data["eval"], folder=tmp_path / "out", config=config)
+    assert not (tmp_path / "out").exists()
+    # without an exact window there is something to learn in texts of any length
+    linear = replace(config, attention=hybrid_settings("linear", chunk_size=8))
+    linearize(make_model(), data["train"], data["eval"], folder=tmp_path / "linear", config=linear)
+
+
 def test_finetuning_lowers_the_loss_and_merges_to_the_same_logits(windows, tmp_path):
     pytest.importorskip("peft")
     config = LinearizeConfig(

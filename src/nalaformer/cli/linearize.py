@@ -63,8 +63,8 @@ def run_linearize(
     from ..data.text import load_tokenizer
     from ..folder_lock import only_writer, refuse_in_use
     from ..linearize import LinearizeConfig, linearize, save, token_windows, write_report
-    from ..linearize.preflight import check_architecture, check_settings, check_windows, model_bytes, stage_line
-    from ..linearize.saving import RUNS, TOKENS, check_folder, claim_folder, is_tokenized
+    from ..linearize.preflight import check_architecture, check_length, check_settings, check_windows, model_bytes, stage_line
+    from ..linearize.saving import RUNS, TOKENS, check_folder, claim_folder, is_finished, is_tokenized, mark_finished
     from ..recipes import changed
     from ..tasks.language import reading_model
     from ..training import TrainingConfig, TrainingStopped
@@ -87,6 +87,7 @@ def run_linearize(
     config = changed(config, settings)
     # before hours of work: what cannot be converted, trained, or be saved with its tokenizer and its report
     check_settings(config)
+    check_length(config, length)
     if config.transfer is not None:
         need("matplotlib")
     with reading_model(model):
@@ -100,6 +101,14 @@ def run_linearize(
         check_folder(out, model=model, data=data, length=length)
         refuse_in_use(out)
         refuse_full_disk(out, model_bytes(model), "a converted model")
+    if is_finished(out, config):
+        if is_first:
+            console.print(
+                f"finished already: {out} holds the model of these settings and its report, {out / 'report.html'}; remove the "
+                "folder to convert anew",
+                soft_wrap=True,
+            )
+        return
     has_tokens = is_tokenized(data) or (out / TOKENS).is_dir()
     windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS) if has_tokens else {}
     if windows:
@@ -136,6 +145,7 @@ def run_linearize(
             return
         save(result, out, tokenizer=model)
         report = write_report(result, out)
+        mark_finished(out, config)
     for stage, found in result.validations.items():
         console.print(
             f"after {stage}: perplexity {found.perplexity:.4g} (teacher {found.teacher_perplexity:.4g}), "

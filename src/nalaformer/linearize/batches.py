@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
+
+from ..data import Samples
 
 # what cross-entropy leaves out
 IGNORED = -100
@@ -26,6 +29,26 @@ class TokenWindows(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return self.windows[index]
+
+
+class SomeSamples(Dataset[Any]):
+    """At most `most` samples of the data, evenly spread."""
+
+    def __init__(self, data: Samples, most: int) -> None:
+        self.data, self.places = data, evenly_spread(len(data), most)
+        self.collate = getattr(data, "collate", default_collate)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[self.places[index]]
+
+
+def evenly_spread(count: int, most: int) -> list[int]:
+    """Return at most `most` of the numbers below `count`, evenly spread from the first to the last."""
+    places: list[int] = np.unique(np.linspace(0, max(0, count - 1), most).astype(int)).tolist()
+    return places[:count]
 
 
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:

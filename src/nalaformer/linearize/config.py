@@ -46,6 +46,8 @@ class LinearizeConfig:
     """They are scaled by lora_alpha / lora_rank."""
     merge_adapter: bool = True
     """Add what stage 2 learned to the weights; False: keep it beside them, as peft's adapter."""
+    validation_windows: int = 64
+    """Most windows, evenly spread over the validation data, on which the model is measured after each stage; 0: all."""
     shard: bool = False
     """Under torchrun: the frozen weights are spread over the processes (FSDP2); what learns is small and stays whole."""
 
@@ -53,6 +55,8 @@ class LinearizeConfig:
         check_field_types(self)
         if self.layers_at_once < 0:
             raise ValueError(f"layers_at_once must not be negative, got {self.layers_at_once}; 0 means all")
+        if self.validation_windows < 0:
+            raise ValueError(f"validation_windows must not be negative, got {self.validation_windows}; 0 means all")
         if self.finetune_loss not in FINETUNE_LOSSES:
             raise unknown_name("finetune_loss", self.finetune_loss, FINETUNE_LOSSES)
         if self.cache is not None and not 0 < self.cache <= 1:

@@ -1,15 +1,14 @@
 """What tells a model and its data from others of the same shape: sums over every weight, and windows of tokens."""
 
+from collections.abc import Iterator
 from hashlib import sha256
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..data import Samples
 from ..data.loading import random_state_of
-from .batches import inputs_and_targets
+from .batches import evenly_spread, inputs_and_targets
 
 # windows of the data that are looked at: data of terabytes has a fingerprint in a second too
 WINDOWS = 64
@@ -47,12 +46,17 @@ def whole_tensor(parameter: Tensor) -> Tensor:
 def data_fingerprint(data: Samples) -> str:
     """A hash of the number of windows, and of the tokens and targets of at most WINDOWS of them, evenly spread."""
     digest = sha256(f"{len(data)} windows\n".encode())
-    places: Any = np.unique(np.linspace(0, max(0, len(data) - 1), WINDOWS).astype(int)) if len(data) else ()
-    for index in map(int, places):
+    for window in some_windows(data):
+        for tokens in window:
+            digest.update(tokens.long().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def some_windows(data: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens and targets [1, N] of at most WINDOWS samples, evenly spread and the same each time."""
+    for index in evenly_spread(len(data), WINDOWS):
         # data that draws its samples draws the same ones
         with random_state_of(0, index):
             sample = data[index]
         batch = sample[None] if isinstance(sample, Tensor) else {name: value[None] for name, value in sample.items()}
-        for tokens in inputs_and_targets(batch):
-            digest.update(tokens.long().numpy().tobytes())
-    return digest.hexdigest()[:16]
+        yield inputs_and_targets(batch)

@@ -1,5 +1,6 @@
 """Which heads keep every token: those that look up what is far away, as many as the cache allows."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,21 @@ from ..models.hybrid.attention import ConvertedAttention, attention_mode, conver
 from .batches import inputs_and_targets
 from .repeats import repeat_segments
 
+TEXTS = 16
+"""Texts in which heads are watched."""
+
 
 @torch.no_grad()
-def lookup_scores(model: nn.Module, data: Samples, *, texts: int = 16, length: int = 2048, seed: int = 0) -> Tensor:
-    """Return how much each key head looks up: [layers, key heads], 0 to 1.
+def lookup_scores(
+    model: nn.Module,
+    data: Samples,
+    *,
+    texts: int = TEXTS,
+    length: int = 2048,
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda texts: None,
+) -> Tensor:
+    """Return how much each key head looks up: [layers, key heads], 0 to 1. advance: told how many more texts are done.
 
     In texts with segments that come again, the attention that the second coming pays to the token which followed the first: the
     mean over places, of the query head that pays most among those that share the keys.
@@ -42,6 +54,7 @@ def lookup_scores(model: nn.Module, data: Samples, *, texts: int = 16, length: i
                 rows = (sources >= 0).nonzero()[:, 0]
                 places |= {"rows": rows.to(device), "sources": sources[rows].to(device)}
                 model(input_ids=tokens[None].to(device), use_cache=False, logits_to_keep=1)
+                advance(1)
     finally:
         for attention in attentions:
             attention.observer = None

@@ -10,6 +10,7 @@ from ..data import Samples, steps_per_epoch
 from ..models.hybrid.support import check_config, decoder_layers
 from ..training import TrainingConfig
 from .config import LinearizeConfig
+from .fingerprint import some_windows
 
 
 def check_settings(config: LinearizeConfig) -> None:
@@ -39,6 +40,19 @@ def check_windows(config: LinearizeConfig, train_data: Samples, eval_data: Sampl
             )
     if not len(eval_data):
         raise ValueError("validation needs at least one window of tokens, got none")
+    for data in (train_data, eval_data):
+        check_length(config, max(tokens.shape[1] for tokens, _ in some_windows(data)))
+
+
+def check_length(config: LinearizeConfig, length: int) -> None:
+    """Refuse windows that lie in the exact window: there the student is its teacher, and every metric is perfect."""
+    attention = config.attention
+    if attention.exact and not attention.keeps_all and length <= 2 * attention.chunk_size:
+        raise ValueError(
+            f"windows must be longer than the two chunks that a query attends to exactly, 2 x chunk_size = "
+            f"{2 * attention.chunk_size} tokens, got {length}; nothing could be learned or measured in them: use longer ones "
+            "(--length), several chunks at least, or a smaller chunk_size"
+        )
 
 
 def check_architecture(config: Any) -> int:

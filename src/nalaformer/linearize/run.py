@@ -18,12 +18,14 @@ from ..models.hybrid.config import HybridConfig
 from ..models.hybrid.model import HybridForCausalLM, restore_attention_
 from ..models.hybrid.support import check_config
 from ..training import Trainer, TrainingConfig, TrainingStopped
+from ..training.display import counted
 from ..training.ranks import started
+from .batches import SomeSamples
 from .compatibility import check_model
 from .config import LinearizeConfig
 from .finetune import NextToken, with_adapter
 from .fingerprint import data_fingerprint, model_fingerprint
-from .head_budget import choose_budget, lookup_scores
+from .head_budget import TEXTS, choose_budget, lookup_scores
 from .preflight import check_settings, check_windows
 from .sharding import shard_frozen_, whole
 from .trainable import Trainable, freeze
@@ -81,20 +83,27 @@ def linearize(
             "train_data": data_fingerprint(train_data),
             "eval_data": data_fingerprint(eval_data),
         }
-        hybrid = HybridForCausalLM.convert(model, config.attention, budget=find_budget(model, train_data, config))
-        freeze(hybrid)
-        stages_of = Stages(hybrid, train_data, eval_data, config, Path(folder), made_from, console)
+        console = console if ranks.is_first else None
+        held_out = SomeSamples(eval_data, config.validation_windows or len(eval_data))
         batch_size = max(1, (stages[0].batch_size if stages else 8) // ranks.count)
-        validations = {"conversion": validate(hybrid, eval_data, batch_size=batch_size)}
+
+        def measure(stage: str, model: nn.Module) -> Validation:
+            with counted(console, f"{stage}: {len(held_out)} windows beside the teacher", len(held_out)) as advance:
+                return validate(model, held_out, batch_size=batch_size, advance=advance)
+
+        hybrid = HybridForCausalLM.convert(model, config.attention, budget=find_budget(model, train_data, config, console))
+        freeze(hybrid)
+        stages_of = Stages(hybrid, train_data, held_out, config, Path(folder), made_from, console)
+        validations = {"conversion": measure("conversion", hybrid)}
         errors: dict[str, float] = {}
         if config.transfer is not None:
             errors = stages_of.transfer(config.transfer)
-            validations["transfer"] = validate(hybrid, eval_data, batch_size=batch_size)
+            validations["transfer"] = measure("transfer", hybrid)
         settle(hybrid)
         result: Any = hybrid
         if config.finetune is not None:
             result = stages_of.finetune(config.finetune)
-            validations["finetune"] = validate(result, eval_data, batch_size=batch_size)
+            validations["finetune"] = measure("finetune", result)
         if config.shard and ranks.count > 1:
             result = whole(result, stages_of.empty_copy())
         if config.finetune is not None and config.merge_adapter:
@@ -106,14 +115,18 @@ def linearize(
     return found
 
 
-def find_budget(model: "PreTrainedModel", data: Samples, config: LinearizeConfig) -> list[list[str]] | None:
+def find_budget(
+    model: "PreTrainedModel", data: Samples, config: LinearizeConfig, console: "Console | None" = None
+) -> list[list[str]] | None:
     """Return what each key head keeps; None: all of them what `config.attention` says. The model is left as it came."""
     if config.cache is None:
         return None
     implementation = model.config._attn_implementation
     trial = HybridForCausalLM.convert(model, config.attention)
     try:
-        scores = lookup_scores(trial, data)
+        texts = min(TEXTS, len(data))
+        with counted(console, f"budget: which heads look up what is far away, in {texts} texts", texts) as advance:
+            scores = lookup_scores(trial, data, advance=advance)
         attention = converted_attentions(trial)[0].hybrid.parts[0]
     finally:
         restore_attention_(model)

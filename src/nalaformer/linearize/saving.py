@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 from ..atomic_files import clear_disk_errors, is_leftover, sync, sync_tree, unfinished_folder, write_atomically
 from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, fingerprint, load_tokenizer, tokenize_corpus
 from ..json_text import parse_json
+from .config import LinearizeConfig
 from .run import Linearized
 
 MADE_FROM = "made_from.json"
+FINISHED = "finished"
 TOKENS, RUNS, ADAPTER = "tokens", "runs", "adapter"
 WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -25,6 +28,26 @@ def claim_folder(out: str | Path, *, model: str | Path, data: Sequence[str | Pat
     Path(out).mkdir(parents=True, exist_ok=True)
     with clear_disk_errors(Path(out)):
         write_atomically(Path(out) / MADE_FROM, (json.dumps(made_from, indent=1) + "\n").encode())
+
+
+def mark_finished(out: str | Path, config: LinearizeConfig) -> None:
+    """Note in a claimed folder that the model, its tokenizer and the report of these settings are there."""
+    place = Path(out) / MADE_FROM
+    noted = dict(parse_json(place.read_bytes())) | {FINISHED: asdict(config)}
+    with clear_disk_errors(place):
+        write_atomically(place, (json.dumps(noted, indent=1) + "\n").encode())
+
+
+def is_finished(out: str | Path, config: LinearizeConfig) -> bool:
+    """True if `mark_finished` was called with these settings after the last claim, and the weights are still there."""
+    place = Path(out) / MADE_FROM
+    if not place.is_file() or not any(path for pattern in WEIGHTS for path in Path(out).glob(pattern)):
+        return False
+    try:
+        noted = dict(parse_json(place.read_bytes()))
+    except (ValueError, TypeError):
+        return False
+    return bool(noted.get(FINISHED) == json.loads(json.dumps(asdict(config))))
 
 
 def check_folder(out: str | Path, *, model: str | Path, data: Sequence[str | Path], length: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.model import HybridForCausalLM
 from ..models.hybrid.support import decoder_layers
 from .trainable import Trainable
@@ -18,13 +19,15 @@ def shard_frozen_(model: HybridForCausalLM, trainable: Trainable) -> None:
     """Cut the frozen parameters of every layer, and of the rest, over all processes, once; they must have met."""
     from torch.distributed.fsdp import fully_shard
 
-    if is_sharded(model):
-        hide_from_ddp(trainable)
-        return
-    learned = set(trainable.learned().values())
-    for layer in decoder_layers(model.host):
-        fully_shard(layer, ignored_params=learned & set(layer.parameters()))
-    fully_shard(model.host, ignored_params=learned & set(model.host.parameters()))
+    trainable.is_collective = True
+    if not is_sharded(model):
+        learned = set(trainable.learned().values())
+        # a later stage may learn these
+        for attention in converted_attentions(model):
+            learned |= set(attention.hybrid.parameters())
+        for layer in decoder_layers(model.host):
+            fully_shard(layer, ignored_params=learned & set(layer.parameters()))
+        fully_shard(model.host, ignored_params=learned & set(model.host.parameters()))
     hide_from_ddp(trainable)
 
 

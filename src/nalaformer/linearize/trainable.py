@@ -10,6 +10,9 @@ from torch import Tensor, nn
 class Trainable(nn.Module):
     """The model as the trainer sees it; its state is that of the parameters that learn."""
 
+    is_collective = False
+    """True if a forward pass takes all processes at once: frozen weights are spread over them."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

@@ -1,6 +1,7 @@
 """How much of a model is left after its conversion: loss, perplexity, and the distance to its teacher."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +41,17 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, data: Samples, *, batch_size: int = 8, teacher: nn.Module | None = None) -> Validation:
+def validate(
+    model: nn.Module,
+    data: Samples,
+    *,
+    batch_size: int = 8,
+    teacher: nn.Module | None = None,
+    advance: Callable[[int], None] = lambda windows: None,
+) -> Validation:
     """The converted model beside its teacher on every window; teacher: by default the model itself attending by softmax.
 
-    Under a LoRA adapter the teacher is the model without it.
+    Under a LoRA adapter the teacher is the model without it. advance: told how many more windows are done.
     """
     was_training = model.training
     model.eval()
@@ -66,6 +74,7 @@ def validate(model: nn.Module, data: Samples, *, batch_size: int = 8, teacher: n
                 (expected.argmax(-1) == targets).sum(),
             )
             sums += torch.stack([figure.double().cpu() for figure in figures])
+            advance(len(tokens))
     finally:
         model.train(was_training)
     count, *totals = sums.tolist()

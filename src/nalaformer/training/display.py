@@ -1,6 +1,8 @@
 """What a run shows while it runs: a bar on a terminal, a line now and then elsewhere."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,6 +58,22 @@ class Display:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+
+@contextmanager
+def counted(console: "Console | None", description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Give a function that takes in how many more of `total` are done: a bar on a terminal, one line elsewhere."""
+    if console is None or not console.is_terminal:
+        if console is not None:
+            console.print(description, soft_wrap=True, markup=False, emoji=False)
+        yield lambda number: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda number: progress.advance(task, number)
 
 
 def figures_line(figures: dict[str, float]) -> str:

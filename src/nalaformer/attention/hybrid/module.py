@@ -107,7 +107,7 @@ class HybridAttention(nn.Module):
         """[B, N, H, D or 1], the factor of the linear branch; None: there is none."""
         if self.gate is None:
             return None
-        return torch.sigmoid(self.gate(x.to(self.gate.weight.dtype))).unflatten(-1, (self.num_heads, -1))
+        return torch.sigmoid(self.gate(_as_weights_of(self.gate, x))).unflatten(-1, (self.num_heads, -1))
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None, state: HybridState | None) -> Tensor | None:
         """[B, N, K] for the rules that are told the scores, else None."""
@@ -130,13 +130,19 @@ class HybridAttention(nn.Module):
         size = self.settings.chunk_size
         known = max(0, -(-q.shape[1] // size) - 2) * size
         if not known:
-            return x.new_zeros(())
+            # zero, but in the graph: data parallelism waits for the gradient of every parameter
+            return self._learned_scores(x[:, :0]).float().sum()
         wanted = distant_attention(q, k, chunk_size=size, scale=scale)[:, :known]
         return F.binary_cross_entropy_with_logits(self._learned_scores(x[:, :known]).float(), wanted)
 
     def _learned_scores(self, x: Tensor) -> Tensor:
         assert self.scorer is not None
-        return self.scorer(x.to(next(self.scorer.parameters()).dtype))
+        return self.scorer(_as_weights_of(self.scorer, x))
 
     def extra_repr(self) -> str:
         return f"{self.settings}"
+
+
+def _as_weights_of(module: nn.Module, x: Tensor) -> Tensor:
+    """Return x in the type of the module's weights; a module that was quantized has no such type and takes x as it is."""
+    return x.to(next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), x.dtype))
