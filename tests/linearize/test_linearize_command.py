@@ -186,7 +186,13 @@ def test_a_model_of_another_build_and_a_missing_package_are_refused_before_the_t
 
 
 def test_a_window_longer_than_the_text_is_refused_before_the_model_is_loaded(pretrained_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
+    read = AutoModelForCausalLM.from_pretrained
+
+    def without_values(*arguments, **options):
+        assert options["device_map"] == "meta"
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", without_values)
     with pytest.raises(ValueError, match="an epoch must hold a whole batch"):
         run_command(pretrained_folder, tmp_path / "out", length=100_000, more=["--steps", "1"])
 
@@ -196,6 +202,12 @@ def test_windows_that_softmax_sees_whole_are_refused_before_the_text_is_read(pre
     monkeypatch.setattr(saving, "tokenize_corpus", lambda *_, **__: pytest.fail("was tokenized"))
     with pytest.raises(ValueError, match=r"longer than the two chunks .* 2 x chunk_size = 128 tokens, got 128.*--length"):
         run_command(pretrained_folder, tmp_path / "out", length=128, more=["--steps", "1", "chunk_size=64", *more])
+
+
+def test_windows_longer_than_what_the_model_was_made_for_are_noted(pretrained_folder, tmp_path):
+    for length, is_noted in ((512, False), (513, True)):
+        said = run_command(pretrained_folder, tmp_path / "out", length=length, more=["--dry-run"]).output
+        assert ("the model was made for 512 tokens, got 513" in said) is is_noted
 
 
 def test_a_full_disk_in_the_last_save_leaves_no_half_and_the_same_command_ends(pretrained_folder, tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def run_linearize(
     device: str,
     dry_run: bool,
 ) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     from ..atomic_files import free_bytes, megabytes, refuse_full_disk
@@ -65,8 +65,9 @@ def run_linearize(
     from ..linearize import LinearizeConfig, linearize, save, token_windows, write_report
     from ..linearize.preflight import check_architecture, check_length, check_settings, check_windows, model_bytes, stage_line
     from ..linearize.saving import RUNS, TOKENS, check_folder, claim_folder, is_finished, is_tokenized, mark_finished
+    from ..models.language.lengths import length_note
     from ..recipes import changed
-    from ..tasks.language import reading_model
+    from ..tasks.language import pretrained_model, reading_model
     from ..training import TrainingConfig, TrainingStopped
     from ..training.ranks import find_device
 
@@ -93,7 +94,11 @@ def run_linearize(
     with reading_model(model):
         pretrained_config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     parameters = check_architecture(pretrained_config)
-    load_tokenizer(model)
+    words = len(load_tokenizer(model))
+    # names, shapes and sizes of files are known without the weights' values
+    note = length_note(pretrained_model(model, vocab_size=words, dtype="auto", device="meta"), length)
+    if note:
+        console.print(note, soft_wrap=True)
     place = find_device(device)
     # one of torchrun's processes looks and writes for all
     is_first = os.environ.get("RANK", "0") == "0"
@@ -132,10 +137,7 @@ def run_linearize(
         if not windows:
             windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS)
             check_windows(config, windows["train"], windows["val"])
-        with reading_model(model):
-            pretrained = AutoModelForCausalLM.from_pretrained(
-                model, dtype="auto", local_files_only=True, trust_remote_code=False
-            )
+        pretrained = pretrained_model(model, vocab_size=words, dtype="auto")
         try:
             result = linearize(pretrained, windows["train"], windows["val"], folder=out / RUNS, config=config, console=console)
         except TrainingStopped as stopped:

@@ -10,6 +10,7 @@ from ..data import seed_everything
 from ..tasks import TASKS, task_name
 from ..training import Checkpoints, Trainer, TrainingConfig
 from ..training.checkpoint import reading_run
+from ..weight_files import load_all
 from .initial_weights import backbone_of, load_weights
 from .model_source import check_model_source
 from .recipe import Recipe
@@ -111,7 +112,7 @@ def load_run(folder: str | Path, *, step: int | None = None, data: str | None = 
         # the weights are those of the run: what timm would download first has no effect on them
         options = {name: value for name, value in recipe.model_options.items() if name != "pretrained"}
         model = build_model(replace(recipe, model_options=options), facts)
-        model.load_state_dict(checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"])
+        load_all(model, checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"], f"{folder}, step {newest}")
         return LoadedRun(recipe=recipe, model=model.eval(), task=task, facts=facts, step=newest)
 
 

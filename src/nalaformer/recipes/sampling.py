@@ -28,8 +28,11 @@ def load_pipeline(folder: str | Path, *, autoencoder: str | Path | None = None, 
 
     place = find_device(device)
     if (Path(folder) / "model_index.json").is_file():
+        inside = Path(folder) / "vae"
+        # diffusers would fill what its weights lack with random numbers
+        parts = {"vae": load_autoencoder(inside).model} if inside.is_dir() else {}
         try:
-            return NaLaDiTPipeline.from_pretrained(folder).to(place)
+            return NaLaDiTPipeline.from_pretrained(folder, **parts).to(place)
         except (ImportError, ValueError, torch.OutOfMemoryError):
             raise
         # whatever a folder holds, diffusers' many readers raise accordingly
