@@ -115,7 +115,7 @@ def run_eval(run: Path, data: str | None, step: int | None, split: str, device: 
     table = table_of("figure", "value")
     for name, value in result.metrics.items():
         table.add_row(name, f"{value:.4g}")
-    print_table(f"{run}, step {result.step}, {result.model}", table)
+    print_table(f"{run}, {result.step_name}, {result.model}", table)
     for line in result.rejected:
         console.print(f"left out: {line}", soft_wrap=True)
 

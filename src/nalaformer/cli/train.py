@@ -62,6 +62,7 @@ def add_to(app: "typer.Typer") -> None:
 def run_train(name: str, settings: list[str], out: Path, dry_run: bool) -> None:
     from ..recipes import make_trainer, recipe_with
     from ..training import TrainingStopped, plan_lines
+    from ..training.display import figures_line
 
     console = make_console()
     recipe = recipe_with(name, settings)
@@ -76,8 +77,14 @@ def run_train(name: str, settings: list[str], out: Path, dry_run: bool) -> None:
         sys.stderr.write(f"stopped: {stopped}\n")
         sys.exit(1)
     if outcome.is_finished:
-        figures = ", ".join(f"{key} {value:.4g}" for key, value in outcome.metrics.items())
-        console.print(f"finished: {figures}; run: {out}", soft_wrap=True)
+        which = ", the best" if outcome.best_step == outcome.step else ""
+        console.print(f"finished: {figures_line(outcome.metrics)} (step {outcome.step}{which}); run: {out}", soft_wrap=True)
+        if outcome.metrics and outcome.best_step != outcome.step:
+            figure = next(iter(outcome.metrics))
+            console.print(
+                f"best: {figure} {outcome.best_value:.4g} (step {outcome.best_step}); other commands use these weights",
+                soft_wrap=True,
+            )
 
 
 def run_predict(images: list[Path], run: Path, out: Path | None, options: list[str], device: str) -> None:
@@ -103,7 +110,7 @@ def run_predict(images: list[Path], run: Path, out: Path | None, options: list[s
             if prediction.answer.picture is not None:
                 writer.write(prediction.path, prediction.answer.picture)
             table.add_row(str(prediction.path), *prediction.answer.cells)
-    print_table(f"by {run}", table)
+    print_table(f"by {run}, {loaded.step_name}", table)
     console = make_console()
     if writer.written:
         console.print(f"pictures: {writer.target}", soft_wrap=True, markup=False)

@@ -27,6 +27,13 @@ class LoadedRun:
     """Facts of its training data, such as the names of its classes; they are saved, so the data is not needed."""
     step: int
     """At which its weights were saved."""
+    best_step: int | None = None
+    """The step whose evaluation was the best; None: there was none."""
+
+    @property
+    def step_name(self) -> str:
+        """ "step 300, the best", or "step 400"."""
+        return f"step {self.step}, the best" if self.step == self.best_step else f"step {self.step}"
 
 
 def build_model(recipe: Recipe, facts: dict[str, Any]) -> nn.Module:
@@ -105,7 +112,7 @@ def load_run(folder: str | Path, *, step: int | None = None, data: str | None = 
     task = TASKS[settings["kind"]](recipe.task)
     model = build_model(recipe, facts)
     model.load_state_dict(checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"])
-    return LoadedRun(recipe=recipe, model=model.eval(), task=task, facts=facts, step=newest)
+    return LoadedRun(recipe=recipe, model=model.eval(), task=task, facts=facts, step=newest, best_step=best)
 
 
 def recipe_from(settings: dict[str, Any]) -> Recipe:

@@ -19,6 +19,8 @@ class Evaluation:
 
     model: str
     step: int
+    step_name: str
+    """The step in words, and that it is the best where it is."""
     metrics: dict[str, float]
     rejected: tuple[str, ...]
     """Images that could not be read and were left out."""
@@ -61,7 +63,7 @@ def evaluate_run(
             workers=training.workers,
             rejected=rejected.append,
         )
-    return Evaluation(model=run.recipe.model, step=run.step, metrics=metrics, rejected=tuple(rejected))
+    return Evaluation(model=run.recipe.model, step=run.step, step_name=run.step_name, metrics=metrics, rejected=tuple(rejected))
 
 
 def predict(paths: list[Path], folder: Path, *, options: list[str] | None = None, device: str = "auto") -> Iterator[Prediction]:
