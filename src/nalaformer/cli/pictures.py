@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data import SUFFIXES, find_images
+from ..data.images import write_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,7 +31,7 @@ class PictureWriter:
         """As PNG where the target is a folder; two inputs of one name get a number."""
         path = self.target if self.is_file else self._free_name(source.stem)
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
+        write_image(picture, path)
         self.written.append(path)
         return path
 

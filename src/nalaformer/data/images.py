@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..atomic_files import atomic_file
 from .bad_sample import BadSample
 
 if TYPE_CHECKING:
@@ -109,6 +110,17 @@ def in_eight_bits(image: "Image") -> "Image":
         kind = "integers" if image.mode == "I" else "floats"
         raise ValueError(f"pixels must be of 8 or 16 bits, got {kind} of 32, which have no agreed white; save it with 8 or 16")
     return image
+
+
+def write_image(image: "Image", path: Path, **options: Any) -> None:
+    """Write the image as its suffix says, as a whole file in the place of an old one; options are those of Pillow's format."""
+    from PIL import Image
+
+    kinds = Image.registered_extensions()
+    if path.suffix.lower() not in kinds:
+        raise ValueError(f"an image file must end in one of {', '.join(SUFFIXES)}, got {path}; name another")
+    with atomic_file(path) as aside:
+        image.save(aside, format=kinds[path.suffix.lower()], **options)
 
 
 def find_images(paths: list[Path]) -> list[Path]:
