@@ -62,7 +62,8 @@ def test_eval_gives_the_figures_of_the_training(trained, run):
     result = run("eval", trained, "--step", 6, "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert f"{top1:.4g}" in result.output
-    assert "top5" in result.output
+    # of four classes, the right one is always among five
+    assert "top5" not in result.output
     # images have train and val alone
     refused = run("eval", trained, "--split", "test", "--device", "cpu")
     assert "has no test split" in str(refused.exception)

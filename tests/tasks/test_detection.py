@@ -12,8 +12,10 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from typer.testing import CliRunner
 
 from helpers.option_effects import Effects
+from nalaformer.cli import build_app
 from nalaformer.data import read_image
 from nalaformer.recipes import Recipe, evaluate_run, load_run, make_trainer, predict
 from nalaformer.tasks import Detection, DetectionConfig
@@ -341,6 +343,24 @@ def test_only_objects_of_that_score_are_shown(run, images):
         assert all(value["score"] >= least for value in prediction.answer.values)
     assert prediction.answer.values == ()
     assert prediction.answer.cells[0] == "0"
+
+
+def test_written_results_have_the_mean_precision_of_the_evaluation(run, tmp_path):
+    from faster_coco_eval import COCO, COCOeval_faster
+
+    folder = Path(load_run(run).task.folder)
+    file = folder / "annotations" / "instances_val.json"
+    arguments = ["predict", folder / "val", "--run", run, "--coco", tmp_path / "a.json", "--annotations", file]
+    arguments += ["--out", tmp_path, "--set", "score=0", "--device", "cpu"]
+    done = CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    truth, expected = COCO(str(file)), evaluate_run(run, device="cpu").metrics
+    for kind, name in (("bbox", "box_map"), ("segm", "mask_map")):
+        judged = COCOeval_faster(truth, truth.loadRes(str(tmp_path / "a.json")), kind)
+        judged.evaluate()
+        judged.accumulate()
+        judged.summarize()
+        assert judged.stats[0] == pytest.approx(expected[name], abs=1e-6)
 
 
 def test_a_run_answers_where_its_data_is_gone(run, images, tmp_path):

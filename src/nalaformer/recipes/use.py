@@ -1,8 +1,10 @@
 """What a trained run is good for: figures on data, answers for images."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import nn
 
 from ..data import CorruptImage, find_images, read_image
 from ..tasks import Answer
@@ -83,17 +85,40 @@ def load_answering_run(folder: Path) -> LoadedRun:
 
 
 def answers_of(
-    run: LoadedRun, paths: list[Path], *, options: list[str] | None = None, device: str = "auto"
+    run: LoadedRun,
+    paths: list[Path],
+    *,
+    options: list[str] | None = None,
+    device: str = "auto",
+    advance: Callable[[], None] = lambda: None,
 ) -> Iterator[Prediction]:
-    """Like `predict`, for a run that is loaded already."""
+    """Like `predict`, for a run that is loaded already; `advance` is told each layer of the network."""
     found = find_images(paths)
     chosen = changed(run.task.AnswerOptions(), options or [])
     with started(device) as ranks:
         model = run.model.to(ranks.device)
-        for path in found:
-            try:
-                image = read_image(path)
-            except CorruptImage as error:
-                yield Prediction(path=path, answer=None, error=str(error))
-                continue
-            yield Prediction(path=path, answer=run.task.answer(model, image, run.facts, chosen))
+        watched = [layer.register_forward_hook(lambda *_: advance()) for layer in layers_of(model)]
+        try:
+            for path in found:
+                try:
+                    image = read_image(path)
+                except CorruptImage as error:
+                    yield Prediction(path=path, answer=None, error=str(error))
+                    continue
+                yield Prediction(path=path, answer=run.task.answer(model, image, run.facts, chosen))
+        finally:
+            for hook in watched:
+                hook.remove()
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks: members of lists of modules that have parts, and no such lists, of their own.
+
+    What is watched runs module by module, so nothing smaller is: its kernels may join parts.
+    """
+    members = [each for module in model.modules() if isinstance(module, nn.ModuleList) for each in module]
+    return [
+        each
+        for each in members
+        if any(True for _ in each.children()) and not any(isinstance(part, nn.ModuleList) for part in each.modules())
+    ]

@@ -91,6 +91,7 @@ class Detection:
     Config = DetectionConfig
     AnswerOptions = DetectionAnswers
     headings = ("objects", "which")
+    has_pictures = True
 
     def __init__(self, config: DetectionConfig) -> None:
         self.config = config
@@ -202,10 +203,16 @@ class Detection:
         return Answer(
             cells=(str(len(values)), ", ".join(which + more)),
             values=tuple(values),
+            rows=tuple(
+                {"class": value["class"], "score": value["score"]} | dict(zip(SIDES, value["box"], strict=True))
+                for value in values
+            ),
             picture=draw_objects(image, values, facts["classes"]),
         )
 
 
+# of a box, in pixels of the image
+SIDES = ("left", "top", "right", "bottom")
 # in a table's cell
 MOST_NAMED = 8
 

@@ -187,25 +187,27 @@ def find_annotations(root: Path, split: str) -> tuple[Path, Path]:
     )
 
 
-def read_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the file holds, as far as every image needs it."""
+def read_annotations(
+    file: Path, parts: tuple[str, ...] = ("images", "annotations", "categories")
+) -> dict[str, list[dict[str, Any]]]:
+    """What these parts of the file hold, as far as every image needs it."""
     try:
         content = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} must be COCO's JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} must be an object with images, annotations and categories, got {short(content)}")
+        raise ValueError(f"{file} must be an object with {', '.join(parts)}, got {short(content)}")
     fields: dict[str, dict[str, type]] = {
         "images": {"id": int, "file_name": str, "width": int, "height": int},
         "annotations": {"image_id": int},
         "categories": {"id": int, "name": str},
     }
-    for name, parts in fields.items():
+    for name in parts:
         rows = content.get(name)
         if not isinstance(rows, list) or not rows:
             raise ValueError(f"{file}: {name} must be a list with at least one entry, got {short(rows)}")
         for row in rows:
-            for part, kind in parts.items():
+            for part, kind in fields[name].items():
                 if not isinstance(row, dict) or not isinstance(row.get(part), kind):
                     raise ValueError(f"{file}: {part} of each of its {name} must be {WORDS[kind]}, got {short(row)}")
     for entry in content["images"]:

@@ -30,6 +30,7 @@ class Segmentation:
     Config = SegmentationConfig
     AnswerOptions = SegmentationAnswers
     headings = ("parts of the image",)
+    has_pictures = True
 
     def __init__(self, config: SegmentationConfig) -> None:
         self.config = config
@@ -112,7 +113,7 @@ class Segmentation:
         logits = logits_in_windows(model, batch.to(next(model.parameters()).device), window=window, stride=stride)
         labels = label_pixels(logits, (image.height, image.width))[0].to(torch.uint8).cpu().numpy()
         shares = np.bincount(labels.ravel(), minlength=len(facts["classes"])) / labels.size
-        most = [label for label in np.argsort(-shares, kind="stable")[:MOST_NAMED] if shares[label] > 0]
+        present = [label for label in np.argsort(-shares, kind="stable") if shares[label] > 0]
         picture = draw_overlay(
             image,
             labels,
@@ -121,5 +122,6 @@ class Segmentation:
             opacity=options.opacity,
             legend=options.legend,
         )
-        named = ", ".join(f"{facts['classes'][label]} {100 * shares[label]:.1f}%" for label in most)
-        return Answer(cells=(named,), values=labels, picture=picture)
+        named = ", ".join(f"{facts['classes'][label]} {100 * shares[label]:.1f}%" for label in present[:MOST_NAMED])
+        rows = tuple({"class": facts["classes"][label], "share": float(shares[label])} for label in present)
+        return Answer(cells=(named,), values=labels, rows=rows, picture=picture)
