@@ -102,8 +102,11 @@ def test_a_duration_in_the_other_unit_takes_the_place_of_the_old_one():
     assert (training.warmup, training.cooldown, training.total_steps(46)) == (5, 10, 552)
     with pytest.raises(ValueError, match="by epochs or by steps"):
         changed(RECIPES["cue_grid"](), ["steps=5", "epochs=1"])
-    with pytest.raises(ValueError, match="at least one step, got steps=0"):
-        changed(RECIPES["imagenet_nalaformer_t"](), ["steps=0"])
+    for name, usual in (("imagenet_nalaformer_t", "300 epochs"), ("cue_grid", "650 steps")):
+        with pytest.raises(ValueError, match=f"at least one step, got steps=0; leave it out for {usual}"):
+            changed(RECIPES[name](), ["steps=0"])
+        with pytest.raises(ValueError, match="steps must not be negative, got -5"):
+            changed(RECIPES[name](), ["steps=-5"])
 
 
 @pytest.mark.parametrize("name", ["cue_grid", "imagenet_nalaformer_t", "mqar_small"])

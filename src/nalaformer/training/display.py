@@ -36,14 +36,14 @@ class Display:
             return
         now = time.monotonic()
         done = step - self.first
-        rate = done * samples / max(now - self.started, 1e-9)
+        rate = in_digits(done * samples / max(now - self.started, 1e-9))
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, loss=f"{loss:.4g}", rate=f"{rate:.0f} samples")
+            self.bar.update(self.task, completed=step, loss=f"{loss:.4g}", rate=f"{rate} samples")
         elif now - self.last_line > SECONDS_BETWEEN_LINES:
             self.last_line = now
             left = (self.total - step) * (now - self.started) / done
             self.console.print(
-                f"{self.title}  step {step}/{self.total}  loss {loss:.4g}  {rate:.0f} samples/s  {left:.0f} s left",
+                f"{self.title}  step {step}/{self.total}  loss {loss:.4g}  {rate} samples/s  {left:.0f} s left",
                 soft_wrap=True,
                 markup=False,
                 emoji=False,
@@ -56,6 +56,11 @@ class Display:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+
+def in_digits(rate: float) -> str:
+    """Whole numbers, and two digits of what is below ten."""
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def figures_line(figures: dict[str, float]) -> str:
