@@ -189,6 +189,14 @@ def test_eval_names_the_files_that_it_leaves_out(folders):
     assert figure(shown, "images") == "7"
 
 
+@COMMANDS.of("eval run.settings")
+def test_eval_takes_settings_of_the_task(image_run):
+    shown = run("eval", image_run, "eval_samples=5", "--device", "cpu")
+    assert figure(shown, "images") == "5"
+    run("eval", "run", image_run, "data_seed=3", "--device", "cpu")
+    run("eval", image_run, "learning_rate=3", "--device", "cpu", fails="unknown key 'learning_rate'")
+
+
 @COMMANDS.of("eval run.split")
 def test_eval_looks_at_the_split_that_is_asked_for(tmp_path):
     settings = ["steps=1", "warmup=0", "batch_size=4", "eval_every=0", "save_every=0", "device=cpu"]
@@ -349,6 +357,11 @@ def test_predict_writes_the_class_of_each_pixel(tmp_path):
     assert image["label_map"] == str(written)
     assert Path(image["picture"]).is_file()
     assert sum(answer["share"] for answer in image["answers"]) == pytest.approx(1)
+    # the same run has something to say of each class
+    shown = run("eval", tmp_path / "run", "--device", "cpu")
+    ious = [float(line.split("│")[2]) for line in shown.splitlines() if "iou, " in line]
+    assert float(figure(shown, "miou")) == pytest.approx(sum(ious) / len(ious), rel=1e-2)
+    assert len(ious) == 7 - int(figure(shown, "classes_left_out"))
 
 
 # ---- text

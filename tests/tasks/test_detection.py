@@ -413,6 +413,24 @@ def test_images_are_resized_as_asked(tmp_path):
     assert task_of(tmp_path, longest_side=48).eval_data[0][0].shape == (3, 48, 48)
 
 
+def test_a_short_side_of_zero_leaves_an_image_as_it_is(tmp_path):
+    own = task_of(tmp_path).train_data[0][0].shape
+    data = task_of(tmp_path, short_sides=(0, 128)).train_data
+    assert {data[0][0].shape[1:] == own[1:] for _ in range(20)} == {True, False}
+
+
+@CONFIG.of("holdout")
+def test_images_are_held_out_where_there_is_no_val(tmp_path):
+    folder = Path(task_of(tmp_path, train_samples=8).folder)
+    (folder / "annotations" / "instances_val.json").unlink()
+    task = task_of(tmp_path, data=str(folder), holdout=0.25)
+    assert (len(task.train_data), len(task.eval_data)) == (6, 2)
+    (note,) = task.notes()
+    assert note.startswith("6 images to learn from; 2 more are held out to evaluate on: 25% of all")
+    with pytest.raises(ValueError, match=r"holdout=0\.2"):
+        task_of(tmp_path, data=str(folder)).eval_data  # noqa: B018
+
+
 @CONFIG.of("flip")
 def test_images_are_mirrored_as_often_as_asked(tmp_path):
     for flip, seen in ((0.0, {False}), (1.0, {True}), (0.5, {False, True})):
@@ -435,7 +453,8 @@ def test_empty_images_are_learned_from_or_not(tmp_path):
     ("settings", "message"),
     [
         ({"detector": "yolo"}, "detector"),
-        ({"short_sides": (0,)}, "short_sides must be positive"),
+        ({"short_sides": (-1,)}, "short_sides must not be negative"),
+        ({"holdout": 1.0}, "holdout must be at least 0 and below 1"),
         ({"short_sides": 800}, "short_sides must be a tuple"),
         ({"eval_short_side": -1}, "eval_short_side must not be negative"),
         ({"longest_side": -1}, "longest_side must not be negative"),

@@ -166,7 +166,7 @@ def test_defaults_are_those_that_figures_were_measured_with():
     assert asdict(SuperResolutionConfig(data="d")) == enlarging | {"data": "d"}
     objects = {"data_options": {}, "data_seed": 0, "train_samples": 1_000, "eval_samples": 200, "generated_folder": "runs/data"}
     objects |= {"detector": "retinanet", "short_sides": (800,), "eval_short_side": 800, "longest_side": 1333}
-    assert asdict(DetectionConfig(data="d")) == objects | {"data": "d", "flip": 0.5, "empty_images": True}
+    assert asdict(DetectionConfig(data="d")) == objects | {"data": "d", "flip": 0.5, "empty_images": True, "holdout": 0.0}
 
 
 # ---- recipes

@@ -263,6 +263,7 @@ def test_a_run_is_evaluated_to_the_figures_of_its_training(run):
     evaluation = evaluate_run(run, device="cpu")
     logged = [row for row in read_log(run / "log.jsonl") if row["kind"] == "eval"][-1]
     assert {name: logged[name] for name in evaluation.metrics} == evaluation.metrics
+    assert not set(evaluation.details) & set(logged)
 
 
 def test_an_answer_is_a_label_for_each_pixel_and_needs_no_data(tmp_path, run):

@@ -23,7 +23,7 @@ from nalaformer.recipes import Recipe, answers_of, build_model, changed, evaluat
 from nalaformer.tasks import ImageQuality, SuperResolutionConfig, SuperResolutionTask
 from nalaformer.tasks.image_quality import luma, psnr, ssim
 from nalaformer.tasks.super_resolution import SuperResolutionAnswers, enlarge_in_tiles, spans
-from nalaformer.training import TrainingConfig
+from nalaformer.training import TrainingConfig, evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG, ANSWERS = (Effects(field.name for field in fields(kind)) for kind in (SuperResolutionConfig, SuperResolutionAnswers))
@@ -237,9 +237,13 @@ def test_a_resumed_run_ends_with_the_same_bits(photographs, tmp_path):
     assert whole.progress.metrics == resumed.progress.metrics
 
 
-def test_a_run_is_evaluated_as_it_was_trained(photographs, tmp_path):
-    outcome = make_trainer(recipe_of(photographs), tmp_path / "run").fit()
+def test_a_run_is_evaluated_as_it_was_trained_or_on_whole_images(photographs, tmp_path):
+    outcome = make_trainer(recipe_of(photographs, eval_crop=20), tmp_path / "run").fit()
     assert evaluate_run(tmp_path / "run", device="cpu").metrics == pytest.approx(outcome.metrics)
+    whole = evaluate_run(tmp_path / "run", device="cpu", settings=["eval_crop=0"]).metrics
+    task = SuperResolutionTask(SuperResolutionConfig(data=str(photographs)))
+    assert whole == pytest.approx(evaluate(load_run(tmp_path / "run").model, task.eval_data, task.metrics(), batch_size=1))
+    assert whole["bicubic_psnr"] != pytest.approx(outcome.metrics["bicubic_psnr"])
 
 
 def test_bad_images_are_counted_or_stop_the_run(photographs, tmp_path):

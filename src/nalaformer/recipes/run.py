@@ -10,6 +10,7 @@ from ..data import seed_everything
 from ..tasks import TASKS, task_name
 from ..training import Checkpoints, Trainer, TrainingConfig
 from .initial_weights import backbone_of, load_weights
+from .overrides import changed
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -87,10 +88,12 @@ def start_from(source: Path, model: nn.Module, task: Any) -> str:
     return load_weights(model, task, source)
 
 
-def load_run(folder: str | Path, *, step: int | None = None, data: str | None = None) -> LoadedRun:
+def load_run(
+    folder: str | Path, *, step: int | None = None, data: str | None = None, settings: list[str] | None = None
+) -> LoadedRun:
     """Model and task of a run: its best checkpoint, or that of a step; the moving average where there is one.
 
-    data: another folder of the same classes, for a run whose own has moved.
+    data: another folder of the same classes, for a run whose own has moved. settings: key=value of its task.
     """
     checkpoints = Checkpoints(Path(folder) / "checkpoints")
     found = checkpoints.newest()
@@ -105,11 +108,12 @@ def load_run(folder: str | Path, *, step: int | None = None, data: str | None = 
         if wanted not in checkpoints.steps():
             raise ValueError(f"step must be one that was kept, got {wanted}; {folder} has {checkpoints.steps()}")
         newest, checkpoint = wanted, checkpoints.load(wanted)
-    settings = checkpoint.state["settings"]
+    saved = checkpoint.state["settings"]
     if data is not None:
-        settings = settings | {"task": settings["task"] | {"data": data}}
-    recipe, facts = recipe_from(settings), settings["facts"]
-    task = TASKS[settings["kind"]](recipe.task)
+        saved = saved | {"task": saved["task"] | {"data": data}}
+    recipe, facts = recipe_from(saved), saved["facts"]
+    recipe = replace(recipe, task=changed(recipe.task, settings or []))
+    task = TASKS[saved["kind"]](recipe.task)
     model = build_model(recipe, facts)
     model.load_state_dict(checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"])
     return LoadedRun(recipe=recipe, model=model.eval(), task=task, facts=facts, step=newest, best_step=best)

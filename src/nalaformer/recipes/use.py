@@ -24,6 +24,8 @@ class Evaluation:
     step_name: str
     """The step in words, and that it is the best where it is."""
     metrics: dict[str, float]
+    details: dict[str, float]
+    """Figures of single classes, where the task has them; training does not log them."""
     rejected: tuple[str, ...]
     """Images that could not be read and were left out."""
 
@@ -39,10 +41,19 @@ class Prediction:
 
 
 def evaluate_run(
-    folder: Path, *, data: str | None = None, step: int | None = None, split: str = "val", device: str = "auto"
+    folder: Path,
+    *,
+    data: str | None = None,
+    step: int | None = None,
+    split: str = "val",
+    device: str = "auto",
+    settings: list[str] | None = None,
 ) -> Evaluation:
-    """The metrics of a run's task, as training computes them; split "test": on samples that chose no checkpoint."""
-    run = load_run(folder, step=step, data=data)
+    """The metrics of a run's task, as training computes them; split "test": on samples that chose no checkpoint.
+
+    settings: key=value of the task, such as eval_crop=0, in the place of those that the run was trained with.
+    """
+    run = load_run(folder, step=step, data=data, settings=settings)
     if run.task.facts() != run.facts:
         raise ValueError(
             f"the data must have the {', '.join(run.facts)} of the run's own data, got others in {run.recipe.task.data}"
@@ -55,17 +66,25 @@ def evaluate_run(
     rejected: list[str] = []
     with started(device) as ranks:
         training = run.recipe.training
+        counted = run.task.metrics()
         metrics = evaluate(
             run.model.to(ranks.device),
             samples,
-            run.task.metrics(),
+            counted,
             batch_size=training.batch_size,
             ranks=ranks,
             precision=precision_on(ranks.device, training.precision),
             workers=training.workers,
             rejected=rejected.append,
         )
-    return Evaluation(model=run.recipe.model, step=run.step, step_name=run.step_name, metrics=metrics, rejected=tuple(rejected))
+    return Evaluation(
+        model=run.recipe.model,
+        step=run.step,
+        step_name=run.step_name,
+        metrics=metrics,
+        details=counted.details() if hasattr(counted, "details") else {},
+        rejected=tuple(rejected),
+    )
 
 
 def predict(paths: list[Path], folder: Path, *, options: list[str] | None = None, device: str = "auto") -> Iterator[Prediction]:

@@ -25,11 +25,20 @@ Sample = tuple[Tensor, Tensor]
 class MaskedImages(Dataset[Sample]):
     """A split of a folder in one of LAYOUTS -> (image [3, H, W], labels [H', W'] uint8, IGNORED where not counted).
 
+    holdout, seed: as in `find_files`.
     transform: from an RGB image and its labels to the sample; it is called with the random state that the loader has set.
     """
 
-    def __init__(self, root: str | Path, split: str, *, transform: "Callable[[Image, Labels], Sample]") -> None:
-        self.files = find_files(root, split)
+    def __init__(
+        self,
+        root: str | Path,
+        split: str,
+        *,
+        transform: "Callable[[Image, Labels], Sample]",
+        holdout: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.files = find_files(root, split, holdout=holdout, seed=seed)
         self.classes, self.colours = self.files.classes, self.files.colours
         self.transform = transform
 

@@ -15,8 +15,10 @@ class SegmentationConfig:
     """A folder in the layout of ADE20K, of Cityscapes or the plain one (images/train, masks/train, ...), or "scenes"."""
     generated_folder: str = "runs/data"
     """Where generated scenes are written, once; they are read like any other data."""
+    holdout: float = 0.0
+    """Share of the images that is held out for evaluation where the folder has no val split; 0: it must have one."""
     data_seed: int = 0
-    """Seed of generated scenes."""
+    """Seed of generated scenes, and of which images are held out."""
     train_samples: int = 600
     """Generated scenes to learn from."""
     eval_samples: int = 100
@@ -49,6 +51,7 @@ class SegmentationConfig:
             positive=("train_samples", "eval_samples", "crop"),
             not_negative=("data_seed", "short_side", "color_jitter", "auxiliary_weight", "window", "window_stride"),
             shares=("flip",),
+            below_one=("holdout",),
         )
         if not 0 < self.smallest_scale <= self.largest_scale:
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...data.generated_folders import written_once
 from ...data.segmentation import IGNORED, EvalResize, MaskedImages, TrainingCrop, write_scenes
-from ..base import TASKS, Answer, Loss
+from ..base import TASKS, Answer, Loss, held_out_note
 from .config import SCENES, SegmentationAnswers, SegmentationConfig
 from .metrics import ConfusionMatrix
 from .overlay import draw_overlay
@@ -60,11 +60,20 @@ class Segmentation:
             flip=config.flip,
             color_jitter=config.color_jitter,
         )
-        return MaskedImages(self.folder, "train", transform=crop)
+        return self.split("train", crop)
 
     @cached_property
     def eval_data(self) -> MaskedImages:
-        return MaskedImages(self.folder, "val", transform=EvalResize(short_side=self.config.short_side))
+        return self.split("val", EvalResize(short_side=self.config.short_side))
+
+    def split(self, name: str, transform: TrainingCrop | EvalResize) -> MaskedImages:
+        config = self.config
+        return MaskedImages(self.folder, name, transform=transform, holdout=config.holdout, seed=config.data_seed)
+
+    def notes(self) -> list[str]:
+        """The images held out, of a folder without val."""
+        is_cut = self.eval_data.files.is_cut
+        return [held_out_note(len(self.train_data), len(self.eval_data), self.config.holdout)] if is_cut else []
 
     def facts(self) -> dict[str, Any]:
         return {"classes": list(self.eval_data.classes), "colours": [list(colour) for colour in self.eval_data.colours]}
@@ -100,8 +109,8 @@ class Segmentation:
         return Loss(total=total, weight=counted.item() / labels[0].numel(), parts=parts)
 
     def metrics(self) -> ConfusionMatrix:
-        config = self.config
-        return ConfusionMatrix(len(self.eval_data.classes), window=config.window, stride=config.window_stride)
+        config, names = self.config, self.eval_data.classes
+        return ConfusionMatrix(len(names), window=config.window, stride=config.window_stride, names=names)
 
     @torch.no_grad()
     def answer(self, model: nn.Module, image: "Image", facts: dict[str, Any], options: SegmentationAnswers) -> Answer:
