@@ -19,14 +19,15 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def atomic_file(path: Path) -> Iterator[Path]:
     """A file to write, which gets its name `path` at the end; after an error the old one stays and nothing is beside it."""
     aside = path.with_name(f".{path.name}_{os.getpid()}")
-    try:
-        yield aside
-        sync(aside)
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
+    with clear_disk_errors(path):
+        try:
+            yield aside
+            sync(aside)
+            aside.replace(path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

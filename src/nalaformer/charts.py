@@ -1,6 +1,9 @@
 """Figures of matplotlib without pyplot: no global state, no display, nothing to close."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .atomic_files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,6 +17,12 @@ def new_figure(width: float, height: float, *, dpi: int = 150, paper: str = "whi
     figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained", facecolor=paper)
     FigureCanvasAgg(figure)
     return figure
+
+
+def save_figure(figure: "Figure", path: Path, **options: Any) -> None:
+    """Write the figure as its suffix says, as a whole file in the place of an old one."""
+    with atomic_file(path) as aside:
+        figure.savefig(aside, format=path.suffix.removeprefix("."), **options)
 
 
 def tidy(axes: Any, *, grid: str = "both") -> None:

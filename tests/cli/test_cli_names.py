@@ -177,6 +177,17 @@ def test_recipes_show_lists_as_they_are(run):
     assert "[64]" in run("recipes", "cue_grid")
 
 
+@pytest.mark.parametrize(("seconds", "rate"), [(100, "0.08 samples/s"), (2, "4 samples/s"), (0.01, "800 samples/s")])
+def test_a_slow_run_has_a_rate(tmp_path, monkeypatch, seconds, rate):
+    with (tmp_path / "out").open("w+") as file:
+        display = Display(Console(file=file, width=200), title="run", done=0, total=2)
+        display.last_line = -1e9
+        monkeypatch.setattr("time.monotonic", lambda: display.started + seconds)
+        display.step(1, 0.5, 8)
+        file.seek(0)
+        assert f"  {rate}  " in file.read()
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_a_run_says_is_printed_as_it_is(tmp_path, terminal):
     with (tmp_path / "out").open("w+") as file:

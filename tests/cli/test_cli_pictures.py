@@ -1,5 +1,8 @@
 """Where a command puts its pictures."""
 
+import errno
+import os
+
 import pytest
 from PIL import Image
 
@@ -33,6 +36,23 @@ def test_a_file_name_is_for_one_image(tmp_path):
     with pytest.raises(ValueError, match=r"out\.png for 2; name a folder"):
         PictureWriter(tmp_path / "out.png", inputs=inputs)
     assert PictureWriter(tmp_path / "out.png", inputs=inputs[:1]).write(inputs[0], PICTURE) == tmp_path / "out.png"
+
+
+def test_a_full_disk_leaves_the_earlier_picture_and_names_the_file(tmp_path, monkeypatch):
+    source, target = make(tmp_path / "x.png"), tmp_path / "out.png"
+    writer = PictureWriter(target, inputs=[source])
+    writer.write(source, PICTURE)
+    before = target.read_bytes()
+
+    def half(image, file, **_):
+        os.close(os.open(file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", half)
+    with pytest.raises(OSError, match=r"out\.png could not be written, the disk is full"):
+        writer.write(source, PICTURE)
+    assert target.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.png", "x.png"]
 
 
 def test_the_image_that_is_read_is_not_overwritten(tmp_path):

@@ -1,5 +1,6 @@
 """Every option of the commands that make data, train, use what was trained, and look at attention."""
 
+import csv
 import json
 import shutil
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from helpers.option_effects import Effects
 from nalaformer import cli
 from nalaformer.analysis import methods
 from nalaformer.data import CueGrid
+from nalaformer.data.segmentation.masks import read_mask
 from nalaformer.data.sequences import Stored
 from nalaformer.data.text import Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
-from nalaformer.recipes import RECIPES, evaluate_run, load_run
+from nalaformer.recipes import RECIPES, evaluate_run, load_run, predict
 from nalaformer.studies.scoreboard import runs as scoreboard
 from nalaformer.studies.scoreboard.report import read_rows
 from nalaformer.tasks import Answer, Classification
@@ -187,6 +189,14 @@ def test_eval_names_the_files_that_it_leaves_out(folders):
     assert figure(shown, "images") == "7"
 
 
+@COMMANDS.of("eval run.settings")
+def test_eval_takes_settings_of_the_task(image_run):
+    shown = run("eval", image_run, "eval_samples=5", "--device", "cpu")
+    assert figure(shown, "images") == "5"
+    run("eval", "run", image_run, "data_seed=3", "--device", "cpu")
+    run("eval", image_run, "learning_rate=3", "--device", "cpu", fails="unknown key 'learning_rate'")
+
+
 @COMMANDS.of("eval run.split")
 def test_eval_looks_at_the_split_that_is_asked_for(tmp_path):
     settings = ["steps=1", "warmup=0", "batch_size=4", "eval_every=0", "save_every=0", "device=cpu"]
@@ -228,6 +238,7 @@ def painting(monkeypatch):
 
     monkeypatch.setattr(Classification, "answer", answer)
     monkeypatch.setattr(Classification, "AnswerOptions", Colour)
+    monkeypatch.setattr(Classification, "has_pictures", True)
 
 
 @COMMANDS.of("predict.out", "predict.choose")
@@ -249,6 +260,108 @@ def test_predict_names_each_image_by_that_run(image_run, folders):
     first = [line.split("│")[2].split()[0] for line in lines]
     assert first == ["red"] + ["blue"] * 4
     assert "disc" in run("predict", red, "--run", image_run)
+
+
+@COMMANDS.of("predict.json_file", "predict.csv_file")
+def test_predict_writes_the_probabilities_that_it_finds(image_run, tmp_path):
+    (path,) = CueGrid(split="val", samples=1, cells=8).write(tmp_path / "images").rglob("*.png")
+    (tmp_path / "images" / "x.png").write_bytes(b"nothing")
+    files = ("--json", tmp_path / "new" / "a.json", "--csv", tmp_path / "a.csv")
+    done = CliRunner().invoke(
+        cli.build_app(), [str(part) for part in ("predict", tmp_path / "images", "--run", image_run, *files, "--set", "most=0")]
+    )
+    assert done.exit_code == 1
+    assert f"answers: {tmp_path / 'a.csv'}" in done.output
+    (prediction,) = predict([path], image_run, options=["most=0"])
+    assert sum(value for _, value in prediction.answer.values) == pytest.approx(1)
+    expected = [{"class": name, "probability": value} for name, value in prediction.answer.values]
+    content = json.loads((tmp_path / "new" / "a.json").read_text())
+    assert content["step"] == load_run(image_run).step
+    assert [image for image in content["images"] if "error" not in image] == [{"image": str(path), "answers": expected}]
+    assert ["no image" in image["error"] for image in content["images"] if "error" in image] == [True]
+    with (tmp_path / "a.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["image"], row["class"], float(row["probability"])) for row in rows if row["class"]] == [
+        (str(path), each["class"], each["probability"]) for each in expected
+    ]
+    assert [row["image"] for row in rows if row["error"]] == [str(tmp_path / "images" / "x.png")]
+
+
+def test_predict_names_as_many_classes_as_are_asked_for(image_run, tmp_path):
+    (path,) = CueGrid(split="val", samples=1, cells=8).write(tmp_path / "images").rglob("*.png")
+    shown = run("predict", path, "--run", image_run)
+    assert "fourth" in shown
+    assert "fifth" not in shown
+    assert "third" not in run("predict", path, "--run", image_run, "--set", "most=2")
+    run("predict", path, "--run", image_run, "--set", "most=-1", fails="most must not be negative")
+
+
+def test_what_a_task_cannot_write_is_refused_before_it_is_asked(image_run, tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    asked = ("predict", tmp_path / "a.png", "--run", image_run)
+    run(
+        *asked,
+        "--out",
+        tmp_path / "a.csv",
+        fails=f"--out is for pictures, got {tmp_path / 'a.csv'}; write the answers by --csv",
+    )
+    run(*asked, "--out", tmp_path / "b", fails="draws none; write its answers by --json FILE or --csv FILE")
+    run(*asked, "--coco", tmp_path / "a.json", fails="--coco is for runs of detection, got one of classification")
+    run(*asked, "--label-maps", tmp_path, fails="--label-maps is for runs of segmentation, got one of classification")
+    run(*asked, "--annotations", tmp_path / "a.json", fails="add --coco FILE")
+    run(*asked, "--json", tmp_path, fails="must be a file to write, got a folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+@COMMANDS.of("predict.coco", "predict.annotations")
+def test_predict_writes_objects_with_the_ids_of_the_annotations(tmp_path, monkeypatch):
+    backbone = {"embed_dims": [16] * 4, "depths": [1] * 4, "num_heads": [1] * 4, "mlp_ratios": 1}
+    options = backbone | {"channels": 16, "smallest_anchor": 12, "head_norm": True, "head_layers": 1}
+    few = ["steps=1", "warmup=0", "batch_size=2", "train_samples=2", "eval_samples=2", "eval_every=0", "save_every=0"]
+    settings = [*few, f"model_options={json.dumps(options)}", f"generated_folder={tmp_path}", "device=cpu"]
+    run("train", "shapes_retinanet", *settings, "--out", tmp_path / "run")
+    found = {"boxes": torch.tensor([[1.0, 2, 11, 22]]), "labels": torch.tensor([2]), "scores": torch.tensor([0.75])}
+    monkeypatch.setattr("nalaformer.tasks.detection.find_objects", lambda *_, **__: found)
+    folder = Path(load_run(tmp_path / "run").task.folder)
+    asked = ("predict", folder / "val", "--run", tmp_path / "run", "--coco", tmp_path / "coco.json")
+    run(*asked, "--csv", tmp_path / "a.csv")
+    expected = {"category_id": 3, "bbox": [1, 2, 10, 20], "score": 0.75}
+    results = json.loads((tmp_path / "coco.json").read_text())
+    names = ("000000.png", "000001.png")
+    assert results == [{"image_id": i + 1, **expected, "file_name": name} for i, name in enumerate(names)]
+    assert "triangle,0.75,1.0,2.0,11.0,22.0" in (tmp_path / "a.csv").read_text()
+    file = folder / "annotations" / "instances_val.json"
+    text = file.read_text().replace('"id": 3, "name": "triangle"', '"id": 44, "name": "triangle"')
+    (tmp_path / "ids.json").write_text(text)
+    run(*asked, "--annotations", tmp_path / "ids.json")
+    results = json.loads((tmp_path / "coco.json").read_text())
+    assert [(each["image_id"], each["category_id"]) for each in results] == [(0, 44), (1, 44)]
+    (tmp_path / "ids.json").write_text(text.replace("000001.png", "other.png"))
+    run(*asked, "--annotations", tmp_path / "ids.json", fails="must list every image that is asked about")
+
+
+@COMMANDS.of("predict.label_maps")
+def test_predict_writes_the_class_of_each_pixel(tmp_path):
+    options = {"embed_dims": [8] * 4, "depths": [1] * 4, "num_heads": [1] * 4, "mlp_ratios": 1.0, "decoder_channels": 64}
+    few = ["steps=1", "warmup=0", "batch_size=2", "train_samples=2", "eval_samples=1", "crop=32", "short_side=48"]
+    settings = [*few, "eval_every=0", "save_every=0", "device=cpu", f"generated_folder={tmp_path}"]
+    run("train", "scenes", *settings, f"model_options={json.dumps(options)}", "--out", tmp_path / "run")
+    (path,) = (load_run(tmp_path / "run").task.folder / "images" / "validation").iterdir()
+    said = run("predict", path, "--run", tmp_path / "run", "--label-maps", tmp_path / "maps", "--json", tmp_path / "a.json")
+    (prediction,) = predict([path], tmp_path / "run")
+    written = tmp_path / "maps" / f"{path.stem}.png"
+    assert f"label maps: {tmp_path / 'maps'}" in said
+    # as masks are read: the numbers of a palette
+    assert np.array_equal(read_mask(written), prediction.answer.values)
+    (image,) = json.loads((tmp_path / "a.json").read_text())["images"]
+    assert image["label_map"] == str(written)
+    assert Path(image["picture"]).is_file()
+    assert sum(answer["share"] for answer in image["answers"]) == pytest.approx(1)
+    # the same run has something to say of each class
+    shown = run("eval", tmp_path / "run", "--device", "cpu")
+    ious = [float(line.split("│")[2]) for line in shown.splitlines() if "iou, " in line]
+    assert float(figure(shown, "miou")) == pytest.approx(sum(ious) / len(ious), rel=1e-2)
+    assert len(ious) == 7 - int(figure(shown, "classes_left_out"))
 
 
 # ---- text

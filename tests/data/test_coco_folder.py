@@ -70,6 +70,45 @@ def test_usual_layouts_are_found(tmp_path, file, images):
     assert training_samples(tmp_path)[0][0].shape == (3, 30, 40)
 
 
+@pytest.mark.parametrize(
+    ("file", "images"),
+    [
+        ("annotations/instances_train.json", "train"),
+        ("annotations/instances_default.json", "images/default"),
+        ("_annotations.coco.json", "."),
+    ],
+)
+def test_a_folder_without_val_holds_out_a_share_by_the_names_of_its_files(tmp_path, file, images):
+    made = tmp_path / "made"
+    made.mkdir()
+    entries = [{"id": i, "file_name": f"{i}.png", "width": SIZE[0], "height": SIZE[1]} for i in range(10)]
+    make_folder(made, [BOX | {"id": i, "image_id": i} for i in range(10)], images=entries)
+    root = tmp_path / "root"
+    for source, target in (("annotations/instances_train.json", file), ("train/a.png", f"{images}/a.png")):
+        (root / target).parent.mkdir(parents=True, exist_ok=True)
+        (made / source).rename(root / target)
+
+    def names(split, seed=0):
+        folder = CocoFolder(root, split, holdout=0.2, seed=seed)
+        return {folder.path(index).name for index in range(len(folder))}
+
+    train, val = names("train"), names("val")
+    assert (len(train), len(val), len(train | val)) == (8, 2, 10)
+    assert val == names("val") != names("val", seed=1)
+    assert CocoFolder(root, "val", holdout=0.2).path(0).parent.resolve() == (root / images).resolve()
+    with pytest.raises(ValueError, match=r"holdout=0\.2 would set a fifth of the images aside"):
+        CocoFolder(root, "val")
+
+
+def test_a_val_split_of_its_own_is_taken_whole(tmp_path):
+    for split in ("train", "val"):
+        make_folder(tmp_path, split=split)
+    assert [len(CocoFolder(tmp_path, split, holdout=0.5)) for split in ("train", "val")] == [1, 1]
+    (tmp_path / "annotations" / "instances_val.json").unlink()
+    with pytest.raises(ValueError, match="must list two images or more"):
+        CocoFolder(tmp_path, "train", holdout=0.5)
+
+
 def test_a_folder_without_annotations_says_what_is_expected(tmp_path):
     with pytest.raises(ValueError, match=r"instances_train\.json"):
         CocoFolder(tmp_path, "train")

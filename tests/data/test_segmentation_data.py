@@ -65,6 +65,30 @@ def test_ade20k_counts_from_one_and_ignores_zero(tmp_path):
     assert data[0][1][0].tolist() == [IGNORED, 0, 149, 6]
 
 
+@pytest.mark.parametrize("place", ["train", "."])
+def test_a_folder_without_val_holds_out_a_share_by_the_names_of_its_files(tmp_path, place):
+    for index in range(10):
+        save(tmp_path / "images" / place / f"{index}.png", picture(*IDS.shape))
+        save(tmp_path / "masks" / place / f"{index}.png", IDS)
+
+    def pairs(split, seed=0):
+        data = MaskedImages(tmp_path, split, transform=EvalResize(), holdout=0.2, seed=seed)
+        assert len(data.classes) == IDS[IDS != IGNORED].max() + 1
+        assert data[0][1].shape == IDS.shape
+        return set(data.files.pairs)
+
+    train, val = pairs("train"), pairs("val")
+    assert (len(train), len(val), len(train | val)) == (8, 2, 10)
+    assert val == pairs("val") != pairs("val", seed=1)
+    with pytest.raises(ValueError, match=r"holdout=0\.2 would set a fifth" if place == "train" else "got no folder"):
+        opened(tmp_path, "val")
+
+
+def test_a_val_split_of_its_own_is_taken_whole(tmp_path):
+    data = MaskedImages(plain(tmp_path), "val", transform=EvalResize(), holdout=0.5)
+    assert (len(data), data.files.is_cut) == (2, False)
+
+
 def test_ade20k_takes_names_and_number_of_classes_from_its_table(tmp_path):
     write_scenes(tmp_path, train=1, val=1)
     assert opened(tmp_path).classes == SCENE_CLASSES

@@ -265,7 +265,7 @@ def test_every_recipe_describes_a_model_that_fits_its_data(name):
 
 def test_recipes_of_released_files_say_what_is_missing():
     for name in ("lra_text", "lra_retrieval", "lra_image"):
-        with pytest.raises(ValueError, match="root must be the folder"):
+        with pytest.raises(ValueError, match=r"root must be the folder.* name it by data_options="):
             Sequences(RECIPES[name]().task).facts()
 
 

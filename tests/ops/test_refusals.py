@@ -181,6 +181,7 @@ CASES = {
     # settings
     "seed=-1": (lambda: TrainingConfig(steps=1, seed=-1), "seed must not be negative, got -1"),
     "steps=-1": (lambda: TrainingConfig(epochs=1, steps=-1), "steps must not be negative, got -1"),
+    "steps=-5": (lambda: TrainingConfig(steps=-5), "steps must not be negative, got -5"),
     "beta2=1": (lambda: TrainingConfig(steps=1, beta2=1.0), "beta2 must be at least 0 and below 1, got 1.0"),
     "data_seed=-1": (lambda: SequencesConfig(data="mqar", data_seed=-1), "data_seed must not be negative, got -1"),
     "hybrid's misspelling": (lambda: hybrid_settings(chunk_siz=8), "unknown setting 'chunk_siz'; did you mean 'chunk_size'"),

@@ -1,6 +1,8 @@
 """Whoever writes a file or folder and renames it: it reaches the disk before it has its name, and its name reaches it too."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from safetensors.torch import save_file
 
 from nalaformer import atomic_files, published
 from nalaformer.atomic_files import atomic_file, atomic_folder, put_in_place, write_atomically, write_csv
+from nalaformer.charts import new_figure, save_figure
 from nalaformer.training import Checkpoint, Checkpoints
 
 
@@ -61,6 +64,21 @@ def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_half(tmp_path / "a")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+def test_a_figure_that_is_not_finished_leaves_the_old_one_and_is_named(tmp_path, monkeypatch):
+    figure, path = new_figure(1, 1), tmp_path / "a.png"
+    save_figure(figure, path)
+    before = path.read_bytes()
+
+    def full(file, **_):
+        Path(file).touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(figure, "savefig", full)
+    with pytest.raises(OSError, match=r"a\.png could not be written, the disk is full"):
+        save_figure(figure, path)
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("a.png", before)]
 
 
 def test_an_older_folder_goes_only_when_the_new_one_has_reached_the_disk(tmp_path, monkeypatch):

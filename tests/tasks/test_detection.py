@@ -12,8 +12,10 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from typer.testing import CliRunner
 
 from helpers.option_effects import Effects
+from nalaformer.cli import build_app
 from nalaformer.data import read_image
 from nalaformer.recipes import Recipe, evaluate_run, load_run, make_trainer, predict
 from nalaformer.tasks import Detection, DetectionConfig
@@ -343,6 +345,24 @@ def test_only_objects_of_that_score_are_shown(run, images):
     assert prediction.answer.cells[0] == "0"
 
 
+def test_written_results_have_the_mean_precision_of_the_evaluation(run, tmp_path):
+    from faster_coco_eval import COCO, COCOeval_faster
+
+    folder = Path(load_run(run).task.folder)
+    file = folder / "annotations" / "instances_val.json"
+    arguments = ["predict", folder / "val", "--run", run, "--coco", tmp_path / "a.json", "--annotations", file]
+    arguments += ["--out", tmp_path, "--set", "score=0", "--device", "cpu"]
+    done = CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    truth, expected = COCO(str(file)), evaluate_run(run, device="cpu").metrics
+    for kind, name in (("bbox", "box_map"), ("segm", "mask_map")):
+        judged = COCOeval_faster(truth, truth.loadRes(str(tmp_path / "a.json")), kind)
+        judged.evaluate()
+        judged.accumulate()
+        judged.summarize()
+        assert judged.stats[0] == pytest.approx(expected[name], abs=1e-6)
+
+
 def test_a_run_answers_where_its_data_is_gone(run, images, tmp_path):
     photo = tmp_path / "photo.png"
     # of another size than any it has seen
@@ -393,6 +413,24 @@ def test_images_are_resized_as_asked(tmp_path):
     assert task_of(tmp_path, longest_side=48).eval_data[0][0].shape == (3, 48, 48)
 
 
+def test_a_short_side_of_zero_leaves_an_image_as_it_is(tmp_path):
+    own = task_of(tmp_path).train_data[0][0].shape
+    data = task_of(tmp_path, short_sides=(0, 128)).train_data
+    assert {data[0][0].shape[1:] == own[1:] for _ in range(20)} == {True, False}
+
+
+@CONFIG.of("holdout")
+def test_images_are_held_out_where_there_is_no_val(tmp_path):
+    folder = Path(task_of(tmp_path, train_samples=8).folder)
+    (folder / "annotations" / "instances_val.json").unlink()
+    task = task_of(tmp_path, data=str(folder), holdout=0.25)
+    assert (len(task.train_data), len(task.eval_data)) == (6, 2)
+    (note,) = task.notes()
+    assert note.startswith("6 images to learn from; 2 more are held out to evaluate on: 25% of all")
+    with pytest.raises(ValueError, match=r"holdout=0\.2"):
+        task_of(tmp_path, data=str(folder)).eval_data  # noqa: B018
+
+
 @CONFIG.of("flip")
 def test_images_are_mirrored_as_often_as_asked(tmp_path):
     for flip, seen in ((0.0, {False}), (1.0, {True}), (0.5, {False, True})):
@@ -415,7 +453,8 @@ def test_empty_images_are_learned_from_or_not(tmp_path):
     ("settings", "message"),
     [
         ({"detector": "yolo"}, "detector"),
-        ({"short_sides": (0,)}, "short_sides must be positive"),
+        ({"short_sides": (-1,)}, "short_sides must not be negative"),
+        ({"holdout": 1.0}, "holdout must be at least 0 and below 1"),
         ({"short_sides": 800}, "short_sides must be a tuple"),
         ({"eval_short_side": -1}, "eval_short_side must not be negative"),
         ({"longest_side": -1}, "longest_side must not be negative"),

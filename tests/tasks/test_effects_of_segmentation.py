@@ -1,5 +1,6 @@
 """Every setting of segmentation, and every choice of its answers, does what its documentation says."""
 
+import shutil
 from dataclasses import asdict, fields, replace
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_defaults_of_segmentation_are_those_that_figures_were_measured_with():
         "flip": 0.5,
         "color_jitter": 0.0,
     }
-    scenes = {"generated_folder": "runs/data", "data_seed": 0, "train_samples": 600, "eval_samples": 100}
+    scenes = {"generated_folder": "runs/data", "holdout": 0.0, "data_seed": 0, "train_samples": 600, "eval_samples": 100}
     others = {"short_side": 0, "auxiliary_weight": 0.4, "window": 0, "window_stride": 0, "binary": False}
     assert asdict(SegmentationConfig(data="d")) == {"data": "d"} | crops | scenes | others
 
@@ -57,6 +58,17 @@ def drawn(task, index=0, seed=0):
 
 
 # ---- data
+
+
+@SEGMENTATION.of("holdout")
+def test_images_are_held_out_where_there_is_no_val(scenes, task_of, tmp_path):
+    shutil.copytree(scenes, tmp_path / "scenes")
+    for kind in ("images", "annotations"):
+        shutil.rmtree(tmp_path / "scenes" / kind / "validation")
+    task = task_of(data=str(tmp_path / "scenes"), holdout=0.3)
+    assert (len(task.train_data), len(task.eval_data)) == (2, 1)
+    (note,) = task.notes()
+    assert note.startswith("2 images to learn from; 1 more are held out to evaluate on: 30% of all")
 
 
 @SEGMENTATION.of("data", "generated_folder", "train_samples", "eval_samples", "data_seed")

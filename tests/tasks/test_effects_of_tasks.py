@@ -102,8 +102,11 @@ def test_a_duration_in_the_other_unit_takes_the_place_of_the_old_one():
     assert (training.warmup, training.cooldown, training.total_steps(46)) == (5, 10, 552)
     with pytest.raises(ValueError, match="by epochs or by steps"):
         changed(RECIPES["cue_grid"](), ["steps=5", "epochs=1"])
-    with pytest.raises(ValueError, match="at least one step, got steps=0"):
-        changed(RECIPES["imagenet_nalaformer_t"](), ["steps=0"])
+    for name, usual in (("imagenet_nalaformer_t", "300 epochs"), ("cue_grid", "650 steps")):
+        with pytest.raises(ValueError, match=f"at least one step, got steps=0; leave it out for {usual}"):
+            changed(RECIPES[name](), ["steps=0"])
+        with pytest.raises(ValueError, match="steps must not be negative, got -5"):
+            changed(RECIPES[name](), ["steps=-5"])
 
 
 @pytest.mark.parametrize("name", ["cue_grid", "imagenet_nalaformer_t", "mqar_small"])
@@ -163,7 +166,7 @@ def test_defaults_are_those_that_figures_were_measured_with():
     assert asdict(SuperResolutionConfig(data="d")) == enlarging | {"data": "d"}
     objects = {"data_options": {}, "data_seed": 0, "train_samples": 1_000, "eval_samples": 200, "generated_folder": "runs/data"}
     objects |= {"detector": "retinanet", "short_sides": (800,), "eval_short_side": 800, "longest_side": 1333}
-    assert asdict(DetectionConfig(data="d")) == objects | {"data": "d", "flip": 0.5, "empty_images": True}
+    assert asdict(DetectionConfig(data="d")) == objects | {"data": "d", "flip": 0.5, "empty_images": True, "holdout": 0.0}
 
 
 # ---- recipes

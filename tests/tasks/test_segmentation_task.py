@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 from torchmetrics.classification import MulticlassJaccardIndex
+from typer.testing import CliRunner
 
+from nalaformer.cli import build_app
 from nalaformer.data.segmentation import IGNORED, write_scenes
 from nalaformer.recipes import RECIPES, answers_of, changed, evaluate_run, load_run, make_trainer
 from nalaformer.tasks import Segmentation, SegmentationConfig
@@ -261,6 +263,7 @@ def test_a_run_is_evaluated_to_the_figures_of_its_training(run):
     evaluation = evaluate_run(run, device="cpu")
     logged = [row for row in read_log(run / "log.jsonl") if row["kind"] == "eval"][-1]
     assert {name: logged[name] for name in evaluation.metrics} == evaluation.metrics
+    assert not set(evaluation.details) & set(logged)
 
 
 def test_an_answer_is_a_label_for_each_pixel_and_needs_no_data(tmp_path, run):
@@ -277,10 +280,9 @@ def test_an_answer_is_a_label_for_each_pixel_and_needs_no_data(tmp_path, run):
     assert share == f"{100 * (labels == loaded.facts['classes'].index(named)).mean():.1f}%"
 
 
-def test_the_command_writes_pictures_and_lists_parts(tmp_path, run, data, capsys):
-    from nalaformer.cli.train import run_predict
-
+def test_the_command_writes_pictures_and_lists_parts(tmp_path, run, data):
     images = sorted((data / "images" / "validation").iterdir())[:2]
-    run_predict(images, run, tmp_path / "out", ["window=32"], "cpu")
+    arguments = ["predict", *images, "--run", run, "--out", tmp_path / "out", "--set", "window=32", "--device", "cpu"]
+    done = CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["scene_000000.png", "scene_000001.png"]
-    assert "%" in capsys.readouterr().out
+    assert "%" in done.output

@@ -1,11 +1,14 @@
 """Enlarging images: metrics as papers define them, and runs from training to pictures."""
 
+import io
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from skimage.color import rgb2ycbcr
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import nn
@@ -14,12 +17,13 @@ from typer.testing import CliRunner
 from helpers.option_effects import Effects
 from helpers.training_example import stop_at
 from nalaformer.cli import build_app
+from nalaformer.cli import predict as cli_predict
 from nalaformer.data.super_resolution import enlarge, to_eight_bits
-from nalaformer.recipes import Recipe, build_model, changed, evaluate_run, load_run, make_trainer, predict
+from nalaformer.recipes import Recipe, answers_of, build_model, changed, evaluate_run, load_run, make_trainer, predict
 from nalaformer.tasks import ImageQuality, SuperResolutionConfig, SuperResolutionTask
 from nalaformer.tasks.image_quality import luma, psnr, ssim
 from nalaformer.tasks.super_resolution import SuperResolutionAnswers, enlarge_in_tiles, spans
-from nalaformer.training import TrainingConfig
+from nalaformer.training import TrainingConfig, evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG, ANSWERS = (Effects(field.name for field in fields(kind)) for kind in (SuperResolutionConfig, SuperResolutionAnswers))
@@ -233,9 +237,13 @@ def test_a_resumed_run_ends_with_the_same_bits(photographs, tmp_path):
     assert whole.progress.metrics == resumed.progress.metrics
 
 
-def test_a_run_is_evaluated_as_it_was_trained(photographs, tmp_path):
-    outcome = make_trainer(recipe_of(photographs), tmp_path / "run").fit()
+def test_a_run_is_evaluated_as_it_was_trained_or_on_whole_images(photographs, tmp_path):
+    outcome = make_trainer(recipe_of(photographs, eval_crop=20), tmp_path / "run").fit()
     assert evaluate_run(tmp_path / "run", device="cpu").metrics == pytest.approx(outcome.metrics)
+    whole = evaluate_run(tmp_path / "run", device="cpu", settings=["eval_crop=0"]).metrics
+    task = SuperResolutionTask(SuperResolutionConfig(data=str(photographs)))
+    assert whole == pytest.approx(evaluate(load_run(tmp_path / "run").model, task.eval_data, task.metrics(), batch_size=1))
+    assert whole["bicubic_psnr"] != pytest.approx(outcome.metrics["bicubic_psnr"])
 
 
 def test_bad_images_are_counted_or_stop_the_run(photographs, tmp_path):
@@ -292,6 +300,27 @@ def test_tiles_are_seen_one_by_one_only_when_asked(run, photographs, monkeypatch
     assert sizes() == sizes("tile=0") == [(36, 40)]
     assert sizes("tile=20", "overlap=0") == [(20, 20)] * 4
     assert sizes("tile=20", "overlap=16") == [(20, 20)] * 5 * 6
+
+
+def test_an_image_at_work_tells_each_of_its_layers(run, photographs):
+    def layers(*options):
+        told = []
+        asked = {"options": list(options), "device": "cpu", "advance": lambda: told.append(1)}
+        assert len(list(answers_of(load_run(run), [photographs / "val" / "3.png"], **asked))) == 1
+        return len(told)
+
+    # one block
+    assert (layers(), layers("tile=20", "overlap=0")) == (1, 4)
+
+
+def test_a_bar_shows_the_layers_of_the_image_at_work(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(cli_predict, "make_console", lambda: Console(file=shown, force_terminal=True, width=100))
+    with cli_predict.image_bar([Path("a.png"), Path("b.png")]) as (advance, advance_layer):
+        advance()
+        for _ in range(7):
+            advance_layer()
+    assert "1/2, 7 layers of the next" in shown.getvalue()
 
 
 @pytest.mark.parametrize(("tile", "overlap"), [(8, 4), (9, 4), (16, 5), (50, 4)])

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..data.images import write_image
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -43,5 +45,5 @@ def draw_crops(rows: Sequence[tuple[Box, Mapping[str, "Image"]]], path: str | Pa
         top += strip.height + GAP
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole.save(path, optimize=True)
+    write_image(whole, path, optimize=True)
     return path

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from ..charts import save_figure
 from .compare import Row
 
 # Okabe and Ito's colours, which the colour-blind tell apart; lines that share one differ in their dashes.
@@ -76,7 +77,7 @@ def draw_entropy_against_norm(rows: Sequence[Row], path: str | Path, *, num_toke
     axes.spines[["top", "right"]].set_visible(False)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)
     return path
 
 

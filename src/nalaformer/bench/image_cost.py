@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..charts import new_figure, tidy
+from ..charts import new_figure, save_figure, tidy
 from .machine import Machine, describe_machine
 from .measurement import OUT_OF_MEMORY, CallMeasurement, Result
 from .models import LARGEST_ERROR
@@ -102,5 +102,5 @@ def draw_image_costs(results: Sequence[Result[M]], path: Path, machine: Machine,
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     first = results[0].measurement
     figure.suptitle(f"{style.title}, {name_of(first.dtype)}, {machine.device_name(first.device)}", fontsize=12)
-    figure.savefig(path)
+    save_figure(figure, path)
     return path

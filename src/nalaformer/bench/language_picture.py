@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..charts import new_figure, tidy
+from ..charts import new_figure, save_figure, tidy
 from .machine import Machine
 from .measurement import Result
 from .runner import name_of
@@ -44,7 +44,7 @@ def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) ->
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), fontsize=8, frameon=False)
     first = shown[0].measurement
     figure.suptitle(f"Decoding, {first.size} layout, {name_of(first.dtype)}, {machine.device_name(first.device)}", fontsize=12)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def in_digits(value: float, _: object) -> str:

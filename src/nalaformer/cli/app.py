@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 from ..stopping import clean_exit
-from . import backbones, bench, evaluate, generate, inside, linearize, sequences, study, text, train
+from . import backbones, bench, evaluate, generate, inside, linearize, predict, sequences, study, text, train
 from .console import make_console
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def build_app() -> "typer.Typer":
     ) -> None:
         pass
 
-    for group in (train, evaluate, text, generate, linearize, sequences, backbones, inside, study, bench):
+    for group in (train, predict, evaluate, text, generate, linearize, sequences, backbones, inside, study, bench):
         group.add_to(app)
     return app
 

@@ -29,6 +29,9 @@ def add_to(app: "typer.Typer") -> None:
     @group.command(DEFAULT)
     def run(
         run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+        settings: Annotated[
+            list[str] | None, typer.Argument(help="key=value of its task, such as eval_crop=0 of super-resolution.")
+        ] = None,
         data: Annotated[str | None, typer.Option(help="Other data of the same classes or tokenizer.")] = None,
         step: Annotated[int | None, typer.Option(help="Step of the checkpoint.", show_default="the best")] = None,
         split: Annotated[
@@ -37,7 +40,7 @@ def add_to(app: "typer.Typer") -> None:
         device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
     ) -> None:
         """Evaluate a run on its own data. The word "run" may be left out."""
-        run_eval(run, data, step, split, device)
+        run_eval(run, settings or [], data, step, split, device)
 
     @group.command()
     def language(
@@ -104,18 +107,18 @@ def add_to(app: "typer.Typer") -> None:
         show_image_figures(samples, reference, extractor, split, size, limit, device, options)
 
 
-def run_eval(run: Path, data: str | None, step: int | None, split: str, device: str) -> None:
+def run_eval(run: Path, settings: list[str], data: str | None, step: int | None, split: str, device: str) -> None:
     from rich.text import Text
 
     from ..recipes import evaluate_run
 
     console = make_console()
     with console.status(Text(f"evaluating {run}")):
-        result = evaluate_run(run, data=data, step=step, split=split, device=device)
+        result = evaluate_run(run, data=data, step=step, split=split, device=device, settings=settings)
     table = table_of("figure", "value")
-    for name, value in result.metrics.items():
+    for name, value in (result.metrics | result.details).items():
         table.add_row(name, f"{value:.4g}")
-    print_table(f"{run}, step {result.step}, {result.model}", table)
+    print_table(f"{run}, {result.step_name}, {result.model}", table)
     for line in result.rejected:
         console.print(f"left out: {line}", soft_wrap=True)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data import SUFFIXES, find_images
+from ..data.images import write_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -15,22 +16,22 @@ class PictureWriter:
     inputs: what was given to the command; a target that names a file needs a single image, and none of them is overwritten.
     """
 
-    def __init__(self, target: Path, *, inputs: list[Path]) -> None:
+    def __init__(self, target: Path, *, inputs: list[Path], option: str = "--out") -> None:
         self.target = target
         self.is_file = target.suffix.lower() in SUFFIXES and not target.is_dir()
         self.written: list[Path] = []
         found = find_images(inputs)
         self.taken = {path.resolve() for path in found}
         if self.is_file and len(found) != 1:
-            raise ValueError(f"--out names a file for one image, got {target} for {len(found)}; name a folder")
+            raise ValueError(f"{option} names a file for one image, got {target} for {len(found)}; name a folder")
         if self.is_file and target.resolve() in self.taken:
-            raise ValueError(f"--out must not be an image that is read, got {target}")
+            raise ValueError(f"{option} must not be an image that is read, got {target}")
 
     def write(self, source: Path, picture: "Image") -> Path:
         """As PNG where the target is a folder; two inputs of one name get a number."""
         path = self.target if self.is_file else self._free_name(source.stem)
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
+        write_image(picture, path)
         self.written.append(path)
         return path
 

@@ -1,12 +1,10 @@
-"""Commands that train and use what was trained."""
+"""Commands that train, and list what there is to train."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from .console import make_console, print_table, progress_bar
+from .console import make_console
 
 if TYPE_CHECKING:
     import typer
@@ -35,21 +33,6 @@ def add_to(app: "typer.Typer") -> None:
         run_train(recipe, settings or [], out or Path("runs") / recipe, dry_run)
 
     @app.command()
-    def predict(
-        images: Annotated[list[Path], typer.Argument(help="Images, or folders of them.")],
-        run: Annotated[Path, typer.Option(help="Folder of the run whose model is asked.")],
-        out: Annotated[
-            Path | None, typer.Option(help="File (of one image) or folder for pictures.", show_default="RUN/predictions")
-        ] = None,
-        choose: Annotated[
-            list[str] | None, typer.Option("--set", help="key=value that the task offers; a wrong key lists them.")
-        ] = None,
-        device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
-    ) -> None:
-        """Ask a run about images: a table of answers and, where the task has pictures, a picture of each."""
-        run_predict(images, run, out, choose or [], device)
-
-    @app.command()
     def recipes(
         recipe: Annotated[
             str | None, typer.Argument(help="One recipe, with all its settings.", autocompletion=of_recipes)
@@ -62,6 +45,7 @@ def add_to(app: "typer.Typer") -> None:
 def run_train(name: str, settings: list[str], out: Path, dry_run: bool) -> None:
     from ..recipes import make_trainer, recipe_with
     from ..training import TrainingStopped, plan_lines
+    from ..training.display import figures_line
 
     console = make_console()
     recipe = recipe_with(name, settings)
@@ -76,50 +60,14 @@ def run_train(name: str, settings: list[str], out: Path, dry_run: bool) -> None:
         sys.stderr.write(f"stopped: {stopped}\n")
         sys.exit(1)
     if outcome.is_finished:
-        figures = ", ".join(f"{key} {value:.4g}" for key, value in outcome.metrics.items())
-        console.print(f"finished: {figures}; run: {out}", soft_wrap=True)
-
-
-def run_predict(images: list[Path], run: Path, out: Path | None, options: list[str], device: str) -> None:
-    from rich.table import Table
-
-    from ..recipes import answers_of, load_answering_run
-    from .pictures import PictureWriter
-
-    # the images first: a model takes seconds to load
-    writer = PictureWriter(out or run / "predictions", inputs=images)
-    loaded = load_answering_run(run)
-    table = Table()
-    for heading in ("image", *loaded.task.headings):
-        table.add_column(heading, overflow="fold")
-    errors = []
-    with image_bar(images) as advance:
-        for prediction in answers_of(loaded, images, options=options, device=device):
-            advance()
-            if prediction.answer is None:
-                errors.append(prediction.error)
-                table.add_row(str(prediction.path), "-")
-                continue
-            if prediction.answer.picture is not None:
-                writer.write(prediction.path, prediction.answer.picture)
-            table.add_row(str(prediction.path), *prediction.answer.cells)
-    print_table(f"by {run}", table)
-    console = make_console()
-    if writer.written:
-        console.print(f"pictures: {writer.target}", soft_wrap=True, markup=False)
-    for error in errors:
-        console.print(f"left out: {error}", soft_wrap=True, markup=False)
-    if errors:
-        sys.exit(1)
-
-
-@contextmanager
-def image_bar(paths: list[Path]) -> Iterator[Callable[[], None]]:
-    """A progress bar over the images, on a terminal; within, call to say that one is done."""
-    from ..data import find_images
-
-    with progress_bar(make_console(), "images", total=len(find_images(paths))) as (progress, bar):
-        yield lambda: progress.advance(bar)
+        which = ", the best" if outcome.best_step == outcome.step else ""
+        console.print(f"finished: {figures_line(outcome.metrics)} (step {outcome.step}{which}); run: {out}", soft_wrap=True)
+        if outcome.metrics and outcome.best_step != outcome.step:
+            figure = next(iter(outcome.metrics))
+            console.print(
+                f"best: {figure} {outcome.best_value:.4g} (step {outcome.best_step}); other commands use these weights",
+                soft_wrap=True,
+            )
 
 
 def run_recipes(name: str | None) -> None:

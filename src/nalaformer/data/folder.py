@@ -122,15 +122,21 @@ def part_of(images: list[Path], split: str, class_folder: Path, holdout: float, 
             f"a class needs two images or more, one to learn from and one to be held out, got {len(images)} in {class_folder} "
             f"({', '.join(SUFFIXES)}); add some, or move the folder away"
         )
-    count = min(max(1, round(holdout * len(images))), len(images) - 1)
-    held_out = set(sorted(images, key=lambda path: rank_of(path.relative_to(class_folder.parent), seed))[:count])
-    return [path for path in images if (path in held_out) == (split == "val")]
+    names = {path: path.relative_to(class_folder.parent).as_posix() for path in images}
+    held_out = held_out_names(list(names.values()), holdout, seed)
+    return [path for path in images if (names[path] in held_out) == (split == "val")]
 
 
-def rank_of(path: Path, seed: int) -> str:
+def held_out_names(names: list[str], holdout: float, seed: int) -> set[str]:
+    """Return a share of two names or more, at least one and not all; which ones follows from the names and the seed."""
+    count = min(max(1, round(holdout * len(names))), len(names) - 1)
+    return set(sorted(names, key=lambda name: rank_of(name, seed))[:count])
+
+
+def rank_of(name: str, seed: int) -> str:
     """A number without pattern that follows from the name alone, so that few images change sides when some are added."""
     # macOS stores accents apart from their letters
-    name = unicodedata.normalize("NFC", path.as_posix())
+    name = unicodedata.normalize("NFC", name)
     return hashlib.sha256(f"{seed}/{name}".encode("utf-8", "surrogateescape")).hexdigest()
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..atomic_files import atomic_file
 from ..field_types import LARGEST_SIDE
 from .bad_sample import BadSample
 
@@ -140,6 +141,17 @@ def notes_of_ignored(paths: Iterable[str | Path]) -> list[str]:
         return []
     shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
     return [f"files that are not read as images: {len(names):,} ({shown}); images end in {', '.join(SUFFIXES)}"]
+
+
+def write_image(image: "Image", path: Path, **options: Any) -> None:
+    """Write the image as its suffix says, as a whole file in the place of an old one; options are those of Pillow's format."""
+    from PIL import Image
+
+    kinds = Image.registered_extensions()
+    if path.suffix.lower() not in kinds:
+        raise ValueError(f"an image file must end in one of {', '.join(SUFFIXES)}, got {path}; name another")
+    with atomic_file(path) as aside:
+        image.save(aside, format=kinds[path.suffix.lower()], **options)
 
 
 def find_images(paths: list[Path]) -> list[Path]:

@@ -4,7 +4,8 @@ import html
 from pathlib import Path
 from typing import Any
 
-from ..charts import new_figure
+from ..atomic_files import write_atomically
+from ..charts import new_figure, save_figure
 from .run import Linearized
 
 COLUMNS = {
@@ -38,7 +39,7 @@ def draw_errors(result: Linearized, path: Path) -> Path:
     axes.set_xlabel("layer")
     axes.set_ylabel("error / square of the outputs")
     axes.set_title("attention transfer")
-    figure.savefig(path)
+    save_figure(figure, path)
     return path
 
 
@@ -56,7 +57,7 @@ def write_report(result: Linearized, folder: str | Path) -> Path:
     """report.md, report.html and transfer.png in the folder; the path of the page."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.md").write_text(markdown(result))
+    write_atomically(folder / "report.md", markdown(result).encode())
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("", *COLUMNS.values()))
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in (name, *cells)) + "</tr>"
@@ -68,8 +69,9 @@ def write_report(result: Linearized, folder: str | Path) -> Path:
         picture = '<p><img src="transfer.png" alt="error of each layer"></p>'
     style = "body{font:15px sans-serif;max-width:60em;margin:2em auto}td,th{padding:.3em .8em;border-bottom:1px solid #ccc}"
     page = folder / "report.html"
-    page.write_text(
+    text = (
         f"<!doctype html><meta charset=utf-8><title>Linearization</title><style>{style}</style><h1>Linearization</h1>"
         f"<table><tr>{head}</tr>{body}</table>{picture}<p>{html.escape(str(result.config.attention))}</p>\n"
     )
+    write_atomically(page, text.encode())
     return page

@@ -13,6 +13,7 @@ from ..training.checkpoint import reading_run
 from ..weight_files import load_all
 from .initial_weights import backbone_of, load_weights
 from .model_source import check_model_source
+from .overrides import changed
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ class LoadedRun:
     """Facts of its training data, such as the names of its classes; they are saved, so the data is not needed."""
     step: int
     """At which its weights were saved."""
+    best_step: int | None = None
+    """The step whose evaluation was the best; None: there was none."""
+
+    @property
+    def step_name(self) -> str:
+        """ "step 300, the best", or "step 400"."""
+        return f"step {self.step}, the best" if self.step == self.best_step else f"step {self.step}"
 
 
 def build_model(recipe: Recipe, facts: dict[str, Any]) -> nn.Module:
@@ -85,10 +93,12 @@ def start_from(source: Path, model: nn.Module, task: Any) -> str:
     return load_weights(model, task, source)
 
 
-def load_run(folder: str | Path, *, step: int | None = None, data: str | None = None) -> LoadedRun:
+def load_run(
+    folder: str | Path, *, step: int | None = None, data: str | None = None, settings: list[str] | None = None
+) -> LoadedRun:
     """Model and task of a run: its best checkpoint, or that of a step; the moving average where there is one.
 
-    data: another folder of the same classes, for a run whose own has moved.
+    data: another folder of the same classes, for a run whose own has moved. settings: key=value of its task.
     """
     checkpoints = Checkpoints(Path(folder) / "checkpoints")
     found = checkpoints.newest()
@@ -104,16 +114,17 @@ def load_run(folder: str | Path, *, step: int | None = None, data: str | None = 
             if wanted not in checkpoints.steps():
                 raise ValueError(f"step must be one that was kept, got {wanted}; {folder} has {checkpoints.steps()}")
             newest, checkpoint = wanted, checkpoints.load(wanted)
-        settings = checkpoint.state["settings"]
+        saved = checkpoint.state["settings"]
         if data is not None:
-            settings = settings | {"task": settings["task"] | {"data": data}}
-        recipe, facts = recipe_from(settings), settings["facts"]
-        task = TASKS[settings["kind"]](recipe.task)
+            saved = saved | {"task": saved["task"] | {"data": data}}
+        recipe, facts = recipe_from(saved), saved["facts"]
+        recipe = replace(recipe, task=changed(recipe.task, settings or []))
+        task = TASKS[saved["kind"]](recipe.task)
         # the weights are those of the run: what timm would download first has no effect on them
         options = {name: value for name, value in recipe.model_options.items() if name != "pretrained"}
         model = build_model(replace(recipe, model_options=options), facts)
         load_all(model, checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"], f"{folder}, step {newest}")
-        return LoadedRun(recipe=recipe, model=model.eval(), task=task, facts=facts, step=newest)
+        return LoadedRun(recipe=recipe, model=model.eval(), task=task, facts=facts, step=newest, best_step=best)
 
 
 def recipe_from(settings: dict[str, Any]) -> Recipe:

@@ -1,8 +1,10 @@
 """What a trained run is good for: figures on data, answers for images."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import nn
 
 from ..data import CorruptImage, find_images, read_image
 from ..tasks import Answer
@@ -19,7 +21,11 @@ class Evaluation:
 
     model: str
     step: int
+    step_name: str
+    """The step in words, and that it is the best where it is."""
     metrics: dict[str, float]
+    details: dict[str, float]
+    """Figures of single classes, where the task has them; training does not log them."""
     rejected: tuple[str, ...]
     """Images that could not be read and were left out."""
 
@@ -35,10 +41,19 @@ class Prediction:
 
 
 def evaluate_run(
-    folder: Path, *, data: str | None = None, step: int | None = None, split: str = "val", device: str = "auto"
+    folder: Path,
+    *,
+    data: str | None = None,
+    step: int | None = None,
+    split: str = "val",
+    device: str = "auto",
+    settings: list[str] | None = None,
 ) -> Evaluation:
-    """The metrics of a run's task, as training computes them; split "test": on samples that chose no checkpoint."""
-    run = load_run(folder, step=step, data=data)
+    """The metrics of a run's task, as training computes them; split "test": on samples that chose no checkpoint.
+
+    settings: key=value of the task, such as eval_crop=0, in the place of those that the run was trained with.
+    """
+    run = load_run(folder, step=step, data=data, settings=settings)
     if run.task.facts() != run.facts:
         raise ValueError(
             f"the data must have the {', '.join(run.facts)} of the run's own data, got others in {run.recipe.task.data}"
@@ -51,17 +66,25 @@ def evaluate_run(
     rejected: list[str] = []
     with started(device) as ranks:
         training = run.recipe.training
+        counted = run.task.metrics()
         metrics = evaluate(
             run.model.to(ranks.device),
             samples,
-            run.task.metrics(),
+            counted,
             batch_size=training.batch_size,
             ranks=ranks,
             precision=precision_on(ranks.device, training.precision),
             workers=training.workers,
             rejected=rejected.append,
         )
-    return Evaluation(model=run.recipe.model, step=run.step, metrics=metrics, rejected=tuple(rejected))
+    return Evaluation(
+        model=run.recipe.model,
+        step=run.step,
+        step_name=run.step_name,
+        metrics=metrics,
+        details=counted.details() if hasattr(counted, "details") else {},
+        rejected=tuple(rejected),
+    )
 
 
 def predict(paths: list[Path], folder: Path, *, options: list[str] | None = None, device: str = "auto") -> Iterator[Prediction]:
@@ -81,17 +104,40 @@ def load_answering_run(folder: Path) -> LoadedRun:
 
 
 def answers_of(
-    run: LoadedRun, paths: list[Path], *, options: list[str] | None = None, device: str = "auto"
+    run: LoadedRun,
+    paths: list[Path],
+    *,
+    options: list[str] | None = None,
+    device: str = "auto",
+    advance: Callable[[], None] = lambda: None,
 ) -> Iterator[Prediction]:
-    """Like `predict`, for a run that is loaded already."""
+    """Like `predict`, for a run that is loaded already; `advance` is told each layer of the network."""
     found = find_images(paths)
     chosen = changed(run.task.AnswerOptions(), options or [])
     with started(device) as ranks:
         model = run.model.to(ranks.device)
-        for path in found:
-            try:
-                image = read_image(path)
-            except CorruptImage as error:
-                yield Prediction(path=path, answer=None, error=str(error))
-                continue
-            yield Prediction(path=path, answer=run.task.answer(model, image, run.facts, chosen))
+        watched = [layer.register_forward_hook(lambda *_: advance()) for layer in layers_of(model)]
+        try:
+            for path in found:
+                try:
+                    image = read_image(path)
+                except CorruptImage as error:
+                    yield Prediction(path=path, answer=None, error=str(error))
+                    continue
+                yield Prediction(path=path, answer=run.task.answer(model, image, run.facts, chosen))
+        finally:
+            for hook in watched:
+                hook.remove()
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks: members of lists of modules that have parts, and no such lists, of their own.
+
+    What is watched runs module by module, so nothing smaller is: its kernels may join parts.
+    """
+    members = [each for module in model.modules() if isinstance(module, nn.ModuleList) for each in module]
+    return [
+        each
+        for each in members
+        if any(True for _ in each.children()) and not any(isinstance(part, nn.ModuleList) for part in each.modules())
+    ]

@@ -96,6 +96,8 @@ class Answer:
     """For people: a row of the table whose headings the task names."""
     values: Any
     """For programs; each task says what it is."""
+    rows: tuple[dict[str, Any], ...] = ()
+    """For files: for each thing that the answer names, numbers and text by their names."""
     picture: "Image | None" = None
     """The answer drawn into the image, or the image that is the answer."""
 
@@ -104,7 +106,9 @@ class ImageTask(RecipeTask, Protocol):
     """A task whose models answer for single images, of which the task may know nothing else: its data may be gone."""
 
     headings: tuple[str, ...]
-    """The heading of each cell of an answer."""
+    """The heading of each cell of an answer; an answer may have fewer cells."""
+    has_pictures: bool
+    """True if its answers are drawn."""
     AnswerOptions: type[Any]
     """The frozen dataclass of what may be chosen when a model is asked."""
 
@@ -113,6 +117,14 @@ class ImageTask(RecipeTask, Protocol):
 
 
 TASKS: Registry[type[RecipeTask]] = Registry("task")
+
+
+def held_out_note(learned: int, held_out: int, share: float) -> str:
+    """Say which images of a folder without a val split are evaluated on."""
+    return (
+        f"{learned:,} images to learn from; {held_out:,} more are held out to evaluate on: {100 * share:g}% of all, chosen by "
+        "their names, the same in every run"
+    )
 
 
 def task_name(config: object) -> str:

@@ -82,7 +82,14 @@ SMALLEST_SIDE, LARGEST_SIDE = 32, 128
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationAnswers:
-    """What may be chosen when a model names images: nothing."""
+    """What may be chosen when a model names images."""
+
+    most: int = MOST_CLASSES
+    """Classes that are given with their probabilities, the likeliest first; 0: all. Tables show at most five."""
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        check_ranges(self, not_negative=("most",))
 
 
 @TASKS.register("classification")
@@ -92,6 +99,7 @@ class Classification:
     Config = ClassificationConfig
     AnswerOptions = ClassificationAnswers
     headings = ("first", "second", "third", "fourth", "fifth")
+    has_pictures = False
 
     def __init__(self, config: ClassificationConfig) -> None:
         self.config = config
@@ -195,12 +203,16 @@ class Classification:
 
     @torch.no_grad()
     def answer(self, model: nn.Module, image: "Image", facts: dict[str, Any], options: ClassificationAnswers) -> Answer:
-        """Values: up to five (class, probability), the likeliest first."""
+        """Values: (class, probability), the likeliest first."""
         batch = self.prepare(image)[None].to(next(model.parameters()).device)
-        top = model(batch).float().softmax(dim=1)[0].topk(min(MOST_CLASSES, len(facts["classes"])))
+        top = model(batch).float().softmax(dim=1)[0].topk(min(options.most or len(facts["classes"]), len(facts["classes"])))
         found = zip(top.values.tolist(), top.indices.tolist(), strict=True)
         values = tuple((facts["classes"][label], probability) for probability, label in found)
-        return Answer(cells=tuple(f"{name} {100 * probability:.1f}%" for name, probability in values), values=values)
+        return Answer(
+            cells=tuple(f"{name} {100 * probability:.1f}%" for name, probability in values[:MOST_CLASSES]),
+            values=values,
+            rows=tuple({"class": name, "probability": probability} for name, probability in values),
+        )
 
     @cached_property
     def _mix(self) -> Any:
@@ -228,13 +240,14 @@ class Classification:
         return Loss(total=F.cross_entropy(logits, labels, label_smoothing=self.config.smoothing), weight=len(images))
 
     def metrics(self) -> "TopAccuracy":
-        return TopAccuracy()
+        return TopAccuracy(classes=len(self.classes))
 
 
 class TopAccuracy(SummedMetrics):
-    """How often the right class is the first, and among the first five."""
+    """How often the right class is the first, and among the first five where there are more."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, classes: int | None = None) -> None:
+        self.classes = classes
         # images, right ones, right ones among five, sum of losses
         self.sums = torch.zeros(4, dtype=torch.float64)
 
@@ -250,4 +263,6 @@ class TopAccuracy(SummedMetrics):
         images, first, five, losses = self.sums.tolist()
         if not images:
             raise ValueError("accuracy needs at least one image, got none that could be read")
-        return {"top1": first / images, "top5": five / images, "loss": losses / images, "images": images}
+        # of five classes or fewer, every answer has the right one
+        top5 = {} if self.classes is not None and self.classes <= MOST_CLASSES else {"top5": five / images}
+        return {"top1": first / images} | top5 | {"loss": losses / images, "images": images}

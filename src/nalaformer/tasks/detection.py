@@ -20,7 +20,7 @@ from ..data.detection import (
 )
 from ..field_types import check_field_types, check_ranges
 from ..registry import unknown_name
-from .base import TASKS, Answer, Gather, Loss
+from .base import TASKS, Answer, Gather, Loss, held_out_note
 from .detection_picture import draw_objects
 
 if TYPE_CHECKING:
@@ -39,8 +39,10 @@ class DetectionConfig:
     """A folder in COCO's layout (annotations/instances_train.json with train/, the same for val), or "overlapping_shapes"."""
     data_options: dict[str, Any] = field(default_factory=dict)
     """Options of generated data, e.g. {"most_objects": 3}."""
+    holdout: float = 0.0
+    """Share of the images that is held out for evaluation where the folder has no val split; 0: it must have one."""
     data_seed: int = 0
-    """Seed of generated data."""
+    """Seed of generated data, and of which images are held out."""
     train_samples: int = 1_000
     """Generated data: images to learn from."""
     eval_samples: int = 200
@@ -50,7 +52,7 @@ class DetectionConfig:
     detector: str = "retinanet"
     """"retinanet" (boxes) or "mask_rcnn" (boxes and masks)."""
     short_sides: tuple[int, ...] = (800,)
-    """Training images are resized to a short side drawn from these, their shape kept; none: they keep their size."""
+    """Training images are resized to a short side drawn from these, their shape kept; 0 or none: they keep their size."""
     eval_short_side: int = 800
     """The same in evaluation and for answers; 0: images keep their size."""
     longest_side: int = 1333
@@ -66,14 +68,15 @@ class DetectionConfig:
         object.__setattr__(self, "short_sides", tuple(self.short_sides))
         if self.detector not in DETECTORS:
             raise unknown_name("detector", self.detector, DETECTORS)
-        if any(side < 1 for side in self.short_sides):
-            raise ValueError(f"short_sides must be positive, got {self.short_sides}")
+        if any(side < 0 for side in self.short_sides):
+            raise ValueError(f"short_sides must not be negative, got {self.short_sides}; 0 leaves images as they are")
         check_ranges(
             self,
             positive=("train_samples", "eval_samples"),
             not_negative=("data_seed", "eval_short_side", "longest_side"),
             shares=("flip",),
             sides=("short_sides", "eval_short_side", "longest_side"),
+            below_one=("holdout",),
         )
 
 
@@ -92,6 +95,7 @@ class Detection:
     Config = DetectionConfig
     AnswerOptions = DetectionAnswers
     headings = ("objects", "which")
+    has_pictures = True
 
     def __init__(self, config: DetectionConfig) -> None:
         self.config = config
@@ -115,10 +119,18 @@ class Detection:
         )
         return str(place)
 
+    def split(self, name: str) -> CocoFolder:
+        return CocoFolder(self.folder, name, holdout=self.config.holdout, seed=self.config.data_seed)
+
+    def notes(self) -> list[str]:
+        """The images held out, of a folder without val."""
+        is_cut = self.eval_data.folder.is_cut
+        return [held_out_note(len(self.train_data), len(self.eval_data), self.config.holdout)] if is_cut else []
+
     @cached_property
     def train_data(self) -> TrainingSamples:
         config = self.config
-        folder = CocoFolder(self.folder, "train")
+        folder = self.split("train")
         if folder.classes != self.classes:
             raise ValueError(
                 f"train and val must have the same categories, got {', '.join(folder.classes)} in {folder.file} and "
@@ -137,7 +149,7 @@ class Detection:
     def eval_data(self) -> EvalSamples:
         config = self.config
         return EvalSamples(
-            CocoFolder(self.folder, "val"),
+            self.split("val"),
             masks=self.has_masks,
             short_side=config.eval_short_side,
             longest_side=config.longest_side,
@@ -203,10 +215,16 @@ class Detection:
         return Answer(
             cells=(str(len(values)), ", ".join(which + more)),
             values=tuple(values),
+            rows=tuple(
+                {"class": value["class"], "score": value["score"]} | dict(zip(SIDES, value["box"], strict=True))
+                for value in values
+            ),
             picture=draw_objects(image, values, facts["classes"]),
         )
 
 
+# of a box, in pixels of the image
+SIDES = ("left", "top", "right", "bottom")
 # in a table's cell
 MOST_NAMED = 8
 

@@ -102,6 +102,7 @@ class SuperResolutionTask:
     Config = SuperResolutionConfig
     AnswerOptions = SuperResolutionAnswers
     headings = ("input", "output")
+    has_pictures = True
 
     def __init__(self, config: SuperResolutionConfig) -> None:
         self.config = config
@@ -173,7 +174,8 @@ class SuperResolutionTask:
             ) from error
         picture = PillowImage.fromarray(to_eight_bits(large[0].float()).permute(1, 2, 0).cpu().numpy())
         sizes = [f"{each.width} x {each.height}" for each in (image, picture)]
-        return Answer(cells=tuple(sizes), values=picture.size, picture=picture)
+        rows = ({"width": picture.width, "height": picture.height},)
+        return Answer(cells=tuple(sizes), values=picture.size, rows=rows, picture=picture)
 
 
 def enlarge_in_tiles(model: Callable[[Tensor], Tensor], image: Tensor, *, scale: int, tile: int, overlap: int) -> Tensor:

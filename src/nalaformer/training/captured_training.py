@@ -23,7 +23,7 @@ from ..data.sequences import FIGURES, Figure, answers_of
 from ..ops.graphs import NotCapturable, captured
 from .config import TrainingConfig
 from .data_on_device import Bucket, Plan, make_plan
-from .display import SECONDS_BETWEEN_LINES
+from .display import SECONDS_BETWEEN_LINES, in_digits
 from .low_copies import LowCopies
 from .precision import precision_on
 from .schedule import make_schedule
@@ -163,7 +163,7 @@ class Sprint:
                 self._copy([*self.parameters, *self.buffers], self.best)
             spent = time.monotonic() - started
             progress.seconds += spent
-            say(f"step {last}/{self.steps}  loss {loss:.4f}  dev {dev:.4f}  {block / max(spent, 1e-9):.0f} steps/s")
+            say(f"step {last}/{self.steps}  loss {loss:.4f}  dev {dev:.4f}  {in_digits(block / max(spent, 1e-9))} steps/s")
             last_said = time.monotonic()
             if aside is not None and 0 < 60 * config.save_minutes <= time.monotonic() - last_saved:
                 self.save(aside)

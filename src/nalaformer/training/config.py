@@ -93,10 +93,6 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        if (self.epochs > 0) == (self.steps > 0):
-            raise ValueError(
-                f"the duration is given by epochs or by steps, got epochs={self.epochs} and steps={self.steps}; give one"
-            )
         check_ranges(
             self,
             positive=("accumulate", "repeats", "keep", "bad_steps", "epsilon"),
@@ -122,6 +118,11 @@ class TrainingConfig:
             ),
             below_one=("ema", "beta2"),
         )
+        # a negative number is told of by its name
+        if (self.epochs > 0) == (self.steps > 0):
+            raise ValueError(
+                f"the duration is given by epochs or by steps, got epochs={self.epochs} and steps={self.steps}; give one"
+            )
         if self.schedule not in SCHEDULES:
             raise unknown_name("schedule", self.schedule, SCHEDULES)
         # as a checkpoint's settings hold it
@@ -147,8 +148,9 @@ class TrainingConfig:
         Then, unless they are given too, the warm-up keeps its share of the duration and there is no cool-down: sixty steps
         are sixty steps.
         """
-        if changes.get("steps") == 0 and self.steps == 0 and "epochs" not in changes:
-            raise ValueError(f"a training takes at least one step, got steps=0; leave it out for {self.epochs:g} epochs")
+        if changes.get("steps") == 0 and "epochs" not in changes:
+            usual = f"{self.epochs:g} epochs" if self.epochs else f"{self.steps:,} steps"
+            raise ValueError(f"a training takes at least one step, got steps=0; leave it out for {usual}")
         for unit, other in (("steps", "epochs"), ("epochs", "steps")):
             duration, old = changes.get(unit, 0), getattr(self, other)
             if duration > 0 and old > 0 and not changes.get(other):

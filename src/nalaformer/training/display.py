@@ -38,14 +38,14 @@ class Display:
             return
         now = time.monotonic()
         done = step - self.first
-        rate = done * samples / max(now - self.started, 1e-9)
+        rate = in_digits(done * samples / max(now - self.started, 1e-9))
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, loss=f"{loss:.4g}", rate=f"{rate:.0f} samples")
+            self.bar.update(self.task, completed=step, loss=f"{loss:.4g}", rate=f"{rate} samples")
         elif now - self.last_line > SECONDS_BETWEEN_LINES:
             self.last_line = now
             left = (self.total - step) * (now - self.started) / done
             self.console.print(
-                f"{self.title}  step {step}/{self.total}  loss {loss:.4g}  {rate:.0f} samples/s  {left:.0f} s left",
+                f"{self.title}  step {step}/{self.total}  loss {loss:.4g}  {rate} samples/s  {left:.0f} s left",
                 soft_wrap=True,
                 markup=False,
                 emoji=False,
@@ -74,6 +74,11 @@ def counted(console: "Console | None", description: str, total: int) -> Iterator
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(description, total=total)
         yield lambda number: progress.advance(task, number)
+
+
+def in_digits(rate: float) -> str:
+    """Whole numbers, and two digits of what is below ten."""
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def figures_line(figures: dict[str, float]) -> str:

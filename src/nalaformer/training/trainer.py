@@ -47,6 +47,10 @@ class Outcome:
     """The figures of the last evaluation; empty if there was none."""
     skipped_steps: int
     """Steps whose loss or gradient was not finite."""
+    best_step: int | None = None
+    """The evaluated step whose first figure was the highest: its weights are those that other commands use."""
+    best_value: float = -math.inf
+    """That figure."""
 
     @property
     def is_finished(self) -> bool:
@@ -136,6 +140,8 @@ class Trainer:
             total_steps=self.total_steps,
             metrics=progress.metrics or {},
             skipped_steps=progress.skipped,
+            best_step=progress.best_step,
+            best_value=progress.best_value,
         )
 
     @property

@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 
 from ...json_text import parse_json
 from ..bad_sample import BadSample
+from ..folder import held_out_names
 from ..images import read_image
 from .masks import is_number, read_mask, resized_side, short
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# COCO's year, and the name that exporters give the val split
+# COCO's year, and the name that exporters give the val split; "" is a folder without splits, which CVAT calls "default"
 SPLIT_NAMES = {"train": ("train", "train2017"), "val": ("val", "val2017", "valid"), "test": ("test", "test2017")}
+SPLIT_NAMES |= {"": ("default", "")}
 
 # of a box, in pixels: float32 rounds less away, and detectors stop at a box of no width
 SMALLEST_SIDE = 0.001
@@ -46,12 +48,17 @@ class CocoFolder:
 
     root/annotations/instances_<split>.json with the images in root/<split>, root/images/<split> or root/images; or
     root/<split>/_annotations.coco.json beside its images. <split> may be written train2017, val2017 or valid.
+    holdout: where root has no val split, this share of the images of its train split is "val" and the others are "train"; or of
+    those of root/annotations/instances_default.json or root/_annotations.coco.json. Which ones follows from their file names
+    and the seed. 0: root needs both splits.
 
     A file that is broken as a whole is a ValueError here; an image or annotation that is wrong is BadSample when it is read.
     """
 
-    def __init__(self, root: str | Path, split: str) -> None:
-        self.file, self.images = find_annotations(Path(root), split)
+    def __init__(self, root: str | Path, split: str, *, holdout: float = 0.0, seed: int = 0) -> None:
+        root = Path(root)
+        self.is_cut = holdout > 0 and root.is_dir() and annotations_of(root, "val") is None
+        self.file, self.images = (uncut_annotations if self.is_cut else find_annotations)(root, split)
         content = read_annotations(self.file)
         categories = sorted(content["categories"], key=lambda category: category["id"])
         self.classes = tuple(str(category["name"]) for category in categories)
@@ -71,11 +78,13 @@ class CocoFolder:
                     f"{annotation['image_id']!r}"
                 )
             annotations[annotation["image_id"]].append(annotation)
-        rows = [(entry, annotations[entry["id"]]) for entry in content["images"]]
+        entries = part_of(content["images"], split, holdout, seed, self.file) if self.is_cut else content["images"]
+        rows = [(entry, annotations[entry["id"]]) for entry in entries]
         # nothing to learn from: no object, or crowds alone
         self.is_empty = np.array([all(annotation.get("iscrowd") == 1 for annotation in row[1]) for row in rows])
         if self.is_empty.all():
-            raise ValueError(f"{self.file}: annotations must hold at least one object that is no crowd, got none")
+            part = f" among the {len(rows)} images of {split}" if self.is_cut else ""
+            raise ValueError(f"{self.file}: annotations must hold at least one object that is no crowd, got none{part}")
         self.rows = PackedRows(rows)
 
     def __len__(self) -> int:
@@ -192,6 +201,17 @@ def find_annotations(root: Path, split: str) -> tuple[Path, Path]:
     """The annotation file of a split, and the folder that its file names start from."""
     if not root.is_dir():
         raise ValueError(f"data must be a folder in COCO's layout, or the name of generated data, got {root}")
+    found = annotations_of(root, split)
+    if found is None:
+        more = "; holdout=0.2 would set a fifth of the images aside" if split == "val" else ""
+        raise ValueError(
+            f"{root} must hold annotations/instances_{split}.json (or _{SPLIT_NAMES[split][1]}) and its images in {split}/, "
+            f"or {split}/_annotations.coco.json beside its images; got neither{more}"
+        )
+    return found
+
+
+def annotations_of(root: Path, split: str) -> tuple[Path, Path] | None:
     for name in SPLIT_NAMES[split]:
         file = root / "annotations" / f"instances_{name}.json"
         if file.is_file():
@@ -200,31 +220,44 @@ def find_annotations(root: Path, split: str) -> tuple[Path, Path]:
         beside = root / name / "_annotations.coco.json"
         if beside.is_file():
             return beside, beside.parent
-    raise ValueError(
-        f"{root} must hold annotations/instances_{split}.json (or _{SPLIT_NAMES[split][1]}) and its images in {split}/, "
-        f"or {split}/_annotations.coco.json beside its images; got neither"
-    )
+    return None
 
 
-def read_annotations(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the file holds, as far as every image needs it."""
+def uncut_annotations(root: Path, split: str) -> tuple[Path, Path]:
+    """The file whose images lose a share to the val split: that of train, or that of a folder without splits."""
+    found = annotations_of(root, "train") or annotations_of(root, "")
+    return found or find_annotations(root, "train")
+
+
+def part_of(entries: list[dict[str, Any]], split: str, holdout: float, seed: int, file: Path) -> list[dict[str, Any]]:
+    """The images of a split, in their order; at least one in each."""
+    if len(entries) < 2:
+        raise ValueError(f"{file} must list two images or more, one to learn from and one to be held out, got {len(entries)}")
+    held_out = held_out_names([entry["file_name"] for entry in entries], holdout, seed)
+    return [entry for entry in entries if (entry["file_name"] in held_out) == (split == "val")]
+
+
+def read_annotations(
+    file: Path, parts: tuple[str, ...] = ("images", "annotations", "categories")
+) -> dict[str, list[dict[str, Any]]]:
+    """What these parts of the file hold, as far as every image needs it."""
     try:
         content = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} must be COCO's JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} must be an object with images, annotations and categories, got {short(content)}")
+        raise ValueError(f"{file} must be an object with {', '.join(parts)}, got {short(content)}")
     fields: dict[str, dict[str, type]] = {
         "images": {"id": int, "file_name": str, "width": int, "height": int},
         "annotations": {"image_id": int},
         "categories": {"id": int, "name": str},
     }
-    for name, parts in fields.items():
+    for name in parts:
         rows = content.get(name)
         if not isinstance(rows, list) or not rows:
             raise ValueError(f"{file}: {name} must be a list with at least one entry, got {short(rows)}")
         for row in rows:
-            for part, kind in parts.items():
+            for part, kind in fields[name].items():
                 if not isinstance(row, dict) or not isinstance(row.get(part), kind):
                     raise ValueError(f"{file}: {part} of each of its {name} must be {WORDS[kind]}, got {short(row)}")
     for entry in content["images"]:

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..bad_sample import BadSample
+from ..folder import held_out_names
 from ..images import SUFFIXES, files_below
 from .colours import CITYSCAPES, spread_colours
 from .masks import IGNORED, read_mask
@@ -36,6 +37,8 @@ class LabelledFiles:
     """Which ids there are, for people."""
     is_binary: bool = False
     """Masks are background (0) and object (all other ids)."""
+    is_cut: bool = False
+    """True if the split was made by holding out images."""
 
     def labels_of(self, ids: NDArray[np.int64], path: str) -> NDArray[np.uint8]:
         """Return the labels of a mask's ids, or raise BadSample."""
@@ -49,21 +52,41 @@ class LabelledFiles:
         return labels.astype(np.uint8)
 
 
-def find_files(root: str | Path, split: str, *, binary: bool = False) -> LabelledFiles:
+def find_files(root: str | Path, split: str, *, holdout: float = 0.0, seed: int = 0, binary: bool = False) -> LabelledFiles:
     """The files of a split, "train" or "val", in whichever of LAYOUTS the folder has.
 
+    holdout: where it has no val split, this share of its images is "val" and the others are "train"; which ones follows from
+    their names and the seed. 0: it needs both splits.
     binary: masks of the plain layout are background (0) and object (all other ids, 255 too).
     """
     root = Path(root)
     if split not in ("train", "val"):
         raise ValueError(f'split must be "train" or "val", got {split!r}')
-    for is_there, read, _ in LAYOUTS.values():
-        if (root / is_there).is_dir():
-            if binary and read is not folders:
-                raise ValueError(f"binary masks lie in masks/train and masks/val, got {root} with {is_there}; set binary=false")
-            return two_classes(root, split) if binary else read(root, split)
-    known = "; ".join(f"{name}: {picture}" for name, (_, _, picture) in LAYOUTS.items())
+    for is_there, read, val, _ in LAYOUTS.values():
+        if not (root / is_there).is_dir():
+            continue
+        if binary and read is not folders:
+            raise ValueError(f"binary masks lie in masks/train and masks/val, got {root} with {is_there}; set binary=false")
+        read = two_classes if binary else read
+        if not holdout or (root / val).is_dir():
+            return read(root, split)
+        # images and masks by themselves are a split without a name
+        is_whole = is_there == "masks" and not (root / "images" / "train").is_dir()
+        return part_of(read(root, "" if is_whole else "train"), root, split, holdout, seed)
+    known = "; ".join(f"{name}: {picture}" for name, (_, _, _, picture) in LAYOUTS.items())
     raise ValueError(f"a folder of images and masks must have one of these layouts ({known}), got {root}")
+
+
+def part_of(files: LabelledFiles, root: Path, split: str, holdout: float, seed: int) -> LabelledFiles:
+    """The files of a split, in their order; at least one pair in each."""
+    if len(files.pairs) < 2:
+        raise ValueError(
+            f"{root} must hold two images or more, one to learn from and one to be held out, got {len(files.pairs)}; add some"
+        )
+    names = [Path(image or str(mask)).relative_to(root).as_posix() for image, mask in files.pairs]
+    held_out = held_out_names(names, holdout, seed)
+    pairs = tuple(pair for name, pair in zip(names, files.pairs, strict=True) if (name in held_out) == (split == "val"))
+    return replace(files, pairs=pairs, is_cut=True)
 
 
 def ade20k(root: Path, split: str) -> LabelledFiles:
@@ -115,9 +138,11 @@ def folders(root: Path, split: str) -> LabelledFiles:
     if path.exists():
         classes, source = class_names(path), str(path)
     else:
-        learned = pairs_of(root / "images" / "train", root / "masks" / "train")
-        classes = tuple(f"class {label}" for label in range(1 + largest_id(mask for _, mask in learned if mask is not None)))
-        source = f"the masks in {root / 'masks' / 'train'}"
+        # without splits every mask is learned from
+        learned = split and "train"
+        pairs = pairs_of(root / "images" / learned, root / "masks" / learned)
+        classes = tuple(f"class {label}" for label in range(1 + largest_id(mask for _, mask in pairs if mask is not None)))
+        source = f"the masks in {root / 'masks' / learned}"
     if not 1 <= len(classes) <= IGNORED:
         raise ValueError(f"{source} must name 1 to {IGNORED} classes, got {len(classes)}")
     return LabelledFiles(
@@ -194,11 +219,16 @@ def largest_id(masks: Iterable[str]) -> int:
     return largest
 
 
-# folder that tells a layout from the others, its reader, and what it looks like
-LAYOUTS: dict[str, tuple[str, Callable[[Path, str], LabelledFiles], str]] = {
-    "Cityscapes": ("leftImg8bit", cityscapes, "leftImg8bit/{train,val} and gtFine/{train,val}"),
-    "ADE20K": ("annotations", ade20k, "images/{training,validation} and annotations/{training,validation}"),
-    "plain": ("masks", folders, "images/{train,val} and masks/{train,val}"),
+# folder that tells a layout from the others, its reader, its images of val, and what it looks like
+LAYOUTS: dict[str, tuple[str, Callable[[Path, str], LabelledFiles], str, str]] = {
+    "Cityscapes": ("leftImg8bit", cityscapes, "leftImg8bit/val", "leftImg8bit/{train,val} and gtFine/{train,val}"),
+    "ADE20K": (
+        "annotations",
+        ade20k,
+        "images/validation",
+        "images/{training,validation} and annotations/{training,validation}",
+    ),
+    "plain": ("masks", folders, "images/val", "images/{train,val} and masks/{train,val}"),
 }
 
 
@@ -216,7 +246,8 @@ def pairs_of(
     """Files of the two folders that have one name, and those that are alone, in the order of their names."""
     for folder in (images, masks):
         if not folder.is_dir():
-            raise ValueError(f"images and masks lie in {images} and {masks}, got no folder {folder}")
+            more = "; holdout=0.2 would set a fifth of the images aside" if images.name in ("val", "validation") else ""
+            raise ValueError(f"images and masks lie in {images} and {masks}, got no folder {folder}{more}")
     of_images, of_masks = files_by_name(images, image_end, SUFFIXES), files_by_name(masks, mask_end, MASK_SUFFIXES)
     if not of_images:
         raise ValueError(f"{images} must hold images (*{image_end}, {', '.join(SUFFIXES)}), got none")

@@ -25,14 +25,22 @@ Sample = tuple[Tensor, Tensor]
 class MaskedImages(Dataset[Sample]):
     """A split of a folder in one of LAYOUTS -> (image [3, H, W], labels [H', W'] uint8, IGNORED where not counted).
 
+    holdout, seed: as in `find_files`.
     transform: from an RGB image and its labels to the sample; it is called with the random state that the loader has set.
     binary: 0 is background, any other id the object.
     """
 
     def __init__(
-        self, root: str | Path, split: str, *, transform: "Callable[[Image, Labels], Sample]", binary: bool = False
+        self,
+        root: str | Path,
+        split: str,
+        *,
+        transform: "Callable[[Image, Labels], Sample]",
+        holdout: float = 0.0,
+        seed: int = 0,
+        binary: bool = False,
     ) -> None:
-        self.files = find_files(root, split, binary=binary)
+        self.files = find_files(root, split, holdout=holdout, seed=seed, binary=binary)
         self.classes, self.colours = self.files.classes, self.files.colours
         self.transform = transform
 

@@ -19,7 +19,10 @@ class Released(SequenceData):
         super().__init__(split=split, samples=samples, seed=seed)
         self.root = Path(root)
         if not root or not self.root.is_dir():
-            raise ValueError(f"root must be the folder of the released files ({self.layout}), got {root!r}")
+            raise ValueError(
+                f"root must be the folder of the released files ({self.layout}), got {root!r}; name it by "
+                """data_options='{"root": "/path/to/files"}'"""
+            )
         self.samples = min(samples, self.available)
 
     layout: str

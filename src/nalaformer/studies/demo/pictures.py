@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...analysis.pictures import BLACK, BLUE, GREY, OTHER_COLOURS, VERMILION
+from ...atomic_files import write_atomically
 from ...charts import new_figure, tidy
 from .cost import TOKENS
 from .diagnose import FACTORS, Diagnosis
@@ -44,8 +45,8 @@ def as_bytes(figure: "Figure", form: str) -> bytes:
 def write_picture(figure: "Figure", folder: Path, name: str) -> bytes:
     """As PNG and SVG in the folder; the PNG's bytes."""
     png = as_bytes(figure, "png")
-    (folder / f"{name}.png").write_bytes(png)
-    (folder / f"{name}.svg").write_bytes(as_bytes(figure, "svg"))
+    write_atomically(folder / f"{name}.png", png)
+    write_atomically(folder / f"{name}.svg", as_bytes(figure, "svg"))
     return png
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...atomic_files import write_atomically
 from ...bench import describe_machine
 from .cost import TOKENS
 from .entries import OURS, TASKS
@@ -108,7 +109,7 @@ def write_report(result: DemoResult, path: Path) -> Path:
         ),
         **pictures,
     }
-    path.write_text(PAGE.format(**parts), encoding="utf-8")
+    write_atomically(path, PAGE.format(**parts).encode())
     return path
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...bench.runner import Say, say_on_stdout
+from ...charts import save_figure
 from ...conversion import filter_tokens
 from .glyph_pair import GlyphPair, make_pyramid, make_vit, pair_accuracy, pair_batch, pair_loss, train, write_rows
 
@@ -114,5 +115,5 @@ def draw_filtering(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     panels[0].set_ylabel("both glyphs named")
     panels[0].legend(fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path, dpi=110)
     return path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...analysis.pictures import BLUE, OTHER_COLOURS, VERMILION
-from ...charts import new_figure
+from ...charts import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -187,5 +187,5 @@ def save_png_and_svg(figure: "Figure", path: Path) -> list[Path]:
     files = [path.with_name(f"{path.name}{suffix}") for suffix in (".png", ".svg")]
     for file in files:
         with rc_context({**FONTS, "svg.hashsalt": path.name}):
-            as_written(figure).savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+            save_figure(as_written(figure), file, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files

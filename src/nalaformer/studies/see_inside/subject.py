@@ -77,7 +77,7 @@ def subject_of_run(folder: Path) -> Subject:
     """A trained model; of detectors, segmenters and the like their backbone."""
     run = load_run(folder)
     task: Any = run.task
-    name, notes = as_text(str(folder)), [f"trained: {run.recipe.model}, step {run.step}"]
+    name, notes = as_text(str(folder)), [f"trained: {run.recipe.model}, {run.step_name}"]
     if not hasattr(task, "answer"):
         raise ValueError(
             "a run to look into must have learned to answer images (classification, detection, segmentation, super-resolution)"

@@ -2,7 +2,7 @@
 
 from .config import SegmentationAnswers, SegmentationConfig
 from .metrics import ConfusionMatrix
-from .overlay import draw_overlay
+from .overlay import draw_overlay, label_map
 from .task import Segmentation
 from .windows import label_pixels, logits_in_windows
 
@@ -12,6 +12,7 @@ __all__ = [
     "SegmentationAnswers",
     "SegmentationConfig",
     "draw_overlay",
+    "label_map",
     "label_pixels",
     "logits_in_windows",
 ]

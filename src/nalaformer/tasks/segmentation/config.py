@@ -17,8 +17,10 @@ class SegmentationConfig:
     """Masks of the plain layout have two classes: 0 is background, any other id (255 too) is the object."""
     generated_folder: str = "runs/data"
     """Where generated scenes are written, once; they are read like any other data."""
+    holdout: float = 0.0
+    """Share of the images that is held out for evaluation where the folder has no val split; 0: it must have one."""
     data_seed: int = 0
-    """Seed of generated scenes."""
+    """Seed of generated scenes, and of which images are held out."""
     train_samples: int = 600
     """Generated scenes to learn from."""
     eval_samples: int = 100
@@ -52,6 +54,7 @@ class SegmentationConfig:
             not_negative=("data_seed", "short_side", "color_jitter", "auxiliary_weight", "window", "window_stride"),
             shares=("flip",),
             sides=("short_side", "crop", "window"),
+            below_one=("holdout",),
         )
         if not 0 < self.smallest_scale <= self.largest_scale:
             raise ValueError(

@@ -1,5 +1,8 @@
 """Mean intersection over union, from the confusion matrix of the whole data set."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +17,8 @@ class ConfusionMatrix(SummedMetrics):
     A class that no mask has and no answer names has no IoU: it is left out of the mean, and counted in classes_left_out.
     """
 
-    def __init__(self, classes: int, *, window: int = 0, stride: int = 0) -> None:
-        self.classes, self.window, self.stride = classes, window, stride
+    def __init__(self, classes: int, *, window: int = 0, stride: int = 0, names: Sequence[str] = ()) -> None:
+        self.classes, self.window, self.stride, self.names = classes, window, stride, names
         # pixels by label and answer
         self.sums = torch.zeros(classes, classes, dtype=torch.float64)
 
@@ -38,6 +41,11 @@ class ConfusionMatrix(SummedMetrics):
         """IoU of each class, [classes]; NaN where it never occurs."""
         right = self.sums.diag()
         return right / (self.sums.sum(0) + self.sums.sum(1) - right)
+
+    def details(self) -> dict[str, float]:
+        """The IoU of each class that occurs, by its name."""
+        found = zip(self.names, self.by_class().tolist(), strict=False)
+        return {f"iou, {name}": value for name, value in found if not math.isnan(value)}
 
     def result(self) -> dict[str, float]:
         pixels = self.sums.sum().item()

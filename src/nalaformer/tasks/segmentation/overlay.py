@@ -11,6 +11,16 @@ if TYPE_CHECKING:
 Colours = list[tuple[int, int, int]]
 
 
+def label_map(labels: NDArray[np.uint8], colours: Colours) -> "Image":
+    """The labels [H, W] as an image whose numbers they are, and whose palette has the colours of the classes."""
+    from PIL import Image
+
+    image = Image.fromarray(labels)
+    # takes the image from "L" to "P"; the numbers stay
+    image.putpalette([part for colour in colours for part in colour])
+    return image
+
+
 def draw_overlay(
     image: "Image", labels: NDArray[np.uint8], *, classes: list[str], colours: Colours, opacity: float, legend: bool
 ) -> "Image":

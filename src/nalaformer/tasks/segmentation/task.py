@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...data.generated_folders import written_once
 from ...data.segmentation import IGNORED, EvalResize, MaskedImages, TrainingCrop, check_counted_classes, write_scenes
-from ..base import TASKS, Answer, Loss
+from ..base import TASKS, Answer, Loss, held_out_note
 from .config import SCENES, SegmentationAnswers, SegmentationConfig
 from .metrics import ConfusionMatrix
 from .overlay import draw_overlay
@@ -30,6 +30,7 @@ class Segmentation:
     Config = SegmentationConfig
     AnswerOptions = SegmentationAnswers
     headings = ("parts of the image",)
+    has_pictures = True
 
     def __init__(self, config: SegmentationConfig) -> None:
         self.config = config
@@ -59,16 +60,23 @@ class Segmentation:
             flip=config.flip,
             color_jitter=config.color_jitter,
         )
-        return self.masked_images("train", crop)
+        return self.split("train", crop)
 
     @cached_property
     def eval_data(self) -> MaskedImages:
-        return self.masked_images("val", EvalResize(short_side=self.config.short_side))
+        return self.split("val", EvalResize(short_side=self.config.short_side))
 
-    def masked_images(self, split: str, transform: TrainingCrop | EvalResize) -> MaskedImages:
-        data = MaskedImages(self.folder, split, transform=transform, binary=self.config.binary)
+    def split(self, name: str, transform: TrainingCrop | EvalResize) -> MaskedImages:
+        config = self.config
+        chosen: dict[str, Any] = {"holdout": config.holdout, "seed": config.data_seed, "binary": config.binary}
+        data = MaskedImages(self.folder, name, transform=transform, **chosen)
         check_counted_classes(data.files)
         return data
+
+    def notes(self) -> list[str]:
+        """The images held out, of a folder without val."""
+        is_cut = self.eval_data.files.is_cut
+        return [held_out_note(len(self.train_data), len(self.eval_data), self.config.holdout)] if is_cut else []
 
     def facts(self) -> dict[str, Any]:
         return {"classes": list(self.eval_data.classes), "colours": [list(colour) for colour in self.eval_data.colours]}
@@ -104,8 +112,8 @@ class Segmentation:
         return Loss(total=total, weight=counted.item() / labels[0].numel(), parts=parts)
 
     def metrics(self) -> ConfusionMatrix:
-        config = self.config
-        return ConfusionMatrix(len(self.eval_data.classes), window=config.window, stride=config.window_stride)
+        config, names = self.config, self.eval_data.classes
+        return ConfusionMatrix(len(names), window=config.window, stride=config.window_stride, names=names)
 
     @torch.no_grad()
     def answer(self, model: nn.Module, image: "Image", facts: dict[str, Any], options: SegmentationAnswers) -> Answer:
@@ -117,7 +125,7 @@ class Segmentation:
         logits = logits_in_windows(model, batch.to(next(model.parameters()).device), window=window, stride=stride)
         labels = label_pixels(logits, (image.height, image.width))[0].to(torch.uint8).cpu().numpy()
         shares = np.bincount(labels.ravel(), minlength=len(facts["classes"])) / labels.size
-        most = [label for label in np.argsort(-shares, kind="stable")[:MOST_NAMED] if shares[label] > 0]
+        present = [label for label in np.argsort(-shares, kind="stable") if shares[label] > 0]
         picture = draw_overlay(
             image,
             labels,
@@ -126,5 +134,6 @@ class Segmentation:
             opacity=options.opacity,
             legend=options.legend,
         )
-        named = ", ".join(f"{facts['classes'][label]} {100 * shares[label]:.1f}%" for label in most)
-        return Answer(cells=(named,), values=labels, picture=picture)
+        named = ", ".join(f"{facts['classes'][label]} {100 * shares[label]:.1f}%" for label in present[:MOST_NAMED])
+        rows = tuple({"class": facts["classes"][label], "share": float(shares[label])} for label in present)
+        return Answer(cells=(named,), values=labels, rows=rows, picture=picture)
