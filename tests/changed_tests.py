@@ -1,4 +1,4 @@
-"""Print the test files that a change concerns: those that changed, and those that import what changed, directly or at one remove.
+"""Print the test files that a change concerns: those that changed, those that import what changed or a neighbor that uses it.
 
     python tests/changed_tests.py [--since main]
 
@@ -14,8 +14,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 PROJECT = TESTS.parent
 SOURCE = PROJECT / "src"
-# the dearest concern everything: they run with the whole suite
-ALWAYS_LEFT_OUT = ("tests/project/",)
+# these concern everything and run with the whole suite
+LEFT_OUT = ("tests/project/",)
 
 
 def main() -> int:
@@ -44,17 +44,36 @@ def tests_for(changed: set[str]) -> set[str]:
     homes = names_of_packages(sources)
     imports = {name: imported(path, name, modules, homes) for name, path in modules.items()}
     concerned = {name for name, path in modules.items() if str(path.relative_to(PROJECT)) in changed}
-    # at one remove; helpers pass on whatever they import
-    near = concerned | {name for name, needed in imports.items() if needed & concerned}
+    # neighbors in the same package that use it; helpers pass on whatever they import
+    near = concerned | {
+        name for name, used in imports.items() if any(package(each) == package(name) for each in used & concerned)
+    }
     near |= {name for name in helpers if imports[name] & near}
-    files = set()
+    files, reached = set(), set()
     for path in TESTS.rglob("test_*.py"):
         name = str(path.relative_to(PROJECT))
-        if name.startswith(ALWAYS_LEFT_OUT):
-            continue
-        if name in changed or imported(path, "", modules, homes) & near:
+        used = imported(path, "", modules, homes) & near
+        reached |= used
+        if name in changed or (used and not name.startswith(LEFT_OUT)):
             files.add(name)
+    # what is found through a registry is imported by no test: the tests of its room
+    for name in concerned - reached - set(helpers):
+        files |= {str(path.relative_to(PROJECT)) for path in room_of(name).rglob("test_*.py")}
     return files
+
+
+def package(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def room_of(module: str) -> Path:
+    """Return the folder of tests that is named as the packages of a module are, as deep as there is one."""
+    folder = TESTS
+    for part in module.split(".")[1:]:
+        if not (folder / part).is_dir():
+            break
+        folder = folder / part
+    return folder if folder != TESTS else TESTS / "project"
 
 
 def module_name(path: Path) -> str:
