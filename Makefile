@@ -15,18 +15,20 @@ OLDEST_VERSIONS := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 transformers=
 TESTED := constraints.txt
 NEWEST := .venv-newest
 
-.PHONY: help demo test test-slow test-gpu fuzz-gpu test-oldest test-newest constraints test-seeds test-peers lint types layers bench format clean
+.PHONY: help demo check test mutants test-slow test-gpu fuzz-gpu test-oldest test-newest constraints test-seeds test-peers lint types layers bench format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       set up, then train one small network with every attention (table and report.html, 6 minutes)"
 	@echo "make test       set up, then lint, types, layer rule, tests"
+	@echo "make check      lint, types, layer rule, and the tests of what changed (SINCE=main)"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the kernels on a CUDA device"
 	@echo "make fuzz-gpu   random calls of the op on a CUDA device against float64, for some minutes"
 	@echo "make test-oldest  the tests with the oldest versions that we support, in a second environment"
 	@echo "make test-newest  types and tests with the newest releases of everything, in a third environment"
 	@echo "make constraints  write the versions of that environment to $(TESTED), from which .venv is made"
+	@echo "make mutants    plant bugs and see which of them the tests notice (COUNT=200 SEED=0 WORKERS=2 ROOMS=tasks,data)"
 	@echo "make test-seeds  the numeric tests with many seeds, and every bar with little room (SEEDS=1-20, WORKERS=processes)"
 	@echo "make test-peers  the suites of timm and transformers over our models (TIMM=checkout, TRANSFORMERS=checkout)"
 	@echo "make bench      the op against its peers: time and memory"
@@ -55,6 +57,12 @@ $(VENV)/.ready-demo: pyproject.toml $(TESTED)
 
 demo: $(DEMO_READY)
 	@$(BIN)/nalaformer demo --out runs/demo
+
+# after every edit: what changed since the branch left SINCE, and what imports it
+SINCE ?= main
+check: $(READY) lint types layers
+	@files=$$($(BIN)/python tests/changed_tests.py --since $(SINCE)); \
+	if [ -z "$$files" ]; then echo "no test is concerned"; else $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $$files; fi
 
 test: $(READY) lint types layers
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
@@ -97,6 +105,11 @@ FORCE:
 SEEDS ?= 1-20
 test-seeds: $(READY)
 	$(BIN)/python tests/run_seeds.py --seeds $(SEEDS) --workers $(or $(WORKERS),2) --out runs/seeds
+
+# COUNT, ROOMS and WORKERS may be given; the same command resumes, and runs/mutants is emptied to begin anew
+mutants: $(READY)
+	@test -d runs/mutants/lines || $(BIN)/python tests/run_mutants.py record --workers $(or $(WORKERS),2)
+	$(BIN)/python tests/run_mutants.py plant --count $(or $(COUNT),200) --seed $(SEED) --workers $(or $(WORKERS),2) --rooms "$(ROOMS)"
 
 # the peers' own suites over our models; TIMM and TRANSFORMERS are checkouts of their repositories at the installed versions
 test-peers: $(READY)
