@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import nalaformer
-from helpers.converted_models import converted
+from helpers.converted_models import BUDGET, converted
 from nalaformer.models.language import NaLaConfig, NaLaForCausalLM
 from nalaformer.models.vision.variants import build
 
@@ -76,6 +76,7 @@ TEXT_MODELS = {
     "forgetting": lambda: nala_language("forgetting", num_key_value_heads=1),
     "llama": llama,
     "still": lambda: converted(),
+    "still with budgets": lambda: converted(budget=BUDGET),
 }
 
 
@@ -83,7 +84,7 @@ def looked_at(name):
     """A model with weights away from their start, and inputs: two images or two texts."""
     torch.manual_seed(0)
     model = (IMAGE_MODELS | TEXT_MODELS)[name]()
-    if name != "still":
+    if not name.startswith("still"):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))

@@ -42,7 +42,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
     found = [layer for name, module in model.named_modules() if (layer := _layer_of(name, module)) is not None]
     # of a wrapper and what it wraps, the latter attends; a converted attention has its old one inside, which does not
-    hybrids = tuple(f"{layer.name.rpartition('.')[0]}." for layer in found if layer.kind == "hybrid")
+    hybrids = tuple(f"{layer.name.partition('.hybrid.groups.')[0]}." for layer in found if layer.kind == "hybrid")
     return [
         layer
         for layer in found
