@@ -61,7 +61,7 @@ def test_rows_times_values_is_what_the_layer_gathered(name):
 
 
 def test_rows_and_denominators_of_a_layer_that_forgets_are_its_own():
-    from nalaformer.models.sequence import RecallModel
+    from research.models import RecallModel
 
     torch.manual_seed(0)
     options = {"forgets": True, "contrast": "learned"}

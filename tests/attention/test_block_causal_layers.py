@@ -9,7 +9,7 @@ from nalaformer.analysis import record
 from nalaformer.analysis.layers import Recorder
 from nalaformer.analysis.records import LinearRecord
 from nalaformer.attention import Attention, build
-from nalaformer.studies.scoreboard.inside import figures_of_heads
+from research.scoreboard.inside import figures_of_heads
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 TOKENS, BLOCK = 11, 4

@@ -9,10 +9,10 @@ from nalaformer import Rotary, feature_map, linear_attention
 from nalaformer.analysis import record
 from nalaformer.analysis.records import linear_forms
 from nalaformer.attention import build
-from nalaformer.models.sequence import state_size
 from nalaformer.models.vision import build as build_backbone
 from nalaformer.models.vision.multiply_adds import count_multiply_adds
 from nalaformer.ops.mixed_states import blocks_of, mixed_linear_attention
+from research.models import state_size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = torch.device("cpu")

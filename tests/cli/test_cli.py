@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 import nalaformer as nf
+from benchmarks import Case, cases, measurement, ops, runner
+from benchmarks.ops_report import COLUMNS
 from nalaformer import cli
-from nalaformer.bench import Case, cases, measurement, ops, runner
-from nalaformer.bench.ops_report import COLUMNS
 
 
 @pytest.fixture(autouse=True)

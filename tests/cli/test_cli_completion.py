@@ -7,10 +7,10 @@ from typer.testing import CliRunner
 
 from nalaformer import FEATURE_MAPS, cli
 from nalaformer.attention import METHODS
-from nalaformer.data.sequences import SEQUENCES
 from nalaformer.models.vision import VARIANTS
 from nalaformer.published import FAMILIES
 from nalaformer.recipes import RECIPES
+from research.sequences import SEQUENCES
 
 
 @pytest.fixture

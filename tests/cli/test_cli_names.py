@@ -11,9 +11,9 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks import Case, cases, measurement
 from nalaformer import cli
 from nalaformer.analysis import methods
-from nalaformer.bench import Case, cases, measurement
 from nalaformer.data.text import Tales
 from nalaformer.training.display import Display
 
@@ -138,9 +138,9 @@ def test_demo_names_its_report(run, folder, monkeypatch):
         def findings(self):
             return ["softmax [/] wins"]
 
-    monkeypatch.setattr("nalaformer.studies.demo.run_demo", lambda out, **options: Result())
-    monkeypatch.setattr("nalaformer.studies.demo.write_report", lambda result, path: path)
-    monkeypatch.setattr("nalaformer.studies.demo.demo_table", lambda result: Table())
+    monkeypatch.setattr("research.demo.run_demo", lambda out, **options: Result())
+    monkeypatch.setattr("research.demo.write_report", lambda result, path: path)
+    monkeypatch.setattr("research.demo.demo_table", lambda result: Table())
     output = run("demo", "--out", folder)
     assert f"report: {folder / 'report.html'}" in output
     assert "softmax [/] wins" in output
@@ -222,7 +222,7 @@ def test_an_error_names_what_came(monkeypatch, capsys, tmp_path, arguments):
 
 
 def test_the_table_of_a_scoreboard_shows_options_as_they_are(tmp_path):
-    from nalaformer.studies.scoreboard.report import scoreboard_table
+    from research.scoreboard.report import scoreboard_table
 
     row = {"method": 'relu {"a": [1, "[/b]"]}', "learning_rate": "0.1", "seed": "0", "steps": "1", "dev": "0.5", "test": "0.5"}
     row |= {"parameters": "1", "state_size": "0", "chance": "0.1", "shortcuts": "", "settings": json.dumps({"a": {"b": 1}})}

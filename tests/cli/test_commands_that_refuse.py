@@ -117,7 +117,7 @@ def test_a_model_without_attention_is_refused_with_what_can_be_analyzed(tmp_path
 
 
 def test_a_used_port_is_refused_before_the_model_is_loaded(image, monkeypatch):
-    monkeypatch.setattr("nalaformer.studies.see_inside.load_subject", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("nalaformer.analysis.attention_page.load_subject", lambda *_, **__: pytest.fail("a model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         said = refusal("explore", "nalaformer_xt", image, "--port", port)

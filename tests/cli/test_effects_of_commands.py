@@ -16,14 +16,14 @@ from helpers.option_effects import Effects
 from nalaformer import cli
 from nalaformer.analysis import methods
 from nalaformer.data import CueGrid
-from nalaformer.data.sequences import Stored
 from nalaformer.data.text import Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
 from nalaformer.recipes import RECIPES, evaluate_run, load_run
-from nalaformer.studies.scoreboard import runs as scoreboard
-from nalaformer.studies.scoreboard.report import read_rows
 from nalaformer.tasks import Answer, Classification
 from nalaformer.training import Checkpoints
 from nalaformer.training.log import read_log
+from research.scoreboard import runs as scoreboard
+from research.scoreboard.report import read_rows
+from research.sequences import Stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -381,7 +381,7 @@ def test_data_make_writes_the_sequences_that_are_asked_for(tmp_path):
 def test_data_make_has_so_many_workers(tmp_path, monkeypatch):
     # that several of them write what one writes is seen where they are started
     asked = []
-    monkeypatch.setattr("nalaformer.data.sequences.write", lambda *_, workers, **__: asked.append(workers))
+    monkeypatch.setattr("research.sequences.write", lambda *_, workers, **__: asked.append(workers))
     for workers in (1, 3):
         run("data", "make", "copying", "--out", tmp_path, "--samples", 2, "--workers", workers)
     assert asked == [1, 1, 1, 3, 3, 3]
@@ -486,7 +486,7 @@ def test_compare_looks_at_so_many_tokens_of_its_seed(tmp_path, monkeypatch):
 
 @COMMANDS.of("compare.trained", "compare.steps")
 def test_compare_trains_networks_and_draws_what_they_do(tmp_path, monkeypatch):
-    from nalaformer.studies.demo import ENTRIES, trained
+    from research.demo import ENTRIES, trained
 
     whole = trained.diagnose_trained
     monkeypatch.setattr(trained, "diagnose_trained", lambda *a, **k: whole(*a, **k, entries=ENTRIES[:2], workers=1))
@@ -527,7 +527,7 @@ def test_all_methods_of_the_demo_are_those_that_it_leaves_out_for_time_too(tmp_p
 @COMMANDS.of("demo.out", "demo.seeds", "demo.steps")
 def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
     from nalaformer.studies import demo
-    from nalaformer.studies.demo import study
+    from research.demo import study
 
     monkeypatch.setattr(study, "milliseconds", lambda entries: dict.fromkeys(entries, (1.0, 2.0, 3.0)))
     monkeypatch.setattr(demo, "write_report", lambda result, path: path)

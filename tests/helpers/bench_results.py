@@ -2,11 +2,11 @@
 
 import pytest
 
-from nalaformer.bench import Case, OpMeasurement, Result
-from nalaformer.bench.implementations import OURS
-from nalaformer.bench.measurement import MEASURED, WRONG
-from nalaformer.bench.memory import can_measure
-from nalaformer.bench.ops import FORWARD
+from benchmarks import Case, OpMeasurement, Result
+from benchmarks.implementations import OURS
+from benchmarks.measurement import MEASURED, WRONG
+from benchmarks.memory import can_measure
+from benchmarks.ops import FORWARD
 
 TINY = Case(batch=2, heads=2, tokens=37, head_dim=16)
 counts_memory = pytest.mark.skipif(not can_measure("cpu"), reason="this system does not count peak memory")

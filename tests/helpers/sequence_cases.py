@@ -1,6 +1,6 @@
 """Options with which every kind of sequence data is small."""
 
-from nalaformer.data.sequences import SEQUENCES
+from research.sequences import SEQUENCES
 
 # small, with sizes that divide nothing
 CASES = {

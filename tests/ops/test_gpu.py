@@ -153,12 +153,12 @@ def test_a_quarter_million_tokens_repeat_to_the_bit():
 @pytest.mark.parametrize("attention", ["softmax", "relu", "nalaformer", "polaformer"])
 @pytest.mark.parametrize("name", ["listops", "mqar"])
 def test_a_captured_training_run_is_the_eager_one(name, attention, monkeypatch):
-    from nalaformer.data.sequences import SEQUENCES
-    from nalaformer.models.sequence import RecallModel, SequenceClassifier
     from nalaformer.ops.graphs import NotCapturable
     from nalaformer.training import TrainingConfig
-    from nalaformer.training.captured_training import Sprint
-    from nalaformer.training.data_on_device import resident
+    from research.fast_training.captured_training import Sprint
+    from research.fast_training.data_on_device import resident
+    from research.models import RecallModel, SequenceClassifier
+    from research.sequences import SEQUENCES
 
     options = {
         "listops": {"shortest": 12, "longest": 64, "max_depth": 4},

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import save
 
 from nalaformer import cli
-from nalaformer.data.sequences import Stored, stored_name, write
 from nalaformer.data.text import TokenShards
 from nalaformer.json_text import parse_json
 from nalaformer.linearize.saving import MADE_FROM, claim_folder
 from nalaformer.models.language import NaLaCache, NaLaConfig
 from nalaformer.recipes.overrides import parsed
-from nalaformer.studies.scoreboard.runs import parse_methods
 from nalaformer.training import Checkpoint, Checkpoints
 from nalaformer.training.checkpoint import MANIFEST, STATE, DamagedCheckpoint
+from research.scoreboard.runs import parse_methods
+from research.sequences import Stored, stored_name, write
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from helpers.option_effects import Effects
-from nalaformer.data.sequences import IGNORE, write
 from nalaformer.data.text import ShardWriter, Tales, fingerprint, train_tokenizer
 from nalaformer.recipes import RECIPES, Recipe, build_model, changed, make_trainer
 from nalaformer.recipes.overrides import keys
@@ -25,6 +24,7 @@ from nalaformer.tasks import (
     task_name,
 )
 from nalaformer.training import TrainingConfig
+from research.sequences import IGNORE, write
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RECIPE, LANGUAGE, SEQUENCES = (

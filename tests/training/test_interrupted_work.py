@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from helpers.training_example import Points, Regression, make_model, make_trainer
 from nalaformer import atomic_files, cli, folder_lock
 from nalaformer.atomic_files import atomic_folder, is_full_disk, write_atomically
-from nalaformer.data.sequences import Stored, plan_write, stored, write
 from nalaformer.data.text import tokenize_corpus
 from nalaformer.folder_lock import InUse, is_running, only_writer, process_start
 from nalaformer.stopping import clean_exit, stop_requests
 from nalaformer.training import Checkpoints, plan, plan_lines
 from nalaformer.training.log import RunLog, read_log
+from research.sequences import Stored, plan_write, stored, write
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

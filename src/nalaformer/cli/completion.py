@@ -30,19 +30,6 @@ def recipes() -> Iterable[str]:
     return RECIPES.names()
 
 
-def sequence_recipes() -> Iterable[str]:
-    from ..recipes import RECIPES
-    from ..tasks import SequencesConfig
-
-    return [name for name in RECIPES.names() if isinstance(RECIPES[name]().task, SequencesConfig)]
-
-
-def sequences() -> Iterable[str]:
-    from ..data.sequences import SEQUENCES
-
-    return SEQUENCES.names()
-
-
 def backbones() -> Iterable[str]:
     from ..models.vision import VARIANTS
 

@@ -146,7 +146,7 @@ def test_an_exported_model_on_a_gpu_serves_other_lengths(layout):
 
 
 def test_lessons_of_the_recall_teacher_are_captured_and_learned():
-    from nalaformer.studies.recall.teacher import Lesson, TeacherConfig, train_teacher
+    from research.recall.teacher import Lesson, TeacherConfig, train_teacher
 
     lesson = Lesson(lengths=(64, 96), facts=8, steps=200, tokens=6144)
     config = TeacherConfig(width=128, heads=4, words=16, names=32, values=16, families=("multi_key",), lessons=(lesson,))
