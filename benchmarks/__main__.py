@@ -17,7 +17,12 @@ def build_app() -> "typer.Typer":
     """Return the command line of the benchmarks."""
     import typer
 
-    bench = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Speed and memory, side by side with peers.")
+    bench = typer.Typer(
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        help="Speed and memory, side by side with peers.",
+    )
 
     @bench.command("ops")
     def ops(

@@ -38,8 +38,8 @@ def arena(task: SequencesConfig, *, batch_size: int, learning_rate: float, warmu
 def lra_listops() -> Recipe:
     """ListOps with its brackets: the value of nested lists of 500 to 2,000 tokens.
 
-    Command: nalaformer train lra_listops attention=nalaformer
-    Cost: 1.6 million sequences of 2,048 tokens: a GPU. `nalaformer scoreboard lra_listops` is the fast way.
+    Command: python -m research train lra_listops attention=nalaformer
+    Cost: 1.6 million sequences of 2,048 tokens: a GPU. `python -m research.scoreboard run lra_listops` is the fast way.
     Expected: not measured; chance is 0.10, the root operator alone gives 0.36.
     """
     return arena(SequencesConfig(data="listops", train_samples=96_000), batch_size=32, learning_rate=1e-4, warmup=1000)
@@ -49,7 +49,7 @@ def lra_listops() -> Recipe:
 def lra_listops_sky() -> Recipe:
     """ListOps without closing brackets, as the published small models saw it.
 
-    Command: nalaformer train lra_listops_sky attention=nalaformer
+    Command: python -m research train lra_listops_sky attention=nalaformer
     Cost: as lra_listops.
     Expected: published: softmax 0.384, Performer 0.380, Nystromformer 0.385, Skyformer 0.387, PolaFormer 0.374 to 0.388.
     """
@@ -60,10 +60,10 @@ def lra_listops_sky() -> Recipe:
 def lra_pathfinder() -> Recipe:
     """Pathfinder, 32 pixels, hard: are two discs connected by a contour of 14 paddles? 1,024 tokens.
 
-    Command: nalaformer train lra_pathfinder attention=nalaformer; Skyformer's way of hiding black pixels:
+    Command: python -m research train lra_pathfinder attention=nalaformer; Skyformer's way of hiding black pixels:
         model_options='{"hide_zero": true}'; an easier rung first:
         data_options='{"contour": 6, "distractor_length": 2}'
-    Cost: 6.4 million sequences of 1,024 tokens: a GPU. `nalaformer data make pathfinder` makes the images once.
+    Cost: 6.4 million sequences of 1,024 tokens: a GPU. `python -m research.sequences pathfinder` makes the images once.
     Expected: published: softmax 0.653, Performer 0.663, Nystromformer 0.695, Skyformer 0.707, PolaFormer 0.690 to 0.705;
         where the discs lie tells 0.67, with the stroke at each 0.70.
     """
@@ -75,7 +75,7 @@ def lra_pathfinder() -> Recipe:
 def lra_pathx() -> Recipe:
     """Path-X: Pathfinder of 128 pixels, 16,384 tokens.
 
-    Command: nalaformer train lra_pathx attention=nalaformer
+    Command: python -m research train lra_pathx attention=nalaformer
     Cost: hours on a GPU; not measured.
     Expected: not measured; chance, which the models of the Long Range Arena paper do not leave, is 0.5.
     """
@@ -87,7 +87,7 @@ def lra_pathx() -> Recipe:
 def lra_text() -> Recipe:
     """IMDb reviews as bytes, 4,000 tokens; needs the released files.
 
-    Command: nalaformer train lra_text data_options='{"root": "/path/to/aclImdb"}'
+    Command: python -m research train lra_text data_options='{"root": "/path/to/aclImdb"}'
     Cost: 1.6 million sequences of 4,000 tokens: a GPU.
     Expected: published: PolaFormer 0.719 to 0.731; not measured here.
     """
@@ -99,7 +99,7 @@ def lra_text() -> Recipe:
 def lra_retrieval() -> Recipe:
     """Pairs of papers as bytes, twice 4,000 tokens; needs the released files.
 
-    Command: nalaformer train lra_retrieval data_options='{"root": "/path/to/tsv"}'
+    Command: python -m research train lra_retrieval data_options='{"root": "/path/to/tsv"}'
     Cost: 0.8 million pairs of 4,000 tokens: a GPU.
     Expected: published: PolaFormer 0.804 to 0.815; not measured here.
     """
@@ -111,7 +111,7 @@ def lra_retrieval() -> Recipe:
 def lra_image() -> Recipe:
     """CIFAR-10 in grey, pixel by pixel, 1,024 tokens; needs the released files, in their binary version.
 
-    Command: nalaformer train lra_image data_options='{"root": "/path/to/cifar-10-batches-bin"}'
+    Command: python -m research train lra_image data_options='{"root": "/path/to/cifar-10-batches-bin"}'
     Cost: 12.8 million sequences of 1,024 tokens: a GPU.
     Expected: published: PolaFormer 0.419 to 0.428; not measured here.
     """
@@ -123,7 +123,7 @@ def lra_image() -> Recipe:
 def listops_small() -> Recipe:
     """Short ListOps for a CPU: 12 to 64 tokens, at most 4 deep.
 
-    Command: nalaformer train listops_small attention=nalaformer
+    Command: python -m research train listops_small attention=nalaformer
     Cost: a few minutes on a CPU core.
     Expected: not measured; chance is 0.10.
     """
@@ -136,7 +136,7 @@ def listops_small() -> Recipe:
 def pathfinder_small() -> Recipe:
     """Short contours for a CPU: 16 pixels, contours of 3 paddles, two distractors of 2.
 
-    Command: nalaformer train pathfinder_small attention=nalaformer
+    Command: python -m research train pathfinder_small attention=nalaformer
     Cost: a few minutes on a CPU core.
     Expected: not measured; chance is 0.5.
     """
@@ -151,7 +151,7 @@ def pathfinder_small() -> Recipe:
 def mqar() -> Recipe:
     """Multi-query associative recall in zoology's protocol: trained on up to 64 pairs, tested on up to 256.
 
-    Command: nalaformer train mqar attention=nalaformer learning_rate=0.00316
+    Command: python -m research train mqar attention=nalaformer learning_rate=0.00316
     Cost: 5.8 million sequences of up to 256 tokens: a GPU. Learning rates are compared over logspace(-3, -1.5, 4).
     Expected: published mean accuracies: Based 0.91 at a state of 4e4, Mamba-2 0.785 at 3.2e4, DeltaNet 0.96 at 3.4e4.
     """
@@ -175,7 +175,7 @@ def mqar() -> Recipe:
 def mqar_small() -> Recipe:
     """Recall for a CPU: 64 tokens, 4 and 8 pairs, 256 different tokens.
 
-    Command: nalaformer train mqar_small attention=split
+    Command: python -m research train mqar_small attention=split
     Cost: a few minutes on a CPU core.
     Expected: not measured; chance is 0.008.
     """
@@ -216,7 +216,7 @@ def recall(data: str, *, options: dict[str, Any], model_options: dict[str, Any],
 def copying() -> Recipe:
     """Repeat 128 random tokens.
 
-    Command: nalaformer train copying attention=nalaformer
+    Command: python -m research train copying attention=nalaformer
     Cost: 5,000 steps of 64 x 256 tokens; not measured.
     Expected: not measured; chance is 0.016.
     """
@@ -227,7 +227,7 @@ def copying() -> Recipe:
 def induction() -> Recipe:
     """Name the token that followed the last one when it came before, anywhere in 256 tokens.
 
-    Command: nalaformer train induction attention=nalaformer data_options='{"length": 256, "answers": 16}'
+    Command: python -m research train induction attention=nalaformer data_options='{"length": 256, "answers": 16}'
     Cost: 5,000 steps of 64 x 256 tokens; not measured.
     Expected: softmax 1.00 after 500 steps with 16 answers; of one answer for each sequence it learned nothing in 4,000 steps.
     """
@@ -238,7 +238,7 @@ def induction() -> Recipe:
 def needles() -> Recipe:
     """Find facts in a long text (RULER-style): one, one of many, all values of a name.
 
-    Command: nalaformer train needles attention=nalaformer; longer:
+    Command: python -m research train needles attention=nalaformer; longer:
         data_options='{"length": 2048, "needles": 64, "fewest_needles": 4, "predict": "answers"}'
     Cost: 20,000 steps of 64 x 512 tokens: a GPU; not measured.
     Expected: not measured; chance is 0.004.
@@ -251,7 +251,7 @@ def needles() -> Recipe:
 def variables() -> Recipe:
     """Follow assignments through a long text, 1 to 4 steps.
 
-    Command: nalaformer train variables attention=nalaformer
+    Command: python -m research train variables attention=nalaformer
     Cost: 20,000 steps of 64 x 512 tokens: a GPU; not measured.
     Expected: not measured; chance is 0.004.
     """
@@ -274,7 +274,7 @@ def probing(data: str) -> Recipe:
 def pointing() -> Recipe:
     """Name the class of the nearest of 256 directions: sharp attention.
 
-    Command: nalaformer train pointing attention=nalaformer
+    Command: python -m research train pointing attention=nalaformer
     Cost: 10,000 steps of 64 x 272 tokens; not measured.
     Expected: not measured; chance is 0.125.
     """
@@ -285,7 +285,7 @@ def pointing() -> Recipe:
 def majority() -> Recipe:
     """Name the class that most of 256 tokens have: flat attention, in which linear attention must not lose.
 
-    Command: nalaformer train majority attention=nalaformer
+    Command: python -m research train majority attention=nalaformer
     Cost: as pointing.
     Expected: not measured; chance is 0.125.
     """
@@ -296,7 +296,7 @@ def majority() -> Recipe:
 def pointing_control() -> Recipe:
     """Count the tokens of a class among 256: flat attention, in which linear attention must not lose.
 
-    Command: nalaformer train pointing_control attention=nalaformer
+    Command: python -m research train pointing_control attention=nalaformer
     Cost: as pointing.
     Expected: not measured; chance is 0.125.
     """
@@ -307,7 +307,7 @@ def pointing_control() -> Recipe:
 def cue_cells() -> Recipe:
     """Name the glyph whose colour the marked cell of a grid shows, a vector for each cell: sharp attention.
 
-    Command: nalaformer train cue_cells attention=nalaformer
+    Command: python -m research train cue_cells attention=nalaformer
     Cost: 10,000 steps of 64 x 64 tokens; not measured.
     Expected: not measured; chance is 0.25. `cue_grid` is the same as an image, for backbones.
     """
@@ -318,7 +318,7 @@ def cue_cells() -> Recipe:
 def softmax_teacher() -> Recipe:
     """Give the outputs of exact attention with norms of queries from 0.5 to 16: attention that is flat and sharp.
 
-    Command: nalaformer train softmax_teacher attention=nalaformer
+    Command: python -m research train softmax_teacher attention=nalaformer
     Cost: 4,000 steps of 64 x 64 tokens, one layer; a few minutes on a CPU core.
     Expected: R^2 1.00 with softmax, 0.36 with ReLU (600 steps, one seed, a CPU); 0 is the mean.
     """

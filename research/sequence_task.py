@@ -31,7 +31,7 @@ class SequencesConfig:
     """Which sequences."""
 
     data: str
-    """Name of the sequence data, or a folder that `nalaformer data make` wrote."""
+    """Name of the sequence data, or a folder that `python -m research.sequences` wrote."""
     data_options: dict[str, Any] = field(default_factory=dict)
     """Options, e.g. {"length": 1024}; {"root": "/path"} for released files. What a folder holds must be made with them."""
     eval_options: dict[str, Any] = field(default_factory=dict)

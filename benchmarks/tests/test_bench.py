@@ -15,7 +15,7 @@ from benchmarks.implementations import OURS, PUBLISHED, published_formula
 from benchmarks.ops import BOTH, DIRECTIONS, FORWARD, plan
 from benchmarks.ops_report import COLUMNS, bars, crossover, growth, results_table, slope, summary_lines
 from benchmarks.runner import row_of
-from helpers.bench_results import TINY, counts_memory, result
+from benchmarks.tests.bench_results import TINY, counts_memory, result
 from nalaformer.atomic_files import write_csv
 
 pytestmark = pytest.mark.usefixtures("one_thread")

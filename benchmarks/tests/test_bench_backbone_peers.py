@@ -9,6 +9,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from benchmarks import Result, backbone_peers, measure, runner
+from benchmarks.__main__ import build_app
 from benchmarks.backbone_peers import (
     COMPILED,
     CONVNEXT,
@@ -25,7 +26,6 @@ from benchmarks.backbone_peers import (
 )
 from benchmarks.measurement import WRONG
 from benchmarks.models import FORWARD, TRAINING
-from nalaformer import cli
 from nalaformer.models.vision import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -188,7 +188,7 @@ def test_the_command_measures_peers_into_their_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "measure", lambda measurement, **_: Result(measurement=measurement, median_ms=5.0))
     monkeypatch.setattr(runner, "build_and_check", lambda measurement: None)
-    done = CliRunner().invoke(cli.build_app(), ["bench", "models", "--case", "peers", "--size", "64"])
+    done = CliRunner().invoke(build_app(), ["models", "--case", "peers", "--size", "64"])
     assert done.exit_code == 0, done.output
     with Path("benchmarks/results/backbone_peers_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -8,10 +8,11 @@ import time
 import pytest
 import torch
 
-from benchmarks import median_ms, timing
+from benchmarks import median_ms
 from benchmarks.fresh_process import in_fresh_process
 from benchmarks.memory import peak_extra_mib
-from helpers.bench_results import counts_memory
+from benchmarks.tests.bench_results import counts_memory
+from nalaformer import timing
 from nalaformer.timing import OtherProcesses, times_ms
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,9 +6,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import MODEL_VARIANTS, ModelMeasurement, describe_machine, measure, run_models, runner, timing
+from benchmarks import MODEL_VARIANTS, ModelMeasurement, describe_machine, measure, run_models, runner
 from benchmarks import measurement as bench_measurement
 from benchmarks import models as bench_models
+from benchmarks.__main__ import build_app
 from benchmarks.measurement import MEASURED, OUT_OF_MEMORY, WRONG, Result
 from benchmarks.memory import can_measure
 from benchmarks.models import (
@@ -28,7 +29,7 @@ from benchmarks.models import (
     models_table,
     plan_models,
 )
-from nalaformer import cli, get_backend
+from nalaformer import get_backend, timing
 
 TINY = {"embed_dims": (16, 32, 32, 32), "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2), "projection": 32}
 
@@ -267,11 +268,11 @@ def test_the_command_measures_the_sizes_it_is_given(monkeypatch, tmp_path):
 
     monkeypatch.setattr(runner, "measure", planted_result)
     monkeypatch.setattr(runner, "build_and_check", lambda measurement: None)
-    arguments = ["bench", "models", "--size", "64", "--size", "32", "--seconds", "0.5", "--out", str(tmp_path / "a.csv")]
+    arguments = ["models", "--size", "64", "--size", "32", "--seconds", "0.5", "--out", str(tmp_path / "a.csv")]
     outcome = MEASURED
-    done = CliRunner().invoke(cli.build_app(), arguments)
+    done = CliRunner().invoke(build_app(), arguments)
     assert done.exit_code == 0, done.output
     assert {row["image_size"] for row in read(tmp_path / "a.csv")} == {"32", "64"}
     assert max(map(len, done.output.split("results:")[0].splitlines())) <= 100
     outcome = WRONG
-    assert CliRunner().invoke(cli.build_app(), arguments).exit_code == 1
+    assert CliRunner().invoke(build_app(), arguments).exit_code == 1

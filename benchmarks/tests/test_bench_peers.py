@@ -12,7 +12,7 @@ from benchmarks.ops import BOTH, DIRECTIONS, FORWARD, plan
 from benchmarks.ops_report import summary_lines
 from benchmarks.peers import features_oracle
 from benchmarks.runner import are_ours_right
-from helpers.bench_results import TINY, result
+from benchmarks.tests.bench_results import TINY, result
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,4 +1,4 @@
-"""Every option of `nalaformer bench`: what is measured, for how long, and where it is written. Nothing is timed here."""
+"""Every option of `python -m benchmarks`: what is measured, for how long, and where it is written. Nothing is timed here."""
 
 import csv
 from pathlib import Path
@@ -9,17 +9,16 @@ from typer.testing import CliRunner
 
 from benchmarks import Case, Result, cases, runner
 from benchmarks import language as bench_language
-from benchmarks import training as bench_training
+from benchmarks import language_training as bench_training
+from benchmarks.__main__ import build_app
 from helpers.option_effects import Effects, options_of_command
-from nalaformer import cli
 from nalaformer.models.language import NaLaConfig
-from nalaformer.studies import linearization
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BENCH = Effects(
     f"{name}.{option}"
-    for name in ("ops", "models", "language", "training", "linearize")
-    for option in options_of_command("bench", name)
+    for name in ("ops", "models", "language", "training")
+    for option in options_of_command(name, build=build_app)
 )
 
 
@@ -28,7 +27,7 @@ def test_no_option_is_without_a_test_of_its_effect():
 
 
 def run(*arguments):
-    done = CliRunner().invoke(cli.build_app(), ["bench", *map(str, arguments)])
+    done = CliRunner().invoke(build_app(), list(map(str, arguments)))
     assert done.exit_code == 0, f"{done.output} {done.exception!r}"
 
 
@@ -170,30 +169,8 @@ def test_bench_training_measures_its_plan_for_so_long_into_its_file(tmp_path, mo
 def test_a_benchmark_without_its_device_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("ops", "models", "language", "training"):
-        refused = CliRunner().invoke(cli.build_app(), ["bench", name, "--device", "cuda", "--out", str(tmp_path / "a.csv")])
+        refused = CliRunner().invoke(build_app(), [name, "--device", "cuda", "--out", str(tmp_path / "a.csv")])
         assert "no CUDA device was found" in str(refused.exception)
-
-
-@BENCH.of(*(f"linearize.{name}" for name in options_of_command("bench", "linearize")))
-def test_bench_linearize_runs_the_study_that_is_asked_for(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(linearization, "run_linearization", lambda study, **rest: asked.append((study, rest)))
-    run("linearize")
-    run(
-        *("linearize", "--size", "toy", "--device", "cpu", "--out", tmp_path / "a.csv", "--part", "recall"),
-        *("--part", "decode", "--minutes", 2, "--teacher", tmp_path / "t", "--teacher-minutes", 3, "--method", "linear"),
-        *("--teachers", 3),
-    )
-    (full, usual), (toy, chosen) = asked
-    assert full == linearization.LinearizationStudy()
-    assert usual == {"device": "cuda", "out": None, "parts": linearization.PARTS, "teacher_folder": None, "teachers": 1}
-    assert chosen == {
-        **{"device": "cpu", "out": tmp_path / "a.csv"},
-        **{"parts": ("recall", "decode"), "teacher_folder": tmp_path / "t", "teachers": 3},
-    }
-    assert (toy.minutes, toy.recall.teacher.minutes, toy.recall.methods) == (2, 3, ("linear",))
-    small = linearization.toy_study()
-    assert (toy.prompt, toy.decode, toy.recall.facts) == (small.prompt, small.decode, small.recall.facts)
 
 
 def test_a_part_of_a_mebibyte_is_not_written_as_zero():

@@ -13,7 +13,7 @@ from nalaformer.cli.packages import need
 
 def build_app() -> typer.Typer:
     """Return the command line."""
-    app = typer.Typer(pretty_exceptions_enable=False)
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
     @app.command()
     def demo(

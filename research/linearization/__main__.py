@@ -14,7 +14,7 @@ from . import PARTS, SIZES, run_linearization
 
 def build_app() -> typer.Typer:
     """Return the command line."""
-    app = typer.Typer(pretty_exceptions_enable=False)
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
     @app.command()
     def linearize(

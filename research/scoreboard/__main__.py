@@ -1,48 +1,34 @@
 """`python -m research.scoreboard run mqar_80`, and `... page PAGE.md FOLDER` for the tables of a page."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nalaformer.cli import completion, run_app
+from nalaformer.cli import run_app
 from nalaformer.cli.console import make_console
 
 if TYPE_CHECKING:
     from . import Board
 
 
-def sequence_recipes() -> Iterable[str]:
-    """Return the names that a shell completes."""
-    from ..recipes import RECIPES
-
-    from ..sequence_task import SequencesConfig
-
-    return [name for name in RECIPES.names() if isinstance(RECIPES[name]().task, SequencesConfig)]
-
-
 def build_app() -> typer.Typer:
     """Return the command line."""
-    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
     @app.command()
     def run(
         task: Annotated[
             str,
             typer.Argument(
-                help="Rows of the scoreboard or recipes on sequences, by comma: mqar_80, lra_listops; all: every row.",
-                autocompletion=completion.completing(sequence_recipes),
+                help="Rows of the scoreboard or recipes on sequences, by comma: mqar_80, lra_listops; all: every row."
             ),
         ],
-        settings: Annotated[
-            list[str] | None, typer.Argument(help="key=value, any setting of the recipe.", autocompletion=completion.settings)
-        ] = None,
+        settings: Annotated[list[str] | None, typer.Argument(help="key=value, any setting of the recipe.")] = None,
         methods: Annotated[
             str,
             typer.Option(
-                help='Attentions, by comma; options in braces: \'softmax, norm_aware {"powers": "mild"}\'; all: every rival.',
-                autocompletion=completion.methods,
+                help='Attentions, by comma; options in braces: \'softmax, norm_aware {"powers": "mild"}\'; all: every rival.'
             ),
         ] = "softmax, relu, nalaformer",
         seeds: Annotated[int, typer.Option(help="Runs of each method at its best rate.")] = 3,
@@ -51,7 +37,7 @@ def build_app() -> typer.Typer:
         ] = "",
         steps: Annotated[int, typer.Option(help="Steps of each run; 0: those of the recipe.")] = 0,
         out: Annotated[Path | None, typer.Option(help="CSV file.", show_default="runs/scoreboard_<tasks>.csv")] = None,
-        device: Annotated[str, typer.Option(help="cpu, cuda or auto.", autocompletion=completion.devices)] = "auto",
+        device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
         minutes: Annotated[
             float, typer.Option(help="Stop cleanly after that many; the same command goes on. 0: no limit.")
         ] = 0.0,

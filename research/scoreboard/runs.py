@@ -307,7 +307,7 @@ def refuse_unfollowed(training: TrainingConfig) -> None:
         if getattr(training, name) != value:
             raise ValueError(
                 f"a scoreboard trains with {name}={value} (seeds are counted from 0), got {name}={getattr(training, name)}; "
-                "leave it out, or use `nalaformer train`"
+                "leave it out, or use `python -m research train`"
             )
     if training.batch_size < 1:
         raise ValueError(f"a scoreboard needs the number of sequences of a step, got batch_size={training.batch_size}; set it")

@@ -1,10 +1,10 @@
 """One timed part of a sweep of the scoreboard, for a GPU that is lent for minutes.
 
 What `python -m research.scoreboard run` does, with three things around it. NVIDIA's multi-process service lets the kernels of
-small runs share the GPU; where it does not start, processes take turns, and fewer of them run. With --out the rows and the runs
-that are put aside lie there from the first one on, so that a machine that is taken away loses what is under way and no more. With
---pack-kernels the compiled kernels are packed there too, so that the next machine compiles nothing. The same command goes on
-where the last one stopped, on another machine if --folder holds what --out had.
+small runs share the GPU; where it does not start, processes take turns, and fewer of them run. With --out the rows and the
+runs that are put aside lie there from the first one on, so that a machine that is taken away loses what is under way and no
+more. With --pack-kernels the compiled kernels are packed there too, so that the next machine compiles nothing. The same
+command goes on where the last one stopped, on another machine if --folder holds what --out had.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def probe() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", default="pointing_256,mqar_80,majority_256", help="by comma, the most important first")
-    parser.add_argument("--methods", default="all", help="as `nalaformer scoreboard --methods` takes them")
+    parser.add_argument("--methods", default="all", help="as `python -m research.scoreboard run --methods` takes them")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=4.5)
     parser.add_argument("--jobs", type=int, default=14, help="runs at a time where they share the GPU")

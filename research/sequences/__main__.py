@@ -5,27 +5,17 @@ from typing import Annotated
 
 import typer
 
-from nalaformer.cli import completion, run_app
+from nalaformer.cli import run_app
 from nalaformer.cli.console import make_console, progress_bar
-
-from . import SEQUENCES
-
-names = completion.completing(SEQUENCES.names)
 
 
 def build_app() -> typer.Typer:
     """Return the command line."""
-    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
     @app.command()
     def make(
-        name: Annotated[
-            str,
-            typer.Argument(
-                help="Name of the sequence data, such as listops or pathfinder.",
-                autocompletion=names,
-            ),
-        ],
+        name: Annotated[str, typer.Argument(help="Name of the sequence data, such as listops or pathfinder.")],
         out: Annotated[Path, typer.Option(help="Folder; it gets a folder for each split.")],
         samples: Annotated[int, typer.Option(help="Sequences of the train split.")] = 96_000,
         val_samples: Annotated[int, typer.Option(help="Sequences of the val split; 0: none.")] = 2_000,

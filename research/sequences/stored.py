@@ -196,7 +196,8 @@ class Stored(SequenceData):
         if not (place / ABOUT).is_file():
             made = [each for each in SPLITS if (Path(folder) / each / ABOUT).is_file()]
             raise ValueError(
-                f"{place} must hold sequence data that `nalaformer data make` wrote; {folder} has {', '.join(made) or 'none'}"
+                f"{place} must hold sequence data that `python -m research.sequences` wrote; "
+                f"{folder} has {', '.join(made) or 'none'}"
             )
         about = read_about(place)
         try:
@@ -211,7 +212,7 @@ class Stored(SequenceData):
             self._facts, self._lengths = SequenceFacts(**about["facts"]), tuple(about["group_lengths"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{place / ABOUT} is not as `nalaformer data make` writes it: {type(error).__name__} {error}"
+                f"{place / ABOUT} is not as `python -m research.sequences` writes it: {type(error).__name__} {error}"
             ) from error
         # plain arrays only: nothing is unpickled
         self.arrays = {path.stem: mapped(path) for path in sorted(place.glob("*.npy"))}

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from nalaformer.analysis import record
+from nalaformer.attention import build
 from research.fast_training.data_on_device import Bucket
 from research.models import OneAttention, RecallModel, SequenceClassifier
-from research.scoreboard.inside import INSIDE, attention_figures
+from research.scoreboard.inside import INSIDE, attention_figures, figures_of_heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NONE = dict.fromkeys(INSIDE, "")
@@ -90,3 +91,19 @@ def test_tokens_that_are_left_out_change_nothing_of_the_entropies():
     *of_short, _ = figures(short, inputs)
     assert of_short == pytest.approx(entropies, abs=1e-4)
     assert abs(entropies[1]) > 0.02
+
+
+@pytest.mark.parametrize("kind", ["softmax", "linear"])
+def test_equal_weights_are_no_drop_of_entropy_however_many_keys_a_block_sees(kind):
+    layer = build(kind, dim=16, num_heads=2, causal=True, block=4).double()
+    tokens = 11
+    # keys all alike: every query weighs what it sees equally; norms of queries grow from token to token
+    x = torch.arange(1.0, tokens + 1, dtype=torch.float64)[None, :, None].expand(2, -1, 16)
+    with torch.no_grad():
+        layer.qkvg.weight[16:32] = 0
+        layer.qkvg.bias[:16] = 0
+        layer.qkvg.bias[16:32] = 1
+        layer.qkvg.weight[:16].abs_()
+        found = record(layer, x)[0]
+        # the eps of linear attention is all that is left
+        assert figures_of_heads(found, torch.ones(2, tokens, dtype=torch.bool))[:, 1].abs().max() < 1e-6

@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from nalaformer.recipes import build_model
-from research.sequence_task import Sequences
 from nalaformer.training import Trainer
 from research.demo import (
     ENTRIES,
@@ -31,6 +30,7 @@ from research.demo.diagnose import FACTORS
 from research.demo.intervals import difference_of, mean_of
 from research.demo.pictures import looks
 from research.demo.trained import diagnose_trained
+from research.sequence_task import Sequences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LABELS = [entry.label for entry in ENTRIES]

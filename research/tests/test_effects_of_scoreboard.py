@@ -5,20 +5,19 @@ from dataclasses import fields
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from helpers.option_effects import Effects
-from nalaformer import cli
 from nalaformer.recipes import changed
-from research.recipes import RECIPES
-from research.sequence_task import Sequences
 from nalaformer.training import TrainingConfig
 from research.fast_training.captured_training import Sprint
 from research.fast_training.data_on_device import resident
 from research.models import RecallModel
+from research.recipes import RECIPES
 from research.scoreboard import runs as scoreboard
 from research.scoreboard.runs import Method, Run, prepared
+from research.sequence_task import Sequences
 from research.sequences import SEQUENCES
+from research.tests.commands import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPRINT = Effects(field.name for field in fields(TrainingConfig))
@@ -214,8 +213,9 @@ NOT_FOLLOWED |= {"eval_epochs": "0.5", "batch_size": "0"}
 @SPRINT.of(*(name for name in NOT_FOLLOWED if name not in ("precision", "seed", "batch_size")))
 @pytest.mark.parametrize(("name", "value"), [*NOT_FOLLOWED.items(), ("attention", "softmax"), ("initial_weights", "torch")])
 def test_settings_that_a_scoreboard_does_not_follow_are_refused(tmp_path, name, value):
-    arguments = ["scoreboard", "mqar_small", *SMALL, f"{name}={value}", "--steps", "1", "--methods", "relu", "--seeds", "1"]
-    refused = CliRunner().invoke(cli.build_app(), [*arguments, "--device", "cpu", "--out", str(tmp_path / "a.csv")])
+    settings = [*SMALL, f"{name}={value}"]
+    arguments = ["scoreboard", "run", "mqar_small", *settings, "--steps", 1, "--methods", "relu", "--seeds", 1]
+    refused = invoke(*arguments, "--device", "cpu", "--out", tmp_path / "a.csv")
     assert isinstance(refused.exception, ValueError)
     assert f"{name}={value}" in str(refused.exception)
     assert not (tmp_path / "a.csv").exists()

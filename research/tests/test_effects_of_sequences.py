@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from helpers.option_effects import Effects
-from helpers.sequence_cases import CASES
 from research.sequences import IGNORE, SEQUENCES, known_options
 from research.sequences.listops import CLOSE, FIRST_OPERATOR
 from research.sequences.needles import ASK, FIRST_WORD, LET, MARK
+from research.tests.sequence_cases import CASES
 
 SEQUENCE_OPTIONS = Effects(f"{name}.{option}" for name in SEQUENCES.names() for option in known_options(name))
 

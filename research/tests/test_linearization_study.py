@@ -278,7 +278,7 @@ def test_a_method_that_fails_leaves_its_reason_and_the_others_run(tmp_path, monk
 
 
 def test_unknown_parts_methods_and_sizes_are_refused_before_anything_runs(tmp_path):
-    from nalaformer.cli.bench import run_bench_linearize
+    from research.linearization.__main__ import run
 
     with pytest.raises(ValueError, match="did you mean 'recall'"):
         run_linearization(toy_study(), device="cpu", out=tmp_path / "rows.csv", parts=("recal",))
@@ -286,7 +286,7 @@ def test_unknown_parts_methods_and_sizes_are_refused_before_anything_runs(tmp_pa
     with pytest.raises(ValueError, match="did you mean 'key_norm'"):
         run_linearization(study, device="cpu", out=tmp_path / "rows.csv", parts=("recall",), say=quiet)
     with pytest.raises(ValueError, match="did you mean 'small'"):
-        run_bench_linearize("cpu", None, ("recall",), "smal", None, None, {})
+        run("cpu", None, ("recall",), "smal", None, None, {})
     with pytest.raises(ValueError, match="at least one"):
         TeacherConfig(lessons=())
     with pytest.raises(ValueError, match="need a length of 195"):

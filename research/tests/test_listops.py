@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from helpers.sequence_cases import make
 from research.sequences import SEQUENCES
 from research.sequences.listops import WORDS
+from research.tests.sequence_cases import make
 
 
 def evaluate(words):

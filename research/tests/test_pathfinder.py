@@ -5,10 +5,10 @@ import pytest
 from PIL import Image, ImageDraw
 from scipy import ndimage
 
-from helpers.sequence_cases import make
 from research.sequences import SEQUENCES, contours
 from research.sequences.paddles import BEGINNINGS, Paddles, PaddleShape
 from research.sequences.rasters import resized
+from research.tests.sequence_cases import make
 
 IMAGES = 3000
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from helpers.sequence_cases import make
 from research.sequences import ENTROPY, IGNORE, SEQUENCES, Filler
 from research.sequences.needles import FAMILIES, FIRST_WORD, LET, MARK
+from research.tests.sequence_cases import make
 
 
 def test_every_answer_of_mqar_is_the_value_of_its_key():

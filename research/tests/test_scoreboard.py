@@ -7,19 +7,18 @@ import signal
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from nalaformer import cli
 from nalaformer.attention import METHODS
 from nalaformer.feature_maps import FEATURE_MAPS
 from nalaformer.folder_lock import InUse, only_writer
 from nalaformer.recipes import changed
-from research.recipes import RECIPES
 from research.fast_training.captured_training import Sprint
+from research.recipes import RECIPES
 from research.scoreboard import runs as scoreboard
 from research.scoreboard.order import Order
 from research.scoreboard.report import ADDED, COLUMNS, read_rows, scoreboard_table, standings
 from research.scoreboard.runs import Method, parse_methods, run_scoreboard
+from research.tests.commands import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MQAR = {"vocabulary": 32, "mixture": [[16, 2], [24, 3]]}
@@ -359,17 +358,10 @@ def test_methods_are_read_with_their_options():
 # ---- as a user meets it
 
 
-@pytest.fixture
-def run():
-    return lambda *arguments: CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
-
-
-def test_the_command_prints_a_table_with_chance(run, tmp_path):
+def test_the_command_prints_a_table_with_chance(tmp_path):
     settings = ["train_samples=64", "eval_samples=20", "test_samples=20", "batch_size=8", f"data_options={json.dumps(MQAR)}"]
-    result = run(
-        *("scoreboard", "mqar_small", *settings, "--methods", "softmax, relu", "--seeds", 2, "--learning-rates", "1e-3,3e-3"),
-        *("--steps", 2, "--out", tmp_path / "a.csv", "--device", "cpu"),
-    )
+    asked = ("--methods", "softmax, relu", "--seeds", 2, "--learning-rates", "1e-3,3e-3", "--steps", 2)
+    result = invoke("scoreboard", "run", "mqar_small", *settings, *asked, "--out", tmp_path / "a.csv", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "chance" in result.output
     assert "softmax" in result.output
@@ -386,30 +378,35 @@ def test_the_table_names_shortcuts(tmp_path):
     assert "shortcut: root operator" in list(table.columns[0].cells)
 
 
-def test_data_make_writes_what_recipes_read(run, tmp_path):
-    result = run(
-        *("data", "make", "copying", "--out", tmp_path / "d", "--samples", 20, "--val-samples", 10, "--test-samples", 0),
+def test_what_is_written_is_what_recipes_read(tmp_path):
+    result = invoke(
+        *("sequences", "copying", "--out", tmp_path / "d", "--samples", 20, "--val-samples", 10, "--test-samples", 0),
         *("--options", '{"length": 12}'),
     )
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["train", "val"]
     settings = ["steps=2", "warmup=0", "batch_size=4", "eval_every=0", "save_every=0", "device=cpu"]
-    result = run("train", "copying", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "other")
+    result = invoke("train", "copying", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "other")
     assert "length is 12 there" in str(result.exception)
     assert not (tmp_path / "other").exists()
     settings.append('data_options={"length": 12, "vocabulary": 64}')
-    for command in ("train", "scoreboard"):
-        result = run(command, "induction", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "other")
+    for command in (("train",), ("scoreboard", "run")):
+        result = invoke(*command, "induction", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "other")
         assert "induction learns from induction" in str(result.exception)
-    result = run("train", "copying", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "run")
+    result = invoke("train", "copying", f"data={tmp_path / 'd'}", *settings, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    result = run("eval", tmp_path / "run", "--device", "cpu")
+    result = invoke("eval", tmp_path / "run", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "accuracy" in result.output
     assert "chance" in result.output
 
 
-def test_a_scoreboard_of_images_is_refused(run):
-    result = run("scoreboard", "count_grid")
+def test_a_scoreboard_of_images_is_refused():
+    result = invoke("scoreboard", "run", "count_grid")
     assert isinstance(result.exception, ValueError)
     assert "recipe on sequences" in str(result.exception)
+
+
+def test_options_of_a_method_that_are_a_bomb_are_refused():
+    with pytest.raises(ValueError, match=r"options of relu"):
+        parse_methods("relu " + '{"a":' * 200_000)

@@ -1,7 +1,5 @@
 """The picture of the scoreboard shows what its files say."""
 
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from research.scoreboard import METHODS_OF_THE_BOARD, read_rows
 from research.scoreboard.picture import NAMED, TEXT, draw, drawn, figures_of
 from research.scoreboard.report import save_rows
 from research.scoreboard.tables import rows_of
+from research.tests.commands import invoke
 
 PROJECT = Path(__file__).parents[2]
 RESULTS = PROJECT / "benchmarks" / "results"
@@ -52,10 +51,9 @@ def test_the_picture_of_the_docs_shows_the_results_of_the_project():
     assert set(NAMED) <= set(figures_of(rows_of(RESULTS)).lookups)
 
 
-def test_the_command_draws_what_a_folder_holds(tmp_path, monkeypatch):
+def test_the_command_draws_what_a_folder_holds(tmp_path):
     save_rows(tmp_path / "scoreboard_one.csv", ROWS)
-    monkeypatch.setattr(sys, "argv", ["scoreboard", str(tmp_path / "shown.png"), str(tmp_path)])
-    runpy.run_module("research.scoreboard", run_name="__main__")
+    assert invoke("scoreboard", "page", tmp_path / "shown.png", tmp_path).exit_code == 0
     assert Image.open(tmp_path / "shown.png").text[TEXT] == figures_of(ROWS).text
     draw(ROWS, tmp_path / "again.png")
     assert Image.open(tmp_path / "again.png").size == Image.open(tmp_path / "shown.png").size

@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from nalaformer import cli
 from research.scoreboard import METHODS_OF_THE_BOARD, ROWS, loaded, make_board, processes, row_names, run_boards, runs
 from research.scoreboard.methods import parse_methods, short_name
 from research.scoreboard.report import read_rows
 from research.scoreboard.tables import BEGIN, END, fill, filled, rows_of, section, summary
+from research.tests.commands import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROJECT = Path(__file__).parents[2]
@@ -68,8 +67,8 @@ def test_smoke_runs_the_smallest_form_of_a_row_and_a_row_its_own(tmp_path):
     assert (small.total_steps, len(small.seeds), len(small.learning_rates)) == (2, 1, 1)
     assert (whole.total_steps, len(whole.seeds), len(whole.learning_rates)) == (4000, 3, 2)
     assert small.recipe.task.train_samples < 10 < whole.recipe.task.train_samples
-    command = ["scoreboard", "copying_256", "--methods", "relu", "--smoke", "--device", "cpu", "--out", str(tmp_path / "a.csv")]
-    done = CliRunner().invoke(cli.build_app(), command)
+    place = ("--device", "cpu", "--out", tmp_path / "a.csv")
+    done = invoke("scoreboard", "run", "copying_256", "--methods", "relu", "--smoke", *place)
     assert done.exit_code == 0, done.output
     (row,) = read_rows(tmp_path / "a.csv")
     assert row["steps"] == "2"
@@ -108,8 +107,8 @@ def test_the_command_runs_so_many_jobs_at_a_time(tmp_path, monkeypatch, in_threa
     whole = processes.finished_in_processes
     monkeypatch.setattr(runs, "finished_in_processes", lambda *a, jobs, **k: asked.append(jobs) or whole(*a, jobs=jobs, **k))
     for jobs in (1, 3):
-        command = ["scoreboard", "copying_256,induction_256", "--methods", "relu", "--smoke", "--device", "cpu"]
-        done = CliRunner().invoke(cli.build_app(), [*command, "--jobs", str(jobs), "--out", str(tmp_path / f"{jobs}.csv")])
+        command = ["scoreboard", "run", "copying_256,induction_256", "--methods", "relu", "--smoke", "--device", "cpu"]
+        done = invoke(*command, "--jobs", jobs, "--out", tmp_path / f"{jobs}.csv")
         assert done.exit_code == 0, done.output
     # the data of both tasks, then the runs
     assert asked == [3, 3]

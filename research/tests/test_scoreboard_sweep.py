@@ -11,7 +11,7 @@ import pytest
 from research.scoreboard.report import read_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scoreboard_sweep.py"
+SCRIPT = Path(__file__).parents[1] / "scoreboard" / "sweep.py"
 PLACE = "CUDA_MPS_PIPE_DIRECTORY"
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.sequence_cases import CASES, make
 from nalaformer.data import batches_from
 from nalaformer.data.glyphs import glyph_masks
 from research.sequences import IGNORE, SEQUENCES, known_options, make_sequences, write
+from research.tests.sequence_cases import CASES, make
 
 RELEASED = {"text", "retrieval", "image", "pixels", "patches", "image_rows", "documents"}
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nalaformer.attention import METHODS
+from nalaformer.attention import METHODS, build
 from nalaformer.feature_maps import FEATURE_MAPS
 from nalaformer.recipes import build_model, changed, evaluate_run, make_trainer
-from research.recipes import RECIPES
-from research.sequence_task import AnswerFigures, Sequences, SequencesConfig, answer_sums, answered
 from nalaformer.training import TrainingConfig
 from nalaformer.training.schedule import make_schedule
 from research.models import SEQUENCE_MODELS, RecallModel, SequenceClassifier, sequence_attention, state_size
 from research.models.token_embedding import embedding_by_product
+from research.recipes import RECIPES
+from research.sequence_task import AnswerFigures, Sequences, SequencesConfig, answer_sums, answered
 from research.sequences import IGNORE, SEQUENCES, as_tensor, write
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -384,3 +384,8 @@ def test_the_gradient_of_an_embedding_computes_in_the_type_of_autocast():
     assert found.dtype == torch.float32
     assert torch.equal(found, found.bfloat16().float())
     torch.testing.assert_close(found, exact, rtol=0.03, atol=0.05)
+
+
+def test_states_of_mixed_blocks_count_for_each_block():
+    model = torch.nn.Sequential(build("linear", dim=16, num_heads=2, mixed_blocks=(2, 3)))
+    assert state_size(model) == 6 * 2 * 8 * 8

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from helpers.sequence_cases import CASES, make
-from research.sequences import SEQUENCES, Stored, stored, write
+from helpers.bombs import BOMBS
+from research.sequences import SEQUENCES, Stored, stored, stored_name, write
+from research.tests.sequence_cases import CASES, make
 
 
 def test_what_was_written_is_what_is_made(tmp_path):
@@ -99,3 +100,27 @@ def test_images_are_read_from_the_binary_version(tmp_path):
 def test_a_missing_folder_of_released_files_says_what_it_must_hold():
     with pytest.raises(ValueError, match=r"data_batch_1\.bin"):
         SEQUENCES["image"](split="train", samples=1)
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_note_beside_sequences_that_is_a_bomb_is_named(tmp_path, bomb):
+    place = write("copying", tmp_path, split="train", samples=2, options={"length": 12})
+    (place / "about.json").write_bytes(BOMBS[bomb])
+    for read in (lambda: Stored(tmp_path, split="train"), lambda: stored_name(tmp_path)):
+        with pytest.raises(ValueError, match=r"about.json (cannot be read|is not as `python -m research.sequences` writes it)"):
+            read()
+
+
+def test_a_note_that_lacks_a_fact_is_named(tmp_path):
+    place = write("copying", tmp_path, split="train", samples=2, options={"length": 12})
+    (place / "about.json").write_text('{"name": "copying"}')
+    with pytest.raises(ValueError, match=r"about.json is not as `python -m research.sequences` writes it: KeyError 'options'"):
+        Stored(tmp_path, split="train")
+
+
+def test_a_cut_array_of_sequences_is_named(tmp_path):
+    place = write("copying", tmp_path, split="train", samples=2, options={"length": 12})
+    array = next(place.glob("*.npy"))
+    array.write_bytes(array.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"\.npy must be a whole \.npy file"):
+        Stored(tmp_path, split="train")
