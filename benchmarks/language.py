@@ -11,13 +11,14 @@ from torch import Tensor
 from nalaformer.machine import describe_machine
 from nalaformer.ops import use_backend
 from nalaformer.ops.graphs import NotCapturable
-from nalaformer.timing import OtherProcesses, median_ms
+from nalaformer.timing import median_ms
 
 from .cases import refuse_missing_device
 from .language_picture import draw_language
 from .measurement import Measurement, Result
 from .memory import MIB, peak_extra_mib
 from .runner import Bar, Say, busy_lines, mistake_lines, rounded, run_plan, say_on_stdout
+from .timing import OtherProcesses
 
 if TYPE_CHECKING:
     from nalaformer.models.language import NaLaCache, NaLaConfig, NaLaForCausalLM

@@ -12,12 +12,13 @@ from torch import Tensor
 from nalaformer.machine import describe_machine
 from nalaformer.ops import use_backend
 from nalaformer.registry import unknown_name
-from nalaformer.timing import OtherProcesses, median_ms
+from nalaformer.timing import median_ms
 
 from .cases import refuse_missing_device
 from .measurement import Measurement, Result
 from .memory import MIB
 from .runner import Say, mistake_lines, rounded, run_plan, say_on_stdout
+from .timing import OtherProcesses
 
 TRAINING_COLUMNS = (
     "model", "form", "size", "device", "threads", "dtype", "batch", "context", "outcome", "tokens_per_second", "median_ms",

@@ -9,11 +9,12 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
-from nalaformer.timing import OtherProcesses, median_ms
+from nalaformer.timing import median_ms
 
 from .cases import DTYPES
 from .fresh_process import in_fresh_process
 from .memory import can_measure, peak_extra_mib
+from .timing import OtherProcesses
 
 MEASURED, WRONG, OUT_OF_MEMORY, FAILED = "measured", "wrong", "out of memory", "failed"
 

@@ -8,11 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nalaformer.timing import copy_bandwidth, host_ms
-
 from .cases import Case
 from .implementations import IMPLEMENTATIONS, Attend, Implementation
 from .measurement import CallMeasurement, Result
+from .timing import copy_bandwidth, host_ms
 
 FORWARD, BOTH = "forward", "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)

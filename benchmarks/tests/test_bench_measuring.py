@@ -8,12 +8,10 @@ import time
 import pytest
 import torch
 
-from benchmarks import median_ms
 from benchmarks.fresh_process import in_fresh_process
 from benchmarks.memory import peak_extra_mib
 from benchmarks.tests.bench_results import counts_memory
-from nalaformer import timing
-from nalaformer.timing import OtherProcesses, times_ms
+from benchmarks.timing import OtherProcesses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,34 +24,6 @@ def plant(mebibytes, keep):
         return block if keep else block.sum()
 
     return call
-
-
-@pytest.mark.parametrize("slow", [1, 4])
-def test_one_slow_call_does_not_count(slow, monkeypatch):
-    # a clock of our own: on a busy machine every call may be slow
-    clock, calls = [0.0], []
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
-
-    def call():
-        calls.append(1)
-        clock[0] += 0.5 if len(calls) == slow else 0.01
-
-    assert median_ms(call, seconds=0.1) == pytest.approx(10)
-    # one to warm up, then for a tenth of a second
-    assert len(calls) == 1 + 10
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 4), (100.0, 21)])
-def test_calls_are_repeated_within_the_limits(seconds, expected):
-    calls = []
-    times = times_ms(lambda: (calls.append(1), time.sleep(0.001)), seconds=seconds, least=3, most=20)
-    assert len(calls) == expected
-    assert len(times) == expected - 1
-
-
-def test_limits_the_wrong_way_round_are_refused():
-    with pytest.raises(ValueError, match="least <= most"):
-        times_ms(lambda: None, least=5, most=3)
 
 
 @counts_memory

@@ -4,8 +4,8 @@ import csv
 
 import pytest
 
+from benchmarks import language_training as bench_training
 from benchmarks import run_training
-from benchmarks import training as bench_training
 from benchmarks.language_training import FORMS, MODELS, TRAINING_COLUMNS, kernel_lines, make_step, plan_training
 from benchmarks.measurement import MEASURED, WRONG
 

@@ -22,9 +22,9 @@ from nalaformer.data import seed_everything
 from nalaformer.ops.graphs import NotCapturable, captured
 from nalaformer.training.config import TrainingConfig
 from nalaformer.training.display import SECONDS_BETWEEN_LINES
-from nalaformer.training.low_copies import LowCopies
 from nalaformer.training.precision import precision_on
 from nalaformer.training.schedule import make_schedule
+from research.fast_training.low_copies import LowCopies
 
 from ..sequences import FIGURES, Figure, answers_of
 from .data_on_device import Bucket, Plan, make_plan

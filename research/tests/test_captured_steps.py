@@ -5,9 +5,9 @@ import torch
 
 from nalaformer.ops.graphs import NotCapturable
 from nalaformer.training import TrainingConfig
-from nalaformer.training.low_copies import LowCopies
 from research.fast_training.captured_training import Sprint
 from research.fast_training.data_on_device import resident
+from research.fast_training.low_copies import LowCopies
 from research.models import RecallModel
 from research.sequences import SEQUENCES
 

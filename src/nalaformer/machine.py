@@ -24,7 +24,7 @@ class Machine:
     triton: str
     nalaformer: str
     commit: str
-    """The commit of the package's source, with "+dirty" if files changed since; "unknown" outside a git checkout."""
+    """The commit of the package's source, with "+dirty" if code changed since; "unknown" outside a git checkout."""
     cpu: str
     threads: int
     gpus: tuple[str, ...]
@@ -75,14 +75,18 @@ def cpu_name() -> str:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of a folder of source, marked "+dirty" if a file in it differs; "unknown" if git does not track it."""
+    """Return the commit of a folder of source; "unknown" if git does not track it.
+
+    It is marked "+dirty" if a file in the folder differs, or other Python code of the same checkout.
+    """
     # an installed package may lie inside somebody else's checkout: only a tracked one has a commit
     if not git(folder, "ls-files", "--", "."):
         return UNKNOWN
     commit = git(folder, "rev-parse", "--short=12", "HEAD")
     if not commit:
         return UNKNOWN
-    return f"{commit}+dirty" if git(folder, "status", "--porcelain", "--", ".") else commit
+    # what measures may lie beside the package
+    return f"{commit}+dirty" if git(folder, "status", "--porcelain", "--", ".", ":(top)*.py") else commit
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import nalaformer as nf
-from benchmarks import describe_machine, extras
-from nalaformer.machine import commit_of
+from nalaformer.machine import commit_of, describe_machine, extras
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,6 +33,12 @@ def test_the_commit_of_clean_and_of_changed_source(checkout):
     assert commit_of(checkout / "package") == clean
     (checkout / "package" / "code.py").write_text("x = 2\n")
     assert commit_of(checkout / "package") == f"{clean}+dirty"
+
+
+def test_changed_code_beside_the_package_is_another_measurement(checkout):
+    (checkout / "studies").mkdir()
+    (checkout / "studies" / "measure.py").write_text("what measures may change a figure too")
+    assert commit_of(checkout / "package").endswith("+dirty")
 
 
 def test_a_package_installed_inside_another_checkout_has_no_commit(checkout):
