@@ -15,13 +15,14 @@ OLDEST_VERSIONS := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 transformers=
 TESTED := constraints.txt
 NEWEST := .venv-newest
 
-.PHONY: help demo check test mutants test-slow test-gpu fuzz-gpu test-oldest test-newest constraints test-seeds test-peers lint types layers bench format clean
+.PHONY: help demo check test test-research mutants test-slow test-gpu fuzz-gpu test-oldest test-newest constraints test-seeds test-peers lint types layers bench format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       set up, then train one small network with every attention (table and report.html, 6 minutes)"
 	@echo "make test       set up, then lint, types, layer rule, tests"
 	@echo "make check      lint, types, layer rule, and the tests of what changed (SINCE=main)"
+	@echo "make test-research  the tests of research/ and benchmarks/, which are no part of the package"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the kernels on a CUDA device"
 	@echo "make fuzz-gpu   random calls of the op on a CUDA device against float64, for some minutes"
@@ -55,8 +56,11 @@ $(READY): pyproject.toml $(TESTED)
 $(VENV)/.ready-demo: pyproject.toml $(TESTED)
 	$(call install,$(VENV),$(DEMO_EXTRAS) --constraint $(TESTED) --no-compile)
 
+# tests of what uses the package and is not in it
+BESIDE := research/tests benchmarks/tests
+
 demo: $(DEMO_READY)
-	@$(BIN)/nalaformer demo --out runs/demo
+	@$(BIN)/python -m research.demo --out runs/demo
 
 # after every edit: what changed since the branch left SINCE, and what imports it
 SINCE ?= main
@@ -67,12 +71,15 @@ check: $(READY) lint types layers
 test: $(READY) lint types layers
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
+test-research: $(READY)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(BESIDE)
+
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu" tests $(BESIDE)
 
 # on a machine with a CUDA device: the kernels compiled instead of interpreted, and what only a GPU can show
 test-gpu: $(READY)
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "gpu or kernels"
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "gpu or kernels" tests $(BESIDE)
 
 # SEED, MINUTES and WORKERS may be given; a failing case is printed with the command that runs it alone
 SEED ?= 0
@@ -126,7 +133,7 @@ layers: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(BIN)/nalaformer bench ops
+	$(BIN)/python -m benchmarks ops
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

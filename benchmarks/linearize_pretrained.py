@@ -110,7 +110,8 @@ def load(folder: Path, device: str) -> tuple[Any, Any]:
         if hasattr(transformers, "GgufConfig"):
             given |= {"quantization_config": transformers.GgufConfig(dequantize=True)}
     model = AutoModelForCausalLM.from_pretrained(folder, **given)
-    return model.to(device).eval(), tokenizer
+    model.eval().to(device)
+    return model, tokenizer
 
 
 @torch.no_grad()

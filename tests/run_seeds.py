@@ -19,7 +19,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
+from helpers.places import ALL_TESTS, PROJECT
+
 # a bar that passes by less than this on one machine fails on the next
 ROOM = 3
 # these check files, texts, messages and times, or data that a fixed seed defines: other seeds tell nothing about a bar
@@ -28,7 +29,7 @@ WITHOUT_BARS = {
     "test_captured_training",
     *("test_data", "test_image_files", "test_loading", "test_sequence_data", "test_stored_sequences", "test_text_data"),
     *("test_listops", "test_pathfinder", "test_recall_data"),
-    *("test_gpu", "test_language_gpu", "test_stepping_gpu"),
+    *("test_gpu", "test_language_gpu", "test_stepping_gpu", "test_fast_training_gpu"),
 }
 
 
@@ -42,12 +43,16 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="test files, or file.py::test; without any: all that have bars")
     given = parser.parse_args()
     if given.table is None:
-        files = given.files or [str(path) for path in sorted(TESTS.rglob("test_*.py")) if path.stem not in WITHOUT_BARS]
+        files = given.files or [str(path) for path in test_files() if path.stem not in WITHOUT_BARS]
         shutil.rmtree(given.out, ignore_errors=True)
         given.out.mkdir(parents=True)
         jobs = [(seed, file) for seed in given.seeds for file in files]
         run(jobs, given.out, given.workers, time.monotonic() + given.time_limit)
     return table(given.table or given.out)
+
+
+def test_files() -> list[Path]:
+    return sorted(path for folder in ALL_TESTS for path in folder.rglob("test_*.py"))
 
 
 def seed_range(text: str) -> range:
@@ -69,7 +74,7 @@ def run(jobs: list[tuple[int, str]], out: Path, workers: int, end: float) -> Non
         name = f"{number:05}_{Path(file.partition('::')[0]).stem}_{seed}"
         command = [sys.executable, "-m", "pytest", *options, "--seed", str(seed), "--room", str(out / f"{name}.jsonl"), file]
         with (out / f"{name}.log").open("w") as log:
-            process = subprocess.Popen(command, cwd=TESTS.parent, env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=log, stderr=log)
             running.add(process)
             status = process.wait()
             running.discard(process)
@@ -125,7 +130,7 @@ def print_bars(heading: str, rows: list[dict]) -> None:
 def is_argued(place: str) -> bool:
     """Whether a comment directly above the line begins with `# room:` and says why less is enough."""
     name, _, number = place.partition(":")
-    lines = (TESTS / name).read_text().splitlines()[: int(number) - 1]
+    lines = (PROJECT / name).read_text().splitlines()[: int(number) - 1]
     for line in reversed(lines):
         if not line.strip().startswith("#"):
             return False

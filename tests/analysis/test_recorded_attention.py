@@ -13,7 +13,7 @@ from helpers.looked_at_models import IMAGE_MODELS, TEXT_MODELS, looked_at, pyram
 from nalaformer.analysis import attention_entropy, attention_layers, effective_rank, entropy_drop, record, spearman
 from nalaformer.analysis.layers import Recorder, call, grid_of
 from nalaformer.analysis.records import LinearRecord
-from nalaformer.attention import Attention, AttentionConfig
+from nalaformer.attention import Attention, AttentionConfig, build
 from nalaformer.attention.windows import Groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,15 +61,9 @@ def test_rows_times_values_is_what_the_layer_gathered(name):
 
 
 def test_rows_and_denominators_of_a_layer_that_forgets_are_its_own():
-    from nalaformer.models.sequence import RecallModel
-
-    torch.manual_seed(0)
-    options = {"forgets": True, "contrast": "learned"}
-    model = RecallModel(
-        answers="tokens", outputs=9, vocabulary=9, length=40, dim=16, attention="relu", attention_options=options
-    )
-    with torch.no_grad(), Recorder(model, keep_values=True) as recorder:
-        call(model, torch.randint(0, 9, (2, 40)))
+    layer = build("linear", dim=16, num_heads=2, feature_map="relu", causal=True, forgets=True, contrast="learned")
+    with torch.no_grad(), Recorder(layer, keep_values=True) as recorder:
+        layer(torch.randn(2, 40, 16))
     for found in recorder.records:
         assert (found.log_decay < 0).all()
         gathered = torch.einsum("bhij,bjhv->bihv", dense(found), found.values)

@@ -9,7 +9,6 @@ from nalaformer import Rotary, feature_map, linear_attention
 from nalaformer.analysis import record
 from nalaformer.analysis.records import linear_forms
 from nalaformer.attention import build
-from nalaformer.models.sequence import state_size
 from nalaformer.models.vision import build as build_backbone
 from nalaformer.models.vision.multiply_adds import count_multiply_adds
 from nalaformer.ops.mixed_states import blocks_of, mixed_linear_attention
@@ -168,11 +167,6 @@ def test_records_have_the_rows_that_the_layer_used(options):
     )
     torch.testing.assert_close(product, weights)
     assert all(0 < each.effective_rank <= 24 for each in found.statistics())
-
-
-def test_states_count_for_each_block():
-    model = torch.nn.Sequential(build("linear", dim=16, num_heads=2, mixed_blocks=(2, 3)))
-    assert state_size(model) == 6 * 2 * 8 * 8
 
 
 def test_mixing_costs_a_product_of_states_for_each_pair_of_blocks_and_is_not_decayed():

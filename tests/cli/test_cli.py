@@ -1,6 +1,5 @@
 """The command line as a user meets it."""
 
-import csv
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,6 @@ from typer.testing import CliRunner
 
 import nalaformer as nf
 from nalaformer import cli
-from nalaformer.bench import Case, cases, measurement, ops, runner
-from nalaformer.bench.ops_report import COLUMNS
 
 
 @pytest.fixture(autouse=True)
@@ -57,54 +54,6 @@ def test_compare_prints_every_method_and_writes_the_picture(run, tmp_path, monke
     assert max(map(len, result.output.split("picture:")[0].splitlines())) <= 100
 
 
-def test_bench_ops_prints_and_writes_its_results(run, tmp_path, monkeypatch):
-    tiny = (Case(batch=1, heads=1, tokens=40, head_dim=8), Case(batch=1, heads=2, tokens=33, head_dim=8))
-    monkeypatch.setattr(cases, "QUICK", tiny)
-    monkeypatch.setattr(measurement, "can_measure", lambda device: False)
-    path = tmp_path / "new" / "ops.csv"
-    result = run("bench", "ops", "--quick", "--out", str(path))
-    assert result.exit_code == 0, result.output
-    with path.open() as file:
-        written = list(csv.DictReader(file))
-    assert len(written) == len(ops.plan(tiny, "cpu")) >= 2 * 3 * 2
-    assert tuple(written[0]) == COLUMNS
-    assert all(float(row["median_ms"]) > 0 for row in written)
-    for text in (
-        "nalaformer",
-        "published formula",
-        "torch SDPA",
-        "B1 H2 N33 D8",
-        "threads",
-        f"[1/{len(written)}] ",
-        f"results: {path}",
-    ):
-        assert text in result.output
-
-
-def test_a_run_that_is_stopped_keeps_what_it_measured(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(cases, "QUICK", (Case(batch=1, heads=1, tokens=40, head_dim=8),))
-    measured = []
-
-    def measure_two(measurement, *, seconds, prepared):
-        measured.append(measurement)
-        if len(measured) == 3:
-            raise KeyboardInterrupt
-        return right(measurement, seconds=0, memory=False, prepared=prepared)
-
-    right = runner.measure
-    monkeypatch.setattr(runner, "measure", measure_two)
-    assert run("bench", "ops", "--quick", "--out", str(tmp_path / "ops.csv")).exit_code != 0
-    assert len((tmp_path / "ops.csv").read_text().splitlines()) == 1 + 2
-
-
-def test_a_wrong_result_is_an_exit_code(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(cases, "QUICK", (Case(batch=1, heads=1, tokens=40, head_dim=8),))
-    monkeypatch.setattr(ops, "relative_error", lambda measurement: 1.0)
-    result = run("bench", "ops", "--quick", "--out", str(tmp_path / "ops.csv"))
-    assert result.exit_code == 1
-    assert "WRONG and not timed" in result.output
-
-
 def test_info_says_what_would_run_and_why(run):
     result = run("info")
     assert result.exit_code == 0, result.output
@@ -125,8 +74,8 @@ def test_info_gives_the_line_that_brings_a_missing_extra(run, monkeypatch):
     "arguments",
     [
         ("compare", "--tokens", "3"),
-        ("bench", "ops", "--device", "tpu"),
-        ("bench", "ops", "--quick", "--out", "/dev/null/a.csv"),
+        ("bench", "--device", "tpu"),
+        ("compare", "--out", "/dev/null/a"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_exit_code_two(monkeypatch, capsys, arguments):

@@ -5,9 +5,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from nalaformer import FEATURE_MAPS, cli
-from nalaformer.attention import METHODS
-from nalaformer.data.sequences import SEQUENCES
+from nalaformer import cli
 from nalaformer.models.vision import VARIANTS
 from nalaformer.published import FAMILIES
 from nalaformer.recipes import RECIPES
@@ -42,10 +40,6 @@ def starting(names, start):
         ("nalaformer models nalaformer_x", starting(VARIANTS, "nalaformer_x")),
         ("nalaformer convert a.pth --model vit", starting(VARIANTS, "vit")),
         ("nalaformer convert a.pth --family p", starting(FAMILIES, "p")),
-        ("nalaformer data make p", starting(SEQUENCES.names(), "p")),
-        ("nalaformer scoreboard mq", starting(RECIPES.names(), "mq")),
-        ("nalaformer scoreboard mqar --methods n", starting({*METHODS, *FEATURE_MAPS.names()}, "n")),
-        ("nalaformer scoreboard mqar --methods softmax,re", ["softmax,reflection", "softmax,relu"]),
         ("nalaformer train cue_grid --out a learning", ["learning_rate="]),
         ("nalaformer train cue_grid attention=p", ["attention=polaformer", "attention=polaformerpp"]),
         ("nalaformer train cue_grid steps=3 warm", ["warmup=", "warmup_learning_rate="]),
@@ -53,7 +47,7 @@ def starting(names, start):
         ("nalaformer eval run --split t", ["test"]),
         ("nalaformer generate text --device c", ["cpu", "cuda"]),
         ("nalaformer generate images --sampler flow", ["flow_euler", "flow_heun"]),
-        ("nalaformer scor", ["scoreboard"]),
+        ("nalaformer comp", ["compare"]),
     ],
 )
 def test_tab_offers_names_that_fit(offered, line, names):

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from nalaformer import cli
 from nalaformer.analysis import methods
-from nalaformer.bench import Case, cases, measurement
 from nalaformer.data.text import Tales
 from nalaformer.training.display import Display, counted
 
@@ -112,38 +111,12 @@ def test_tokenize_names_its_folder_and_bad_lines(run, folder):
     assert f"{folder / '[i]a.jsonl'}:21: no JSON" in output
 
 
-def test_data_make_names_its_folder(run, folder):
-    sizes = ("--samples", 3, "--val-samples", 0, "--test-samples", 0, "--options", '{"length": 12}')
-    assert f"3 sequences: {folder / 'd' / 'train'}" in run("data", "make", "copying", "--out", folder / "d", *sizes)
-
-
-def test_bench_names_its_file(run, folder, monkeypatch):
-    monkeypatch.setattr(cases, "QUICK", (Case(batch=1, heads=1, tokens=40, head_dim=8),))
-    monkeypatch.setattr(measurement, "can_measure", lambda device: False)
-    assert f"results: {folder / 'ops.csv'}" in run("bench", "ops", "--quick", "--out", folder / "ops.csv")
-
-
 def test_compare_names_its_picture(run, folder, monkeypatch):
     monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: 1.0)
     some = methods()[:1]
     monkeypatch.setattr("nalaformer.analysis.methods", lambda: some)
     monkeypatch.setattr("nalaformer.analysis.draw_entropy_against_norm", lambda rows, path, num_tokens: path)
     assert f"picture: {folder / 'entropy_vs_norm.png'}" in run("compare", "--out", folder, "--tokens", 16)
-
-
-def test_demo_names_its_report(run, folder, monkeypatch):
-    from rich.table import Table
-
-    class Result:
-        def findings(self):
-            return ["softmax [/] wins"]
-
-    monkeypatch.setattr("nalaformer.studies.demo.run_demo", lambda out, **options: Result())
-    monkeypatch.setattr("nalaformer.studies.demo.write_report", lambda result, path: path)
-    monkeypatch.setattr("nalaformer.studies.demo.demo_table", lambda result: Table())
-    output = run("demo", "--out", folder)
-    assert f"report: {folder / 'report.html'}" in output
-    assert "softmax [/] wins" in output
 
 
 def test_convert_names_its_file(run, folder, monkeypatch):
@@ -155,15 +128,6 @@ def test_convert_names_its_file(run, folder, monkeypatch):
 def test_export_names_its_folder(run, folder, monkeypatch):
     monkeypatch.setattr("nalaformer.recipes.export_run", lambda run, out, tokenizer, step: out)
     assert f"model and tokenizer: {folder}" in run("export", folder, "--out", folder)
-
-
-def test_the_scoreboard_names_its_methods_and_file(run, folder):
-    data = '{"vocabulary": 64, "mixture": [[32, 4]]}'
-    settings = ("train_samples=8", "eval_samples=4", "test_samples=4", "batch_size=4", f"data_options={data}")
-    chosen = 'norm_aware {"powers": "mild"}'
-    command = ("scoreboard", "mqar_small", *settings, "--methods", chosen, "--seeds", 1, "--steps", 1)
-    output = run(*command, "--out", folder / "a.csv", "--device", "cpu")
-    assert f"results: {folder / 'a.csv'}" in output
 
 
 def test_info_gives_the_line_that_brings_a_missing_extra(run, monkeypatch):
@@ -228,7 +192,7 @@ def test_counted_work_is_shown_before_it_is_done(tmp_path, terminal):
         ("linearize", FOLDER, "--data", FOLDER),
         ("train", FOLDER),
         ("models", FOLDER),
-        ("data", "make", FOLDER, "--out", "o"),
+        ("data", "unpack", FOLDER, "--out", "o"),
         ("train", "cue_grid", f"data={FOLDER}", "device=cpu"),
     ],
     ids=lambda arguments: " ".join(arguments[:2]).replace(FOLDER, "NAME"),
@@ -242,17 +206,6 @@ def test_an_error_names_what_came(monkeypatch, capsys, tmp_path, arguments):
     assert stopped.value.code == 2
     assert (error.startswith("error: "), error.count("\n")) == (True, 1)
     assert FOLDER in error
-
-
-def test_the_table_of_a_scoreboard_shows_options_as_they_are(tmp_path):
-    from nalaformer.studies.scoreboard.report import scoreboard_table
-
-    row = {"method": 'relu {"a": [1, "[/b]"]}', "learning_rate": "0.1", "seed": "0", "steps": "1", "dev": "0.5", "test": "0.5"}
-    row |= {"parameters": "1", "state_size": "0", "chance": "0.1", "shortcuts": "", "settings": json.dumps({"a": {"b": 1}})}
-    with (tmp_path / "out").open("w+") as file:
-        Console(file=file, width=200).print(scoreboard_table("t", [row]))
-        file.seek(0)
-        assert 'relu {"a": [1, "[/b]"]}' in file.read()
 
 
 def test_a_name_that_is_no_text_is_printed_all_the_same(tmp_path):

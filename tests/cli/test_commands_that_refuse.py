@@ -74,9 +74,7 @@ def test_a_recipe_for_images_of_ones_own_asks_for_their_path(tmp_path):
     assert "got 'images', which is none; give its path, such as data=/path/to/images" in said
 
 
-@pytest.mark.parametrize(
-    ("recipe", "near"), [("shapes_dit_tiny", "'depth'"), ("listops_small", "'depth'"), ("div2k_x2", "'depths'")]
-)
+@pytest.mark.parametrize(("recipe", "near"), [("shapes_dit_tiny", "'depth'"), ("div2k_x2", "'depths'")])
 def test_a_misspelt_option_of_a_model_is_answered_with_the_nearest(recipe, near):
     options = {"channels": 3, "num_classes": 2, "objective": "flow", "height": 4, "width": 4, "scale": 2}
     found = RECIPES[recipe]()
@@ -84,15 +82,14 @@ def test_a_misspelt_option_of_a_model_is_answered_with_the_nearest(recipe, near)
         TASKS[task_name(found.task)].create_model(found.model, {"dpth": 3}, options)
 
 
-# ---- analyze, explore, compare, demo
+# ---- analyze, explore, compare
 
 
-@pytest.mark.parametrize("command", ["analyze", "compare", "trained", "demo"])
+@pytest.mark.parametrize("command", ["analyze", "compare"])
 def test_work_whose_page_could_not_be_written_is_not_begun(command, tmp_path, image, monkeypatch):
-    for long_work in ("see_inside.load_subject", "demo.run_demo", "demo.trained.diagnose_trained"):
-        monkeypatch.setattr(f"nalaformer.studies.{long_work}", lambda *_, **__: pytest.fail("work was begun"))
-    monkeypatch.setattr("nalaformer.analysis.compare_methods", lambda *_, **__: pytest.fail("work was begun"))
-    arguments = {"analyze": ("analyze", "test_vit", "--images", image), "trained": ("compare", "--trained")}
+    for long_work in ("attention_page.load_subject", "compare_methods"):
+        monkeypatch.setattr(f"nalaformer.analysis.{long_work}", lambda *_, **__: pytest.fail("work was begun"))
+    arguments = {"analyze": ("analyze", "test_vit", "--images", image)}
     file = tmp_path / "file"
     file.write_text("")
     said = refusal(*arguments.get(command, (command,)), "--out", file)
@@ -117,7 +114,7 @@ def test_a_model_without_attention_is_refused_with_what_can_be_analyzed(tmp_path
 
 
 def test_a_used_port_is_refused_before_the_model_is_loaded(image, monkeypatch):
-    monkeypatch.setattr("nalaformer.studies.see_inside.load_subject", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("nalaformer.analysis.attention_page.load_subject", lambda *_, **__: pytest.fail("a model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         said = refusal("explore", "nalaformer_xt", image, "--port", port)

@@ -11,27 +11,26 @@ import pytest
 import torch
 import typer
 from PIL import Image
+from torch.utils.data import Subset
 from typer.testing import CliRunner
 
 from helpers.option_effects import Effects
-from nalaformer import cli
+from nalaformer import cli, op_bench
 from nalaformer.analysis import methods
 from nalaformer.data import CueGrid
 from nalaformer.data.segmentation.masks import read_mask
-from nalaformer.data.sequences import Stored
 from nalaformer.data.text import Tales, TokenShards, fingerprint, load_tokenizer, train_tokenizer
+from nalaformer.op_bench import Timing
 from nalaformer.recipes import RECIPES, evaluate_run, load_run, predict
-from nalaformer.studies.scoreboard import runs as scoreboard
-from nalaformer.studies.scoreboard.report import read_rows
 from nalaformer.tasks import Answer, Classification
 from nalaformer.training import Checkpoints
 from nalaformer.training.log import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# their options are seen to with what they do: linearization, language models, samples, published weights, benchmarks, maps
+# their options are seen to with what they do: linearization, language models, samples, published weights, maps
 ELSEWHERE = (
-    *("linearize", "generate", "eval language", "eval images", "data encode", "data unpack", "convert", "bench"),
+    *("linearize", "generate", "eval language", "eval images", "data encode", "data unpack", "convert"),
     *("analyze", "explore"),
 )
 
@@ -198,19 +197,13 @@ def test_eval_takes_settings_of_the_task(image_run):
 
 
 @COMMANDS.of("eval run.split")
-def test_eval_looks_at_the_split_that_is_asked_for(tmp_path):
-    settings = ["steps=1", "warmup=0", "batch_size=4", "eval_every=0", "save_every=0", "device=cpu"]
-    settings += [
-        "train_samples=8",
-        "eval_samples=6",
-        "test_samples=5",
-        'data_options={"length": 12}',
-        'model_options={"dim": 16}',
-    ]
-    run("train", "copying", *settings, "--out", tmp_path / "run")
-    for split, sequences in (("val", 6), ("test", 5)):
-        assert figure(run("eval", tmp_path / "run", "--split", split, "--device", "cpu"), "answers") == str(6 * sequences)
-    run("eval", tmp_path / "run", "--split", "train", fails='"val" or "test"')
+def test_eval_looks_at_the_split_that_is_asked_for(image_run, monkeypatch):
+    # no task of the library has a third split
+    five = property(lambda task: Subset(task.eval_data, range(5)))
+    monkeypatch.setattr(Classification, "test_data", five, raising=False)
+    for split, images in (("val", 12), ("test", 5)):
+        assert figure(run("eval", image_run, "--split", split, "--device", "cpu"), "images") == str(images)
+    run("eval", image_run, "--split", "train", fails='"val" or "test"')
 
 
 @COMMANDS.of("eval run.device", "predict.device")
@@ -386,7 +379,7 @@ def tokenized(folder, split):
     ]
 
 
-@COMMANDS.of("train.dry_run", "tokenize.dry_run", "data make.dry_run")
+@COMMANDS.of("train.dry_run", "tokenize.dry_run")
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(tmp_path):
     texts = tmp_path / "a.txt"
     texts.write_text("a text")
@@ -395,10 +388,6 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(tmp_path):
     said = run("tokenize", texts, "--train-vocab", "300", "--out", tmp_path / "tokens", "--dry-run")
     assert "train: 1 files" in said
     assert "tokenizer: trained, 300 entries" in said
-    counts = ("--samples", 20, "--val-samples", 0, "--test-samples", 0)
-    said = run("data", "make", "copying", "--out", tmp_path / "data", *counts, "--dry-run")
-    assert said.startswith("train: 20 sequences")
-    assert said.rstrip().endswith("; new")
     assert list(tmp_path.iterdir()) == [texts]
 
 
@@ -469,108 +458,6 @@ def test_export_writes_the_model_of_its_step_with_its_tokenizer(texts):
     assert fingerprint(load_tokenizer(texts / "model")) == load_run(texts / "run").facts["tokenizer"]
 
 
-# ---- sequences
-
-
-@COMMANDS.of(
-    *("data make.name", "data make.out", "data make.samples", "data make.val_samples", "data make.test_samples"),
-    *("data make.seed", "data make.options"),
-)
-def test_data_make_writes_the_sequences_that_are_asked_for(tmp_path):
-    counts = ("--samples", 7, "--val-samples", 5, "--test-samples", 3)
-    run("data", "make", "induction", "--out", tmp_path / "a", *counts, "--options", '{"length": 12}')
-    for split, count in (("train", 7), ("val", 5), ("test", 3)):
-        data = Stored(tmp_path / "a", split=split)
-        assert (data.name, data.split, len(data), data.facts.length, data.seed) == ("induction", split, count, 12, 0)
-    counts = ("--samples", 7, "--val-samples", 0, "--test-samples", 0)
-    run("data", "make", "induction", "--out", tmp_path / "b", *counts, "--options", '{"length": 12}', "--seed", 1)
-    assert [path.name for path in (tmp_path / "b").iterdir()] == ["train"]
-    zero, one = (Stored(tmp_path / name, split="train") for name in "ab")
-    assert one.seed == 1
-    assert not torch.equal(zero[0]["inputs"], one[0]["inputs"])
-
-
-@COMMANDS.of("data make.workers")
-def test_data_make_has_so_many_workers(tmp_path, monkeypatch):
-    # that several of them write what one writes is seen where they are started
-    asked = []
-    monkeypatch.setattr("nalaformer.data.sequences.write", lambda *_, workers, **__: asked.append(workers))
-    for workers in (1, 3):
-        run("data", "make", "copying", "--out", tmp_path, "--samples", 2, "--workers", workers)
-    assert asked == [1, 1, 1, 3, 3, 3]
-
-
-BOARD = (
-    *("train_samples=16", "eval_samples=6", "test_samples=5", "batch_size=8", "eval_every=1", "warmup=0"),
-    *('data_options={"vocabulary": 32, "mixture": [[16, 2]]}', 'model_options={"dim": 16}'),
-)
-
-
-def board(out, *arguments, task="mqar_small", steps=2):
-    """The rows of a small scoreboard."""
-    usual = {"--methods": "relu", "--seeds": 1, "--steps": steps, "--device": "cpu", "--out": out}
-    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    run("scoreboard", task, *BOARD, *(part for pair in (usual | given).items() for part in pair))
-    return read_rows(Path((usual | given)["--out"]))
-
-
-@COMMANDS.of("scoreboard.task", "scoreboard.settings", "scoreboard.steps", "scoreboard.out")
-def test_a_scoreboard_is_of_its_task_and_settings(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (row,) = board(tmp_path / "a.csv", steps=3)
-    assert (row["task"], row["steps"]) == ("mqar_small", "3")
-    settings = json.loads(row["settings"])
-    assert settings["training"]["batch_size"] == 8
-    assert settings["data"]["test_samples"] == 5
-    # without a number of steps those of the recipe, without a file one by the name of the task
-    run("scoreboard", "mqar_small", *BOARD, "steps=2", "--methods", "relu", "--seeds", 1, "--device", "cpu")
-    (row,) = read_rows(tmp_path / "runs" / "scoreboard_mqar_small.csv")
-    assert row["steps"] == "2"
-
-
-@COMMANDS.of("scoreboard.methods", "scoreboard.seeds", "scoreboard.learning_rates", "scoreboard.every_rate")
-def test_a_scoreboard_trains_every_method_with_every_rate_and_seed(tmp_path):
-    asked = ("--methods", "relu, split", "--seeds", 2, "--learning-rates", "1e-3,2e-3")
-    # the second seed at one rate of each method, and then at the other too
-    assert len(board(tmp_path / "a.csv", *asked, steps=1)) == 6
-    flags = ("--steps", 1, "--device", "cpu", "--out", tmp_path / "a.csv", "--every-rate")
-    run("scoreboard", "mqar_small", *BOARD, *asked, *flags)
-    rows = read_rows(tmp_path / "a.csv")
-    found = sorted((row["method"], row["learning_rate"], row["seed"]) for row in rows)
-    assert found == [(method, rate, seed) for method in ("relu", "split") for rate in ("0.001", "0.002") for seed in "01"]
-    # other weights and another order for another seed, larger steps with a larger rate
-    assert len({row["dev"] + row["test"] for row in rows}) > 1
-    (row,) = board(tmp_path / "b.csv", steps=1)
-    assert float(row["learning_rate"]) == RECIPES["mqar_small"]().training.learning_rate
-
-
-# seen to in tests/studies/test_scoreboard_rows.py
-COMMANDS.of("scoreboard.jobs", "scoreboard.smoke")
-
-
-@COMMANDS.of("scoreboard.device")
-def test_a_scoreboard_without_its_device_is_refused(tmp_path, no_gpu):
-    run("scoreboard", "mqar_small", *BOARD, "--device", "cuda", "--out", tmp_path / "a.csv", fails="needs a CUDA device")
-
-
-@COMMANDS.of("scoreboard.minutes")
-def test_a_scoreboard_stops_after_its_minutes_and_goes_on(tmp_path):
-    assert board(tmp_path / "a.csv", "--minutes", 1e-9) == []
-    assert len(board(tmp_path / "a.csv", "--minutes", 0)) == 1
-
-
-@COMMANDS.of("scoreboard.data_folder", "scoreboard.workers")
-def test_a_scoreboard_keeps_its_data_and_makes_it_with_workers(tmp_path, monkeypatch):
-    made, write = [], scoreboard.write
-    monkeypatch.setattr(scoreboard, "write", lambda *a, workers, **k: made.append(workers) or write(*a, **k))
-    board(tmp_path / "a.csv", "--data-folder", tmp_path / "data")
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["test", "train", "val"]
-    board(tmp_path / "b.csv", "--data-folder", tmp_path / "data")
-    assert made == [1, 1, 1]
-    board(tmp_path / "c.csv", "--workers", 3)
-    assert made == [1, 1, 1, 3, 3, 3]
-
-
 # ---- looking at attention
 
 
@@ -597,56 +484,30 @@ def test_compare_looks_at_so_many_tokens_of_its_seed(tmp_path, monkeypatch):
     assert f"picture: {tmp_path / 'entropy_vs_norm.png'}" in shown[48, 0]
 
 
-@COMMANDS.of("compare.trained", "compare.steps")
-def test_compare_trains_networks_and_draws_what_they_do(tmp_path, monkeypatch):
-    from nalaformer.studies.demo import ENTRIES, trained
-
-    whole = trained.diagnose_trained
-    monkeypatch.setattr(trained, "diagnose_trained", lambda *a, **k: whole(*a, **k, entries=ENTRIES[:2], workers=1))
-    shown = run("compare", "--trained", "--steps", 2, "--seed", 5, "--out", tmp_path)
-    assert f"picture: {tmp_path / 'entropy_vs_norm_trained.png'}" in shown
-    assert "linear (ReLU)" in shown
-    # a newcomer sees that something happens, on one core too
-    assert "pointing: linear (ReLU), seed 5: accuracy" in shown
-    assert {path.name for path in tmp_path.iterdir()} == {"entropy_vs_norm_trained.png", "entropy_vs_norm_trained.svg", "runs"}
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"pointing_softmax_seed5", "pointing_linear__relu__seed5"}
-    log = read_log(tmp_path / "runs" / "pointing_softmax_seed5" / "log.jsonl")
-    assert sum(row["kind"] == "step" for row in log) == 2
-    run("compare", "--trained", "--tokens", 32, fails="which --trained does without, got 32; leave one of them out")
-    run("compare", "--steps", 32, fails="got 32 without --trained; add it")
-    run("compare", "--trained", "--steps", 0, fails="steps must be positive, got 0; leave them out")
-    run("compare", "--trained", "--seed", -1, fails="seed must not be negative, got -1; take 0 or more")
+# ---- this machine
 
 
-@COMMANDS.of("demo.all_methods")
-def test_all_methods_of_the_demo_are_those_that_it_leaves_out_for_time_too(tmp_path, monkeypatch):
-    from nalaformer.studies import demo
+@COMMANDS.of(*(f"bench.{name}" for name in ("tokens", "heads", "head_dim", "feature_map", "causal", "backward", "seconds")))
+def test_bench_times_the_rows_that_are_asked_for(monkeypatch):
+    asked = []
 
-    chosen = []
+    def measured(tokens, **options):
+        asked.append((tokens, options))
+        return Timing(linear_ms=2.0, softmax_ms=3.0)
 
-    class Result:
-        def findings(self):
-            return []
+    monkeypatch.setattr(op_bench, "compare_with_softmax", measured)
+    usual = {"heads": 4, "head_dim": 64, "feature_map": "norm_aware", "causal": False, "backward": False}
+    run("bench", "--device", "cpu")
+    assert asked == [(tokens, usual | {"device": "cpu", "seconds": 0.5}) for tokens in (256, 1024, 4096, 16_384)]
+    asked.clear()
+    shape = ("--heads", 2, "--head-dim", 16, "--feature-map", "relu", "--causal", "--backward")
+    shown = run("bench", "--tokens", 32, "--tokens", 48, *shape, "--seconds", 0.1, "--device", "cpu")
+    chosen = {"heads": 2, "head_dim": 16, "feature_map": "relu", "causal": True, "backward": True}
+    assert asked == [(tokens, chosen | {"device": "cpu", "seconds": 0.1}) for tokens in (32, 48)]
+    assert "2 heads of 16, relu, cpu" in shown
+    assert [line.split("│")[4].strip() for line in shown.splitlines() if "│" in line] == ["1.50", "1.50"]
 
-    monkeypatch.setattr(demo, "run_demo", lambda out, *, entries, **options: chosen.append(entries) or Result())
-    monkeypatch.setattr(demo, "write_report", lambda result, path: path)
-    monkeypatch.setattr(demo, "demo_table", lambda result: "")
-    run("demo", "--out", tmp_path)
-    run("demo", "--out", tmp_path, "--all-methods")
-    assert [entry.label for entry in chosen[1][len(chosen[0]) :]] == ["1 + ELU", "channel softmax"]
-    assert demo.OURS in chosen[0]
 
-
-@COMMANDS.of("demo.out", "demo.seeds", "demo.steps")
-def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
-    from nalaformer.studies import demo
-    from nalaformer.studies.demo import study
-
-    monkeypatch.setattr(study, "milliseconds", lambda entries: dict.fromkeys(entries, (1.0, 2.0, 3.0)))
-    monkeypatch.setattr(demo, "write_report", lambda result, path: path)
-    whole = demo.run_demo
-    monkeypatch.setattr(demo, "run_demo", lambda *a, **k: whole(*a, **(k | {"entries": demo.ENTRIES[:1]}), workers=1))
-    assert f"report: {tmp_path / 'report.html'}" in run("demo", "--out", tmp_path, "--seeds", 1, "--steps", 2)
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"pointing_softmax_seed0", "majority_softmax_seed0"}
-    log = read_log(tmp_path / "runs" / "majority_softmax_seed0" / "log.jsonl")
-    assert sum(row["kind"] == "step" for row in log) == 2
+@COMMANDS.of("bench.device")
+def test_bench_without_its_device_is_refused(no_gpu):
+    run("bench", "--device", "cuda", fails="needs a CUDA device")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from helpers.option_effects import Effects, options_of_command
 from nalaformer import cli
-from nalaformer.studies.see_inside import server
+from nalaformer.analysis.attention_page import server
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,8 +30,8 @@ def test_no_option_is_without_a_test_of_its_effect():
 def quick(monkeypatch):
     """What figures look like is seen to with the page."""
     for name in ("look", "report"):
-        monkeypatch.setattr(f"nalaformer.studies.see_inside.{name}.as_inline_svg", lambda figure, label: "<svg></svg>")
-    monkeypatch.setattr("nalaformer.studies.see_inside.report.save_png_and_svg", lambda figure, path: [path])
+        monkeypatch.setattr(f"nalaformer.analysis.attention_page.{name}.as_inline_svg", lambda figure, label: "<svg></svg>")
+    monkeypatch.setattr("nalaformer.analysis.attention_page.report.save_png_and_svg", lambda figure, path: [path])
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.places import TESTS
+from helpers.places import ALL_TESTS, PROJECT
 
 # above this a bound is a size, a share or a time; errors are judged by less
 LARGEST_BAR = 0.05
@@ -38,7 +38,7 @@ def shift_seeds(shift: int) -> Callable[[], None]:
 
     def manual_seed(seed: int) -> torch.Generator:
         path = Path(sys._getframe(1).f_code.co_filename)
-        ours = TESTS in path.parents and path.name not in ALSO_RUN_BY_CHILDREN
+        ours = is_a_test(path) and path.name not in ALSO_RUN_BY_CHILDREN
         return plain(seed + 1_000_003 * shift if ours else seed)
 
     torch.manual_seed = manual_seed
@@ -150,7 +150,12 @@ def line_of_the_test() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if TESTS in path.parents and path != Path(__file__):
-            return f"{path.relative_to(TESTS)}:{frame.f_lineno}"
+        if is_a_test(path) and path != Path(__file__):
+            return f"{path.relative_to(PROJECT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
+
+
+def is_a_test(path: Path) -> bool:
+    # the conftest of all tests lies above them
+    return path == PROJECT / "conftest.py" or any(folder in path.parents for folder in ALL_TESTS)

@@ -25,13 +25,16 @@ class Effects:
         return [name for name in self.options if name not in self.seen_to]
 
 
-def options_of_command(*path: str) -> list[str]:
-    """Names of the arguments and options of a command, as its function has them."""
+def options_of_command(*path: str, build: Callable[[], Any] | None = None) -> list[str]:
+    """Return the names of the arguments and options of a command, as its function has them.
+
+    build: makes another command line than that of the library.
+    """
     import typer
 
     from nalaformer.cli import build_app
 
-    command: Any = typer.main.get_command(build_app())
+    command: Any = typer.main.get_command((build or build_app)())
     for name in path:
         command = command.commands[name]
     return [parameter.name for parameter in command.params if parameter.name != "help"]

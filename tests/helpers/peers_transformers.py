@@ -76,8 +76,9 @@ modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["nala"] = "NaLaFor
 modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["nala"] = "NaLaForTokenClassification"
 modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES["nala"] = "NaLaForQuestionAnswering"
 
-from tests import causal_lm_tester  # noqa: E402
 from tests.models.qwen3_next.test_modeling_qwen3_next import Qwen3NextModelTest  # noqa: E402, F401
+
+from tests import causal_lm_tester  # noqa: E402
 
 LAYOUTS = {
     "Linear": {"mixers": "linear", "num_key_value_heads": 1},

@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from nalaformer.studies.see_inside import Look, Subject, look_into
+from nalaformer.analysis.attention_page import Look, Subject, look_into
 
 SIDE, PATCH = 32, 8
 # what a hostile file or folder could be called

@@ -19,7 +19,7 @@ from nalaformer.data import Augmentation
 from nalaformer.linearize import LinearizeConfig
 from nalaformer.models.language import NaLaConfig
 from nalaformer.models.vision import VARIANTS, BackboneConfig
-from nalaformer.tasks import ClassificationConfig, LanguageConfig, SequencesConfig
+from nalaformer.tasks import ClassificationConfig, LanguageConfig
 from nalaformer.training import TrainingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -183,7 +183,7 @@ CASES = {
     "steps=-1": (lambda: TrainingConfig(epochs=1, steps=-1), "steps must not be negative, got -1"),
     "steps=-5": (lambda: TrainingConfig(steps=-5), "steps must not be negative, got -5"),
     "beta2=1": (lambda: TrainingConfig(steps=1, beta2=1.0), "beta2 must be at least 0 and below 1, got 1.0"),
-    "data_seed=-1": (lambda: SequencesConfig(data="mqar", data_seed=-1), "data_seed must not be negative, got -1"),
+    "data_seed=-1": (lambda: LanguageConfig(data="tales", data_seed=-1), "data_seed must not be negative, got -1"),
     "hybrid's misspelling": (lambda: hybrid_settings(chunk_siz=8), "unknown setting 'chunk_siz'; did you mean 'chunk_size'"),
     "hybrid's map": (lambda: HybridSettings(feature_map="relo"), "unknown feature map 'relo'; did you mean 'relu'"),
     "hybrid's streams": (lambda: HybridSettings(feature_map="polarity"), "must have one stream, got 'polarity'"),
@@ -217,7 +217,6 @@ STARTS = {
     LinearizeConfig: {},
     ClassificationConfig: {"data": "cue_grid"},
     LanguageConfig: {"data": "tales"},
-    SequencesConfig: {"data": "mqar"},
     Augmentation: {},
     BackboneConfig: {f.name: getattr(VARIANTS["nalaformer_xt"].config, f.name) for f in fields(BackboneConfig)},
 }

@@ -83,6 +83,13 @@ def test_a_class_name_has_one_meaning_in_the_package():
     assert not {name for name, count in names.items() if count > 1 and not name.startswith("_")}
 
 
+def test_neither_the_package_nor_its_tests_need_research_or_benchmarks():
+    """The wheel holds neither, and `make test` is about the wheel."""
+    names_them = re.compile(r"^\s*(from|import) (research|benchmarks)\b|[\"\'](research|benchmarks)\.", re.MULTILINE)
+    files = [path for folder in ("src", "tests") for path in (PROJECT / folder).rglob("*.py")]
+    assert not [path.name for path in files if names_them.search(path.read_text()) and path.name != "test_architecture.py"]
+
+
 def test_no_test_imports_from_another_test_file():
     """What tests share lies in tests/helpers."""
     imports_a_test = re.compile(r"^\s*(from|import) (tests\.)?(\w+\.)*test_", re.MULTILINE)

@@ -4,20 +4,14 @@ import re
 
 import pytest
 
+from helpers.examples import PAGES, examples, run_example
 from helpers.places import PROJECT
 
-PAGES = sorted([PROJECT / "README.md", *(PROJECT / "docs").glob("*.md")])
-EXAMPLES = [
-    pytest.param(block, id=f"{page.stem}-{number}")
-    for page in PAGES
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL), 1)
-]
 
-
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", examples())
 def test_example_runs(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(example, "example", "exec"), {"__name__": "example"})  # noqa: S102
+    run_example(example)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -56,7 +56,7 @@ PROGRAMS = {
         "print(*(name in sys.modules for name in ('transformers.modeling_utils', 'nalaformer.models.language')))"
     ),
     "nothing for the terminal is imported": (
-        "import sys, nalaformer.analysis, nalaformer.bench, nalaformer.cli, nalaformer.studies\n"
+        "import sys, nalaformer.analysis.attention_page, nalaformer.cli, nalaformer.op_bench\n"
         "print(sorted({'typer', 'rich', 'matplotlib'} & set(sys.modules)))"
     ),
     "the compiler is not imported": (

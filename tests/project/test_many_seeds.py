@@ -7,16 +7,21 @@ import pytest
 import torch
 
 from helpers.many_seeds import Room, shift_seeds
-from helpers.places import TESTS
+from helpers.places import PROJECT
 from run_seeds import table
 
 
-def test_a_shift_changes_what_tests_draw_and_not_what_the_library_draws():
-    library = compile("torch.manual_seed(0)", "/elsewhere/library.py", "exec")
+@pytest.mark.parametrize(
+    "file", ["conftest.py", "tests/ops/test_a.py", "research/tests/test_a.py", "benchmarks/tests/test_a.py"]
+)
+def test_a_shift_changes_what_tests_draw_and_not_what_the_library_draws(file):
+    test, library = (
+        compile("torch.manual_seed(0)", str(path), "exec") for path in (PROJECT / file, PROJECT / "src" / "library.py")
+    )
     drawn = []
     for shift in (0, 1, 1):
         undo = shift_seeds(shift)
-        torch.manual_seed(0)
+        exec(test)  # noqa: S102
         mine = torch.rand(()).item()
         exec(library)  # noqa: S102
         drawn.append((mine, torch.rand(()).item()))
@@ -59,7 +64,7 @@ def write_rows(folder: Path, *rows: dict) -> None:
 
 
 def test_the_table_has_the_tight_bars_worst_first(tmp_path, capsys):
-    name = Path(__file__).relative_to(TESTS)
+    name = Path(__file__).relative_to(PROJECT)
     ratios = {1: 0.4, 2: 0.9, 3: 0.3}
     bars = [{"at": f"{name}:{line}", "ratio": ratio, "error": ratio, "bar": 1.0} for line, ratio in ratios.items()]
     write_rows(tmp_path, *bars)
@@ -73,7 +78,7 @@ def test_the_table_has_the_tight_bars_worst_first(tmp_path, capsys):
 def test_a_bar_that_is_argued_is_listed_apart(tmp_path, capsys):
     # room: this comment stands above the line that the row names
     line = test_a_bar_that_is_argued_is_listed_apart.__code__.co_firstlineno + 2
-    write_rows(tmp_path, {"at": f"{Path(__file__).relative_to(TESTS)}:{line}", "ratio": 0.5, "error": 0.5, "bar": 1.0})
+    write_rows(tmp_path, {"at": f"{Path(__file__).relative_to(PROJECT)}:{line}", "ratio": 0.5, "error": 0.5, "bar": 1.0})
     table(tmp_path)
     found = capsys.readouterr().out
     assert "0 with less than a factor of 3 of room\n" in found

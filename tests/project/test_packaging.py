@@ -15,6 +15,11 @@ def test_type_checkers_find_that_the_package_is_typed():
     assert "Typing :: Typed" in tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["classifiers"]
 
 
+def test_the_wheel_holds_the_package_alone():
+    target = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert target == {"packages": ["src/nalaformer"]}
+
+
 def test_the_citation_names_the_package_as_it_is():
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text())

@@ -1,4 +1,4 @@
-"""Every field of a recipe, and of the tasks on text and sequences, does what its documentation says."""
+"""Every field of a recipe, and of the task on text, does what its documentation says."""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from helpers.option_effects import Effects
-from nalaformer.data.sequences import IGNORE, write
 from nalaformer.data.text import ShardWriter, Tales, fingerprint, train_tokenizer
 from nalaformer.recipes import RECIPES, Recipe, build_model, changed, make_trainer
 from nalaformer.recipes.overrides import keys
@@ -19,21 +18,17 @@ from nalaformer.tasks import (
     DetectionConfig,
     LanguageConfig,
     LanguageModelling,
-    Sequences,
-    SequencesConfig,
     SuperResolutionConfig,
     task_name,
 )
 from nalaformer.training import TrainingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-RECIPE, LANGUAGE, SEQUENCES = (
-    Effects(field.name for field in fields(kind)) for kind in (Recipe, LanguageConfig, SequencesConfig)
-)
+RECIPE, LANGUAGE = (Effects(field.name for field in fields(kind)) for kind in (Recipe, LanguageConfig))
 
 
 def test_no_setting_is_without_a_test_of_its_effect():
-    assert [*RECIPE.missing(), *LANGUAGE.missing(), *SEQUENCES.missing()] == []
+    assert [*RECIPE.missing(), *LANGUAGE.missing()] == []
 
 
 # ---- settings of the command line
@@ -109,7 +104,7 @@ def test_a_duration_in_the_other_unit_takes_the_place_of_the_old_one():
             changed(RECIPES[name](), ["steps=-5"])
 
 
-@pytest.mark.parametrize("name", ["cue_grid", "imagenet_nalaformer_t", "mqar_small"])
+@pytest.mark.parametrize("name", ["cue_grid", "imagenet_nalaformer_t", "lm_tiny"])
 def test_a_fraction_is_read_where_the_recipe_has_a_whole_number(name):
     training = changed(RECIPES[name](), ["warmup=0.5", "cooldown=1.5", "weight_decay=0"]).training
     assert (training.warmup, training.cooldown, training.weight_decay) == (0.5, 1.5, 0)
@@ -158,9 +153,6 @@ def test_defaults_are_those_that_figures_were_measured_with():
     assert asdict(ClassificationConfig(data="d")) == images | {"data": "d"}
     text = {"window": 2048, "packing": "stream", "tokenizer": "", "data_seed": 0, "vocab_size": 512}
     assert asdict(LanguageConfig(data="d")) == text | {"data": "d", "train_documents": 10_000, "eval_documents": 200}
-    sequences = {"data_options": {}, "eval_options": {}, "data_seed": 0}
-    sequences |= {"train_samples": 100_000, "eval_samples": 2_000, "test_samples": 20_000}
-    assert asdict(SequencesConfig(data="d")) == sequences | {"data": "d"}
     enlarging = {"scale": 2, "patch_size": 192, "patches_per_image": 100, "eval_crop": 0, "kept_mib": 2048, "data_seed": 0}
     enlarging |= {"train_samples": 32, "eval_samples": 8, "image_size": 160, "generated_folder": "runs/data"}
     assert asdict(SuperResolutionConfig(data="d")) == enlarging | {"data": "d"}
@@ -173,10 +165,6 @@ def test_defaults_are_those_that_figures_were_measured_with():
 
 DATA_OF_RECIPES = {
     **{name: name for name in ("cue_grid", "count_grid", "marked_pair")},
-    **{f"lra_{name}": name for name in ("listops", "listops_sky", "pathfinder", "pathx", "text", "retrieval", "image")},
-    **{"listops_small": "listops", "pathfinder_small": "pathfinder", "mqar": "mqar", "mqar_small": "mqar"},
-    **{name: name for name in ("copying", "induction", "needles", "variables", "pointing", "pointing_control", "majority")},
-    **{name: name for name in ("softmax_teacher", "cue_cells")},
     **{"lm_tiny": "tales", "lm_text": "tokens", "images": "images"},
     **{f"ade20k_{decoder}_nalaformer_{size}": "ade20k" for decoder in ("semantic_fpn", "upernet") for size in "ts"},
     **{"scenes": "scenes", "cityscapes_upernet_nalaformer_t": "cityscapes", "segmentation": "your_folder"},
@@ -357,86 +345,3 @@ def test_the_trained_tokenizer_has_so_many_entries():
         task = language(vocab_size=size)
         assert len(task.tokenizer) == task.facts()["vocab_size"] == size
         assert task.create_model("nano", {}, task.facts()).config.vocab_size == size
-
-
-# ---- sequences
-
-
-def sequences(**settings):
-    config = SequencesConfig(
-        data="copying", data_options={"length": 12}, train_samples=9, eval_samples=6, test_samples=4, data_seed=0
-    )
-    return Sequences(replace(config, **settings))
-
-
-def splits(task):
-    return task.train_data, task.eval_data, task.test_data
-
-
-@SEQUENCES.of("data")
-def test_sequences_are_generated_or_of_a_folder(tmp_path):
-    assert {data.stream_name for data in splits(sequences(data="induction"))} == {"induction"}
-    assert [data.split for data in splits(sequences())] == ["train", "val", "test"]
-    for split, samples in (("train", 5), ("val", 3), ("test", 2)):
-        write("copying", tmp_path, split=split, samples=samples, seed=7, options={"length": 12})
-    stored = splits(sequences(data=str(tmp_path)))
-    assert [len(data) for data in stored] == [5, 3, 2]
-    for data, made in zip(stored, splits(sequences(data_seed=7)), strict=True):
-        assert torch.equal(data[1]["inputs"], made[1]["inputs"])
-
-
-@SEQUENCES.of("data_options")
-def test_options_reach_every_split():
-    assert [data.facts.length for data in splits(sequences(data_options={"length": 20}))] == [20, 20, 20]
-
-
-@SEQUENCES.of("eval_options")
-def test_other_options_of_evaluation_reach_val_and_test_alone(tmp_path):
-    task = sequences(eval_options={"length": 30})
-    assert [data.facts.length for data in splits(task)] == [12, 30, 30]
-    assert task.facts()["length"] == 30
-    # of a folder they are looked at in the same splits
-    for split, length in (("train", 12), ("val", 30), ("test", 12)):
-        write("copying", tmp_path, split=split, samples=9, options={"length": length})
-    stored = sequences(data=str(tmp_path), eval_options={"length": 30})
-    assert (stored.train_data.facts.length, stored.eval_data.facts.length) == (12, 30)
-    with pytest.raises(ValueError, match="length is 12 there"):
-        stored.test_data  # noqa: B018
-    # figures are those of the groups that evaluation has
-    recall = sequences(data="mqar", data_options={"mixture": [[16, 2]]}, eval_options={"mixture": [[24, 3]]})
-    assert recall.metrics().groups == ("24 tokens, 3 pairs",)
-
-
-@SEQUENCES.of("data_seed")
-def test_a_seed_gives_other_sequences_in_every_split():
-    for zero, one in zip(splits(sequences()), splits(sequences(data_seed=1)), strict=True):
-        assert not torch.equal(zero[0]["inputs"], one[0]["inputs"])
-
-
-@SEQUENCES.of("train_samples", "eval_samples", "test_samples")
-def test_every_split_has_its_number_of_samples(tmp_path):
-    assert [len(data) for data in splits(sequences())] == [9, 6, 4]
-    for split in ("train", "val", "test"):
-        write("copying", tmp_path, split=split, samples=9, options={"length": 12})
-    assert [len(data) for data in splits(sequences(data=str(tmp_path)))] == [9, 6, 4]
-
-
-def test_the_loss_of_sequences_is_the_mean_over_what_is_asked():
-    task = sequences()
-    batch = {name: torch.stack([task.train_data[i][name] for i in range(5)]) for name in task.train_data[0]}
-    model = task.create_model("recall", {"dim": 16, "attention": "linear"}, task.facts())
-    loss = task.loss(model, batch)
-    logits, asked = model(batch["inputs"]), batch["targets"] != IGNORE
-    expected = -logits.log_softmax(-1)[asked].gather(1, batch["targets"][asked][:, None]).mean()
-    assert loss.weight == asked.sum().item() == 5 * 6
-    assert loss.total.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_a_language_is_judged_at_its_answers_alone():
-    options = {"length": 64, "needles": 3, "names": 8, "values": 8, "words": 8}
-    task = sequences(data="needles", data_options=options)
-    batch = {name: torch.stack([task.eval_data[i][name] for i in range(6)]) for name in task.eval_data[0]}
-    metrics = task.metrics()
-    metrics.update(task.create_model("recall", {"dim": 16, "attention": "linear"}, task.facts()), batch)
-    assert (batch["targets"] != IGNORE).all()
-    assert metrics.result()["answers"] == batch["answers"].sum().item() < batch["targets"].numel() / 2

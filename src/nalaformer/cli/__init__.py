@@ -1,5 +1,5 @@
 """The command line."""
 
-from .app import build_app, main
+from .app import build_app, main, run_app
 
-__all__ = ["build_app", "main"]
+__all__ = ["build_app", "main", "run_app"]

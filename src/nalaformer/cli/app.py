@@ -2,10 +2,11 @@
 
 import io
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 from ..stopping import clean_exit
-from . import backbones, bench, evaluate, generate, inside, linearize, predict, sequences, study, text, train
+from . import backbones, bench, compare, evaluate, generate, generation_data, inside, linearize, predict, text, train
 from .console import make_console
 
 if TYPE_CHECKING:
@@ -34,12 +35,17 @@ REFUSED_PATHS: dict[type[OSError], str] = {
 
 
 def main() -> None:
-    """Entry point: a wrong value or path is one line on stderr and exit code 2."""
+    """Run the command line of the library."""
+    # whatever file was started: usage lines and completion go by this name
+    run_app(build_app, "nalaformer")
+
+
+def run_app(build: "Callable[[], typer.Typer]", name: str) -> None:
+    """Run a command line; a wrong value or path is one line on stderr and exit code 2."""
     print_what_streams_cannot_encode()
     try:
         with clean_exit():
-            # whatever file was started: usage lines and completion go by this name
-            build_app()(prog_name="nalaformer")
+            build()(prog_name=name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
         extra = EXTRAS.get(missing)
@@ -86,7 +92,7 @@ def build_app() -> "typer.Typer":
     ) -> None:
         pass
 
-    for group in (train, predict, evaluate, text, generate, linearize, sequences, backbones, inside, study, bench):
+    for group in (train, predict, evaluate, text, generate, linearize, generation_data, backbones, inside, compare, bench):
         group.add_to(app)
     return app
 

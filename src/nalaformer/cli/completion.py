@@ -1,4 +1,4 @@
-"""What the shell offers when TAB is pressed: names of recipes, their settings, backbones, data, attentions and maps."""
+"""What the shell offers when TAB is pressed: names of recipes, their settings, backbones, samplers and devices."""
 
 from collections.abc import Callable, Iterable
 
@@ -30,19 +30,6 @@ def recipes() -> Iterable[str]:
     return RECIPES.names()
 
 
-def sequence_recipes() -> Iterable[str]:
-    from ..recipes import RECIPES
-    from ..tasks import SequencesConfig
-
-    return [name for name in RECIPES.names() if isinstance(RECIPES[name]().task, SequencesConfig)]
-
-
-def sequences() -> Iterable[str]:
-    from ..data.sequences import SEQUENCES
-
-    return SEQUENCES.names()
-
-
 def backbones() -> Iterable[str]:
     from ..models.vision import VARIANTS
 
@@ -61,20 +48,6 @@ def samplers() -> Iterable[str]:
     return [sampler for name in OBJECTIVES.names() for sampler in OBJECTIVES[name].samplers]
 
 
-def attentions() -> Iterable[str]:
-    """What `attention=` and a scoreboard's methods take: methods, and feature maps by themselves."""
-    from ..attention import METHODS
-    from ..feature_maps import FEATURE_MAPS
-
-    return dict.fromkeys([*METHODS, *FEATURE_MAPS.names()])
-
-
-def methods(incomplete: str) -> list[str]:
-    """The last of several attentions that are separated by commas."""
-    before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in _known(attentions) if name.startswith(last)]
-
-
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     """Keys of the recipe that the command names, each with its sign; attentions after `attention=`."""
 
@@ -82,7 +55,7 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
         from ..attention import METHODS
         from ..recipes import RECIPES, settings_of
 
-        name = str(ctx.params.get("recipe") or ctx.params.get("task") or "")
+        name = str(ctx.params.get("recipe") or "")
         if incomplete.startswith("attention="):
             return [f"attention={each}" for each in METHODS]
         return [f"{setting.key}=" for setting in settings_of(RECIPES[name]())] if name in RECIPES.names() else []

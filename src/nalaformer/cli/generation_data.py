@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     import typer
 
 
-def add_to(data: "typer.Typer") -> None:
-    """Enter the commands into the group of data."""
+def add_to(app: "typer.Typer") -> None:
+    """Enter the commands."""
     import typer
 
     from . import completion
+
+    data = typer.Typer(no_args_is_help=True, help="Images in the form that training reads.")
+    app.add_typer(data, name="data")
 
     @data.command()
     def encode(

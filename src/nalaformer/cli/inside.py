@@ -11,7 +11,7 @@ from .packages import need
 if TYPE_CHECKING:
     import typer
 
-    from ..studies.see_inside import Look
+    from ..analysis.attention_page import Look
 
 MODEL_HELP = "Folder of a run, or NAME of a backbone or of timm; NAME@FILE loads weights, NAME:ATTENTION converts."
 
@@ -54,8 +54,8 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def run_analyze(model: str, images: list[Path], out: Path, beside: str | None, most: int, device: str) -> None:
+    from ..analysis.attention_page import PAGE_NAME, write_report
     from ..atomic_files import refuse_unwritable
-    from ..studies.see_inside import PAGE_NAME, write_report
 
     # the figures come last
     need("matplotlib")
@@ -68,7 +68,7 @@ def run_analyze(model: str, images: list[Path], out: Path, beside: str | None, m
 
 
 def run_explore(model: str, images: list[Path], beside: str | None, port: int, most: int, device: str) -> None:
-    from ..studies.see_inside import explorer_of, refuse_used_port, serve
+    from ..analysis.attention_page import explorer_of, refuse_used_port, serve
 
     need("matplotlib")
     refuse_used_port(port)
@@ -89,8 +89,8 @@ def looking(
     """Looks into the models that the command names; a progress bar moves with each layer, and `advance` moves it within."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from ..analysis.attention_page import load_subject, look_into, read_images
     from ..data import find_images
-    from ..studies.see_inside import load_subject, look_into, read_images
     from ..training.ranks import find_device
 
     console = make_console()

@@ -7,7 +7,6 @@ from . import (  # noqa: F401
     generation,
     imagenet,
     language,
-    long_range,
     own_images,
     segmentation,
     super_resolution,

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..data.sequences import SEQUENCES, stored_name
 from ..registry import Registry
-from ..tasks import SequencesConfig
 from ..training import TrainingConfig
 from .overrides import changed
 
@@ -54,16 +52,14 @@ def enter(name: str, make: Callable[[], Recipe], words: str) -> None:
 
 
 def recipe_with(name: str, settings: list[str]) -> Recipe:
-    """The recipe of that name with some settings changed, as `changed` does; stored sequences must be those it is about."""
+    """Return the recipe of that name with some settings changed, as `changed` does.
+
+    The description of a task may have `check_against(original)`, which refuses data that the recipe is not about.
+    """
     original = RECIPES[name]()
     recipe = changed(original, settings)
-    if isinstance(recipe.task, SequencesConfig) and recipe.task.data not in SEQUENCES.names():
-        held = stored_name(recipe.task.data)
-        if held not in (None, original.task.data):
-            raise ValueError(
-                f"{name} learns from {original.task.data}, got {recipe.task.data}, which holds {held}; name another folder, or "
-                f"a recipe on {held}"
-            )
+    if hasattr(recipe.task, "check_against"):
+        recipe.task.check_against(original.task, name)
     return recipe
 
 

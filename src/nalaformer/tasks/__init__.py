@@ -6,13 +6,11 @@ from .detection import Detection, DetectionConfig
 from .generation import Generation, GenerationConfig
 from .language import LanguageConfig, LanguageModelling
 from .segmentation import Segmentation, SegmentationConfig
-from .sequences import AnswerFigures, Sequences, SequencesConfig, answer_sums, answered
 from .super_resolution import ImageQuality, SuperResolutionConfig, SuperResolutionTask
 
 __all__ = [
     "TASKS",
     "Answer",
-    "AnswerFigures",
     "Classification",
     "ClassificationConfig",
     "Detection",
@@ -29,14 +27,10 @@ __all__ = [
     "RecipeTask",
     "Segmentation",
     "SegmentationConfig",
-    "Sequences",
-    "SequencesConfig",
     "SummedMetrics",
     "SuperResolutionConfig",
     "SuperResolutionTask",
     "Task",
     "TopAccuracy",
-    "answer_sums",
-    "answered",
     "task_name",
 ]

@@ -143,15 +143,3 @@ def test_an_exported_model_on_a_gpu_serves_other_lengths(layout):
         expected, found = model(tokens, **given).logits, program(tokens, **given).logits
         # the program may run plain torch where the model runs kernels, whose products are TF32
         assert (found - expected).norm() / expected.norm() < 0.01
-
-
-def test_lessons_of_the_recall_teacher_are_captured_and_learned():
-    from nalaformer.studies.recall.teacher import Lesson, TeacherConfig, train_teacher
-
-    lesson = Lesson(lengths=(64, 96), facts=8, steps=200, tokens=6144)
-    config = TeacherConfig(width=128, heads=4, words=16, names=32, values=16, families=("multi_key",), lessons=(lesson,))
-    lines: list[str] = []
-    train_teacher(config, device="cuda", say=lines.append)
-    # eager steps would be right too, and wait for the host in each of them
-    assert "(CUDA graph)" in lines[-1]
-    assert float(lines[-1].split()[-1]) > 0.9

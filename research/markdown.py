@@ -1,0 +1,19 @@
+"""Tables of pages, made from files of results: nobody copies a figure by hand."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nalaformer.atomic_files import write_atomically
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *lines])
+
+
+def fill_page(page: str | Path, filled: Callable[[str], str], *, has_marks: Callable[[str], object], marks: str) -> None:
+    """Write what `filled` makes of the text of a page, which must have the marks between which its tables stand."""
+    path = Path(page)
+    text = path.read_text(encoding="utf-8")
+    if not has_marks(text):
+        raise ValueError(f"{path} must hold the marks {marks}, between which its tables stand")
+    write_atomically(path, filled(text).encode())

@@ -1,0 +1,78 @@
+"""What the answer of a classifier rests on: explanations of each image as pictures, for the page."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import explain
+from .page import as_address
+from .subject import Subject
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# method of `explain`, and what its map shows
+SHOWN = (
+    ("rollout", "attention through all layers"),
+    ("decision_aware", "what speaks for the answer"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """One map over one image."""
+
+    image: str
+    """Name of the image."""
+    method: str
+    meaning: str
+    picture: str
+    """A data address."""
+    largest: float
+    """Share of the cell that counts most."""
+    even: float
+    """Share of every cell, if all counted alike."""
+
+    def figure(self) -> str:
+        """The explanation as HTML; names come from users and are escaped."""
+        words = (
+            f"{self.image}, {self.method.replace('_', '-')}: {self.meaning}. Largest cell {100 * self.largest:.2g}%, all alike "
+            f"would be {100 * self.even:.2g}%."
+        )
+        told = html.escape(words)
+        image = f'<img alt="{told}" src="{self.picture}">'
+        return f'<figure class="plot">{image}<figcaption class="small">{told}</figcaption></figure>'
+
+
+def explanations_of(subject: Subject, names: Sequence[str], images: Tensor) -> list[Explanation]:
+    """Explanations of a classifier for images [N, 3, H, W] as it takes them; none for a model that names no class."""
+    if not subject.names_classes:
+        return []
+    try:
+        heats = [explain(subject.model, images, method=method).cpu() for method, _ in SHOWN]
+    except ValueError as error:
+        subject.notes.append(f"its answer is not explained: {error}")
+        return []
+    found = []
+    for number, (name, pixels) in enumerate(zip(names, images, strict=True)):
+        seen = subject.picture(pixels)
+        for (method, meaning), heat in zip(SHOWN, (each[number] for each in heats), strict=True):
+            picture, largest, even = as_address(overlaid(seen, heat)), heat.max().item(), 1 / heat.numel()
+            found.append(Explanation(image=name, method=method, meaning=meaning, picture=picture, largest=largest, even=even))
+    return found
+
+
+def overlaid(picture: "Image", heat: Tensor) -> "Image":
+    """The map [h, w] in colour over the grey picture, each cell as it is."""
+    from matplotlib import colormaps
+    from PIL import Image
+
+    shares = (heat / heat.max().clamp(min=1e-30)).to(torch.float32).numpy()
+    colours = Image.fromarray((255 * colormaps["inferno"](shares)[..., :3]).astype(np.uint8))
+    large = colours.resize(picture.size, Image.Resampling.NEAREST)
+    return Image.blend(picture.convert("L").convert("RGB"), large, 0.7)

@@ -1,0 +1,161 @@
+"""Rows of attention as maps over the image: whole for the server, small enough to travel inside a page."""
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.cells import Grid
+from .. import LayerRecord, attention_entropy
+
+# a map on the page needs no finer cells
+MOST_CELLS = 28
+# bytes of all maps of a page; base64 makes four of three
+MOST_BYTES = 6_000_000
+QUERY_SIDES = (16, 14, 12, 10, 8, 7, 6, 5, 4)
+CELL_SIDES = (MOST_CELLS, 14, 7)
+# queries whose rows exist at the same time
+CHUNK = 64
+ACCURACY = 1 / 255
+"""Largest error of a stored weight, as a part of the largest weight of its map: |u^2 - v^2| <= 1/255 for |u - v| <= 1/510."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maps:
+    """Attention of R queries in all heads, as parts of one."""
+
+    entropy: Tensor
+    """[R, H], bits, of the whole row."""
+    beside: Tensor
+    """[R, H, prefix]: on tokens that are no patches."""
+    cells: Tensor
+    """[R, H, height, width]: on the cells of the image; a cell sums its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """How one layer is shown."""
+
+    name: str
+    kind: str
+    heads: int
+    grid: Grid
+    """The grid of the patches that ask."""
+    key_grid: Grid
+    """The grid of the patches that are asked: smaller where the layer reduces its keys."""
+    prefix: int
+    """Tokens in front of both."""
+    queries: Grid
+    """Patches whose rows are stored, evenly over the grid."""
+    cells: Grid
+    """Rows and columns of a map."""
+
+    @property
+    def beside(self) -> list[str]:
+        return ["class token", *(f"register {number}" for number in range(1, self.prefix))][: self.prefix]
+
+    def stored_queries(self) -> Tensor:
+        """Token numbers: the middle patch of each part of the grid, then the tokens in front."""
+        rows, columns = (
+            torch.tensor([math.floor((part + 0.5) * side / count) for part in range(count)])
+            for side, count in zip(self.grid, self.queries, strict=True)
+        )
+        patches = (rows[:, None] * self.grid[1] + columns).flatten() + self.prefix
+        return torch.cat((patches, torch.arange(self.prefix)))
+
+    def query_at(self, y: float, x: float) -> int:
+        """The token of the patch at these parts of height and width."""
+        row, column = (min(side - 1, max(0, math.floor(part * side))) for part, side in zip((y, x), self.grid, strict=True))
+        return self.prefix + row * self.grid[1] + column
+
+    @property
+    def keys(self) -> int:
+        return math.prod(self.key_grid) + self.prefix
+
+    @property
+    def bytes(self) -> int:
+        return (math.prod(self.queries) + self.prefix) * self.heads * (4 * (2 + self.prefix) + math.prod(self.cells))
+
+    def described(self) -> dict[str, Any]:
+        """What the page needs to know of the maps."""
+        shown = {name: list(getattr(self, name)) for name in ("grid", "queries", "cells", "beside")}
+        return {"name": self.name, "kind": self.kind, "heads": self.heads, "keys": self.keys, **shown}
+
+
+def layer_of(record: LayerRecord) -> Layer:
+    """Whole: every patch may ask, and a cell is a patch."""
+    grid, key_grid = record.grid, record.key_grid or record.grid
+    assert grid is not None
+    assert key_grid is not None
+    kind = record.method if record.method in ("softmax", "hybrid") else f"linear, {record.method}"
+    return Layer(
+        name=record.name,
+        kind=kind,
+        heads=record.num_heads,
+        grid=grid,
+        key_grid=key_grid,
+        prefix=record.prefix,
+        queries=grid,
+        cells=key_grid,
+    )
+
+
+def fitting(layers: Sequence[Layer], *, images: int, most_bytes: int = MOST_BYTES) -> list[Layer]:
+    """The same layers with as many stored queries, and then as fine cells, as the page has room for."""
+    for cells in CELL_SIDES:
+        for queries in QUERY_SIDES:
+            chosen = [
+                replace(layer, queries=at_most(layer.grid, queries), cells=at_most(layer.key_grid, cells)) for layer in layers
+            ]
+            if images * sum(layer.bytes for layer in chosen) <= most_bytes:
+                return chosen
+    raise ValueError(
+        f"a page holds maps of {most_bytes:,} bytes, got more for {images} images of {len(layers)} layers; show fewer images"
+    )
+
+
+def at_most(grid: Grid, side: int) -> Grid:
+    return min(grid[0], side), min(grid[1], side)
+
+
+@torch.no_grad()
+def maps_of(record: LayerRecord, layer: Layer, queries: Tensor, *, image: int = 0) -> Maps:
+    """Rows of these tokens [R], some at a time, summed over the cells of the map."""
+    height, width = (pooling(*sides) for sides in zip(layer.key_grid, layer.cells, strict=True))
+    parts = []
+    for some in queries.split(CHUNK):
+        shares = record.shares(some.to(record.q.device))[image].transpose(0, 1).double().cpu()  # [R, H, keys]
+        beside, patches = shares[..., : layer.prefix], shares[..., layer.prefix :].unflatten(-1, layer.key_grid)
+        cells = torch.einsum("rhyx,ay,bx->rhab", patches, height, width)
+        parts.append((attention_entropy(shares) / math.log(2), beside, cells))
+    entropy, beside, cells = (torch.cat(each) for each in zip(*parts, strict=True))
+    return Maps(entropy=entropy, beside=beside, cells=cells)
+
+
+def pooling(side: int, cells: int) -> Tensor:
+    """[cells, side]: which part of each token lies in each of `cells` equal parts of the side; columns sum to one."""
+    ends = torch.arange(cells + 1, dtype=torch.float64) * side / cells
+    start = torch.arange(side, dtype=torch.float64)
+    overlap = torch.minimum(ends[1:, None], start + 1) - torch.maximum(ends[:-1, None], start)
+    return overlap.clamp(min=0)
+
+
+def packed(maps: Maps) -> str:
+    """For the page, in base64: float32 [R, H, 2 + prefix] (largest weight, entropy, tokens beside), then codes [R, H, cells].
+
+    code = round(255 sqrt(weight / largest)) in a byte: small weights keep their differences.
+    """
+    largest = maps.cells.flatten(2).amax(-1)
+    facts = torch.cat((largest[..., None], maps.entropy[..., None], maps.beside), dim=-1)
+    codes = (255 * (maps.cells.flatten(2) / largest.clamp(min=1e-30)[..., None]).sqrt()).round().to(torch.uint8)
+    return base64.b64encode(facts.numpy().astype("<f4").tobytes() + codes.numpy().tobytes()).decode()
+
+
+def whole(maps: Maps) -> bytes:
+    """For the server: float32 [H, 1 + prefix + cells] of one query."""
+    facts = torch.cat((maps.entropy[..., None], maps.beside, maps.cells.flatten(2)), dim=-1)
+    return facts[0].numpy().astype("<f4").tobytes()
