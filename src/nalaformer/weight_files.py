@@ -1,15 +1,19 @@
 """Files of weights, read without running code."""
 
+import logging
+import math
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 # under which key training programs keep the weights of a checkpoint: the averaged ones are those that were evaluated
 INSIDE = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")
@@ -17,6 +21,8 @@ INSIDE = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")
 SETTINGS = [Namespace, (OrderedDict, "yacs.config.CfgNode")]
 # what distributed training and torch.compile put in front of names
 FRONTS = ("module.", "_orig_mod.")
+# tensors that an error spells out
+MOST_NAMES = 5
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
@@ -32,6 +38,12 @@ def read(path: str | Path) -> dict[str, Tensor]:
 
 def read_as_stored(path: Path) -> dict[str, Tensor]:
     """The same by the names of the file."""
+    found = _tensors_of(path)
+    check_finite(found, path)
+    return found
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
@@ -68,3 +80,57 @@ def reason_of(path: Path, error: Exception) -> str:
     if start not in (b"PK", b"\x80\x02"):
         return "it is no file of torch.save"
     return " ".join(str(error).split())[:200]
+
+
+def check_finite(tensors: Mapping[str, Tensor], where: str | PathLike[str]) -> None:
+    """Refuse weights with NaN or infinity in them, which everything computed from them would have too: one pass, no copy."""
+    for name, tensor in tensors.items():
+        # whole numbers are finite, and types of one byte have no minimum in torch
+        if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
+            continue
+        if not all(math.isfinite(end) for end in torch.stack(torch.aminmax(tensor.detach())).tolist()):
+            raise ValueError(
+                f"weights must be finite, got NaN or infinity in {name} of {where}; fetch or make the weights again"
+            )
+
+
+def check_names(missing: Iterable[str], unexpected: Iterable[str], where: str | PathLike[str]) -> None:
+    """Refuse weights that lack tensors of their model, which would stay random, or have others that it has no place for."""
+    lacks, has = sorted(missing), sorted(unexpected)
+    if lacks or has:
+        found = [f"none for {_some(lacks)}"] * bool(lacks) + [f"others: {_some(has)}"] * bool(has)
+        raise ValueError(
+            f"the weights must be those of this model, got {' and '.join(found)} in {where}; fetch or save the whole model "
+            "again"
+        )
+
+
+def load_all(model: nn.Module, tensors: Mapping[str, Tensor], where: str | PathLike[str]) -> None:
+    """Load weights of which each has its place and every place one; tied weights may have been saved once."""
+    check_finite(tensors, where)
+    try:
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        words = " ".join(str(error).split())[:300]
+        raise ValueError(f"the weights of {where} must have the shapes of this model: {words}") from error
+    places = model.state_dict(keep_vars=True)
+    loaded = {id(value) for name, value in places.items() if name in tensors}
+    check_names([name for name in missing if id(places.get(name)) not in loaded], unexpected, where)
+
+
+@contextmanager
+def without_warnings(logger: str) -> Iterator[None]:
+    """Silence what a library says of weights that do not fit, which `check_names` makes an error."""
+    told = logging.getLogger(logger)
+    before = told.disabled
+    # not its level: transformers reads that, and says more at higher ones
+    told.disabled = True
+    try:
+        yield
+    finally:
+        told.disabled = before
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

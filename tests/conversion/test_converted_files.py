@@ -99,7 +99,7 @@ def test_weights_of_another_map_or_of_the_original_say_what_to_do():
     with pytest.raises(ValueError, match=r"must hold the record of a converted layer"):
         nalaformer.load_converted(timm_vit(), broken)
     plain, missing = timm_vit(), {key: value for key, value in first.state_dict().items() if key != "norm.weight"}
-    with pytest.raises(ValueError, match=r"got none for \['norm.weight'\]"):
+    with pytest.raises(ValueError, match=r"got none for norm\.weight in"):
         nalaformer.load_converted(plain, missing)
 
 

@@ -290,6 +290,10 @@ def without_other_chunks(monkeypatch, original):
     monkeypatch.setattr(attention.AttentionPass, "attend", chunk_by_chunk)
 
 
+def with_a_weight_that_is_not_finite(monkeypatch, model):
+    model.model.norm.weight.data[3] = torch.nan
+
+
 def with_a_weight_that_no_config_tells_of(monkeypatch, original):
     original.model.layers[1].self_attn.extra = torch.nn.Parameter(torch.zeros(3))
 
@@ -300,6 +304,7 @@ def with_a_weight_that_no_config_tells_of(monkeypatch, original):
         (without_padding, "logits of a padded batch differ by"),
         (without_the_past, "logits of a padded batch, piece by piece with a cache, differ by"),
         (without_other_chunks, "logits of a whole sequence differ by"),
+        (with_a_weight_that_is_not_finite, r"got NaN or infinity in model\.norm\.weight of LlamaForCausalLM"),
         (with_a_weight_that_no_config_tells_of, r"1 of its tensors would not be what was saved \(.*layers.1.*extra"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",

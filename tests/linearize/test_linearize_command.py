@@ -164,7 +164,13 @@ def test_a_model_of_another_build_and_a_missing_package_are_refused_before_the_t
 
 
 def test_a_window_longer_than_the_text_is_refused_before_the_model_is_loaded(pretrained_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
+    read = AutoModelForCausalLM.from_pretrained
+
+    def without_values(*arguments, **options):
+        assert options["device_map"] == "meta"
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", without_values)
     with pytest.raises(ValueError, match="an epoch must hold a whole batch"):
         run_command(pretrained_folder, tmp_path / "out", length=100_000, more=["--steps", "1"])
 

@@ -2,15 +2,17 @@
 
 import hashlib
 import json
+import shutil
 import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
+from transformers import AutoConfig
 
-from nalaformer import cli
+from nalaformer import cli, weight_files
 from nalaformer.data.sequences import Stored, stored_name, write
 from nalaformer.data.text import TokenShards
 from nalaformer.json_text import parse_json
@@ -18,6 +20,7 @@ from nalaformer.linearize.saving import MADE_FROM, claim_folder
 from nalaformer.models.language import NaLaCache, NaLaConfig
 from nalaformer.recipes.overrides import parsed
 from nalaformer.studies.scoreboard.runs import parse_methods
+from nalaformer.tasks.language import pretrained_model
 from nalaformer.training import Checkpoint, Checkpoints
 from nalaformer.training.checkpoint import MANIFEST, STATE, DamagedCheckpoint
 
@@ -210,6 +213,109 @@ def test_weights_that_are_damaged_are_named(command, tmp_path, tokenizer):
     (folder / "model.safetensors").write_bytes(b"damaged" * 9)
     said = command("generate", "text", "--model", folder, "--prompt", "a")
     assert f"{folder} must hold a model that transformers can read, got SafetensorError" in said
+
+
+# ---- weights that are not those of the model
+
+
+@pytest.fixture(scope="module")
+def whole_model(tmp_path_factory, tokenizer):
+    """A model of two layers with its tokenizer, and texts beside it."""
+    from transformers import AutoModelForCausalLM
+
+    place = tmp_path_factory.mktemp("whole")
+    folder = llama(place / "model", num_hidden_layers=2, vocab_size=len(tokenizer), max_position_embeddings=64)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    tokenizer.save_pretrained(str(folder))
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": f"text {number}" * 9}) + "\n" for number in range(40)))
+    return place
+
+
+@pytest.fixture
+def change_model(whole_model, tmp_path):
+    """A copy of that model with other weights, and other fields in its config."""
+
+    def change(tensors=None, *, lacking="-", **config):
+        shutil.copytree(whole_model, tmp_path, dirs_exist_ok=True)
+        file, folder = tmp_path / "model" / "model.safetensors", tmp_path / "model"
+        given = {name: value for name, value in load_file(file).items() if lacking not in name}
+        save_file(given | (tensors or {}), file, metadata={"format": "pt"})
+        described = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(described | config))
+        return folder
+
+    return change
+
+
+def uses_of(model, *, out):
+    """The commands that read the weights of a language model."""
+    text = model.parent / "text.jsonl"
+    convert = ("linearize", model, "--data", text, "--out", out, "--length", "16", "--steps", "0", "--finetune-steps", "0")
+    small = ("train_documents=30", "eval_documents=9", "window=16", "steps=1", "warmup=0", "device=cpu")
+    return {
+        "linearize": (*convert, "--device", "cpu", "selection=key_norm"),
+        "linearize --dry-run": (*convert, "--device", "cpu", "selection=key_norm", "--dry-run"),
+        "generate text": ("generate", "text", "--model", model, "--prompt", "a", "--device", "cpu"),
+        "eval language": ("eval", "language", "--model", model, "--text", text, "--device", "cpu"),
+        "train": ("train", "lm_tiny", f"model={model}", f"tokenizer={model}", "attention=", *small, "--out", out),
+    }
+
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("use", ["linearize", "linearize --dry-run", "generate text", "eval language", "train"])
+def test_weights_that_a_file_lacks_are_not_made_up(command, change_model, tmp_path, use):
+    folder = change_model(lacking=QUERY)
+    said = command(*uses_of(folder, out=tmp_path / "out")[use])
+    assert f"the weights must be those of this model, got none for {QUERY} in {folder}" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_a_file_lacks_are_counted(command, change_model, tmp_path):
+    said = command(*uses_of(change_model(num_hidden_layers=4), out=tmp_path / "out")["generate text"])
+    assert "got none for model.layers.2.input_layernorm.weight, model.layers.2.mlp" in said
+    assert "and 13 more" in said
+
+
+def test_weights_that_no_part_of_the_model_takes_are_named(command, change_model, tmp_path):
+    said = command(*uses_of(change_model(num_hidden_layers=1), out=tmp_path / "out")["generate text"])
+    assert "got others: model.layers.1.input_layernorm.weight, " in said
+
+
+def test_tied_weights_are_not_missing(change_model):
+    folder = change_model(lacking="lm_head", tie_word_embeddings=True)
+    assert pretrained_model(folder, vocab_size=2, dtype="auto").lm_head.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("use", ["linearize", "generate text", "eval language", "train"])
+def test_weights_that_are_not_finite_are_named(command, change_model, tmp_path, use, number):
+    weight = torch.zeros(32, 32)
+    weight[3, 5] = number
+    folder = change_model({QUERY: weight})
+    assert f"got NaN or infinity in {QUERY} of {folder}" in command(*uses_of(folder, out=tmp_path / "out")[use])
+
+
+def test_a_file_of_weights_that_are_not_finite_is_named(tmp_path):
+    save_file({"whole": torch.ones(2), "none": torch.ones(0), "bad": torch.tensor([1.0, np.nan])}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"got NaN or infinity in bad of .*a\.safetensors"):
+        weight_files.read(tmp_path / "a.safetensors")
+
+
+def test_cut_weights_are_named_before_the_conversion(command, whole_model, tmp_path):
+    shutil.copytree(whole_model, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    said = command(*uses_of(tmp_path / "model", out=tmp_path / "out")["linearize --dry-run"])
+    assert f"{tmp_path / 'model'} must hold a model that transformers can read" in said
+
+
+@pytest.mark.parametrize("use", ["linearize", "linearize --dry-run", "eval language"])
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(command, change_model, tmp_path, tokenizer, use):
+    few = {name: torch.zeros(200, 32) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    said = command(*uses_of(change_model(few, vocab_size=200), out=tmp_path / "out")[use])
+    assert f"the model must know every token of the tokenizer ({len(tokenizer)}), got 200 in" in said
 
 
 @pytest.mark.parametrize(("package", "extra"), cli.app.EXTRAS.items())

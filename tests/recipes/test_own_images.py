@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+import shutil
 import sys
 from dataclasses import replace
 
@@ -19,7 +21,7 @@ from nalaformer.recipes import build_model, changed, evaluate_run, load_run, mak
 from nalaformer.recipes.export import export_classifier
 from nalaformer.recipes.initial_weights import load_weights
 from nalaformer.tasks import Classification
-from nalaformer.training import plan_lines
+from nalaformer.training import Checkpoint, Checkpoints, plan_lines
 from nalaformer.training.log import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,6 +68,25 @@ def test_a_folder_of_classes_is_learned_and_its_images_are_named(run, colours):
     for name in COLOURS:
         (prediction,) = predict([colours / name / "3.png"], run)
         assert prediction.answer.values[0][0] == name
+
+
+def test_a_checkpoint_that_is_not_of_the_whole_model_is_refused(run, tmp_path):
+    step, checkpoint = Checkpoints(run / "checkpoints").newest()
+    part = "ema" if "ema" in checkpoint.tensors else "model"
+    name, value = next(item for item in checkpoint.tensors[part].items() if item[1].dim() == 2)
+    others = {name: other for name, other in checkpoint.tensors[part].items() if other is not value}
+    for weights, message in (
+        (others, f"got none for {re.escape(name)} in"),
+        (others | {name: value, "extra": value}, "got others: extra in"),
+        (others | {name: value[:1]}, f"must have the shapes of this model.*{re.escape(name)}"),
+        (others | {name: value * torch.nan}, f"got NaN or infinity in {re.escape(name)} of"),
+    ):
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        state = checkpoint.state | {"progress": checkpoint.state["progress"] | {"best_step": step}}
+        changed_one = Checkpoint(tensors=checkpoint.tensors | {part: weights}, state=state)
+        Checkpoints(tmp_path / "checkpoints").save(step, changed_one)
+        with pytest.raises(ValueError, match=message):
+            load_run(tmp_path)
 
 
 def test_what_is_held_out_is_said_and_logged(run):

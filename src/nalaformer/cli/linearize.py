@@ -56,7 +56,7 @@ def run_linearize(
     device: str,
     dry_run: bool,
 ) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     from ..atomic_files import free_bytes, megabytes, refuse_full_disk
@@ -66,7 +66,7 @@ def run_linearize(
     from ..linearize.preflight import check_architecture, check_settings, check_windows, model_bytes, stage_line
     from ..linearize.saving import RUNS, TOKENS, check_folder, claim_folder, is_tokenized
     from ..recipes import changed
-    from ..tasks.language import reading_model
+    from ..tasks.language import pretrained_model, reading_model
     from ..training import TrainingConfig, TrainingStopped
     from ..training.ranks import find_device
 
@@ -92,7 +92,9 @@ def run_linearize(
     with reading_model(model):
         pretrained_config = AutoConfig.from_pretrained(model, local_files_only=True)
     parameters = check_architecture(pretrained_config)
-    load_tokenizer(model)
+    words = len(load_tokenizer(model))
+    # names, shapes and sizes of files are known without the weights' values
+    pretrained_model(model, vocab_size=words, dtype="auto", device="meta")
     place = find_device(device)
     # one of torchrun's processes looks and writes for all
     is_first = os.environ.get("RANK", "0") == "0"
@@ -123,8 +125,7 @@ def run_linearize(
         if not windows:
             windows = token_windows(data, length=length, tokenizer=model, tokens=out / TOKENS)
             check_windows(config, windows["train"], windows["val"])
-        with reading_model(model):
-            pretrained = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
+        pretrained = pretrained_model(model, vocab_size=words, dtype="auto")
         try:
             result = linearize(pretrained, windows["train"], windows["val"], folder=out / RUNS, config=config, console=console)
         except TrainingStopped as stopped:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, AttentionConfig
-from ..weight_files import FRONTS, read_as_stored, weights_in
+from ..weight_files import FRONTS, load_all, read_as_stored, weights_in
 from .hosts import Host, hosts_in
 
 
@@ -95,7 +95,7 @@ def load_converted(model: nn.Module, source: Mapping[str, Tensor] | str | PathLi
     try:
         for name, module in made.items():
             model.set_submodule(name, module)
-        _load_all(model, state)
+        load_all(model, state, "the state dict" if isinstance(source, Mapping) else str(source))
     except BaseException:
         for name, module in layers.items():
             model.set_submodule(name, module)
@@ -148,13 +148,3 @@ def with_names_of(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tenso
         if not own.isdisjoint(found):
             return found
     return state
-
-
-def _load_all(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Every weight has its place and every place a weight; tied weights may have been saved once."""
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    places = model.state_dict(keep_vars=True)
-    loaded = {id(value) for name, value in places.items() if name in state}
-    missing = [name for name in missing if id(places.get(name)) not in loaded]
-    if missing or unexpected:
-        raise ValueError(f"the weights must be those of this model, got none for {missing[:5]}, and others: {unexpected[:5]}")

@@ -11,6 +11,7 @@ from ..models.hybrid.cache import HybridCache
 from ..models.hybrid.config import HybridConfig
 from ..models.hybrid.model import HybridForCausalLM, positions, restore_attention_
 from ..models.hybrid.support import check_config, decoder_layers
+from ..weight_files import check_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,6 +31,7 @@ def check_model(model: "PreTrainedModel") -> None:
     """
     check_config(model.config)
     decoder_layers(model)
+    check_finite(model.state_dict(), type(model).__name__)
     # two samples of several chunks, the second with padding at its beginning
     tokens = torch.arange(2 * PROBE_TOKENS, device=model.device).view(2, -1) % model.config.vocab_size
     visible = torch.ones_like(tokens)

@@ -9,6 +9,7 @@ from torch import nn
 from ..data import seed_everything
 from ..tasks import TASKS, task_name
 from ..training import Checkpoints, Trainer, TrainingConfig
+from ..weight_files import load_all
 from .initial_weights import backbone_of, load_weights
 from .recipe import Recipe
 
@@ -104,7 +105,7 @@ def load_run(folder: str | Path, *, step: int | None = None, data: str | None = 
     recipe, facts = recipe_from(settings), settings["facts"]
     task = TASKS[settings["kind"]](recipe.task)
     model = build_model(recipe, facts)
-    model.load_state_dict(checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"])
+    load_all(model, checkpoint.tensors["ema" if "ema" in checkpoint.tensors else "model"], f"{folder}, step {newest}")
     return LoadedRun(recipe=recipe, model=model.eval(), task=task, facts=facts, step=newest)
 
 

@@ -27,7 +27,10 @@ def load_pipeline(folder: str | Path, *, autoencoder: str | Path | None = None, 
 
     place = find_device(device)
     if (Path(folder) / "model_index.json").is_file():
-        return NaLaDiTPipeline.from_pretrained(folder, local_files_only=True).to(place)
+        inside = Path(folder) / "vae"
+        # diffusers would fill what its weights lack with random numbers
+        parts = {"vae": load_autoencoder(inside).model} if inside.is_dir() else {}
+        return NaLaDiTPipeline.from_pretrained(folder, local_files_only=True, **parts).to(place)
     run = load_run(folder)
     if not isinstance(run.task, Generation):
         raise ValueError(f"images are made by a run that has learned to, such as shapes_dit_tiny, got {folder}")

@@ -18,6 +18,7 @@ from ..data.text.packing import PACKINGS
 from ..data.text.tokenizer import TOKENIZER_FILES
 from ..field_types import check_field_types, check_ranges
 from ..json_text import parse_json
+from ..weight_files import check_finite, check_names, without_warnings
 from .base import TASKS, Loss, SummedMetrics
 
 if TYPE_CHECKING:
@@ -209,14 +210,15 @@ def reading_model(folder: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """transformers draws a progress bar for each file that it reads, between the lines of a run."""
+def quiet_reading() -> Iterator[None]:
+    """Silence the bars that transformers draws for each file, and its table of weights that do not fit, which are errors."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        with without_warnings("transformers.modeling_utils"):
+            yield
     finally:
         if shown:
             logging.enable_progress_bar()
@@ -234,21 +236,32 @@ def refuse_tokens_of_another(folder: str | Path, facts: dict[str, Any]) -> None:
         )
 
 
-def pretrained_model(folder: str | Path, *, vocab_size: int, dtype: torch.dtype | str) -> nn.Module:
-    """The model of a folder as save_pretrained writes it, which must know `vocab_size` tokens; no code of the folder is run."""
+def pretrained_model(folder: str | Path, *, vocab_size: int, dtype: torch.dtype | str, device: str | None = None) -> Any:
+    """The model of a folder as save_pretrained writes it, which must know `vocab_size` tokens; no code of the folder is run.
+
+    Weights that are missing, unexpected or not finite are refused. device: "meta" checks all but the values, in no memory.
+    """
     from transformers import AutoModelForCausalLM
 
-    with reading_model(folder), without_bars():
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False, dtype=dtype
+    with reading_model(folder), quiet_reading():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            local_files_only=True,
+            trust_remote_code=False,
+            dtype=dtype,
+            output_loading_info=True,
+            device_map=device,
         )
+    model, found = loaded
+    check_names(found["missing_keys"], found["unexpected_keys"], folder)
+    check_finite(model.state_dict(), folder)
     known = model.get_input_embeddings().weight.shape[0]
     if known < vocab_size:
         raise ValueError(
             f"the model must know every token of the tokenizer ({vocab_size}), got {known} in {folder}; the tokenizer is "
             "another model's"
         )
-    return cast(nn.Module, model)
+    return model
 
 
 def next_token_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import math
 import diffusers
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import nalaformer
 from helpers.option_effects import Effects
@@ -283,6 +284,27 @@ def test_a_pipeline_is_saved_and_loaded(pipeline, tmp_path):
     assert torch.equal(again.sample(["square"], steps=2), pipeline.sample(["square"], steps=2))
     (picture,) = again(["square"], steps=2).images
     assert picture.size == (6, 4)
+
+
+def change_file(file, *, without="-", **tensors):
+    given = {name: value for name, value in load_file(file).items() if name != without}
+    save_file(given | tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+def test_a_pipeline_whose_weights_are_not_those_of_its_parts_is_refused(tmp_path, part):
+    from nalaformer.recipes import load_pipeline
+
+    NaLaDiTPipeline(make_model(channels=4), small_autoencoder()).save_pretrained(tmp_path)
+    assert load_pipeline(tmp_path, device="cpu").sample([0], steps=1).shape == (1, 3, 8, 12)
+    file = tmp_path / part / "diffusion_pytorch_model.safetensors"
+    first, weight = next(iter(load_file(file).items()))
+    change_file(file, **{first: weight * torch.nan})
+    with pytest.raises(ValueError, match=f"got NaN or infinity in {first} of"):
+        load_pipeline(tmp_path, device="cpu")
+    change_file(file, without=first, extra=torch.ones(1))
+    with pytest.raises(ValueError, match=f"got none for {first} and others: extra in"):
+        load_pipeline(tmp_path, device="cpu")
 
 
 def small_autoencoder(latent_channels=4):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...json_text import parse_json
+from ...weight_files import check_finite, check_names, without_warnings
 
 KIND = "AutoencoderKL"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -73,9 +74,14 @@ def load_autoencoder(folder: str | Path, *, device: str = "cpu") -> Autoencoder:
     from safetensors import SafetensorError
 
     try:
-        model = AutoencoderKL.from_pretrained(str(folder), use_safetensors=True, local_files_only=True)
+        with without_warnings("diffusers.models.modeling_utils"):
+            model, loaded = AutoencoderKL.from_pretrained(
+                str(folder), use_safetensors=True, local_files_only=True, output_loading_info=True
+            )
     except (OSError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"the autoencoder in {folder} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    check_names(loaded["missing_keys"], loaded["unexpected_keys"], folder)
+    check_finite(model.state_dict(), folder)
     digest = hashlib.sha256(text)
     with weights.open("rb") as file:
         digest.update(hashlib.file_digest(file, "sha256").digest())

@@ -1,5 +1,6 @@
 """The diffusion transformer as diffusers knows models: with a config, saved and loaded, called with its argument names."""
 
+from os import PathLike
 from typing import Any
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -7,6 +8,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 
+from ...weight_files import check_finite, check_names, without_warnings
 from .network import DiffusionTransformer, layout_of
 from .objectives import OBJECTIVES
 
@@ -65,6 +67,17 @@ class NaLaDiT(ModelMixin, DiffusionTransformer, ConfigMixin):
     def from_size(cls, name: str, **options: Any) -> "NaLaDiT":
         """The published layout of that name, "dit_s2" .. "dit_xl8"; options change it."""
         return cls(**(layout_of(name) | options))
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike[str], *, output_loading_info: bool = False, **options: Any
+    ) -> Any:
+        """Load as diffusers does, but refuse weights that are missing, unexpected or not finite."""
+        with without_warnings("diffusers.models.modeling_utils"):
+            model, found = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **options)
+        check_names(found["missing_keys"], found["unexpected_keys"], pretrained_model_name_or_path)
+        check_finite(model.state_dict(), pretrained_model_name_or_path)
+        return (model, found) if output_loading_info else model
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor, return_dict: bool = True

@@ -19,6 +19,7 @@ from ...bench.runner import Say
 from ...child_processes import worker_pool
 from ...data import seed_everything
 from ...data.sequences import RecallLanguage
+from ...tasks.language import pretrained_model
 from ...training import TrainingConfig
 from ...training.captured_training import Sprint
 from ...training.data_on_device import resident
@@ -284,15 +285,13 @@ def save_teacher(course: Course, config: TeacherConfig, folder: str | Path) -> N
 
 def load_teacher(config: TeacherConfig, folder: str | Path) -> Course | None:
     """The newest teacher of the folder, if it has one."""
-    from transformers import LlamaForCausalLM
-
     path = Path(folder) / "course.json"
     if not path.exists():
         return None
     facts = json.loads(path.read_text())
     if facts["config"] != settings_of(config):
         raise ValueError(f"the teacher in {folder} was trained with other settings ({facts['config']}); choose another folder")
-    model: Any = LlamaForCausalLM.from_pretrained(path.parent / facts["model"], dtype=torch.float32)
+    model: Any = pretrained_model(path.parent / facts["model"], vocab_size=1, dtype=torch.float32)
     return Course(model=model, lessons=facts["lessons"], tokens=facts["tokens"], seconds=facts["seconds"])
 
 
