@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from nalaformer import cli
-from nalaformer.data.text import Tales, train_tokenizer
+from nalaformer.data.text import Tales, fingerprint, train_tokenizer
 from nalaformer.evaluation import HARNESS_TASKS, LanguageModel, evaluate_tasks, load_language_model, score_text, token_losses
+from nalaformer.tasks import LanguageModelling
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,6 +54,56 @@ def folder(request, tokenizer, tmp_path_factory):
 @pytest.fixture
 def run():
     return lambda *arguments: CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
+
+
+# ---- texts that are longer than the model's
+
+
+def longer_than_known(kind, folder, tokenizer):
+    """A model that was made for 8 tokens."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 8}
+    sizes |= {
+        "opt": {"ffn_dim": 16, "word_embed_proj_dim": 16},
+        "gptj": {"rotary_dim": 4},
+        "llama": {"intermediate_size": 16},
+    }.get(kind, {})
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=None, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gptj"])
+def test_a_table_of_positions_ends_every_command_before_its_end(kind, run, tmp_path, tokenizer):
+    folder = longer_than_known(kind, tmp_path / "model", tokenizer)
+    tokens = len(tokenizer("Ada")["input_ids"])
+    write = ("generate", "text", "--model", folder, "--prompt", "Ada", "--device", "cpu", "--max-new-tokens")
+    # the last token that is written is not read
+    assert run(*write, 9 - tokens).exit_code == 0
+    (tmp_path / "a.txt").write_text("Ada took the red box and went home.")
+    score = ("eval", "language", "--model", folder, "--text", tmp_path / "a.txt", "--device", "cpu", "--window")
+    assert run(*score, 8).exit_code == 0
+    for arguments in ((*write, 10 - tokens), (*score, 9)):
+        assert re.search("has a table of positions for 8 tokens, got 9", str(run(*arguments).exception))
+    loaded = load_language_model(folder, device="cpu")
+    with pytest.raises(ValueError, match="a table of positions for 8 tokens, got 20"):
+        token_losses(loaded.model, torch.ones(20, dtype=torch.long), window=20, stride=3)
+    with pytest.raises(ValueError, match="a table of positions for 8 tokens, got 16"):
+        LanguageModelling.create_model(str(folder), {}, {"vocab_size": 9, "window": 16, "tokenizer": fingerprint(tokenizer)})
+
+
+def test_rotary_positions_beyond_those_of_training_are_noted(run, tmp_path, tokenizer):
+    folder = longer_than_known("llama", tmp_path / "model", tokenizer)
+    tokens = len(tokenizer("Ada")["input_ids"])
+    write = ("generate", "text", "--model", folder, "--prompt", "Ada", "--device", "cpu", "--max-new-tokens")
+    assert "was made for" not in run(*write, 9 - tokens).output
+    assert "the model was made for 8 tokens, got 9: expect less" in run(*write, 10 - tokens).output
+    (tmp_path / "a.txt").write_text("Ada took the red box and went home.")
+    score = ("eval", "language", "--model", folder, "--text", tmp_path / "a.txt", "--device", "cpu")
+    assert "was made for" not in run(*score).output
+    assert "the model was made for 8 tokens, got 9: expect less" in run(*score, "--window", 9).output
 
 
 # ---- perplexity

@@ -124,11 +124,15 @@ def show_perplexity(
     loaded: "LanguageModel", model: Path, files: list[Path], field: str, window: int | None, stride: int | None, batch_size: int
 ) -> None:
     from ..evaluation import score_text
+    from ..models.language.lengths import length_note
 
     console = make_console()
     if window is None:
         window = min(getattr(loaded.model.config, "max_position_embeddings", None) or 2048, 2048)
     stride = max(1, window // 4) if stride is None else stride
+    # before minutes of scoring
+    if note := length_note(loaded.model, window):
+        console.print(note, soft_wrap=True)
     with progress_bar(console, "scoring", count="{task.completed:.0f} tokens") as (progress, bar):
         score = score_text(
             loaded,

@@ -139,3 +139,5 @@ def run_text(
     console.print(
         f"\n{written.num_tokens} tokens, {written.num_tokens / seconds:.3g} tokens/s on {writer.model.device.type}{size}"
     )
+    if written.note:
+        console.print(written.note, soft_wrap=True)

@@ -65,6 +65,7 @@ def run_linearize(
     from ..linearize import LinearizeConfig, linearize, save, token_windows, write_report
     from ..linearize.preflight import check_architecture, check_settings, check_windows, model_bytes, stage_line
     from ..linearize.saving import RUNS, TOKENS, check_folder, claim_folder, is_tokenized
+    from ..models.language.lengths import length_note
     from ..recipes import changed
     from ..tasks.language import pretrained_model, reading_model
     from ..training import TrainingConfig, TrainingStopped
@@ -94,7 +95,9 @@ def run_linearize(
     parameters = check_architecture(pretrained_config)
     words = len(load_tokenizer(model))
     # names, shapes and sizes of files are known without the weights' values
-    pretrained_model(model, vocab_size=words, dtype="auto", device="meta")
+    note = length_note(pretrained_model(model, vocab_size=words, dtype="auto", device="meta"), length)
+    if note:
+        console.print(note, soft_wrap=True)
     place = find_device(device)
     # one of torchrun's processes looks and writes for all
     is_first = os.environ.get("RANK", "0") == "0"

@@ -74,6 +74,10 @@ def evaluate_tasks(
     files = {task: checked_file(task, Path(data)) for task in tasks}
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be positive, got {limit}")
+    if window is not None:
+        from ..models.language.lengths import length_note
+
+        length_note(language_model.model, window)
     with offline(), tempfile.TemporaryDirectory() as aside:
         # after the switch above: these packages read it when they are imported
         from lm_eval import simple_evaluate

@@ -92,11 +92,14 @@ def token_losses(
     advance: Callable[[int], None] = lambda count: None,
 ) -> Tensor:
     """-log p of tokens 1..N-1 of a sequence [N], float32 [N - 1], each with at least window - stride tokens before it."""
+    from ..models.language.lengths import length_note
+
     if not 1 <= stride < window:
         raise ValueError(f"stride must be at least 1 and below the window ({window}), got {stride}")
     losses = torch.full((len(tokens) - 1,), torch.nan)
     # the windows are equally long, so they make batches; the last one is moved back from the end of the text
     length = min(window, len(tokens))
+    length_note(model, length)
     starts = sorted({min(start, len(tokens) - length) for start in range(0, max(len(tokens) - length, 0) + stride, stride)})
     scored = 1
     for first in range(0, len(starts), batch_size):

@@ -135,13 +135,18 @@ class LanguageModelling:
         `attention` names the mixers: one, or several with commas, which the layers take in turn.
         """
         if Path(name).is_dir():
+            from ..models.language.lengths import length_note
+
             if options:
                 raise ValueError(
                     f"a pretrained model is taken as it is, got options for {name}: {', '.join(options)}; leave them out "
                     "(attention= with nothing behind it, where a recipe names one)"
                 )
             refuse_tokens_of_another(name, facts)
-            return pretrained_model(name, vocab_size=facts["vocab_size"], dtype=torch.float32)
+            pretrained = pretrained_model(name, vocab_size=facts["vocab_size"], dtype=torch.float32)
+            # a longer window may be what is to be learned, but not without positions
+            length_note(pretrained, facts["window"])
+            return pretrained
         from ..models.language import NaLaConfig, NaLaForCausalLM
 
         changes = {key: facts[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}

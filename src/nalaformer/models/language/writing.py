@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import TextStreamer, set_seed
 
+from .lengths import length_note
+
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
@@ -17,6 +19,8 @@ class Written:
     """New tokens."""
     cache_bytes: int | None
     """Bytes of the cache after the last token; None for models of other families."""
+    note: str = ""
+    """Says so where the text is longer than what the model was made for."""
 
 
 class Writer:
@@ -51,6 +55,9 @@ class Writer:
             drawing |= {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
         inputs = self.tokenizer(prompt, return_tensors="pt").to(self.model.device)
         inputs.pop("token_type_ids", None)
+        length = inputs["input_ids"].shape[1]
+        # the last token is read by nobody
+        length_note(self.model, length + max_new_tokens - 1)
         done = self.model.generate(
             **inputs,
             **drawing,
@@ -61,9 +68,10 @@ class Writer:
         )
         return Written(
             text=self.tokenizer.decode(done.sequences[0], skip_special_tokens=True),
-            num_tokens=done.sequences.shape[1] - inputs["input_ids"].shape[1],
+            num_tokens=done.sequences.shape[1] - length,
             # our own caches tell, transformers' do not
             cache_bytes=getattr(done.past_key_values, "nbytes", None),
+            note=length_note(self.model, done.sequences.shape[1] - 1),
         )
 
     def _padding(self) -> int | None:
