@@ -194,11 +194,53 @@ def test_answers_are_learned_as_the_chat_template_writes_them(tokenizer, tmp_pat
     text = chat.decode(tokens)
     assert (
         text
-        == "<|endoftext|><|user|>a<|endoftext|><|assistant|>b<|endoftext|><|user|>c<|endoftext|><|assistant|>d"
-        + "<|endoftext|>" * 2
+        == "<|endoftext|><|user|>a<|endoftext|><|assistant|>b<|endoftext|><|user|>c<|endoftext|><|assistant|>d<|endoftext|>"
     )
     taught = chat.decode([token for token, is_learned in zip(tokens[1:], learned[1:], strict=True) if is_learned])
-    assert taught == "b<|endoftext|>d<|endoftext|><|endoftext|>"
+    assert taught == "b<|endoftext|>d<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("after", "end"), [("<|endoftext|>\n", "<|endoftext|>\n"), ("", "<|endoftext|>"), ("\n", "\n<|endoftext|>")]
+)
+def test_a_document_of_a_chat_template_ends_once(tokenizer, tmp_path, after, end):
+    tokenizer.save_pretrained(str(tmp_path))
+    chat = load_tokenizer(tmp_path)
+    chat.chat_template = TEMPLATE.replace("<|endoftext|>", after)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    # in a plain text the name of the end is letters
+    file = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}, {"text": "b<|endoftext|>"}])
+    encoder = Encoder(chat)
+    (_, tokens, learned), (_, plain, _) = encoder.encode(read_documents([file], Reading(render=encoder.render)))
+    assert chat.decode(tokens).endswith("<|assistant|>b" + end)
+    assert len(tokens) == len(learned)
+    assert plain[1:].count(chat.eos_token_id) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }", "TemplateSyntaxError: "),
+        ("{{ messages.__class__.__mro__ }}", "SecurityError: access to attribute '__class__' of 'list' object is unsafe"),
+        ("{{ raise_exception('roles must\nalternate') }}", "TemplateError: roles must alternate"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
+    ],
+)
+def test_a_chat_template_that_fails_is_one_sentence(tokenizer, tmp_path, template, message):
+    tokenizer.chat_template = template
+    try:
+        tokenizer.save_pretrained(str(tmp_path / "words"))
+    finally:
+        tokenizer.chat_template = None
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
+    with pytest.raises(ValueError, match="chat template must write the conversation, got ") as refused:
+        tokenize_corpus([file], tmp_path / "out", tokenizer=tmp_path / "words")
+    assert f"{file}:1: " in str(refused.value)
+    assert message in str(refused.value)
+    # of texts it is not asked
+    texts = write_jsonl(tmp_path / "b.jsonl", [{"text": str(number)} for number in range(40)])
+    assert tokenize_corpus([texts], tmp_path / "out", tokenizer=tmp_path / "words", val_part=0.3).documents["val"]
 
 
 def test_a_begin_that_the_chat_template_writes_is_not_written_twice(tokenizer, tmp_path):
@@ -214,7 +256,7 @@ def test_a_begin_that_the_chat_template_writes_is_not_written_twice(tokenizer, t
     asked = chat.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
     assert tokens[: len(asked)] == asked
     assert learned == [False] * len(asked) + [True] * (len(tokens) - len(asked))
-    assert chat.decode(tokens[len(asked) :]) == "b" + "<|endoftext|>" * 2
+    assert chat.decode(tokens[len(asked) :]) == "b<|endoftext|>"
     # in a plain text the name of the begin is letters
     assert plain.count(chat.bos_token_id) == 1
 

@@ -172,7 +172,10 @@ def size_of(files: Iterable[Path]) -> int:
 
 
 class Encoder:
-    """Documents as tokens: begin, the pieces, end. The end is learned where the last piece is, the begin never."""
+    """Documents as tokens: begin, the pieces, end. The end is learned where the last piece is, the begin never.
+
+    A begin and an end that the chat template writes are not written again.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
@@ -196,7 +199,10 @@ class Encoder:
                 if document.has_markup and tokens[1:2] == [self.begin]:
                     # the chat template has written it, as it will where the model is used
                     tokens, learned = tokens[1:], learned[1:]
-                yield document, [*tokens, self.end], [*learned, learned[-1]]
+                # so does many a template write the end, or a line after it
+                if not (document.has_markup and document.text.rstrip().endswith(str(self.tokenizer.eos_token))):
+                    tokens, learned = [*tokens, self.end], [*learned, learned[-1]]
+                yield document, tokens, learned
 
     def in_memory(self, texts: Iterable[str]) -> TokenShards:
         """A small corpus that is not worth a file."""

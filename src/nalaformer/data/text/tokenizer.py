@@ -112,6 +112,16 @@ class ChatTemplate:
         return tuple((text, learned) for text, learned in pieces if text), True
 
     def written(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except ImportError:
+            raise
+        # a template is a program: besides what jinja forbids, it may divide by zero
+        except Exception as error:
+            words = " ".join(str(error).split())
+            raise ValueError(
+                f"the tokenizer's chat template must write the conversation, got {type(error).__name__}: {words}; mend the "
+                "template (chat_template.jinja or tokenizer_config.json), or the conversation"
+            ) from error
         assert isinstance(text, str)
         return text
