@@ -121,9 +121,19 @@ def refuse_unwritable(path: Path) -> None:
     """Before long work: a file that could not be written where it is asked for."""
     if path.is_dir():
         raise ValueError(f"{path} must be a file to write, got a folder; name a file in it")
-    place = path.absolute().parent
+    refuse_place(path, existing_part(path.absolute().parent))
+
+
+def existing_part(path: Path) -> Path:
+    """The path, or the nearest of those above it that exists."""
+    place = path.absolute()
     while not place.exists():
         place = place.parent
+    return place
+
+
+def refuse_place(path: Path, place: Path) -> None:
+    """Refuse a place where the path cannot be made: a file, or a folder that this user may not write to."""
     if not place.is_dir():
         raise ValueError(f"{path} must lie in a folder, got the file {place} in its way; choose another place")
     if not os.access(place, os.W_OK | os.X_OK):
@@ -160,14 +170,15 @@ def is_full_disk(error: Exception) -> bool:
 
 def free_bytes(folder: Path) -> int:
     """On the disk that the folder is on, or will be."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    return shutil.disk_usage(existing_part(folder)).free
 
 
 def refuse_full_disk(folder: Path, needed: int, what: str) -> None:
-    """Before hours of work: what will surely not fit."""
+    """Before hours of work: a folder that cannot be made, and what will surely not fit."""
+    place = existing_part(folder)
+    refuse_place(folder, place)
+    if not shutil.disk_usage(place).total:
+        raise ValueError(f"{folder} must lie on a disk, got {place}, where no files are kept; choose another place")
     free = free_bytes(folder)
     if free < needed:
         raise ValueError(

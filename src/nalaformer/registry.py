@@ -8,10 +8,14 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not known: the nearest names first, then all of them."""
+def unknown_name(kind: str, name: object, known: Iterable[str], *, compared: Callable[[str], str] = str) -> ValueError:
+    """The error for a name that is not known: the nearest names first, then all of them.
+
+    compared: what of a known name the given one is compared with.
+    """
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=3, cutoff=0.5)
+    alike = get_close_matches(str(name), {compared(each) for each in names}, n=3, cutoff=0.5)
+    near = [each for words in alike for each in names if compared(each) == words]
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names) or 'none'}")
 

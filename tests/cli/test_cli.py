@@ -161,6 +161,22 @@ def test_a_folder_that_cannot_be_made_is_explained(monkeypatch, capsys, tmp_path
     assert "Errno" not in error
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("place", "said"), [("/proc/none", "must lie on a disk, got /proc"), ("file/below", "must lie in a folder, got the file")]
+)
+def test_tokens_for_a_folder_that_cannot_be_made_are_refused_for_that(monkeypatch, capsys, tmp_path, place, said, more):
+    (tmp_path / "file.txt").write_text("a text")
+    (tmp_path / "file").touch()
+    arguments = ["tokenize", tmp_path / "file.txt", "--train-vocab", 300, "--out", tmp_path / place, *more]
+    monkeypatch.setattr(sys, "argv", ["nalaformer", *map(str, arguments)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    error = capsys.readouterr().err
+    assert said in error
+    assert "MB" not in error
+
+
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_its_packages_the_command_says_what_to_install(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)

@@ -175,6 +175,23 @@ def test_a_window_longer_than_the_text_is_refused_before_the_model_is_loaded(pre
         run_command(pretrained_folder, tmp_path / "out", length=100_000, more=["--steps", "1"])
 
 
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("transfer.batchsize", "'transfer.batch_size'"),
+        ("batchsize", "'finetune.batch_size' or 'transfer.batch_size'"),
+        ("chnk_size", "'chunk_size'"),
+    ],
+)
+def test_a_misspelt_setting_is_answered_with_a_name_that_is_taken(pretrained_folder, tmp_path, key, near):
+    pytest.importorskip("peft")
+    stages = ["--steps", "1", "--finetune-steps", "1"]
+    with pytest.raises(ValueError, match=f"unknown key '{key}'; did you mean {near}"):
+        run_command(pretrained_folder, tmp_path / "out", more=[*stages, f"{key}=8"])
+    for name in re.findall("'(.*?)'", near):
+        assert run_command(pretrained_folder, tmp_path / "out", more=[*stages, f"{name}=8", "--dry-run"]).exit_code == 0
+
+
 def test_windows_longer_than_what_the_model_was_made_for_are_noted(pretrained_folder, tmp_path):
     for length, is_noted in ((512, False), (513, True)):
         said = run_command(pretrained_folder, tmp_path / "out", length=length, more=["--dry-run"]).output

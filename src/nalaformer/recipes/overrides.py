@@ -3,6 +3,7 @@
 import ast
 import inspect
 import textwrap
+from collections import Counter
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -82,7 +83,12 @@ def find(config: Any, key: str) -> tuple[str, ...]:
     if matching:
         names = ", ".join(".".join(path) for path in matching)
         raise ValueError(f"the key {key!r} must name one setting, got several: {names}")
-    raise unknown_name("key", key, {path[-1] for path in paths})
+    if len(wanted) > 1:
+        raise unknown_name("key", key, [".".join(path) for path in paths])
+    count = Counter(path[-1] for path in paths)
+    # an end that several paths have names none of them
+    known = [path[-1] if count[path[-1]] == 1 else ".".join(path) for path in paths]
+    raise unknown_name("key", key, known, compared=lambda name: name.rpartition(".")[2])
 
 
 def _with(config: Any, texts: dict[tuple[str, ...], str]) -> Any:
