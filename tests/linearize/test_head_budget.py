@@ -1,5 +1,7 @@
 """The heads that look up what is far away keep all tokens, as many of them as the cache may hold."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,13 +59,13 @@ def test_scores_are_the_attention_that_repeats_pay_to_what_followed_the_first_ti
 
 
 @pytest.mark.parametrize("feature_map", ["norm_preserving", "relu"])
-@pytest.mark.parametrize("selection", ["key_norm", "received"])
+@pytest.mark.parametrize(
+    ("selection", "select_per"), [("key_norm", "key_head"), ("received", "key_head"), ("self_saliency", "query_head")]
+)
 @pytest.mark.parametrize("max_salient", [0, 6])
 @torch.no_grad()
-def test_bytes_of_a_head_are_those_of_its_cache(feature_map, selection, max_salient):
-    settings = HybridSettings(
-        chunk_size=8, salient_per_chunk=2, max_salient=max_salient, feature_map=feature_map, selection=selection
-    )
+def test_bytes_of_a_head_are_those_of_its_cache(feature_map, selection, select_per, max_salient):
+    settings = replace(SETTINGS, max_salient=max_salient, feature_map=feature_map, selection=selection, select_per=select_per)
     for name in ("full", "salient", "window", "linear"):
         model = converted(settings=settings, budget=[[name] * 2] * 2)
         cache = model(torch.randint(3, 50, (1, 168)), use_cache=True).past_key_values

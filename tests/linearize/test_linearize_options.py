@@ -24,6 +24,7 @@ from nalaformer.linearize.sharding import is_sharded
 from nalaformer.linearize.transfer import AttentionTransfer, TransferModel
 from nalaformer.models.hybrid.attention import attend, attention_mode, converted_attentions
 from nalaformer.models.hybrid.model import HybridForCausalLM
+from nalaformer.recipes import changed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,6 +151,32 @@ def test_as_many_heads_keep_every_token_as_the_cache_holds(windows, tmp_path):
     assert number(cache=0.85, cache_length=256) == 2
     with pytest.raises(ValueError, match="cache must hold what every head remembers"):
         number(cache=0.1, cache_length=256)
+
+
+@CONFIG.of("cache", "finetune_loss")
+def test_a_run_that_goes_on_has_the_budget_and_the_loss_that_it_began_with(windows, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    config = LinearizeConfig(
+        attention=replace(SMALL, max_salient=4),
+        transfer=short_run(steps=1),
+        finetune=short_run(steps=1),
+        layers_at_once=1,
+        cache=0.85,
+        cache_length=4096,
+    )
+    first = linearize(make_model(), windows, windows, folder=tmp_path, config=config)
+    # all heads of a layer keep every token: nothing is to be learned there
+    assert ["full", "full"] in first.model.config.budget
+    assert sorted(error > 0 for error in first.transfer_errors.values()) == [False, True]
+    # as another device might see the heads
+    monkeypatch.setattr("nalaformer.linearize.run.lookup_scores", lambda *_, **__: pytest.fail("was asked again"))
+    again = linearize(make_model(), windows, windows, folder=tmp_path, config=config)
+    assert again.model.config.budget == first.model.config.budget
+    with pytest.raises(ValueError, match="finetune_loss was None and is now 'teacher'"):
+        linearize(make_model(), windows, windows, folder=tmp_path, config=replace(config, finetune_loss="teacher"))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"cache was 0.85 and is now 0.5"):
+        linearize(make_model(), windows, windows, folder=tmp_path, config=replace(config, cache=0.5))
 
 
 @CONFIG.of("validation_windows")
@@ -433,6 +460,15 @@ def test_the_command_does_what_its_options_say(pretrained, tmp_path, monkeypatch
         rows = [json.loads(line) for line in (out / "runs" / stage / "log.jsonl").read_text().splitlines()]
         assert max(row.get("step", 0) for row in rows) == steps
     assert lengths == [32, 32]
+
+
+def test_settings_that_may_be_none_are_read_as_what_they_are_else():
+    config = changed(LinearizeConfig(), ["cache=0.5", "linear_mass=64"])
+    assert (config.cache, config.attention.linear_mass) == (0.5, 64)
+    config = changed(config, ["cache=none", "linear_mass=None"])
+    assert (config.cache, config.attention.linear_mass) == (None, None)
+    with pytest.raises(ValueError, match=r"cache must be a number \(float\) or none, got 'half'"):
+        changed(config, ["cache=half"])
 
 
 @COMMAND.of("dry_run")

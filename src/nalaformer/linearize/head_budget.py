@@ -78,12 +78,13 @@ def head_bytes(budget: str, settings: HybridSettings, length: int, *, group: int
     own = settings_for(settings, budget)
     window = 2 * own.chunk_size if own.exact else 0
     stored = salient_tokens(length, own) if own.exact else 0
-    scores = 4 * (stored + (window if own.keeps_scores else 0))
+    scores = 4 * window * (group if own.rule.of_query_heads else 1) if own.keeps_scores else 0
     features = 0
     if own.linear:
         phi = feature_map(own.feature_map, num_heads=1, head_dim=head_dim, **own.map_options)
         features = phi.query(torch.zeros(1, 1, 1, head_dim)).shape[-1]
-    return 2 * (window + stored) * head_dim * itemsize + scores + 4 * group * features * (head_dim + 1)
+    stores = group if own.stores_per_query_head else 1
+    return stores * (2 * (window + stored) * head_dim * itemsize + 4 * stored) + scores + 4 * group * features * (head_dim + 1)
 
 
 def choose_budget(

@@ -13,6 +13,7 @@ from torch import nn
 from ..atomic_files import clear_disk_errors, write_atomically
 from ..data import Samples, seed_everything
 from ..folder_lock import only_writer
+from ..json_text import parse_json
 from ..models.hybrid.attention import converted_attentions
 from ..models.hybrid.config import HybridConfig
 from ..models.hybrid.model import HybridForCausalLM, restore_attention_
@@ -35,6 +36,9 @@ from .validation import Validation, validate
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel
+
+
+BUDGET = "budget.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,6 @@ def linearize(
         started(stages[0].device if stages else "auto") as ranks,
         only_writer(folder) if ranks.is_first else nullcontext(),
     ):
-        seed_everything(stages[0].seed if stages else 0)
         nn.Module.to(model, ranks.device)
         check_model(model)
         made_from = {
@@ -91,7 +94,14 @@ def linearize(
             with counted(console, f"{stage}: {len(held_out)} windows beside the teacher", len(held_out)) as advance:
                 return validate(model, held_out, batch_size=batch_size, advance=advance)
 
-        hybrid = HybridForCausalLM.convert(model, config.attention, budget=find_budget(model, train_data, config, console))
+        budget = find_budget(model, train_data, config, Path(folder), made_from, console)
+        # one for all processes, and for those who go on
+        budget = ranks.gather(budget)[0]
+        if ranks.is_first and budget is not None:
+            note_budget(budget, config, Path(folder), made_from)
+        # what is new in the model follows from the seed, however the budget came about
+        seed_everything(stages[0].seed if stages else 0)
+        hybrid = HybridForCausalLM.convert(model, config.attention, budget=budget)
         freeze(hybrid)
         stages_of = Stages(hybrid, train_data, held_out, config, Path(folder), made_from, console)
         validations = {"conversion": measure("conversion", hybrid)}
@@ -116,11 +126,26 @@ def linearize(
 
 
 def find_budget(
-    model: "PreTrainedModel", data: Samples, config: LinearizeConfig, console: "Console | None" = None
+    model: "PreTrainedModel",
+    data: Samples,
+    config: LinearizeConfig,
+    folder: Path,
+    made_from: dict[str, str],
+    console: "Console | None",
 ) -> list[list[str]] | None:
-    """Return what each key head keeps; None: all of them what `config.attention` says. The model is left as it came."""
+    """Return what each key head keeps; None: all of them what `config.attention` says. The model is left as it came.
+
+    A folder in which the run began holds the answer: another device may see heads that are all but equal in another order.
+    """
     if config.cache is None:
         return None
+    try:
+        noted = dict(parse_json((folder / BUDGET).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        noted = {}
+    budget: list[list[str]] = noted.pop("budget", [])
+    if budget and noted == budget_origin(config, made_from):
+        return budget
     implementation = model.config._attn_implementation
     trial = HybridForCausalLM.convert(model, config.attention)
     try:
@@ -134,6 +159,15 @@ def find_budget(
     group = attention.num_heads // scores.shape[1]
     sizes = {"group": group, "head_dim": attention.head_dim, "itemsize": model.dtype.itemsize}
     return choose_budget(scores, config.cache, config.attention, config.cache_length, **sizes)
+
+
+def budget_origin(config: LinearizeConfig, made_from: dict[str, str]) -> dict[str, Any]:
+    """Return what a budget follows from."""
+    return made_from | {"attention": asdict(config.attention), "cache": config.cache, "cache_length": config.cache_length}
+
+
+def note_budget(budget: list[list[str]], config: LinearizeConfig, folder: Path, made_from: dict[str, str]) -> None:
+    write_json(folder / BUDGET, budget_origin(config, made_from) | {"budget": budget})
 
 
 @dataclass(frozen=True)
@@ -157,8 +191,13 @@ class Stages:
         for start in range(0, number, size):
             layers = range(start, min(start + size, number))
             name = "transfer" if size >= number else f"transfer_{layers[0]:02d}_{layers[-1]:02d}"
+            learning = TransferModel(self.model, layers)
+            if not learning.learned():
+                # all heads there keep every token, as their teachers do
+                errors |= {f"layer_{layer}": 0.0 for layer in layers}
+                continue
             task = AttentionTransfer(self.train_data, self.eval_data, layers)
-            metrics = self.fit(name, training, task, TransferModel(self.model, layers))
+            metrics = self.fit(name, training, task, learning)
             errors |= {key: value for key, value in metrics.items() if key.startswith("layer_")}
         freeze(self.model)
         return errors
@@ -192,12 +231,17 @@ class Stages:
         config = self.config
         if config.shard and torch.distributed.is_initialized():
             shard_frozen_(self.model, trainable)
-        settings = {
+        settings: dict[str, Any] = {
             "attention": asdict(config.attention),
             "layers_at_once": config.layers_at_once,
             "lora_rank": config.lora_rank,
             "lora_alpha": config.lora_alpha,
         }
+        # what is not set is not noted: folders of before these options go on
+        if config.cache is not None:
+            settings |= {"cache": config.cache, "cache_length": config.cache_length}
+        if name == "finetune" and config.finetune_loss != "next_token":
+            settings["finetune_loss"] = config.finetune_loss
         trainer = Trainer(
             training,
             task,
@@ -234,8 +278,11 @@ def write_figures(result: Linearized, folder: Path) -> Path:
         "transfer_errors": result.transfer_errors,
         "validations": {stage: validation.figures() for stage, validation in result.validations.items()},
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "linearize.json"
+    return write_json(folder / "linearize.json", content)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with clear_disk_errors(path):
         write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
     return path

@@ -5,7 +5,8 @@ import inspect
 import textwrap
 from collections import Counter
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar, cast
+from types import NoneType, UnionType
+from typing import Any, TypeVar, cast, get_args
 
 from ..json_text import parse_json
 from ..registry import unknown_name
@@ -98,11 +99,23 @@ def _with(config: Any, texts: dict[tuple[str, ...], str]) -> Any:
     for name in dict.fromkeys(path[0] for path in texts):
         inside = {path[1:]: text for path, text in texts.items() if path[0] == name}
         old = getattr(config, name)
-        # by the field and not by its value: a recipe may write a whole number for a float
-        like = float(old) if kinds[name] is float else old
-        changes[name] = parsed(inside[()], like, name) if () in inside else _with(old, inside)
+        changes[name] = read_as(kinds[name], inside[()], old, name) if () in inside else _with(old, inside)
     # some know what else has to change
     return config.with_changes(changes) if hasattr(config, "with_changes") else replace(config, **changes)
+
+
+def read_as(kind: Any, text: str, old: object, name: str) -> Any:
+    """The text as a value of a field of this type, which may be none."""
+    if not isinstance(kind, UnionType) or NoneType not in get_args(kind):
+        # by the field and not by its value: a recipe may write a whole number for a float
+        return parsed(text, float(old) if kind is float else old, name)  # type: ignore[arg-type]
+    if text.lower() == "none":
+        return None
+    like = get_args(kind)[0]() if old is None else old
+    try:
+        return parsed(text, like, name)
+    except ValueError as error:
+        raise ValueError(str(error).replace(", got", " or none, got", 1)) from error
 
 
 def parsed(text: str, like: object, name: str) -> Any:

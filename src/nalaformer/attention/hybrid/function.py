@@ -99,7 +99,7 @@ def empty_state(q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap, set
     batch, _, heads, head_dim = q.shape
     key_heads, values, dtype = k.shape[2], v.shape[-1], compute_dtype(q, k, v)
     window = 2 * settings.chunk_size if settings.exact else 0
-    store_heads = heads if settings.select_per == "query_head" else key_heads
+    store_heads = heads if settings.stores_per_query_head else key_heads
     score_heads = heads if settings.rule.of_query_heads else key_heads
     features = 0
     if settings.linear:

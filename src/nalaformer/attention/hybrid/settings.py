@@ -101,6 +101,11 @@ class HybridSettings:
         return EveryToken() if self.keeps_all else SELECTIONS[self.selection]()
 
     @property
+    def stores_per_query_head(self) -> bool:
+        """True if query heads that share keys have stores of their own; where every token is kept these would be the same."""
+        return self.select_per == "query_head" and not self.keeps_all
+
+    @property
     def keeps_scores(self) -> bool:
         """Whether the scores of tokens in the window are part of the state: those that cannot be had from the token alone."""
         return self.exact and self.salient_per_chunk > 0 and (self.rule.needs_window or self.rule.needs_scores)
