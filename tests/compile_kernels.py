@@ -73,10 +73,11 @@ def compile_instead(launches, key, kernel, tensors, describe):
     assert not is_miscompiled(made.asm["cubin"]), f"{kernel.__name__} with {options} and {constants}"
 
 
-def attend(name, dtype, heads=2, kv_heads=2, tokens=80, size=20, options=None, backward=True, **arguments):
+def attend(name, dtype, heads=2, kv_heads=2, tokens=80, keys=None, size=20, options=None, backward=True, **arguments):
     feature_map = nalaformer.feature_map(name, num_heads=heads, head_dim=size, **(options or {}))
-    shape = (tokens,) if "cu_seqlens" in arguments else (1, tokens)
-    q, k, v = (torch.zeros(*shape, n, size, dtype=dtype, requires_grad=backward) for n in (heads, kv_heads, kv_heads))
+    shapes = [(tokens, heads), *[(keys or tokens, kv_heads)] * 2]
+    batch = () if "cu_seqlens" in arguments else (1,)
+    q, k, v = (torch.zeros(*batch, *shape, size, dtype=dtype, requires_grad=backward) for shape in shapes)
     out = nalaformer.linear_attention(q, k, v, feature_map=feature_map, **arguments)
     if backward:
         out.sum().backward()
@@ -139,6 +140,22 @@ def causal():
     attend("norm_aware", torch.bfloat16, size=64, causal=True, cu_seqlens=bounds, log_decay=packed_decay)
 
 
+def large_heads():
+    """Heads of 65 to 128 channels, whose tiles fill the chip, with masked keys and other numbers of keys than queries."""
+    visible = torch.ones(1, 100, dtype=torch.bool)
+    options = {"focused": {"norm_over": "head"}, "reflection": {"cross_head": False}}
+    for name in ("norm_aware", "relu", "split", "channel_softmax", "polarity", "polarity_exp", *options):
+        attend(name, torch.bfloat16, tokens=65, keys=100, size=72, options=options.get(name), key_mask=visible)
+    for size in (65, 80, 128):
+        attend("norm_aware", torch.bfloat16, tokens=65, keys=100, size=size, key_mask=visible)
+    attend("norm_aware", torch.bfloat16, tokens=65, keys=100, size=72)
+    attend("norm_aware", torch.bfloat16, tokens=100, size=72, key_mask=visible, options={"learnable": True})
+    extended = {"contrast": "mean_score", "key_weight": torch.ones(1, 100, 2)}
+    attend("split", torch.bfloat16, tokens=100, size=72, key_mask=visible, **extended)
+    turned = Rotary.sequence(100, 72)
+    attend("norm_aware", torch.bfloat16, tokens=100, size=72, key_mask=visible, rotary=turned)
+
+
 def language():
     """What surrounds attention in a language model."""
     x = torch.zeros(2, 80, 192, dtype=torch.bfloat16, requires_grad=True)
@@ -179,5 +196,6 @@ for module in [module for name, module in sys.modules.items() if name.startswith
     if getattr(module, "start", None) is original:
         module.start = compile_instead
 with nalaformer.use_backend("triton"):
-    {"backbone": backbone, "bidirectional": bidirectional, "causal": causal, "language": language}[sys.argv[1]]()
+    calls = {"backbone": backbone, "bidirectional": bidirectional, "causal": causal, "large_heads": large_heads}
+    (calls | {"language": language})[sys.argv[1]]()
 print(*sorted(compiled))

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torchvision
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nalaformer
 from helpers.language_models import make, text
 from helpers.looked_at_models import IMAGE_MODELS, TEXT_MODELS, looked_at, pyramid, timm_vit, transformers_vit
-from nalaformer.analysis import attention_entropy, attention_layers, effective_rank, entropy_drop, record, spearman
+from nalaformer.analysis import attention_entropy, attention_layers, effective_rank, entropy_drop, record, rollout, spearman
 from nalaformer.analysis.layers import Recorder, call, grid_of
-from nalaformer.analysis.records import LinearRecord
+from nalaformer.analysis.records import LinearRecord, SoftmaxRecord
 from nalaformer.attention import Attention, AttentionConfig, build
 from nalaformer.attention.windows import Groups
 
@@ -254,11 +255,71 @@ def test_a_model_without_attention_is_refused():
         record(torch.nn.Linear(2, 2), torch.zeros(1, 2))
 
 
-def test_the_message_of_a_model_that_is_not_seen_names_torchs_layer():
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    with pytest.raises(ValueError, match="torch's MultiheadAttention cannot be looked into"):
-        record(model, {"src": torch.randn(2, 5, 16)})
+class OwnAttention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qk = torch.nn.Linear(4, 8)
+
+    def forward(self, x):
+        q, k = self.qk(x).chunk(2, -1)
+        return (q @ k.mT).softmax(-1) @ x
+
+
+def test_a_model_whose_layers_attend_by_their_own_code_is_refused():
+    with pytest.raises(ValueError, match="no attention was seen: the layers attend by their own code"):
+        record(torch.nn.Sequential(OwnAttention()), torch.randn(1, 3, 4))
+
+
+def torchs_encoder(**options):
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, **options)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_layer_is_recorded_with_both_masks_and_answers_as_before(batch_first):
+    model = torchs_encoder(batch_first=batch_first)
+    x = torch.randn(3, 5, 16)
+    hidden = torch.arange(5).expand(3, -1) >= torch.tensor([[5], [3], [4]])
+    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    inputs = {"src": x if batch_first else x.transpose(0, 1), "mask": later, "src_key_padding_mask": hidden}
+    expected = model(**inputs)
+    with torch.no_grad(), Recorder(model, keep_values=True) as recorder:
+        out = model(**inputs)
+    torch.testing.assert_close(out, expected)
+    assert [found.name for found in recorder.records] == ["layers.0.self_attn", "layers.1.self_attn"]
+    rows = recorder.records[1].rows(torch.arange(5))
+    assert rows.masked_select(later | hidden[:, None, None]).eq(0).all()
+    torch.testing.assert_close(rows.sum(-1), torch.ones(3, 2, 5))
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 7}, {"bias": False}])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_weights_of_torchs_layer_are_those_that_it_returns(options, batch):
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True, **options).eval()
+    q, k, v = torch.randn(*batch, 3, 8), torch.randn(*batch, 5, layer.kdim), torch.randn(*batch, 5, layer.vdim)
+    (out, weights), model = layer(q, k, v), torch.nn.ModuleList([layer])
+    with torch.no_grad(), Recorder(model) as recorder:
+        found = layer(q, k, v)
+    torch.testing.assert_close(found, (out, weights))
+    rows = recorder.records[0].rows(torch.arange(3)).mean(1)
+    torch.testing.assert_close(rows if batch else rows[0], weights)
+
+
+def test_a_rollout_counts_torchs_layers_beside_others():
+    model = torchvision.models.VisionTransformer(48, 16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=16).eval()
+    model.encoder.layers[1] = timm_vit().blocks[0]
+    records = record(model, torch.randn(1, 3, 48, 48))
+    assert [found.name for found in records] == [
+        "encoder.layers.encoder_layer_0.self_attention",
+        "encoder.layers.encoder_layer_1.attn",
+    ]
+    assert rollout(records).shape == (1, 3, 3)
+
+
+def test_torchs_layer_with_a_key_that_is_no_token_is_refused_by_name():
+    model = torch.nn.ModuleList([torch.nn.MultiheadAttention(8, 2, add_bias_kv=True)])
+    with pytest.raises(ValueError, match="recorded of keys that are tokens, got 0, a MultiheadAttention with bias_k"):
+        record(model, torch.randn(1, 3, 8))
 
 
 @pytest.mark.parametrize("queries", [torch.tensor([25]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([[1]])])
@@ -373,6 +434,24 @@ def test_products_are_lost_among_tokens_that_see_each_other(which):
     assert told == pytest.approx(expected.tolist(), abs=1e-6)
 
 
+@pytest.mark.parametrize("which", ["padding", "groups", "causal blocks"])
+def test_the_smallest_weight_is_that_of_a_key_that_its_query_sees(which):
+    settings, sees = some_see(which)
+    found = replace(simple("elu", *torch.randn(2, 2, 24, 2, 4)), **settings)
+    weights = found.rows(torch.arange(24)).double()
+    expected = weights.masked_fill(~sees[:, None], torch.inf).amin((0, 2, 3))
+    assert expected.min() > 0
+    assert [head.smallest_weight for head in found.statistics()] == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+def test_keys_that_a_mask_of_numbers_hides_have_no_smallest_weight():
+    q, k = torch.randn(2, 1, 5, 1, 4)
+    bias = torch.zeros(1, 1, 5, 5)
+    bias[..., 3:] = -100
+    found = SoftmaxRecord(name="layer", method="softmax", q=q, k=k, scale=0.5, bias=bias)
+    assert found.statistics()[0].smallest_weight == found.rows(torch.arange(5))[..., :3].min().item()
+
+
 @pytest.mark.parametrize("which", ["padding", "causal blocks"])
 def test_ranks_are_those_of_the_rows_of_tokens(which):
     q, k = torch.randn(2, 2, 24, 2, 8, generator=torch.Generator().manual_seed(0))
@@ -399,7 +478,7 @@ def test_padding_is_no_token_in_the_figures_of_any_kind(kind):
         alone, padded = {"x": tokens[:, 6:]}, {"x": tokens, "key_mask": mask}
     for first, second in zip(record(model, alone), record(model, padded), strict=True):
         for one, other in zip(first.statistics(), second.statistics(), strict=True):
-            for name in ("entropy", "query_norm", "key_norm", "effective_rank", "log_denominators"):
+            for name in ("entropy", "query_norm", "key_norm", "effective_rank", "log_denominators", "smallest_weight"):
                 assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-6, abs=1e-9), name
 
 

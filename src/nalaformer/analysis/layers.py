@@ -18,6 +18,7 @@ from ..attention.windows import Groups, Windows
 from ..conversion.token_filter import is_filtered
 from ..feature_maps import FEATURE_MAPS
 from .records import Grid, HybridRecord, LayerRecord, LinearRecord, SoftmaxRecord
+from .torch_attention import fused_forward, is_readable
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -123,6 +124,11 @@ class Recorder(TorchFunctionMode):
                     f"attention is recorded where every token takes part, got {layer.name} under a token filter; take the "
                     "filter off with its remove(), or name other layers"
                 )
+            if isinstance(layer.module, nn.MultiheadAttention) and not is_readable(layer.module):
+                raise ValueError(
+                    f"attention is recorded of keys that are tokens, got {layer.name}, a MultiheadAttention with bias_k, "
+                    "add_zero_attn or a forward of its own; name other layers"
+                )
         self.records: list[LayerRecord] = []
         self._running: list[AttentionLayer] = []
         self._windows: dict[str, tuple[Tensor, Grid]] = {}
@@ -145,7 +151,7 @@ class Recorder(TorchFunctionMode):
         if error[0] is None and not self.records:
             raise ValueError(
                 "no attention was seen: the layers attend by their own code; choose fused attention "
-                "(timm: fused_attn, transformers: attn_implementation='sdpa'); torch's MultiheadAttention cannot be looked into"
+                "(timm: fused_attn, transformers: attn_implementation='sdpa')"
             )
 
     def _listen(self, layer: AttentionLayer) -> None:
@@ -159,6 +165,8 @@ class Recorder(TorchFunctionMode):
         elif isinstance(module, HybridAttention):
             self._replace(module, "forward", self._listen_to_hybrid(layer, module.forward))
         # exact attention by torch's fused function, which __torch_function__ sees
+        if isinstance(module, nn.MultiheadAttention):
+            self._replace(module, "forward", fused_forward(module))
         if getattr(module, "fused_attn", None) is False:
             self._replace(module, "fused_attn", True)
         config: Any = getattr(module, "config", None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..attention.cells import Grid
 from ..attention.hybrid import HybridSettings, hybrid_attention
 from ..attention.windows import Groups
+from ..conversion.adapters import HIDDEN
 from ..feature_maps import FeatureMap
 from ..ops import Rotary, attention_weights, compute_dtype, linear_form
 from ..ops.linear_form import LinearForm
@@ -65,6 +66,15 @@ class LayerRecord:
     @abstractmethod
     def log_denominators(self) -> Tensor:
         """Logarithm of what the weights of each query are divided by: [P, H, T], or more of them where a map has streams."""
+
+    def seen_keys(self, places: Tensor) -> Tensor:
+        """True where a query at these places of every piece sees a key that is a token: [P or 1, H or 1, R, S]."""
+        seen = torch.ones(1, 1, len(places), self.k.shape[1], dtype=torch.bool, device=self.k.device)
+        if self.key_mask is not None and self.key_mask.shape[1] == self.k.shape[1]:
+            seen = seen & self.key_mask[:, None, None]
+        if self.windows is not None:
+            seen = seen & (self.windows >= 0).repeat(self.batch, 1)[:, None, None]
+        return seen
 
     @property
     def num_heads(self) -> int:
@@ -173,16 +183,25 @@ class SoftmaxRecord(LayerRecord):
     """Of causal attention: tokens that see each other."""
     kind = "softmax"
 
+    def seen_keys(self, places: Tensor) -> Tensor:
+        seen, bias = super().seen_keys(places), self.bias_at(places)
+        if bias is not None:
+            # some models hide by a number that leaves a weight of e^-100
+            seen = seen & (bias > HIDDEN)
+        return seen & up_to_block_of(places, self.k, self.block) if self.causal else seen
+
+    def bias_at(self, places: Tensor) -> Tensor | None:
+        return self.bias.index_select(-2, places) if self.bias is not None and self.bias.shape[-2] > 1 else self.bias
+
     def logits(self, places: Tensor) -> Tensor:
         dtype = compute_dtype(self.q)
         q = self.q.index_select(1, places).to(dtype)
         logits = self.scale * torch.einsum("pihd,pjhd->phij", q, self.k.to(dtype))
-        if self.bias is not None:
-            bias = self.bias.index_select(-2, places) if self.bias.shape[-2] > 1 else self.bias
+        bias = self.bias_at(places)
+        if bias is not None:
             logits = logits + bias.to(dtype)
         if self.causal:
-            keys = torch.arange(self.k.shape[1], device=places.device)
-            logits = logits.masked_fill(keys // self.block > places[:, None] // self.block, -torch.inf)
+            logits = logits.masked_fill(~up_to_block_of(places, self.k, self.block), -torch.inf)
         return logits
 
     @torch.no_grad()
@@ -225,6 +244,13 @@ class LinearRecord(LayerRecord):
 
     def key_weight(self, visible: Tensor | None) -> Tensor | None:
         return None if self.weigh_keys is None else self.weigh_keys(self.q, self.k, visible)
+
+    def seen_keys(self, places: Tensor) -> Tensor:
+        seen = super().seen_keys(places)
+        if self.groups is not None:
+            of_tokens = self.groups.of_tokens
+            seen = seen & (of_tokens[:, places, None] == of_tokens[:, None])[:, None]
+        return seen & up_to_block_of(places, self.k, self.block) if self.causal else seen
 
     def visible(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """Pairs (queries [P, T], keys [P, S]) that see each other; None: all."""
@@ -299,6 +325,9 @@ class HybridRecord(LayerRecord):
     scale: float | None = None
     kind = "hybrid"
 
+    def seen_keys(self, places: Tensor) -> Tensor:
+        return super().seen_keys(places) & up_to_block_of(places, self.k, 1)
+
     def piece_weights(self, places: Tensor) -> Tensor:
         # gathered[i, r] = sum_j w_ij values[j, r]: the gradient of gathered[place r, r] by the values is row r
         rows = len(places)
@@ -323,6 +352,12 @@ class HybridRecord(LayerRecord):
     def log_denominators(self) -> Tensor:
         """NaN: a hybrid layer knows the size of the logits only for its exact part."""
         return torch.full((self.q.shape[0], self.num_heads, self.q.shape[1]), torch.nan, device=self.q.device)
+
+
+def up_to_block_of(places: Tensor, k: Tensor, block: int) -> Tensor:
+    """True for keys up to the end of the block of each place, which is what causal attention sees: [R, S]."""
+    keys = torch.arange(k.shape[1], device=places.device)
+    return keys // block <= places[:, None] // block
 
 
 def as_shares(weights: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class HeadStatistics:
     """Share of |q_c k_c|, over all pairs that see each other and all channels, whose factors differ in sign and that the map
     does not see."""
     smallest_weight: float
+    """Over all pairs that see each other."""
     negative_share: float
     """Share of the weights' size that is negative: rotary positions in the numerator alone make such weights."""
     log_denominators: tuple[float, float]
@@ -75,7 +76,8 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
         shares = as_shares(weights)
         entropy[:, :, chunk] = attention_entropy(shares).double()
         negative[:, :, chunk] = (shares * (weights < 0)).sum(-1).double()
-        visible = torch.where(real[:, None, chunk, None], weights, torch.inf)
+        # a key that a query does not see has no weight that could be small
+        visible = torch.where(real[:, None, chunk, None] & record.seen_keys(chunk), weights, torch.inf)
         smallest = torch.minimum(smallest, visible.amin((0, 2, 3)).double())
         received += (shares * real[:, None, chunk, None]).sum(2).double()
     query_norms, key_norms = (x.double().norm(dim=-1).transpose(1, 2) for x in (record.q, record.k))  # [P, H, T]

@@ -50,11 +50,11 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
     names = {found.name for found in replacements}
     for name, module, host in hosts_in(model):
         if name in names:
-            converted = host.convert(module, attention, options)
-            attach_record(converted, host.record)
-            if isinstance(converted, Adapter):
-                converted.config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
-            made[name] = converted.train(module.training)
+            made[name] = layer = host.convert(module, attention, options)
+            attach_record(layer, host.record)
+            if isinstance(layer, Adapter):
+                layer.config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
+            layer.train(module.training)
     for name, module in made.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)

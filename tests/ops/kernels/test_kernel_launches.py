@@ -374,6 +374,7 @@ if INTERPRETING:
                 "prefix_kernel state_kernel",
                 marks=pytest.mark.slow,
             ),
+            pytest.param("large_heads", "whole_gradient_kernel whole_kernel", marks=pytest.mark.slow),
             pytest.param(
                 "language",
                 "cross_entropy_kernel delta_gradient_kernel delta_output_kernel gated_product_gradient_kernel "

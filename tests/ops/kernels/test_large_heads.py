@@ -69,9 +69,13 @@ if INTERPRETING:
             tensors[2] += 10
         check_half_precision("norm_aware", torch.bfloat16, tensors, torch.randn(1, 90, 2, 66).bfloat16(), **arguments)
 
-    def test_sums_of_large_bfloat16_heads_stay_near_float64(monkeypatch):
+    @pytest.mark.parametrize(("size", "keys"), [(80, 90), (72, 100)])
+    def test_sums_of_large_bfloat16_heads_stay_near_float64(size, keys, monkeypatch):
         from helpers.bfloat16_in_the_interpreter import teach_bfloat16
 
         teach_bfloat16(monkeypatch)
-        tensors = [x.bfloat16() for x in make(*[(1, 90, 1, 80)] * 3)]
-        check_half_precision("norm_aware", torch.bfloat16, tensors, torch.randn(1, 90, 1, 80).bfloat16(), heads=1, head_dim=80)
+        tensors = [x.bfloat16() for x in make((1, 90, 1, size), *[(1, keys, 1, size)] * 2)]
+        arguments = {"heads": 1, "head_dim": size}
+        if keys != 90:
+            arguments["key_mask"] = torch.rand(1, keys) > 0.3
+        check_half_precision("norm_aware", torch.bfloat16, tensors, torch.randn(1, 90, 1, size).bfloat16(), **arguments)

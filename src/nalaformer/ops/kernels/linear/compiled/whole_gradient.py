@@ -137,6 +137,10 @@ def whole_gradient_kernel(
     )
     # every warp reads the numbers that the others wrote
     tl.debug_barrier()
+    if BD > 64 or BV > 64:
+        # read again: kept beside the gradients of the sums, they are more than fits on chip
+        s_a, s_b, z_a, z_b, _ = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS == 0 and not CONTRAST)
+        s_a, s_b = s_a.to(DOT), s_b.to(DOT)
     query_gradients(
         *(q_ptr, dout_ptr, inverse_ptr, drop_ptr, None, param_ptr, cos_q_ptr, sin_q_ptr, dq_ptr, dquery_ptr),
         *(tl.trans(s_a), tl.trans(s_b), z_a, z_b, None, None, per_score, eps * count),
