@@ -80,15 +80,21 @@ def is_published_model(names: Iterable[str]) -> bool:
     return any(name.startswith("patch_embed") for name in names)
 
 
-def backbone_part(weights: Mapping[str, Tensor]) -> tuple[Weights, dict[str, int]]:
-    """The published backbone in the file of a detector or segmenter, and how many tensors each other part of it has.
+# what stands before the first names of a backbone, the authors' or ours: a detector's `backbone.`, `module.` of distributed
+# training, the averaged copy beside the last step's
+BEFORE_BACKBONE = re.compile(r"((?:(?:module|_orig_mod|model|model_ema|ema|backbone)\.)*)(?:patch_embed|stem\.)")
 
-    There its names stand behind `backbone.`; the weights of a backbone by itself, or of anything else, come back as they are.
+
+def backbone_part(weights: Mapping[str, Tensor]) -> tuple[Weights, dict[str, int]]:
+    """The backbone in the file of a detector, segmenter or training program, and how many tensors each other part of it has.
+
+    There its names stand behind others, such as `backbone.`; of several copies the averaged one is taken. The weights of a
+    backbone by itself, or of anything else, come back as they are.
     """
-    inside = {name.removeprefix("backbone."): value for name, value in weights.items() if name.startswith("backbone.")}
-    if not is_published_model(inside):
-        return dict(weights), {}
-    return inside, dict(Counter(name.split(".")[0] for name in weights if not name.startswith("backbone.")))
+    fronts = dict.fromkeys(found[1] for name in weights if (found := BEFORE_BACKBONE.match(name)))
+    front = next((front for front in fronts if "ema." in front), next(iter(fronts), ""))
+    inside = {name.removeprefix(front): value for name, value in weights.items() if name.startswith(front)}
+    return inside, dict(Counter(name.split(".")[0] for name in weights if not name.startswith(front)))
 
 
 def warn_of_others(others: Mapping[str, int]) -> None:

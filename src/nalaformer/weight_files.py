@@ -31,7 +31,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
     Names lose what distributed training and torch.compile put in front of them.
     """
     found = read_as_stored(Path(path))
-    for front in FRONTS if Path(path).suffix != ".safetensors" else ():
+    for front in FRONTS:
         found = {name.removeprefix(front): value for name, value in found.items()}
     return found
 

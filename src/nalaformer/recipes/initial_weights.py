@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..models.vision.resampling import resample_to
 from ..published import read
 from ..published_names import backbone_part, is_published_dit, is_published_model, translate, translate_dit
 
@@ -27,8 +28,10 @@ def load_weights(model: nn.Module, task: Any, source: str | Path, weights: Mappi
     published, others = backbone_part(given) if family is not None else (given, {})
     if family is not None and is_published_model(published):
         given = translate(published, family)
-    elif is_published_dit(given):
-        given = translate_dit(given)
+    else:
+        # names of another file are all accounted for below
+        others = {}
+        given = translate_dit(given) if is_published_dit(given) else given
     wanted = backbone.state_dict()
     prefix = common_prefix(given, wanted)
     inside = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
@@ -38,6 +41,7 @@ def load_weights(model: nn.Module, task: Any, source: str | Path, weights: Mappi
     given = outside | inside
     places = {flat(name): name for name in given}
     found = {name: given[places[flat(name)]] for name in wanted if flat(name) in places}
+    resampled = resample_to(backbone, found)
     fitting = {name: value for name, value in found.items() if value.shape == wanted[name].shape}
     classifier = classifier_of(backbone)
     if not any(name not in classifier for name in fitting):
@@ -48,6 +52,7 @@ def load_weights(model: nn.Module, task: Any, source: str | Path, weights: Mappi
     backbone.load_state_dict(fitting, strict=False)
     used = {places[flat(name)] for name in found}
     parts = (
+        ("of another image size and resampled", resampled),
         ("of another shape and left out", [name for name in found if name not in fitting]),
         ("not in the file", [name for name in wanted if name not in found]),
         ("in the file and not used", [name for name in given if name not in used] + hidden),

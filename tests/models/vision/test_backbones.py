@@ -83,7 +83,7 @@ def test_the_parameters_that_cards_show_are_those_of_the_network(name):
     [pytest.param(name, marks=[pytest.mark.slow] if sum(VARIANTS[name].config.depths) > 12 else []) for name in VARIANTS],
 )
 def test_the_multiply_adds_that_cards_show_are_those_of_the_network(name):
-    assert card(name).multiply_adds == count_multiply_adds(build(name, device="meta"), (224, 224))
+    assert card(name).multiply_adds == count_multiply_adds(build(name, device="meta"), VARIANTS[name].config.input_size)
 
 
 def test_there_are_figures_of_no_other_backbone():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import nalaformer
@@ -130,8 +131,23 @@ def test_averaged_weights_are_preferred_to_those_of_the_last_step(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
 def test_what_training_puts_in_front_of_names_is_left_out(prefix, tmp_path):
-    torch.save({"model": {f"{prefix}head.weight": torch.zeros(2)}}, tmp_path / "wrapped.pth")
+    weights = {f"{prefix}head.weight": torch.zeros(2)}
+    torch.save({"model": weights}, tmp_path / "wrapped.pth")
+    save_file(weights, tmp_path / "wrapped.safetensors")
     assert nalaformer.published.read(tmp_path / "wrapped.pth").keys() == {"head.weight"}
+    assert nalaformer.published.read(tmp_path / "wrapped.safetensors").keys() == {"head.weight"}
+
+
+@torch.no_grad()
+def test_a_published_backbone_behind_other_names_loads_everywhere(tmp_path):
+    weights, config, tensors = golden("mala_hybrid")
+    path = tmp_path / "published.pth"
+    torch.save({f"model_ema.module.{name}": value for name, value in weights.items()}, path)
+    by_timm = timm.create_model("mavit_t", checkpoint_path=str(path), num_classes=10, **config).eval()
+    started = timm.create_model("mavit_t", num_classes=10, **config).eval()
+    load_weights(started, Classification, path)
+    for model in (nalaformer.published.load(path, "mala", **config), by_timm, started):
+        assert relative_error(model(tensors["input"]), tensors["output"]) < 2e-6
 
 
 class Hostile:

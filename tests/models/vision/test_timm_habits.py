@@ -7,7 +7,8 @@ from timm.models import create_feature_extractor
 from torch import nn
 
 from nalaformer.models.vision.config import BackboneConfig
-from nalaformer.models.vision.variants import build_from
+from nalaformer.models.vision.variants import VARIANTS, build, build_from
+from nalaformer.recipes.initial_weights import load_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,6 +105,70 @@ def test_tables_resampled_to_a_size_give_what_they_give_interpolated(layout):
     built = build_from(model.config, num_classes=5)
     built.load_state_dict(model.state_dict())
     assert isinstance(built.config, BackboneConfig)
+
+
+@pytest.mark.parametrize("layout", ["pvt", "vit"])
+@torch.no_grad()
+def test_a_file_of_another_image_size_is_resampled_and_says_so(layout, tmp_path):
+    model, path = small(layout), tmp_path / "weights.pth"
+    torch.save({"model": model.state_dict()}, path)
+    with pytest.warns(UserWarning, match=r"of another image size; resampled: stages\.0\.\S+table: \d+ x \d+ -> "):
+        loaded = small(layout, img_size=96, checkpoint_path=str(path))
+    started = small(layout, img_size=96)
+    assert "of another image size and resampled: stages.0" in load_weights(started, None, path)
+    model.set_input_size(96)
+    image = torch.randn(1, 3, 96, 96)
+    assert torch.equal(loaded(image), model(image))
+    assert torch.equal(started(image), model(image))
+
+
+@torch.no_grad()
+def test_windows_of_another_size_are_resampled_as_timm_does_for_swin(tmp_path):
+    sizes = {"embed_dim": 8, "depths": (1, 1, 2, 1), "num_heads": (1, 1, 1, 1), "num_classes": 5}
+    theirs = timm.create_model("swin_tiny_patch4_window7_224", img_size=96, window_size=3, **sizes)
+    name = "relative_position_bias_table"
+    known = theirs.get_submodule("layers.2.blocks.1.attn").get_parameter(name).clone()
+    theirs.set_input_size((160, 160), window_size=(5, 5))
+    weights = small("swin").state_dict()
+    weights["stages.2.blocks.1.attention.relative_bias.bias"] = known
+    torch.save(weights, tmp_path / "weights.pth")
+    with pytest.warns(UserWarning, match="windows of 3 -> 5"):
+        ours = small("swin", softmax_window=5, checkpoint_path=str(tmp_path / "weights.pth"))
+    found = ours.stages[2].blocks[1].attention.relative_bias.bias
+    assert torch.equal(found, theirs.get_submodule("layers.2.blocks.1.attn").get_parameter(name))
+
+
+def test_a_table_that_no_square_image_has_is_refused_as_before(tmp_path):
+    weights = small("pvt").state_dict()
+    weights["stages.0.positions.table"] = torch.zeros(1, 7, 8)
+    with pytest.raises(RuntimeError, match=r"size mismatch for stages\.0\.positions\.table"):
+        small("pvt").load_state_dict(weights)
+
+
+@pytest.mark.parametrize("name", ["polaformer_swin_b_384", "flatten_swin_b_384"])
+def test_the_names_of_384_have_the_windows_and_tables_of_their_files(name):
+    shapes = {key: tuple(value.shape) for key, value in build(name, device="meta").state_dict().items()}
+    assert shapes["stages.2.blocks.0.attention.relative_bias.bias"] == (23**2, 16)
+    assert shapes["stages.0.blocks.0.attention.table.table"] == (1, 96**2, 128)
+    assert timm.get_pretrained_cfg(name).input_size == (3, *VARIANTS[name].config.input_size) == (3, 384, 384)
+
+
+@pytest.mark.parametrize("front", ["module.", "_orig_mod.module.", "model.", "model_ema.module.", "backbone."])
+def test_names_that_stand_before_the_networks_are_left_out(front, tmp_path):
+    weights = small("swin").state_dict()
+    torch.save({front + name: value for name, value in weights.items()}, tmp_path / "weights.pth")
+    loaded = small("swin", checkpoint_path=str(tmp_path / "weights.pth"))
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
+
+
+def test_of_two_copies_of_a_network_the_averaged_one_is_taken():
+    plain, averaged = small("swin").state_dict(), small("swin").state_dict()
+    both = {f"model.{name}": value for name, value in plain.items()}
+    both |= {f"model_ema.module.{name}": value for name, value in averaged.items()}
+    loaded = small("swin")
+    with pytest.warns(UserWarning, match=rf"left out: model \({len(plain)} tensors\)"):
+        loaded.load_state_dict(both)
+    assert torch.equal(loaded.head.fc.weight, averaged["head.fc.weight"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,5 +1,6 @@
 """The one network of every backbone: stem, stages, head, with timm's conventions around them."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,13 +18,15 @@ from ...ops import scaled_residual
 from ...published_names import backbone_part, is_published_model, translate, warn_of_others
 from .block import Block, as_image, as_tokens, parameters_without_decay
 from .config import BackboneConfig
+from .resampling import resample_to
 from .resolution import ChannelNorm, PatchConv, PatchMerging, make_downsampling, make_stem
 
 
 class Backbone(nn.Module):
     """Images [B, in_chans, H, W] of any size -> logits [B, num_classes]; `config` says of which parts.
 
-    A state dict with the authors' names is translated as it is loaded, so that timm's checkpoint_path takes their files.
+    A state dict with the authors' names is translated as it is loaded, so that timm's checkpoint_path takes their files; tables
+    of another image size are resampled.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Backbone(nn.Module):
         ]
         self._initialise()
         self.to(dtype=dtype)
-        self.register_load_state_dict_pre_hook(translate_published_names)
+        self.register_load_state_dict_pre_hook(fit_weights)
 
     def forward(self, image: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(image))
@@ -261,13 +264,23 @@ def _drop_path(config: BackboneConfig, stage: int, block: int) -> float:
     return config.drop_path_rate * (sum(config.depths[:stage]) + block) / max(last, 1)
 
 
-def translate_published_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def fit_weights(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Turn what a file holds into what the network has: its names, and tables of its image size."""
+    translate_published_names(model, state_dict, prefix)
+    lines = resample_to(model, state_dict, prefix)
+    if lines:
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        warnings.warn(f"the weights are of another image size; resampled: {lines[0]}{more}", stacklevel=2)
+
+
+def translate_published_names(model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace the authors' names by ours, and leave out what training programs put before either."""
     # only a whole model by itself: inside another module the names have a prefix that no published file has
     if prefix:
         return
-    published, others = backbone_part(state_dict)
-    if is_published_model(published):
-        warn_of_others(others)
-        ours = translate(published, model.config.family)  # type: ignore[union-attr, arg-type]
-        state_dict.clear()
-        state_dict.update(ours)
+    inside, others = backbone_part(state_dict)
+    if is_published_model(inside):
+        inside = translate(inside, model.config.family)  # type: ignore[union-attr, arg-type]
+    warn_of_others(others)
+    state_dict.clear()
+    state_dict.update(inside)

@@ -25,15 +25,15 @@ class ModelCard:
     parameters: int
     """With 1000 classes."""
     multiply_adds: int
-    """Of one image of 224 x 224."""
+    """Of one image of 224 x 224, of 384 x 384 where the name ends so."""
     published_top1: float | None
     note: str
 
 
 def count(name: str) -> tuple[int, int]:
-    """Parameters with 1000 classes and multiply-adds of one image of 224 x 224, counted on a model without memory."""
+    """Parameters with 1000 classes and multiply-adds of one image of the name's size, counted on a model without memory."""
     model = build(name, device="meta")
-    return sum(parameter.numel() for parameter in model.parameters()), count_multiply_adds(model, (224, 224))
+    return sum(parameter.numel() for parameter in model.parameters()), count_multiply_adds(model, model.config.input_size)
 
 
 def card(name: str) -> ModelCard:

@@ -127,9 +127,14 @@ class BackboneConfig:
         """Pixels per token of a stage."""
         return self.patch_size * (1 if self.downsampling == "none" else 2**stage)
 
+    @property
+    def input_size(self) -> tuple[int, int]:
+        """Height and width of img_size."""
+        return (self.img_size, self.img_size) if isinstance(self.img_size, int) else (self.img_size[0], self.img_size[1])
+
     def grid(self, stage: int) -> tuple[int, int]:
         """Height and width in tokens at img_size."""
-        height, width = (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+        height, width = self.input_size
         # sizes that do not divide are padded, stage by stage: rounded up each time, which is rounded up once
         return -(-height // self.stride(stage)), -(-width // self.stride(stage))
 

@@ -3,7 +3,7 @@
 A backbone that is not listed here is counted when it is asked for; tests compare the list with the networks.
 """
 
-# name: parameters with 1000 classes, multiply-adds of one image of 224 x 224
+# name: parameters with 1000 classes, multiply-adds of one image of 224 x 224, or of 384 x 384 where the name ends so
 KNOWN_COSTS: dict[str, tuple[int, int]] = {
     "nalaformer_xt": (6_142_248, 644_625_280),
     "nalaformer_t": (15_907_752, 2_857_393_152),
@@ -53,9 +53,11 @@ KNOWN_COSTS: dict[str, tuple[int, int]] = {
     "polaformer_swin_t": (29_285_696, 4_659_459_072),
     "polaformer_swin_s": (50_603_600, 8_909_767_680),
     "polaformer_swin_b": (89_137_864, 15_707_516_928),
+    "polaformer_swin_b_384": (91_599_304, 47_223_513_088),
     "flatten_swin_t": (29_192_384, 4_483_341_312),
     "flatten_swin_s": (50_510_288, 8_733_649_920),
     "flatten_swin_b": (88_972_488, 15_421_313_024),
+    "flatten_swin_b_384": (91_433_928, 46_382_424_064),
     "vit_nala_tiny_patch16": (6_226_216, 1_284_045_312),
     "vit_nala_small_patch16": (23_953_000, 4_822_397_952),
     "vit_nala_base_patch16": (93_911_272, 18_662_025_216),

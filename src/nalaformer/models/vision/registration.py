@@ -64,8 +64,8 @@ default_cfgs = generate_default_cfgs(
         name: {
             "url": "",
             "num_classes": 1000,
-            "input_size": (3, 224, 224),
-            "pool_size": (224 // variant.config.stride(3), 224 // variant.config.stride(3)),
+            "input_size": (3, *variant.config.input_size),
+            "pool_size": variant.config.grid(3),
             "crop_pct": 0.9,
             "interpolation": "bicubic",
             "mean": IMAGENET_DEFAULT_MEAN,

@@ -15,7 +15,7 @@ class Variant:
     config: BackboneConfig
     """Of which parts and sizes."""
     published_top1: float | None = None
-    """ImageNet-1K accuracy as its authors publish it for training at 224; None: none published for this configuration."""
+    """ImageNet-1K accuracy as its authors publish it at the size of the name, 224 or 384; None: none published for it."""
     note: str = ""
     """What a user should know before comparing with the paper."""
 
@@ -210,10 +210,14 @@ def _swin() -> dict[str, Variant]:
             SWIN, embed_dims=(128, 256, 512, 1024), depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5
         ),
     }
-    published = {"polaformer": {"t": 82.6, "s": 83.6, "b": 83.8}, "flatten": {"t": 82.1, "s": 83.5, "b": 83.8}}
+    sizes["b_384"] = replace(sizes["b"], img_size=384, softmax_window=12)
+    published = {
+        "polaformer": {"t": 82.6, "s": 83.6, "b": 83.8},
+        "flatten": {"t": 82.1, "s": 83.5, "b": 83.8, "b_384": 85.0},
+    }
     return {
         f"{family}_swin_{size}": Variant(
-            config=replace(config, family=family, attention=family), published_top1=published[family][size]
+            config=replace(config, family=family, attention=family), published_top1=published[family].get(size)
         )
         for family in published
         for size, config in sizes.items()
