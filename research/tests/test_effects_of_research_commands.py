@@ -232,6 +232,11 @@ def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
     assert sum(row["kind"] == "step" for row in log) == 2
 
 
+def test_a_demo_of_nothing_is_refused(tmp_path):
+    run("demo", "--seeds", 0, "--out", tmp_path, fails="seeds must be positive")
+    run("demo", "--steps", 0, "--out", tmp_path, fails="steps must be positive, got 0; leave them out for those of the demo")
+
+
 @pytest.mark.parametrize("only", [(), ("--only-sharpening",)], ids=["report", "picture"])
 def test_work_whose_page_could_not_be_written_is_not_begun(only, tmp_path, monkeypatch):
     for long_work in ("demo.run_demo", "demo.trained.diagnose_trained"):

@@ -123,8 +123,6 @@ def test_recipes_lists_all_and_shows_one(run):
         (("eval", "/no/such/run"), "folder of a run"),
         (("predict", "/no/such/image.png", "--run", "/no"), "must exist"),
         (("recipes", "cue"), "did you mean 'cue_grid'"),
-        (("demo", "--seeds", "0"), "seeds must be positive"),
-        (("demo", "--steps", "0"), "steps must be positive, got 0; leave them out for those of the demo"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_exit_code_two(monkeypatch, capsys, tmp_path, arguments, message):
