@@ -19,20 +19,9 @@ from .ops import (
     set_backend,
     use_backend,
 )
-from .when_imported import when_imported
 
 if TYPE_CHECKING:
     from .models.diffusion import NaLaDiT, NaLaDiTPipeline
-
-# the backbones enter timm's registry as soon as both packages are imported, in either order
-when_imported("timm", "nalaformer.models.vision")
-# the language models enter the Auto classes with the modules that hold their tables; `import transformers` alone loads neither
-when_imported("transformers.models.auto.configuration_auto", "nalaformer.models.language.config")
-when_imported(
-    "transformers.models.auto.modeling_auto", "nalaformer.models.language.model", after="transformers.modeling_layers"
-)
-when_imported("transformers.models.auto.configuration_auto", "nalaformer.models.hybrid.config")
-when_imported("transformers.models.auto.modeling_auto", "nalaformer.models.hybrid.model")
 
 __version__ = "0.1.0.dev0"
 

@@ -1,6 +1,5 @@
 """Mathematics on tensors: the attention op, its state, what surrounds it, and the choice of the implementation."""
 
-from ..when_imported import when_imported
 from .backend import get_backend, set_backend, use_backend
 from .checks import check_key_mask
 from .delta import delta_rule, delta_step_
@@ -20,8 +19,6 @@ from .rotary import Rotary, rotary_frequencies
 from .short_convolution import short_convolution, short_convolution_step_
 from .state import LinearState
 from .unit_features import unit_features
-
-when_imported("torch._dynamo", "nalaformer.ops.untraced")
 
 __all__ = [
     "FeatureMapLike",

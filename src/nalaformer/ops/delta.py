@@ -22,6 +22,7 @@ from .checks import check_cu_seqlens, check_key_mask
 from .exporting import is_exporting, is_jit_tracing
 from .features import compute_dtype, hide, outside_autocast
 from .kept_tensors import is_transformed
+from .untraced import untraced
 
 # tokens solved for at once: the work inside a piece grows with it, the number of sequential steps falls
 CHUNK = 64
@@ -90,7 +91,8 @@ def delta_rule(
         return _piece(*inputs, state, scale)
 
 
-# never traced; see untraced.py
+# the lengths and the longest are part of the launch: traced, every packing would be another program
+@untraced
 def _packed(inputs: DeltaInputs, state: Tensor | None, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Each sequence by itself; the tensors are only cut, never padded."""
     q, k, v, beta, log_decay = inputs

@@ -30,6 +30,7 @@ from .features import FeatureMapLike, compute_dtype, heads_for, outside_autocast
 from .kept_tensors import is_plain_eager
 from .key_weight import MAPS_IN_KERNELS, numbers_of, per_key_for
 from .state import LinearState
+from .untraced import untraced
 
 # the module of that name, once a call has come through the kernels: an import where it is used takes a microsecond at each call
 _known_calls: list[ModuleType] = []
@@ -283,7 +284,8 @@ def recurrent_step_(
     return out
 
 
-# never traced; see untraced.py
+# the lengths and the longest are part of the launch: traced, every packing would be another program
+@untraced
 def _packed(
     q: Tensor,
     k: Tensor,

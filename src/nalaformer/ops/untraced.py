@@ -1,12 +1,31 @@
-"""Imported together with torch._dynamo: functions that torch.compile calls as they are, since they read numbers on the host.
+"""Functions that torch.compile calls as they are, since they read numbers on the host."""
 
-As a decorator torch.compiler.disable would import torch._dynamo with this library, which takes as long as torch itself.
-"""
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
-from . import delta, interface
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-for _module in (delta, interface):
-    # the lengths and the longest are part of the launch: traced, every packing would be another program
-    setattr(_module, "_packed", torch.compiler.disable(_module._packed))  # noqa: B010
+
+def untraced(function: Function) -> Function:
+    """Return the function with tracing switched off inside.
+
+    torch.compiler.disable does that, but as a decorator it would import torch._dynamo with this library, which takes as long
+    as torch itself. Here it is asked for once the compiler is there.
+    """
+
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not disabled and "torch._dynamo" in sys.modules:
+            disabled.append(torch.compiler.disable(function))
+        return (disabled[0] if disabled else function)(*args, **kwargs)
+
+    # what torch.compiler.disable leaves on its results: the compiler then breaks the graph here
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = "the lengths of packed sequences are part of the launch"  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]

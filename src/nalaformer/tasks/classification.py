@@ -187,6 +187,8 @@ class Classification:
         """timm's model of that name; those of this library are among them."""
         import timm
 
+        from ..models import vision  # noqa: F401  (enters our names)
+
         try:
             return timm.create_model(name, num_classes=len(facts["classes"]), **options)
         except RuntimeError as error:

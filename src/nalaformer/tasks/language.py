@@ -248,6 +248,8 @@ def pretrained_model(folder: str | Path, *, vocab_size: int, dtype: torch.dtype 
     """
     from transformers import AutoModelForCausalLM
 
+    from ..models import hybrid, language  # noqa: F401  (enter our models)
+
     with reading_model(folder), quiet_reading():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),

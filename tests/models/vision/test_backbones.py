@@ -6,7 +6,6 @@ import importlib.util
 import math
 import re
 import sys
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,6 @@ from nalaformer.attention import METHODS
 from nalaformer.models.vision import VARIANTS, Backbone, build, card, count_multiply_adds
 from nalaformer.models.vision.known_costs import KNOWN_COSTS
 from nalaformer.models.vision.multiply_adds import attention_multiply_adds
-from nalaformer.when_imported import when_imported
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -344,50 +342,6 @@ def test_wrong_images_say_the_rule():
 
 
 # --- registration -------------------------------------------------------------------------------------------------------
-
-
-def test_a_watched_package_imports_as_ever_and_brings_the_module(tmp_path, monkeypatch):
-    (tmp_path / "watched").mkdir()
-    (tmp_path / "watched" / "__init__.py").write_text("value = 3\n")
-    (tmp_path / "companion.py").write_text("import watched\nseen = watched.value\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    finders = list(sys.meta_path)
-    when_imported("watched", "companion")
-    assert importlib.util.find_spec("watched") is not None
-    assert "companion" not in sys.modules
-    watched = importlib.import_module("watched")
-    assert sys.modules["companion"].seen == 3
-    assert type(watched.__spec__.loader).__name__ == "SourceFileLoader"
-    assert importlib.resources.files("watched").joinpath("__init__.py").is_file()
-    assert sys.meta_path == finders
-    for name in ("watched", "companion"):
-        monkeypatch.delitem(sys.modules, name)
-
-
-def test_a_companion_waits_for_the_end_of_a_module_that_imports_what_is_watched(tmp_path, monkeypatch):
-    (tmp_path / "inner_watched.py").write_text("value = 3\n")
-    (tmp_path / "outer_module.py").write_text("import inner_watched\nlate = 4\n")
-    (tmp_path / "patient.py").write_text("from outer_module import late\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    finders = list(sys.meta_path)
-    when_imported("inner_watched", "patient", after="outer_module")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        importlib.import_module("outer_module")
-    assert sys.modules["patient"].late == 4
-    assert sys.meta_path == finders
-    for name in ("inner_watched", "outer_module", "patient"):
-        monkeypatch.delitem(sys.modules, name)
-
-
-def test_a_broken_companion_does_not_break_the_watched_package(tmp_path, monkeypatch):
-    (tmp_path / "watched_too.py").write_text("value = 3\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    when_imported("watched_too", "no_such_companion")
-    with pytest.warns(UserWarning, match="no_such_companion is not available in watched_too"):
-        watched = importlib.import_module("watched_too")
-    assert watched.value == 3
-    monkeypatch.delitem(sys.modules, "watched_too")
 
 
 def test_every_backbone_is_a_timm_model():

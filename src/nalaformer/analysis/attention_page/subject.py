@@ -111,6 +111,8 @@ def subject_of_name(text: str) -> Subject:
     import timm
     from timm.data import create_transform, resolve_model_data_config
 
+    from ...models import vision  # noqa: F401  (enters our names)
+
     name, actions = parse(text)
     if not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), n=3, cutoff=0.6)

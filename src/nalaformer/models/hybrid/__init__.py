@@ -1,4 +1,9 @@
 """Pretrained decoders with hybrid attention in place of theirs, as transformers loads and runs them.
 
-Nothing is imported here: the parts enter transformers' tables as those are imported (see nalaformer/__init__.py).
+Importing this package registers them: AutoConfig and AutoModelForCausalLM then know their folders.
 """
+
+from .config import HybridConfig
+from .model import HybridForCausalLM
+
+__all__ = ["HybridConfig", "HybridForCausalLM"]
