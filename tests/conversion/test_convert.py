@@ -6,6 +6,7 @@ import torch
 from transformers import SiglipTextConfig, SiglipTextModel
 
 import nalaformer
+import nalaformer.models.vision  # enters the names into timm
 from helpers.vision_hosts import MODELS, SIDES, make, run, timm_swin, timm_vit, transformers_vit
 from nalaformer.attention import METHODS, Attention
 from nalaformer.conversion import TimmAttention, TimmWindowAttention, TransformersAttention

@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import save_file
 
 import nalaformer
+import nalaformer.models.vision  # enters the names into timm
 from helpers.vision_hosts import MODELS, make, run, timm_vit, transformers_vit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
