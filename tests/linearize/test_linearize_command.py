@@ -56,6 +56,12 @@ def test_the_command_writes_a_model_that_transformers_loads(pretrained_folder, t
     writing = ["generate", "text", "--model", str(out), "--prompt", "item 7 is", "--max-new-tokens", "3", "--device", "cpu"]
     written = CliRunner().invoke(build_app(), writing)
     assert re.search(r"\d tokens, .* on cpu, cache [\d.]+ MiB", written.output), written.output
+    card = (out / "README.md").read_text()
+    assert "Text: `text.jsonl`, " in card
+    assert " windows of 64 tokens" in card
+    assert "attention transfer: 2 steps of 8 windows" in card
+    # the card is for others: nothing of this machine
+    assert str(pretrained_folder) not in card
     for name in ("report.html", "report.md", "transfer.png", "runs/linearize.json"):
         assert (out / name).exists()
     with pytest.raises(ValueError, match="got none; name files"):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from nalaformer.cli import build_app
 from nalaformer.data.text import train_tokenizer
 from nalaformer.linearize import LinearizeConfig, Linearized, TokenWindows, Validation, linearize, save, validate
 from nalaformer.linearize.finetune import NextToken, with_adapter
+from nalaformer.linearize.model_card import cache_bytes
 from nalaformer.linearize.report import rows_of
 from nalaformer.linearize.saving import claim_folder
 from nalaformer.linearize.sharding import is_sharded
@@ -54,8 +56,12 @@ def adapted(**options) -> nn.Module:
     return model
 
 
+FIGURES = {"loss": 1.0, "teacher_loss": 2.0, "divergence": 0.3, "agreement": 0.4, "accuracy": 0.5, "teacher_accuracy": 0.6}
+STAGES = {"transfer": Validation(**FIGURES, tokens=7)}
+
+
 def result_of(model: nn.Module) -> Linearized:
-    return Linearized(model=model, transfer_errors={}, validations={}, config=LinearizeConfig())
+    return Linearized(model=model, transfer_errors={}, validations=STAGES, config=LinearizeConfig(), windows=16, length=24)
 
 
 # --- the config ---------------------------------------------------------------------------------------------------------
@@ -300,10 +306,7 @@ def test_the_teacher_of_an_adapted_model_is_the_model_without_its_adapter(tokens
 
 
 def test_the_report_has_the_teacher_and_every_stage_in_its_columns():
-    figures = {"loss": 1.0, "teacher_loss": 2.0, "divergence": 0.3, "agreement": 0.4, "accuracy": 0.5, "teacher_accuracy": 0.6}
-    stage = Validation(**figures, tokens=7)
-    result = replace(result_of(nn.Identity()), validations={"transfer": stage})
-    assert rows_of(result) == [
+    assert rows_of(result_of(nn.Identity())) == [
         ("teacher (softmax)", ["2", "7.389", "0", "1", "0.6"]),
         ("after transfer", ["1", "2.718", "0.3", "0.4", "0.5"]),
     ]
@@ -361,6 +364,51 @@ def test_attention_of_another_kind_is_refused_where_it_is_called(name, value):
 # --- what is saved ------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def test_the_card_says_how_to_load_the_model_and_what_it_remembers(tmp_path):
+    settings = replace(SMALL, max_salient=4)
+    model = HybridForCausalLM.convert(make_model(), settings, budget=[["salient", "full"], ["salient", "salient"]]).eval()
+    save(result_of(model), tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0]
+    # there is no tokenizer beside this one
+    names: dict[str, object] = {}
+    exec(code.replace('"."', repr(str(tmp_path))).replace("tokenizer = ", "# "), names)  # noqa: S102
+    tokens = torch.randint(3, 50, (1, 1024))
+    loaded: Any = names["model"]
+    measured = loaded(tokens, use_cache=True).past_key_values.nbytes
+    own, softmax = cache_bytes(model, 1024)
+    # counters of each group of heads come on top
+    assert own <= measured <= own + 300
+    assert softmax == 2 * 2 * 2 * 1024 * 8 * 4
+    assert f"| 1,024 | {own / 2**20:.2f} | {softmax / 2**20:.2f} | {own / softmax:.1%} |" in card
+
+
+@pytest.mark.parametrize(
+    ("card", "config", "expected"),
+    [
+        (
+            "---\nlicense: other\nlicense_name: 'own one'\n---\n# A model\nlicense: mit",
+            "{}",
+            "license: other, license_name: own one",
+        ),
+        ("# A model\nlicense: mit", '{"license": "apache-2.0"}', "license: apache-2.0"),
+        ("", "{}", "names no license"),
+    ],
+    ids=["card", "config", "neither"],
+)
+def test_the_card_has_the_license_that_the_teacher_says_it_has(card, config, expected, tmp_path):
+    teacher = tmp_path / "models--some-lab--small-model" / "snapshots" / "0123"
+    teacher.mkdir(parents=True)
+    (teacher / "README.md").write_text(card)
+    (teacher / "config.json").write_text(config)
+    save(result_of(HybridForCausalLM.convert(make_model(), SMALL)), tmp_path / "out", teacher=teacher)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert expected in text.split("## Teacher and license")[1]
+    assert 'base_model: "some-lab/small-model"' in text
+    assert ("\nlicense: " in text) == ("no license" not in expected)
+
+
 @CONFIG.of("merge_adapter")
 @torch.no_grad()
 def test_a_kept_adapter_is_written_beside_weights_that_do_not_hold_it(tokens, tmp_path):
@@ -375,7 +423,8 @@ def test_a_kept_adapter_is_written_beside_weights_that_do_not_hold_it(tokens, tm
     assert torch.equal(model(tokens).logits, expected)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(tokens).logits, bare)
-    beside = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter").eval()
+    assert 'PeftModel.from_pretrained(model, folder, subfolder="adapter")' in (tmp_path / "README.md").read_text()
+    beside = peft.PeftModel.from_pretrained(loaded, tmp_path, subfolder="adapter").eval()
     torch.testing.assert_close(beside(tokens).logits, expected)
 
 
@@ -388,6 +437,7 @@ def test_a_merged_adapter_is_in_the_weights_alone(tokens, tmp_path):
     save(result_of(model), tmp_path)
     save(result_of(model.merge_and_unload()), tmp_path)
     assert not (tmp_path / "adapter").exists()
+    assert "adapter" not in (tmp_path / "README.md").read_text()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-3, atol=1e-3)
 

@@ -145,7 +145,7 @@ def run_linearize(
             sys.exit(1)
         if not is_first:
             return
-        save(result, out, tokenizer=model)
+        save(result, out, tokenizer=model, teacher=model)
         report = write_report(result, out)
         mark_finished(out, config)
     for stage, found in result.validations.items():

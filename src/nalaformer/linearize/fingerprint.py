@@ -60,3 +60,8 @@ def some_windows(data: Samples) -> Iterator[tuple[Tensor, Tensor]]:
             sample = data[index]
         batch = sample[None] if isinstance(sample, Tensor) else {name: value[None] for name, value in sample.items()}
         yield inputs_and_targets(batch)
+
+
+def longest(data: Samples) -> int:
+    """Return the tokens of the longest of these windows."""
+    return max(tokens.shape[1] for tokens, _ in some_windows(data))

@@ -10,7 +10,7 @@ from ..data import Samples, steps_per_epoch
 from ..models.hybrid.support import check_config, decoder_layers
 from ..training import TrainingConfig
 from .config import LinearizeConfig
-from .fingerprint import some_windows
+from .fingerprint import longest
 
 
 def check_settings(config: LinearizeConfig) -> None:
@@ -41,7 +41,7 @@ def check_windows(config: LinearizeConfig, train_data: Samples, eval_data: Sampl
     if not len(eval_data):
         raise ValueError("validation needs at least one window of tokens, got none")
     for data in (train_data, eval_data):
-        check_length(config, max(tokens.shape[1] for tokens, _ in some_windows(data)))
+        check_length(config, longest(data))
 
 
 def check_length(config: LinearizeConfig, length: int) -> None:

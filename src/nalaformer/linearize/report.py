@@ -43,9 +43,14 @@ def draw_errors(result: Linearized, path: Path) -> Path:
     return path
 
 
+def results_table(result: Linearized) -> list[str]:
+    """Return the lines of a Markdown table: the teacher, then each stage."""
+    lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    return lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows_of(result)]
+
+
 def markdown(result: Linearized) -> str:
-    lines = ["# Linearization", "", "| | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows_of(result)]
+    lines = ["# Linearization", "", *results_table(result)]
     if result.transfer_errors:
         lines += ["", "| layer | error of its outputs |", "|---|---|"]
         lines += [f"| {name.removeprefix('layer_')} | {error:.4g} |" for name, error in result.transfer_errors.items()]

@@ -25,7 +25,7 @@ from .batches import SomeSamples
 from .compatibility import check_model
 from .config import LinearizeConfig
 from .finetune import NextToken, with_adapter
-from .fingerprint import data_fingerprint, model_fingerprint
+from .fingerprint import data_fingerprint, longest, model_fingerprint
 from .head_budget import TEXTS, choose_budget, lookup_scores
 from .preflight import check_settings, check_windows
 from .sharding import shard_frozen_, whole
@@ -52,6 +52,10 @@ class Linearized:
     validations: dict[str, Validation]
     """After "conversion", "transfer" and "finetune", as far as these were done."""
     config: LinearizeConfig
+    windows: int
+    """Samples that it learned from."""
+    length: int
+    """Tokens of the longest of them, as far as they were looked at."""
 
 
 def linearize(
@@ -119,7 +123,14 @@ def linearize(
         if config.finetune is not None and config.merge_adapter:
             result = result.merge_and_unload()
         result.eval()
-        found = Linearized(model=result, transfer_errors=errors, validations=validations, config=config)
+        found = Linearized(
+            model=result,
+            transfer_errors=errors,
+            validations=validations,
+            config=config,
+            windows=len(train_data),
+            length=longest(train_data),
+        )
         if ranks.is_first:
             write_figures(found, Path(folder))
     return found

@@ -14,6 +14,7 @@ from ..atomic_files import clear_disk_errors, is_leftover, sync, sync_tree, unfi
 from ..data.text import NothingToEvaluate, PackedTokens, TokenShards, find_text, fingerprint, load_tokenizer, tokenize_corpus
 from ..json_text import parse_json
 from .config import LinearizeConfig
+from .model_card import model_card
 from .run import Linearized
 
 MADE_FROM = "made_from.json"
@@ -33,21 +34,24 @@ def claim_folder(out: str | Path, *, model: str | Path, data: Sequence[str | Pat
 def mark_finished(out: str | Path, config: LinearizeConfig) -> None:
     """Note in a claimed folder that the model, its tokenizer and the report of these settings are there."""
     place = Path(out) / MADE_FROM
-    noted = dict(parse_json(place.read_bytes())) | {FINISHED: asdict(config)}
+    noted = claim_of(out) | {FINISHED: asdict(config)}
     with clear_disk_errors(place):
         write_atomically(place, (json.dumps(noted, indent=1) + "\n").encode())
 
 
 def is_finished(out: str | Path, config: LinearizeConfig) -> bool:
     """True if `mark_finished` was called with these settings after the last claim, and the weights are still there."""
-    place = Path(out) / MADE_FROM
-    if not place.is_file() or not any(path for pattern in WEIGHTS for path in Path(out).glob(pattern)):
+    if not any(path for pattern in WEIGHTS for path in Path(out).glob(pattern)):
         return False
+    return bool(claim_of(out).get(FINISHED) == json.loads(json.dumps(asdict(config))))
+
+
+def claim_of(out: str | Path) -> dict[str, Any]:
+    """Return what `claim_folder` noted in a folder; nothing if it did not, or if that cannot be read."""
     try:
-        noted = dict(parse_json(place.read_bytes()))
-    except (ValueError, TypeError):
-        return False
-    return bool(noted.get(FINISHED) == json.loads(json.dumps(asdict(config))))
+        return dict(parse_json((Path(out) / MADE_FROM).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def check_folder(out: str | Path, *, model: str | Path, data: Sequence[str | Path], length: int) -> dict[str, Any]:
@@ -149,9 +153,12 @@ def is_tokenized(data: Sequence[str | Path]) -> bool:
     return len(data) == 1 and all((Path(data[0]) / split).is_dir() for split in ("train", "val"))
 
 
-def save(result: Linearized, folder: str | Path, *, tokenizer: str | Path | None = None) -> Path:
+def save(
+    result: Linearized, folder: str | Path, *, tokenizer: str | Path | None = None, teacher: str | Path | None = None
+) -> Path:
     """Write model, and tokenizer where one is given, for AutoModelForCausalLM and AutoTokenizer; an adapter beside them.
 
+    README.md says how to load the model and what it is. teacher: the folder of the pretrained model, for its name and license.
     The result stays as it is. A merged model has no adapter beside it: one of an earlier save would count twice.
     """
     folder = Path(folder)
@@ -172,6 +179,14 @@ def save(result: Linearized, folder: str | Path, *, tokenizer: str | Path | None
             model.save_pretrained(aside, state_dict=weights)
             if tokenizer is not None:
                 load_tokenizer(tokenizer).save_pretrained(str(aside))
+            card = model_card(
+                result,
+                model,
+                teacher=None if teacher is None else Path(teacher),
+                data=[Path(path).name for path in claim_of(folder).get("data", {})],
+                has_adapter=weights is not None,
+            )
+            (aside / "README.md").write_text(card, encoding="utf-8")
             sync_tree(aside)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
