@@ -31,7 +31,7 @@ help:
 	@echo "make constraints  write the versions of that environment to $(TESTED), from which .venv is made"
 	@echo "make mutants    plant bugs and see which of them the tests notice (COUNT=200 SEED=0 WORKERS=2 ROOMS=tasks,data)"
 	@echo "make test-seeds  the numeric tests with many seeds, and every bar with little room (SEEDS=1-20, WORKERS=processes)"
-	@echo "make test-peers  the suites of timm and transformers over our models (TIMM=checkout, TRANSFORMERS=checkout)"
+	@echo "make test-peers  the suites of timm and transformers over our models, the authors' networks beside ours (TIMM=, TRANSFORMERS=, AUTHORS=)"
 	@echo "make bench      the op against its peers: time and memory"
 	@echo "make format     rewrite the sources in the project's format"
 	@echo "make clean      remove everything that these commands made"
@@ -118,9 +118,10 @@ mutants: $(READY)
 	@test -d runs/mutants/lines || $(BIN)/python tests/run_mutants.py record --workers $(or $(WORKERS),2)
 	$(BIN)/python tests/run_mutants.py plant --count $(or $(COUNT),200) --seed $(SEED) --workers $(or $(WORKERS),2) --rooms "$(ROOMS)"
 
-# the peers' own suites over our models; TIMM and TRANSFORMERS are checkouts of their repositories at the installed versions
+# the peers' own suites over our models; TIMM and TRANSFORMERS are checkouts of their repositories at the installed versions,
+# AUTHORS is a folder of checkouts of the papers' repositories, whose networks are compared with ours
 test-peers: $(READY)
-	$(BIN)/python tests/run_peers.py $(if $(TIMM),--timm $(TIMM)) $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
+	$(BIN)/python tests/run_peers.py $(if $(TIMM),--timm $(TIMM)) $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) $(if $(AUTHORS),--authors $(AUTHORS))
 
 lint: $(READY)
 	$(BIN)/ruff check .

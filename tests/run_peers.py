@@ -1,11 +1,15 @@
 """Run the test suites of timm and transformers over our models, and write a table of what passed, failed and was skipped.
 
-    python tests/run_peers.py --timm FOLDER --transformers FOLDER [--out runs/peers] [-k EXPRESSION] [--all-names]
+    python tests/run_peers.py --timm FOLDER --transformers FOLDER --authors FOLDER
+        [--out runs/peers] [-k EXPRESSION] [--all-names]
 
 A FOLDER is a checkout of the peer's repository at the version that is installed here; without it that suite does not run. The
 source distribution of timm holds the tests of its version, that of transformers the files tests/test_*.py: copied over a
 checkout that is a little older, they bring the common tests up to date. RUN_SLOW=1 runs transformers' slow tests too.
 transformers' suites need the packages parameterized and httpx. Exits with 1 if a test failed.
+
+The folder of --authors holds checkouts of the repositories of the papers, each named OWNER+REPOSITORY as in
+helpers/peers_authors.py. Their whole networks are compared with ours; those that are not there are named. It needs einops.
 """
 
 import argparse
@@ -31,12 +35,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timm", type=Path, help="a checkout of timm's repository")
     parser.add_argument("--transformers", type=Path, help="a checkout of transformers' repository")
+    parser.add_argument("--authors", type=Path, help="a folder with checkouts of the authors' repositories")
     parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="folder of the results; emptied first")
-    parser.add_argument("-k", dest="chosen", default="", help="tests whose names fit, as in pytest")
+    parser.add_argument(
+        "-k", dest="chosen", default="", help="tests whose names fit, as in pytest; of the authors' networks a part of the name"
+    )
     parser.add_argument("--all-names", action="store_true", help="every backbone, not one of each family")
     given = parser.parse_args()
-    if given.timm is None and given.transformers is None:
-        parser.error("give at least one of --timm and --transformers")
+    if given.timm is None and given.transformers is None and given.authors is None:
+        parser.error("give at least one of --timm, --transformers and --authors")
     out = given.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     suites = []
@@ -57,10 +64,18 @@ def main() -> int:
         chosen = f"({ELSEWHERE}) and ({given.chosen})" if given.chosen else ELSEWHERE
         options = ["--import-mode=importlib", str(TESTS / "helpers" / "peers_transformers.py"), "-k", chosen]
         suites.append(("transformers", run(folder, options, {"HF_HUB_OFFLINE": "1"})))
-    text = "\n\n".join(table(name, file) for name, file in suites)
+    texts, agree = [table(name, file) for name, file in suites], True
+    if given.authors is not None:
+        if find_spec("einops") is None:
+            parser.error("the authors' code imports einops, not found here; pip install einops")
+        from helpers.peers_authors import compare
+
+        compared, agree = compare(given.authors, given.chosen)
+        texts.append(compared)
+    text = "\n\n".join(texts)
     (out / "peers.md").write_text(text + "\n")
     print(text, f"\n\nwritten to {out / 'peers.md'}")
-    return int(any(outcomes(file)[1] for _, file in suites))
+    return int(not agree or any(outcomes(file)[1] for _, file in suites))
 
 
 def prepare(checkout: Path, folder: Path, parts: list[str]) -> Path:

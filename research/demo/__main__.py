@@ -10,6 +10,8 @@ from nalaformer.cli import run_app
 from nalaformer.cli.console import make_console
 from nalaformer.cli.packages import need
 
+SEEDS = 3
+
 
 def build_app() -> typer.Typer:
     """Return the command line."""
@@ -18,7 +20,7 @@ def build_app() -> typer.Typer:
     @app.command()
     def demo(
         out: Annotated[Path, typer.Option(help="Folder for report.html and the runs.")] = Path("runs/demo"),
-        seeds: Annotated[int, typer.Option(help="Runs of each method at each task.")] = 3,
+        seeds: Annotated[int, typer.Option(help="Runs of each method at each task.")] = SEEDS,
         steps: Annotated[int | None, typer.Option(help="Steps of each run.", show_default="those of the demo")] = None,
         all_methods: Annotated[
             bool, typer.Option("--all-methods", help="With 1 + ELU, and our map without its contrast: a quarter longer.")
@@ -32,6 +34,8 @@ def build_app() -> typer.Typer:
         # the pictures come last
         need("matplotlib")
         if only_sharpening:
+            if (seeds != 1 and seeds != SEEDS) or all_methods:
+                raise ValueError("--only-sharpening trains one network of each method; leave --seeds and --all-methods out")
             compare_trained(out, steps)
         else:
             compare(out, seeds, steps, all_methods)

@@ -1,4 +1,4 @@
-"""Linear attention that keeps what softmax has: it sharpens with the query norm and keeps the negative half."""
+"""Linear-time attention for PyTorch: NaLaFormer and related methods, as layers, timm backbones and language models."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -466,6 +466,10 @@ def test_models_shows_those_that_match():
     shown = run("models", "*_xt")
     assert "nalaformer_xt" in shown
     assert "nalaformer_t" not in shown
+    # on a terminal of usual width nothing is cut
+    assert "…" not in run("models")
+    weights = {line.split()[1]: line.split()[-2] for line in run("models").splitlines() if line.startswith("│")}
+    assert (weights["flatten_swin_b_384"], weights["nalaformer_s"], weights["mirrorla_s"]) == ("released", "announced", "-")
     run("models", "no_such_*", fails="no backbone is named like")
 
 

@@ -20,6 +20,11 @@ def test_links_lead_to_files(page):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_page_installs_a_package_that_is_not_published(page):
+    assert re.findall(r"pip install\s+'?nalaformer", page.read_text()) == []
+
+
 def test_every_make_target_of_the_readme_exists():
     makefile = (PROJECT / "Makefile").read_text()
     for target in re.findall(r"^make ([\w-]+)", (PROJECT / "README.md").read_text(), re.MULTILINE):

@@ -7,7 +7,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import nalaformer
 from helpers.places import PROJECT
+from nalaformer import cli
 
 
 def test_type_checkers_find_that_the_package_is_typed():
@@ -27,6 +29,11 @@ def test_the_citation_names_the_package_as_it_is():
     assert {"title", "authors", "message"} <= set(citation)
     same = {"title": "name", "license": "license", "abstract": "description", "keywords": "keywords"}
     assert {key: citation[key] for key in same} == {key: project[name] for key, name in same.items()}
+
+
+def test_the_package_says_the_same_of_itself_everywhere():
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    assert project["description"] == cli.app.HELP == nalaformer.__doc__
 
 
 def test_every_dependency_has_one_tested_version_inside_its_range():

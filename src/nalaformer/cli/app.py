@@ -12,7 +12,7 @@ from .console import make_console
 if TYPE_CHECKING:
     import typer
 
-HELP = "Linear attention that keeps what softmax has: it sharpens with the query norm and keeps the negative half."
+HELP = "Linear-time attention for PyTorch: NaLaFormer and related methods, as layers, timm backbones and language models."
 
 
 # which of our extras brings a package

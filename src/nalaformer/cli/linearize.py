@@ -1,4 +1,4 @@
-"""`nalaformer linearize`: a pretrained language model that decodes in bounded memory."""
+"""`nalaformer linearize`: a pretrained language model whose cache is a sixteenth, or of one size."""
 
 import os
 import sys

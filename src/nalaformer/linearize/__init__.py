@@ -1,4 +1,4 @@
-"""From a pretrained softmax decoder to one that decodes in bounded memory: attention transfer, then LoRA."""
+"""From a pretrained softmax decoder to one with hybrid attention and a smaller cache: attention transfer, then LoRA."""
 
 from .batches import TokenWindows
 from .config import LinearizeConfig

@@ -359,10 +359,10 @@ def test_the_command_lists_stages_counts_and_published_accuracy():
     rows = {
         row[0]: row[1:] for row in (re.findall(r"[^│ ](?:[^│]*[^│ ])?", line) for line in result.output.splitlines()) if row
     }
-    assert rows["nalaformer_xt"] == ["nalaformer", "llvv", "6.1 M", "0.64 G", "-"]
-    assert rows["nalaformer_xt_paper"] == ["nalaformer", "llvv", "7.8 M", "0.98 G", "79.1"]
+    assert rows["nalaformer_xt"] == ["nalaformer", "llvv", "6.1 M", "0.64 G", "-", "-"]
+    assert rows["nalaformer_xt_paper"] == ["nalaformer", "llvv", "7.8 M", "0.98 G", "79.1", "announced"]
     assert rows["nalaformer_xt_linear"][1] == "llll"
-    assert "top-1, published" in result.output
+    assert "top-1: as the authors publish it" in " ".join(result.output.split())
     assert "nalaformer_xt: released size" in result.output
     assert "nalaformer_s" not in result.output
 

@@ -1,4 +1,4 @@
-"""A pretrained decoder with hybrid attention, for transformers: generation in bounded memory."""
+"""A pretrained decoder with hybrid attention, for transformers: its cache grows by a sixteenth, or not at all."""
 
 from copy import deepcopy
 from dataclasses import asdict

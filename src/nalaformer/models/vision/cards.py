@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+CAPTION = (
+    "stages: l linear, v softmax. Multiply-adds of one image of 224 x 224, of 384 x 384 where the name ends so. top-1: as the "
+    "authors publish it, with weights that they have released or announced; released files load by checkpoint_path=, and with "
+    "random weights these networks agree with the authors' code."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
     """What a backbone is, in figures: counted on its layers, except for the published accuracy."""
@@ -27,6 +34,8 @@ class ModelCard:
     multiply_adds: int
     """Of one image of 224 x 224, of 384 x 384 where the name ends so."""
     published_top1: float | None
+    weights: str
+    """"released" or "announced" by the authors, or empty."""
     note: str
 
 
@@ -51,6 +60,7 @@ def card(name: str) -> ModelCard:
         parameters=parameters,
         multiply_adds=multiply_adds,
         published_top1=variant.published_top1,
+        weights=variant.weights,
         note=variant.note,
     )
 
@@ -64,15 +74,16 @@ def cards_table(shown: Sequence[ModelCard]) -> "Table":
     """For a terminal; what was counted here and what was published stand apart."""
     from rich.table import Table
 
-    table = Table(caption="stages: l linear, v softmax. Multiply-adds of one image of 224 x 224.", caption_justify="left")
+    table = Table(caption=CAPTION, caption_justify="left")
     for heading in ("name", "attention", "stages"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("parameters", "multiply-adds", "top-1, published"):
+    for heading in ("parameters", "multiply-adds", "top-1"):
         table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("weights", no_wrap=True)
     for found in shown:
         accuracy = "-" if found.published_top1 is None else f"{found.published_top1:.1f}"
         size, cost = f"{found.parameters / 1e6:.1f} M", f"{found.multiply_adds / 1e9:.2f} G"
-        table.add_row(found.name, found.attention, found.stages, size, cost, accuracy)
+        table.add_row(found.name, found.attention, found.stages, size, cost, accuracy, found.weights or "-")
     return table
 
 

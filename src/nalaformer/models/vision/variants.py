@@ -19,6 +19,13 @@ class Variant:
     note: str = ""
     """What a user should know before comparing with the paper."""
 
+    @property
+    def weights(self) -> str:
+        """ "released" or "announced" by the authors, or empty; each published accuracy is of such weights."""
+        if self.published_top1 is None:
+            return ""
+        return "announced" if self.config.family == "nalaformer" else "released"
+
 
 NALAFORMER = BackboneConfig(
     family="nalaformer",
@@ -173,7 +180,7 @@ def _polaformerpp() -> dict[str, Variant]:
 
 
 def _ravlt_and_mavit() -> dict[str, Variant]:
-    """RALA's and MALA's backbones, whose authors have released weights, and all-linear forms."""
+    """RALA's and MALA's backbones, and all-linear forms."""
     published = {
         "ravlt": (RAVLT, {"s": 84.4, "b": 85.5, "l": 85.8}),
         "mavit": (MAVIT, {"s": 84.7, "b": 85.7, "l": 86.0}),
