@@ -1,5 +1,6 @@
 """What the tests of the core share: seeds, poisoned memory, and feature maps with parameters away from their start."""
 
+import multiprocessing
 import os
 import signal
 
@@ -11,6 +12,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # before torch is imported, here and in the processes that tests start: the threads of tests side by side wait for one another
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# workers and ranks are forked from a process that has imported these once, instead of importing them in each
+multiprocessing.get_context("forkserver").set_forkserver_preload(["nalaformer.recipes"])
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

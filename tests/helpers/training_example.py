@@ -1,7 +1,7 @@
 """A small task and model for the tests of the trainer, and a run of them in a process of its own."""
 
-import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -91,7 +91,16 @@ def same_bits(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-if __name__ == "__main__":
+def run(folder, seconds):
+    """Run the example in a process of its own, each step at least that long; the file `outcome` says how it ended."""
     torch.set_num_threads(1)
-    outcome = make_trainer(sys.argv[1], task=Regression(seconds=float(sys.argv[2]))).fit()
-    print("finished" if outcome.is_finished else f"stopped at {outcome.step}")
+    outcome = make_trainer(folder, task=Regression(seconds=seconds)).fit()
+    (Path(folder) / "outcome").write_text("finished" if outcome.is_finished else f"stopped at {outcome.step}")
+
+
+def learn_on_ranks(folder, corrupt):
+    """Three runs in the same ranks: files that cannot be read, and batch norms without and with averaged weights."""
+    plain = {"model": make_model(norm=False, dropout=0), "optimizer": "sgd", "accumulate": 2}
+    make_trainer(folder / "plain", task=Regression(corrupt=corrupt), steps=8, **plain).fit()
+    for ema in (0.0, 0.5):
+        make_trainer(folder / f"ema_{ema}", model=make_model(norm=True, dropout=0), ema=ema, steps=8, eval_every=0).fit()

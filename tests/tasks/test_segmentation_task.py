@@ -1,10 +1,6 @@
 """Naming pixels: what is minimised, what is counted, and runs from data to pictures."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +11,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassJaccardIndex
 from typer.testing import CliRunner
 
+from helpers.processes import metrics_on_ranks
 from nalaformer.cli import build_app
 from nalaformer.data.segmentation import IGNORED, write_scenes
 from nalaformer.recipes import RECIPES, answers_of, changed, evaluate_run, load_run, make_trainer
@@ -203,28 +200,16 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, data):
         assert all(torch.equal(value, other.tensors[part][name]) for name, value in one.tensors[part].items())
 
 
-RANKS = """
-import json, sys, torch
-torch.set_num_threads(1)
-from pathlib import Path
-from nalaformer.recipes import evaluate_run
-result = evaluate_run(Path({run!r}), device="cpu")
-import os
-Path({out!r} + os.environ["RANK"]).write_text(json.dumps(result.metrics))
-"""
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    make_trainer(recipe_of(data), folder).fit()
+    return folder
 
 
-def test_two_processes_have_the_mean_iou_of_one(tmp_path, data):
-    make_trainer(recipe_of(data), tmp_path / "run").fit()
-    alone = evaluate_run(tmp_path / "run", device="cpu").metrics
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS.format(run=str(tmp_path / "run"), out=str(tmp_path / "rank")))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for rank in "01":
-        together = json.loads(Path(f"{tmp_path / 'rank'}{rank}").read_text())
+def test_two_processes_have_the_mean_iou_of_one(tmp_path, run):
+    alone = evaluate_run(run, device="cpu").metrics
+    for together in metrics_on_ranks(run, tmp_path):
         assert together["pixels"] == alone["pixels"]
         # a sum in another order may turn the answer of a pixel that is a tie
         assert together == pytest.approx(alone, abs=1e-3)
@@ -250,13 +235,6 @@ def test_a_bad_mask_is_left_out_and_named(tmp_path, one_bad_mask):
 def test_a_bad_mask_stops_the_run_by_choice(tmp_path, one_bad_mask):
     with pytest.raises(TrainingStopped, match=r"scene_000002\.png .*the mask is 5 x 5"):
         make_trainer(recipe_of(one_bad_mask, "on_corrupt=stop"), tmp_path / "run").fit()
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    make_trainer(recipe_of(data), folder).fit()
-    return folder
 
 
 def test_a_run_is_evaluated_to_the_figures_of_its_training(run):

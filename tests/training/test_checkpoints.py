@@ -3,55 +3,44 @@
 import errno
 import json
 import multiprocessing
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
-from helpers.places import TESTS
-from helpers.training_example import Regression, make_model, make_trainer, same_bits, stop_at
+from helpers.processes import start
+from helpers.training_example import Regression, make_model, make_trainer, run, same_bits, stop_at
 from nalaformer.training import Checkpoint, Checkpoints, DamagedCheckpoint, checkpoint
 from nalaformer.training.log import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EXAMPLE = TESTS / "helpers" / "training_example.py"
-
-
-def start(folder, seconds=0.0):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLE), str(folder), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def wait_for_step(folder, step, process):
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and process.is_alive():
         rows = read_log(folder / "log.jsonl")
         if rows and rows[-1]["step"] >= step:
             return
         time.sleep(0.01)
-    pytest.fail(f"step {step} was not reached: {process.communicate()[1]}")
+    pytest.fail(f"step {step} was not reached, exit code {process.exitcode}")
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     whole.fit()
     for step in (7, 13):
-        process = start(tmp_path / "killed", seconds=0.05)
+        process = start(run, tmp_path / "killed", 0.05)
         wait_for_step(tmp_path / "killed", step, process)
         process.kill()
-        process.wait()
+        process.join()
     # a killed process may leave half a line and half a checkpoint
     with (tmp_path / "killed" / "log.jsonl").open("a") as file:
         file.write('{"kind": "st')
     (tmp_path / "killed" / "checkpoints" / ".writing_step_00000015_1").mkdir()
-    process = start(tmp_path / "killed")
-    assert process.communicate()[0] == "finished\n"
+    start(run, tmp_path / "killed", 0.0).join()
+    assert (tmp_path / "killed" / "outcome").read_text() == "finished"
 
     assert read_log(tmp_path / "killed" / "log.jsonl") == read_log(tmp_path / "whole" / "log.jsonl")
     ours, theirs = (Checkpoints(tmp_path / name / "checkpoints").load(24) for name in ("whole", "killed"))
@@ -62,13 +51,13 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
 
 
 def test_sigterm_saves_and_ends_well(tmp_path):
-    process = start(tmp_path, seconds=0.05)
+    process = start(run, tmp_path, 0.05)
     wait_for_step(tmp_path, 6, process)
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 0
     last = read_log(tmp_path / "log.jsonl")[-1]["step"]
-    assert output == f"stopped at {last}\n"
+    assert (tmp_path / "outcome").read_text() == f"stopped at {last}"
     assert Checkpoints(tmp_path / "checkpoints").steps()[-1] == last < 24
 
 

@@ -1,8 +1,6 @@
 """Trainer: what is minimised, in which precision, and what a run logs and refuses."""
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -10,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from helpers.places import TESTS
-from helpers.training_example import Regression, make_model, make_trainer, same_bits, stop_at
+from helpers.processes import run_on_ranks
+from helpers.training_example import Regression, learn_on_ranks, make_model, make_trainer, same_bits, stop_at
 from nalaformer.data import batches_from
 from nalaformer.tasks import SummedMetrics
 from nalaformer.training import Checkpoints, TrainingConfig, TrainingStopped, evaluation
@@ -106,61 +104,36 @@ def test_the_gradient_is_that_of_the_mean_over_all_units(tmp_path, accumulate):
     assert row["gradient_norm"] == pytest.approx(torch.cat([g.flatten() for g in gradients]).norm().item(), rel=1e-4)
 
 
-RANKS = """
-import sys, torch
-sys.path.insert(0, {tests!r})
-torch.set_num_threads(1)
-from helpers.training_example import Regression, make_model, make_trainer
-task = Regression(corrupt={corrupt})
-make_trainer({folder!r}, task=task, model=make_model(norm=False, dropout=0), optimizer="sgd", accumulate=2, steps=8).fit()
-"""
+CORRUPT = (3, 4, 11, 30, 41)
 
 
-def test_two_ranks_learn_what_one_learns(tmp_path):
-    model = make_model(norm=False, dropout=0)
-    corrupt = (3, 4, 11, 30, 41)
-    outcome = make_trainer(tmp_path / "one", task=Regression(corrupt=corrupt), model=model, optimizer="sgd", steps=8).fit()
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS.format(tests=str(TESTS), folder=str(tmp_path / "two"), corrupt=corrupt))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    saved = Checkpoints(tmp_path / "two" / "checkpoints").load(8)
+@pytest.fixture(scope="module")
+def learned_on_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    run_on_ranks(learn_on_ranks, folder, CORRUPT)
+    return folder
+
+
+def test_two_ranks_learn_what_one_learns(tmp_path, learned_on_ranks):
+    model, one, two = make_model(norm=False, dropout=0), tmp_path / "one", learned_on_ranks / "plain"
+    outcome = make_trainer(one, task=Regression(corrupt=CORRUPT), model=model, optimizer="sgd", steps=8).fit()
+    saved = Checkpoints(two / "checkpoints").load(8)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(saved.tensors["model"][name], value, rtol=2e-5, atol=1e-6)
     # files that either of them has met, each once
-    met_by_one, met_by_two = ((tmp_path / name / "rejected.txt").read_text().splitlines() for name in ("one", "two"))
-    assert len(met_by_one) == len(corrupt)
+    met_by_one, met_by_two = ((folder / "rejected.txt").read_text().splitlines() for folder in (one, two))
+    assert len(met_by_one) == len(CORRUPT)
     assert sorted(met_by_two) == sorted(met_by_one)
     assert saved.state["progress"]["metrics"]["negative_error"] == pytest.approx(outcome.metrics["negative_error"], rel=1e-4)
     for name in ("loss", "gradient_norm"):
-        ours, theirs = (
-            [row[name] for row in read_log(tmp_path / folder / "log.jsonl") if row["kind"] == "step"]
-            for folder in ("one", "two")
-        )
+        ours, theirs = ([row[name] for row in read_log(folder / "log.jsonl") if row["kind"] == "step"] for folder in (one, two))
         assert theirs == pytest.approx(ours, rel=1e-4)
 
 
-RANKS_WITH_STATISTICS = """
-import sys, torch
-sys.path.insert(0, {tests!r})
-torch.set_num_threads(1)
-from helpers.training_example import make_model, make_trainer
-make_trainer({folder!r}, model=make_model(norm=True, dropout=0), ema={ema}, steps=8, eval_every=0).fit()
-"""
-
-
 @pytest.mark.parametrize("ema", [0.0, 0.5])
-def test_two_ranks_with_batch_norm_report_the_figures_of_what_is_saved(tmp_path, ema):
+def test_two_ranks_with_batch_norm_report_the_figures_of_what_is_saved(learned_on_ranks, ema):
     """Each rank has statistics of its own batches, and only those of the first are saved."""
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS_WITH_STATISTICS.format(tests=str(TESTS), folder=str(tmp_path / "two"), ema=ema))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    saved = Checkpoints(tmp_path / "two" / "checkpoints").load(8)
+    saved = Checkpoints(learned_on_ranks / f"ema_{ema}" / "checkpoints").load(8)
     model, task = make_model(norm=True, dropout=0), Regression()
     model.load_state_dict(saved.tensors["ema" if ema else "model"])
     alone = evaluation.evaluate(model, task.eval_data, task.metrics(), batch_size=20)
