@@ -154,6 +154,12 @@ def large_heads():
     attend("split", torch.bfloat16, tokens=100, size=72, key_mask=visible, **extended)
     turned = Rotary.sequence(100, 72)
     attend("norm_aware", torch.bfloat16, tokens=100, size=72, key_mask=visible, rotary=turned)
+    # in several launches
+    call.WHOLE_TOKENS = 16
+    attend("norm_aware", torch.bfloat16, tokens=65, keys=100, size=72, key_mask=visible)
+    attend("split", torch.bfloat16, tokens=100, size=72, key_mask=visible, **extended)
+    by_mean = {"key_weight": "global_query", "query_mask": visible}
+    attend("split", torch.bfloat16, tokens=100, size=72, key_mask=visible, **by_mean)
 
 
 def language():

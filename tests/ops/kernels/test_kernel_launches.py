@@ -374,7 +374,12 @@ if INTERPRETING:
                 "prefix_kernel state_kernel",
                 marks=pytest.mark.slow,
             ),
-            pytest.param("large_heads", "whole_gradient_kernel whole_kernel", marks=pytest.mark.slow),
+            pytest.param(
+                "large_heads",
+                "dk_kernel dq_kernel dsums_kernel output_kernel query_sums_kernel state_kernel "
+                "whole_gradient_kernel whole_kernel",
+                marks=pytest.mark.slow,
+            ),
             pytest.param(
                 "language",
                 "cross_entropy_kernel delta_gradient_kernel delta_output_kernel gated_product_gradient_kernel "

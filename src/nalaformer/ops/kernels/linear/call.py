@@ -57,8 +57,8 @@ class Tile:
 # of 128. machine_code.py says how, and tests/compile_kernels.py finds it without a GPU
 TILES = {
     "state": {64: Tile(64, 4, 4), 128: Tile(32, 8, 4)},
-    # the same kernel where the mean query weighs the keys
-    "state_by_mean": {64: Tile(64, 4, 3), 128: Tile(32, 8, 4)},
+    # the same kernel where the mean query weighs the keys; of heads of 128 the tile that ptxas 12.8 does not break, not timed
+    "state_by_mean": {64: Tile(64, 4, 3), 128: Tile(64, 8, 2)},
     "output": {64: Tile(64, 4, 3), 128: Tile(64, 4, 1)},
     "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1)},
     # the same kernel where programs are many
@@ -106,6 +106,8 @@ TURNED_TILES = {
 FADING_STRETCH = 256
 # there features are weighed once more and take the registers of half a tile
 FADING_TILES = {"causal": {64: Tile(32, 4, 2)}, "causal_dv": {64: Tile(32, 4, 2)}}
+# where the mean query weighs the keys: gradients of its products lie beside the rest, and not timed
+BY_MEAN_TILES = {"dk": {128: Tile(64, 8, 1)}}
 # by kernel: programs per multiprocessor that run there at once, each of which reads ahead, and steps below which a program is
 # not worth its sums
 SPREAD = {
@@ -228,6 +230,7 @@ class Call:
         largest = max(self.block_d, self.block_v)
         table = TILES[kernel] | (TURNED_TILES.get(kernel, {}) if self.pairs else {})
         table |= FADING_TILES.get(kernel, {}) if self.settings.fades else {}
+        table |= BY_MEAN_TILES.get(kernel, {}) if self.settings.by_mean_query else {}
         chosen = next(entry for size, entry in table.items() if largest <= size)
         if self.operand != torch.bfloat16:
             # twice the bytes per element: half the tokens fit, and large heads take the registers of eight warps
