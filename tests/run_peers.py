@@ -73,6 +73,7 @@ def main() -> int:
         compared, agree = compare(given.authors, given.chosen)
         texts.append(compared)
     text = "\n\n".join(texts)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "peers.md").write_text(text + "\n")
     print(text, f"\n\nwritten to {out / 'peers.md'}")
     return int(not agree or any(outcomes(file)[1] for _, file in suites))
