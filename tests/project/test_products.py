@@ -1,0 +1,25 @@
+"""The cases that stand for a full product."""
+
+from itertools import combinations, product
+
+import pytest
+
+from helpers import products
+
+AXES = (range(18), (False, True), "ab", (None, "x", "y"))
+
+
+@pytest.mark.parametrize("axes", [AXES, AXES[:3], (range(3), range(4), range(5), range(4))], ids=str)
+def test_every_two_values_of_two_axes_meet_in_few_cases(axes, monkeypatch):
+    monkeypatch.setattr(products, "FULL", False)
+    cases = products.pairs(*axes)
+    for one, other in combinations(range(len(axes)), 2):
+        assert {(case[one], case[other]) for case in cases} == set(product(axes[one], axes[other]))
+    sizes = sorted(len(axis) for axis in axes)
+    assert len(cases) == len(set(cases)) <= 1.5 * sizes[-1] * sizes[-2]
+    assert cases == products.pairs(*axes)
+
+
+def test_full_products_stay_available(monkeypatch):
+    monkeypatch.setattr(products, "FULL", True)
+    assert products.pairs(*AXES) == list(product(*AXES))
