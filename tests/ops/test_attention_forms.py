@@ -14,7 +14,7 @@ from helpers.maps import MAP_NAMES, VARIANCE_AWARE
 from nalaformer import FeatureMap, LinearState, Rotary, attention_weights, linear_attention, recurrent_linear_attention
 from nalaformer.ops import chunked
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory", "one_thread"), pytest.mark.pairwise]
 
 
 # --- the same function in other forms -----------------------------------------------------------------------------------

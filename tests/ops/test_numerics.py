@@ -11,7 +11,7 @@ from helpers.attention_formula import distance, formula
 from helpers.maps import MAP_NAMES, VARIANCE_AWARE
 from nalaformer import FeatureMap, Rotary, linear_attention, recurrent_linear_attention
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory", "one_thread"), pytest.mark.pairwise]
 
 # error against float64, normwise with a floor of 1e-6: float32 inside, so what is left is the rounding of the output
 BARS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
