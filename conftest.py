@@ -24,7 +24,7 @@ pytest.register_assert_rewrite("helpers")
 
 import nalaformer
 from helpers.many_seeds import Room, shift_seeds
-from helpers.maps import MAP_NAMES, VARIANCE_AWARE, VARIANTS
+from helpers.maps import KINDS, MAP_NAMES, VARIANCE_AWARE, VARIANTS
 from helpers.products import few_cases
 from helpers.quick_interpreter import quicken
 from nalaformer import FeatureMap
@@ -89,6 +89,12 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(params=MAP_NAMES)
 def map_name(request: pytest.FixtureRequest) -> str:
     """Every map of the registry, and its main options."""
+    return request.param
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """A map of each kind, for what does not depend on the formula of the map."""
     return request.param
 
 

@@ -5,7 +5,7 @@ A mistake mostly takes one value, or two together, to be seen. `make test-full` 
 
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -51,6 +51,14 @@ def few_cases(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         else:
             of_test[item.nodeid.split("[")[0]].append(item)
     for cases in of_test.values():
-        values = [[repr(value) for value in case.callspec.params.values()] for case in cases]
-        kept |= {cases[number] for number in covering(values)}
+        kept |= {cases[number] for number in covering([list(values_of_axes(case)) for case in cases])}
     return kept
+
+
+def values_of_axes(item: pytest.Item) -> Iterator[Hashable]:
+    """Yield what an item has of each axis: a decorator, whatever it names, or a fixture with parameters."""
+    left = dict(item.callspec.params)
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        yield tuple(repr(left.pop(name.strip())) for name in names)
+    yield from map(repr, left.values())

@@ -1,4 +1,7 @@
-"""What importing does to an interpreter that has imported nothing but torch: one such process, forked for each question."""
+"""What importing does to an interpreter that has imported nothing but torch: one such process, forked for each question.
+
+Most questions are about none of the packages that take long to import; those are asked after the process has imported them.
+"""
 
 import json
 import subprocess
@@ -6,13 +9,18 @@ import sys
 
 import pytest
 
-# torch takes seconds to import; everything else is imported by the children
 PARENT = """
 import json, os, sys, torch, traceback
-own = [name for name in sys.modules if name.split(".")[0] in ("nalaformer", "timm", "transformers", "typer", "rich")]
-assert not own, own
 answers = {}
-for name, program in json.loads(sys.stdin.read()).items():
+programs, of_shared = json.loads(sys.stdin.read())
+for name, program in [*programs.items(), (None, None), *of_shared.items()]:
+    own = [name for name in sys.modules if name.split(".")[0] in ("nalaformer", "timm", "transformers", "typer", "rich")]
+    assert not own, own
+    if name is None:
+        # what timm and transformers import
+        import torch._dynamo, torch._inductor.standalone_compile, torch.distributed.tensor, torchvision
+        import huggingface_hub, numpy, scipy.optimize, sympy
+        continue
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -46,8 +54,6 @@ TIMM_ORDERS = ("import nalaformer, timm", "import timm, nalaformer", "import nal
 ASKED = "import importlib.util; importlib.util.find_spec('timm')"
 NAMED = "print(timm.is_model('nalaformer_t'), timm.__spec__.loader.__class__.__name__)"
 PROGRAMS = {
-    **{order: REGISTERED.format(order=imports) for order, imports in TRANSFORMERS_ORDERS.items()},
-    **{order: f"{ASKED}; {order}; {ASKED}; {NAMED}" for order in TIMM_ORDERS},
     "vision is not imported": (
         "import sys, nalaformer; print(*(name in sys.modules for name in ('timm', 'torchvision', 'nalaformer.models.vision')))"
     ),
@@ -66,6 +72,10 @@ PROGRAMS = {
         "from nalaformer.ops import delta, interface; import torch._dynamo\n"
         "print(*(hasattr(module._packed, '_torchdynamo_orig_callable') for module in (delta, interface)))"
     ),
+}
+PROGRAMS_AFTER_SHARED_IMPORTS = {
+    **{order: REGISTERED.format(order=imports) for order, imports in TRANSFORMERS_ORDERS.items()},
+    **{order: f"{ASKED}; {order}; {ASKED}; {NAMED}" for order in TIMM_ORDERS},
     "the compiler comes first": (
         "import torch._dynamo, nalaformer; from nalaformer.ops import delta, interface\n"
         "print(*(hasattr(module._packed, '_torchdynamo_orig_callable') for module in (delta, interface)))"
@@ -89,9 +99,8 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module")
 def answers():
-    done = subprocess.run(
-        [sys.executable, "-c", PARENT], input=json.dumps(PROGRAMS), capture_output=True, text=True, check=False
-    )
+    asked = json.dumps([PROGRAMS, PROGRAMS_AFTER_SHARED_IMPORTS])
+    done = subprocess.run([sys.executable, "-c", PARENT], input=asked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

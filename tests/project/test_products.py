@@ -36,8 +36,10 @@ def test_a_marked_test_runs_few_of_its_cases_and_another_all(monkeypatch):
         return [
             Item(
                 nodeid=f"test_file.py::test_{marked}[{case}]",
-                callspec=SimpleNamespace(params=dict(zip("abc", case, strict=True))),
+                callspec=SimpleNamespace(params=dict(zip("abcd", (*case, case[-1]), strict=True))),
                 get_closest_marker=lambda name: marked,
+                # the other two are of fixtures
+                iter_markers=lambda name: [SimpleNamespace(args=("c, d", ()))],
             )
             for case in product(range(3), repeat=3)
         ]
