@@ -15,13 +15,14 @@ OLDEST_VERSIONS := torch==2.11.0 torchvision==0.26.0 triton==3.6.0 transformers=
 TESTED := constraints.txt
 NEWEST := .venv-newest
 
-.PHONY: help demo check test test-research mutants test-slow test-gpu fuzz-gpu test-oldest test-newest constraints test-seeds test-peers lint types layers bench format clean
+.PHONY: help demo check test test-full test-research mutants test-slow test-gpu fuzz-gpu test-oldest test-newest constraints test-seeds test-peers lint types layers bench format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       set up, then train one small network with every attention (table and report.html, 6 minutes)"
-	@echo "make test       set up, then lint, types, layer rule, tests"
-	@echo "make check      lint, types, layer rule, and the tests of what changed (SINCE=main)"
+	@echo "make check      after every edit: lint, types, layer rule, and the tests of what changed (SINCE=main)"
+	@echo "make test       before every commit: set up, then lint, types, layer rule, tests"
+	@echo "make test-full  every night: all tests, slow ones too, with every combination of their cases"
 	@echo "make test-research  the tests of research/ and benchmarks/, which are no part of the package"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the kernels on a CUDA device"
@@ -71,6 +72,10 @@ check: $(READY) lint types layers
 test: $(READY) lint types layers
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
+# NALAFORMER_FULL: every case of tests that are marked pairwise, and every feature map where others look at one of each kind
+test-full: $(READY) lint types layers
+	NALAFORMER_FULL=1 $(BIN)/python -m pytest -n 2 -m "not gpu" tests $(BESIDE)
+
 test-research: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(BESIDE)
 
@@ -79,7 +84,7 @@ test-slow: $(READY)
 
 # on a machine with a CUDA device: the kernels compiled instead of interpreted, and what only a GPU can show
 test-gpu: $(READY)
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "gpu or kernels" tests $(BESIDE)
+	TRITON_INTERPRET=0 NALAFORMER_FULL=1 $(BIN)/python -m pytest -m "gpu or kernels" tests $(BESIDE)
 
 # SEED, MINUTES and WORKERS may be given; a failing case is printed with the command that runs it alone
 SEED ?= 0
@@ -111,7 +116,7 @@ FORCE:
 # another machine sums in another order, as another seed does: a bar that passes by little here fails there
 SEEDS ?= 1-20
 test-seeds: $(READY)
-	$(BIN)/python tests/run_seeds.py --seeds $(SEEDS) --workers $(or $(WORKERS),2) --out runs/seeds
+	NALAFORMER_FULL=1 $(BIN)/python tests/run_seeds.py --seeds $(SEEDS) --workers $(or $(WORKERS),2) --out runs/seeds
 
 # COUNT, ROOMS and WORKERS may be given; the same command resumes, and runs/mutants is emptied to begin anew
 mutants: $(READY)

@@ -27,7 +27,8 @@ pytest.register_assert_rewrite("helpers")
 
 import nalaformer
 from helpers.many_seeds import Room, shift_seeds
-from helpers.maps import MAP_NAMES, VARIANCE_AWARE, VARIANTS
+from helpers.maps import KINDS, MAP_NAMES, VARIANCE_AWARE, VARIANTS
+from helpers.products import few_cases
 from helpers.quick_interpreter import quicken
 from nalaformer import FeatureMap
 from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND
@@ -49,6 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(shift_seeds(seed))
     if room:
         config.pluginmanager.register(Room(room, seed))
+
+
+# last: a case that another option leaves out covers nothing
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = few_cases(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +92,12 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(params=MAP_NAMES)
 def map_name(request: pytest.FixtureRequest) -> str:
     """Every map of the registry, and its main options."""
+    return request.param
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """A map of each kind, for what does not depend on the formula of the map."""
     return request.param
 
 

@@ -37,7 +37,14 @@ def exported(name):
     return model, torch.export.export(model, (torch.randn(2, 16, 6, 10),), dynamic_shapes=dynamic())
 
 
-@pytest.mark.parametrize("name", METHODS)
+# positions, streams, gates and norms, reflections: the others are made of the same, and test_traced_programs.py traces them all
+QUICK = ("nalaformer", "polaformerpp", "mirrorla")
+quick_methods = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
+
+
+@quick_methods
 def test_exported_program_serves_other_batches_and_grids(name):
     model, program = exported(name)
     for shape in ((2, 16, 6, 10), (1, 16, 9, 4), (3, 16, 14, 14), (5, 16, 40, 41)):
@@ -70,11 +77,9 @@ def test_an_exported_backbone_serves_other_sizes():
         torch.testing.assert_close(program.module()(image), model(image), rtol=1e-4, atol=1e-5)
 
 
-# positions, streams, gates and norms, reflections: the others are made of the same
-QUICK = ("nalaformer", "polaformerpp", "mirrorla")
-
-
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS])
+@pytest.mark.parametrize(
+    "name", [name if name == "polaformerpp" else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def test_onnx_runtime_agrees_on_other_batches_and_grids(name, tmp_path):
     import onnxruntime
 
@@ -117,7 +122,7 @@ def test_op_compiles_into_one_graph_forward_and_backward(causal, backend):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@quick_methods
 def test_layer_traces_into_one_graph(name):
     # the eager backend checks for graph breaks without half a minute of C++ compilation per method
     torch.compiler.reset()

@@ -20,7 +20,7 @@ from nalaformer.attention.hybrid import (
 )
 from nalaformer.attention.hybrid.selection import for_heads
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.pairwise]
 
 # sequences of any length: none, some and many chunks leave the window
 LENGTHS = [1, 7, 8, 16, 17, 61]

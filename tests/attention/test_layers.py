@@ -13,7 +13,7 @@ from nalaformer import Rotary, linear_attention, use_backend
 from nalaformer.attention import METHODS, Attention
 from nalaformer.attention.position_table import PositionTable
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory", "one_thread"), pytest.mark.pairwise]
 # a learned table is stretched over the padded grid as well: its positions are those of the padded size, by design
 WITHOUT_TABLE = [(name, {"position": "none"} if config.position == "table" else {}) for name, config in METHODS.items()]
 

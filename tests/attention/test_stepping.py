@@ -19,7 +19,7 @@ from nalaformer.attention.hybrid import (
     stepping_state,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.pairwise]
 
 TOKENS = 61
 

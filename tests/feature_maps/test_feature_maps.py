@@ -11,7 +11,7 @@ import nalaformer
 from helpers.maps import MAP_NAMES, VARIANCE_AWARE, entropy
 from nalaformer import FEATURE_MAPS, attention_weights, linear_attention
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory", "one_thread"), pytest.mark.pairwise]
 
 # --- every map ----------------------------------------------------------------------------------------------------------
 

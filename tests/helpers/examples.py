@@ -17,7 +17,9 @@ def examples(*, beside: str | None = None) -> list:
         for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL), 1):
             folder = BESIDE.search(block)
             if (folder and folder[1]) == beside:
-                found.append(pytest.param(block, id=f"{page.stem}-{number}"))
+                # torch takes long to write a program; test_own_images.py has it write a small one in every run
+                marks = [pytest.mark.slow] if "export_onnx(" in block else []
+                found.append(pytest.param(block, id=f"{page.stem}-{number}", marks=marks))
     return found
 
 

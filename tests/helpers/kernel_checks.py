@@ -6,6 +6,7 @@ In Triton's interpreter on a CPU; with TRITON_INTERPRET=0 the same tests run com
 import torch
 
 import nalaformer
+from helpers.products import FULL
 from nalaformer.ops.backend import INTERPRETING
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -34,6 +35,16 @@ MAPS = {
 }
 # keys without a bound need a scale per row, which the causal kernels lack; a token variance is not causal
 CAUSAL_MAPS = [name for name in MAPS if not name.startswith("polarity") and "variance" not in name]
+# one for each way that features take through the kernels, for what does not depend on the map: parameters of each head, a scale
+# of each row and two streams, rows normalized, a product first, features written out, and parameters of each sample
+KINDS = ["norm_aware learnable", "polarity", "focused head", "hedgehog", "reflection", "reflection variance"]
+KINDS = list(MAPS) if FULL else KINDS
+CAUSAL_KINDS = [name for name in KINDS if name in CAUSAL_MAPS]
+
+
+def every_map_once(names, cases):
+    """Return (name, case): every map in the first case, and each kind of map in the other cases."""
+    return [(name, case) for name in names for case in cases if name in KINDS or case == cases[0]]
 
 
 def relative_error(ours, exact):

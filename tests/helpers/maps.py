@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helpers.products import FULL
 from nalaformer import FEATURE_MAPS
 
 # options that change what a map computes; the registry alone would test the defaults only
@@ -17,6 +18,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 MAP_NAMES = [*FEATURE_MAPS.names(), *VARIANTS]
+
+# one of each kind, for what does not depend on the formula: parameters of each head, two streams and a scale of each row, a
+# norm over all heads, a product first, and heads that are mixed
+KINDS = MAP_NAMES if FULL else ["norm_aware+learnable", "polarity", "focused", "hedgehog", "reflection"]
 
 # looks at all tokens at once, so it has no causal form and stands in none of the lists above
 VARIANCE_AWARE = "reflection+variance"

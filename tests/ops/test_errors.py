@@ -12,7 +12,7 @@ import nalaformer
 from nalaformer import FEATURE_MAPS, LinearState, Rotary, attention_weights, linear_attention, recurrent_linear_attention
 from nalaformer.attention import METHODS, build
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory", "one_thread"), pytest.mark.pairwise]
 
 OPS = [linear_attention, recurrent_linear_attention]
 

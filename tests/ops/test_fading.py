@@ -9,7 +9,7 @@ from helpers.contrast_formula import weighted_and_contrasted
 from nalaformer import LinearState, attention_weights, feature_map, linear_attention, recurrent_linear_attention
 from nalaformer.ops import recurrent_step_
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory", "one_thread"), pytest.mark.pairwise]
 
 
 def make(tokens: int = 150, heads: int = 4, kv_heads: int = 2, size: int = 6, decay: float = 0.5):

@@ -11,7 +11,7 @@ from helpers.attention_formula import EXACT, Turning, distance, formula, grid_po
 from helpers.maps import MAP_NAMES, VARIANCE_AWARE
 from nalaformer import FeatureMap, Rotary, attention_weights, linear_attention
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory", "one_thread"), pytest.mark.pairwise]
 
 
 # --- the formula, over maps, sizes and backends -------------------------------------------------------------------------

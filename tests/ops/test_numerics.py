@@ -11,7 +11,7 @@ from helpers.attention_formula import distance, formula
 from helpers.maps import MAP_NAMES, VARIANCE_AWARE
 from nalaformer import FeatureMap, Rotary, linear_attention, recurrent_linear_attention
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory", "one_thread"), pytest.mark.pairwise]
 
 # error against float64, normwise with a floor of 1e-6: float32 inside, so what is left is the rounding of the output
 BARS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -131,9 +131,9 @@ def test_variance_aware_gradients_are_those_of_finite_differences(backend, maske
     assert torch.autograd.gradcheck(attend, (*inputs, *feature_map.parameters()), fast_mode=True)
 
 
-def test_gradients_through_the_recurrent_state_are_those_of_finite_differences(map_name, make_map, make_qkv):
+def test_gradients_through_the_recurrent_state_are_those_of_finite_differences(kind, make_map, make_qkv):
     q, k, v = make_qkv(1, 4, head_dim=4)
-    feature_map = make_map(map_name, head_dim=4, dtype=torch.float64)
+    feature_map = make_map(kind, head_dim=4, dtype=torch.float64)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
         state, outputs = None, []
@@ -371,16 +371,16 @@ def test_float16_inputs_stay_finite(map_name, causal, scale, autocast, make_map,
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-def test_the_output_has_the_dtype_of_q(map_name, causal, backend, dtype, make_map, make_qkv):
+def test_the_output_has_the_dtype_of_q(kind, causal, backend, dtype, make_map, make_qkv):
     q, k, v = make_qkv(dtype=dtype)
-    out = linear_attention(q, k, v, feature_map=make_map(map_name), causal=causal)
+    out = linear_attention(q, k, v, feature_map=make_map(kind), causal=causal)
     assert out.dtype == dtype
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16", "float16"), ("bfloat16", "float32", "float64")], ids=str)
-def test_mixed_dtypes_are_computed_in_the_widest(map_name, causal, backend, dtypes, make_map, make_qkv):
+def test_mixed_dtypes_are_computed_in_the_widest(kind, causal, backend, dtypes, make_map, make_qkv):
     q, k, v = (x.to(getattr(torch, name)) for x, name in zip(make_qkv(2, 19), dtypes, strict=True))
-    feature_map = make_map(map_name)
+    feature_map = make_map(kind)
     actual = run(feature_map, q, k, v, causal=causal)
     assert [x.dtype for x in actual[:4]] == [q.dtype, q.dtype, k.dtype, v.dtype]
     expected = in_float64(feature_map, q, k, v, torch.ones(()).expand(2, 19, 2, 8), causal=causal)
@@ -389,9 +389,9 @@ def test_mixed_dtypes_are_computed_in_the_widest(map_name, causal, backend, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_changes_nothing(map_name, causal, backend, dtype, make_map, make_qkv):
+def test_autocast_changes_nothing(kind, causal, backend, dtype, make_map, make_qkv):
     inputs = make_qkv(2, 49, dtype=torch.float32)
-    feature_map = make_map(map_name)
+    feature_map = make_map(kind)
     without, within = (run(feature_map, *inputs, causal=causal, autocast=autocast) for autocast in (None, dtype))
     assert all(torch.equal(a, b) for a, b in zip(within, without, strict=True))
 
@@ -403,9 +403,9 @@ def test_autocast_changes_nothing_in_the_variance_aware_reflection(backend, make
     assert all(torch.equal(a, b) for a, b in zip(within, without, strict=True))
 
 
-def test_autocast_changes_nothing_in_recurrent_steps(map_name, make_map, make_qkv):
+def test_autocast_changes_nothing_in_recurrent_steps(kind, make_map, make_qkv):
     q, k, v = make_qkv(2, 9, dtype=torch.float32)
-    feature_map = make_map(map_name)
+    feature_map = make_map(kind)
     without = recurrent_linear_attention(q, k, v, feature_map=feature_map)
     with torch.autocast("cpu", torch.bfloat16):
         within = recurrent_linear_attention(q, k, v, feature_map=feature_map)
@@ -413,9 +413,9 @@ def test_autocast_changes_nothing_in_recurrent_steps(map_name, make_map, make_qk
     assert torch.equal(within[1].state, without[1].state)
 
 
-def test_autocast_changes_nothing_in_attention_weights(map_name, causal, make_map, make_qkv):
+def test_autocast_changes_nothing_in_attention_weights(kind, causal, make_map, make_qkv):
     q, k, _ = make_qkv(2, 9, dtype=torch.float32)
-    feature_map = make_map(map_name)
+    feature_map = make_map(kind)
     without = nalaformer.attention_weights(q, k, feature_map=feature_map, causal=causal)
     with torch.autocast("cpu", torch.bfloat16):
         within = nalaformer.attention_weights(q, k, feature_map=feature_map, causal=causal)

@@ -12,7 +12,7 @@ from torch import Tensor
 import nalaformer
 from nalaformer import FeatureMap, LinearState, linear_attention, recurrent_linear_attention, recurrent_step_
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory", "one_thread"), pytest.mark.pairwise]
 
 TOKENS, HEAD_DIM, LARGE = 9, 6, 3
 MAPS = {

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nalaformer
+from helpers.maps import KINDS, MAP_NAMES
 from nalaformer import LinearState, feature_map, global_query_weight, linear_attention, recurrent_linear_attention
 from nalaformer.attention.hybrid import HybridSettings, function, recurrent_hybrid_attention
 from nalaformer.ops import (
@@ -31,7 +32,7 @@ from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND
 DEVICE = "cpu" if INTERPRETING else "cuda"
 SETTINGS = HybridSettings(chunk_size=2, salient_per_chunk=1)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.pairwise]
 needs_triton = pytest.mark.skipif(not TRITON_FOUND, reason="the kernels need Triton, which this platform has no build of")
 
 
@@ -194,6 +195,7 @@ def test_second_derivatives_of_plain_torch_are_right(call, backend, small_pieces
     assert torch.autograd.gradgradcheck(compute, [x.requires_grad_() for x in inputs], fast_mode=True)
 
 
+@pytest.mark.parametrize(("map_name", "causal"), [*((name, False) for name in MAP_NAMES), *((name, True) for name in KINDS)])
 def test_second_derivatives_of_every_map_are_right(map_name, causal, make_map, make_qkv, small_pieces):
     mapped = make_map(map_name, head_dim=4, dtype=torch.float64)
     leaves = [*(x.requires_grad_() for x in make_qkv(batch=1, tokens=3, head_dim=4)), *mapped.parameters()]

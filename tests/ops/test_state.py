@@ -12,7 +12,7 @@ from helpers.maps import MAP_NAMES
 from nalaformer import FeatureMap, LinearState, Rotary, linear_attention, recurrent_linear_attention
 from nalaformer.ops.backend import TRITON_FOUND
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory", "one_thread"), pytest.mark.pairwise]
 
 
 def state_after(feature_map: FeatureMap, k: Tensor, v: Tensor, **arguments) -> LinearState:

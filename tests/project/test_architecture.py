@@ -1,6 +1,5 @@
 """What the documents say of the rooms and of the ways through them is so."""
 
-import ast
 import pkgutil
 import re
 import tomllib
@@ -78,8 +77,7 @@ def test_the_kernels_show_at_most_six_entries():
 
 
 def test_a_class_name_has_one_meaning_in_the_package():
-    trees = [ast.parse(text) for text in sources().values()]
-    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    names = Counter(name for text in sources().values() for name in re.findall(r"^class (\w+)", text, re.MULTILINE))
     assert not {name for name, count in names.items() if count > 1 and not name.startswith("_")}
 
 

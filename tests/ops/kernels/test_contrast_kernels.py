@@ -154,8 +154,7 @@ def test_weights_of_the_global_query_and_their_gradients(name, is_masked):
         assert relative_error(ours, exact) < BAR
 
 
-@pytest.mark.parametrize(("name", "kv_heads"), [("elu", 2), ("elu", 1), ("norm_aware", 2)])
-@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize(("name", "kv_heads", "is_masked"), [("elu", 2, False), ("elu", 1, True), ("norm_aware", 2, True)])
 def test_a_causal_contrast_by_the_mean_score(name, kv_heads, is_masked):
     tensors = with_weight((2, 83, 2, 8), (2, 83, kv_heads, 8), (2, 83, kv_heads, 12))
     arguments = {"contrast": "mean_score", "causal": True}

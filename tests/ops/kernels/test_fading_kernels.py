@@ -5,7 +5,7 @@ import torch
 
 import nalaformer
 from helpers.kernel_checks import (
-    CAUSAL_MAPS,
+    CAUSAL_KINDS,
     DEVICE,
     HALF_ULP,
     MAPS,
@@ -63,15 +63,17 @@ def check(name, tensors, decay, *, heads, head_dim, **arguments):
     check_errors(run, tensors, bar=1e-5 + 2**-23 * 32 * decay)
 
 
-@pytest.mark.parametrize("name", CAUSAL_MAPS)
-def test_fading_keys_of_every_map(name, stretches):
+@pytest.mark.parametrize(
+    ("name", "stretches"), [*((name, True) for name in CAUSAL_KINDS), ("norm_aware", False)], indirect=["stretches"]
+)
+def test_fading_keys_of_every_kind_of_map(name, stretches):
     check(name, make(*[(1, 75, 2, 8)] * 3), 0.2, heads=2, head_dim=8)
 
 
-@pytest.mark.parametrize("decay", [0.01, 3.0])
+@pytest.mark.parametrize(("decay", "stretches"), [(0.01, True), (3.0, True), (3.0, False)], indirect=["stretches"])
 def test_fading_with_rotary_and_key_mask(decay, stretches):
     arguments = {"rotary": Rotary.sequence(75, 8, device=DEVICE), "key_mask": torch.rand(2, 75, device=DEVICE) > 0.3}
-    check("norm_aware", make(*[(2, 75, 2, 8)] * 3), decay, heads=2, head_dim=8, **arguments)
+    check("norm_aware", make(*[(2, 75, 1, 8)] * 3), decay, heads=1, head_dim=8, **arguments)
 
 
 def test_fading_of_grouped_heads_with_a_contrast(stretches):
@@ -83,16 +85,16 @@ def test_fading_of_grouped_heads_with_a_contrast(stretches):
 @pytest.mark.parametrize("decay", [-90.0, -1e30, -torch.inf])
 def test_a_head_that_forgets_everything_sees_its_own_token_on_the_kernels(decay, stretches):
     # elu: no feature is zero, so a token has weight for itself
-    q, k, v = (x.requires_grad_() for x in make(*[(1, 75, 2, 8)] * 3))
-    feature_map = nalaformer.feature_map("elu", num_heads=2, head_dim=8)
-    log_decay = torch.full((1, 75, 2), decay, device=DEVICE, requires_grad=True)
+    q, k, v = (x.requires_grad_() for x in make(*[(1, 75, 1, 8)] * 3))
+    feature_map = nalaformer.feature_map("elu", num_heads=1, head_dim=8)
+    log_decay = torch.full((1, 75, 1), decay, device=DEVICE, requires_grad=True)
     with nalaformer.use_backend("triton"):
         out = nalaformer.linear_attention(q, k, v, feature_map=feature_map, causal=True, eps=0.0, log_decay=log_decay)
     assert relative_error(out.detach(), v.detach().double()) < 1e-6
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.square().sum(), (q, k, v, log_decay)))
 
 
-@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize(("heads", "stretches"), [(2, False), (4, True)], indirect=["stretches"])
 def test_packed_sequences_fade_by_themselves_on_the_kernels(heads, stretches):
     bounds = torch.tensor([0, 5, 5, 75, 76], device=DEVICE)
     tensors = make((76, heads, 20), (76, 2, 20), (76, 2, 12))
@@ -114,7 +116,7 @@ def test_outputs_of_fading_keys_ignore_later_tokens_whatever_they_hold(spoilt, s
 
 
 def test_a_state_of_fading_keys_goes_on_in_pieces_and_steps(stretches):
-    *tensors, log_decay = [*make(*[(2, 76, 2, 8)] * 3), -0.3 * torch.rand(2, 76, 2, device=DEVICE)]
+    *tensors, log_decay = [*make(*[(1, 76, 2, 8)] * 3), -0.3 * torch.rand(1, 76, 2, device=DEVICE)]
 
     def run(backend, dtype):
         feature_map = nalaformer.feature_map("channel_softmax", num_heads=2, head_dim=8).to(DEVICE)
@@ -135,7 +137,9 @@ def test_a_state_of_fading_keys_goes_on_in_pieces_and_steps(stretches):
         assert relative_error(ours, exact) < 1e-5
 
 
-@pytest.mark.parametrize("sizes", [(72, 72), (128, 20), (20, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "stretches"), [((72, 72), False), ((128, 20), True), ((20, 128), True)], indirect=["stretches"], ids=str
+)
 def test_fading_keys_of_large_heads(sizes, stretches):
     size, of_values = sizes
     arguments = {"rotary": Rotary.sequence(45, size, device=DEVICE), "key_mask": torch.rand(1, 45, device=DEVICE) > 0.3}

@@ -53,8 +53,8 @@ def test_right_results_pass(change):
     assert not fuzz_gpu.is_failure({"misses": misses})
 
 
-@pytest.mark.parametrize("place", range(4), ids=["out", "dq", "dk", "dv"])
-@pytest.mark.parametrize("change", FORMS)
+# each place once, and each form
+@pytest.mark.parametrize(("change", "place"), list(zip(FORMS, range(4), strict=True)), ids=["out", "dq", "dk", "dv"])
 def test_one_wrong_row_fails(change, place, monkeypatch):
     def spoilt(case, *arguments):
         found = results(case, *arguments)

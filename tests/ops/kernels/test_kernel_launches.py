@@ -150,7 +150,7 @@ def test_a_compiled_call_serves_every_number_of_tokens(causal):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend, backend=counter, fullgraph=True)
     with nalaformer.use_backend("triton"):
-        for tokens in (40, 70, 131, 520):
+        for tokens in (40, 70, 300):
             tensors = make(*[(1, tokens, 2, 8)] * 3)
             assert torch.equal(compiled(*tensors), attend(*tensors))
     if causal:
