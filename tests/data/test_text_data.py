@@ -1,12 +1,13 @@
 """Text as it comes: broken lines, odd sizes, documents that must not see each other."""
 
 import json
+import multiprocessing
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -326,17 +327,21 @@ def test_a_corpus_in_which_nothing_can_be_read_is_refused(tmp_path):
         tokenize_corpus([tmp_path / "a.txt"], tmp_path / "out", train_vocab=260)
 
 
+def write_half(path, is_inside):
+    with atomic_folder(path) as folder:
+        (folder / "a").write_text("x")
+        is_inside.set()
+        time.sleep(60)
+
+
 def test_a_process_killed_while_writing_leaves_no_folder_of_that_name(tmp_path):
-    program = (
-        "import sys, time\nfrom pathlib import Path\nfrom nalaformer.atomic_files import atomic_folder\n"
-        "with atomic_folder(sys.argv[1]) as folder:\n    (folder / 'a').write_text('x')\n"
-        "    print('in', flush=True)\n    time.sleep(60)"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "out")], stdout=subprocess.PIPE, env=environment)
-    process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    context = multiprocessing.get_context("fork")
+    is_inside = context.Event()
+    process = context.Process(target=write_half, args=(tmp_path / "out", is_inside))
+    process.start()
+    assert is_inside.wait(60)
+    process.kill()
+    process.join()
     assert not (tmp_path / "out").exists()
     with atomic_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("y")

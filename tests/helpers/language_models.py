@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.products import FULL
 from nalaformer.models.language import NaLaConfig, NaLaForCausalLM
 
 VOCABULARY = 61
@@ -26,6 +27,9 @@ LAYOUTS = {
     "hybrid": {"mixers": ["gated_delta", "softmax"]},
 }
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+# every mixer and every option of LAYOUTS occurs in one of these: for tests that generate
+MAIN_LAYOUTS = ["linear+rotary+grouped", "linear+polarity", "forgetting+contrast+grouped", "delta", "hybrid"]
+main_layouts = pytest.mark.parametrize("layout", LAYOUTS if FULL else MAIN_LAYOUTS)
 
 
 def make(layout: str = "linear", *, dtype: torch.dtype = torch.float64, **changes) -> NaLaForCausalLM:

@@ -7,7 +7,7 @@ from torch import Tensor
 KEYS, VALUES, FILLER = 16, 8, 16
 FIRST_QUESTION = FILLER + KEYS * VALUES
 VOCABULARY = FIRST_QUESTION + KEYS + VALUES
-LENGTH, FACTS = 128, 16
+LENGTH, FACTS = 96, 12
 
 
 def recall_batch(size: int, length: int, facts: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -37,8 +37,8 @@ class RecallData:
         return {"input_ids": self.texts[index], "targets": self.targets[index]}
 
 
-def trained_teacher(steps: int = 200):
-    """Two layers, trained from short texts with few facts to long ones with many; about 20 seconds of one core."""
+def trained_teacher(steps: int = 160):
+    """Two layers, trained from short texts with few facts to long ones with many; a few seconds of one core."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -16,7 +16,10 @@ from nalaformer.models.hybrid.decoder import SteppingDecoder
 from nalaformer.models.hybrid.stepping import Stepping
 
 UNCAPPED = replace(SMALL, max_salient=0)
-GREEDY = {"max_new_tokens": 40, "do_sample": False}
+# more than two chunks; the prompt gives the first token, and three steps are the model's
+NEW_TOKENS = 20
+TAKEN = NEW_TOKENS - 1 - 3
+GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
 @pytest.fixture

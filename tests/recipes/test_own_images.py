@@ -252,15 +252,22 @@ def test_a_classifier_starts_the_backbone_of_another_task_and_the_reverse(name, 
     assert "2 in the file and not used: top.bias, top.weight" in told
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_a_classifier_becomes_a_program_with_its_logits_without_transformers(tmp_path, monkeypatch):
+# with a stem of convolutions, grids of four sizes and stages of softmax: torch takes long to write them
+LARGER = {"embed_dims": [16, 16, 32, 32], "depths": [1] * 4, "num_heads": [1, 1, 2, 2], "projection": 32}
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("vit_nala_tiny_patch16", TINY), pytest.param("nalaformer_xt", LARGER, marks=pytest.mark.slow)],
+)
+def test_a_classifier_becomes_a_program_with_its_logits_without_transformers(model, options, tmp_path, monkeypatch):
     import onnxruntime
 
     for package in ("transformers", "nalaformer.models.language"):
         monkeypatch.setitem(sys.modules, package, None)
-    small = '{"embed_dims": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "projection": 32}'
-    settings = ["steps=1", "train_samples=8", "eval_samples=8", "batch_size=4", "device=cpu", f"model_options={small}"]
-    recipe = recipe_with("cue_grid", ["model=nalaformer_xt", "attention=nalaformer", *settings])
+    settings = ["steps=1", "train_samples=8", "eval_samples=8", "batch_size=4", "device=cpu"]
+    settings += [f"model={model}", "attention=nalaformer", f"model_options={json.dumps(options)}"]
+    recipe = recipe_with("cue_grid", settings)
     make_trainer(recipe, tmp_path / "run").fit()
     arguments = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "model.onnx")]
     assert CliRunner().invoke(cli.build_app(), arguments, catch_exceptions=False).exit_code == 0

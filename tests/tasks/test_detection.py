@@ -87,7 +87,8 @@ BY_HEART = 0.5
 
 @CONFIG.of("detector")
 def test_a_handful_of_boxes_is_learned_by_heart(tmp_path):
-    trainer = make_trainer(recipe_of(tmp_path, steps=60), tmp_path / "run")
+    # known completely after these; masks take longer
+    trainer = make_trainer(recipe_of(tmp_path, steps=30), tmp_path / "run")
     metrics = trainer.fit().metrics
     assert next(iter(metrics)) == "box_map"
     assert "mask_map" not in metrics
@@ -275,7 +276,7 @@ def test_bad_annotations_are_skipped_and_counted_or_stop_the_run(tmp_path):
     make_trainer(recipe, tmp_path / "run").fit()
     (line,) = (tmp_path / "run" / "rejected.txt").read_text().splitlines()
     assert "000000.png" in line
-    assert "annotation 0 in" in line
+    assert "annotation 1 in" in line
     assert "bbox must have a positive width" in line
     strict = replace(recipe, training=replace(recipe.training, on_corrupt="stop"))
     with pytest.raises(TrainingStopped, match="bbox must have a positive width"):
@@ -345,6 +346,7 @@ def test_only_objects_of_that_score_are_shown(run, images):
     assert prediction.answer.cells[0] == "0"
 
 
+@pytest.mark.filterwarnings("error:Found annotation id 0")
 def test_written_results_have_the_mean_precision_of_the_evaluation(run, tmp_path):
     from faster_coco_eval import COCO, COCOeval_faster
 

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from torch import nn
 
 from helpers.converted_models import SMALL, converted
-from helpers.steps_of_generate import GREEDY, UNCAPPED, both, prompts, with_steps
+from helpers.steps_of_generate import GREEDY, NEW_TOKENS, TAKEN, UNCAPPED, both, prompts, with_steps
 from nalaformer.attention.hybrid import hybrid_settings
 from nalaformer.models.hybrid.attention import attention_mode
 from nalaformer.models.hybrid.cache import HybridCache
@@ -40,8 +40,7 @@ def test_greedy_tokens_and_logits_of_padded_prompts_are_the_models_own(family, s
     expected, found = both(converted(family, settings), **prompts(), **options)
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=1e-4)
-    # the prompt gives the first token, and three steps are the model's
-    assert steps == {"taken": 40 - 1 - 3, "made": 1}
+    assert steps == {"taken": TAKEN, "made": 1}
 
 
 @pytest.mark.usefixtures("each_way")
@@ -68,7 +67,7 @@ def test_calls_without_positions_count_as_the_host_does(steps):
 
 @pytest.mark.parametrize("settings", [SMALL, UNCAPPED], ids=["capped", "uncapped"])
 def test_drawn_tokens_are_the_models_own(settings, steps):
-    expected, found = both(converted(settings=settings), **prompts(), max_new_tokens=40, do_sample=True, top_k=8)
+    expected, found = both(converted(settings=settings), **prompts(), max_new_tokens=NEW_TOKENS, do_sample=True, top_k=8)
     assert torch.equal(found, expected)
     assert steps["taken"]
 
@@ -78,7 +77,7 @@ def test_beams_are_the_models_own_and_reordered_in_place(steps):
     expected, found = both(converted(), **prompts(), **GREEDY, num_beams=3, num_return_sequences=2)
     assert torch.equal(found, expected)
     # were they given back at every step, one decoder would be loaded again and again, or steps be the model's
-    assert steps == {"taken": 40 - 1 - 3, "made": 1}
+    assert steps == {"taken": TAKEN, "made": 1}
 
 
 def test_rows_are_chosen_repeated_and_copied_while_lent(steps):
@@ -130,11 +129,11 @@ def test_a_conversation_goes_on_from_a_lent_cache(steps):
     cache, pieces = first.past_key_values, []
     with torch.no_grad():
         # the last token that was generated is not in the cache; one of the pieces is a step
-        for piece in more[:, 60:].split((3, 1, 4), 1):
+        for piece in more[:, 20 + NEW_TOKENS :].split((3, 1, 4), 1):
             given = mask[:, : cache.get_seq_length() + piece.shape[1]]
             pieces.append(model(piece, attention_mask=given, past_key_values=cache).logits)
         model.stepping = None
-        whole = model(more, attention_mask=mask, use_cache=False).logits[:, 60:]
+        whole = model(more, attention_mask=mask, use_cache=False).logits[:, 20 + NEW_TOKENS :]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-4)
     assert torch.equal(found, model.generate(more, attention_mask=mask, **GREEDY))
     assert steps["made"] == 2
@@ -146,22 +145,22 @@ def test_texts_that_follow_share_one_decoder_from_their_first_step(steps):
     with_steps(model)
     found = [model.generate(torch.full((2, n), 7), **GREEDY) for n in (11, 30)]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert steps == {"taken": 36 + 39, "made": 1}
+    assert steps == {"taken": 2 * TAKEN + 3, "made": 1}
 
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("texts", [2, 3])
 def test_texts_that_alternate_do_not_mix(texts, steps, loads):
-    model, tokens = converted(), torch.randint(3, 50, (texts, 2, 40))
+    model, tokens = converted(), torch.randint(3, 50, (texts, 2, 28))
     with torch.no_grad():
         expected = model(tokens.flatten(0, 1), use_cache=False).logits[:, 12:].unflatten(0, (texts, 2))
         with_steps(model, after=0)
         caches = [model(x[:, :12], use_cache=True).past_key_values for x in tokens]
-        for n in range(12, 40):
+        for n in range(12, 28):
             for text in range(texts):
                 out = model(tokens[text, :, n : n + 1], past_key_values=caches[text]).logits[:, 0]
                 torch.testing.assert_close(out, expected[text, :, n - 12], rtol=0, atol=1e-4)
-    assert steps == {"taken": 28 * texts, "made": 2}
+    assert steps == {"taken": 16 * texts, "made": 2}
     # two have a decoder each; the third has to take one from them
     assert bool(loads) == (texts == 3)
 
@@ -182,7 +181,7 @@ def test_negative_prompts_have_a_decoder_of_their_own(failing, steps, loads, mon
     expected, found = both(model, **text, **GREEDY, guidance_scale=1.5, negative_prompt_ids=torch.full((2, 5), 7))
     assert torch.equal(found, expected)
     # two are wanted as a rule; where there is no memory for them, one goes to and fro
-    assert steps == {"taken": 2 * 36, "made": 1 if failing else 2}
+    assert steps == {"taken": 2 * TAKEN, "made": 1 if failing else 2}
     assert bool(loads) == failing
 
 
@@ -265,4 +264,4 @@ def test_text_is_streamed_token_by_token(steps):
     tokens = model.generate(torch.full((1, 9), 7), **GREEDY, streamer=streamer)
     assert torch.equal(torch.cat([piece.flatten() for piece in streamer.pieces]), tokens[0])
     assert streamer.is_over
-    assert steps["taken"] == 36
+    assert steps["taken"] == TAKEN

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from torch import nn
 
 from helpers.converted_models import converted
-from helpers.steps_of_generate import GREEDY, UNCAPPED, both, with_steps
+from helpers.steps_of_generate import GREEDY, TAKEN, UNCAPPED, both, with_steps
 from nalaformer.attention.hybrid import HybridState
 from nalaformer.models.hybrid import decoder as decoder_module
 from nalaformer.models.hybrid import stepping as stepping_module
@@ -144,7 +144,7 @@ def test_a_batch_that_is_too_large_leaves_others_their_decoders(steps, monkeypat
         _ = [model.generate(text, **GREEDY) for text in texts]
     assert len(said) == 1
     assert "steps of 3 samples" in model.stepping.refusal
-    assert steps == {"made": 2, "taken": 36 + 39 + 36}
+    assert steps == {"made": 2, "taken": 3 * TAKEN + 3}
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.language_models import GREEDY, VOCABULARY, each_layout, make, text
+from helpers.language_models import GREEDY, VOCABULARY, each_layout, main_layouts, make, text
 from nalaformer.models.language import NaLaCache, NaLaConfig, NaLaForCausalLM, RecurrentLayer
 from nalaformer.models.language.cache import RECORDED_TOKENS
 from nalaformer.models.language.config import RECURRENT_MIXERS
@@ -20,7 +20,7 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).double().eval()
 
 
-@each_layout
+@main_layouts
 def test_drafts_change_no_token(layout):
     """The assistant is nearly the model: some of its tokens are accepted, some are not."""
     model, prompt = make(layout), text(1, 9)

@@ -8,14 +8,15 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import nalaformer
-from helpers.language_models import GREEDY, LAYOUTS, each_layout, make, padded_prompts, text
+from helpers.language_models import GREEDY, LAYOUTS, MAIN_LAYOUTS, each_layout, main_layouts, make, padded_prompts, text
+from helpers.products import FULL
 from nalaformer.models.language import NaLaCache, RecurrentLayer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-RECURRENT = [layout for layout in LAYOUTS if layout not in ("softmax", "hybrid")]
+RECURRENT = [layout for layout in (LAYOUTS if FULL else MAIN_LAYOUTS) if layout not in ("softmax", "hybrid")]
 
 
-@each_layout
+@main_layouts
 def test_greedy_tokens_are_the_same_without_a_cache(layout):
     model, prompts = make(layout), padded_prompts()
     with_cache = model.generate(**prompts, **GREEDY)
@@ -24,7 +25,7 @@ def test_greedy_tokens_are_the_same_without_a_cache(layout):
     assert len(with_cache[:, 20:].unique()) > 3, "a constant output would prove little"
 
 
-@each_layout
+@main_layouts
 def test_left_padded_batch_gives_the_tokens_of_each_row_alone(layout):
     model, prompts = make(layout), padded_prompts()
     together = model.generate(**prompts, **GREEDY)
@@ -79,20 +80,20 @@ def test_single_tokens_after_padding_update_the_state_in_place(layout):
     assert {name: x.data_ptr() for name, x in cache.tensors().items()} == before
 
 
-@each_layout
+@main_layouts
 def test_prefill_in_chunks_gives_the_same_tokens(layout):
     model, prompts = make(layout), padded_prompts()
     assert torch.equal(model.generate(**prompts, **GREEDY, prefill_chunk_size=7), model.generate(**prompts, **GREEDY))
 
 
-@each_layout
+@main_layouts
 def test_beams_with_a_cache_are_those_without(layout):
     model, prompts = make(layout), padded_prompts()
     options = GREEDY | {"num_beams": 3, "num_return_sequences": 2}
     assert torch.equal(model.generate(**prompts, **options), model.generate(**prompts, **options, use_cache=False))
 
 
-@each_layout
+@main_layouts
 def test_sampling_with_a_cache_draws_the_same_tokens(layout):
     model, prompts = make(layout), padded_prompts()
     drawn = []
@@ -123,7 +124,7 @@ def held_bytes(cache: NaLaCache) -> int:
     return sum(storage.nbytes() for storage in {x.untyped_storage() for x in cache.tensors().values()})
 
 
-@each_layout
+@main_layouts
 def test_saved_cache_goes_on_where_it_was(layout, tmp_path):
     model, prompts = make(layout), padded_prompts()
     expected = model.generate(**prompts, **GREEDY)
@@ -146,7 +147,7 @@ def test_saved_cache_goes_on_where_it_was(layout, tmp_path):
         NaLaCache.load(tmp_path / "weights.safetensors", model.config)
 
 
-@each_layout
+@main_layouts
 def test_copied_cache_serves_two_continuations(layout):
     model, prompt = make(layout), text(1, 20)
     with torch.no_grad():
@@ -267,7 +268,7 @@ def test_wrong_folders_and_settings_of_writing_are_named(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout", ["linear", "linear+rotary+grouped", "linear+polarity", "forgetting", "forgetting+rotary+grouped"]
+    "layout", ["linear", "linear+polarity", "forgetting+rotary+grouped"] + FULL * ["linear+rotary+grouped", "forgetting"]
 )
 def test_kernels_go_on_from_their_own_states(layout):
     """The fused kernels in Triton's interpreter: a prompt, single tokens in place, and a padded piece."""

@@ -1,6 +1,7 @@
 """Language models in transformers: what they compute does not depend on padding, packing, precision or who trains them."""
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from helpers.language_models import VOCABULARY, each_layout, make, text
+from helpers.language_models import LAYOUTS, VOCABULARY, each_layout, make, text
+from helpers.products import FULL
 from nalaformer.models.language import (
     MIXER_NAMES,
     NaLaConfig,
@@ -55,8 +57,14 @@ def test_padding_on_either_side_changes_no_real_token(layout, side):
             torch.testing.assert_close(together[number, place], model(row).logits[0], rtol=0, atol=1e-10)
 
 
-@each_layout
-@pytest.mark.parametrize("how", ["at once", "after a cache", "compiled"])
+# whether the mask has numbers to look at is asked once for all mixers
+COMPILED = LAYOUTS if FULL else ["hybrid"]
+
+
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    [*product(("at once", "after a cache"), LAYOUTS), *product(("compiled",), COMPILED)],
+)
 def test_padding_between_real_tokens_changes_none_of_them(layout, how):
     """A second turn of a padded batch: the rows begin and go on at different tokens."""
     model, rows = make(layout), [text(1, 24), text(1, 19)]
@@ -278,7 +286,8 @@ def test_sequences_are_classified_by_their_last_real_token(side, tmp_path):
     assert type(AutoModelForSequenceClassification.from_pretrained(tmp_path)) is NaLaForSequenceClassification
 
 
-@pytest.mark.parametrize("mixers", ["linear", "forgetting", "gated_delta", "softmax"])
+# those that decay do all that the others do
+@pytest.mark.parametrize("mixers", [["forgetting", "gated_delta"], *([["linear", "softmax"]] * FULL)], ids="+".join)
 def test_training_step_is_one_graph(mixers):
     model, tokens = make(mixers=mixers, dtype=torch.float32).train(), text(2, 70)
     torch._dynamo.reset()
@@ -302,11 +311,10 @@ def test_tokens_of_another_shape_are_refused(tokens):
         make()(tokens)
 
 
-@pytest.mark.parametrize("mixers", ["linear", "forgetting", "gated_delta"])
-def test_another_packing_compiles_nothing(mixers):
+def test_another_packing_compiles_nothing():
     from torch._dynamo.testing import CompileCounter
 
-    model, counter = make(mixers=mixers, dtype=torch.float32), CompileCounter()
+    model, counter = make(mixers=["forgetting", "gated_delta"], dtype=torch.float32), CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=counter)
     counts = []
@@ -480,11 +488,10 @@ def test_config_alone_is_known_by_its_model_type():
     assert type(AutoConfig.for_model("nala", vocab_size=7)) is NaLaConfig
 
 
-@pytest.mark.parametrize("mixers", MIXER_NAMES)
 @pytest.mark.parametrize("more", ["attention_mask", "position_ids"])
-def test_tensors_without_numbers_have_the_shapes_of_a_training_step(mixers, more):
+def test_tensors_without_numbers_have_the_shapes_of_a_training_step(more):
     """As whoever estimates memory calls it: nothing looks at numbers that are not there."""
-    settings = NaLaConfig.from_size("nano", vocab_size=50, mixers=mixers)
+    settings = NaLaConfig.from_size("nano", vocab_size=50, mixers=list(MIXER_NAMES), num_hidden_layers=len(MIXER_NAMES))
     for place in (torch.device("meta"), FakeTensorMode()):
         with place:
             model, tokens = NaLaForCausalLM(settings), torch.ones(2, 70, dtype=torch.int64)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from helpers.language_models import GREEDY, LAYOUTS, each_layout, make, padded_prompts, text
+from helpers.language_models import GREEDY, LAYOUTS, each_layout, main_layouts, make, padded_prompts, text
 from nalaformer.models.language import NaLaCache, NaLaStaticCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STATIC = GREEDY | {"cache_implementation": "static"}
 
 
-@each_layout
+@main_layouts
 def test_a_static_cache_gives_the_tokens_of_a_growing_one(layout):
     model = make(layout)
     for prompts in ({"input_ids": text(2, 9)}, padded_prompts()):

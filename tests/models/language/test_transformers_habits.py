@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from helpers.language_models import GREEDY, VOCABULARY, each_layout, make, text
+from helpers.language_models import GREEDY, VOCABULARY, each_layout, main_layouts, make, text
 from nalaformer.models.language import NaLaCache, NaLaForSequenceClassification
 from nalaformer.training.trainer import checkpoint_activations
 
@@ -82,7 +82,7 @@ def test_continuous_batching_is_refused():
             call(inputs=[[1, 2]])
 
 
-@each_layout
+@main_layouts
 def test_generation_while_blocks_are_recomputed_gives_the_same_tokens(layout):
     model, prompt = make(layout), text(1, 6)
     expected = model.generate(prompt, **GREEDY)

@@ -15,6 +15,7 @@ from timm.optim import param_groups_layer_decay
 from typer.testing import CliRunner
 
 import nalaformer
+from helpers.products import FULL
 from nalaformer import cli
 from nalaformer.attention import METHODS
 from nalaformer.models.vision import VARIANTS, Backbone, build, card, count_multiply_adds
@@ -38,7 +39,9 @@ def cut_down(name):
     config = VARIANTS[name].config
     dims = (32,) * 4 if config.downsampling == "none" else (16, 32, 32, 64)
     size = {"embed_dims": dims, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 2, 4), "img_size": 64, "drop_path_rate": 0.0}
-    return size | ({} if config.projection is None else {"projection": 48})
+    size |= {"mlp_ratios": 2} | ({} if config.projection is None else {"projection": 48})
+    # layer scales that start near zero would hide what is behind them
+    return size | ({} if None in config.layer_scale else {"layer_scale": (1.0,) * 4})
 
 
 def small(name, **options):
@@ -47,9 +50,10 @@ def small(name, **options):
 
 # cut down, backbones that differ in sizes alone are the same network: the first of them stands for all
 DISTINCT = list({repr(replace(VARIANTS[name].config, **cut_down(name))): name for name in reversed(VARIANTS)}.values())[::-1]
+NAMES = list(VARIANTS) if FULL else DISTINCT
 
 
-@pytest.fixture(params=DISTINCT)
+@pytest.fixture(params=NAMES)
 def name(request):
     return request.param
 
@@ -75,11 +79,8 @@ def test_the_parameters_that_cards_show_are_those_of_the_network(name):
     assert card(name).parameters == parameters
 
 
-@pytest.mark.parametrize(
-    "name",
-    # to run the deep ones takes long even without numbers
-    [pytest.param(name, marks=[pytest.mark.slow] if sum(VARIANTS[name].config.depths) > 12 else []) for name in VARIANTS],
-)
+# to run the deep ones takes long even without numbers
+@pytest.mark.parametrize("name", [name for name in NAMES if FULL or sum(VARIANTS[name].config.depths) <= 12])
 def test_the_multiply_adds_that_cards_show_are_those_of_the_network(name):
     assert card(name).multiply_adds == count_multiply_adds(build(name, device="meta"), VARIANTS[name].config.input_size)
 
@@ -221,7 +222,6 @@ def test_the_classifier_comes_off_and_on(name):
     assert model(image).shape == (2, 5)
 
 
-@every_name
 def test_first_convolution_and_classifier_are_where_timm_looks_for_them(name):
     model = small(name, in_chans=1)
     config = model.pretrained_cfg

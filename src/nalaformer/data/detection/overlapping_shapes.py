@@ -78,7 +78,8 @@ class OverlappingShapes:
                 name = f"{index:06d}.png"
                 Image.fromarray(pixels).save(folder / split / name)
                 images.append({"id": index, "file_name": name, "height": pixels.shape[0], "width": pixels.shape[1]})
-                annotations += [{"id": len(annotations) + i, "image_id": index} | each for i, each in enumerate(objects)]
+                # from 1 on: evaluations of COCO take 0 for an object that was not found
+                annotations += [{"id": len(annotations) + i, "image_id": index} | each for i, each in enumerate(objects, 1)]
             categories = [{"id": label + 1, "name": name} for label, name in enumerate(CLASSES)]
             content = {"images": images, "annotations": annotations, "categories": categories}
             (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))
