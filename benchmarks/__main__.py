@@ -77,7 +77,7 @@ def build_app() -> "typer.Typer":
         prefill: Annotated[int | None, typer.Option(help="Tokens of one layer.", show_default="131072, cpu: 8192")] = None,
         seconds: Annotated[float, typer.Option(help="Seconds of timing per measurement.")] = 0.5,
     ) -> None:
-        """Tokens per second and memory against the context: linear, forgetting, gated_delta and softmax mixers."""
+        """Tokens per second and memory against the context, for linear mixers and softmax."""
         run_bench_language(device, out, seconds, {"size": size, "contexts": context, "batches": batch, "prefill": prefill})
 
     @bench.command("training")
@@ -110,7 +110,7 @@ def build_app() -> "typer.Typer":
 
 
 def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict[str, Any]) -> None:
-    # the picture comes last
+    # the plot comes last
     need("matplotlib")
     from . import run_language
 
@@ -130,11 +130,11 @@ def run_bench_ops(device: str, out: Path, quick: bool, shapes: list[str], second
     with progress_bar(console, measurements[0].label, total=len(measurements)) as (progress, bar):
         for result in recorded(measurements, out, COLUMNS, machine, seconds=seconds):
             results.append(result)
-            # what is measured now is the next one
+            # the bar names the measurement that starts now
             coming = measurements[min(len(results), len(measurements) - 1)].label
             progress.update(bar, description=coming, completed=len(results))
             if not console.is_terminal:
-                # where no bar is drawn, minutes would pass without a word
+                # without a terminal there is no bar, and minutes would pass in silence
                 console.print(f"[{len(results)}/{len(measurements)}] {result.line}", soft_wrap=True)
     console.print(results_table(results))
     for line in summary_lines(results, left_out(device)):
@@ -157,7 +157,7 @@ def run_bench_models(device: str, out: Path | None, sizes: list[int] | None, sec
     if case not in cases:
         raise unknown_name("case", case, cases)
     if case in ("super_resolution", "generation"):
-        # the picture comes last
+        # the plot comes last
         need("matplotlib")
     exit_by(cases[case](device, out, sizes or None, seconds=seconds))
 

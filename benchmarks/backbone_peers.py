@@ -18,7 +18,7 @@ from .models import FORWARD, MODEL_COLUMNS, TRAINING, BackboneMeasurement, check
 from .runner import Bar, Say, busy_lines, mistake_lines, run_plan, say_on_stdout
 
 OURS, CONVNEXT = "nalaformer_t_linear", "convnext_tiny"
-# those whose layers know the size of the image
+# their layers are built for one image size
 SIZED = ("swin_tiny_patch4_window7_224", "vit_small_patch16_224")
 PEERS = (CONVNEXT, *SIZED, "efficientvit_b2")
 EAGER, COMPILED, GRAPHS = "eager", "compiled", "compiled, graphs"
@@ -83,7 +83,7 @@ class PeerMeasurement(BackboneMeasurement):
             network = fold(network)
         network = network.to(self.weights)
         if self.is_compiled:
-            # what was compiled for others is of no use here, and holds their memory
+            # code compiled for other networks is useless here and keeps their memory alive
             torch._dynamo.reset()
             return torch.compile(network, dynamic=False, mode=MODES[self.form])  # type: ignore[return-value]
         return network
@@ -117,7 +117,7 @@ class PeerMeasurement(BackboneMeasurement):
             return call
 
         def replayed() -> object:
-            # what the call before returned may be overwritten
+            # this lets the replay overwrite the output of the call before
             torch.compiler.cudagraph_mark_step_begin()
             return call()
 
@@ -133,7 +133,7 @@ PeerResult = Result[PeerMeasurement]
 
 
 def plan_peers(device: str, sizes: Sequence[int] | None = None) -> list[PeerMeasurement]:
-    """What will be measured: first ours and ConvNeXt-T, which the bars need."""
+    """Return the plan: first ours and ConvNeXt-T, which the bars need."""
     refuse_missing_device(device)
     sizes = checked_image_sizes(SIZES[device] if sizes is None else sizes)
     everything = [

@@ -36,7 +36,7 @@ class Case:
         return f"B{self.batch} H{self.heads} N{self.tokens} D{self.head_dim}{kind}{' eager' if self.eager else ''}"
 
     def least_bytes(self, dtype: torch.dtype, *, backward: bool) -> int:
-        """What must go through memory: q, k, v in, the output out; backward those and its gradient in, three gradients out."""
+        """Return the least memory traffic: q, k, v and the output; backward also five tensors in and three gradients out."""
         tensor = self.batch * self.heads * self.tokens * self.head_dim * dtype.itemsize
         return (4 + 7 * backward) * tensor
 

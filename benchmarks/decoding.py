@@ -38,7 +38,7 @@ CHECKED_STEPS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeMeasurement(Measurement):
-    """What a step of one method costs at one context."""
+    """Cost of one decoding step of one method at one context."""
 
     study: DecodeStudy
     method: str
@@ -145,7 +145,7 @@ def _error(model: Any, tokens: Tensor, prompt: int) -> float:
     if isinstance(model, HybridForCausalLM):
         decoder = make_stepping(model, cache, tokens.shape[1])
         found = [decoder.step(token).clone() for token in after.unbind(1)]
-        # the same in the way of generate
+        # then the same tokens as generate feeds them
         lent = deepcopy(cache)
         with steps_taken_over(model):
             found += [model(token, past_key_values=lent, use_cache=True).logits[:, 0] for token in after.split(1, 1)]

@@ -82,7 +82,7 @@ def build_decoder(study: DecodeStudy, settings: HybridSettings | None, *, device
 
 
 def with_fused_norms(model: Any) -> Any:
-    """The same model with torch's RMSNorm: one kernel where transformers' takes six, in what both sides share."""
+    """Replace every RMSNorm by torch's and return the model: one kernel, where transformers' norm takes six."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "LlamaRMSNorm":

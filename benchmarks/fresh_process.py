@@ -33,7 +33,7 @@ def in_fresh_process(target: str, arguments: dict[str, Any], *, seconds: float) 
 
 
 def answer_request() -> None:
-    """What the fresh process runs: request on stdin, MiB and milliseconds on stdout."""
+    """Measure in the fresh process: read a request from stdin, write MiB and milliseconds to stdout."""
     request = json.load(sys.stdin)
     torch.set_num_threads(request["threads"])
     module, function = request["target"].split(":")

@@ -121,7 +121,7 @@ StepResult = Result[StepMeasurement]
 def plan_generation(
     device: str, sizes: Sequence[int] | None = None, *, depth: int | None = None, width: int | None = None
 ) -> list[StepMeasurement]:
-    """What will be measured, the smallest first. depth, width: sizes of a smaller network, for a quick look."""
+    """Return the plan, the smallest size first. depth, width: sizes of a smaller network, for a quick look."""
     refuse_missing_device(device)
     sizes = IMAGE_SIZES[device] if sizes is None else sizes
     unit = REDUCTION * PATCH
@@ -147,7 +147,7 @@ def run_generation(
     width: int | None = None,
     say: Say = say_on_stdout,
 ) -> list[StepResult]:
-    """Measure the plan, say each figure as it comes and write its row; then a picture beside the file, and how they grow.
+    """Measure the plan, print each result and write its row; then draw a plot beside the file and return how costs grow.
 
     out: default benchmarks/results/generation_<device>.csv.
     """

@@ -30,7 +30,7 @@ class ImageMeasurement(CallMeasurement):
     @property
     @abstractmethod
     def setting(self) -> str:
-        """What tells measurements of one variant on one image apart."""
+        """Setting that differs between measurements of one variant on one image."""
 
     def said(self, result: Result[Any]) -> str:
         memory = "" if result.peak_extra_mib is None else f", {rounded(result.peak_extra_mib)} MiB"
@@ -42,7 +42,7 @@ M = TypeVar("M", bound=ImageMeasurement)
 
 @dataclass(frozen=True, kw_only=True)
 class ChartStyle:
-    """How the picture of a benchmark is drawn."""
+    """Style of a benchmark's plot."""
 
     title: str
     tokens: str
@@ -63,7 +63,7 @@ def run_image_costs(
     seconds: float,
     say: Say,
 ) -> list[Result[M]]:
-    """Measure the plan, say each figure as it comes and write its row; then the lines, and a picture beside the file."""
+    """Measure the plan, print each result and write its row; then print the lines and draw a plot beside the file."""
     machine = describe_machine()
     results = run_plan(plan, path, columns, machine, seconds=seconds, say=say)
     for line in (*busy_lines(results), *lines(results), *mistake_lines(results), f"results: {path}"):

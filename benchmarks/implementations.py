@@ -44,7 +44,7 @@ class Implementation:
     make_step: MakeStep | None = None
     """q [B, 1, H, D], k and v [B, N, H, D] -> a call that gives the last token's output, all that came before it ready."""
     package: str | None = None
-    """A module that it needs and we do not: a peer, left out where that cannot be imported."""
+    """Module that only this implementation needs: a peer, skipped where that cannot be imported."""
     features: bool = False
     """True: it is given the norm-aware features of q and k, made before the clock starts, in place of q and k."""
     slack: float = 1.0
@@ -66,7 +66,7 @@ class Implementation:
         return device in self.devices and fits and has_form and is_wanted
 
     def why_missing(self) -> str | None:
-        """Why its package cannot be imported; None if it can or if it needs none."""
+        """Return why its package cannot be imported; None if it can be, or if none is needed."""
         if self.package is None:
             return None
         try:
@@ -79,7 +79,7 @@ class Implementation:
         return self.why_missing() if device in self.devices else f"it does not run on {device}"
 
     def given(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """What takes the place of q and k: their features, if it wants those."""
+        """Return q and k, or their features where the implementation takes features."""
         if not self.features:
             return q, k
         phi = feature_map("norm_aware", num_heads=q.shape[2], head_dim=q.shape[3])

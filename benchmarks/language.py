@@ -40,7 +40,7 @@ CHECKED_TOKENS = 150
 # up to here a cache is filled by a pass over a prompt as well as with random numbers, to show that both cost the same
 LONGEST_REAL_PROMPT = 1024
 REAL, RANDOM = "prompt", "random numbers"
-# of a recurrent layer; counts and scales keep what a short prompt has left
+# tensors of a recurrent layer that are filled; counts and scales stay as a short prompt left them
 RANDOM_TENSORS = {"state", "key_sum", "tail"}
 GRAPH, EAGER = "replays of a CUDA graph", "eager calls"
 RECURRENT = tuple(mixer for mixer in MIXERS if mixer != "softmax")
@@ -125,7 +125,7 @@ def plan_language(
     prefill: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> list[LanguageMeasurement]:
-    """What will be measured of each mixer: the prefill of one layer, then decoding by batch and context."""
+    """Return the plan of each mixer: the prefill of one layer, then decoding by batch and context."""
     refuse_missing_device(device)
     contexts, batches = sorted(set(contexts or CONTEXTS[device])), sorted(set(batches or BATCHES[device]))
     if contexts[0] < 2 or batches[0] < 1:
@@ -146,7 +146,7 @@ def plan_language(
 def run_language(
     device: str, out: str | Path | None = None, *, seconds: float = 0.5, say: Say = say_on_stdout, **plan: Any
 ) -> list[LanguageResult]:
-    """Measure the plan, say each figure as it comes; CSV file, picture beside it, and what the figures say.
+    """Measure the plan and print each result; write a CSV file, a plot beside it, and a summary.
 
     out: default benchmarks/results/language_<device>.csv. plan: the options of `plan_language`.
     """
@@ -213,7 +213,7 @@ def make_cache(measurement: LanguageMeasurement, model: "NaLaForCausalLM") -> "N
 
 
 def make_step(measurement: LanguageMeasurement, model: "NaLaForCausalLM", cache: "NaLaCache") -> Callable[[], object]:
-    """One new token, again and again: states go on in place, the last place of keys and values is written anew."""
+    """Feed one new token again and again: states advance in place, the last key and value are overwritten."""
     token = make_tokens(measurement, model, 1)
 
     def step() -> Tensor:
@@ -252,7 +252,7 @@ def checked_error(measurement: LanguageMeasurement) -> float:
 
 
 def language_bars(results: Sequence[LanguageResult]) -> list[Bar]:
-    """The promises: flat decoding, constant memory, a fast prefill; one that was not measured is left out."""
+    """Return the targets: flat decoding, constant memory, a fast prefill; skip those that were not measured."""
     found = []
     decodes = [r for r in results if r.measurement.what == DECODE and r.measurement.filled == RANDOM and r.median_ms]
     for batch in sorted({r.measurement.batch for r in decodes}):

@@ -1,4 +1,4 @@
-"""The picture of decoding against the context."""
+"""Plot decoding against the context."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) ->
         axes.set_xlabel("context (tokens)")
         axes.set_title(title, loc="left", fontsize=11)
         tidy(axes)
-    # the same lines in both
+    # one legend: both axes show the same lines
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), fontsize=8, frameon=False)
     first = shown[0].measurement
     figure.suptitle(f"Decoding, {first.size} layout, {name_of(first.dtype)}, {machine.device_name(first.device)}", fontsize=12)

@@ -107,7 +107,7 @@ def plan_training(
     shapes: Sequence[str] | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> list[TrainingMeasurement]:
-    """What will be measured, model by model: each is checked once. shapes: rows x tokens, such as "16x2048"."""
+    """Return the plan, model by model: each is checked once. shapes: rows x tokens, such as "16x2048"."""
     refuse_missing_device(device)
     for name, chosen, known in (("model", models, MODELS), ("form", forms, FORMS)):
         for given in chosen or ():
@@ -227,7 +227,7 @@ def checked_error(measurement: TrainingMeasurement) -> float:
 
 
 def kernel_lines(step: Callable[[], object], device: str) -> list[str]:
-    """What ran in one step, longest first: milliseconds, calls, name."""
+    """Profile one step and return its kernels, longest first: milliseconds, calls, name."""
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(3):

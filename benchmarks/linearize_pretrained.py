@@ -175,7 +175,7 @@ def continuation_scores(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]
     found: list[tuple[float, bool]] = [(0.0, False)] * len(texts)
     place = 0
     while place < len(order):
-        # of about one length, so that little is padded
+        # texts of a batch have about one length, so that little is padded
         longest = sum(map(len, texts[order[min(place + 255, len(order) - 1)]]))
         some = order[place : place + min(256, max(1, 16384 // longest))]
         place += len(some)
@@ -201,7 +201,7 @@ def evaluate(model: Any, tokenizer: Any, data: Path, arguments: argparse.Namespa
     val, wikitext = (torch.from_numpy(np.load(data / f"{name}.npy").astype(np.int64)) for name in ("val", "wikitext"))
     for length in (1024, 8192):
         if length <= arguments.longest:
-            # the same text at both lengths
+            # both lengths read the same text
             total, parts = perplexities(model, val[: arguments.val_tokens], length, 10**6)
             row |= {f"ppl_{length}": total, f"ppl_{length}_by_position": " ".join(f"{part:.2f}" for part in parts)}
     row["ppl_wikitext_1024"] = perplexities(model, wikitext[: arguments.val_tokens], 1024, 10**6)[0]

@@ -1,4 +1,4 @@
-"""What a benchmark describes to the runner, and what comes back: a measurement and its result."""
+"""A measurement, which a benchmark describes to the runner, and its result."""
 
 import gc
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class Measurement(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """What it is called in the line that says its figures."""
+        """Name in the printed line of results."""
 
     @property
     def units(self) -> int:
@@ -45,18 +45,18 @@ class Measurement(ABC):
         return True
 
     def stops_the_run(self, error: Exception) -> bool:
-        """Whether an error is more than an outcome; by default a package that is missing."""
+        """Return True if an error ends the run; by default, if a package is missing."""
         return isinstance(error, ModuleNotFoundError)
 
     # ---- right before fast
 
     @property
     def subject(self) -> object:
-        """What is built and checked; measurements of one subject that follow each other share it."""
+        """Subject that is built and checked; consecutive measurements of one subject share it."""
         return self
 
     def build(self) -> Any:
-        """What measurements of one subject share, as the model."""
+        """Build what measurements of one subject share, such as the model."""
         return None
 
     largest_errors: ClassVar[Mapping[torch.dtype, float]] = {}
@@ -86,7 +86,7 @@ class Measurement(ABC):
 
     @abstractmethod
     def said(self, result: "Result[Any]") -> str:
-        """The figures of a result, in words."""
+        """Describe the metrics of a result in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ M = TypeVar("M", bound=Measurement)
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Generic[M]):
-    """What came of a measurement; figures only where the outcome is MEASURED."""
+    """Result of a measurement; it has metrics only where the outcome is MEASURED."""
 
     measurement: M
     outcome: str = MEASURED
@@ -191,7 +191,7 @@ def outcome_of(error: BaseException) -> dict[str, Any]:
 
 
 def failure_of(error: BaseException) -> str:
-    """What a row says of work that broke off."""
+    """Return the note of a row whose work failed."""
     found = outcome_of(error)
     return f"{FAILED}: {found['reason']}" if found["outcome"] == FAILED else OUT_OF_MEMORY
 

@@ -1,4 +1,4 @@
-"""How much memory a call needs at its worst moment, beyond what its inputs held before.
+"""Measure the peak memory of a call, beyond what its inputs held before.
 
 On a CPU the kernel counts: Linux keeps the largest resident size of a process (VmHWM) and resets it when "5" is written to
 /proc/self/clear_refs. Memory that the process had freed but kept would hide a need, so a call is measured in a process of
@@ -36,7 +36,7 @@ def peak_extra_mib(call: Callable[[], object], *, device: str = "cpu") -> float:
 
 
 def can_measure(device: str) -> bool:
-    """Whether this system counts the peak."""
+    """Return True if this system counts the peak."""
     if device == "cuda":
         return True
     try:

@@ -47,7 +47,7 @@ class ModelVariant:
 
     @property
     def is_compared(self) -> bool:
-        """Whether there is a reference path that it does not already take."""
+        """True if there is a reference path other than its own."""
         return self.has_linear_stages and self.backend != "reference"
 
 
@@ -142,7 +142,7 @@ class ModelMeasurement(BackboneMeasurement):
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Self:
-        # what was a tuple came as a list
+        # JSON has no tuples
         changes = {name: tuple(value) if isinstance(value, list) else value for name, value in values["changes"].items()}
         return cls(**(values | {"changes": changes}))
 
@@ -156,7 +156,7 @@ ModelResult = Result[ModelMeasurement]
 def plan_models(
     device: str, sizes: Sequence[int] | None = None, *, changes: Mapping[str, Any] | None = None
 ) -> list[ModelMeasurement]:
-    """What will be measured, in order: first what the bars need."""
+    """Return the plan in order: first what the bars need."""
     refuse_missing_device(device)
     sizes = checked_image_sizes(DEFAULT_SIZES[device] if sizes is None else sizes)
     everything = [
@@ -248,7 +248,7 @@ def models_table(results: Sequence[ModelResult]) -> list[str]:
 
 
 def model_bars(results: Sequence[ModelResult]) -> list[Bar]:
-    """The promises for training; one that this run did not measure is left out, one without both figures is not met."""
+    """Return the targets for training; skip those that were not measured; one without both results is not met."""
     training = {(r.measurement.image_size, r.measurement.variant): r for r in results if r.measurement.direction == TRAINING}
     found = []
     for size, peer_name, least in BARS:

@@ -42,7 +42,7 @@ class OpMeasurement(CallMeasurement):
         return IMPLEMENTATIONS[self.implementation].package is None
 
     def stops_the_run(self, error: Exception) -> bool:
-        """An error of ours stops the run; a peer that fails is a result without figures."""
+        """Stop the run at an error of ours; a peer that fails is a result without metrics."""
         return self.is_ours
 
     @property
@@ -78,7 +78,7 @@ class OpMeasurement(CallMeasurement):
 
 
 def plan(cases: Sequence[Case], device: str) -> list[OpMeasurement]:
-    """What will be measured, in order; peers that cannot be imported are left out (see `left_out`)."""
+    """Return the plan in order; skip peers that cannot be imported (see `skipped_peers`)."""
     # only what could run here is asked for: importing a peer may take seconds
     here = [name for name in IMPLEMENTATIONS.names() if IMPLEMENTATIONS[name].why_not_on(device) is None]
     return [

@@ -1,4 +1,4 @@
-"""What the figures of attention say: a table, how fast cost grows with the number of tokens, and whether the bars are met."""
+"""Report the results of attention: a table, how fast cost grows with the number of tokens, and whether the bars are met."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -112,7 +112,7 @@ def _forward_at_bars(results: Sequence[OpResult], implementation: str) -> OpResu
 
 
 def results_table(results: Sequence[OpResult]) -> "Table":
-    """A line per case and implementation; "-" where one was left out."""
+    """Return a line per case and implementation; "-" where one was skipped."""
     from rich import box
     from rich.table import Table
 
@@ -124,7 +124,7 @@ def results_table(results: Sequence[OpResult]) -> "Table":
         table.add_column(title, justify="right", no_wrap=True)
     devices = {r.measurement.device for r in results}
     measured = {r.measurement.implementation for r in results}
-    # what we compare ourselves with stands in the table even where it was left out; peers are there where they ran
+    # baselines are in the table even where they were skipped, peers only where they ran
     names = [
         name
         for name in IMPLEMENTATIONS.names()
@@ -144,7 +144,7 @@ def time_cell(result: OpResult | None) -> str:
 
 
 def summary_lines(results: Sequence[OpResult], left_out: Mapping[str, str] | None = None) -> list[str]:
-    """Growth, bars, decoding steps, what was left out and why, and whatever went wrong, as sentences."""
+    """Return growth, bars, decoding steps, skipped peers with the reason, and failures, as sentences."""
     lines = busy_lines(results)
     for fit in growth(results):
         span = f"{fit.tokens[0]:,} to {fit.tokens[-1]:,} tokens"

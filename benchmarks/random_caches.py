@@ -15,7 +15,7 @@ from .decoding_models import DecodeStudy
 
 
 def ordinary_cache(model: Any, study: DecodeStudy, context: int, batch: int) -> tuple[Any, int]:
-    """The cache from which `generate` goes on after `context` tokens, filled with random numbers, and its bytes."""
+    """Return the cache of `generate` after `context` tokens, filled with random numbers, and its bytes."""
     if isinstance(model, HybridForCausalLM):
         cache: Any = random_cache(model, study, context, batch)
         return cache, cache.nbytes

@@ -17,7 +17,7 @@ from nalaformer.machine import Machine, version_of
 from .measurement import MEASURED, OUT_OF_MEMORY, WRONG, M, Measurement, Result, give_back_memory, outcome_of
 
 Say = Callable[[str], object]
-# of the CPU time of a machine; one that does nothing else stays well below
+# share of the machine's CPU time that other processes take; an idle machine stays well below
 DISTURBED = 0.1
 COUNTED_BY = {
     "cpu": "resident memory of a fresh process: peak (VmHWM) minus before the call",
@@ -40,7 +40,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedSubject:
-    """What measurements of one subject share."""
+    """Subject that several measurements share, built and checked once."""
 
     subject: object
     built: Any
@@ -82,7 +82,7 @@ def _attempt(result: Result[M], work: Callable[[], Result[M]]) -> Result[M]:
         # the error itself must not live on: its frames hold the activations that did not fit
         return replace(result, **outcome_of(error))
     finally:
-        # looking for what nobody holds any more takes long, and pays where memory is short
+        # a garbage collection takes long, and pays where memory is short
         if result.measurement.device == "cuda":
             give_back_memory()
 
@@ -128,7 +128,7 @@ def run_plan(
 def run_part(
     measurements: Sequence[M], *, seconds: float, add: Callable[..., None], say: Say, deadline: float
 ) -> list[Result[M]]:
-    """The same as a part of a study: `add` takes the columns of a row."""
+    """Run measurements as a part of a study: `add` takes the columns of a row."""
     results = []
     for result in measured(measurements, seconds=seconds, deadline=deadline):
         results.append(result)
@@ -217,5 +217,5 @@ def cell(result: Result[Any] | None, field: str) -> str:
 
 
 def are_ours_right(results: Iterable[Result[Any]]) -> bool:
-    """Whether nothing of ours was wrong or failed; too little memory is no mistake."""
+    """Return True if nothing of ours was wrong or failed; too little memory counts as neither."""
     return all(result.outcome in (MEASURED, OUT_OF_MEMORY) for result in results if result.measurement.is_ours)

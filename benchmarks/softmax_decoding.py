@@ -87,7 +87,7 @@ def attend_in_heads(
 def attend_in_rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """The same with the H / K queries of each of the K heads as rows."""
+    """Attend with the H / K queries of each of the K heads as rows."""
     assert query.shape[2] == 1
     assert attention_mask is None
     rows = query[:, :, 0].unflatten(1, (key.shape[1], -1))

@@ -136,7 +136,7 @@ EnlargementResult = Result[EnlargementMeasurement]
 def plan_super_resolution(
     device: str, sides: Sequence[int] | None = None, *, model: str = "super_resolution_light"
 ) -> list[EnlargementMeasurement]:
-    """What will be measured, the smallest first."""
+    """Return the plan, the smallest first."""
     refuse_missing_device(device)
     sides = SIDES[device] if sides is None else sides
     if not sides or min(sides) < 1:
@@ -158,7 +158,7 @@ def run_super_resolution(
     model: str = "super_resolution_light",
     say: Say = say_on_stdout,
 ) -> list[EnlargementResult]:
-    """Measure the plan, say each figure as it comes and write its row; then a picture beside the file, and what is saved.
+    """Measure the plan, print each result and write its row; then draw a plot beside the file and return the savings.
 
     out: default benchmarks/results/super_resolution_<device>.csv.
     """
@@ -168,7 +168,7 @@ def run_super_resolution(
 
 
 def saving_lines(results: Sequence[EnlargementResult]) -> list[str]:
-    """How much less memory than each softmax, where the paper says so."""
+    """Return how much less memory ours takes than each softmax, where the paper says so."""
     found, lines = by_place(results), []
     for (tokens, direction, variant), peer in found.items():
         ours = found.get((tokens, direction, NORM_AWARE))

@@ -41,7 +41,7 @@ def copy_bandwidth(*, gibibytes: float = 1.0) -> float:
 
 
 class OtherProcesses:
-    """How much of the machine's CPU time goes to other processes: beside a busy neighbour a time means little."""
+    """Share of the machine's CPU time that other processes take: beside a busy one, a time means little."""
 
     def __init__(self) -> None:
         self.start = self._clocks()

@@ -1,4 +1,4 @@
-"""Tables of pages, made from files of results: nobody copies a figure by hand."""
+"""Tables of pages, made from files of results, so that no result is copied by hand."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -19,7 +19,7 @@ def arena(task: SequencesConfig, *, batch_size: int, learning_rate: float, warmu
         "batch_size": batch_size,
         "learning_rate": learning_rate,
         "warmup": warmup,
-        # where torch's one-cycle schedule starts and ends
+        # torch's one-cycle schedule starts and ends at these rates
         "warmup_learning_rate": learning_rate / 25,
         "min_learning_rate": 0.0,
         "schedule": "linear",
@@ -190,7 +190,7 @@ def mqar_small() -> Recipe:
     return Recipe(model="recall", attention="nalaformer", model_options={"dim": 64}, task=task, training=training)
 
 
-# of models that learn to look something up: AdamW with a cosine
+# training of models that learn to look something up: AdamW with a cosine
 LOOKING_UP: dict[str, Any] = {
     "batch_size": 64,
     "learning_rate": 1e-3,

@@ -28,7 +28,7 @@ from .sequences import (
 
 @dataclass(frozen=True, kw_only=True)
 class SequencesConfig:
-    """Which sequences."""
+    """Settings of sequence data."""
 
     data: str
     """Name of the sequence data, or a folder that `python -m research.sequences` wrote."""
@@ -106,7 +106,7 @@ class Sequences:
 
     @property
     def figure(self) -> Figure:
-        """What answers are judged by."""
+        """Metric of the answers."""
         return FIGURES[self.train_data.figure]
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
@@ -143,9 +143,9 @@ def answered(
 
 
 class AnswerFigures(SummedMetrics):
-    """How good the answers are, in each group and in the mean over groups, each counting the same.
+    """Metrics of answers, in each group and in the mean over groups with equal weight.
 
-    `known` figures, such as chance, are reported beside it.
+    `known` levels, such as chance, are reported beside them.
     """
 
     def __init__(

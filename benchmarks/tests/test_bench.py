@@ -148,7 +148,7 @@ def test_growth_is_fitted_to_the_cases_that_differ_in_tokens_alone():
 def test_bars_are_met_from_their_limit_on(ours, published, met):
     case = Case(batch=1, heads=4, tokens=65536)
     assert case in GROWTH
-    # what happens backward or at other shapes is no part of the promise
+    # the target does not cover the backward pass or other shapes
     results = [result(case, OURS, BOTH, ms=1e9, mib=1e9), result(replace(case, batch=2), OURS, ms=1e9, mib=1e9)]
     results += [result(case, OURS, ms=ours[0], mib=ours[1]), result(case, PUBLISHED, ms=published[0], mib=published[1])]
     assert [bar.is_met for bar in bars(results)] == met
@@ -204,7 +204,7 @@ def test_the_table_shows_what_was_left_out_as_a_dash():
     (wrong,) = [line.split() for line in lines if PUBLISHED in line]
     assert wrong[-4:] == ["wrong", "-", "wrong", "-"]
     assert any("torch SDPA" in line for line in lines)
-    # what runs on another device only would be a column of dashes
+    # what runs only on another device would be a column of dashes
     assert not any("compiled" in line for line in lines)
 
 

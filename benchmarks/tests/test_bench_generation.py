@@ -1,4 +1,4 @@
-"""Time and memory of a denoising step: the networks are those that are compared, and the sentences follow the figures."""
+"""Time and memory of a denoising step: the right networks are compared, and the sentences follow the results."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Language models side by side: what is measured, and what the figures are said to mean."""
+"""Language models side by side: the plan, and the sentences about the results."""
 
 import csv
 from dataclasses import replace

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plant(mebibytes, keep):
-    """What the fresh process calls: a call that holds this much, up to its end or for a moment."""
+    """Return a call that holds this much memory, up to its end or for a moment."""
 
     def call():
         block = torch.ones(mebibytes * 2**18)

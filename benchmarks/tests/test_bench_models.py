@@ -1,4 +1,4 @@
-"""Whole backbones side by side: what is measured, in which order, and what the figures are said to mean."""
+"""Whole backbones side by side: the plan, its order, and the sentences about the results."""
 
 import csv
 

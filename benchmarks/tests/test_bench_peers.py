@@ -30,7 +30,7 @@ def test_causal_case_is_measured_against_the_causal_truth():
 
 
 def attend_to_features(q, k, v):
-    """What a peer computes: features in, heads first, causal, without our eps."""
+    """Compute attention as a peer does: from features, heads first, causal, without our eps."""
     weights = (q @ k.transpose(-2, -1)).tril()
     return weights @ v / (weights.sum(-1, keepdim=True) + 1e-10)
 

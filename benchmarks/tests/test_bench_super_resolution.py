@@ -1,4 +1,4 @@
-"""Memory and time of enlarging one image: what is compared is the same function, and the sentences follow the figures."""
+"""Memory and time of enlarging one image: all variants compute one function, and the sentences follow the results."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_materialised_softmax_keeps_the_weights_of_all_pairs():
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor, pack=pack: pack(tensor.numel()) or tensor, lambda t: t):
             measurement.make_call(None)()
         largest[variant] = max(kept)
-    # of two heads
+    # the materialized weights have two heads
     assert largest[NORM_AWARE] < 256**2 < largest[MATERIALISED] == 2 * 256**2
 
 

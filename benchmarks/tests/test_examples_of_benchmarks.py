@@ -1,4 +1,4 @@
-"""What the documents show of benchmarks must run."""
+"""The documents' examples of benchmarks run."""
 
 import pytest
 

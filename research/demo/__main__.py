@@ -31,7 +31,7 @@ def build_app() -> typer.Typer:
         ] = False,
     ) -> None:
         """Train the same small network with every attention and compare: table and report.html, in minutes on a CPU."""
-        # the pictures come last
+        # the plots come last
         need("matplotlib")
         if only_sharpening:
             if (seeds != 1 and seeds != SEEDS) or all_methods:

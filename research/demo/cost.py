@@ -20,7 +20,7 @@ ROUNDS = 2
 def milliseconds(
     entries: Sequence[Entry], tokens: Sequence[int] = TOKENS, rounds: int = ROUNDS
 ) -> dict[Entry, tuple[float, ...]]:
-    """Of one sequence through the demo's network, processor time of one core: the shortest of some rounds.
+    """Measure the processor time of one sequence through the demo's network on one core, the shortest of some rounds.
 
     By the clock on the wall, a machine that other programs keep busy was seen to take a hundred times as long; processor time
     counts what the network itself needs.

@@ -1,4 +1,4 @@
-"""What a network that has learned to point attends to: entropy against query norm, and the weight of near and far keys."""
+"""Diagnose a network trained on pointing: entropy against query norm, and the weight of near and far keys."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from ..sequences.pointing import Pointing
 
 SEQUENCES = 64
 BINS = 24
-# what queries are multiplied with, to see what their norm does
+# queries are multiplied by these, to show the effect of their norm
 FACTORS = tuple(2.0 ** (step / 2) for step in range(-6, 7))
 
 
@@ -23,7 +23,7 @@ FACTORS = tuple(2.0 ** (step / 2) for step in range(-6, 7))
 class Diagnosis:
     """Statistics of one trained network on the first eval sequences, over the tokens that ask; entropies in nats.
 
-    Weights are those of the feature map. A contrast is left out: it takes the same off the weight of every key, which may then
+    Weights are those of the feature map. A contrast is skipped: it takes the same off the weight of every key, which may then
     be negative, and signed weights have no entropy.
     """
 

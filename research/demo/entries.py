@@ -1,4 +1,4 @@
-"""Which methods the demo compares, and on what."""
+"""Methods that the demo compares, and their tasks."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +35,7 @@ ENTRIES = (
     Entry(label="Hedgehog", attention="hedgehog"),
     OURS,
 )
-# left out by default, since each makes the demo longer by an eighth: 1 + ELU points as plain ReLU does, and our map points less
+# not run by default, since each makes the demo longer by an eighth: 1 + ELU points as plain ReLU does, and our map points less
 # well without its contrast
 MORE_ENTRIES = (
     Entry(label="1 + ELU", attention="elu"),

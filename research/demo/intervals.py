@@ -1,4 +1,4 @@
-"""What a few seeds can tell: intervals for means and for differences."""
+"""Confidence intervals for means and differences over a few seeds."""
 
 import math
 import statistics

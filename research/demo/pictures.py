@@ -1,4 +1,4 @@
-"""The report's pictures."""
+"""Plots of the report."""
 
 import io
 import math
@@ -44,7 +44,7 @@ def as_bytes(figure: "Figure", form: str) -> bytes:
 
 
 def write_picture(figure: "Figure", folder: Path, name: str) -> bytes:
-    """As PNG and SVG in the folder; the PNG's bytes."""
+    """Write a PNG and an SVG to the folder; return the PNG's bytes."""
     png = as_bytes(figure, "png")
     write_atomically(folder / f"{name}.png", png)
     write_atomically(folder / f"{name}.svg", as_bytes(figure, "svg"))
@@ -100,7 +100,7 @@ def learning_curves(result: DemoResult) -> "Figure":
 
 
 def entropy_against_norm(diagnoses: Mapping[str, Diagnosis]) -> "Figure":
-    """Of networks by label. Left: the same queries made longer or shorter. Right: as they are, ordered by their norm."""
+    """Plot entropy of networks by label. Left: the same queries scaled. Right: unscaled, ordered by their norm."""
     figure = new_figure(9, 4.2, dpi=DPI)
     turned, as_they_are = figure.subplots(1, 2, sharey=True)
     styles = looks(diagnoses)
@@ -119,7 +119,7 @@ def entropy_against_norm(diagnoses: Mapping[str, Diagnosis]) -> "Figure":
 
 
 def attention_maps(result: DemoResult) -> "Figure":
-    """Where 16 probes of one sequence look: a row for each, its keys ordered from the nearest to the farthest."""
+    """Plot the attention of 16 probes of one sequence: a row for each, keys ordered from the nearest to the farthest."""
     columns = 4
     rows = -(-len(result.found) // columns)
     figure = new_figure(9, 2.2 * rows + 0.3, dpi=DPI)

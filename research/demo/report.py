@@ -69,7 +69,7 @@ def demo_table(result: DemoResult) -> "Table":
 
     table = Table(title=title(result), title_justify="left")
     for name, _ in COLUMNS:
-        # a terminal of 80 columns has room for the figures if a long name takes two lines
+        # a terminal of 80 columns has room for the results if a long name takes two lines
         is_name = name == "attention"
         table.add_column(name, justify="left" if is_name else "right", no_wrap=not is_name, min_width=13 if is_name else None)
     for finding in result.found:
@@ -78,7 +78,7 @@ def demo_table(result: DemoResult) -> "Table":
 
 
 def write_report(result: DemoResult, path: Path) -> Path:
-    """A page that needs nothing beside itself: the pictures are inside, and as PNG and SVG files beside it for other uses."""
+    """Write a self-contained page: the plots are embedded, and lie beside it as PNG and SVG files for other uses."""
     from .pictures import PICTURES, write_picture
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ network is trained with each attention, and the feature map is all that differs,
 own: {title}.</p>
 {table}
 {advice}
-<h2>What the figures bear</h2><ul>{findings}</ul>
+<h2>What the results support</h2><ul>{findings}</ul>
 <h2>Scores</h2>{scores}
 <p>A dot for each seed, a bar for the 95% interval of the mean.</p>
 <h2>Does attention sharpen with the query?</h2>{entropy_against_norm}

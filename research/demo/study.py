@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What the demo has found out about one method."""
+    """Results of one method in the demo."""
 
     entry: Entry
     accuracies: dict[str, tuple[float, ...]]
@@ -61,7 +61,7 @@ class DemoResult:
         return len(self.found[0].accuracies[TASKS[0].name])
 
     def findings(self) -> list[str]:
-        """The findings in words: only what the figures support."""
+        """Findings in words, as far as the results support them."""
         lines = [
             self.on_pointing(),
             *self.on_ours(),
@@ -100,7 +100,7 @@ class DemoResult:
 
     @property
     def ours_is_recommended(self) -> bool:
-        """Whether the seeds bear it: at pointing it leads plain linear attention and no published map in linear time leads it,
+        """True if the seeds support it: at pointing it leads plain linear attention, no published map in linear time leads it,
         and softmax does not lead it at the flat task."""
         by_label = {finding.entry.label: finding for finding in self.found}
         ours, softmax, plain = (by_label.get(label) for label in (OURS.label, "softmax", "linear (ReLU)"))
@@ -110,7 +110,7 @@ class DemoResult:
         return leads(ours, plain, "pointing") and not is_led and not leads(softmax, ours, "majority")
 
     def advice(self) -> str:
-        """When to take the map of our own, as far as the intervals say it; nothing with one seed."""
+        """Sentence on when to choose our own map, as far as the intervals support one; empty with one seed."""
         by_label = {finding.entry.label: finding for finding in self.found}
         ours, softmax, plain = (by_label.get(label) for label in (OURS.label, "softmax", "linear (ReLU)"))
         if ours is None or softmax is None or plain is None or self.seeds < 2:
@@ -180,12 +180,12 @@ def mean(finding: Finding, task: str) -> float:
 
 
 def leads(one: Finding, other: Finding, task: str) -> bool:
-    """Whether the whole interval of the difference lies on its side."""
+    """Return True if the whole interval of the difference favors the first."""
     return difference_of(one.accuracies[task], other.accuracies[task]).is_positive
 
 
 def verdict(one: Finding, other: Finding, task: str) -> str:
-    """Who leads, as far as the interval of the difference says it."""
+    """Return a sentence about the leader, as far as the interval of the difference supports one."""
     difference = difference_of(one.accuracies[task], other.accuracies[task])
     first, second = (f"{each.entry.label} ({mean(each, task):.2f})" for each in (one, other))
     seeds = len(one.accuracies[task])
@@ -218,7 +218,7 @@ def run_demo(
     workers: int | None = None,
     console: "Console | None" = None,
 ) -> DemoResult:
-    """Runs that are there already are not repeated; a stopped demo goes on. workers: runs side by side, one per core."""
+    """Run what is missing, so that a stopped demo resumes. workers: runs side by side, one per core."""
     if seeds < 1:
         raise ValueError(f"seeds must be positive, got {seeds}; two or more have an interval")
     refuse_no_steps(steps)
@@ -281,7 +281,7 @@ class Job:
         return parent / "runs" / f"{self.task.name}_{name}_seed{self.seed}"
 
     def run(self, parent: Path) -> None:
-        """What a process of the demo does."""
+        """Train and write one run in a process of the demo."""
         torch.set_num_threads(1)
         # tokens are few here: what saves memory for many only costs time
         with use_backend("reference"):

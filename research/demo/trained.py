@@ -1,4 +1,4 @@
-"""The paper's picture on trained networks: does attention sharpen as the query grows?"""
+"""The paper's plot for trained networks: does attention sharpen as the query grows?"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

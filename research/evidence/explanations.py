@@ -1,4 +1,4 @@
-"""How well explanations find evidence whose place is known.
+"""Measure how well explanations find evidence whose place is known.
 
 python -m research.evidence explanations benchmarks/training/explanations_cpu.csv
 """

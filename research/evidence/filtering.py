@@ -21,7 +21,7 @@ from nalaformer.conversion import filter_tokens
 from .glyph_pair import GlyphPair, make_pyramid, make_vit, pair_accuracy, pair_batch, pair_loss, train, write_rows
 
 SHARES = (1.0, 0.5, 0.25, 0.1)
-# where tokens are dropped: before the second block of the ViTs, before the coarse stage of the pyramid
+# tokens are dropped before the second block of the ViTs, and before the coarse stage of the pyramid
 PLACE = 1
 COLUMNS = ("model", "seed", "by", "fine_tuned", "share", "accuracy", "images_per_second", "images", "steps", "tuning_steps")
 

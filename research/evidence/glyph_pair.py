@@ -20,7 +20,7 @@ from nalaformer.machine import describe_machine
 from nalaformer.models.vision.variants import build
 from nalaformer.recipes.generated import small_vit
 
-# of every row, beside what a study measures
+# columns of every row, beside what a study measures
 MACHINE_COLUMNS = ("device", "torch", "commit", "date")
 CELLS, CELL_SIZE, GLYPHS = 6, 8, 6
 IMAGE_SIZE = CELLS * CELL_SIZE

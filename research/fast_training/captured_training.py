@@ -34,7 +34,7 @@ MOST_ANSWERS = 2**17
 
 @dataclass
 class SprintProgress:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
     best_step: int = 0
@@ -142,7 +142,7 @@ class Sprint:
             if is_asked_to_stop() or (progress.step > first and time.monotonic() > until):
                 return False
             started = time.monotonic()
-            # dropout follows from the seed and the step, so a run that goes on later is the same run
+            # dropout follows from the seed and the step, so a resumed run is the same run
             seed_everything(self.seed, progress.step)
             last = min(progress.step + block, self.steps)
             self.model.train()
@@ -237,7 +237,7 @@ class Sprint:
         try:
             return [captured(stepper, restore=changed, device=self.device) for stepper in steppers]
         finally:
-            # those of a captured step lie in the memory of its graph
+            # gradients of a captured step lie in the memory of its graph
             self.optimizer.zero_grad(set_to_none=True)
             self.low.forget_gradients()
 
@@ -261,7 +261,7 @@ class Sprint:
         return {"all": sum(known) / len(known), "groups": found}
 
     def test(self, buckets: list[Bucket]) -> dict[str, Any]:
-        """The same with the weights that were best on dev."""
+        """Evaluate the weights that were best on dev."""
         self._copy(self.best, [*self.parameters, *self.buffers])
         return self.evaluate(buckets)
 
@@ -277,7 +277,7 @@ class Sprint:
         if self.on_gpu:
             torch.cuda.empty_cache()
 
-    # ---- a run that is cut short goes on later
+    # ---- save and resume
 
     def save(self, path: Path) -> None:
         """Weights, statistics, moments and counters; the file is the old one or the new one, whatever happens."""
@@ -295,7 +295,7 @@ class Sprint:
             write_atomically(path, save({name: tensor.cpu().clone() for name, tensor in tensors.items()}, metadata=facts))
 
     def resume(self, path: Path) -> None:
-        """Go on where `save` was called; the model must be as it was made then."""
+        """Resume where `save` was called; the model must have been built in the same way."""
         from safetensors import safe_open
 
         with safe_open(path, "pt", device=str(self.device)) as file:

@@ -74,7 +74,7 @@ def bucket(length: int, parts: list[Arrays], device: str | torch.device) -> Buck
         asks = targets != IGNORE
         most = int(asks.sum(axis=1).max())
         if most < length:
-            # in pieces: sorted places of a million sequences are gigabytes
+            # in chunks: sorted places of a million sequences are gigabytes
             pieces = (asks[start : start + CHUNK] for start in range(0, len(asks), CHUNK))
             at = np.concatenate([np.argsort(~piece, axis=1, kind="stable")[:, :most] for piece in pieces])
             targets = np.take_along_axis(targets, at, axis=1)
@@ -90,7 +90,7 @@ def bucket(length: int, parts: list[Arrays], device: str | torch.device) -> Buck
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which batch comes at which step."""
+    """Batch of each step."""
 
     bucket_of: NDArray[np.int64]
     """[steps]."""
@@ -98,12 +98,12 @@ class Plan:
     """For each bucket the rows of its batches, in order: [its steps, batch size], on the device."""
 
     def before(self, step: int) -> list[int]:
-        """How many batches of each bucket come before a step."""
+        """Count the batches of each bucket before a step."""
         return [int((self.bucket_of[:step] == number).sum()) for number in range(len(self.rows))]
 
 
 def make_plan(buckets: list[Bucket], *, steps: int, batch_size: int, seed: int) -> Plan:
-    """Epochs in which every sample comes once; those that fill no batch are left out. The order follows from the seed."""
+    """Plan epochs in which every sample comes once, but for those that fill no batch. The order follows from the seed."""
     device = buckets[0].group.device
     whole = [len(each) // batch_size for each in buckets]
     if not sum(whole):

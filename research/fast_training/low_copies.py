@@ -34,7 +34,7 @@ class LowCopies:
 
     @torch.no_grad()
     def give_gradients(self) -> None:
-        """Those of the copies become those of the parameters."""
+        """Copy the gradients of the copies to the parameters."""
         found = {name: copy.grad for name, copy in self.copies.items() if copy.grad is not None}
         if found:
             given = [torch.empty_like(self.sources[name]) for name in found]

@@ -1,4 +1,4 @@
-"""What is left of a softmax model after its conversion, and what prompts and decoding cost before and after."""
+"""Study of converted softmax models: accuracy that remains, and the cost of prompts and decoding before and after."""
 
 from .study import PARTS, SIZES, LinearizationStudy, Rows, run_linearization, small_study, toy_study
 

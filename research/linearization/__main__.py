@@ -40,7 +40,7 @@ def build_app() -> typer.Typer:
         ] = None,
         size: Annotated[str, typer.Option(help="full, small (recall on a CPU) or toy (only the way is tried).")] = "full",
     ) -> None:
-        """What converted models still know, by selection rule and baseline, and what prompts and decoding cost."""
+        """Measure what converted models still know, by selection rule and baseline, and the cost of prompts and decoding."""
         recall = {"minutes": teacher_minutes, "methods": method, "teachers": teachers}
         run(device, out, part, size, minutes, teacher, recall)
 

@@ -1,4 +1,4 @@
-"""What is left of a softmax model after its conversion, by method; and what prompts and decoding cost before and after."""
+"""Study of converted softmax models: accuracy that remains, by method, and the cost of prompts and decoding."""
 
 import csv
 import time
@@ -37,7 +37,7 @@ def small_study() -> LinearizationStudy:
 
 
 def toy_study() -> LinearizationStudy:
-    """A look at the whole way in a minute of a CPU core; its figures mean nothing."""
+    """Sizes that run the whole study in a minute on a CPU core; its results mean nothing."""
     return LinearizationStudy(
         recall=toy_recall(),
         prompt=PromptStudy(

@@ -44,7 +44,7 @@ def plain_method(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any
 
 
 def attention_names() -> list[str]:
-    """What `attention` of a sequence model may be."""
+    """Return the names that `attention` of a sequence model accepts."""
     return [*METHODS, *FEATURE_MAPS.names(), *DELTA_RULES]
 
 

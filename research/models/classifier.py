@@ -107,7 +107,7 @@ class SequenceClassifier(nn.Module):
         return self.norm(x, added)[1], visible
 
     def visible(self, inputs: Tensor) -> Tensor | None:
-        """Which of the tokens that attention sees are real, [B, N]; None: all."""
+        """Return a mask of the tokens that attention sees, [B, N]; None: all."""
         if not self.hide_zero:
             return None
         visible = inputs != 0

@@ -17,7 +17,7 @@ class DeltaLayer(nn.Module):
     """Causal: projection(norm(delta rule)), norm over the channels of a head. x: [B, N, C] -> [B, N, C].
 
     Queries and keys are unit vectors: SiLU, then length one, as DeltaNet has it; or the features of a map, made length one.
-    beta = sigmoid(W x). gated: the state of a head fades at each token (fading.py), as in Gated DeltaNet.
+    beta = sigmoid(W x). gated: the state of a head decays at each token, as in Gated DeltaNet.
     """
 
     def __init__(self, *, dim: int, num_heads: int, gated: bool, feature_map_name: str | None, **map_options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the small models share: their register, the norm between two layers, and the answers that are asked for."""
+"""Shared parts of the small models: their registry, the norm between two layers, and the selection of answers."""
 
 from torch import Tensor, nn
 

@@ -62,7 +62,7 @@ class SmallBackbone(nn.Module):
 
     @property
     def multiply_adds(self) -> int:
-        """Of one image: what models are compared at."""
+        """Count the multiply-adds of one image, at which models are compared."""
         from nalaformer.models.vision.multiply_adds import count_multiply_adds
 
         return count_multiply_adds(self.backbone, self.image_size)

@@ -1,4 +1,4 @@
-"""What a converted model still knows of long texts, in percent of its softmax teacher."""
+"""Recall of converted models in long texts, in percent of their softmax teacher."""
 
 from .study import RecallStudy, run_recall, small_recall, toy_recall
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# a channel pair that turns by less in one token does not tell neighbours apart
+# a channel pair that rotates by less per token does not tell neighbors apart
 FASTEST = 0.3
 # logit of the token before in the heads that look there
 PEAK = 16.0
-# of queries and keys that are alike: with these two a question gives the right token ten times the weight of a wrong one
+# scale of matching queries and keys: with PEAK, a question gives the right token ten times the weight of a wrong one
 GAIN = 2.0
-# of the token before, as it is written down
+# scale with which the token before is written
 LOUDNESS = 2.0
 # layers
 LOOKING_BACK = 2
@@ -29,7 +29,7 @@ def start_for_recall_(model: Any) -> None:
     """Set the weights of a LlamaForCausalLM; random numbers are torch's global ones.
 
     Tokens: random directions, and one that all share, by which positions can be compared. The output reads the former.
-    Two layers: half of the heads look at the token before and write what is there turned aside, apart from the token itself.
+    Two layers: half of the heads look at the token before and write what is there into channels of its own, apart from the token itself.
     All other heads: keys turn that back and are projected as queries are, so a query finds the token whose predecessor it is,
     or in later layers whose two predecessors; outputs undo the projection of values. MLPs add nothing yet.
     """
@@ -54,7 +54,7 @@ def start_for_recall_(model: Any) -> None:
 
 
 def look_back_(attention: Any, shared: Tensor, aside: Tensor, *, speeds: Tensor) -> None:
-    """Half of the heads compare positions alone: a query is a key turned back by one token, in the channels that turn fast."""
+    """Make half of the heads compare positions alone: a query is a key rotated back by one token, in the fast channels."""
     head_dim, group = attention.head_dim, attention.num_key_value_groups
     fast = speeds[speeds >= FASTEST]
     angle = 2 * math.pi * torch.rand(len(fast))

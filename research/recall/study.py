@@ -1,4 +1,4 @@
-"""What a converted model still knows of long texts.
+"""Measure the recall of converted models in long texts.
 
 A small decoder learns to answer questions about facts in long texts (a needle, key-value pairs, chains of variables, repeated
 phrases), is converted by every method with the same few tokens, and is asked again. Recovery is its accuracy in percent of the
@@ -155,7 +155,7 @@ def run_recall(
     """One teacher after the other, each with a seed of its own: train or load it, then convert and ask."""
     if teachers < 1:
         raise ValueError(f"teachers must be at least 1, got {teachers}; each has a seed of its own, from 0 on")
-    # what is missing should say so now and not after minutes
+    # check names and packages now and not after minutes
     for method in study.methods:
         study.settings(method)
     if study.methods and study.finetune_steps and find_spec("peft") is None:

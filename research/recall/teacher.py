@@ -31,7 +31,7 @@ FAMILIES = ("single", "multi_key", "variables", "induction")
 # softmax attention for which transformers makes no mask: looking whether one is needed would ask the device
 UNMASKED = "nala_unmasked_sdpa"
 DEV_TEXTS = 128
-# of a lesson; after that its texts come again
+# tokens of a lesson; after that its texts repeat
 MOST_TOKENS = 2**24
 # steps between two looks at the accuracy
 BLOCK = 50
@@ -109,7 +109,7 @@ class TeacherConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """How far the teacher is."""
+    """Progress of the teacher."""
 
     model: Any
     lessons: int = 0
@@ -143,7 +143,7 @@ def build_teacher(config: TeacherConfig) -> Any:
 
 
 def train_teacher(config: TeacherConfig, *, device: str, say: Say, folder: str | Path | None = None) -> Course:
-    """The teacher after its lessons; with a folder it is saved after each of them, and goes on after the last one there."""
+    """Train the teacher and return it; with a folder, save it after each lesson and resume after the last one there."""
     course = load_teacher(config, folder) if folder is not None else None
     if course is None:
         course = Course(model=build_teacher(config))

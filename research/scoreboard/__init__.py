@@ -1,4 +1,4 @@
-"""Which attention does a task best: every method with every learning rate and seed, in one protocol, on the same data."""
+"""Compare attention methods on a task: every learning rate and seed, one protocol, the same data."""
 
 from .methods import METHODS_OF_THE_BOARD, Method, parse_methods
 from .report import Standing, read_rows, scoreboard_table, standings

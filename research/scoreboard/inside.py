@@ -1,4 +1,4 @@
-"""What attention of a trained model does on a few sequences: its entropy against query norms, and its effective rank."""
+"""Statistics of trained attention on a few sequences: entropy against query norms, and effective rank."""
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ RANKED_ROWS, RANKED = 64, 2
 
 @torch.no_grad()
 def attention_figures(model: nn.Module, bucket: Bucket) -> dict[str, str]:
-    """Of INSIDE, each a mean over layers and heads; empty for a model whose attention has no weights, as delta rules.
+    """Return the metrics of INSIDE, means over layers and heads; empty where attention has no weights, as in delta rules.
 
     entropy_norm: Spearman's correlation of query norm and entropy, 0 for a head whose entropy_drop is under 0.02 nats.
     entropy_drop: entropy at the 10th percentile of the norms minus that at the 90th, in nats. Entropies are counted from that
@@ -46,7 +46,7 @@ def attention_figures(model: nn.Module, bucket: Bucket) -> dict[str, str]:
 
 
 def figures_of_heads(layer: LayerRecord, is_real: Tensor | None = None) -> Tensor:
-    """The three figures of each head, [H, 3] float64 on the CPU; NaN where weights are no numbers. is_real: [B, N], or all."""
+    """Return the three metrics of each head, [H, 3] float64 on the CPU; NaN where weights are NaN. is_real: [B, N], or all."""
     if is_real is None:
         # as many as the layer sees: those of a backbone differ from stage to stage
         is_real = layer.q.new_ones(layer.q.shape[:2], dtype=torch.bool)
@@ -62,7 +62,7 @@ def figures_of_heads(layer: LayerRecord, is_real: Tensor | None = None) -> Tenso
     entropy = torch.cat(entropies, dim=-1).double()  # [B, H, N]
     norms = layer.q.double().norm(dim=-1).transpose(1, 2)
     places = torch.linspace(0, norms.shape[-1] - 1, min(RANKED_ROWS, norms.shape[-1])).round().long().unique()
-    # of small matrices the singular values are found sooner on a CPU
+    # a CPU finds the singular values of small matrices sooner
     ranks = effective_rank(layer.piece_weights(places.to(norms.device))[:RANKED].double().cpu()).mean(0)
     found = []
     for head in range(layer.num_heads):

@@ -62,7 +62,7 @@ METHODS_OF_THE_BOARD: dict[str, Method] = {
     "gated_deltanet": of("gated_delta"),
     "gated_deltanet_nala": of("gated_delta", feature_map="norm_aware"),
 }
-"""The rivals under short names; forms of our own are nala_learned, channel_softmax, and all with the learned contrast. The file
+"""Baselines under short names; forms of our own are nala_learned, channel_softmax, and all with the learned contrast. The file
 of a scoreboard has each in full."""
 ALL = "all"
 # looks at all queries, later ones too; mixes the states of later blocks as well
@@ -75,7 +75,7 @@ CAUSAL = (
 
 
 def methods_for(*, causal: bool) -> list[Method]:
-    """Those that can be trained where tokens see all others, or earlier ones alone."""
+    """Return the methods for tokens that see all others or, if causal, only earlier ones."""
     left_out = BIDIRECTIONAL if causal else CAUSAL
     return [method for name, method in METHODS_OF_THE_BOARD.items() if name not in left_out]
 

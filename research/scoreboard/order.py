@@ -1,4 +1,4 @@
-"""Which run comes next: a sweep that is cut short should be whole for fewer seeds, and spend nothing on rates that lost."""
+"""Order of runs: a sweep that is cut short should be complete for fewer seeds, and spend nothing on rates that lost."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Order:
                     self.firm.extend(run for run in board.runs(seed) if not run.is_in(rows))
                 else:
                     chosen = ((method, self._chosen(board, method, seed)) for method in board.methods)
-                    # where no rate is chosen yet, the run is still to come
+                    # without a chosen rate, the run is still to come
                     self.open.extend((board, method, seed) for method, run in chosen if run is None or not run.is_in(rows))
         self.total = len(self)
 
@@ -41,7 +41,7 @@ class Order:
         return len(self.firm) + len(self.open)
 
     def of(self, board: "Board") -> int:
-        """Those of one board."""
+        """Count the runs of one board."""
         return sum(run.task == board.title for run in self.firm) + sum(each is board for each, *_ in self.open)
 
     def take(self) -> "Run | None":

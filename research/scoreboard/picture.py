@@ -1,4 +1,4 @@
-"""What the scoreboard says at a glance: recall against pointing, and the perplexity of texts."""
+"""Plot of the scoreboard: recall against pointing, and the perplexity of texts."""
 
 import json
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECALL, POINTING, TEXTS = "mqar_80", "pointing_256", "manuals"
-# which points have their names beside them, and on which side; the others are dots
+# points with a name beside them, and its side; the others are dots
 NAMED = {
     **{"softmax": "left", "channel_softmax_contrast": "below", "channel_softmax": "above", "hedgehog": "below"},
     **{"nala_learned_contrast": "left", "nala": "left", "sign_split": "left", "relu": "right", "flatten_map": "left"},
 }
-# where a name stands: in points from its dot, and how it is aligned there
+# a name's offset from its dot in points, and its alignment
 SIDES = {
     **{"left": ((-8, 0), "right", "center"), "right": ((8, 0), "left", "center")},
     **{"above": ((0, 7), "center", "bottom"), "below": ((12, -8), "right", "top")},
 }
 OURS = "channel_softmax"
-# of a PNG file: its text says what it shows, so that a test can tell whether it is up to date
+# key of the PNG's text, which holds the plotted values: a test reads it to see if the plot is up to date
 TEXT = "Description"
 
 
@@ -47,7 +47,7 @@ class Figures:
 
 
 def figures_of(rows: Sequence[Row]) -> Figures:
-    """Of the methods that have a name on the board."""
+    """Return the values to plot of the methods that have a name on the board."""
     found = {title: standing_by_method([row for row in rows if row["task"] == title]) for title in (RECALL, POINTING, TEXTS)}
     lookups: dict[str, tuple[float, ...]] = {}
     texts: dict[str, tuple[float, ...]] = {}
@@ -108,7 +108,7 @@ def draw_point(axes: Any, name: str, at: tuple[float, float], spread: tuple[floa
 
 
 def draw(rows: Sequence[Row], path: str | Path) -> None:
-    """Write the picture as a PNG file that says in its text what it shows."""
+    """Write the plot as a PNG file whose text holds the plotted values."""
     figures = figures_of(rows)
     with atomic_file(Path(path)) as aside:
         drawn(figures).savefig(aside, format="png", metadata={TEXT: figures.text})

@@ -28,7 +28,7 @@ Job = TypeVar("Job", bound=Labelled)
 
 
 class Queue(Protocol[Job]):
-    """What is to be done; what comes next may depend on what has ended."""
+    """Jobs in order; the next one may depend on results of earlier ones."""
 
     total: int
 
@@ -100,11 +100,11 @@ def finished_in_processes(
 
 
 def context_for(device: str) -> str:
-    """How processes start: CUDA works in none that was forked from one that has used it."""
+    """Return how processes start: CUDA fails in a process forked from one that has used it."""
     return "forkserver" if device == "cpu" else "spawn"
 
 
 def in_process(work: Work[Result], run: Labelled, stop_file: Path, jobs: int) -> Result | None:
-    """What a process does: the cores are shared among the jobs."""
+    """Run the work in a process: the cores are shared among the jobs."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     return work(run, stop_file)

@@ -38,7 +38,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def figure_of(rows: Sequence[Row]) -> Figure:
-    """What the runs of a task are judged by; older files know accuracy alone."""
+    """Return the metric of a task's runs; older files have accuracy alone."""
     return FIGURES[rows[0].get("figure") or "accuracy"]
 
 
@@ -102,7 +102,7 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
                 multiply_adds=int(best[0].get("multiply_adds") or 0) or None,
                 rates=len(by_rate),
                 inside=tuple(mean_if_any(row.get(name) for row in best) for name in INSIDE),
-                # of runs as long: with the steps, warm-up and more change by themselves
+                # compare runs of equal length only: warm-up and more change with the steps
                 settings=differing([row["settings"] for row in rows if row["steps"] == steps])[settings],
             )
         )

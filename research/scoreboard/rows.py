@@ -30,7 +30,7 @@ class BoardRow:
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens see earlier ones alone."""
+        """True if tokens see earlier ones alone."""
         return RECIPES[self.recipe]().model == CAUSAL_MODEL
 
     def make(self, settings: Sequence[str] = ()) -> Recipe:
@@ -38,7 +38,7 @@ class BoardRow:
 
 
 def assignments(settings: dict[str, Any]) -> list[str]:
-    """As a command line has them."""
+    """Return settings as the command line takes them."""
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
 
 
@@ -127,7 +127,7 @@ def documents(asks: str) -> BoardRow:
     )
 
 
-# black ones are no keys, as published, and left out; the fullest of 40,000 images has 517
+# black pixels are masked as keys, as published; the fullest of 40,000 images has 517 others
 LIT_PIXELS = {"hide_zero": True, "mean_over": "visible", "most_visible": 576}
 SHORT_LISTS = {"shortest": 8, "longest": 32, "max_depth": 3}
 ROWS: dict[str, BoardRow] = {
@@ -164,7 +164,7 @@ ROWS: dict[str, BoardRow] = {
         "induction",
         "Name what followed a token when it came before.",
         tiny={"length": 8, "vocabulary": 6},
-        # of one answer for each sequence softmax learned nothing in 4,000 steps
+        # with one answer per sequence, softmax learned nothing in 4,000 steps
         data_options={"length": 256, "answers": 16},
     ),
     "listops": arena("lra_listops", "Evaluate nested lists of 500 to 2,000 tokens.", SHORT_LISTS),
@@ -242,7 +242,7 @@ def is_on_sequences(recipe: str) -> bool:
 
 
 def refuse_others(name: str, recipe: Recipe, original: Recipe) -> None:
-    """Refuse settings that a scoreboard does not follow."""
+    """Reject settings that a scoreboard does not follow."""
     for setting, remedy in (("attention", "name it in --methods"), ("initial_weights", "models start as they are made")):
         value = getattr(recipe, setting)
         if value != getattr(original, setting):

@@ -1,4 +1,4 @@
-"""Which attention does a task best: every method with every learning rate and seed, in one protocol, on the same data."""
+"""Runs of a scoreboard: every method with every learning rate and seed, in one protocol, on the same data."""
 
 import json
 import tempfile
@@ -43,7 +43,7 @@ NO_SETTINGS = {
 }
 # share of right answers, or R^2, on dev at which a run ends: nothing is left to be told apart
 SOLVED = 0.9995
-# what a sprint does whatever a recipe says: a row must not claim otherwise
+# captured training fixes these settings whatever a recipe says, so a row must show them
 FIXED_SETTINGS = {"optimizer": "adamw", "ema": 0.0, "accumulate": 1, "repeats": 1, "seed": 0, "eval_epochs": 0.0}
 
 
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def key(self) -> Row:
-        """What it is known by: rows that agree in this are the same run."""
+        """Key of the run: rows that agree in it are the same run."""
         training = asdict(self.training)
         # in proportion to the rate, so that all rates of a method have the same settings
         for name in ("warmup_learning_rate", "min_learning_rate"):
@@ -140,15 +140,15 @@ class Board:
         return self.steps or training.total_steps(max(1, self.recipe.task.train_samples // training.batch_size))
 
     def runs(self, seed: int) -> list[Run]:
-        """Those of one seed."""
+        """Return the runs of one seed."""
         return [self.run(method, rate, seed) for rate in self.learning_rates for method in self.methods]
 
     def run(self, method: Method, rate: float, seed: int) -> Run:
         return Run(task=self.title, recipe=self.recipe, method=method, rate=rate, seed=seed, steps=self.total_steps)
 
     def refuse_unmade(self) -> None:
-        """What cannot be made or described should say so before others have trained for hours."""
-        # which do not depend on how many sequences there are
+        """Check that every model can be built and described, before others have trained for hours."""
+        # facts do not depend on the number of sequences
         facts = Sequences(replace(self.recipe.task, train_samples=1, eval_samples=1)).facts()
         for method in self.methods:
             state_size(make_model(self.recipe, method, facts))
@@ -180,7 +180,7 @@ def run_boards(
 
     The first seed of all boards comes first, with every rate; the others follow at the rate that was best on its dev data,
     or, if every_rate is set, with every rate too.
-    seconds: after that many the runs in progress are put aside, and the same call goes on with them; so it is on SIGTERM and
+    seconds: after that many the runs in progress are put aside, and the same call resumes them; so it is on SIGTERM and
     Ctrl-C, after their next evaluation.
     data_folder: where generated data is kept for the next call, in a folder for each title if there are several boards;
     without it, data is made anew. workers: processes that make it. jobs: runs at a time, each in a process of its own, which
@@ -225,14 +225,14 @@ def run_boards(
 
 
 def is_quick(config: SequencesConfig) -> bool:
-    """Whether a process makes these data in seconds."""
+    """Return True if a process makes these data in seconds."""
     return config.data in SEQUENCES.names() and SEQUENCES[config.data].is_quick
 
 
 def finished_runs(
     order: Order, tasks: dict[str, Sequences], out: Path, *, device: str, until: float, say: Say
 ) -> Iterator[Row]:
-    """The row of each run as it ends, until the time is up or somebody asks to stop."""
+    """Yield the row of each run as it ends, until the time is up or a stop is requested."""
     asked: list[bool] = []
     loaded: dict[str, Loaded] = {}
     with stop_requests(lambda: asked.append(True)):
@@ -259,7 +259,7 @@ def finished_runs(
 def finished_at_once(
     order: Order, tasks: dict[str, Sequences], out: Path, *, jobs: int, device: str, until: float, say: Say
 ) -> Iterator[Row]:
-    """The same with that many runs at a time."""
+    """Yield rows like `finished_runs`, with several runs at a time."""
     configs = {title: task.config for title, task in tasks.items()}
     with tempfile.TemporaryDirectory() as folder:
         kept = None
@@ -270,7 +270,7 @@ def finished_at_once(
             making, work_on_data = DataToMake(configs), partial(keep_data, folder=kept)
             made = list(finished_in_processes(making, work_on_data, jobs=jobs, device="cpu", until=float("inf"), say=say))
             if len(made) < making.total:
-                # somebody asked to stop
+                # a stop was requested
                 return
             say(f"data of {making.total} tasks in {time.monotonic() - started:.0f} s")
         work_on_runs = partial(run_apart, configs=configs, kept=kept, out=out, device=device, until=until)
@@ -302,7 +302,7 @@ def run_apart(
 
 
 def refuse_unfollowed(training: TrainingConfig) -> None:
-    """Refuse settings that runs on the device do not follow."""
+    """Reject settings that runs on the device do not follow."""
     for name, value in FIXED_SETTINGS.items():
         if getattr(training, name) != value:
             raise ValueError(
@@ -329,14 +329,14 @@ def make_model(recipe: Recipe, method: Method, facts: dict[str, Any], *, seed: i
 def one_run(
     run: Run, loaded: Loaded, out: Path, until: float, say: Say, is_asked_to_stop: Callable[[], bool] = lambda: False
 ) -> Row | None:
-    """The figures of one run, or None if the time was up, or somebody asked to stop, before its end."""
+    """Return the results of one run, or None if the time was up or a stop was requested before its end."""
     data = loaded.task.eval_data
     aside = out.with_name(f".{out.stem}_aside") / run.file_name
     sprint = make_sprint(run, loaded)
     if aside.exists():
         try:
             sprint.resume(aside)
-        # of a damaged file whatever its reader says; half of it may be in the model
+        # a damaged file can raise any error; half of it may be in the model
         except Exception as error:
             say(f"what was put aside in {aside} cannot be read and is made anew ({' '.join(str(error).split())})")
             aside.unlink()
@@ -393,7 +393,7 @@ def prepared(config: SequencesConfig, folder: str | Path | None, workers: int, s
             if (place / split).exists():
                 about = read_about(place / split)
                 wanted = {"name": config.data, "seed": config.data_seed, "options": options}
-                # of a file with fewer, all that it has
+                # a file with fewer samples is used whole
                 most = max(about.get("samples", 0), about.get("asked", 0))
                 if {name: about.get(name) for name in wanted} != wanted or most < samples:
                     found = f"{about.get('samples')} of { {name: about.get(name) for name in wanted} }"
@@ -404,5 +404,5 @@ def prepared(config: SequencesConfig, folder: str | Path | None, workers: int, s
             started = time.monotonic()
             write(config.data, place, split=split, samples=samples, seed=config.data_seed, options=options, workers=workers)
             say(f"made {samples} {split} sequences of {config.data} in {time.monotonic() - started:.0f} s")
-        # what was written is what the names mean
+        # the stored data replace the generated ones
         yield Sequences(replace(config, data=str(place)))

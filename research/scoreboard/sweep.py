@@ -1,10 +1,10 @@
 """One timed part of a sweep of the scoreboard, for a GPU that is lent for minutes.
 
 What `python -m research.scoreboard run` does, with three things around it. NVIDIA's multi-process service lets the kernels of
-small runs share the GPU; where it does not start, processes take turns, and fewer of them run. With --out the rows and the
+small runs share the GPU; where it does not start, processes alternate, and fewer of them run. With --out the rows and the
 runs that are put aside lie there from the first one on, so that a machine that is taken away loses what is under way and no
 more. With --pack-kernels the compiled kernels are packed there too, so that the next machine compiles nothing. The same
-command goes on where the last one stopped, on another machine if --folder holds what --out had.
+command resumes where the last one stopped, on another machine if --folder holds what --out had.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def shared_gpu(wanted: bool) -> Iterator[bool]:
-    """Whether processes that start meanwhile share the GPU through the multi-process service."""
+    """Yield True if processes that start meanwhile share the GPU through the multi-process service."""
     with tempfile.TemporaryDirectory() as folder:
         places = {name: f"{folder}/{name}" for name in PLACES}
         for place in places.values():
@@ -49,7 +49,7 @@ def shared_gpu(wanted: bool) -> Iterator[bool]:
             works = answers([CONTROL, "-d"]) and answers([sys.executable, __file__, "--probe"])
             say("multi-process service: " + ("on" if works else "does not work here"))
             if not works:
-                # a service that half works would refuse everyone
+                # a service that half works would reject every process
                 end_service()
             yield works
         finally:
@@ -68,7 +68,7 @@ def end_service() -> None:
 
 
 def answers(command: list[str]) -> bool:
-    """Whether a command ends well and soon."""
+    """Return True if a command succeeds within 30 seconds."""
     try:
         # its output goes nowhere: a daemon would hold a pipe open
         return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=30).returncode == 0
@@ -143,7 +143,7 @@ def main() -> int:
             option, file = ROWS[name].file_option, asked.texts if name == "manuals" else asked.images
             settings = [f'data_options={{"{option}": "{file}"}}'] if option else []
             settings += ["compile=true"] if asked.compile else []
-            # of methods for causal rows alone, or for others alone, each row takes its own
+            # some methods fit only causal rows, others only bidirectional ones: each row takes its own
             here = methods_for(causal=ROWS[name].is_causal)
             known = {short: method in here for short, method in METHODS_OF_THE_BOARD.items()}
             methods = asked.methods

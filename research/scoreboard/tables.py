@@ -68,14 +68,14 @@ def in_brief(rows: Sequence[Row], titles: Sequence[str], methods: Sequence[str])
 def standing_by_method(rows: Sequence[Row]) -> dict[str, Standing]:
     found: dict[str, Standing] = {}
     for each in standings(rows):
-        # of several settings those with most seeds
+        # among several settings, take the one with most seeds
         if (known := found.get(each.method)) is None or each.seeds > known.seeds:
             found[each.method] = each
     return found
 
 
 def named_figure(rows: Sequence[Row]) -> str:
-    """What a heading adds where the figure is not accuracy."""
+    """Return what a heading adds where the metric is not accuracy."""
     figure = figure_of(rows)
     better = "" if figure.higher_is_better else ", lower is better"
     return "" if figure.name == "accuracy" else f" ({figure.name}{better})"
@@ -91,7 +91,7 @@ def cell(label: str, title: str, found: dict[str, Standing]) -> str:
 
 
 def state_of(label: str, found: dict[str, dict[str, Standing]]) -> str:
-    """How much a method remembers, relative to plain ReLU attention in the same model."""
+    """Return the state size relative to plain ReLU attention in the same model."""
     for standing in found.values():
         if label in standing and standing[label].state_size == 0:
             return "grows"
@@ -111,7 +111,7 @@ def section(title: str, rows: Sequence[Row]) -> str:
     levels = {"chance": float(rows[0]["chance"])}
     levels |= {f"shortcut: {name}": value for name, value in json.loads(rows[0]["shortcuts"] or "{}").items()}
     found = standings(rows)
-    # where models count them
+    # only where models count them
     costs = ["multiply-adds"] if any(each.multiply_adds for each in found) else []
     head = [*HEAD, *costs]
     lines = [line_of(each)[: len(head)] for each in found]

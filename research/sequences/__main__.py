@@ -25,7 +25,7 @@ def build_app() -> typer.Typer:
         workers: Annotated[int, typer.Option(help="Processes.")] = 1,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, and end.")] = False,
     ) -> None:
-        """Write generated sequences once; `data=FOLDER` in a recipe reads them. The same command goes on after a stop."""
+        """Write generated sequences once; `data=FOLDER` in a recipe reads them. Run the same command again to resume."""
         counts = {"train": samples, "val": val_samples, "test": test_samples}
         run_make(name, out, counts, seed, options, workers, dry_run)
 
@@ -41,7 +41,7 @@ def run_make(name: str, out: Path, samples: dict[str, int], seed: int, options: 
         chosen = parse_json(options)
     except ValueError as error:
         raise ValueError(f"options must be a JSON object, got {options!r}") from error
-    # all splits before the first: one that is refused should say so now
+    # check all splits before the first is made: an error should come now
     asked = {split: count for split, count in samples.items() if count}
     lines = [plan_write(name, out, split=each, samples=asked[each], seed=seed, options=chosen) for each in asked]
     if dry_run:

@@ -1,4 +1,4 @@
-"""What sequence data is: samples by index, in batches as fast as arrays allow."""
+"""Base class of sequence data: samples by index, in batches as fast as arrays allow."""
 
 import inspect
 import zlib
@@ -48,7 +48,7 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     """Sample i is a function of (name, seed, split, i) alone: however it is batched, and however many others there are.
 
     A sample is a dictionary: `inputs` [N] tokens or [N, C] vectors ([2, N] for pairs), `targets` (a class, [N] with IGNORE
-    where nothing is asked, or vectors [N, outputs]), `group` (an index into `groups`: what figures are reported for
+    where nothing is asked, or vectors [N, outputs]), `group` (an index into `groups`: metrics are reported for each
     separately).
     """
 
@@ -61,9 +61,9 @@ class SequenceData(Dataset[dict[str, Tensor]]):
     chance: float = field(init=False)
     """The figure of guessing."""
     shortcuts: dict[str, float] = field(default_factory=dict, init=False)
-    """Figures that can be had without doing the task, measured, by how."""
+    """Measured results of shortcuts that do not solve the task, by name."""
     figure = "accuracy"
-    """What answers are judged by: a name in FIGURES."""
+    """Metric of the answers: a name in METRICS."""
     is_quick = False
     """True where a core makes tens of thousands of samples in seconds, so that keeping them saves nothing."""
 
@@ -105,7 +105,7 @@ class SequenceData(Dataset[dict[str, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
-        """What loaders call: a batch at once."""
+        """Return a batch at once, for loaders."""
         tensors = {name: as_tensor(array) for name, array in self.batch(indices).items()}
         return [{name: tensor[row] for name, tensor in tensors.items()} for row in range(len(indices))]
 
@@ -160,7 +160,7 @@ def make_sequences(
 
 
 def is_alike(value: object, default: object) -> bool:
-    """Whether a value is of the type of the default; whole numbers are numbers too."""
+    """Return True if a value has the type of the default; an int passes for a float."""
     if default is None or default is inspect.Parameter.empty:
         return True
     if isinstance(default, bool) or isinstance(value, bool):

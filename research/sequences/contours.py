@@ -1,7 +1,7 @@
 """Contours of Pathfinder, grown as published: chains of strokes on a grid of pixels whose room is taken pixel by pixel.
 
 An image begins anew when one of its two long contours is stuck, which costs some tens of tries (the published generator takes
-330: it also tries directions that it refuses). Here many tries of many images grow side by side, and of each image the first
+330: it also tries directions that it rejects). Here many tries of many images grow side by side, and of each image the first
 that succeeds counts: which others grow beside it changes nothing.
 """
 
@@ -20,9 +20,9 @@ Bools = NDArray[np.bool_]
 
 # tries that grow side by side: few enough for the cache
 SIDE_BY_SIDE = 1024
-# of one image; the published form needs some tens
+# tries for one image; the published form needs some tens
 MOST_TRIES = 200_000
-# that a stroke is drawn again before its contour counts as stuck
+# times that a stroke is drawn again before its contour counts as stuck
 DRAWS = 3
 # further tries to place a short contour before the image goes without it
 RETRIES = 4
@@ -72,7 +72,7 @@ class Contours:
 
 
 class Room:
-    """What is taken of many images: bytes, with a border that is taken altogether."""
+    """Occupied pixels of many images: bytes, with a fully occupied border."""
 
     def __init__(self, spec: ContourSpec, paddles: Paddles, count: int) -> None:
         shape = paddles.shape
@@ -125,7 +125,7 @@ class Room:
             flat[where] = np.maximum(flat[where], room[strokes.paddle])
 
     def is_free(self, images: Ints, paddle: Ints, place: Ints) -> Bools:
-        """Whether a stroke meets none of those whose room is taken."""
+        """Return True where a stroke meets no occupied pixels."""
         where = images[:, None] * self.taken.shape[1] + self.at(place)[:, None] + self.stamp
         rooms = self.taken.reshape(-1)[where].astype(np.int16) + self.paddles.room[paddle]
         return rooms.max(axis=1, initial=0) < MEETING
@@ -143,7 +143,7 @@ class Strokes(NamedTuple):
 
 
 class Middle(NamedTuple):
-    """Where contour A may begin: directions [n], and for each the first place [n, 2] of a rectangle and its sides [n, 2]."""
+    """Places where contour A may begin: directions [n]; for each a rectangle's first place [n, 2] and its sides [n, 2]."""
 
     paddle: Ints
     first: Ints
@@ -204,7 +204,7 @@ def tried_contours(keys: RandomKeys, spec: ContourSpec, paddles: Paddles, middle
 
 
 def middle_places(spec: ContourSpec, paddles: Paddles) -> Middle:
-    """As far from the edge as two seed distances, or as the size allows."""
+    """Return places as far from the edge as two seed distances, or as the size allows."""
     needed = paddles.first_room
     for edge in range(min(2 * spec.seed_distance, spec.size // 2), -1, -1):
         first = edge - needed.min(axis=1)
@@ -236,14 +236,14 @@ def two_beginnings(keys: RandomKeys, room: Room, middle: Middle) -> tuple[tuple[
 
 
 def begins_inside(room: Room, paddle: Ints, place: Ints) -> Bools:
-    """Whether a contour that begins with this stroke lies inside the image so far."""
+    """Return True where a contour that begins with this stroke lies inside the image so far."""
     paddles = room.paddles
     ends = (place, place + paddles.first_head[paddle], place + paddles.first_pivot[paddle])
     return np.logical_and.reduce([room.is_inside(each) for each in ends])
 
 
 def gone_on(keys: RandomKeys, number: int, room: Room, growing: Ints, last: Strokes) -> Ints:
-    """Go on with one contour in each of the growing images; those that could. `last` and the room change."""
+    """Extend one contour in each of the growing images; return those that could. `last` and the room change."""
     drawn = uniform_at(keys[growing, None], NUMBERS * number + np.arange(DRAWS))
     strokes, fits = next_strokes(room, growing, last.part(growing), drawn)
     growing, strokes = growing[fits], strokes.part(fits)
@@ -276,7 +276,7 @@ def next_strokes(room: Room, images: Ints, last: Strokes, drawn: Floats) -> tupl
 
 
 def short_contours(keys: RandomKeys, spec: ContourSpec, paddles: Paddles, long: Contours) -> Contours:
-    """Those that find room beside the long ones."""
+    """Draw the short contours that find room beside the long ones."""
     paddle = np.full((len(keys), spec.distractors, spec.distractor_length), -1)
     place = np.zeros((*paddle.shape, 2), np.int64)
     everyone = np.arange(len(keys))

@@ -23,7 +23,7 @@ from nalaformer.data.text.tokenizer import check_vocab_size
 from .base import IGNORE, SEQUENCES, Arrays, SequenceData, SequenceFacts
 
 NAMES = (".jsonl", ".jsonl.gz", ".txt")
-# of so many documents one is for val, and one for test where that has no file of its own
+# one document in 50 is for val, and one for test where that has no file of its own
 PART = 50
 # characters that the vocabulary is made of: more change it little
 VOCABULARY_TEXT = 4_000_000
@@ -82,7 +82,7 @@ class DocumentWindows(SequenceData):
         return {"inputs": inputs.astype(np.int32), "targets": targets.astype(np.int32)}
 
     def perplexity_of(self, shares: Shares) -> float:
-        """That of guessing each token by its share alone, on the first thousand windows."""
+        """Return the perplexity of guessing each token by its frequency alone, on the first thousand windows."""
         targets = self.make(np.arange(min(self.samples, 1000)))["targets"]
         return math.exp(-np.log(shares[targets[targets != IGNORE]]).mean())
 
@@ -132,7 +132,7 @@ def encoder_of(files: Files, vocabulary: int) -> tuple[Encoder, Shares]:
 
 @lru_cache(maxsize=6)
 def windows_of(files: Files, split: str, vocabulary: int, length: int, samples: int) -> tuple[PackedTokens, Shares]:
-    """As many windows as asked for, or as there are, and the shares of tokens in train documents."""
+    """Return as many windows as requested, or as there are, and the token frequencies of the train documents."""
     encoder, shares = encoder_of(files, vocabulary)
     found: list[NDArray[np.uint32]] = []
     total = 0

@@ -1,4 +1,4 @@
-"""What answers are judged by, with the loss that is trained: accuracy, R^2 or perplexity."""
+"""Metrics of answers, each with its training loss: accuracy, R^2 or perplexity."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ class Figure(ABC):
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What is trained, a mean over the answers. outputs: [n, C]; targets: classes [n], or vectors [n, C]."""
+        """Return the training loss, a mean over the answers. outputs: [n, C]; targets: classes [n], or vectors [n, C]."""
 
     @abstractmethod
     def terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What is summed, for each answer: [n, T] float64. The first is 1, or 0 where nothing is asked."""
+        """Return the terms to sum, for each answer: [n, T] float64. The first is 1, or 0 where nothing is asked."""
 
     @abstractmethod
     def num_terms(self, outputs: int) -> int:
@@ -40,7 +40,7 @@ class Figure(ABC):
 
     @property
     def worst(self) -> float:
-        """What every value is better than."""
+        """Value that every other one is better than."""
         return -math.inf if self.higher_is_better else math.inf
 
     def is_better(self, new: float, old: float) -> bool:
@@ -80,7 +80,7 @@ class PerplexityFigure(AccuracyFigure):
     higher_is_better = False
 
     def value(self, sums: Sequence[float]) -> float:
-        # of a model that is sure and wrong the exponential is no float
+        # the exponential overflows for a model that is sure and wrong
         return math.exp(min(self.mean_loss(sums), 700.0))
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-# of a context's four successors: 1.75 bits whatever the context, so the entropy rate is exact
+# probabilities of a context's four successors: 1.75 bits for every context, so the entropy rate is exact
 SHARES = (0.5, 0.25, 0.125, 0.125)
 ENTROPY = -sum(share * math.log(share) for share in SHARES)
 

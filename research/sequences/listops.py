@@ -77,7 +77,7 @@ class ListOps(SequenceData):
     def make(self, indices: Ints) -> Arrays:
         tokens = np.zeros((len(indices), self.facts.length), np.uint8)
         labels = np.zeros(len(indices), np.int64)
-        # in pieces: the trees of a piece fit into the cache
+        # in chunks: the trees of a chunk fit into the cache
         for start in range(0, len(indices), 64):
             piece = slice(start, start + 64)
             levels = grown(self.accepted(self.random_keys(indices[piece])), self.max_depth, self.max_arguments)
@@ -107,7 +107,7 @@ class ListOps(SequenceData):
 
 @SEQUENCES.register("listops_sky")
 class ListOpsWithoutBrackets(ListOps):
-    """The same trees without closing brackets, as Skyformer's tokenizer shows them: what the published small models saw.
+    """ListOps without closing brackets, as Skyformer's tokenizer shows them: the data of the published small models.
 
     Where a list ends cannot be told, so the label is no longer a function of the tokens: accuracy has a ceiling below one.
     """

@@ -65,7 +65,7 @@ class AssociativeRecall(SequenceData):
         place = indices % len(self.turns)
         group = np.array([self.kinds.index(kind) for kind in self.turns])[place]
         keys = self.random_keys(indices)
-        # distinct tokens are found by sorting half a vocabulary of random numbers: pieces keep that small
+        # distinct tokens are found by sorting half a vocabulary of random numbers: chunks keep that small
         for number, (tokens, pairs) in enumerate(self.kinds):
             rows = np.flatnonzero(group == number)
             for start in range(0, len(rows), 256):

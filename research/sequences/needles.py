@@ -21,7 +21,7 @@ FAMILIES = ("single", "multi_key", "multi_value", "variables", "induction")
 
 @dataclass
 class Riddle:
-    """What is hidden and what is asked. Every fact is three tokens."""
+    """Hidden facts and questions about them. Every fact is three tokens."""
 
     facts: Ints
     """[n, 3], in the order in which they come in the text."""
@@ -97,7 +97,7 @@ class HiddenFacts(SequenceData):
 
     @cached_property
     def filler(self) -> Filler:
-        """The same language in every split."""
+        """Filler text, of one language in all splits."""
         return Filler(words=self.words, seed=self.language)
 
     def make(self, indices: Ints) -> Arrays:

@@ -16,9 +16,9 @@ from .rasters import FULL, Bytes, dilated, resized
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# of strokes that begin a contour: whole degrees
+# directions of strokes that begin a contour: whole degrees
 BEGINNINGS = 360
-# where contours begin, about; on it depends what a rounding error does
+# approximate place where contours begin; the effect of a rounding error depends on it
 MIDDLE = 15
 
 
@@ -43,14 +43,14 @@ class PaddleShape:
 
     @property
     def radius(self) -> int:
-        """Of a stamp, its middle left out."""
+        """Radius of a stamp, without its middle."""
         return self.reach + int(np.ceil(self.thickness))
 
 
 class Paddles:
-    """All strokes of a shape: first those that begin a contour, one for each degree, then those that go on with one.
+    """All strokes of a shape: first those that begin a contour, one for each degree, then those that continue one.
 
-    A stroke that begins a contour is placed by its first end. One that goes on is placed by its far end, one of the pixels
+    A stroke that begins a contour is placed by its first end. One that continues it is placed by its far end, one of the pixels
     around the pivot where the contour bends.
     """
 
@@ -87,7 +87,7 @@ class Paddles:
         """[360]: directions in which a contour may begin."""
 
     def _first_room(self, rooms: Bytes) -> Ints:
-        """As published: of the pixels that the stroke fills, moved by one, those that a smaller stamp holds."""
+        """Return, as published, the pixels that the stroke fills, moved by one, as far as a smaller stamp holds them."""
         reach, radius = self.shape.reach, self.shape.radius
         seen = slice(radius - reach - 1, radius + reach)
         filled = [np.argwhere(room[seen, seen] == FULL) - reach for room in rooms]
@@ -95,7 +95,7 @@ class Paddles:
         return np.stack([np.resize(each, (most, 2)) if len(each) else np.zeros((most, 2), np.int64) for each in filled])
 
     def _may_begin(self) -> NDArray[np.bool_]:
-        """As published, of which only directions up and to the left are left for strokes of 2 pixels.
+        """Return True for directions that may begin, as published; with strokes of 2 pixels, only up and to the left.
 
         Whether a place is free is asked of all pixels of the image. Where one of them, in a corner say, has none of the pixels
         that a direction needs inside the image, the answer is minus infinity, and the generator takes the whole image as full.

@@ -21,7 +21,7 @@ SHORTCUTS = {"places of the discs": 0.67, "and the stroke at each": 0.70, "and t
 
 @dataclass
 class ContourScenes:
-    """What images show."""
+    """Contents of images."""
 
     contours: Contours
     margin: Ints
@@ -104,7 +104,7 @@ class Pathfinder(SequenceData):
         return make_paddles(PaddleShape(length=self.paddle, margin=margin, **alike))
 
     def scene(self, indices: NDArray[np.int64]) -> ContourScenes:
-        """The strokes of the images, for those who want to look behind the pixels."""
+        """Return the strokes of the images, from which the pixels are drawn."""
         keys = self.random_keys(indices)
         chosen = uniforms(child_keys(keys, CHOICES), 3)
         margin = np.asarray(self.margins)[integers(chosen[:, 0], len(self.margins))]
@@ -148,7 +148,7 @@ class Pathfinder(SequenceData):
         return canvas.reshape(-1, side, side)[:, inner, inner]
 
     def discs(self, places: Ints) -> Floats:
-        """How bright the discs at places [B, D, 2] are: [B, size, size]."""
+        """Return the brightness of discs at places [B, D, 2]: [B, size, size]."""
         light = np.zeros((len(places), self.spec.size, self.spec.size))
         line = np.arange(self.spec.size * self.antialias)
         for place in places.swapaxes(0, 1) * self.antialias:

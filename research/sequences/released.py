@@ -102,7 +102,7 @@ class Retrieval(ReleasedText):
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Where each line begins, and the end of the file; the lines themselves stay on disk."""
+        """Offset of each line, and the end of the file; the lines themselves stay on disk."""
         content = np.memmap(self.path, np.uint8, "r")
         ends = np.flatnonzero(content == ord("\n")) + 1
         return np.unique(np.concatenate(([0], ends, [len(content)])))

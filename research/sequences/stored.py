@@ -31,7 +31,7 @@ from .base import SEQUENCES, SPLITS, Arrays, SequenceData, SequenceFacts, known_
 
 ABOUT = "about.json"
 CHUNK = 1024
-# which chunks are there, while others are not; other sizes have other names
+# lists finished chunks while others are missing; other chunk sizes have other names
 FINISHED = f"finished_{CHUNK}.txt"
 
 
@@ -70,7 +70,7 @@ def write(
                     record.flush()
                     advance(count)
         except BaseException:
-            # nothing to go on from
+            # nothing to resume from
             if not read_finished(unfinished):
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
@@ -79,7 +79,7 @@ def write(
 
 
 def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed: int, options: dict[str, Any]) -> str:
-    """What `write` would do, in words. Refuses what that would refuse; writes nothing."""
+    """Describe what `write` would do. Raise what it would raise; write nothing."""
     data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
     about = manifest_of(data, name, options, samples)
@@ -97,7 +97,7 @@ def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed:
 
 
 def manifest_of(data: SequenceData, name: str, options: dict[str, Any], asked: int) -> dict[str, Any]:
-    """What is written beside the arrays. asked: samples, of which there may be fewer, as a file has no more."""
+    """Return the manifest of the arrays. asked: requested samples; a file may have fewer."""
     about = {
         "name": name,
         "split": data.split,
@@ -128,7 +128,7 @@ def size_of(data: SequenceData) -> int:
 
 
 def finished_chunks(folder: Path, data: SequenceData, about: dict[str, Any]) -> set[int]:
-    """Where the chunks begin that an earlier call for the same data has finished; after one for other data all is new."""
+    """Return the first samples of the chunks that an earlier call for the same data finished; remove other data."""
     if about_if_any(folder) == about:
         return read_finished(folder)
     shutil.rmtree(folder)
@@ -145,10 +145,10 @@ def finished_chunks(folder: Path, data: SequenceData, about: dict[str, Any]) -> 
 
 def read_finished(folder: Path) -> set[int]:
     try:
-        # what follows the last line end is half a number
+        # an unfinished last line is half a number
         return {int(line) for line in (folder / FINISHED).read_text().split("\n")[:-1]}
     except FileNotFoundError:
-        # pieces of another size, or a call that was killed at its very end
+        # chunks of another size, or a call that was killed at its very end
         return set()
 
 
@@ -178,7 +178,7 @@ def _made(name: str, arguments: dict[str, Any], folder: Path, starts: list[int],
 
 
 def _fill(name: str, arguments: dict[str, Any], folder: Path, start: int) -> int:
-    """Make one piece and put it in its place; the number of its samples."""
+    """Make one chunk and write it to its place; return the number of its samples."""
     data = SEQUENCES[name](**arguments)
     stop = min(start + CHUNK, len(data))
     for array_name, array in data.batch(np.arange(start, stop)).items():
@@ -205,7 +205,7 @@ class Stored(SequenceData):
             available = about["samples"]
             super().__init__(split=split, samples=available if samples is None else min(samples, available), seed=about["seed"])
             self.name = self.stream_name = about["name"]
-            # of data that is no longer known, as if it were of the usual kind
+            # data whose name is no longer registered gets the default metric
             self.figure = SEQUENCES[self.name].figure if self.name in SEQUENCES.names() else SequenceData.figure
             self.groups = tuple(about["groups"])
             self.chance, self.shortcuts = about["chance"], about["shortcuts"]
@@ -224,7 +224,7 @@ class Stored(SequenceData):
             )
 
     def check(self, options: dict[str, Any]) -> None:
-        """Refuse options that the sequences were not made with."""
+        """Reject options that the sequences were not made with."""
         defaults = known_options(self.name) if self.name in SEQUENCES.names() else {}
         # as JSON has it: lists, and no tuples
         made, asked = (json.loads(json.dumps(each)) for each in (defaults | self.options, options))
@@ -250,7 +250,7 @@ class Stored(SequenceData):
 
 
 def read_about(place: Path) -> dict[str, Any]:
-    """What `write` has noted beside the arrays."""
+    """Read the manifest that `write` left beside the arrays."""
     try:
         about = parse_json((place / ABOUT).read_bytes())
         if not isinstance(about, dict):
@@ -261,7 +261,7 @@ def read_about(place: Path) -> dict[str, Any]:
 
 
 def stored_name(folder: str | Path) -> str | None:
-    """What data a folder holds; None if `write` has not made it."""
+    """Return the name of the data in a folder; None if `write` has not made it."""
     for split in SPLITS:
         about = Path(folder) / split / ABOUT
         if about.is_file():

@@ -60,7 +60,7 @@ class SoftmaxTeacher(SequenceData):
         norms = uniforms(child_keys(keys, NORMS), self.tokens * self.heads).reshape(*shape, 1)
         wanted = self.shortest * (self.longest / self.shortest) ** norms
         parts[:, :, 0] *= wanted / np.linalg.norm(parts[:, :, 0], axis=-1, keepdims=True)
-        # what the model is shown is what the teacher sees, to the last bit
+        # the model and the teacher get the same inputs, to the last bit
         inputs = (parts.reshape(*shape[:2], -1) @ self.rotation).astype(np.float32)
         return {"inputs": inputs, "targets": self.taught(inputs).astype(np.float32)}
 

@@ -1,4 +1,4 @@
-"""What the scoreboard says of attention inside trained models."""
+"""Statistics of trained attention on the scoreboard."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_figures_are_the_means_of_what_the_statistics_of_heads_say(attention):
     assert correlation == pytest.approx(sum(head.spearman for head in heads) / 4, abs=1e-4)
     assert drop == pytest.approx(sum(head.entropy_drop for head in heads) / 4, abs=1e-4)
     if attention == "softmax":
-        # of all 40 rows of two sequences instead of four
+        # effective_rank uses all 40 rows of two sequences instead of four
         few = [head for layer in record(model, inputs[:2]) for head in layer.statistics()]
         assert rank == pytest.approx(sum(head.effective_rank for head in few) / 4, abs=1e-3)
         assert drop > 0.02

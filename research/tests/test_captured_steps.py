@@ -73,7 +73,7 @@ def test_steps_with_copies_in_low_precision_are_those_of_autocast(attention):
 
 
 def test_steps_are_compiled_where_the_config_says_so(monkeypatch):
-    """Those alone: an evaluation has batches of other sizes, each of which would compile again."""
+    """Compile training steps only: evaluations have batches of other sizes, each of which would compile again."""
     calls = []
 
     def compiled(function):

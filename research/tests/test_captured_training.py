@@ -1,4 +1,4 @@
-"""Small models that train on data which lies on the device: batches, evaluations, runs that go on."""
+"""Small models that train on data on the device: batches, evaluations, resumed runs."""
 
 from functools import partial
 
@@ -174,7 +174,7 @@ def test_what_a_capture_needs_leaves_no_trace(monkeypatch):
     for is_new in (True, False):
         sprint = make_sprint()
         if not is_new:
-            # a run that goes on: its moments and counters are not zero
+            # a resumed run: its moments and counters are not zero
             assert not sprint.run(until=0.0)
         before = [p.detach().clone() for p in sprint.parameters]
         moments = {p: {name: value.clone() for name, value in s.items()} for p, s in sprint.optimizer.state.items()}

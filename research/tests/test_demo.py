@@ -102,7 +102,7 @@ def test_every_method_of_the_picture_has_its_own_look():
 
 
 def test_the_page_marks_our_map_and_recommends_it_only_where_the_figures_bear_it(result, tmp_path, monkeypatch):
-    # pictures take seconds
+    # plots take seconds
     monkeypatch.setattr(pictures, "PICTURES", dict.fromkeys(pictures.PICTURES, lambda result: None))
     monkeypatch.setattr(pictures, "write_picture", lambda figure, folder, name: b"")
     scores = {"softmax": (0.93, 0.96), "linear": (0.78, 0.781), "channel_softmax": (0.94, 0.941)}
@@ -197,7 +197,7 @@ def test_what_is_timed_is_the_network_of_the_demo_with_more_tokens():
 
 def test_what_other_programs_take_does_not_reach_the_times(monkeypatch):
     class Interrupted(torch.nn.Module):
-        """As if another program had the core for a while, in every round."""
+        """Module that sleeps, as if another program had the core for a while in every round."""
 
         def forward(self, x):
             time.sleep(0.3)

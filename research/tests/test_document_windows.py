@@ -60,7 +60,7 @@ def test_every_token_is_asked_for_the_next_of_its_document(file):
     inputs, targets = arrays["inputs"].flatten(), arrays["targets"].flatten()
     asked = targets[:-1] != IGNORE
     assert (targets[:-1][asked] == inputs[1:][asked]).all()
-    # what is not asked is the begin of the next document, after the end of one
+    # the begin of a document, after the end of another, is not asked
     end = inputs[0]
     assert (inputs[:-1][~asked] == end).all()
     assert asked.mean() > 0.9
@@ -114,7 +114,7 @@ def test_every_method_takes_two_steps_on_the_row_of_texts_by_perplexity(file, tm
     rows = run_boards([board], out=tmp_path / "a.csv")
     assert {short_name(row["method"]) for row in rows} == {*METHODS_OF_THE_BOARD} - {"rala_map", "mhla_map"}
     assert {(row["outcome"], row["figure"], row["chance"]) for row in rows} == {("finished", "perplexity", "300")}
-    # of a model that has learned nothing yet
+    # the model has learned nothing yet
     assert all(200 < float(row["test"]) < 400 for row in rows)
     with pytest.raises(ValueError, match="manuals reads a file of yours"):
         make_board("manuals", methods="relu", seeds=1)

@@ -31,7 +31,7 @@ def test_no_option_is_without_a_test_of_its_effect():
 
 
 def run(name, *arguments, fails=None):
-    """What a command prints; or, where it should fail, its error."""
+    """Return the output of a command or, where it should fail, its error."""
     done = invoke(name, *arguments)
     if fails is None:
         assert done.exit_code == 0, f"{done.output} {done.exception!r}"

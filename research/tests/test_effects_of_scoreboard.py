@@ -1,4 +1,4 @@
-"""A scoreboard's runs follow the settings of their recipe, and what they cannot follow is refused."""
+"""A scoreboard's runs follow the settings of their recipe, and reject those that they cannot follow."""
 
 import json
 from dataclasses import fields
@@ -232,7 +232,7 @@ def test_a_run_is_saved_on_the_way_by_time(tmp_path):
     assert not (tmp_path / "never.safetensors").exists()
 
 
-# of the trainer's process, its files and its patience: a scoreboard has options of its own for them, or none of it
+# settings of the trainer's process, files and patience: a scoreboard has its own options for them, or none
 SPRINT.of(
     *("device", "workers", "compile", "checkpoint_activations", "save_every", "keep", "tensorboard"),
     *("bad_steps", "on_corrupt", "most_corrupt"),

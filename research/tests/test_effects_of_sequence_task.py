@@ -95,14 +95,14 @@ def test_other_options_of_evaluation_reach_val_and_test_alone(tmp_path):
     task = sequences(eval_options={"length": 30})
     assert [data.facts.length for data in splits(task)] == [12, 30, 30]
     assert task.facts()["length"] == 30
-    # of a folder they are looked at in the same splits
+    # a folder is checked in the same splits
     for split, length in (("train", 12), ("val", 30), ("test", 12)):
         write("copying", tmp_path, split=split, samples=9, options={"length": length})
     stored = sequences(data=str(tmp_path), eval_options={"length": 30})
     assert (stored.train_data.facts.length, stored.eval_data.facts.length) == (12, 30)
     with pytest.raises(ValueError, match="length is 12 there"):
         stored.test_data  # noqa: B018
-    # figures are those of the groups that evaluation has
+    # metrics have the groups of evaluation
     recall = sequences(data="mqar", data_options={"mixture": [[16, 2]]}, eval_options={"mixture": [[24, 3]]})
     assert recall.metrics().groups == ("24 tokens, 3 pairs",)
 

@@ -152,7 +152,7 @@ def test_strokes_have_their_length(name):
         data, found = scene(name, paddle=length, margins=[2], distractors=0)
         tails, heads = ends(data, found)
         assert np.linalg.norm(heads - tails, axis=-1) == pytest.approx(length)
-        # and as many pixels: one stroke, drawn in its own size
+        # one stroke, drawn in its own size, has as many pixels
         light = make(name, **(PATHS[name] | {"paddle": length, "antialias": 1, "thickness": 1.0})).paddles(2).light[180 + 0]
         assert (light > 0).sum() == length + 1
 
@@ -205,7 +205,7 @@ def test_contours_turn_less_where_they_continue(name):
 
 
 def greys(name, **options):
-    """Of images that are drawn in their own size, so that edges are sharp."""
+    """Return the grey values of images drawn in their own size, so that edges are sharp."""
     return set(np.unique(images(name, antialias=1, **options)))
 
 

@@ -1,4 +1,4 @@
-"""What the documents show of research must run."""
+"""The documents' examples of research run."""
 
 import pytest
 

@@ -128,7 +128,7 @@ def test_sigterm_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path, m
         with pytest.raises(SystemExit) as ended:
             run_app(build_app, "python -m research.sequences")
         assert not ended.value.code
-    # five pieces of train and one of val, none of them twice
+    # five chunks of train and one of val, none of them twice
     assert made == [0, 8, 16, 24, 32, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train", "val"]
 

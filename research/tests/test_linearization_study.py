@@ -73,7 +73,7 @@ def test_a_question_starts_by_preferring_the_token_after_what_it_asks_for(key_he
         values = [mark + 2 for mark in (tokens[sample] == MARK).nonzero()[:, 0].tolist()]
         for value in values:
             (right if value == names[0] + 1 else other).append(weights[sample, :, place, value])
-    # of all heads that do not look back; of unprepared weights both would be alike
+    # means over the heads that do not look back; with unprepared weights both would be alike
     assert (torch.stack(right).mean(0) > 4 * torch.stack(other).mean(0)).all()
 
 
@@ -224,7 +224,7 @@ def test_a_table_has_the_mean_over_teachers_and_those_that_keep_most_first(tmp_p
             rows.add(method="window", accuracy=0.1, recovery_percent=10.0 / accuracy, **place)
             rows.add(method="learned", accuracy=accuracy, recovery_percent=100.0 - (length > 64), **place)
     rows.add(part="decode", method="learned", task="single", length=64, ms_per_step=1.0)
-    # of a method that failed nothing is known
+    # a method that failed has no results
     rows.add(part="recall", method="broken", task="single", length=64, teacher_seed=0, note="failed")
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- recovery of some.csv: begin -->\nold\n<!-- recovery: end -->\nafter\n")

@@ -44,7 +44,7 @@ def test_every_label_is_the_value_of_its_list(listops):
 def test_the_solver_finds_a_planted_mistake(listops):
     with pytest.raises(IndexError):
         evaluate(words_of(np.delete(listops["inputs"][0], 1)))
-    # the digits turned around: some value must change
+    # with reversed digits some value must change
     turned = [words_of(np.where((r > 0) & (r <= 10), 11 - r, r)) for r in listops["inputs"][:20]]
     assert [evaluate(words) for words in turned] != listops["targets"][:20].tolist()
 

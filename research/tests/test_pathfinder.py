@@ -44,7 +44,7 @@ def test_strokes_are_those_that_pillow_draws():
     paddles = Paddles(PaddleShape(length=2, thickness=0.5, margin=1, continuity=1.0, antialias=2))
     assert len(paddles.heading) == BEGINNINGS + 18
     for number, heading in enumerate(paddles.heading):
-        # a stroke that goes on with a contour is drawn from its far end
+        # a stroke that continues a contour is drawn from its far end
         light, room = drawn_stroke(heading if number < BEGINNINGS else heading + np.pi)
         # rounding may differ by one
         assert np.abs(paddles.light[number].reshape(9, 9) - light.astype(int)).max() <= 1
@@ -131,7 +131,7 @@ def test_short_contours_begin_where_their_first_stroke_finds_free_pixels(scene):
         taken = empty_room()
         for number in range(48):
             if number == 26 or found.contours.paddle[image, number] < 0:
-                # the last stroke of contour A is in nobody's way
+                # the last stroke of contour A blocks no other
                 continue
             room = room_of(data, found, image, number)
             if number >= 28 and (number - 28) % 4 == 0:
@@ -161,7 +161,7 @@ def test_short_contours_may_meet_the_last_stroke_of_contour_a_alone(scene):
             for layer, stroke, (row, column) in ((0, short, apart + 4), (1, long, (4, 4))):
                 stamp = paddles.room[found.contours.paddle[image, stroke]].reshape(9, 9)
                 both[layer, row : row + 9, column : column + 9] = stamp
-            # of a short contour's first stroke other pixels are asked
+            # the first stroke of a short contour checks other pixels
             met[long] += number % 4 > 0 and both.sum(axis=0).max() >= 459
     assert met[26] > 20
     assert met[27] == met[25] == 0
@@ -241,7 +241,7 @@ def test_discs_and_both_kinds_of_strokes_differ_in_brightness(scene, pictures):
 
 
 def table_accuracy(cells, labels):
-    """Of answering with the label that each cell of a table has more often in the other half."""
+    """Return the accuracy of answering with each table cell's more frequent label in the other half."""
     half, right = len(labels) // 2, 0
     for fit, judged in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
         ones = np.bincount(cells[fit], labels[fit], cells.max() + 1)

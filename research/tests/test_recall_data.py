@@ -111,7 +111,7 @@ def test_the_majority_is_the_class_of_most_keys_and_every_class_wins_as_often():
 
 
 def facts_in(data, tokens):
-    """What a reader finds: values of marked names, sources of variables."""
+    """Return what a reader finds: values of marked names, sources of variables."""
     marked, variables = {}, {}
     for place in range(len(tokens) - 2):
         if tokens[place] == MARK:
@@ -185,7 +185,7 @@ def test_the_filler_has_the_entropy_that_is_stated():
         words = words[(words >= FIRST_WORD) & (words < data.first_name)] - FIRST_WORD
         losses.append(-data.filler.log_probability(words[None])[0])
     losses = np.concatenate(losses)
-    # finite: the chain goes on after a fact as if it had not been
+    # finite: the chain continues after a fact as if it were not there
     assert np.isfinite(losses).all()
     assert losses.mean() == pytest.approx(ENTROPY, abs=4 * losses.std() / len(losses) ** 0.5)
     assert data.is_filler(arrays).sum() == pytest.approx(len(losses), abs=60)

@@ -1,4 +1,4 @@
-"""The scoreboard: the same data for every method, files that are whole, runs that go on."""
+"""The scoreboard: the same data for every method, complete files, runs that resume."""
 
 import csv
 import json
@@ -66,7 +66,7 @@ def test_rows_say_what_was_measured_with_what(tmp_path):
     [("mqar_small", MQAR), ("pointing", {"keys": 8, "probes": 2}), ("copying", {"length": 8, "vocabulary": 6})],
 )
 def test_every_method_has_a_row_of_every_kind_of_task(row, options, tmp_path):
-    # RALA looks at all queries, and is refused where tokens see earlier ones alone
+    # RALA looks at all queries, and is rejected where tokens see earlier ones alone
     methods = [name for name in METHODS if row == "pointing" or METHODS[name].key_weight == "none"]
     names = ", ".join([*methods, *FEATURE_MAPS.names()])
     rows = board(tmp_path / "a.csv", methods=names, steps=1, recipe=recipe("train_samples=16", name=row, options=options))
@@ -250,7 +250,7 @@ def test_a_seed_that_was_trained_twice_counts_once():
     (standing,) = standings([*first, *other, *second])
     assert (standing.seeds, standing.test, standing.dev) == (2, pytest.approx(0.4), pytest.approx(0.6))
     assert standing.spread == pytest.approx(0.1 * 2**0.5)
-    # and no rate is known better for it
+    # duplicate rows do not make a rate better known
     (standing,) = standings([*of_seeds("0.2", [0.5, 0.5]), *of_seeds("0.1", [0.5]) * 3])
     assert standing.learning_rate == "0.2"
 
@@ -366,7 +366,7 @@ def test_the_command_prints_a_table_with_chance(tmp_path):
     assert "chance" in result.output
     assert "softmax" in result.output
     with (tmp_path / "a.csv").open() as file:
-        # of two methods, two rates with the first seed and one with the second
+        # two methods have two rates with the first seed and one with the second
         assert len(list(csv.DictReader(file))) == 6
 
 

@@ -1,4 +1,4 @@
-"""The picture of the scoreboard shows what its files say."""
+"""The plot of the scoreboard shows the results of its files."""
 
 from pathlib import Path
 

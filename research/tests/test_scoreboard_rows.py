@@ -34,7 +34,7 @@ def figures(rows):
 
 @pytest.fixture
 def in_threads(monkeypatch):
-    """The same jobs without the seconds that a process takes to start."""
+    """Run the jobs without the seconds that a process takes to start."""
 
     @contextmanager
     def pool(workers, *, context):
@@ -56,7 +56,7 @@ def test_every_method_takes_two_steps_on_every_row(name, tmp_path):
     assert {(row["outcome"], row["steps"]) for row in rows} == {("finished", "2")}
     # delta rules have no weights to look at
     assert {row["method"] for row in rows if not row["effective_rank"]} == {m.label for m in board.methods if "delta" in m.name}
-    # rala and mhla look at later tokens and stand in no causal row, the delta rules and what forgets in no other
+    # rala and mhla look at later tokens and stand in no causal row, the delta rules and decayed methods in no other
     of_tokens = {name for name in METHODS_OF_THE_BOARD if "delta" in name or "forgetting" in name}
     left_out = {"rala_map", "mhla_map"} if board.recipe.model == "recall" else of_tokens
     assert {short_name(row["method"]) for row in rows} == {*METHODS_OF_THE_BOARD} - left_out
@@ -218,7 +218,7 @@ def test_jobs_end_when_somebody_asks_to_stop(monkeypatch):
 def test_the_tables_of_pages_are_those_of_the_files(page):
     text, rows = (PROJECT / page).read_text(), rows_of(PROJECT / "benchmarks" / "results")
     assert filled(text, rows) == text
-    # which the page does have
+    # the page does have tables
     assert filled(text, []) != text
 
 
@@ -276,7 +276,7 @@ def test_a_page_is_filled_from_the_files_beside_chance_and_machine(tmp_path):
     assert "| chance | 0.1250 |" in text
     assert "| parameters | state | norm-entropy | drop | rank |" in text
     assert f"| {float(rows[1]['entropy_drop']) + 0.0:.2f} | {float(rows[1]['effective_rank']):.2f} |" in text
-    # what is not there is called so, and what has no form for a row is not missed
+    # missing results are named, and methods without a form for the row are not missed
     assert f"| nala_mild |  | {float(rows[1]['test']):.3f} (1) |" in text
     assert "| relu |  | not measured |" in text
     assert "| rala_map |  | - |" in text

@@ -1,4 +1,4 @@
-"""A timed part of a sweep: it goes on where it stopped, and shares the GPU only where that works."""
+"""A timed part of a sweep: it resumes where it stopped, and shares the GPU only where that works."""
 
 import importlib.util
 import os
@@ -62,7 +62,7 @@ def test_rows_and_runs_that_are_put_aside_lie_in_the_folder_of_results_as_they_c
     with pytest.raises(KeyboardInterrupt):
         call(sweep, monkeypatch, tmp_path, "--methods", "relu")
     assert seen == [(out / "scoreboard_h200.csv", ["one.safetensors"])]
-    # what the next call goes on from
+    # the next call resumes from these
     assert (kept / "scoreboard_h200.csv").read_text() == "a row\n"
     assert [path.name for path in (kept / aside).iterdir()] == ["two.safetensors"]
 

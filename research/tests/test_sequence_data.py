@@ -72,7 +72,7 @@ def test_samples_are_as_the_facts_say(name):
     assert len(data.group_lengths) == len(data.groups)
 
 
-# of the first 8 samples: a change of a generator changes figures that were measured with it
+# checksums of the first 8 samples: changing a generator invalidates results that were measured with it
 CHECKSUMS = {
     "listops": "6050ddbac0c9",
     "listops_sky": "6c12e75f4a94",
