@@ -186,12 +186,12 @@ def test_a_head_that_forgets_nothing_can_learn_to_forget(backend):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"causal": False}, "keys fade from token to token"),
-        ({"block": 4}, "keys fade from token to token"),
+        ({"causal": False}, "log_decay needs causal attention token by token"),
+        ({"block": 4}, "log_decay needs causal attention token by token"),
         ({"log_decay": torch.zeros(2, 150, 3)}, "for each token and head"),
         ({"log_decay": torch.zeros(2, 150, 2, dtype=torch.int64)}, "must be floats"),
-        ({"contrast": "mean_score"}, "needs its strength"),
-        ({"log_decay": torch.full((2, 150, 2), 0.5)}, "must be <= 0.* got 0.5"),
+        ({"contrast": "mean_score"}, "must be a tensor of scales"),
+        ({"log_decay": torch.full((2, 150, 2), 0.5)}, "must be <= 0.* got max 0.5"),
     ],
 )
 def test_decays_that_make_no_sense_are_refused(change, message):

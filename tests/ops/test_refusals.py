@@ -74,7 +74,7 @@ CASES = {
     ),
     "normalised q alone": (lambda: attend(rotary=(NORMALISED, None)), "normalised=True for q and False for k; make both"),
     "normalised k alone": (lambda: attend(rotary=(PLAIN, NORMALISED)), "normalised=False for q and True for k; make both"),
-    "rotaries of two sizes": (lambda: attend(rotary=(PLAIN, Rotary.sequence(7, 4))), "turn as many channels, got 8 and 4"),
+    "rotaries of two sizes": (lambda: attend(rotary=(PLAIN, Rotary.sequence(7, 4))), "rotate as many channels, got 8 and 4"),
     "heads before tokens": (
         lambda: attend(**{name: torch.randn(2, 4, 7, 8) for name in ("q", "k", "v")}),
         r"made for 4 heads, got 7 .*, or transpose\(1, 2\) tensors that are \[batch, heads, tokens, channels\]",

@@ -1,4 +1,4 @@
-"""Mathematics on tensors: the attention op, its state, what surrounds it, and the choice of the implementation."""
+"""Compute the mathematics on tensors: the attention op, its state, the modules around it, and the choice of backend."""
 
 from .backend import get_backend, set_backend, use_backend
 from .checks import check_key_mask

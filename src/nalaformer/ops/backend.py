@@ -1,4 +1,4 @@
-"""Which implementation runs. The choice depends on static facts only, so torch.compile can trace through it."""
+"""Choose the implementation that runs, by static facts only, so that torch.compile can trace through the choice."""
 
 import os
 from collections.abc import Iterator
@@ -19,25 +19,25 @@ from .rotary import Rotary
 BACKENDS = {
     "auto": "the fastest that supports the call",
     "reference": "the plain formula: the definition, in any float type",
-    "chunked": "plain torch, piece by piece: memory linear in the number of tokens",
+    "chunked": "plain torch, chunk by chunk: memory linear in the number of tokens",
     "triton": "fused GPU kernels",
 }
-LARGEST_HEAD = 128  # for maps computed in registers, whose features are twice as wide
-LARGEST_FEATURES = 256  # for features computed outside
-# features and values: the gradient of the keys holds a float32 state in four forms (it and its transpose, each in two numbers
-# for products of float32 quality), 288 KiB of the 227 that a multiprocessor has
+LARGEST_HEAD = 128  # limit for maps computed in registers, whose features are twice as wide
+LARGEST_FEATURES = 256  # limit for features computed outside of the kernels
+# Limit of features and values: the gradient of the keys holds a float32 state in four forms (it and its transpose, each in
+# two numbers for products of float32 quality), which take 288 KiB of the 227 that a multiprocessor has.
 LARGEST_IN_FULL_PRECISION = 64
-# with more than 64 features: maps that a GPU was seen to compute as exactly there as in smaller heads, in any type and in
-# bfloat16; elu, whose gradients came too near to the bar, is not among them
+# Maps whose kernels were as exact on a GPU with more than 64 features as with fewer: these in any type, the next ones in
+# bfloat16. elu is not among them, because its gradients came too near to the tolerance.
 LARGE_MAPS = ("norm_aware_split", "focused")
 LARGE_MAPS_IN_BFLOAT16 = (*LARGE_MAPS, "relu", "split", "channel_softmax", "polarity", "polarity_exp", "reflection_in_pairs")
-MOST_ROWS = 65_535  # samples times heads: what the second axis of a grid holds
+MOST_ROWS = 65_535  # samples times heads that the second axis of a grid can hold
 NO_DOUBLE = "float64 has no matrix units"
 TRITON_FOUND = find_spec("triton") is not None
-# Triton's interpreter runs the kernels on a CPU, slowly: for tests
+# Triton's interpreter runs the kernels on a CPU, slowly, for tests
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
-# one setting for the process, read where the op is called: no ContextVar, which torch.compile cannot trace
+# A global holds the setting, which the op reads at each call: torch.compile cannot trace a ContextVar.
 _setting = "auto"
 
 
@@ -58,7 +58,7 @@ def get_backend() -> str:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Choose inside a with block."""
+    """Set the backend inside a with block."""
     before = _setting
     set_backend(name)
     try:
@@ -68,7 +68,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 class Choice(NamedTuple):
-    """The backend of a call, and for the kernels what they compute of the map; None: they read its features."""
+    """Name the backend of a call, and what its kernels compute of the feature map; with None they read its features."""
 
     backend: str
     spec: KernelSpec | None = None
@@ -88,11 +88,11 @@ def choose(
     has_weight: bool = False,
     has_blocks: bool = False,
 ) -> Choice:
-    """The backend for this call; an explicit "triton" that cannot serve it raises with the reason.
+    """Return the backend for this call; an explicit "triton" that does not support it raises with the reason.
 
     samples: packed sequences; q's by default. is_step: one token after a state, which has a kernel of its own.
-    has_contrast: of the mean score, inside the kernels or, if causal, beside them; a given strength is applied to what they
-    return.
+    has_contrast: with the mean score, inside the kernels or, if causal, beside them. A scale that the caller gave is applied
+    to the output of the kernels.
     """
     if _setting in ("reference", "chunked"):
         return Choice(_setting)
@@ -101,7 +101,7 @@ def choose(
     if reason is None and torch.float64 in (k.dtype, v.dtype):
         reason = NO_DOUBLE
     if reason is None:
-        # what the kernels do not compute in registers they read as features: a normalised rotary changes those of every map
+        # kernels read features that they do not compute in registers; a normalised rotary changes the features of every map
         is_normalised = rotary[0] is not None and rotary[0].normalised
         spec = None if is_normalised else feature_map.kernel_spec(q.device)
         reason = why_not_triton(q, k, v, feature_map, spec, causal, rotary, samples or q.shape[0], is_step)
@@ -124,7 +124,7 @@ def choose(
 
 
 def why_no_triton_here() -> str | None:
-    """Why no call can use the kernels on this machine; None if some can."""
+    """Return why no call can use the kernels on this machine, or None if some can."""
     if not TRITON_FOUND:
         return "the package triton is not installed"
     if not torch.cuda.is_available() and not INTERPRETING:
@@ -133,13 +133,13 @@ def why_no_triton_here() -> str | None:
 
 
 def why_not_on(x: Tensor) -> str | None:
-    """Why the kernels cannot take such a tensor; None if they can."""
+    """Return why the kernels cannot take this tensor, or None if they can."""
     if not TRITON_FOUND or (x.device.type != "cuda" and not (INTERPRETING and _setting == "triton")):
-        # asked only here: looking for devices takes longer than a kernel's launch
+        # queried only here: looking for devices takes longer than a kernel's launch
         return why_no_triton_here() or f"the tensors are on {x.device.type}"
     if x.shape[0] == 0:
         return "the batch is empty"
-    # asked one by one, and only what can be: these questions stand before every launch
+    # Each check runs only where it can apply, because all of them come before every launch.
     is_compiling = torch.compiler.is_compiling()
     if is_exporting() if is_compiling else is_jit_tracing():
         return "an exported program must run without Triton"
@@ -153,12 +153,12 @@ def why_not_on(x: Tensor) -> str | None:
 
 
 def is_followed_by_make_fx() -> bool:
-    """Whether make_fx records operators: it would record the memory that a kernel writes to, and not the kernel."""
+    """True if make_fx records operators: it would record the memory that a kernel writes to, and not the kernel."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether what surrounds attention (convolution, norm) runs on kernels too; plain torch is as good where they cannot."""
+    """True if the modules around attention (convolution, norm) run on kernels too; elsewhere plain torch is as good."""
     return _setting in ("auto", "triton") and x.is_floating_point() and why_not_on(x) is None
 
 
@@ -173,14 +173,14 @@ def why_not_triton(
     samples: int,
     is_step: bool,
 ) -> str | None:
-    """Why the kernels cannot serve this call, on tensors that they can take; None if they can."""
+    """Return why the kernels do not support this call on tensors that they can take, or None if they do."""
     if causal and not is_step and spec is not None and spec.is_guarded:
         return "features without a bound need a scale per row in causal attention, which the kernels lack"
     features = feature_map.head_dim
     if spec is None:
         if feature_map.streams > 1:
             return "a map with two streams needs a kernel of its own"
-        # no token at all tells the size of the features without computing any
+        # an empty sequence shows the size of the features without computing any
         features = feature_map.key(k[:, :0].to(torch.float32)).shape[-1]
         features += features // 2 if rotary[0] is not None and rotary[0].normalised else 0
         if features > LARGEST_FEATURES:
@@ -190,7 +190,7 @@ def why_not_triton(
     if (rotary[0] is None) != (rotary[1] is None):
         return "only one of q and k has positions"
     if rotary[0] is not None and feature_map.head_dim % 2:
-        return "the kernels turn channel pairs of an even head"
+        return "the kernels rotate channel pairs of an even head"
     if is_step:
         return None
     is_bfloat16 = q.dtype == k.dtype == v.dtype == torch.bfloat16
@@ -198,14 +198,14 @@ def why_not_triton(
         return f"more than {LARGEST_IN_FULL_PRECISION} channels do not fit on chip unless q, k and v are bfloat16"
     seen, types = (LARGE_MAPS_IN_BFLOAT16, "in") if is_bfloat16 else (LARGE_MAPS, "unless all are")
     if max(features, v.shape[-1]) > 64 and (spec is None or spec.name not in seen):
-        return f"kernels of more than 64 channels, {types} bfloat16, were seen right with these maps alone: {', '.join(seen)}"
+        return f"kernels of more than 64 channels, {types} bfloat16, were verified with these maps alone: {', '.join(seen)}"
     if samples * q.shape[2] > MOST_ROWS:
         return f"{samples} samples of {q.shape[2]} heads are more than a grid holds, {MOST_ROWS:,}"
     return None
 
 
 def report() -> dict[str, str]:
-    """What would run here and why, for `nalaformer info`."""
+    """Return what would run here and why, for `nalaformer info`."""
     reason = why_no_triton_here()
     best = "chunked" if reason else "triton where it can, else chunked"
     runs = best if _setting == "auto" else _setting

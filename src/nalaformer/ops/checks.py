@@ -1,4 +1,4 @@
-"""What may be passed to the ops. Each error states the rule, what came instead, and what to do."""
+"""Check the arguments of the ops. Each error states the rule, what came instead, and what to do."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def check_call(
     eps: float,
     has_values: bool = True,
 ) -> RotaryPair:
-    """All rules for a call with [B, N, H, D] inputs; returns the rotary of q and that of k. has_values=False: v is k."""
+    """Check all rules of a call with [B, N, H, D] inputs and return the rotary of q and that of k. has_values=False: v is k."""
     check_options(causal, eps)
     check_tensors(q, k, v, feature_map, has_values=has_values)
     if causal and q.shape[1] != k.shape[1]:
@@ -65,28 +65,28 @@ def check_log_decay(
         raise ValueError(f"log_decay must be on the device of q ({q.device}), got {log_decay.device}; move it with .to()")
     if cheap_to_look_at(log_decay) and bool((log_decay > 0).any()):
         raise ValueError(
-            f"log_decay must be <= 0, since keys cannot grow, got {float(log_decay.detach().max()):.4g}; pass the logarithm of "
-            "what is left, such as F.logsigmoid(x)"
+            f"log_decay must be <= 0 (decay factors are at most 1), got max {float(log_decay.detach().max()):.4g}; pass the "
+            "logarithm of the factors, such as F.logsigmoid(x)"
         )
     if not causal or block > 1:
         raise ValueError(
-            f"keys fade from token to token, got log_decay with causal={causal} and block={block}; use causal=True and block=1"
+            f"log_decay needs causal attention token by token, got causal={causal}, block={block}; use causal=True, block=1"
         )
     if isinstance(contrast, str):
-        raise ValueError(f"a contrast of keys that fade needs its strength, [batch, tokens, heads], got {contrast!r}")
+        raise ValueError(f"with log_decay, contrast must be a tensor of scales [batch, tokens, heads], got {contrast!r}")
 
 
 def check_block(block: int, *, causal: bool, is_packed: bool) -> None:
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block must be the number of tokens that see each other, at least 1, got {block!r}")
     if block > 1 and not causal:
-        raise ValueError(f"blocks of tokens are those of causal attention, got block={block} with causal=False")
+        raise ValueError(f"block needs causal attention, got block={block} with causal=False; use causal=True or block=1")
     if block > 1 and is_packed:
         raise ValueError(f"packed sequences have no blocks, got block={block} with cu_seqlens; call once for each sequence")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, *, has_values: bool = True) -> None:
-    """Refuse what breaks a rule; what keeps them all, as nearly every call does, is seen in one look."""
+    """Raise for inputs that break a rule; one quick check passes nearly every valid call."""
     if not fits_at_a_glance(q, k, v, feature_map):
         explain_tensors(q, k, v, feature_map)
         if has_values:
@@ -94,7 +94,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, 
 
 
 def fits_at_a_glance(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> bool:
-    """True only if `explain_tensors` has nothing to say; grouped heads and rare types are left to it."""
+    """True only if `explain_tensors` finds no error; it also handles grouped heads and rare types."""
     is_map = hasattr(feature_map, "query_streams") and not isinstance(feature_map, type)
     if not is_map or not (type(q) is type(k) is type(v) is Tensor) or q.dim() != 4:
         return False
@@ -107,7 +107,7 @@ def fits_at_a_glance(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLik
 
 
 def explain_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> None:
-    """Each rule with what came instead."""
+    """Raise the error of the first rule that is broken, with what came instead."""
     if isinstance(feature_map, type) or not hasattr(feature_map, "query_streams"):
         got = f"the class {feature_map.__name__} itself" if isinstance(feature_map, type) else repr(feature_map)
         raise TypeError(
@@ -221,14 +221,14 @@ def check_key_weight(
         check_padding_of_queries(q, k, key_mask, query_mask)
         if causal:
             raise ValueError(
-                'key_weight="global_query" looks at all queries, later ones too, and got causal=True; '
-                "use causal=False, or weights of your own"
+                'key_weight="global_query" reads all queries, later ones too, but got causal=True; '
+                "use causal=False, or pass your own weights"
             )
         return
     if not isinstance(key_weight, Tensor) or not key_weight.is_floating_point():
         raise ValueError(
-            f"key_weight must be a float tensor, got {key_weight!r}; nalaformer.global_query_weight makes that of RALA, and "
-            'key_weight="global_query" stands for it'
+            f"key_weight must be a float tensor, got {key_weight!r}; nalaformer.global_query_weight returns that of RALA, and "
+            'key_weight="global_query" uses it'
         )
     allowed = [(*k.shape[:-2], heads) for heads in (k.shape[-2], q.shape[-2])]
     if tuple(key_weight.shape) not in allowed:
@@ -241,14 +241,14 @@ def check_key_weight(
 def check_padding_of_queries(q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
     if key_mask is not None and query_mask is None and q.shape[1] == k.shape[1]:
         raise ValueError(
-            "the weight of a key looks at all queries and cannot know which of them are padding, got a key_mask for as many "
+            "the weight of a key reads all queries, so it needs to know which of them are padding, got a key_mask for as many "
             f"keys as queries ({q.shape[1]}) and no query_mask; pass query_mask=key_mask in self-attention, and in "
             "cross-attention the mask of the queries (all True if there is no padding)"
         )
 
 
 def check_rotary_pair(rotary: RotaryArgument, q: Tensor, k: Tensor) -> RotaryPair:
-    """The rotary of q and that of k, which must turn alike."""
+    """Return the rotary of q and that of k, which must rotate alike."""
     if isinstance(rotary, tuple) and len(rotary) != 2:
         raise ValueError(f"rotary must be one Rotary or a pair (of q, of k), got a tuple of {len(rotary)}")
     if rotary is None:
@@ -259,13 +259,13 @@ def check_rotary_pair(rotary: RotaryArgument, q: Tensor, k: Tensor) -> RotaryPai
     of_q, of_k = (turn is not None and turn.normalised for turn in (rotary_q, rotary_k))
     if of_q != of_k:
         raise ValueError(
-            f"a normalised rotary adds features and must turn both q and k, got normalised={of_q} for q and {of_k} for k; "
+            f"a normalised rotary adds features and must rotate both q and k, got normalised={of_q} for q and {of_k} for k; "
             "make both with normalised=True, or neither"
         )
     if rotary_q is not None and rotary_k is not None and rotary_q.dim != rotary_k.dim:
         raise ValueError(
-            f"the rotary of q and that of k must turn as many channels, got {rotary_q.dim} and {rotary_k.dim}; make both with "
-            "the same dim"
+            f"the rotary of q and that of k must rotate as many channels, got {rotary_q.dim} and {rotary_k.dim}; make both "
+            "with the same dim"
         )
     return rotary_q, rotary_k
 
@@ -294,7 +294,7 @@ def check_rotary(rotary: Rotary | None, x: Tensor, name: str) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> list[int]:
-    """The lengths of the packed sequences."""
+    """Check the bounds and return the lengths of the packed sequences."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(
             f"cu_seqlens must be a torch tensor, got {type(cu_seqlens).__name__}; convert it with torch.tensor([0, 3, 8])"
@@ -316,11 +316,11 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> list[int]:
 
 
 def check_rows(rows: Tensor | Sequence[int], q: Tensor) -> Tensor:
-    """Numbers of queries as an index."""
+    """Return the numbers of queries as an index tensor."""
     index = (
         torch.as_tensor(rows, device=q.device) if isinstance(rows, Tensor | Sequence) and not isinstance(rows, str) else None
     )
-    # an empty list is one of floats to torch
+    # torch makes an empty list a tensor of floats
     if index is not None and index.numel() == 0:
         index = index.to(torch.int64)
     if (
@@ -353,7 +353,7 @@ def check_state(
             f"the state must have the type in which these tokens are summed ({summed}), got {state.state.dtype}; convert the "
             f"tokens, or start from LinearState.empty(..., dtype={summed})"
         )
-    # no token at all tells the size of the features without computing any
+    # an empty sequence shows the size of the features without computing any
     no_token = k[:, :0]
     features = feature_map.key(no_token.to(summed)).shape[-1]
     if rotary is not None and rotary.normalised:

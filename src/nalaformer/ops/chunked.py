@@ -1,8 +1,8 @@
-"""The same function in memory linear in N: no feature of more than one piece of tokens ever exists.
+"""Compute the same function in memory linear in N: the features of only one chunk of tokens exist at a time.
 
-For CPUs and for GPUs without Triton. Pieces are recomputed in the backward pass, so nothing of size N x F is kept for it
-either. Bidirectional attention sums the states of the pieces, then reads them; causal attention walks from piece to piece
-with a running state, which is also what recurrent decoding does.
+CPUs and GPUs without Triton use it. The backward pass recomputes the chunks, so nothing of size N x F is stored for it either.
+Bidirectional attention sums the states of the chunks, then reads them. Causal attention scans the chunks with a running state,
+as recurrent decoding does.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,15 @@ from .kept_tensors import is_transformed
 from .rotary import Rotary
 from .state import LinearState
 
-# A piece's features should stay in the cache of a core: 2^19 floats, 2 MB. Fewer than 64 tokens waste the matrix unit.
+# A chunk's features should stay in the cache of a core: 2^19 floats, 2 MB. Fewer than 64 tokens waste the matrix unit.
 PIECE_ELEMENTS = 2**19
 SMALLEST_PIECE = 64
-# A causal piece costs piece^2 products besides piece x F: about the head size is right.
+# A causal chunk costs chunk^2 products besides chunk x F, so about the head size is right.
 CAUSAL_PIECE = 128
 
 
 def piece_size(batch: int, heads: int, head_dim: int) -> int:
-    """Tokens per piece of the bidirectional form."""
+    """Return the tokens of a chunk in the bidirectional form."""
     return max(SMALLEST_PIECE, PIECE_ELEMENTS // max(1, 2 * batch * heads * head_dim))
 
 
@@ -57,7 +57,7 @@ def linear_attention(
     key_weight: Tensor | None = None,
     piece: int | None = None,
 ) -> Tensor:
-    """Bidirectional; shapes as in the reference, output in the dtype of q."""
+    """Compute bidirectional attention; shapes as in the reference, output in the dtype of q."""
     batch, _, heads, head_dim = q.shape
     piece = piece or piece_size(batch, heads, head_dim)
     dtype = compute_dtype(q, k, v)
@@ -85,7 +85,7 @@ def linear_attention(
     if recompute or is_transformed() or len(tokens_of_queries) == 1:
         parts = [run(read_piece, *tokens, state, mean, None) for tokens in tokens_of_queries]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    # where no gradient is wanted each piece is written to its place: the outputs are never held twice
+    # Without gradients each chunk is written into the output directly, so that no second copy of the output exists.
     out = q.new_empty(*q.shape[:3], v.shape[3])
     for (q_piece, rotary_piece, strength_piece), place in zip(tokens_of_queries, out.split(piece, dim=1), strict=True):
         read_piece(q_piece, rotary_piece, strength_piece, state, mean, place)
@@ -108,7 +108,7 @@ def causal_linear_attention(
     log_decay: Tensor | None = None,
     piece: int | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """Causal, from an earlier state (None: no earlier token) to the state after the last token."""
+    """Compute causal attention from an earlier state (None: no earlier token) to the state after the last token."""
     dtype = compute_dtype(q, k, v)
     run = recomputing if recompute and not is_transformed() else direct
 
@@ -147,7 +147,7 @@ def causal_linear_attention(
             parts.append(out)
         assert state is not None
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), state
-    # where no gradient is wanted each piece is written to its place: the outputs are never held twice
+    # Without gradients each chunk is written into the output directly, so that no second copy of the output exists.
     whole = q.new_empty(*q.shape[:3], v.shape[3])
     for start, tokens in zip(range(0, q.shape[1], size), all_pieces, strict=True):
         whole[:, start : start + size], state = run(step, *tokens, state)
@@ -169,7 +169,7 @@ def block_causal_linear_attention(
     contrast: Contrast | None = None,
     key_weight: Tensor | None = None,
 ) -> Tensor:
-    """Tokens see those of their own and of earlier blocks: the state takes in a block, and then its queries read it."""
+    """Compute attention in which tokens see their own and earlier blocks: the state adds a block, then its queries read it."""
     if torch.compiler.is_exporting() or is_jit_tracing():
         raise ValueError(
             f"an exported program cannot count blocks of tokens, got block={block}; export with block=1, or without causal"
@@ -193,7 +193,7 @@ def block_causal_linear_attention(
         scale = None if scales is None or all_zero(scales) else scales.amax(dim=1, keepdim=True)
         keys = key_features(feature_map, k, v, key_mask=mask, rotary=rotary_k, log_scale=scale, dtype=dtype, weight=weight)
         state = state_of(keys, scale) if state is None else LinearState.merge(state, state_of(keys, scale))
-        # the running mean at the last token is that of all that the block sees
+        # all queries of the block see the same tokens, so they share the running mean at its last token
         against = None if mean is None else Contrast(strength, mean[:, -1:], q.shape[3])
         queries = query_features(feature_map, q, rotary_q, dtype, like=state.key_sum)
         return read(state, queries, eps, contrast=against).to(q.dtype), state
@@ -208,7 +208,7 @@ def block_causal_linear_attention(
 
 
 def state_of(keys: Keys, log_scale: Tensor | None) -> LinearState:
-    """The state of these keys alone; log_scale [B, 1, K, 1]."""
+    """Return the state of these keys alone; log_scale [B, 1, K, 1]."""
     state = without_infinity(torch.einsum("bjkf,bjkv->bkfv", keys.rotated, keys.values))
     key_sum = keys.plain.sum(dim=1)
     scale = key_sum.new_zeros(key_sum.shape[:2]) if log_scale is None else log_scale[:, 0, :, 0]
@@ -222,7 +222,7 @@ def read(
     out: Tensor | None = None,
     contrast: Contrast | None = None,
 ) -> Tensor:
-    """What queries that see every token of the state get: [B, N, H, V], put into `out` if there is one."""
+    """Return the outputs [B, N, H, V] of queries that see every token of the state, written into `out` if there is one."""
     kv_heads = state.state.shape[1]
     places = [None] * len(streams) if out is None else out.chunk(len(streams), dim=-1)
     contrasts = [None] * len(streams) if contrast is None else contrast.of_streams(len(streams))
@@ -231,7 +231,7 @@ def read(
     for queries, stream_state, place, against in zip(streams, sums, places, contrasts, strict=True):
         rotated = grouped(queries.rotated, kv_heads)
         if queries.plain is queries.rotated:
-            # the key sum as one more column of the state: a product of its own would read the features again
+            # the key sum becomes one more column of the state: a product of its own would read the features again
             with_sum = torch.cat((stream_state, state.key_sum[..., None]), dim=-1)
             both = torch.einsum("bikgf,bkfv->bikgv", rotated, with_sum)
             numerator, denominator = both[..., :-1], both[..., -1]
@@ -267,10 +267,10 @@ def causal_step(
     contrast: Contrast | None = None,
     log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """One piece of tokens: what came before through the state, the piece itself through its matrix of weights.
+    """Compute one chunk of tokens: earlier tokens through the state, its own tokens through their matrix of weights.
 
-    log_decay [B, n, K]: what came before a token fades by exp of it. A fading key is one that later keys outgrow, so it is
-    done by the scales: key j has that of its features minus the sum of the decays up to it, the state that of its sums.
+    log_decay [B, n, K]: earlier tokens decay by exp of it. The scales do that: a key's scale is that of its features minus the
+    sum of the decays up to it, and the state's scale changes in the same way.
     """
     kv_heads, num_tokens = state.state.shape[1], keys.values.shape[1]
     group = streams[0].plain.shape[2] // kv_heads
@@ -281,7 +281,7 @@ def causal_step(
     else:
         count = state.count[:, None] + key_mask.cumsum(1)
     if log_decay is not None:
-        # few keys may be left of many: eps stands alone
+        # decay may leave little of many keys, so eps is not multiplied by their number
         count = torch.ones_like(count)
 
     # a row is scaled by the largest key that it sees, never by a later one
@@ -292,14 +292,14 @@ def causal_step(
         faded = log_decay.cumsum(1)  # [B, n, K]
         token_scale = -faded if token_scale is None else token_scale - faded
     if token_scale is not None:
-        # a factor of the whole row, which has no gradient
+        # the scale is a factor of the whole row, so it has no gradient
         row_scale = torch.maximum(running_maximum(token_scale.detach(), lower), state.log_scale[:, None])
         keep_state = (state.log_scale[:, None] - row_scale).exp()  # [B, n, K]
-        # of later keys it may be infinite; a clamp would cut the gradient of those that are not
+        # exp may be infinite for later keys, and a clamp would cut the gradient of the others
         above = torch.where(lower[None, :, :, None], token_scale[:, None] - row_scale[:, :, None], 0.0)
         keep_keys = above.exp()  # [B, i, j, K]
         keep_keys = keep_keys.permute(0, 3, 1, 2)[:, :, None]  # [B, K, 1, i, j]
-    # features of a row are divided by exp of that
+    # exp of this scale divides the features of a row
     true_scale = row_scale if row_scale is None or faded is None else row_scale + faded
 
     outputs = []
@@ -336,7 +336,7 @@ def causal_step(
         assert row_scale is not None
         last = row_scale[:, -1:, :, None]  # [B, 1, K, 1]
         if faded is not None:
-            # as seen from the last token, what came before has faded by all of the piece
+            # seen from the last token, all decays of the chunk have reduced what came before it
             end = faded[:, -1]
             token_scale, last = token_scale + end[:, None], last + end.detach()[:, None, :, None]
             seen_from_end = (end - end.detach()).exp()
@@ -352,7 +352,7 @@ def causal_step(
 
 
 def running_maximum(scale: Tensor, lower: Tensor) -> Tensor:
-    """The largest of the tokens up to each, [B, n, K]; lower: [n, n], which tokens each one sees."""
+    """Return the largest scale of the tokens up to each, [B, n, K]; lower: [n, n], the tokens that each one sees."""
     if torch.compiler.is_exporting():
         # ONNX has no running maximum
         return torch.where(lower[None, :, :, None], scale[:, None], -torch.inf).amax(dim=2)
@@ -360,15 +360,15 @@ def running_maximum(scale: Tensor, lower: Tensor) -> Tensor:
 
 
 def grouped(features: Tensor, kv_heads: int) -> Tensor:
-    """[B, N, H, F] -> [B, N, K, H/K, F]: the query heads that share a key head side by side."""
+    """Reshape [B, N, H, F] to [B, N, K, H/K, F]: the query heads that share a key head side by side."""
     return features.unflatten(2, (kv_heads, features.shape[2] // kv_heads))
 
 
 def pieces(size: int, *sequences: Tensor | Rotary | None) -> "list[tuple[Any, ...]]":
-    """Cut tensors [B, N, ...] and rotaries into pieces of `size` tokens, side by side; None stays None."""
+    """Split tensors [B, N, ...] and rotaries together into chunks of `size` tokens; None stays None."""
     first = next(x for x in sequences if isinstance(x, Tensor))
     num_tokens = first.shape[1]
-    # an exported program must serve every number of tokens, so it cannot count pieces
+    # an exported program must support every number of tokens, so it cannot count chunks
     if torch.compiler.is_exporting() or is_jit_tracing() or num_tokens <= size:
         return [sequences]
     starts = range(0, num_tokens, size)
@@ -379,13 +379,13 @@ def pieces(size: int, *sequences: Tensor | Rotary | None) -> "list[tuple[Any, ..
         elif isinstance(x, Rotary):
             columns.append([x.tokens(start, start + size) for start in starts])
         else:
-            # split rather than slice: the gradient of n slices is n tensors of full size
+            # split rather than slice: the gradients of n slices are n tensors of full size
             columns.append(x.split(size, dim=1))
     return list(zip(*columns, strict=True))
 
 
 def all_zero(*scales: Tensor) -> bool:
-    """Whether a look at the numbers is cheap and shows that scaling would do nothing."""
+    """True if the values are cheap to read and scaling by them would change nothing."""
     return all(cheap_to_look_at(scale) and bool((scale == 0).all()) for scale in scales)
 
 
@@ -394,8 +394,8 @@ def direct(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def recomputing(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Keep only the arguments for the backward pass and compute the rest again there; transforms of torch.func cannot."""
+    """Store only the arguments for the backward pass and compute the rest again there; transforms of torch.func cannot."""
     if is_jit_tracing():
-        # a recorded program is the same with gradients and without; older releases of torch record a checkpoint
+        # A recorded program is the same with and without gradients; older releases of torch record a checkpoint.
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

@@ -1,10 +1,10 @@
-"""The contrast of MALA (arXiv 2507.00698): attention plus its distance from the mean value.
+"""Compute the contrast of MALA (arXiv 2507.00698): attention plus its distance from the mean value.
 
     out_i = o_i + z_i (o_i - mean_j v_j)
 
-o is normalised linear attention, z_i >= 0 a number per token: how far its output moves away from the mean, which is what a
-query of small norm gets from softmax. MALA takes the mean score, z_i = D^-1/2 phi_q(q_i) . mean_j phi_k(k_j), so that
-a larger query attends more sharply. Means are over the keys that token i sees, and where keys fade, each counts what is left.
+o is normalised linear attention, and z_i >= 0 scales how far each token's output moves away from the mean, which is what
+softmax returns for a query of small norm. MALA takes the mean score, z_i = D^-1/2 phi_q(q_i) . mean_j phi_k(k_j), so that a
+larger query attends to fewer keys. Means are over the keys that token i sees; with decay, each key has its decay factor.
 """
 
 from typing import NamedTuple
@@ -15,33 +15,33 @@ from torch import Tensor
 from .features import FeatureMapLike, compute_dtype, hide, repeated
 
 MEAN_SCORE = "mean_score"
-# a mean score may be the product of two features that fit into no float32
+# a mean score may be the product of two features that is too large for float32
 LARGEST_STRENGTH = 1e12
 LARGEST_LOG_SCALE = 60.0
 
 
 class Contrast(NamedTuple):
-    """What a backend needs for it besides the sums of attention."""
+    """Hold what a backend needs for the contrast besides the sums of attention."""
 
     strength: Tensor | None
-    """z, [B, N, H]; None: the mean score."""
+    """z, [B, N, H]; None stands for the mean score."""
     mean: Tensor
-    """Mean of the visible values, [B, 1, K, V], or as each token sees them, [B, N, K, V], if causal."""
+    """Mean of the visible values: [B, 1, K, V], or [B, N, K, V] if causal, as each token sees them."""
     head_dim: int
 
     def of_streams(self, streams: int) -> "list[Contrast]":
-        """One for the share of the values that each stream reads."""
+        """Return one contrast for each stream, with the values that this stream reads."""
         return [self._replace(mean=mean) for mean in self.mean.chunk(streams, dim=-1)]
 
     def moved(self, out: Tensor, denominator: Tensor, *, count: Tensor, scales: list[Tensor]) -> Tensor:
-        """out [B, N, H, V] away from the mean; denominator = phi_q . sum_j phi_k, features divided by exp(sum of scales)."""
+        """Move out [B, N, H, V] away from the mean; denominator = phi_q . sum_j phi_k of features / exp(sum of scales)."""
         if self.strength is not None:
             return self.moved_by_strength(out)
         strength = mean_score(denominator, head_dim=self.head_dim, count=count, scales=scales)
         return contrasted(out, repeated(out, self.mean), strength)
 
     def moved_by_strength(self, out: Tensor) -> Tensor:
-        """The same by the strength that was given, which needs no sums."""
+        """Move `out` away from the mean by the scale that the caller gave, which needs no sums."""
         assert self.strength is not None
         return contrasted(out, repeated(out, self.mean), self.strength)
 
@@ -56,7 +56,7 @@ def contrast_of(
     dtype: torch.dtype,
     mean: Tensor | None = None,
 ) -> Contrast | None:
-    """The argument of a call in the form that backends take. mean: that of the values, where it is known."""
+    """Convert the argument of a call to the form that backends take. mean: the mean of the values, where it is known."""
     if contrast is None:
         return None
     strength = contrast.to(dtype) if isinstance(contrast, Tensor) else None
@@ -66,7 +66,7 @@ def contrast_of(
 
 
 def running_mean_score(feature_map: FeatureMapLike, q: Tensor, k: Tensor, *, key_mask: Tensor | None) -> Tensor:
-    """The mean score of causal attention, [B, N, H]: causal kernels give out no sums. For maps of one stream without scale."""
+    """Return the causal mean score [B, N, H], for maps of one stream without scale; causal kernels return no sums."""
     dtype = compute_dtype(q, k)
     (queries,) = feature_map.query_streams(q.to(dtype))
     keys = hide(feature_map.key(hide(k, key_mask).to(dtype)), key_mask)
@@ -76,7 +76,7 @@ def running_mean_score(feature_map: FeatureMapLike, q: Tensor, k: Tensor, *, key
 
 
 def mean_value(v: Tensor, *, key_mask: Tensor | None, causal: bool, dtype: torch.dtype) -> Tensor:
-    """v [B, M, K, V] -> the mean over visible tokens [B, 1, K, V], or the running mean [B, M, K, V] if causal."""
+    """Average v [B, M, K, V] over visible tokens: [B, 1, K, V], or the running mean [B, M, K, V] if causal."""
     if key_mask is None and not causal:
         return v.mean(1, keepdim=True, dtype=dtype)
     visible = torch.ones(v.shape[:2], dtype=torch.bool, device=v.device) if key_mask is None else key_mask
@@ -86,7 +86,7 @@ def mean_value(v: Tensor, *, key_mask: Tensor | None, causal: bool, dtype: torch
 
 
 def mean_score(denominator: Tensor, *, head_dim: int, count: Tensor, scales: list[Tensor]) -> Tensor:
-    """z = D^-1/2 phi_q . mean_j phi_k, from phi_q . sum_j phi_k of features divided by exp(sum of scales)."""
+    """Return z = D^-1/2 phi_q . mean_j phi_k, from phi_q . sum_j phi_k of features divided by exp(sum of scales)."""
     strength = denominator * head_dim**-0.5 / count.clamp(min=1)
     if scales:
         strength = strength * sum(scales[1:], scales[0]).clamp(max=LARGEST_LOG_SCALE).exp()
@@ -94,5 +94,5 @@ def mean_score(denominator: Tensor, *, head_dim: int, count: Tensor, scales: lis
 
 
 def contrasted(out: Tensor, mean: Tensor, strength: Tensor) -> Tensor:
-    """out + z (out - mean). out: [..., V]; mean broadcasts to it; strength: [...]."""
+    """Return out + z (out - mean). out: [..., V]; mean broadcasts to it; strength: [...]."""
     return out + strength[..., None] * (out - mean)

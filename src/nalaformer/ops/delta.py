@@ -1,9 +1,9 @@
-"""The delta rule: a state that corrects what it holds under a key instead of adding to it (DeltaNet, Gated DeltaNet).
+"""Compute the delta rule: a state that corrects the value under a key instead of adding to it (DeltaNet, Gated DeltaNet).
 
     S_t = a_t S_{t-1} + b_t k_t (v_t - k_t^T a_t S_{t-1})^T,   out_t = scale * q_t^T S_t,   a_t = exp(log_decay_t)
 
-The keys must have length at most one, or the state grows without bound. Without log_decay nothing fades (a_t = 1);
-with -inf a token forgets all that came before it (a_t = 0).
+Keys must have length at most one, or the state grows without bound. Without log_decay nothing decays (a_t = 1); -inf resets the
+state (a_t = 0).
 """
 
 import math
@@ -24,17 +24,17 @@ from .features import compute_dtype, hide, outside_autocast
 from .kept_tensors import is_transformed
 from .untraced import untraced
 
-# tokens solved for at once: the work inside a piece grows with it, the number of sequential steps falls
+# Tokens solved for at once: a larger chunk means more work inside it, and fewer sequential steps.
 CHUNK = 64
 LARGEST_KERNEL_FEATURES = 256
-# of the kernels of this library, as far as they were checked on a GPU; float32 takes minutes to compile there and loses digits
+# Limits of this library's own kernels, verified on a GPU; float32 takes minutes to compile there and loses digits.
 LARGEST_OWN_FEATURES, LARGEST_OWN_VALUES = 128, 64
-# for kernels that take differences of running sums, where -inf would give NaN: exp of it is zero in the state's digits
+# Kernels take differences of running sums, in which -inf would give NaN. exp of this bound is zero in the state's digits.
 SMALLEST_LOG_DECAY = -100.0
 
 
 class DeltaInputs(NamedTuple):
-    """What comes with the tokens: q, k [B, N, H, F]; v [B, N, H, V]; beta, log_decay [B, N, H]. Packed, they have no B."""
+    """Hold the tensors of the tokens: q, k [B, N, H, F]; v [B, N, H, V]; beta, log_decay [B, N, H]. Packed, they have no B."""
 
     q: Tensor
     k: Tensor
@@ -43,7 +43,7 @@ class DeltaInputs(NamedTuple):
     log_decay: Tensor | None
 
     def batch_of_one(self, tokens: slice | None = None) -> "DeltaInputs":
-        """Packed sequences, or some of their tokens, as a batch of one."""
+        """Return packed sequences, or some of their tokens, as a batch of one."""
         rows = [x if x is None or tokens is None else x[tokens] for x in self]
         return DeltaInputs(*(None if x is None else x[None] for x in rows))  # type: ignore[arg-type]
 
@@ -60,21 +60,21 @@ def delta_rule(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of all tokens and the state after the last one; how the tokens are cut does not change them.
+    """Return the outputs of all tokens and the state after the last one. Splitting a sequence into calls changes neither.
 
     q, k: [B, N, H, F]; v: [B, N, H, V]; beta, log_decay: [B, N, H]. Returns [B, N, H, V] in the type of v and the state
     [B, H, F, V] in float32 (float64 for float64 inputs).
 
-    state: of the tokens before; not changed.
-    key_mask: [B, N] bool; a hidden token changes nothing.
+    state: the state after the earlier tokens; it is not modified.
+    key_mask: [B, N] bool; a masked token changes nothing.
     cu_seqlens: [S + 1] running total of lengths, beginning with 0. Then all tensors lack the batch dimension, and the states
         are [S, H, F, V].
-    scale: of the outputs, 1/sqrt(F) by default.
+    scale: factor of the outputs, 1/sqrt(F) by default.
     """
     scale = _checked_scale(scale, q)
     if cu_seqlens is not None:
         if key_mask is not None:
-            raise ValueError("key_mask and cu_seqlens exclude each other, got both; packed sequences have no padding to hide")
+            raise ValueError("key_mask and cu_seqlens exclude each other, got both; packed sequences have no padding")
         return _packed(DeltaInputs(q, k, v, beta, log_decay), state, cu_seqlens, scale)
     _check(DeltaInputs(q, k, v, beta, log_decay), state, q.shape[0])
     check_key_mask(key_mask, k)
@@ -91,14 +91,14 @@ def delta_rule(
         return _piece(*inputs, state, scale)
 
 
-# the lengths and the longest are part of the launch: traced, every packing would be another program
+# The lengths and the longest one are part of the launch: a traced program would be specific to one packing.
 @untraced
 def _packed(inputs: DeltaInputs, state: Tensor | None, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Each sequence by itself; the tensors are only cut, never padded."""
+    """Compute each sequence by itself; the tensors are split, never padded."""
     q, k, v, beta, log_decay = inputs
     lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
     if min(lengths) == 0:
-        raise ValueError(f"packed sequences must hold at least one token, got lengths {lengths[:8]}; leave empty ones out")
+        raise ValueError(f"packed sequences must hold at least one token, got lengths {lengths[:8]}; skip empty ones")
     _check(inputs.batch_of_one(), state, len(lengths))
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay, k, beta, state):
@@ -126,7 +126,7 @@ def delta_step_(
     log_decay: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """One token of `delta_rule`, the state [B, H, F, V] updated in place: the step of a decoding loop, without gradients."""
+    """Compute one token of `delta_rule` and update the state [B, H, F, V] in place: a step of decoding, without gradients."""
     scale = _checked_scale(scale, q)
     if not isinstance(state, Tensor):
         raise TypeError(
@@ -152,7 +152,7 @@ def delta_step_(
 
 
 def _runs_own_kernels(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels of this library serve the call: in bfloat16 on a GPU, features and values that fit on chip."""
+    """True if this library's kernels support the call: bfloat16 on a GPU, features and values that fit on chip."""
     if q.numel() == 0 or q.dtype == torch.float64 or not runs_kernels(v):
         return False
     if INTERPRETING:
@@ -163,7 +163,7 @@ def _runs_own_kernels(q: Tensor, v: Tensor) -> bool:
 def _on_kernels(
     inputs: DeltaInputs, state: Tensor | None, scale: float, lengths: list[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """lengths: the lengths of the sequences that are packed in a batch of one."""
+    """Run the kernels. lengths: the lengths of the sequences that are packed in a batch of one."""
     from .kernels.delta import delta_op
 
     packing = delta_op.UNPACKED if lengths is None else delta_op.packing_of(lengths, inputs.q.device)
@@ -185,7 +185,7 @@ def _piece(
 
 
 def _recurrent(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, token by token."""
+    """Compute the definition, token by token."""
     outputs = []
     for t in range(q.shape[2]):
         if log_decay is not None:
@@ -197,19 +197,19 @@ def _recurrent(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor 
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Piece by piece. Inside a piece, with G the running sum of log_decay, the corrections u solve
+    """Compute chunk by chunk. Inside a chunk, with G the running sum of log_decay, the corrections u solve
 
         u_i + b_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) u_j = b_i (v_i - exp(G_i) k_i^T S)
 
-    which is linear in S, the state before the piece: one triangular solve for all pieces gives u = u0 - w S (the WY form).
+    which is linear in S, the state before the chunk: one triangular solve for all chunks gives u = u0 - w S (the WY form).
     """
     length = q.shape[2]
-    # a recorded program must serve every length, so it cannot count pieces
+    # a recorded program must support every length, so it cannot count chunks
     is_whole = is_exporting() or is_jit_tracing()
     size = length if is_whole else min(CHUNK, length)
     missing = 0 if is_whole else -length % size
     count = 1 if is_whole else -1
-    # tokens of zeros at the end change nothing
+    # zero tokens at the end change nothing
     q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (count, size)) for x in (q, k, v))  # [B, H, pieces, size, *]
     beta = F.pad(beta, (0, missing)).unflatten(2, (count, size))[..., None]
     lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
@@ -218,8 +218,8 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | 
         since_start = to_end = torch.ones_like(beta)
     else:
         steps = F.pad(log_decay, (0, missing)).unflatten(2, (count, size))
-        # G_i - G_j summed for each j from the token after it on: a difference of running sums would lose the digits of small
-        # decays after a large one, and all of them after a full reset (-inf)
+        # G_i - G_j is summed for each j from the token after it on: a difference of running sums would lose the digits of small
+        # decays after a large one, and all digits after a full reset (-inf)
         between = torch.where(lower.tril(-1), steps[..., :, None], 0).cumsum(-2)  # [B, H, pieces, i, j]
         decay = torch.where(lower, between.exp(), 0)
         since_start = steps.cumsum(-1).exp()[..., None]
@@ -240,20 +240,20 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | 
 
 @cache
 def _kernels() -> ModuleType | None:
-    """flash-linear-attention's operators, where it is installed."""
+    """Return flash-linear-attention's operators, or None where it is not installed."""
     if find_spec("fla") is None:
         return None
     try:
         import fla.ops
     except Exception as error:  # it looks at the GPU and at Triton while it is imported, and each fails in its own way
-        warnings.warn(f"flash-linear-attention cannot be used, the delta rule does without it: {error}", stacklevel=2)
+        warnings.warn(f"flash-linear-attention cannot be used, so the delta rule runs without it: {error}", stacklevel=2)
         return None
     return fla.ops
 
 
 def _kernels_for(q: Tensor, v: Tensor, log_decay: Tensor | None, *others: Tensor | None) -> ModuleType | None:
-    """The kernels, if they can serve the call and are not forbidden. others: what else may need gradients."""
-    # they round features and values to half precision, which full precision must not suffer
+    """Return the kernels if they support the call and the backend allows them. others: more tensors that may need gradients."""
+    # these kernels round features and values to half precision, so they cannot take float32 inputs
     fits = v.dtype in (torch.bfloat16, torch.float16) and max(q.shape[-1], v.shape[-1]) <= LARGEST_KERNEL_FEATURES
     can = q.device.type == "cuda" and fits and q.dtype != torch.float64 and q.numel() > 0
     if not can or get_backend() not in ("auto", "triton") or is_transformed():
@@ -262,14 +262,14 @@ def _kernels_for(q: Tensor, v: Tensor, log_decay: Tensor | None, *others: Tensor
     if kernels is None:
         return None
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, v, log_decay, *others))
-    # gradients are left to the kernels of this library, which every supported Triton compiles rightly
+    # this library's own kernels compute gradients: every supported Triton compiles them correctly
     return None if learns else kernels
 
 
 def _fused(
     kernels: ModuleType, inputs: DeltaInputs, state: Tensor | None, cu_seqlens: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same by flash-linear-attention: chunks, or the recurrence for a single token; packed sequences as a batch of one."""
+    """Run flash-linear-attention: chunks, or the recurrence for one token; packed sequences as a batch of one."""
     q, k, v, beta, log_decay = inputs
     options = {
         "beta": beta,

@@ -1,11 +1,11 @@
-"""Depth-wise convolution of tokens on a grid."""
+"""Convolve tokens on a grid depth-wise."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from .backend import runs_kernels
 
-# sides of kernels that the GPU kernels know
+# kernel sizes that the GPU kernels support
 FUSED_SIZES = (3, 5)
 
 
@@ -19,10 +19,10 @@ def depthwise_conv(
     residual: bool = False,
     gelu: bool = False,
 ) -> Tensor:
-    """Each channel convolved over its neighbours on the grid, zeros outside, and `plus`, or with `residual` the input, added.
+    """Convolve each channel over its neighbours on the grid, zeros outside, and add `plus`, or with `residual` the input.
 
     x, plus: [B, N, C], row by row; weight: [W, 1, K, K], K odd; bias: [W]; C a multiple of W, whose kernels the heads share.
-    gelu: gelu(x) stands for x, as the kernels compute it where they read x; `plus` is added as it is.
+    gelu: convolve gelu(x) instead of x, which the kernels compute as they read x; `plus` is added unchanged.
     """
     batch, tokens, channels = x.shape
     if tokens != grid[0] * grid[1]:
@@ -30,12 +30,12 @@ def depthwise_conv(
     if channels % weight.shape[0]:
         raise ValueError(f"channels must be a multiple of the kernels ({weight.shape[0]}), got {channels}")
     if residual and plus is not None:
-        raise ValueError("the input is added with residual=True, and a plus was given too; leave one of them out")
+        raise ValueError("residual=True already adds the input, but plus was given too; pass only one of them")
     same = plus is None or plus.dtype == x.dtype
     if weight.shape[-1] in FUSED_SIZES and same and runs_kernels(x) and x.numel() > 0:
         from .kernels.tokenwise.depthwise_op import convolve
 
-        # a flag: hooks of torch and compiled programs hand the same tensor over as two
+        # a flag: hooks of torch and compiled programs pass the same tensor as two tensors
         is_residual = residual or (plus is x and not gelu)
         x = x if x.stride(-1) == 1 else x.contiguous()
         plus = None if is_residual else plus if plus is None or plus.stride(-1) == 1 else plus.contiguous()

@@ -1,4 +1,4 @@
-"""The weights of linear attention one by one, which attention itself never computes: for diagnostics."""
+"""Compute the single weights of linear attention, which attention itself never computes, for diagnostics."""
 
 from collections.abc import Sequence
 
@@ -38,9 +38,9 @@ def attention_weights(
     block: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The exact weights that linear attention gives to each value: [B, H, R, M], for diagnostics.
+    """Return the exact weight that linear attention gives to each value: [B, H, R, M], for diagnostics.
 
-    rows: the queries to look at (all by default: a quadratic amount of memory). stream: which half of the values, for maps
+    rows: the queries to return (all by default: a quadratic amount of memory). stream: which half of the values, for maps
     with two streams. Without rotary and contrast every weight is >= 0; without rotary a row sums to one, up to eps.
     """
     check_block(block, causal=causal, is_packed=False)
@@ -58,7 +58,7 @@ def attention_weights(
     k, _ = heads_for(feature_map, q, k, k)
     key_weight, k, _ = per_key_for(q, k, k, key_weight)
     log_decay, k, _ = per_key_for(q, k, k, usable_decay(log_decay, key_mask))
-    # decays of each query head may have brought more heads
+    # a decay for each query head may have expanded the key heads
     key_weight, k, _ = per_key_for(q, k, k, key_weight)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)

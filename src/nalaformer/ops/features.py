@@ -1,8 +1,8 @@
-"""From queries and keys to features: the part that every backend shares.
+"""Compute features of queries and keys: the part that every backend shares.
 
-Features can grow beyond every float format (exp of 100, cubes of 1e10). A map therefore may hand out features divided by
-exp(log_scale); attention divides two sums of them, so the scale cancels everywhere but in eps, which is scaled along.
-Ordinary inputs have log_scale = 0, where nothing changes at all.
+Features can grow beyond every float format (exp of 100, cubes of 1e10). A map may therefore return features divided by
+exp(log_scale). Attention divides two sums of them, so the scale cancels everywhere but in eps, which is scaled too.
+Ordinary inputs have log_scale = 0, which changes nothing at all.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,15 +19,15 @@ from .rotary import Rotary
 if TYPE_CHECKING:
     from .contrast import Contrast
 
-# A query may weigh nothing but features that the largest key made tiny. Its gradient is divided by no less than this: towards
-# channels of that key it would leave float32.
+# The largest key may make all features that a query weighs tiny. The gradient divides by no less than this bound: towards
+# the channels of that key it would leave float32.
 SMALLEST_DIVISOR = 1e-18
-# Where only the numerator is turned, its largest features may meet a denominator of the smallest ones.
+# Where only the numerator is rotated, its largest features may meet a denominator of the smallest ones.
 LARGEST_TURNED_OUTPUT = 1e12
 
 
 class FeatureMapLike(Protocol):
-    """What the ops ask of a feature map; `nalaformer.feature_maps.FeatureMap` is the base class that provides it."""
+    """Describe what the ops need of a feature map; `nalaformer.feature_maps.FeatureMap` is the base class that provides it."""
 
     streams: int
     num_heads: int
@@ -44,14 +44,14 @@ class FeatureMapLike(Protocol):
 
 
 class ScaledFeatures(NamedTuple):
-    """True features = value * exp(log_scale); log_scale [B, N, H, 1], or None for zero."""
+    """Hold features in scaled form: true features = value * exp(log_scale); log_scale [B, N, H, 1], or None for zero."""
 
     value: Tensor
     log_scale: Tensor | None = None
 
 
 class Queries(NamedTuple):
-    """One stream of query features; `rotated` for the numerator, `plain` for the denominator, each [B, N, H, F]."""
+    """Hold one stream of query features: `rotated` for the numerator, `plain` for the denominator, each [B, N, H, F]."""
 
     rotated: Tensor
     plain: Tensor
@@ -59,7 +59,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Key features and values with hidden tokens zeroed; rotated, plain [B, N, H, F], values [B, N, H, V], visible [B]."""
+    """Hold key features and values, zero at masked tokens; rotated, plain [B, N, H, F], values [B, N, H, V], visible [B]."""
 
     rotated: Tensor
     plain: Tensor
@@ -68,12 +68,12 @@ class Keys(NamedTuple):
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if any input is, else float32: half-precision sums over tokens lose the small terms."""
+    """Return float64 if any input is, else float32: half-precision sums over tokens lose the small terms."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def rotate(features: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator features."""
+    """Return the features for the numerator, rotated, and for the denominator."""
     if rotary is None:
         return features, features
     turned = rotary.rotate(features)
@@ -83,7 +83,7 @@ def rotate(features: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
 def query_features(
     feature_map: FeatureMapLike, q: Tensor, rotary: Rotary | None, dtype: torch.dtype, *, like: Tensor
 ) -> list[Queries]:
-    """One entry per stream; like: features of the keys, or their sum, [..., F]."""
+    """Return one entry per stream; like: features of the keys, or their sum, [..., F]."""
     streams = feature_map.query_streams(q.to(dtype))
     found = [Queries(*rotate(features.value, rotary), features.log_scale) for features in streams]
     for queries in found:
@@ -92,7 +92,7 @@ def query_features(
 
 
 def check_widths(feature_map: FeatureMapLike, of_queries: Tensor, of_keys: Tensor) -> None:
-    """Refuse a map whose features cannot be multiplied; one feature beside many would be repeated in silence."""
+    """Check that the features can be multiplied; torch would silently broadcast one feature over many."""
     if of_queries.shape[-1] != of_keys.shape[-1]:
         raise ValueError(
             f"a feature map must give queries and keys as many features, got {of_queries.shape[-1]} and {of_keys.shape[-1]} of "
@@ -101,7 +101,7 @@ def check_widths(feature_map: FeatureMapLike, of_queries: Tensor, of_keys: Tenso
 
 
 def key_log_scale(feature_map: FeatureMapLike, k: Tensor, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """[B, N, H, 1] scale of each key, or None if this map never needs one. Without gradient: the scale cancels."""
+    """Return the scale of each key [B, N, H, 1], or None if this map never needs one. It cancels, so it has no gradient."""
     with torch.no_grad():
         return feature_map.key_log_scale(hide(k, key_mask).to(dtype))
 
@@ -117,8 +117,8 @@ def key_features(
     dtype: torch.dtype,
     weight: Tensor | None = None,
 ) -> Keys:
-    """Features of the keys times their weight [B, N, H], divided by exp(log_scale), which broadcasts to [B, N, H, 1]."""
-    # hidden before the map as well as after: NaN in padding must reach neither the sums nor their gradients
+    """Return features of the keys times their weight [B, N, H], divided by exp(log_scale), which broadcasts to [B, N, H, 1]."""
+    # masked before the map as well as after: NaN in padding must reach neither the sums nor their gradients
     k = hide(k, key_mask).to(dtype)
     features = feature_map.key(k) if log_scale is None else feature_map.key(k, log_scale)
     if weight is not None:
@@ -140,20 +140,20 @@ def heads_for(feature_map: FeatureMapLike, q: Tensor, k: Tensor, v: Tensor) -> t
 
 
 def repeated(q: Tensor, x: Tensor) -> Tensor:
-    """x [B, M, K, *] with a head for each head of q, [B, M, H, *]; x itself where it has those, which torch would copy."""
+    """Repeat the heads of x [B, M, K, *] to those of q, [B, M, H, *]; return x itself, not a copy, where it has them."""
     group = q.shape[2] // x.shape[2]
     return x if group == 1 else x.repeat_interleave(group, dim=2)
 
 
 def cheap_to_look_at(x: Tensor) -> bool:
-    """Whether code may depend on the numbers in x: on a GPU that would wait for it, and a traced program has none."""
+    """True if code may depend on the values of x: on a GPU that would synchronize, and a traced program has no values."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing() and is_ordinary(x)
 
 
 def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Computing in the types that are asked for; the meta device, which computes nothing, has no autocast to leave."""
+    """Switch autocast off inside; the meta device, which computes nothing, has no autocast."""
     device = x.device.type
-    # a block of torch.autocast takes as long as a launch, so none is opened where it would change nothing
+    # a torch.autocast block takes as long as a launch, so none is entered where it would change nothing
     if device == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device)):
         return nullcontext()
     return torch.autocast(device, enabled=False)
@@ -165,12 +165,12 @@ def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def without_infinity(state: Tensor) -> Tensor:
-    """Infinity becomes NaN, as it is inside a causal piece and wherever a feature of zero has met it."""
+    """Replace infinity with NaN, as a causal chunk does and every product with a feature of zero."""
     return state + (state - state)
 
 
 def weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """weights [B, K, G, i, j] times values [B, j, K, V] -> [B, i, K, G, V]; a value counts only where visible [i, j].
+    """Multiply weights [B, K, G, i, j] by values [B, j, K, V] -> [B, i, K, G, V]; a value counts only where visible [i, j].
 
     Zero times NaN is NaN: a token that holds NaN or infinity would reach the rows that do not see it.
     """
@@ -195,17 +195,17 @@ def normalise(
     out: Tensor | None = None,
     contrast: "Contrast | None" = None,
 ) -> Tensor:
-    """numerator [..., V] / (denominator [...] + eps * count), eps in the units of the scaled features.
+    """Return numerator [..., V] / (denominator [...] + eps * count), eps in the units of the scaled features.
 
     count and the scales broadcast to the denominator. is_turned: rotary is in the numerator alone.
     A row that sees no key has both sums zero and gives zero.
-    `out`, where no gradient is wanted: the place for the result, in any float dtype.
-    contrast: what moves the result away from the mean value, for the values of this stream.
+    `out` is a buffer for the result, in any float dtype, for calls without gradients.
+    contrast: moves the result away from the mean value, for the values of this stream.
     """
     plain_sum = denominator
     amount = eps * count.to(denominator.dtype)
     scales = [scale for scale in (query_scale, key_scale) if scale is not None]
-    # the scale of keys that fade has a gradient, also where it is zero
+    # with decay the scale has a gradient, also where it is zero
     is_plain = all(cheap_to_look_at(scale) and not scale.requires_grad and not bool(scale.any()) for scale in scales)
     if not is_plain:
         amount = amount * torch.exp(-sum(scales[1:], scales[0]))
@@ -223,13 +223,13 @@ def normalise(
 
 
 def quotient_with_bounded_gradient(numerator: Tensor, divisor: Tensor) -> Tensor:
-    """numerator [..., V] / divisor [..., 1]; exact, and its gradient too unless the divisor is tiny."""
+    """Return numerator [..., V] / divisor [..., 1]; exact, and its gradient too unless the divisor is tiny."""
     is_tiny = divisor.detach() < SMALLEST_DIVISOR
-    # a program that torch.jit.trace records without gradients may be asked for them later
+    # torch.jit.trace may record a program without gradients that computes them later
     wants_gradient = torch.is_grad_enabled() or is_jit_tracing()
     if not wants_gradient or (cheap_to_look_at(divisor) and not bool(is_tiny.any())):
         return numerator / divisor
     value = numerator.detach() / divisor.detach()
-    # zero, with the gradients of numerator and divisor in their true proportion
+    # its value is zero, and the gradients of numerator and divisor have their true proportion
     change = (numerator - value * divisor) / SMALLEST_DIVISOR
     return torch.where(is_tiny, value + (change - change.detach()), numerator / torch.where(is_tiny, 1.0, divisor))

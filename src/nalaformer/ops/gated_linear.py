@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU network and the projection behind it."""
+"""Compute the gate of a SwiGLU network and the projection behind it."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,9 +9,9 @@ from .rms_norm import product_dtype
 
 
 def gated_linear(a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
-    """(silu(a) * b) weight^T. a, b: [..., F]; weight: [C, F] -> [..., C].
+    """Return (silu(a) * b) weight^T. a, b: [..., F]; weight: [C, F] -> [..., C].
 
-    On a GPU the backward pass computes silu(a) * b again instead of keeping it.
+    On a GPU the backward pass computes silu(a) * b again instead of storing it.
     """
     if runs_kernels(a) and a.numel() > 0:
         from .kernels.tokenwise import gated_linear_op

@@ -1,4 +1,4 @@
-"""Calls as CUDA graphs: the device runs them without waiting for Python."""
+"""Capture calls as CUDA graphs, which the device runs without waiting for Python."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -13,22 +13,25 @@ _lock = threading.RLock()
 
 
 class NotCapturable(RuntimeError):
-    """A call that runs by itself, but not as a CUDA graph: something in it waits for the host."""
+    """Report a call that runs by itself, but not as a CUDA graph: something in it waits for the host."""
 
 
 @cache
 def streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """For warming up and for capturing, the same for all calls: torch keeps the memory that matrix products need for each
-    stream that ever ran some. Of each device: torch's own stream for captures is of whichever was asked first."""
+    """Return the streams for warming up and for capturing, the same for all calls of a device.
+
+    torch keeps the memory that matrix products need for each stream that ever ran some. Its own stream for captures belongs to
+    the device that first used it.
+    """
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def captured(
     call: Callable[[], object], *, restore: Sequence[Tensor] = (), device: torch.device | None = None
 ) -> Callable[[], None]:
-    """Replays of the call as a CUDA graph. It runs a few times before, since first calls compile and allocate.
+    """Return a function that replays the call as a CUDA graph. The call runs a few times first, to compile and allocate.
 
-    restore: tensors that the call changes, which are as they were before each of these runs and when this returns or fails;
+    restore: tensors that the call changes; they are restored before each of these runs, and when this returns or fails.
     device: the current one by default. NotCapturable: the call runs, but not as a graph; other errors are the call's own.
     """
     number = torch.cuda.current_device() if device is None or device.index is None else device.index
@@ -54,15 +57,15 @@ def _captured(
     del before
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        # of this thread alone: others may go on to allocate meanwhile, as loaders and servers do
+        # the mode checks this thread alone: other threads (loaders, servers) may allocate meanwhile
         with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
             call()
     except Exception as error:
-        # torch would stay on the stream of a capture that failed, and its generator take itself to be captured still
+        # torch would stay on the stream of the failed capture, and its generator would still record
         torch.cuda.set_stream(stream)
         generator = torch.cuda.default_generators[stream.device_index]
         generator.graphsafe_set_state(generator.clone_state())
-        # the same call has just run without a graph
+        # the same call has just run without a graph, so only the capture can have failed
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             raise NotCapturable(f"the call cannot be captured as a CUDA graph: {error}") from error
         raise

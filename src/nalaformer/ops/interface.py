@@ -1,4 +1,4 @@
-"""The public functions: check the arguments, pick a backend, run it outside autocast."""
+"""Define the public functions: check the arguments, pick a backend, run it outside autocast."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +32,7 @@ from .key_weight import MAPS_IN_KERNELS, numbers_of, per_key_for
 from .state import LinearState
 from .untraced import untraced
 
-# the module of that name, once a call has come through the kernels: an import where it is used takes a microsecond at each call
+# The module known_calls, once a call has run on the kernels: an import inside a function takes a microsecond at each call.
 _known_calls: list[ModuleType] = []
 
 
@@ -53,7 +53,7 @@ def linear_attention(
     block: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Attention in time and memory linear in the number of tokens.
+    """Compute attention in time and memory linear in the number of tokens.
 
         out_i = rot(phi_q(q_i)) . sum_j rot(phi_k(k_j)) v_j^T  /  ( phi_q(q_i) . sum_j phi_k(k_j)  +  eps * n )
 
@@ -62,22 +62,22 @@ def linear_attention(
     also under autocast.
 
     causal: token i sees keys 0..i; needs N = M.
-    rotary: positions of all tokens, or a pair (of q, of k) for cross-attention; turns the numerator only unless it was
+    rotary: positions of all tokens, or a pair (of q, of k) for cross-attention; rotates the numerator only, unless it was
         made with normalised=True.
-    key_mask: [B, M] bool, True = visible. A row that sees nothing gives zeros; hidden tokens may hold NaN.
-    query_mask: [B, N] bool, True = a token, not padding. Only what looks at all queries asks, the variance-aware reflection and
-        the global query: in self-attention it is the key_mask.
+    key_mask: [B, M] bool, True = visible. A row that sees nothing gives zeros; masked tokens may hold NaN.
+    query_mask: [B, N] bool, True = a token, not padding. Only parts that read all queries need it, the variance-aware
+        reflection and the global query: in self-attention it is the key_mask.
     cu_seqlens: [S + 1] running total of lengths, beginning with 0. Then q, k, v are [T, H, D]: S sequences back to back.
     contrast: moves each output away from the mean of the values that it sees, out_i + z_i (out_i - mean_j v_j). "mean_score":
         z_i = D^-1/2 phi_q(q_i) . mean_j phi_k(k_j) (MALA); or z itself, [B, N, H].
-    key_weight: multiplies phi_k(k_j). "global_query": a softmax over the keys for the mean query (RALA), as
-        `global_query_weight` says; or numbers >= 0, [B, M, K] or [B, M, H].
-    log_decay: of causal attention, [B, N, K] or [B, N, H], numbers <= 0: at token i all keys before it fade by
-        exp(log_decay_i), so key j weighs exp(sum of log_decay from j + 1 to i) as much; the mean of a contrast counts so too.
-        0 forgets nothing, and neither does a token that key_mask hides; eps then stands alone, without n.
-    block: of causal attention, the tokens that see each other: token i sees keys 0..b - 1, b the end of its block (frames of a
+    key_weight: multiplies phi_k(k_j). "global_query": a softmax over the keys for the mean query (RALA), see
+        `global_query_weight`; or numbers >= 0, [B, M, K] or [B, M, H].
+    log_decay: for causal attention, [B, N, K] or [B, N, H], numbers <= 0: token i multiplies the weights of all earlier keys by
+        exp(log_decay_i), so key j has the factor exp(sum of log_decay from j + 1 to i), also in the mean of a contrast. 0 means
+        no decay, and a token that key_mask hides causes none. eps then stands alone, without n.
+    block: for causal attention, the tokens that see each other: token i sees keys 0..b - 1, b the end of its block (frames of a
         video, rows of an image). More than 1 runs in plain torch, on a GPU too.
-    eps: times the n visible keys; 0 makes the weights sum to one however small the keys are.
+    eps: multiplied by the n visible keys; with 0 the weights sum to one however small the keys are.
     """
     check_block(block, causal=causal, is_packed=cu_seqlens is not None)
     if cu_seqlens is not None:
@@ -87,7 +87,7 @@ def linear_attention(
     has_parts = rotary is not None or contrast is not None or key_weight is not None or log_decay is not None or block > 1
     is_plain = not has_parts and key_mask is None and query_mask is None
     is_usual = type(q) is type(k) is type(v) is Tensor and type(causal) is bool and type(eps) is float
-    # in this order: a compiled program must not depend on whether there are known calls
+    # in this order: a compiled program must not depend on the list of known calls
     if is_plain and is_usual and is_plain_eager() and _known_calls:
         again: Tensor | None = _known_calls[0].attend_again(q, k, v, feature_map, causal, eps)
         if again is not None:
@@ -102,7 +102,7 @@ def linear_attention(
     k, v = heads_for(feature_map, q, k, v)
     key_weight, k, v = per_key_for(q, k, v, key_weight)
     log_decay, k, v = per_key_for(q, k, v, usable_decay(log_decay, key_mask))
-    # decays of each query head may have brought more heads
+    # a decay for each query head may have expanded the key heads
     key_weight, k, v = per_key_for(q, k, v, key_weight)
     # low-precision matmuls under autocast would undo the float32 sums
     with outside_autocast(q):
@@ -119,12 +119,12 @@ def linear_attention(
         )
         if backend == "triton" and has_score and causal:
             contrast, has_score = running_mean_score(mapped, q, k, key_mask=key_mask), False
-        # the kernels make the weights while they read the keys, of maps that they know well enough and without a mean score
+        # the kernels compute the weights as they read the keys, for the maps that they support and without a mean score
         by_mean_query = isinstance(key_weight, str) and not has_score and spec is not None and spec.name in MAPS_IN_KERNELS
         weight = None if by_mean_query else numbers_of(key_weight, q, given[1], feature_map, key_mask, query_mask)
         against = None
         if contrast is not None and (backend != "triton" or not has_score):
-            # what reaches the values through attention and through their mean may cancel: added before it is rounded
+            # the value and its mean may cancel in the gradient, so the two are added before they are rounded
             v = v if backend == "triton" else v.to(compute_dtype(q, k, v))
             dtype, faded = compute_dtype(q, k, v), None
             if log_decay is not None and backend == "triton":
@@ -195,7 +195,7 @@ def recurrent_linear_attention(
     log_decay: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, LinearState]:
-    """Causal attention that continues after `state`: one token or many, the result does not depend on how they are cut.
+    """Compute causal attention that continues after `state`, for one token or many; splitting a sequence changes nothing.
 
     Shapes as in `linear_attention`, with as many queries as keys. Returns the output and the state after the last token;
     the state passed in is not changed. Rotary positions count on: Rotary.sequence(n, dim, start=tokens_before).
@@ -247,7 +247,7 @@ def recurrent_step_(
     log_decay: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """One token of `recurrent_linear_attention`, the state updated in place: the step of a decoding loop.
+    """Compute one token of `recurrent_linear_attention` and update the state in place: a step of a decoding loop.
 
     q: [B, 1, H, D]; k: [B, 1, K, D]; v: [B, 1, K, V] -> [B, 1, H, V], without gradients. Start from the state of a prompt or
     from LinearState.empty. On a GPU it is one small kernel that never waits for the host, so a CUDA graph can hold it.
@@ -284,7 +284,7 @@ def recurrent_step_(
     return out
 
 
-# the lengths and the longest are part of the launch: traced, every packing would be another program
+# The lengths and the longest one are part of the launch: a traced program would be specific to one packing.
 @untraced
 def _packed(
     q: Tensor,
@@ -301,10 +301,10 @@ def _packed(
     log_decay: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Each sequence by itself; the tensors are only cut, never padded."""
+    """Compute each sequence by itself; the tensors are split, never padded."""
     for name, mask in (("key_mask", key_mask), ("query_mask", query_mask)):
         if mask is not None:
-            raise ValueError(f"{name} and cu_seqlens exclude each other, got both; packed sequences have no padding to hide")
+            raise ValueError(f"{name} and cu_seqlens exclude each other, got both; packed sequences have no padding")
     check_options(causal, eps)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -324,7 +324,7 @@ def _packed(
     with outside_autocast(q):
         check_tensors(q[None], k[None], v[None], feature_map)
         spread_k, spread_v = heads_for(feature_map, q[None], k[None], v[None])
-        # a map that looks at all tokens must see each sequence by itself
+        # a map that reads all tokens must see each sequence by itself
         is_same = feature_map.given(q[None], spread_k, key_mask=None, causal=causal) is feature_map
         weight = key_weight[None] if isinstance(key_weight, Tensor) else None
         weight, spread_k, spread_v = per_key_for(q[None], spread_k, spread_v, weight)
@@ -332,7 +332,7 @@ def _packed(
         decay, spread_k, spread_v = per_key_for(q[None], spread_k, spread_v, decay)
         of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
         of_all = partial(of_all, has_contrast=isinstance(contrast, str), has_weight=weight is not None)
-        # a strength is of each sequence by itself, and so is the running score of its keys
+        # a contrast scale and the running mean score belong to each sequence alone
         has_strength = isinstance(contrast, Tensor) or (causal and contrast is not None)
         is_one_call = is_same and not has_strength and not isinstance(key_weight, str)
         backend, spec = of_all(feature_map=feature_map) if is_one_call else Choice("chunked")
@@ -355,8 +355,8 @@ def _packed(
             return kernels.attend(ready, causal=causal, keep=keep).to(q.dtype)
 
     def of_sequences(x: Tensor | str | None) -> Sequence[Tensor | str | None]:
-        """Each sequence as a batch of one; what is no tensor serves all."""
-        # split rather than slice: the gradient of n slices is n tensors of full size
+        """Return each sequence as a batch of one; other values are repeated for each."""
+        # split rather than slice: the gradients of n slices are n tensors of full size
         return [part[None] for part in x.split(lengths)] if isinstance(x, Tensor) else [x] * len(lengths)
 
     outputs = []
@@ -389,7 +389,7 @@ def _needs_grad(
     feature_map: FeatureMapLike,
     *others: Tensor | str | LinearState | None,
 ) -> bool:
-    """True if a gradient is wanted of a tensor, of a parameter of the map, or of the sums of a state."""
+    """True if a gradient is needed for a tensor, a parameter of the map, or the sums of a state."""
     if not torch.is_grad_enabled():
         return False
     if q.requires_grad or k.requires_grad or v.requires_grad:

@@ -1,4 +1,4 @@
-"""Tensors that are made once and kept for later calls; a tensor that only one call can use is not kept."""
+"""Cache tensors for later calls; a tensor that only one call can use is not cached."""
 
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -10,24 +10,24 @@ T = TypeVar("T")
 
 
 def is_ordinary(x: Tensor) -> bool:
-    """True if x holds its own numbers: tensors of tracers hold none, and those of function transforms die with them."""
+    """True if x holds its own values: tensors of tracers hold none, and those of function transforms end with them."""
     return type(x) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def is_traced() -> bool:
-    """Whether a tracer watches: it follows no cache, and its tensors (of FakeTensorMode, make_fx) mix with no others."""
+    """True if a tracer records: it ignores caches, and its tensors (FakeTensorMode, make_fx) mix with no others."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return True
-    # where no mode and no transform is at work, a new tensor is an ordinary one
+    # without a mode or a transform every new tensor is an ordinary one
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     if not modes and torch._C._functorch.peek_interpreter_stack() is None:
         return False
-    # what mode it is does not matter: what it makes of a new tensor does
+    # the kind of mode does not matter, only what it makes of a new tensor
     return not is_ordinary(torch.empty(0, device="cpu"))
 
 
 def is_plain_eager() -> bool:
-    """Whether nothing watches or changes calls of torch: no tracer, no mode, no transform."""
+    """True if no tracer, mode or transform observes or changes calls of torch."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
@@ -38,19 +38,19 @@ def is_plain_eager() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp and what is made of them) is at work."""
+    """True inside a transform of torch.func (grad, vmap, jvp and those built on them)."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured: what is made now has no value before the graph runs."""
+    """True while a CUDA graph is captured: a tensor that is made now has no values before the graph runs."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def kept(make: Callable[..., T], *, maxsize: int) -> Callable[..., T]:
-    """`make` with the last results kept, where they may be. Takes the device by name; the other arguments must be hashable.
+    """Return `make` with a cache of its last results. It takes the device by name; its other arguments are hashable.
 
-    What is made in inference mode stays there: autograd cannot save it.
+    An inference tensor is cached for inference only: autograd cannot save it.
     """
     known: dict[Hashable, T] = {}
 

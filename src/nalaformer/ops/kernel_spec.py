@@ -1,4 +1,4 @@
-"""How a feature map tells the fused kernels what it computes. Needs no Triton."""
+"""Describe to the fused kernels what a feature map computes. Needs no Triton."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class MapSettings(NamedTuple):
-    """The plain values of a call's feature map: one bundle from the call to the launch."""
+    """Hold the plain values of a call's feature map, from the call to the launch."""
 
     name: str
     parts: int
@@ -15,22 +15,22 @@ class MapSettings(NamedTuple):
     norm_scale: float
     alpha: float
     eps: float
-    """For true features."""
+    """The eps for true features."""
     log2_key_shift: float
     is_guarded: bool
     is_cube: bool
     contrast: float = 0.0
-    """What multiplies the mean product of the kernels' features to give the strength of a contrast; 0: no contrast."""
+    """Factor of the mean product of the kernels' features that gives the scale of a contrast; 0: no contrast."""
     has_weight: bool = False
-    """Keys have weights."""
+    """True if keys have weights."""
     by_mean_query: bool = False
-    """The kernels weigh keys themselves, by their products with the mean query."""
+    """True if the kernels compute the weights of keys, by their products with the mean query."""
     fades: bool = False
-    """Keys fade (causal attention)."""
+    """True if keys decay (causal attention)."""
 
 
 class KernelSpec(NamedTuple):
-    """A map that the kernels know by name (kernels/common/compiled/maps.py), with its parameters as one row per head."""
+    """Describe a map that the kernels support by name (kernels/common/compiled/maps.py); its parameters are a row per head."""
 
     name: str
     parts: int
@@ -40,17 +40,17 @@ class KernelSpec(NamedTuple):
     norm_scale: float = 1.0
     alpha: float = 0.0
     log2_key_shift: float = 0.0
-    """Key features come out multiplied by 2^-this; eps must be as well."""
+    """Exponent by which the kernels reduce key features: they return features times 2^-this, and scale eps likewise."""
     is_guarded: bool = False
-    """Features have no bound: keys are scaled by their largest as they come."""
+    """True if features have no bound: the kernels scale keys by the largest one so far."""
     is_cube: bool = False
-    """Norm-aware keys to the power 3 exactly: by multiplication."""
+    """True for norm-aware keys with the power 3 exactly, computed by multiplication."""
     before: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
-    """What torch computes of queries and of keys first, float32 [B, N, H, D] -> the same: a matrix product of the map. Not in
-    half precision: exponentials of a rounded product would be off by a percent."""
+    """What torch computes of queries and of keys first, float32 [B, N, H, D] -> the same: a matrix product of the map. Half
+    precision is too coarse: exponentials of a rounded product would be off by a percent."""
     spans_heads: bool = False
-    """Rows are all heads of a token together; with more than one head, features are written out before attention. Then
-    parameters may be [B, heads of the map, P], other ones for each sample."""
+    """True if a row is all heads of a token together. With more than one head, features are written out before attention, and
+    parameters may be [B, heads of the map, P], different for each sample."""
 
     def settings(
         self,
@@ -68,5 +68,5 @@ class KernelSpec(NamedTuple):
 
     @property
     def is_written_out(self) -> bool:
-        """Whether even one head does not fit into the attention kernels."""
+        """True if not even one head fits into the attention kernels."""
         return self.parameters is not None and self.parameters.dim() == 3

@@ -1,4 +1,4 @@
-"""The weight of a key in RALA (arXiv 2411.07635): how much all queries together look at it."""
+"""Compute the weight of a key in RALA (arXiv 2411.07635): how much all queries together attend to it."""
 
 import math
 from typing import Any
@@ -27,16 +27,17 @@ def global_query_weight(
     query_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """RALA's weight of each key: a softmax over the keys for the mean query.
+    """Return RALA's weight of each key: a softmax over the keys for the mean query.
 
+    `linear_attention(..., key_weight="global_query")` uses these weights.
     `linear_attention(..., key_weight="global_query")` weighs keys so; here are the numbers themselves.
 
         a_j = n softmax_j( D^-1/2 mean_i phi_q(q_i) . phi_k(k_j) )
 
     q: [B, N, H, D]; k: [B, M, K, D] with K dividing H -> [B, M, H], float32 (float64 for float64 inputs); the mean over the n
     visible keys is 1, and hidden ones get 0. The masks are those of `linear_attention`; both means are over visible tokens
-    alone. cu_seqlens: then q and k are [T, H, D], and the result [T, H]. Of a map with two streams the first one is taken.
-    It looks at all queries, so causal attention cannot use it.
+    alone. With cu_seqlens q and k are [T, H, D], and the result is [T, H]. A map with two streams uses its first one.
+    The weight reads all queries, so causal attention cannot use it.
     """
     if cu_seqlens is not None:
         return _of_packed(q, k, feature_map, cu_seqlens)
@@ -65,14 +66,14 @@ def numbers_of(
     key_mask: Tensor | None,
     query_mask: Tensor | None,
 ) -> Tensor | None:
-    """The argument of a call as numbers."""
+    """Convert the argument of a call to numbers."""
     if not isinstance(key_weight, str):
         return key_weight
     return global_query_weight(q, k, feature_map=feature_map, key_mask=key_mask, query_mask=query_mask)
 
 
 def per_key_for(q: Tensor, k: Tensor, v: Tensor, per_key: Any) -> tuple[Any, Tensor, Tensor]:
-    """Numbers of keys (weights, decays), keys and values with as many heads: those of the queries where either has them."""
+    """Expand values per key (weights, decays), keys and values to the same heads: the query heads where either has those."""
     if isinstance(per_key, str):
         return per_key, repeated(q, k), repeated(q, v)
     if per_key is None or per_key.shape[2] == k.shape[2]:
@@ -81,7 +82,7 @@ def per_key_for(q: Tensor, k: Tensor, v: Tensor, per_key: Any) -> tuple[Any, Ten
 
 
 def mean_query(feature_map: FeatureMapLike, q: Tensor, query_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """D^-1/2 mean_i phi_q(q_i) over the tokens that the mask shows, [B, H, F]."""
+    """Return D^-1/2 mean_i phi_q(q_i) over the tokens that the mask shows, [B, H, F]."""
 
     def sum_of_piece(q: Tensor, mask: Tensor | None) -> Tensor:
         features = feature_map.query_streams(hide(q, mask).to(dtype))[0]
@@ -95,7 +96,7 @@ def mean_query(feature_map: FeatureMapLike, q: Tensor, query_mask: Tensor | None
 
 
 def key_logits(feature_map: FeatureMapLike, mean: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """mean . phi_k(k_j), [B, M, H]; mean: [B, H, F]."""
+    """Return mean . phi_k(k_j), [B, M, H]; mean: [B, H, F]."""
     dtype = mean.dtype
 
     def logits_of_piece(k: Tensor, mask: Tensor | None, mean: Tensor) -> Tensor:
@@ -110,24 +111,24 @@ def key_logits(feature_map: FeatureMapLike, mean: Tensor, k: Tensor, key_mask: T
 
 
 def bounded(features: Tensor, log_scale: Tensor | None) -> Tensor:
-    """The true features, as far as their products stay finite."""
+    """Return the true features, clamped so that their products stay finite."""
     if log_scale is not None:
         features = features * log_scale.clamp(max=math.log(LARGEST_FEATURE)).exp()
     return features.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)
 
 
 def softmax_over_keys(logits: Tensor, key_mask: Tensor | None) -> Tensor:
-    """n times the softmax over the n visible tokens of [B, M, H]; 0 for hidden ones."""
+    """Return n times the softmax over the n visible tokens of [B, M, H]; 0 for masked ones."""
     if key_mask is None:
         return logits.softmax(1) * logits.shape[1]
     shown = key_mask[:, :, None]
-    # the lowest number and not minus infinity: a row without any visible key must stay finite
+    # the lowest finite number instead of minus infinity: a row without any visible key must stay finite
     weights = torch.where(shown, logits, torch.finfo(logits.dtype).min).softmax(1)
     return torch.where(shown, weights * key_mask.sum(1)[:, None, None], 0.0)
 
 
 def _of_packed(q: Tensor, k: Tensor, feature_map: FeatureMapLike, cu_seqlens: Tensor) -> Tensor:
-    """Each sequence by itself."""
+    """Compute the weights of each sequence by itself."""
     lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
     parts = zip(q.split(lengths), k.split(lengths), strict=True)
     weights = [

@@ -1,4 +1,4 @@
-"""Layer norm, with the residual sum before it or the gate behind it."""
+"""Compute layer norm, with the residual sum before it or the gate behind it."""
 
 import torch
 import torch.nn.functional as F
@@ -6,14 +6,14 @@ from torch import Tensor
 
 from .backend import runs_kernels
 
-# beyond it a row does not fit on chip beside its gradient's sums
+# a longer row does not fit on chip beside its gradient's sums
 MOST_CHANNELS = 4096
 
 
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, gate: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """(x - mean) / deviation * weight + bias over the last dimension, times silu(gate) where there is one.
+    """Return (x - mean) / standard deviation * weight + bias over the last dimension, times silu(gate) where there is one.
 
     x, gate: [..., C] -> [..., C] in the type of x, or in `dtype`.
     """
@@ -24,7 +24,7 @@ def layer_norm(
         rows, gates = rows_of_all(x, gate)
         out, _ = normalise(rows, None, gates, weight, bias, eps, dtype)
         return out if rows is x else out.view(x.shape)
-    # in one type, which torch needs on a GPU
+    # torch needs one type for both on a GPU
     wide = torch.promote_types(x.dtype, weight.dtype)
     out = F.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps)
     return (out if gate is None else out * F.silu(gate)).to(dtype)
@@ -33,7 +33,7 @@ def layer_norm(
 def add_layer_norm(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, *, eps: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x + y in the type of both together, and its layer norm in the same type, or in `dtype`. x, y: [..., C]."""
+    """Return x + y in the type of both together, and its layer norm in the same type, or in `dtype`. x, y: [..., C]."""
     if fits_norm(x) and torch.promote_types(x.dtype, y.dtype) == x.dtype and x.shape == y.shape:
         from .kernels.tokenwise.norm_op import normalise
 
@@ -45,14 +45,14 @@ def add_layer_norm(
 
 
 def fits_norm(x: Tensor) -> bool:
-    """Whether the kernels of norms take x."""
+    """True if the kernels of norms support x."""
     return runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0
 
 
 def rows_of_all(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Both as the kernels take them: as they are if they have no gaps, else as rows [R, C].
+    """Return both tensors as the kernels take them: unchanged if they have no gaps, else as rows [R, C].
 
-    A view has a gradient of its own, which takes the host as long as that of the norm.
+    A view has a gradient of its own, which costs the host as much as that of the norm.
     """
     if x.is_contiguous() and (y is None or y.is_contiguous()):
         return x, y
@@ -60,6 +60,6 @@ def rows_of_all(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[R, C]: a view where the rows lie at even distances, as those of a slice of a projection do."""
+    """Reshape to [R, C]: a view where the rows lie at even distances, as in a slice of a projection."""
     rows = x.flatten(0, -2)
     return rows if rows.stride(-1) == 1 else rows.contiguous()

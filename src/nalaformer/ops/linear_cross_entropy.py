@@ -1,4 +1,4 @@
-"""Cross-entropy of a projection, without ever holding the logits of all rows."""
+"""Compute the cross-entropy of a projection without storing the logits of all rows."""
 
 import torch
 import torch.nn.functional as F
@@ -10,15 +10,15 @@ from .features import compute_dtype, outside_autocast
 from .kept_tensors import is_transformed
 from .rms_norm import product_dtype
 
-# logits of a piece in plain torch
+# logits of a chunk in plain torch
 LOGITS = 1 << 24
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-    """The sum of log sum_j exp(w_j . h) - w_target . h over all rows except those whose target is ignore_index.
+    """Sum log sum_j exp(w_j . h) - w_target . h over all rows except those whose target is ignore_index.
 
     hidden: [..., C]; weight: [V, C]; targets: [...] integers below V -> a number, in float32 (float64 for float64).
-    Memory: logits exist for one piece of the rows at a time. On a GPU their gradients are computed at once, in plain torch the
+    Memory: the logits of one chunk of rows exist at a time. On a GPU their gradients are computed at once; in plain torch the
     backward pass computes the logits again.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
@@ -32,7 +32,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, ign
                 hidden.to(dtype).contiguous(), weight.to(dtype), targets.contiguous(), ignore_index, keep
             )
     rows, size = hidden.shape[0], max(1, LOGITS // max(1, weight.shape[0]))
-    # torch.compile follows no loop over a number of tokens that may change
+    # torch.compile cannot trace a loop over a changing number of tokens
     if rows <= size or torch.compiler.is_compiling():
         return _sum_losses(hidden, weight, targets, ignore_index)
     total = hidden.new_zeros((), dtype=compute_dtype(hidden))

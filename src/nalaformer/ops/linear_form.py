@@ -1,4 +1,4 @@
-"""Linear attention as a product of two factors, for those who need sums of weights and no single one."""
+"""Write linear attention as a product of two factors, for sums of weights that need no single weight."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,12 @@ from .features import FeatureMapLike, compute_dtype, key_features, key_log_scale
 from .reference import last_of_block
 from .rotary import Rotary
 
-# Queries of exact attention whose weights exist at the same time.
+# Queries of softmax attention whose weights exist at the same time.
 CHUNK = 256
 
 
 class LinearForm(NamedTuple):
-    """One stream of linear attention: weights = queries keys^T."""
+    """Hold one stream of linear attention: weights = queries keys^T."""
 
     queries: Tensor
     """[B, H, N, F], divided by the denominators."""
@@ -39,15 +39,15 @@ def linear_forms(
     eps: float = 1e-6,
     asked: int | None = None,
 ) -> list[LinearForm]:
-    """The factors of the weights of each stream: q [B, N, H, D], k [B, M, H, D].
+    """Return the factors of the weights of each stream: q [B, N, H, D], k [B, M, H, D].
 
-    asked: only so many queries in front, without positions; None is all.
-    causal: the denominators are those of the keys that a query sees, with `block` those of its own block and of earlier ones;
-    the product still holds all pairs, as if no key faded; log_decay [B, M, H] is in the denominators alone.
+    asked: the number of queries to take from the front, without positions; None takes all.
+    causal: the denominators count the keys that a query sees; with `block` it sees its own block and earlier ones. The product
+    still holds all pairs, without decay; log_decay [B, M, H] enters the denominators alone.
     """
     with outside_autocast(q):
         dtype = compute_dtype(q, k)
-        # self-attention: a token that is no key is no query either
+        # in self-attention a token that is masked as a key is no query either
         query_mask = key_mask if key_mask is not None and key_mask.shape == q.shape[:2] and not causal else None
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
         scales = key_log_scale(mapped, k, key_mask, dtype)
@@ -58,7 +58,7 @@ def linear_forms(
         if causal:
             last = last_of_block(torch.arange(k.shape[1], device=k.device), block, k.shape[1])
             visible = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
-            # counted in the type of the sums: eps times a whole number would be float32
+            # counted in the type of the sums: eps times an integer would be float32
             seen, count = (x.cumsum(1).index_select(1, last) for x in (keys.plain, visible.to(dtype)))
         if log_decay is not None:
             decay = usable_decay(log_decay, key_mask)
@@ -85,11 +85,11 @@ def received_attention(
     prefix: int = 0,
     scale: float | None = None,
 ) -> Tensor:
-    """The mean weight that each key gets: [B, M], mean over the heads and queries, 1 / M if all are attended alike.
+    """Return the mean weight that each key gets: [B, M], mean over the heads and queries, 1 / M if all are attended alike.
 
-    prefix: only so many queries in front are asked, such as a class token; 0 asks all. Linear attention: sum_i w_ij =
-    phi(k_j) . sum_i phi(q_i) / d_i, in time linear in the number of tokens. Without a map it is softmax attention, some queries
-    at a time. Positions that turn the features do not count, and neither does a contrast, which stresses what is there.
+    prefix: use only that many queries from the front, such as a class token; 0 uses all. Linear attention: sum_i w_ij =
+    phi(k_j) . sum_i phi(q_i) / d_i, in time linear in the number of tokens. Without a map it is softmax attention, for some
+    queries at a time. Rotary positions are ignored, and so is a contrast, which only stresses these weights.
     """
     asked = prefix or q.shape[1]
     if feature_map is None:

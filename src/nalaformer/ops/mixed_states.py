@@ -1,9 +1,9 @@
-"""Linear attention with a state for each block of tokens, which every block of queries mixes in its own way.
+"""Compute linear attention with a state for each block of tokens, which every block of queries mixes in its own way.
 
     out_i = sum_j c_ij phi_q(q_i) . phi_k(k_j) v_j  /  ( sum_j c_ij phi_q(q_i) . phi_k(k_j)  +  eps * n )
 
 c_ij = mixing[block of i, block of j] >= 0, so that tokens near each other may count more (MHLA, arXiv 2601.07832). There are as
-many states as blocks, and the time stays linear in the number of tokens. Plain torch: all of it is matrix products.
+many states as blocks, and the time stays linear in the number of tokens. It is plain torch, since all of it is matrix products.
 """
 
 from typing import NamedTuple
@@ -17,31 +17,31 @@ from .rotary import Rotary
 
 
 class Blocks(NamedTuple):
-    """How the tokens of a grid are cut into M blocks of at most W tokens."""
+    """Describe how the tokens of a grid are split into M blocks of at most W tokens."""
 
     places: Tensor
-    """[M, W]: the tokens of each block; -1 where it has fewer."""
+    """Tokens of each block, [M, W]; -1 where it has fewer."""
     slots: Tensor
-    """[N]: where each token stands in the flattened places."""
+    """Place of each token in the flattened places, [N]."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """[B, N, ...] -> [B, M, W, ...], zero where a block has fewer tokens."""
+        """Gather [B, N, ...] to [B, M, W, ...], zero where a block has fewer tokens."""
         found = x.index_select(1, self.places.clamp(min=0).flatten()).unflatten(1, self.places.shape)
         is_token = (self.places >= 0).view(1, *self.places.shape, *[1] * (x.dim() - 2))
         return torch.where(is_token, found, torch.zeros((), dtype=x.dtype, device=x.device))
 
     def scatter(self, x: Tensor) -> Tensor:
-        """[B, M, W, ...] -> [B, N, ...]."""
+        """Scatter [B, M, W, ...] to [B, N, ...]."""
         return x.flatten(1, 2).index_select(1, self.slots)
 
     @property
     def of_tokens(self) -> Tensor:
-        """[N]: the block of each token."""
+        """Return the block of each token, [N]."""
         return self.slots // self.places.shape[1]
 
 
 def make_blocks(height: int, width: int, rows: int, columns: int, *, device: torch.device) -> Blocks:
-    """A grid cut into rows x columns blocks of nearly equal size; a single row of tokens into as many pieces, side by side."""
+    """Split a grid into rows x columns blocks of nearly equal size, and a single row of tokens into as many blocks."""
     if height == 1:
         rows, columns = 1, rows * columns
     (from_row, row, tall), (from_column, column, wide) = (
@@ -58,12 +58,12 @@ def make_blocks(height: int, width: int, rows: int, columns: int, *, device: tor
 
 
 def _cut(size: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """A side in parts: where each begins (and the last ends), the part of each cell, and the most cells of a part."""
+    """Return where each part of a side begins (and the last ends), the part of each cell, and the size of the largest part."""
     begins = -(-torch.arange(parts + 1, device=device) * size // parts)
     return begins, torch.arange(size, device=device) * parts // size, -(-size // parts)
 
 
-# layers of one stage share their blocks, and the next step asks for them again
+# layers of one stage share their blocks, and the next step needs them again
 blocks_of = kept(make_blocks, maxsize=32)
 
 
@@ -80,7 +80,9 @@ def mixed_linear_attention(
     query_mask: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """q: [B, N, H, D]; k: [B, M, K, D]; v: [B, M, K, V] -> [B, N, H, V] in the type of q; mixing: [blocks, blocks], >= 0.
+    """Compute attention of q [B, N, H, D]; k [B, M, K, D]; v [B, M, K, V] -> [B, N, H, V] in the type of q.
+
+    mixing: [blocks, blocks], >= 0.
 
     blocks: of the queries and of the keys. Masks, rotary and eps as in `linear_attention`.
     """

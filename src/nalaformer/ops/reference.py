@@ -1,11 +1,10 @@
-"""The definition of linear attention, written as the formula reads.
+"""Define linear attention, written as the formula reads.
 
     out_i = rot(phi_q(q_i)) . sum_j rot(phi_k(k_j)) v_j^T  /  ( phi_q(q_i) . sum_j phi_k(k_j)  +  eps * n )
 
-n = number of keys that token i sees. Weights of keys multiply their features, keys may fade (fading.py; then eps stands alone),
-and a contrast (contrast.py) may follow. Every
-other backend is judged against this one in float64. The causal form computes the whole matrix of weights: quadratic, and
-clear.
+n = number of keys that token i sees. Weights of keys multiply their features, keys may decay (fading.py; then eps stands
+alone), and a contrast (contrast.py) may follow. Tests judge every other backend against this one in float64. The causal form
+computes the whole matrix of weights, which is quadratic, and clear.
 """
 
 from dataclasses import replace
@@ -44,7 +43,7 @@ def linear_attention(
     key_weight: Tensor | None = None,
     log_decay: Tensor | None = None,
 ) -> Tensor:
-    """q [B, N, H, D], k [B, M, K, D], v [B, M, K, V] with K dividing H -> [B, N, H, V] in the compute dtype."""
+    """Compute q [B, N, H, D], k [B, M, K, D], v [B, M, K, V] with K dividing H -> [B, N, H, V] in the compute dtype."""
     if causal:
         weights = attention_weights(
             *(q, k),
@@ -114,9 +113,9 @@ def recurrent_linear_attention(
     eps: float,
     log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """The causal form as a recurrence, token by token: S += rot(phi_k(k)) v^T, z += phi_k(k), then the formula above.
+    """Compute the causal form as a recurrence, token by token: S += rot(phi_k(k)) v^T, z += phi_k(k), then the formula above.
 
-    Where keys fade, S and z are multiplied by exp(log_decay) first.
+    With decay, S and z are multiplied by exp(log_decay) first.
 
     Returns [B, N, H, V] in the type of q, and the state after the last token.
     """
@@ -143,7 +142,7 @@ def seen(
     rotary: Rotary | None,
     key_mask: Tensor | None,
 ) -> LinearState:
-    """The state after one more token."""
+    """Return the state after one more token."""
     dtype = compute_dtype(k, v)
     scales = key_log_scale(feature_map, k, key_mask, dtype)  # [B, 1, K, 1]
     old = torch.zeros_like(k[:, 0, :, 0], dtype=dtype) if state is None else state.log_scale
@@ -160,7 +159,7 @@ def seen(
 
 
 def answered(state: LinearState, q: Tensor, feature_map: FeatureMapLike, rotary: Rotary | None, eps: float) -> Tensor:
-    """What one query [B, 1, H, D] reads from the state: [B, 1, H, V]."""
+    """Return the output [B, 1, H, V] of one query [B, 1, H, D] that reads the state."""
     group = q.shape[2] // state.state.shape[1]
     sums, key_sum, scale = (x.repeat_interleave(group, dim=1) for x in (state.state, state.key_sum, state.log_scale))
     outputs = []
@@ -194,9 +193,9 @@ def attention_weights(
     block: int = 1,
     log_decay: Tensor | None = None,
 ) -> list[Tensor]:
-    """The weights that the formula gives to each value, one [B, H, R, M] per stream; rows = None means all.
+    """Return the weights that the formula gives to each value, one [B, H, R, M] per stream; rows = None means all.
 
-    block: if causal, each row sees the keys up to the end of its own block of so many tokens.
+    block: if causal, each row sees the keys up to the end of its own block of that many tokens.
     A contrast moves them away from equal ones: w_ij + z_i (w_ij - 1/n).
     """
     dtype = compute_dtype(q, k)
@@ -218,7 +217,7 @@ def attention_weights(
     if causal:
         visible = visible & (torch.arange(k.shape[1], device=k.device) <= last[:, None])
     count = visible.sum(-1)  # [B, 1, R or 1]
-    # how much of each key is left for each row
+    # the decay factor of each key for each row
     left: Tensor = visible
     if log_decay is not None:
         faded = log_decay.to(dtype).cumsum(1).transpose(1, 2).repeat_interleave(group, dim=1)  # [B, H, M]
@@ -230,7 +229,7 @@ def attention_weights(
     if scales is not None:
         token_scale = scales[..., 0].repeat_interleave(group, dim=2).transpose(1, 2)  # [B, H, M]
         if causal:
-            # each row is scaled by the keys that it sees, so that a huge key later on cannot blur an earlier row
+            # each row is scaled by the keys that it sees, so that a huge later key cannot cost an earlier row its digits
             key_scale = token_scale.cummax(dim=-1).values.index_select(-1, last)
         else:
             key_scale = token_scale.amax(dim=-1, keepdim=True)
@@ -271,5 +270,5 @@ def attention_weights(
 
 
 def last_of_block(positions: Tensor, block: int, num_tokens: int) -> Tensor:
-    """The last token of the block of each position, blocks of so many tokens; the last block may be shorter."""
+    """Return the last token of the block of each position, for blocks of `block` tokens; the last block may be shorter."""
     return ((positions // block + 1) * block - 1).clamp(max=num_tokens - 1)

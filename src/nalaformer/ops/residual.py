@@ -1,4 +1,4 @@
-"""The residual connection with what stands in it: a scale per channel, and samples that are left out."""
+"""Compute the residual connection with a scale per channel and dropped samples."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from .layer_norm import MOST_CHANNELS
 
 
 def scaled_residual(x: Tensor, y: Tensor, *, scale: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
-    """x + scale * keep * y. x, y: [B, N, C]; scale: [C]; keep: [B], no gradient is taken of it."""
+    """Return x + scale * keep * y. x, y: [B, N, C]; scale: [C]; keep: [B], which gets no gradient."""
     if scale is None and keep is None:
         return x + y
     fits = x.dtype == y.dtype and y.shape == x.shape and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0

@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual sum before it or the gate behind it."""
+"""Compute RMSNorm, with the residual sum before it or the gate behind it."""
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,9 @@ from .layer_norm import fits_norm, rows_of_all
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gate: Tensor | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, times silu(gate) where there is one.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, times silu(gate) where there is one.
 
-    x, gate: [..., C] -> [..., C] in the type of x, or in that of autocast, which the product behind it computes in.
+    x, gate: [..., C] -> [..., C] in the type of x, or in that of autocast, in which the product behind it computes.
     """
     dtype = product_dtype(x)
     if fits_norm(x):
@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gate: Tensor | None = Non
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y, and its rms_norm. x, y: [..., C]."""
+    """Return x + y, and its rms_norm. x, y: [..., C]."""
     if fits_norm(x) and torch.promote_types(x.dtype, y.dtype) == x.dtype and x.shape == y.shape:
         from .kernels.tokenwise.norm_op import normalise
 
@@ -36,7 +36,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, *, eps: float) -> tuple[T
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The type in which a matrix product of x computes: that of autocast where it is on."""
+    """Return the type in which a matrix product of x computes: that of autocast where it is on."""
     kind = x.device.type
     if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
         return x.dtype
@@ -44,5 +44,5 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # in one type: torch warns of two, and is slow in them
+    # one type for both: torch warns about two, and is slow in them
     return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Rotary positions, computed from positions: no table of a fixed size anywhere."""
+"""Compute rotary positions (RoPE) from positions, without tables of a fixed size."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from .kept_tensors import is_captured, is_traced
 def rotary_frequencies(
     num_pairs: int, *, base: float = 10000.0, inclusive: bool = False, device: torch.device | str | None = None
 ) -> Tensor:
-    """Turning speeds base^-t of the channel pairs, float64 [P] (float32 on Apple GPUs).
+    """Return the frequencies base^-t of the channel pairs, float64 [P] (float32 on Apple GPUs).
 
-    t runs over [0, 1): the usual form for text. `inclusive` runs over [0, 1]: the form of the published vision models.
+    t runs over [0, 1), the usual form for text. With `inclusive` it runs over [0, 1], the form of the published vision models.
     """
     if not isinstance(base, (int, float)) or not 0 < base < math.inf:
         raise ValueError(f"the base of a rotary must be positive and finite, got {base!r}; 10000 is the usual one")
-    # made where it is used: a copy from the host would make the host wait for the device
+    # made on its own device: a copy from the host would make the host wait
     precise = torch.float32 if device is not None and torch.device(device).type == "mps" else torch.float64
     if inclusive:
         t = torch.linspace(0.0, 1.0, num_pairs, dtype=precise, device=device)
@@ -29,8 +29,8 @@ def rotary_frequencies(
 
 
 def length_of(x: Tensor) -> Tensor:
-    """The norm over the last dimension, whose gradients of any order are zero where it is; of the second torch makes NaN."""
-    # a recorded program is the same with gradients and without
+    """Return the norm over the last dimension. Its gradients of any order are zero where it is; torch's second one is NaN."""
+    # a recorded program is the same with and without gradients
     if torch.is_grad_enabled() and not is_jit_tracing():
         is_zero = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True) == 0
         x = torch.where(is_zero, x.detach(), x)
@@ -38,27 +38,27 @@ def length_of(x: Tensor) -> Tensor:
 
 
 def check_positions(**numbers: int) -> None:
-    # sizes are tensors to torch.jit.trace
+    # sizes are tensors in torch.jit.trace
     if is_jit_tracing():
         return
     for name, number in numbers.items():
-        # no int while a program is exported
+        # sizes are symbols while a program is exported
         if not isinstance(number, (int, torch.SymInt)) or number < 0:
             raise ValueError(f"{name} must be a whole number, at least 0, got {number!r}")
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Where each token stands, and how fast each channel pair turns with it.
+    """Hold the position of each token, and the frequency of each channel pair.
 
     positions: [N, A] or [B, N, A], A axes (1 for text, 2 for images).
-    frequencies: [P]; axis a turns the pairs a*P .. (a+1)*P - 1, pair i = channels (2i, 2i+1). So dim = 2*A*P channels
-    turn; features of a multiple of that size are turned in groups of dim, each group alike.
+    frequencies: [P]; axis a rotates the pairs a*P .. (a+1)*P - 1, pair i = channels (2i, 2i+1). So dim = 2*A*P channels
+    rotate; features of a multiple of that size are rotated in groups of dim, each group alike.
 
-    By default the published form is meant: rotation in the numerator of attention only. Its weights can be negative
-    and do not sum to one. `normalised=True` is a form of our own whose weights are >= 0 and sum to one: each channel
-    pair (a, b) also contributes its length |(a, b)|, so that a pair's product becomes |x||y|(1 + cos angle) >= 0, in
-    the numerator and the denominator alike. It makes the features 1.5 times as wide.
+    The default is the published form: rotation in the numerator of attention only. Its weights can be negative and do not sum
+    to one. `normalised=True` is a form of this library whose weights are >= 0 and sum to one: each channel pair (a, b) also
+    contributes its length |(a, b)|, so that a pair's product becomes |x||y|(1 + cos angle) >= 0, in the numerator and the
+    denominator alike. It makes the features 1.5 times as wide.
     """
 
     positions: Tensor
@@ -92,7 +92,7 @@ class Rotary:
         normalised: bool = False,
         device: torch.device | str | None = None,
     ) -> "Rotary":
-        """Tokens start, start+1, ... of one sequence; dim channels turn, dim even."""
+        """Return the positions start, start+1, ... of one sequence; dim channels are rotated, dim even."""
         if not isinstance(dim, int) or dim < 1 or dim % 2:
             raise ValueError(f"1-D rotary needs an even number of channels, got {dim}; choose an even head_dim")
         check_positions(num_tokens=num_tokens, start=start)
@@ -110,7 +110,7 @@ class Rotary:
         normalised: bool = False,
         device: torch.device | str | None = None,
     ) -> "Rotary":
-        """The height*width tokens of an image, row by row; half of the dim channels turn with the row, half with the column."""
+        """Return the height*width positions of an image, row by row; half of dim rotates with the row, half with the column."""
         if not isinstance(dim, int) or dim < 1 or dim % 4:
             raise ValueError(f"2-D rotary needs channels in multiples of 4, got {dim}; choose head_dim divisible by 4")
         check_positions(height=height, width=width)
@@ -121,7 +121,7 @@ class Rotary:
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, dim: int, *, base: float = 10000.0, normalised: bool = False) -> "Rotary":
-        """Tokens of packed sequences: positions start at 0 in each."""
+        """Return the positions of packed sequences, which start at 0 in each."""
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
             got = (
                 f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
@@ -144,19 +144,19 @@ class Rotary:
         return self.positions.shape[-2]
 
     def tokens(self, start: int, stop: int) -> "Rotary":
-        """The same for tokens start .. stop - 1 only."""
+        """Return the rotary of tokens start .. stop - 1 only."""
         return replace(self, positions=self.positions[..., start:stop, :])
 
     def select(self, rows: Tensor) -> "Rotary":
-        """The same for some tokens only."""
+        """Return the rotary of some tokens only."""
         return replace(self, positions=self.positions.index_select(-2, rows))
 
     def flat(self) -> "Rotary":
-        """The same for the tokens of all samples back to back: positions [B, N, A] become [B * N, A]."""
+        """Return the rotary for the tokens of all samples back to back: positions [B, N, A] become [B * N, A]."""
         return self if self.positions.dim() == 2 else replace(self, positions=self.positions.flatten(0, 1))
 
     def cos_sin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles, each [N, A*P] or [B, N, A*P]."""
+        """Return cosine and sine of the angles, each [N, A*P] or [B, N, A*P]."""
         # float64 angles: at position 262,144 a float32 angle is off by 0.02 radian. ONNX runtimes and Apple GPUs lack
         # float64 trigonometry, and images have small positions
         lacks_double = is_exporting() or self.positions.device.type == "mps"
@@ -166,12 +166,12 @@ class Rotary:
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """float32 cosine and sine as the kernels read them; kept, so that the layers of a network compute them once."""
+        """Return the float32 cosine and sine that the kernels read; cached, so that a network's layers compute them once."""
         if is_traced():
             return self._new_tables()
         known: tuple[Tensor, Tensor] | None = self.__dict__.get("_tables")
         if known is None:
-            # even if this is inference: the same positions may be trained on later
+            # outside inference mode, because training may use the same positions later
             with torch.inference_mode(False):
                 known = self._new_tables()
             if not is_captured(self.positions.device):
@@ -179,12 +179,12 @@ class Rotary:
         return known
 
     def _new_tables(self) -> tuple[Tensor, Tensor]:
-        # positions may be a transposed view, and the angles lie as they do
+        # positions may be a transposed view, and the angles have their strides
         cos, sin = self.cos_sin(torch.float32)
         return cos.contiguous(), sin.contiguous()
 
     def rotate(self, features: Tensor) -> Tensor:
-        """Turn the channel pairs of features [B, N, H, F]; with `normalised`, append the pair lengths: [B, N, H, 1.5 F]."""
+        """Rotate the channel pairs of features [B, N, H, F]; with `normalised`, append the pair lengths: [B, N, H, 1.5 F]."""
         if features.shape[-1] % self.dim:
             raise ValueError(
                 f"the feature size must be a multiple of the rotary's channels ({self.dim}), got {features.shape[-1]}; "

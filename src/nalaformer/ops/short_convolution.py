@@ -1,4 +1,4 @@
-"""The causal convolution of a joint projection of q, k and v: each channel over its last few tokens."""
+"""Compute the causal convolution of a joint projection of q, k and v: each channel over its last few tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .backend import runs_kernels
 
-# sizes that the GPU kernels know
+# sizes that the GPU kernels support
 FUSED_SIZES = (2, 3, 4)
 
 
@@ -20,16 +20,16 @@ def short_convolution(
     before: Tensor | None = None,
     sequence: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each channel mixes its last few tokens, y_t = bias + sum_s weight_s x_{t-s}, and the parts q, k, v are taken apart.
+    """Mix the last few tokens of each channel, y_t = bias + sum_s weight_s x_{t-s}, and return the parts q, k and v.
 
     x: [B, N, C]; weight: [C, S]; bias: [C] -> [B, N, sizes[i]], C = sum of the sizes, any of which may be 0. silu: that many of
-    the parts, counted from the last, pass through SiLU. before: [B, S - 1, C], the tokens before the first; zeros without.
-    sequence: [B, N], the number of the packed sequence of each token, not negative: a token sees its own one alone. No
-    `before` with it.
+    the parts, counted from the last, pass through SiLU. before: [B, S - 1, C], the tokens before the first, zeros by default.
+    sequence: [B, N], the number of the packed sequence of each token, not negative: a token sees only its own sequence. It
+    excludes `before`.
     """
     assert before is None or sequence is None
     size = weight.shape[1]
-    # training in pieces, with gradients through the state between them, is left to plain torch
+    # plain torch runs training in chunks, with gradients through the state between them
     is_constant = before is None or not torch.is_grad_enabled()
     if size in FUSED_SIZES and is_constant and runs_kernels(x) and x.numel() > 0:
         from .kernels.tokenwise import short_convolution_op
@@ -53,7 +53,7 @@ def short_convolution(
 
 
 def _packed(padded: Tensor, weight: Tensor, sequence: Tensor) -> Tensor:
-    """A token of another sequence does not count."""
+    """Convolve packed sequences: a token of another sequence does not count."""
     size = weight.shape[1]
     numbers = F.pad(sequence, (size - 1, 0), value=-1)
     out = padded[:, size - 1 :] * weight[:, 0]
@@ -65,7 +65,7 @@ def _packed(padded: Tensor, weight: Tensor, sequence: Tensor) -> Tensor:
 
 
 def short_convolution_step_(tail: Tensor, x: Tensor, weight: Tensor, *, sizes: tuple[int, int, int], silu: int = 0) -> Tensor:
-    """The convolution of one token x [B, 1, C] after tail [B, S - 1, C], which moves on by it; no gradients."""
+    """Convolve one token x [B, 1, C] after tail [B, S - 1, C], which is shifted by it; no gradients."""
     size = weight.shape[1]
     if size in FUSED_SIZES and runs_kernels(x) and tail.is_contiguous():
         from .kernels.tokenwise import short_convolution_op

@@ -1,4 +1,4 @@
-"""What linear attention remembers of the keys and values that it has seen."""
+"""Hold the state of linear attention: sums over the keys and values so far."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LinearState:
-    """The sums over the tokens seen so far; their size does not depend on how many.
+    """Hold the sums over the tokens seen so far; their size does not depend on the number of tokens.
 
     state: [B, H, F, V]   sum_j rot(phi_k(k_j)) v_j^T * exp(-log_scale)
     key_sum: [B, H, F]    sum_j phi_k(k_j) * exp(-log_scale)
@@ -36,7 +36,7 @@ class LinearState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> "LinearState":
-        """The state before the first token."""
+        """Return the state before the first token."""
         return cls(
             torch.zeros(batch, heads, features, values, dtype=dtype, device=device),
             torch.zeros(batch, heads, features, dtype=dtype, device=device),
@@ -45,7 +45,7 @@ class LinearState:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields by name: what a checkpoint of the state holds."""
+        """Return the fields by name, as a checkpoint of the state holds them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
@@ -56,21 +56,21 @@ class LinearState:
         return LinearState(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def detach(self) -> "LinearState":
-        """Cut the gradient, as truncated back-propagation through time does between pieces."""
+        """Cut the gradient, as truncated back-propagation through time does between chunks."""
         return LinearState(**{name: tensor.detach() for name, tensor in self.tensors().items()})
 
     def select(self, samples: Tensor | Sequence[int]) -> "LinearState":
-        """The states of some samples, in the given order and with repetitions: beam search reorders with it."""
+        """Return the states of some samples, in that order and with repetitions, as beam search needs."""
         index = torch.as_tensor(samples, dtype=torch.int64, device=self.state.device)
         return LinearState(**{name: tensor.index_select(0, index) for name, tensor in self.tensors().items()})
 
     def split(self, sizes: int | list[int]) -> list["LinearState"]:
-        """Cut along the batch; `LinearState.cat` puts the parts together again."""
+        """Split along the batch; `LinearState.cat` joins the parts again."""
         parts = [tensor.split(sizes) for tensor in self.tensors().values()]
         return [LinearState(*part) for part in zip(*parts, strict=True)]
 
     def split_heads(self, sizes: int | list[int]) -> list["LinearState"]:
-        """Cut along the heads, as tensor parallelism does; every part keeps the count."""
+        """Split along the heads, as tensor parallelism does; every part has the same count."""
         parts = zip(self.state.split(sizes, 1), self.key_sum.split(sizes, 1), self.log_scale.split(sizes, 1), strict=True)
         return [replace(self, state=state, key_sum=key_sum, log_scale=scale) for state, key_sum, scale in parts]
 
@@ -90,7 +90,7 @@ class LinearState:
 
     @staticmethod
     def merge(a: "LinearState", b: "LinearState") -> "LinearState":
-        """The state after the tokens of a and then those of b. Order does not matter; the empty state changes nothing."""
+        """Return the state after the tokens of a and those of b. Order does not matter; the empty state changes nothing."""
         if a.state.shape != b.state.shape:
             raise ValueError(
                 f"states merge only if batch, heads, features and values agree, got {tuple(a.state.shape)} and "
@@ -113,7 +113,7 @@ class LinearState:
 
     @staticmethod
     def load(path: str | PathLike[str], device: str = "cpu") -> "LinearState":
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

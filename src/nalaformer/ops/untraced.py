@@ -1,4 +1,4 @@
-"""Functions that torch.compile calls as they are, since they read numbers on the host."""
+"""Make torch.compile call functions eagerly, because they read values on the host."""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def untraced(function: Function) -> Function:
     """Return the function with tracing switched off inside.
 
     torch.compiler.disable does that, but as a decorator it would import torch._dynamo with this library, which takes as long
-    as torch itself. Here it is asked for once the compiler is there.
+    as torch itself. Here it is imported once the compiler is there.
     """
 
     disabled: list[Callable[..., Any]] = []
@@ -25,7 +25,7 @@ def untraced(function: Function) -> Function:
             disabled.append(torch.compiler.disable(function))
         return (disabled[0] if disabled else function)(*args, **kwargs)
 
-    # what torch.compiler.disable leaves on its results: the compiler then breaks the graph here
+    # torch.compiler.disable leaves these attributes on its results: the compiler then breaks the graph here
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = "the lengths of packed sequences are part of the launch"  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]

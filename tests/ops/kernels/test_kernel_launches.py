@@ -115,7 +115,7 @@ def test_causal_operator_keeps_the_contract_of_torch_library():
         ({"head_dim": 80}, "more than 64 channels do not fit on chip unless"),
         (
             {"head_dim": 80, "causal": True},
-            "unless all are bfloat16, were seen right with these maps alone: norm_aware",
+            "unless all are bfloat16, were verified with these maps alone: norm_aware",
         ),
         ({"samples": 32_768}, "32768 samples of 2 heads are more than a grid holds, 65,535"),
     ],

@@ -174,7 +174,7 @@ def test_later_queries_and_unknown_padding_are_refused():
     q, k, v = make(*[(1, 5, 2, 8)] * 3)
     single = feature_map("elu", num_heads=2, head_dim=8).to(DEVICE)
     options = {"feature_map": single, "key_weight": "global_query"}
-    with pytest.raises(ValueError, match=r"looks at all queries, later ones too, and got causal=True"):
+    with pytest.raises(ValueError, match=r"reads all queries, later ones too, but got causal=True"):
         linear_attention(q, k, v, causal=True, **options)
     with pytest.raises(ValueError, match=r"no query_mask; pass query_mask=key_mask in self-attention"):
         linear_attention(q, k, v, key_mask=torch.ones(1, 5, dtype=torch.bool, device=DEVICE), **options)
