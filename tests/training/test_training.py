@@ -249,6 +249,8 @@ def test_the_average_is_what_is_evaluated_and_saved(tmp_path):
 def test_activation_checkpointing_learns_the_same(tmp_path):
     import timm
 
+    import nalaformer.models.vision  # noqa: F401  (enters the names into timm)
+
     class Images(Regression):
         def __init__(self):
             super().__init__()
