@@ -230,8 +230,8 @@ def uses_of(model, *, out):
     convert = ("linearize", model, "--data", text, "--out", out, "--length", "16", "--steps", "0", "--finetune-steps", "0")
     small = ("train_documents=30", "eval_documents=9", "window=16", "steps=1", "warmup=0", "device=cpu")
     return {
-        "linearize": (*convert, "--device", "cpu", "selection=key_norm"),
-        "linearize --dry-run": (*convert, "--device", "cpu", "selection=key_norm", "--dry-run"),
+        "linearize": (*convert, "--device", "cpu", "selection=key_norm", "chunk_size=4"),
+        "linearize --dry-run": (*convert, "--device", "cpu", "selection=key_norm", "chunk_size=4", "--dry-run"),
         "generate text": ("generate", "text", "--model", model, "--prompt", "a", "--device", "cpu"),
         "eval language": ("eval", "language", "--model", model, "--text", text, "--device", "cpu"),
         "train": ("train", "lm_tiny", f"model={model}", f"tokenizer={model}", "attention=", *small, "--out", out),
