@@ -26,9 +26,9 @@ from torch import Tensor
 pytest.register_assert_rewrite("helpers")
 
 import nalaformer
+from helpers.few_cases import few_cases
 from helpers.many_seeds import Room, shift_seeds
 from helpers.maps import KINDS, MAP_NAMES, VARIANCE_AWARE, VARIANTS
-from helpers.products import few_cases
 from helpers.quick_interpreter import quicken
 from nalaformer import FeatureMap
 from nalaformer.ops.backend import INTERPRETING, TRITON_FOUND

@@ -4,12 +4,10 @@ A mistake mostly takes one value, or two together, to be seen. `make test-full` 
 """
 
 import os
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations, product
+from random import Random
 from typing import Any
-
-import pytest
 
 FULL = bool(os.environ.get("NALAFORMER_FULL"))
 
@@ -34,31 +32,11 @@ def covering(cases: Sequence[Sequence[Hashable]]) -> list[int]:
         values = list(enumerate(case))
         met.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in (*combinations(values, 1), *combinations(values, 2))))
     missing, chosen = (1 << len(bits)) - 1, []
+    # greedy: the case that brings most of what is missing; of equals any, so that more than pairs of values differ
+    order = list(range(len(cases)))
+    Random(0).shuffle(order)
     while missing:
-        # greedy: the case that brings most of what is missing, the first of equals
-        best = max(range(len(cases)), key=lambda number: (met[number] & missing).bit_count())
+        best = max(order, key=lambda number: (met[number] & missing).bit_count())
         chosen.append(best)
         missing &= ~met[best]
     return sorted(chosen)
-
-
-def few_cases(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return the items to run: of each test that is marked `pairwise`, over all its parameters, a covering of its cases."""
-    kept, of_test = set(), defaultdict(list)
-    for item in items:
-        if FULL or not item.get_closest_marker("pairwise") or not hasattr(item, "callspec"):
-            kept.add(item)
-        else:
-            of_test[item.nodeid.split("[")[0]].append(item)
-    for cases in of_test.values():
-        kept |= {cases[number] for number in covering([list(values_of_axes(case)) for case in cases])}
-    return kept
-
-
-def values_of_axes(item: pytest.Item) -> Iterator[Hashable]:
-    """Yield what an item has of each axis: a decorator, whatever it names, or a fixture with parameters."""
-    left = dict(item.callspec.params)
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        yield tuple(repr(left.pop(name.strip())) for name in names)
-    yield from map(repr, left.values())
