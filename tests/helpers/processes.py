@@ -4,11 +4,13 @@ import json
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from nalaformer.recipes import evaluate_run
@@ -16,6 +18,7 @@ from nalaformer.recipes import evaluate_run
 # conftest.py names what the fork server imports; it runs nothing itself, so its children may use autograd
 SERVER = multiprocessing.get_context("forkserver")
 RANKS = 2
+LONGEST = 120.0
 
 
 def start(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
@@ -30,7 +33,16 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any) -> None:
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
-    torch.multiprocessing.start_processes(_as_rank, (port, function, arguments), nprocs=RANKS, start_method="forkserver")
+    ranks = torch.multiprocessing.start_processes(
+        _as_rank, (port, function, arguments), nprocs=RANKS, join=False, start_method="forkserver"
+    )
+    deadline = time.monotonic() + LONGEST
+    # each call returns when one of them has ended
+    while not ranks.join(max(0.0, deadline - time.monotonic())):
+        if time.monotonic() > deadline:
+            for process in ranks.processes:
+                process.kill()
+            pytest.fail(f"the ranks have not ended after {LONGEST:.0f} seconds: they wait for each other")
 
 
 def _as_rank(rank: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

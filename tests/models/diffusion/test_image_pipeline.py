@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import nalaformer
 from helpers.option_effects import Effects
+from helpers.products import FULL
 from nalaformer import NaLaDiT, NaLaDiTPipeline
 from nalaformer.models.diffusion import OBJECTIVES, DiffusionTransformer
 from nalaformer.models.diffusion.samplers import LearnedRangeDDPM, denoise, first_word, make_sampler, set_times, to_rgb
@@ -82,7 +83,7 @@ def test_every_sampler_finds_the_image_that_a_perfect_network_knows(objective, s
     assert (found - network.known[[2, 0]]).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize("steps", [1, 7, 600, 1000])
+@pytest.mark.parametrize("steps", [1, 7, 1000, *[600] * FULL])
 @pytest.mark.parametrize(("objective", "sampler"), SAMPLERS)
 def test_no_number_of_steps_leaves_noise_in_the_image(objective, sampler, steps):
     network = OneImage(objective)
@@ -100,7 +101,8 @@ def test_no_number_of_steps_leaves_noise_in_the_image(objective, sampler, steps)
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpm_solver", "unipc"])
-@pytest.mark.parametrize("steps", [150, 400, 600, 103, 985])
+# these do and do not divide the thousand steps of training
+@pytest.mark.parametrize("steps", [103, 400, *[150, 600, 985] * FULL])
 def test_deterministic_samplers_keep_the_spread_of_the_data(sampler, steps):
     """Of normal data of deviation s every image is s times the noise that it starts from, in the limit of many steps."""
     network, deviation = OneImage("ddpm"), 0.5
