@@ -1,4 +1,4 @@
-"""Fused GPU kernels behind `linear_attention`. Importing this package needs Triton; `nalaformer.ops.backend` decides."""
+"""Run fused GPU kernels behind `linear_attention`. Importing this package needs Triton; `nalaformer.ops.backend` decides."""
 
 from typing import NamedTuple
 
@@ -15,12 +15,12 @@ from .linear.call import TokenLayout
 from .linear.step_op import step
 
 RotaryPair = tuple[Rotary | None, Rotary | None]
-# of a normalised rotary, whose features are made here: cubes of 1e12 leave room for their sums (as KernelSpec.log2_key_shift)
+# Exponent for the features of a normalised rotary: cubes of 1e12 leave room for their sums (KernelSpec.log2_key_shift).
 LOG2_KEY_SHIFT = 30.0
 
 
 class Prepared(NamedTuple):
-    """A call as the kernels want it."""
+    """Hold a call in the form that the kernels take."""
 
     q: Tensor
     k: Tensor
@@ -29,8 +29,8 @@ class Prepared(NamedTuple):
     layout: TokenLayout
     settings: MapSettings
     weight: Tensor | None
-    """float32 [B, K, M] or [K, T], None where keys have none; where the mean query weighs them, the mask of queries or None.
-    Of causal attention the logarithms of decays, if keys fade."""
+    """float32 [B, K, M] or [K, T], or None where keys have no weights. Where the mean query weighs them, the mask of queries
+    or None. With decay (causal attention), log_decay."""
 
 
 def prepare(
@@ -51,11 +51,11 @@ def prepare(
     query_mask: Tensor | None = None,
     log_decay: Tensor | None = None,
 ) -> Prepared:
-    """[B, N, H, D] inputs, or [T, H, D] with cu_seqlens, whose longest sequence has so many tokens.
+    """Prepare [B, N, H, D] inputs, or [T, H, D] with cu_seqlens; `longest` is the length of the longest sequence.
 
-    has_contrast: that of the mean score. key_weight: [B, M, K] or [T, K]. by_mean_query: instead the mean of the queries that
-    query_mask [B, N] shows weighs the keys. log_decay: [B, M, K] or [T, K], of causal attention.
-    Maps that the kernels do not know, or not for a head by itself, are computed here; the others are left to them.
+    has_contrast: with the mean score. key_weight: [B, M, K] or [T, K]. by_mean_query: instead the mean of the queries that
+    query_mask [B, N] shows weighs the keys. log_decay: [B, M, K] or [T, K], for causal attention.
+    Maps that the kernels do not support, or not for a head by itself, are computed here; the kernels compute the others.
     """
     contrast = q.shape[-1] ** -0.5 if has_contrast else 0.0
     if spec is None:
@@ -91,7 +91,7 @@ def prepare(
     weight = None
     per_token = key_weight if log_decay is None else log_decay
     if per_token is not None:
-        # tokens side by side, as the kernels read numbers per token
+        # tokens side by side, as the kernels read values per token
         weight = per_token.float().transpose(-2, -1).contiguous()
     elif by_mean_query and query_mask is not None:
         weight = query_mask.contiguous()
@@ -99,7 +99,7 @@ def prepare(
 
 
 def attend(ready: Prepared, *, causal: bool, keep: bool) -> Tensor:
-    """The output, [B, N, H, V] or [T, H, V] if packed. `keep`: a backward pass may follow."""
+    """Return the output, [B, N, H, V] or [T, H, V] if packed. `keep`: a backward pass may follow."""
     q, k, v, parameters, layout, settings, weight = ready
     if not causal:
         return bidirectional_op.attend(q, k, v, parameters, weight, layout, settings, keep)
@@ -107,7 +107,7 @@ def attend(ready: Prepared, *, causal: bool, keep: bool) -> Tensor:
 
 
 def attend_after(ready: Prepared, state: LinearState | None, *, keep: bool) -> tuple[Tensor, LinearState]:
-    """Causal attention of a batch after `state`, and the state after the last token."""
+    """Compute causal attention of a batch after `state`, and the state after the last token."""
     q, k, v, parameters, layout, settings, log_decay = ready
     unit = 2.0**settings.log2_key_shift
     initial = None if state is None else sums_of(state, settings.parts, unit)
@@ -117,14 +117,14 @@ def attend_after(ready: Prepared, state: LinearState | None, *, keep: bool) -> t
     count = new if state is None else state.count + new
     sums = total.unflatten(0, (batch, kv_heads)).flatten(2, 3)  # [B, K, F, V + 2]
     if log_decay is not None and log_decay.requires_grad:
-        # the kernels know no gradient of how far all of it has faded at the end
+        # the kernels have no gradient of the total decay at the end
         end = log_decay.sum(-1)
         sums = sums * (end - end.detach()).exp()[..., None, None]
     return out, LinearState(sums[..., :-2] * unit, sums[..., -2] * unit, count, sums.new_zeros(batch, kv_heads))
 
 
 def faded_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, keep: bool) -> Tensor:
-    """The mean value as each token sees it where keys fade, [B, N, K, V]: attention whose only feature is one."""
+    """Return the mean value that each token sees with decay, [B, N, K, V]: attention whose only feature is one."""
     alike = torch.ones_like(v[..., :1])
     layout = TokenLayout(None, None, None, None, None if key_mask is None else key_mask.contiguous(), None, 0)
     settings = KernelSpec("identity", parts=1).settings(streams=1, eps=0.0, fades=True)
@@ -134,13 +134,13 @@ def faded_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, keep: b
 
 
 def step_(ready: Prepared, state: LinearState) -> Tensor:
-    """One token after `state`, which becomes the state after it; its tensors must be contiguous."""
+    """Compute one token after `state`, which becomes the state after it; its tensors must be contiguous."""
     sums = (state.state, state.key_sum, state.count, state.log_scale)
     return step(*ready[:4], *ready.layout[:4], *sums, ready.weight, *ready.settings)
 
 
 def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:
-    """A state in the layout of the kernels' sums, [B * K, PARTS, D, V + 2]; `unit`: what their features are divided by."""
+    """Convert a state to the layout of the kernels' sums, [B * K, PARTS, D, V + 2]; `unit`: the divisor of their features."""
     grow = state.log_scale.exp() / unit
     count = state.count.to(state.state.dtype)[:, None, None].expand_as(state.key_sum)
     columns = (state.state * grow[..., None, None], (state.key_sum * grow[..., None])[..., None], count[..., None])
@@ -151,9 +151,9 @@ def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:
 def mapped(
     feature_map: FeatureMapLike, q: Tensor, k: Tensor, rotary: RotaryPair, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Features computed outside, for maps that the kernels do not know; in the type of the inputs, float32 for float16.
+    """Compute features for maps that the kernels do not support; in the type of the inputs, float32 for float16.
 
-    With positions those of keys come out multiplied by 2^-LOG2_KEY_SHIFT.
+    With positions the features of keys are multiplied by 2^-LOG2_KEY_SHIFT.
     """
     dtype = compute_dtype(q, k)
     q, k = with_range(q), with_range(k)
@@ -161,7 +161,7 @@ def mapped(
     if not has_batch:
         q, k = q[None], k[None]
     (features,) = feature_map.query_streams(q.to(dtype))
-    # the kernels know no scale of these queries
+    # the kernels take no scale of these queries
     phi_q = features.value if features.log_scale is None else features.value * features.log_scale.exp()
     phi_k = feature_map.key(hide(k, key_mask).to(dtype))
     check_widths(feature_map, phi_q, phi_k)
@@ -178,5 +178,5 @@ def rotated(features: Tensor, rotary: Rotary, factor: float) -> Tensor:
 
 
 def with_range(x: Tensor) -> Tensor:
-    """x in a type that holds features of every size: float16 ends at 65,504 and has few digits below 1e-5."""
+    """Return x in a type that holds features of every size: float16 ends at 65,504 and has few digits below 1e-5."""
     return x.float() if x.dtype == torch.float16 else x

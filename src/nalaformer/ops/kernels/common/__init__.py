@@ -1,1 +1,1 @@
-"""What all kernels share: tiles, products, feature maps and fast mathematics in `compiled`; launches and operators here."""
+"""Share code between all kernels: tiles, products, feature maps and fast mathematics in `compiled`; launches and operators."""

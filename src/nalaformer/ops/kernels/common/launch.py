@@ -1,4 +1,4 @@
-"""Launching a kernel without paying for Triton's front end more than once per kind of input."""
+"""Launch a kernel and pay for Triton's front end only once per kind of input."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Bounded(dict[object, T]):
-    """A cache of what earlier calls made. When it is full it forgets everything, and the next calls make theirs again."""
+    """Cache the results of earlier calls. A full cache drops everything, and the next calls make their results again."""
 
     MOST = 4096
 
@@ -26,19 +26,19 @@ class Bounded(dict[object, T]):
 
 
 Launches = Bounded[Any]
-# of the compiler, not of a kernel
+# options of the compiler, not of a kernel
 OPTIONS = ("num_warps", "num_stages")
-# of a kernel that the assembler breaks (machine_code.py): the last is slow and right, since what breaks are products of warp
-# groups, which take four warps
+# Other options for a kernel that the assembler breaks (machine_code.py). The last is slow and always correct, since the
+# assembler breaks products of warp groups, which take four warps.
 OTHER_FORMS: tuple[dict[str, int], ...] = ({"num_warps": 8}, {"num_stages": 1}, {"num_warps": 2})
 # three tf32 products make one of float32 quality; a single one would cost float16 three of its eleven bits
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "tf32x3"}
-# grid, numbers, constants (those that the kernel does not know are left out)
+# grid, numbers, constants (a kernel gets only the constants that it has)
 Description = tuple[tuple[int, ...], tuple[float, ...], dict[str, Any]]
 
 
 def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor], describe: Callable[[], Description]) -> None:
-    """Launch. `describe` is asked the first time; later calls with the same key only hand over the pointers.
+    """Launch a kernel. The first call with a key runs `describe`; later calls with the same key only pass the pointers.
 
     The key must tell apart whatever the launch depends on: shapes, strides, types, alignment, device.
     """
@@ -59,14 +59,14 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
 
 
 def runner_of(compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...], device: int) -> Callable[[Sequence[Tensor]], None]:
-    """Launches a compiled kernel with some tensors and the `rest` of its arguments on the current stream of the device.
+    """Return a function that launches a compiled kernel with tensors and the `rest` of its arguments, on the current stream.
 
-    Triton's own runner calls its hooks and describes the launch for them each time; ours leaves that out where nobody listens.
+    Triton's own runner calls its hooks and describes the launch for them each time; this one skips that without hooks.
     """
     from triton import knobs
 
     of_triton, listeners = compiled[grid], knobs.runtime
-    # what torch.cuda.current_device asks, without its check that CUDA has started: tensors lie there
+    # these calls skip torch.cuda's check that CUDA has started, since the tensors already lie on the device
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     run, then = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
 
@@ -74,7 +74,7 @@ def runner_of(compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...], devic
         if current_device() != device:
             with torch.cuda.device(device):
                 return launch(tensors)
-        # addresses: of a tensor, Triton asks the driver at every launch where it lies
+        # addresses instead of tensors: for a tensor, Triton queries the driver at every launch
         addresses = [x.data_ptr() for x in tensors]
         if is_heard(listeners.launch_enter_hook) or is_heard(listeners.launch_exit_hook):
             of_triton(*addresses, *rest)
@@ -85,15 +85,15 @@ def runner_of(compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...], devic
 
 
 def is_heard(hook: Any) -> bool:
-    """Whether anybody listens: a hook is None, a chain of functions that may be empty, or a function."""
+    """True if a hook is set: it is None, a chain of functions that may be empty, or a function."""
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def sound_form(kernel: Any, arguments: Sequence[Any], grid: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
-    """The constants with the first options under which the assembler breaks nothing."""
+    """Return the constants with the first options under which the assembler breaks nothing."""
     for options in ({}, *OTHER_FORMS):
         form = constants | options
-        # compiled, not started: a kernel that changes its inputs must not run twice
+        # compiled but not started: a kernel that changes its inputs must not run twice
         compiled = kernel.warmup(*arguments, grid=grid, **form)
         if not machine_code.is_miscompiled(compiled.asm.get("cubin", b"")):
             return form
@@ -104,18 +104,18 @@ HERE = nullcontext()
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever device its tensors are on."""
+    """Make the tensor's device current: Triton launches on the current device, whatever device its tensors are on."""
     return HERE if is_current(tensor) else torch.cuda.device(tensor.device)
 
 
 def is_current(tensor: Tensor) -> bool:
-    """Whether a tensor lies on the current device, or on no GPU at all."""
-    # what torch.cuda.current_device asks, without its check that CUDA has started: a tensor lies there
+    """True if a tensor lies on the current device, or on no GPU at all."""
+    # this call skips torch.cuda's check that CUDA has started, since the tensor already lies on a device
     return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
 def kind(*tensors: Tensor | None) -> tuple[object, ...]:
-    """What of some tensors a compiled launch depends on."""
+    """Return the properties of tensors that a compiled launch depends on."""
     described: list[object] = []
     alignment = 0
     for x in tensors:
@@ -125,13 +125,13 @@ def kind(*tensors: Tensor | None) -> tuple[object, ...]:
             alignment |= x.data_ptr()
             described += x.shape, x.stride(), x.dtype
             device = x.device
-    # one of them is there
+    # at least one tensor is not None
     described += alignment % 16, device
     return tuple(described)
 
 
 def readable(x: Tensor) -> Tensor:
-    """x, or a copy whose rows kernels can read: numbers side by side, and the strides that tiles.row_strides relies on."""
+    """Return x, or a copy whose rows kernels can read: dense rows, and the strides that tiles.row_strides needs."""
     is_fit = x.stride(-1) == 1
     if x.shape[-1] % 16 == 8:
         # a dimension of one has no second row, whatever its stride
@@ -140,22 +140,22 @@ def readable(x: Tensor) -> Tensor:
 
 
 def empty_as(x: Tensor) -> Tensor:
-    """An empty tensor of the shape and type of x, without gaps: torch.empty, told so, takes the host twice as long."""
+    """Return an empty dense tensor like x; torch.empty with the same facts takes the host twice as long."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """The strides of batch, token and head; packed tensors have no batch."""
+    """Return the strides of batch, token and head; packed tensors have no batch."""
     return (0, x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a small number where kernels are interpreted."""
+    """Return the number of multiprocessors of a GPU; a small number in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @cache
 def reads_ahead(device: torch.device) -> bool:
-    """Whether a multiprocessor holds several tiles of each input, as those of data centre GPUs since Hopper (227 KiB) do."""
+    """True if a multiprocessor holds several tiles of each input, as data centre GPUs since Hopper (227 KiB) do."""
     return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200 * 1024

@@ -1,10 +1,10 @@
-"""Finds compiled kernels that a faulty assembler has broken, before they run.
+"""Find compiled kernels that a faulty assembler has broken, before they run.
 
-A product of warp groups finds its tile in shared memory by a descriptor of 64 bits: a place in the lower half, constants and a
-carry in the upper one. ptxas 12.8, which Triton 3.6 and 3.7 bring for Hopper GPUs, at times adds the constants to a register
-that holds something else instead of zero (it forgets to clear it), and the product reads any memory. It was seen for tiles of
-16 columns, in kernels that have wider ones too. ptxas 12.9 and 13.4, of Triton 3.8 and 3.9, were right with the same code.
-Which kernels it breaks depends on sizes, strides and tiles, so every kernel is looked at when it is compiled.
+A product of warp groups finds its tile in shared memory by a descriptor of 64 bits: an address in the lower half, constants and
+a carry in the upper one. ptxas 12.8, which Triton 3.6 and 3.7 ship for Hopper GPUs, at times adds the constants to a register
+that it did not clear, so that the product reads any memory. This happened for tiles of 16 columns, in kernels that have wider
+ones too. ptxas 12.9 and 13.4, of Triton 3.8 and 3.9, compile the same code correctly. Which kernels break depends on sizes,
+strides and tiles, so every kernel is checked when it is compiled.
 """
 
 import re
@@ -25,13 +25,13 @@ CONSTANTS = (0x40000040, 0x80000020, 0xC0000010)
 # in registers of a thread, R, or in those that a warp shares, UR
 UPPER_HALF = re.compile(r"U?R\d+, (U?R)(\d+)(?:\.reuse)?, (-?0x[0-9a-f]+), U?RZ")
 CLEARED = re.compile(r"U?R\d+, (RZ, RZ, RZ|RZ|SRZ|-RZ, RZ, 0, 0|URZ)")
-# an instruction has 16 bytes: the opcode in the first 12 bits, the register of the first number in the fourth byte, a constant
-# in the next four. By opcode of what adds a constant: the register that is always zero
+# An instruction has 16 bytes: the opcode in the first 12 bits, the register of the first operand in the fourth byte, a
+# constant in the next four. This table has, by opcode of an addition of a constant, the register that is always zero.
 ZERO_REGISTERS = {0x810: 0xFF, 0x890: 0x3F}
 
 
 def is_miscompiled(cubin: bytes) -> bool:
-    """Whether a kernel has the fault. Disassembling takes half a second, so Triton's cache keeps the answer."""
+    """True if a kernel has the fault. Disassembling takes half a second, so Triton's cache stores the result."""
     if not may_have_descriptors(cubin):
         return False
     answers = get_cache_manager(sha256(cubin).hexdigest())
@@ -42,7 +42,7 @@ def is_miscompiled(cubin: bytes) -> bool:
     except OSError as error:
         warnings.warn(
             f"the assembler of Triton {triton.__version__} may break kernels, and its cuobjdump, which would tell, cannot run "
-            f"({error}): kernels take a slower form that is right; Triton 3.8 or newer needs no such check",
+            f"({error}): kernels take a slower form that is correct; Triton 3.8 or newer needs no such check",
             stacklevel=2,
         )
         return True
@@ -51,7 +51,7 @@ def is_miscompiled(cubin: bytes) -> bool:
 
 
 def may_have_descriptors(cubin: bytes) -> bool:
-    """Whether some instruction adds the upper half of a descriptor to a register other than zero."""
+    """True if some instruction adds the upper half of a descriptor to a register other than zero."""
     for constant in CONSTANTS:
         wanted = constant.to_bytes(4, "little")
         place = cubin.find(wanted)
@@ -74,7 +74,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def undefined_descriptors(code: str) -> list[str]:
-    """Instructions that make a descriptor's upper half from a register that was not cleared just before."""
+    """Return the instructions that make a descriptor's upper half from a register that was not cleared just before."""
     cleared: set[tuple[str, int]] = set()
     faults = []
     for predicate, name, operands in INSTRUCTION.findall(code):

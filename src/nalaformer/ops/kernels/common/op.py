@@ -1,7 +1,7 @@
-"""Kernels as functions of torch: an operator for torch.compile, a plain function with gradients for everybody else.
+"""Make kernels functions of torch: an operator for torch.compile, and a plain function with gradients for eager calls.
 
-torch.compile sees the shapes and gradients of an operator, not its code. Elsewhere kernels run without torch's dispatcher:
-its operators written in Python cost more than small kernels do.
+torch.compile sees the shapes and gradients of an operator, not its code. Eager calls avoid torch's dispatcher: operators
+written in Python cost more than small kernels do.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 Run = Callable[..., Any]
-# operators as plain entries of torch's dispatcher: those of torch.library.custom_op pass three layers of Python at each call
+# Operators are plain entries of torch's dispatcher: torch.library.custom_op adds three layers of Python to each call.
 LIBRARY = torch.library.Library("nalaformer", "FRAGMENT")
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """The first `count` tensors as they are, for the first-order gradient; an error for any higher one.
+    """Return the first `count` tensors unchanged, with a first-order gradient, and raise an error for any higher one.
 
-    The rest only stand in the graph: whatever the gradients were computed from must lead to the error. torch's own
-    once_differentiable looks at the gradients of the outputs alone, and those of a plain sum are constants.
+    The other tensors only stand in the graph: whatever the gradients were computed from must lead to the error. torch's own
+    once_differentiable checks the gradients of the outputs alone, and those of a plain sum are constants.
     """
 
     @staticmethod
@@ -32,13 +32,13 @@ class OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *unused: Any) -> Any:
         raise NotImplementedError(
-            "the fused kernels have first-order gradients only, and a gradient of their gradient was asked for; "
+            "the fused kernels have first-order gradients only, but a gradient of their gradient was requested; "
             'compute inside nalaformer.use_backend("chunked"), whose gradients can be differentiated again'
         )
 
 
 def once(gradients: Sequence[Any], causes: Sequence[Any]) -> list[Any]:
-    """The gradients, which raise an error when they are differentiated by one of their causes; both may hold None."""
+    """Return the gradients, which raise an error when one of their causes differentiates them; both may hold None."""
     found, leading = list(gradients), [x for x in causes if x is not None and x.requires_grad]
     if leading:
         places = [place for place, x in enumerate(found) if x is not None]
@@ -53,12 +53,12 @@ def is_bundle(kind: Any) -> bool:
 
 
 def spread(arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with named tuples field by field, since an operator of torch takes no tuples."""
+    """Expand named tuples to their fields, since an operator of torch takes no tuples."""
     return [leaf for x in arguments for leaf in (x if isinstance(x, tuple) else (x,))]
 
 
 def gatherer(run: Run) -> Run:
-    """The arguments of `run` from spread ones: what `spread` took apart."""
+    """Return a function that rebuilds the arguments of `run` from expanded ones."""
     kinds = [parameter.annotation for parameter in signature(run).parameters.values()]
     parts = [(kind._make, len(kind._fields)) if is_bundle(kind) else None for kind in kinds]
     if not any(parts):
@@ -72,7 +72,7 @@ def gatherer(run: Run) -> Run:
 
 
 def flattened(run: Run) -> Run:
-    """`run` with spread arguments and empty tensors for outputs that are None, and the signature that says so."""
+    """Return `run` with expanded arguments and empty tensors for outputs that are None, and its signature."""
     plain, gathered = signature(run), gatherer(run)
     leaves: list[Parameter] = []
     for parameter in plain.parameters.values():
@@ -95,7 +95,7 @@ def flattened(run: Run) -> Run:
 
 
 def without_none(run: Run) -> Run:
-    """`run` with an empty tensor of float32 for each output that is None; the first is not."""
+    """Return `run` with an empty float32 tensor for each output that is None; the first is not."""
 
     def filled(*given: Any) -> Any:
         outputs = run(*given)
@@ -105,9 +105,9 @@ def without_none(run: Run) -> Run:
 
 
 def custom_op(name: str, run: Run, shapes: Run, *, mutates: Sequence[str]) -> Any:
-    """`run`, which changes some arguments, as nalaformer::name; `shapes` gives empty outputs for the arguments of `run`.
+    """Register `run`, which changes some arguments, as nalaformer::name; `shapes` returns empty outputs for the same arguments.
 
-    Both operators here take spread arguments.
+    This operator and plain_op take expanded arguments.
     """
     made, gathered = torch.library.custom_op(f"nalaformer::{name}", flattened(run), mutates_args=mutates), gatherer(run)
     made.register_fake(lambda *given: shapes(*gathered(given)))
@@ -115,11 +115,11 @@ def custom_op(name: str, run: Run, shapes: Run, *, mutates: Sequence[str]) -> An
 
 
 def plain_op(name: str, run: Run, shapes: Run) -> Any:
-    """The same of a `run` that changes nothing and returns new tensors. It has no gradient."""
+    """Register a `run` that changes nothing and returns new tensors. It has no gradient."""
     flat, gathered = flattened(run), gatherer(run)
 
     def without_gradients(*given: Any) -> Any:
-        # what `run` does in torch's own operators would be recorded; compiled programs run where nothing is
+        # torch's own operators inside `run` would be recorded; compiled programs run it where nothing is
         if not torch.is_grad_enabled():
             return flat(*given)
         with torch.no_grad():
@@ -141,16 +141,16 @@ def operator(
     outputs: int = 1,
     eager: tuple[Run, Run] | None = None,
 ) -> tuple[Run, Any, Any]:
-    """A function with first-order gradients, and the operators nalaformer::name and nalaformer::name_backward behind it.
+    """Return a function with first-order gradients on the operators nalaformer::name and nalaformer::name_backward.
 
-    What nalaformer::name puts into a compiled program is nalaformer::name_forward, which knows no gradients and costs the host
-    one layer of Python less.
-    run, run_backward: what computes, and what gives empty outputs for the same arguments.
-    save(ctx, inputs, output): keeps what gradients need; inputs of which there are gradients come before named tuples.
-    gradients(ctx, backward, *of_outputs): of the first inputs, by the `backward` given; nobody sees those not asked for.
-    outputs: how many of the forward pass the caller gets, whose gradients are given; the others are kept for gradients alone.
-    eager: what computes outside compiled programs if not `run` and `run_backward`. They may take in place of a named tuple what
-        is made of it and the tensors, so that both passes find it ready.
+    A compiled program contains nalaformer::name_forward, which has no gradients and costs the host one layer of Python less.
+
+    run, run_backward: each a function that computes, and one that returns empty outputs for the same arguments.
+    save(ctx, inputs, output): saves what gradients need; inputs that have gradients come before named tuples.
+    gradients(ctx, backward, *grad_outputs): the gradients of the first inputs, computed by `backward`; others are ignored.
+    outputs: how many outputs the caller gets, whose gradients arrive; the others serve gradients alone.
+    eager: replacements of `run` and `run_backward` outside compiled programs. They may take an object that was built from a
+        named tuple and the tensors, so that both passes reuse it.
     """
     eager_forward, eager_backward = eager or (run[0], run_backward[0])
     gathered = gatherer(run[0])
@@ -164,11 +164,11 @@ def operator(
 
     def derived(by: Run) -> Run:
         def of_inputs(ctx: Any, *of_outputs: Any) -> Any:
-            # on only where a graph of the backward pass is wanted (create_graph)
+            # enabled only for create_graph=True, which builds a graph of the backward pass
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     found = gradients(ctx, by, *of_outputs[:outputs])
-                # whatever they were computed from has been saved
+                # everything that they were computed from has been saved
                 found = once(found, (*of_outputs, *ctx.saved_tensors))
             else:
                 found = gradients(ctx, by, *of_outputs[:outputs])

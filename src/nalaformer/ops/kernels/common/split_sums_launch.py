@@ -1,4 +1,4 @@
-"""Launches of the kernels that add up the sums of single stretches."""
+"""Launch the kernels that add up the sums of single splits."""
 
 import torch
 import triton
@@ -7,13 +7,13 @@ from torch import Tensor
 from .compiled.split_sums import merge_kernel, prefix_kernel
 from .launch import Launches, start
 
-MERGE_AT_ONCE = 16  # stretches whose numbers are on their way together, at most
-MERGE_BLOCK = 128  # numbers of a program
+MERGE_AT_ONCE = 16  # splits whose values are loaded together, at most
+MERGE_BLOCK = 128  # values of a program
 PREFIX_BLOCK = 512
 
 
 def merge(launches: Launches, sums: Tensor, *, group: int = 1) -> Tensor:
-    """Everything together: [rows / group, PARTS, D, V + 2]; `group` rows side by side become one."""
+    """Add up all splits: [rows / group, PARTS, D, V + 2]; `group` rows side by side become one."""
     if len(sums) * group == 1:
         return sums[0]
     total = sums.new_empty((sums.shape[1] // group, *sums.shape[2:]))
@@ -22,7 +22,7 @@ def merge(launches: Launches, sums: Tensor, *, group: int = 1) -> Tensor:
 
 
 def merge_scaled(launches: Launches, sums: Tensor, scale: Tensor, *, counts_weights: bool = False) -> tuple[Tensor, Tensor]:
-    """Everything together, and its scale: the largest of the splits. counts_weights: the last column is scaled too."""
+    """Add up all splits and return the scale, the largest of the splits. counts_weights: the last column is scaled too."""
     if len(sums) == 1:
         return sums[0], scale[0]
     total, largest = torch.empty_like(sums[0]), torch.empty_like(scale[0])
@@ -63,9 +63,9 @@ def start_merge(
 
 
 def prefix(launches: Launches, sums: Tensor, initial: Tensor | None, *, reverse: bool, keep: Tensor | None = None) -> Tensor:
-    """Turns sums [splits, rows, ...] into those before (or after) each split, in place; returns the sum of all.
+    """Replace sums [splits, rows, ...] by those before (or after) each split, in place; return the sum of all.
 
-    keep: [splits, rows], what each split leaves of the sums that reach it.
+    keep: [splits, rows], the factor by which each split reduces the sums before it.
     """
     total = torch.empty_like(sums[0])
     start_of = sums if initial is None else initial

@@ -1,1 +1,1 @@
-"""The delta rules: what is sequential in them, and the inverse that joins the tokens of a piece."""
+"""Compute the delta rules: their sequential part, and the inverse that joins the tokens of a chunk."""

@@ -1,17 +1,17 @@
-"""The delta rule as an operator: kernels for each piece of tokens by itself, and one that carries the state along.
+"""Compute the delta rule as an operator: kernels for each chunk of tokens by itself, and one that scans with the state.
 
-Inside a piece, with G the running sum of log_decay, D_ij = exp(G_i - G_j) for i >= j, s_i = exp(G_i), e_j = exp(G_last - G_j):
+Inside a chunk, with G the running sum of log_decay, D_ij = exp(G_i - G_j) for i >= j, s_i = exp(G_i), e_j = exp(G_last - G_j):
 
     A_ij = beta_i (k_i . k_j) D_ij below the diagonal,  T = (I + A)^-1,  u0 = T (beta v),  w = T (beta s k)
-    from piece to piece:  u = u0 - w S,  S' = s_last S + (e k)^T u
+    from chunk to chunk:  u = u0 - w S,  S' = s_last S + (e k)^T u
     out = scale (s (q S) + M u),  M_ij = (q_i . k_j) D_ij up to the diagonal
 
-With S the state before a piece, X the gradient of that after it and r = T^T du that of the right-hand side beta (v - s k S):
+With S the state before a chunk, X the gradient of that after it and r = T^T du that of the right-hand side beta (v - s k S):
 
     du = scale M^T dout + e k X,  dA = -r u^T below the diagonal,  dv = beta r
     of w: -du S^T, so of beta s k: -r S^T;  of e k: u X^T;  of s q: scale dout S^T;  of M: scale dout u^T up to the diagonal
 
-What the backward pass needs of T and w it computes again; the states before the pieces and u are kept.
+The backward pass computes T and w again; the states before the chunks and u are saved.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from .compiled.delta_rule import delta_output_kernel, scan_kernel, solve_kernel
 from .compiled.delta_rule_gradient import delta_gradient_kernel, scan_gradient_kernel
 
 LEVELS = 6
-SIZE = 2**LEVELS  # tokens of a piece
-BLOCK = 64  # features or values at once
-LARGEST_STATE = 8192  # numbers of the state that a program carries along
+SIZE = 2**LEVELS  # tokens of a chunk
+BLOCK = 64  # features or values of a block
+LARGEST_STATE = 8192  # elements of the state that a program holds
 LARGEST_READ_AHEAD = 128  # features; two tiles of more do not fit on chip
 # warps, and tiles that are read ahead
 FORMS = {"solve": (4, 1), "scan": (4, 2), "output": (4, 1), "scan gradient": (4, 2), "gradient": (4, 1)}
@@ -37,12 +37,12 @@ _launches = Launches()
 
 
 class Packing(NamedTuple):
-    """Where packed sequences lie; both None where each row of the batch is one."""
+    """Locate packed sequences; both fields are None where each row of the batch is one sequence."""
 
     owners: Tensor | None
-    """[pieces] int32: the sequence of each piece."""
+    """[chunks] int32: the sequence of each chunk."""
     sequences: Tensor | None
-    """[sequences, 3] int32: its first token, its tokens, its first piece."""
+    """[sequences, 3] int32: its first token, its tokens, its first chunk."""
 
 
 UNPACKED = Packing(None, None)
@@ -59,7 +59,7 @@ def packing_of(lengths: Sequence[int], device: torch.device) -> Packing:
 
 
 class DeltaCall(NamedTuple):
-    """The sizes of a call."""
+    """Hold the sizes of a call."""
 
     rows: int
     tokens: int
@@ -74,7 +74,7 @@ class DeltaCall(NamedTuple):
     device: torch.device
 
     def start(self, name: str, kernel: Any, tensors: Sequence[Tensor | None], numbers: Sequence[float], **flags: bool) -> None:
-        """Launch. Tensors that are None are not read; Triton wants a pointer all the same."""
+        """Launch a kernel. It does not read tensors that are None, but Triton still needs a pointer for them."""
         given = [tensors[0] if x is None else x for x in tensors]
         key = (name, *numbers, *flags.values(), *(x is None for x in tensors), kind(*given))
         start(_launches, key, kernel, given, lambda: self.describe(name, numbers, flags))  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ class DeltaCall(NamedTuple):
         return grid, (self.tokens, self.heads, *numbers), constants
 
     def columns(self, features: int, values: int) -> int:
-        """Columns of the state that a program carries: few enough for its registers, and for two programs a multiprocessor."""
+        """Return the columns of the state that a program holds: they fit its registers, and two programs a multiprocessor."""
         columns = min(BLOCK, values, LARGEST_STATE // features)
         fewest = 2 * processors(self.device) * 0.9
         while columns > 16 and self.sequences * self.heads * triton.cdiv(self.width, columns) < fewest:
@@ -116,7 +116,7 @@ class DeltaCall(NamedTuple):
         return torch.empty(sizes, dtype=dtype or self.dtype, device=self.device)
 
     def per_head(self, size: int) -> Tensor:
-        """[rows, heads, size]."""
+        """Return an empty tensor [rows, heads, size]."""
         return self.empty(self.rows, self.heads, size)
 
 
@@ -132,7 +132,7 @@ def call_of(q: Tensor, v: Tensor, log_decay: Tensor | None, packing: Packing) ->
 
 
 def sizes_of(q: Tensor, packing: Packing) -> tuple[int, int]:
-    """Pieces and sequences."""
+    """Return the numbers of chunks and of sequences."""
     if packing.owners is None or packing.sequences is None:
         return q.shape[0] * ((q.shape[1] + SIZE - 1) // SIZE), q.shape[0]
     return packing.owners.shape[0], packing.sequences.shape[0]
@@ -148,7 +148,7 @@ def run_forward(
     scale: float,
     packing: Packing,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output [B, N, H, V], the last states [sequences, H, F, V] in float32, and what gradients need: the states and u."""
+    """Return the output [B, N, H, V], the last states [sequences, H, F, V] in float32, and for gradients the states and u."""
     call = call_of(q, v, log_decay, packing)
     q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
     log_decay = None if log_decay is None else log_decay.contiguous()
@@ -172,7 +172,7 @@ def run_forward(
 def solve(
     call: DeltaCall, tensors: Sequence[Tensor | None], u: Tensor, scale: float, *, is_gradient: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """w, s, e and, for gradients, T; u is written."""
+    """Compute w, s, e and, for gradients, T; the kernel also writes u."""
     w = call.per_head(call.features)
     since, to_end = (call.empty(call.rows, call.heads, dtype=torch.float32) if call.fades else None for _ in range(2))
     inverse = call.per_head(SIZE) if is_gradient else None
@@ -202,7 +202,7 @@ def run_backward(
     scale: float,
     packing: Packing,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, log_decay (empty without one) and the state."""
+    """Return the gradients of q, k, v, beta, log_decay (empty without one) and the state."""
     call = call_of(q, v, log_decay, packing)
     q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
     log_decay = None if log_decay is None else log_decay.contiguous()
@@ -237,7 +237,7 @@ def gradient_shapes(
 def save(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, state, ctx.scale, packing = inputs
     ctx.state_dtype = None if state is None else state.dtype
-    # the state stands in the graph where gradients are asked for gradients
+    # the state stays in the graph, so that gradients of gradients raise their error
     ctx.save_for_backward(*tensors, *output[2:], *packing, state)
     ctx.set_materialize_grads(False)
 

@@ -1,4 +1,4 @@
-"""Features of length one as an operator, on rows [R, D]; for maps whose parameters are one row and not learned."""
+"""Compute features of length one as an operator, on rows [R, D], for maps whose parameters are one fixed row."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..common.launch import Description, Launches, kind, start
 from ..common.op import operator
 from .compiled.unit_features import unit_features_gradient_kernel, unit_features_kernel
 
-# numbers that a program holds at once
+# elements that a program holds at once
 BLOCK = 4096
 _launches = Launches()
 
@@ -19,7 +19,7 @@ def describe(x: Tensor, settings: MapSettings, is_query: bool, smallest: float) 
     rows, channels = x.shape
     columns = max(16, 1 << (channels - 1).bit_length())
     size = max(1, BLOCK // columns)
-    # features of keys come multiplied by a power of two; so does the length below which they fade
+    # features of keys come multiplied by a power of two, so the smallest length is too
     shift = 0.0 if is_query else settings.log2_key_shift
     return (
         (-(-rows // size),),
@@ -41,7 +41,7 @@ def describe(x: Tensor, settings: MapSettings, is_query: bool, smallest: float) 
 def run_forward(
     x: Tensor, parameters: Tensor, settings: MapSettings, is_query: bool, smallest: float, dtype: torch.dtype
 ) -> Tensor:
-    """[R, PARTS * D] in `dtype`."""
+    """Return [R, PARTS * D] in `dtype`."""
     out = torch.empty(x.shape[0], settings.parts * x.shape[1], dtype=dtype, device=x.device)
     key = (settings, is_query, smallest, dtype, kind(x, parameters))
     start(_launches, key, unit_features_kernel, (x, parameters, out), lambda: describe(x, settings, is_query, smallest))

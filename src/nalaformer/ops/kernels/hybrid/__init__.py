@@ -1,1 +1,1 @@
-"""Hybrid attention: an exact branch, a linear branch, their merge, and one step of decoding."""
+"""Compute hybrid attention: an exact branch, a linear branch, their merge, and one step of decoding."""

@@ -1,4 +1,4 @@
-"""The exact branch of hybrid attention as an operator; compiled/exact.py says what the arguments are."""
+"""Compute the exact branch of hybrid attention as an operator; compiled/exact.py describes the arguments."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .compiled.exact_keys import exact_store_kernel, exact_window_kernel
 from .launch import LAUNCHES, operand, operand_constants, padded, tile_of, with_rows_of_numbers
 
 LOG2_E = 1.4426950408889634
-# programs per multiprocessor that the gradients of a small store are spread over
+# programs per multiprocessor that share the gradients of a small store
 STORE_PROGRAMS = 4
 
 
@@ -31,8 +31,8 @@ def run_forward(
     keep_best: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row maximum (log2) and sum of weights, [B, N, H], weighted values, [B, N, H, V], all float32; and which key is the
-    highest of a row, int32 [B, N, H], empty unless kept."""
+    """Return the row maximum (log2) and sum of weights, [B, N, H], and weighted values, [B, N, H, V], all float32. The last
+    output is the key with the highest score of a row, int32 [B, N, H], empty without keep_best."""
     q, k, v, store_k, store_v = _as_read(q, k, v, store_k, store_v)
     row_max, total = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     weighted = torch.empty(*q.shape[:3], v.shape[-1], dtype=torch.float32, device=q.device)
@@ -69,12 +69,12 @@ def run_backward(
     keep_best: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the store's keys and values.
+    """Return the gradients of q, k, v and the store's keys and values.
 
-    dmax: for the highest score of a row, whatever follows from weights being relative to it; only read if the key was kept.
+    dmax: the gradient of the highest score of a row, to which all weights are relative; only read with keep_best.
     """
     q, k, v, store_k, store_v = inputs = _as_read(q, k, v, store_k, store_v)
-    # the gradient of the weighted values is read several times, and an operand of that type anyhow
+    # the gradient of the weighted values is read several times, and is converted to the type of an operand anyway
     rows = (row_max, dtotal.contiguous(), dweighted.to(operand(*inputs)).contiguous(), best, dmax.contiguous())
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     groups, heads = q.shape[1] // chunk, q.shape[2]
@@ -104,7 +104,7 @@ def run_backward(
     wanted = max(1, min(groups, STORE_PROGRAMS * processors(q.device) // (blocks * owners)))
     stretch = -(-groups // wanted)
     splits = -(-groups // stretch)
-    # parts that are still to be added are float32
+    # partial sums are float32
     partial = [
         torch.empty(splits, *x.shape, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
         for x in (store_k, store_v)
@@ -146,7 +146,7 @@ def _constants(kernel: str, inputs: tuple[Tensor, ...], chunk: int, is_capped: b
 def _numbers(
     q: Tensor, k: Tensor, v: Tensor, store_k: Tensor, chunk: int, old: int, per_chunk: int, scale: float
 ) -> tuple[float, ...]:
-    """The numbers of the kernels that walk over keys."""
+    """Return the numbers of the kernels that scan keys."""
     heads = q.shape[2]
     sizes = (q.shape[1] // chunk, chunk, store_k.shape[2], old, per_chunk)
     groups = (heads, heads // k.shape[2], heads // store_k.shape[1])

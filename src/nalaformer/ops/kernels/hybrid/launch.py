@@ -1,4 +1,4 @@
-"""What the launches of hybrid attention's kernels share: tiles, and the types of matrix operands."""
+"""Share code between the launches of hybrid attention's kernels: tiles, and the types of matrix operands."""
 
 from typing import NamedTuple
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from ...backend import INTERPRETING
 from ..common.launch import PRECISION, Launches
 
-# matrix units take no less than 16 at a time, and are no faster below 32
+# matrix units take at least 16 rows at a time, and are no faster below 32
 SMALLEST = 32
 LAUNCHES = Launches()
 
 
 class HybridTile(NamedTuple):
-    """Queries and keys of a tile, warps and pipeline stages."""
+    """Hold the queries and keys of a tile, warps and pipeline stages."""
 
     queries: int
     keys: int
@@ -41,14 +41,14 @@ def padded(size: int) -> int:
 
 
 def operand(*tensors: Tensor) -> torch.dtype:
-    """The type in which matrices are multiplied: bfloat16 if all are, else float32."""
+    """Return the type in which matrices are multiplied: bfloat16 if all are, else float32."""
     # the interpreter rounds and multiplies bfloat16 wrongly
     is_half = not INTERPRETING and all(x.dtype == torch.bfloat16 for x in tensors)
     return torch.bfloat16 if is_half else torch.float32
 
 
 def tile_of(kernel: str, width: int, dtype: torch.dtype) -> HybridTile:
-    """The tile for heads of so many channels."""
+    """Return the tile for heads of `width` channels."""
     if dtype != torch.bfloat16:
         return WIDE
     return next(tile for size, tile in TILES[kernel].items() if width <= size)
@@ -59,5 +59,5 @@ def operand_constants(dtype: torch.dtype) -> dict[str, object]:
 
 
 def with_rows_of_numbers(x: Tensor) -> Tensor:
-    """Channels side by side, as the kernels read them."""
+    """Return x with its channels side by side, as the kernels read them."""
     return x if x.stride(-1) == 1 else x.contiguous()

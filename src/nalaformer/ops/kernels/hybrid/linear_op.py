@@ -1,7 +1,7 @@
-"""The linear branch of hybrid attention as an operator; compiled/linear.py explains.
+"""Compute the linear branch of hybrid attention as an operator; compiled/linear.py explains it.
 
-Shapes: queries [B, R * T, H, D]; keys [B, m * i, H, D] of m <= R chunks that leave one after another, i tokens of each; both
-float32, on their way to features of size F: `name` says how, "softmax" (of both signs, F = 2 D) or "identity". Features are
+Shapes: queries [B, R * T, H, D]; keys [B, m * i, H, D] of m <= R chunks that leave one after another, i tokens of each. Both
+are float32 inputs of a map to features of size F: `name` is "softmax" (of both signs, F = 2 D) or "identity". Features are
 multiplied in the type of the values; their gradients are float32, since maps take differences of them.
 values [B, m * i, K, V]; counts [B, m * i, S] bool, which tokens count; sums [B * H, F, V + 1].
 """
@@ -18,16 +18,16 @@ from .compiled.features import signed_softmax_gradient_kernel, signed_softmax_ke
 from .compiled.linear import stretch_sums_kernel, walk_kernel
 from .launch import LAUNCHES, HybridTile, operand, operand_constants, padded, tile_of, with_rows_of_numbers
 
-# programs per multiprocessor that we want, and steps below which one is not worth its sums
+# the target of programs per multiprocessor, and the steps below which a program costs more than its sums
 PROGRAMS, FEWEST_STEPS = 2, 4
-# columns of the running sums in one program, and of the sums of a stretch on both sides
+# columns of the running sums in one program, and of the sums of a split on both sides
 COLUMNS, SUMS_SIDE = 64, 128
-# numbers of a tile on the way to features
+# elements of a tile for the feature kernels
 BLOCK = 4096
 
 
 def stretches(owners: int, tiles: int, groups: int, device: torch.device) -> tuple[int, int]:
-    """Over how many programs the groups are spread, and how many each takes."""
+    """Return how many programs share the groups, and how many groups each takes."""
     wanted = PROGRAMS * processors(device) // max(1, owners * tiles)
     stretch = -(-groups // max(1, min(wanted, groups // FEWEST_STEPS)))
     return -(-groups // stretch), stretch
@@ -43,7 +43,7 @@ def run_forward(
     per_chunk: int,
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """phi(q) . S [B, R * T, H, V], phi(q) . z [B, R * T, H], the sums after all, and before each stretch; float32."""
+    """Return phi(q) . S [B, R * T, H, V], phi(q) . z [B, R * T, H], the sums after all, and before each split; float32."""
     batch, rows, heads, _ = queries.shape
     dtype, values, counts = operand(values), with_rows_of_numbers(values), counts.contiguous()
     query_features, key_features = (_features(x, name, dtype) for x in (queries, keys))
@@ -76,11 +76,11 @@ def run_backward(
     per_chunk: int,
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys, values and initial sums."""
+    """Return the gradients of queries, keys, values and initial sums."""
     dtype, values = operand(values), with_rows_of_numbers(values)
-    # cheaper to compute again than to keep
+    # recomputing the features is cheaper than saving them
     query_features, key_features = (_features(x, name, dtype) for x in (queries, keys))
-    # the gradient is read several times, and an operand of that type anyhow
+    # the gradient is read several times, and is converted to the type of an operand anyway
     counts, dweighted, dtotal = counts.contiguous(), dweighted.to(dtype).contiguous(), dtotal.contiguous()
     rows, heads = query_features.shape[1] // groups, query_features.shape[2]
     chunks = key_features.shape[1] // per_chunk
@@ -98,7 +98,7 @@ def run_backward(
     later = _stretch_sums(dtype, query_features, dweighted, dtotal, count, stretch, groups, rows, are_counts=False)
     dinitial = prefix(LAUNCHES, later, None if dafter is None else dafter.contiguous(), reverse=True)
     group = heads // values.shape[2]
-    # by query head; those that share values are added up, in float32
+    # by query head: the heads that share values are added up, in float32
     shape, kept_in = (*key_features.shape[:3], values.shape[-1]), values.dtype if group == 1 else torch.float32
     dvalues = torch.empty(shape, dtype=kept_in, device=values.device)
     if chunks:
@@ -117,7 +117,7 @@ def run_backward(
 
 
 def _features(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """[B, N, H, F] in the type in which they are multiplied."""
+    """Return the features [B, N, H, F] in the type in which they are multiplied."""
     if name == "identity":
         return with_rows_of_numbers(x.to(dtype))
     out = torch.empty(*x.shape[:3], 2 * x.shape[3], dtype=dtype, device=x.device)
@@ -159,7 +159,7 @@ def _stretch_sums(
     *,
     are_counts: bool,
 ) -> Tensor:
-    """[stretches, B * H, I, O + 1]: the products of each stretch, and the sums of inner."""
+    """Return [splits, B * H, I, O + 1]: the products of each split, and the sums of inner."""
     (batch, _, heads, width), columns = inner.shape, outer.shape[-1]
     sums = torch.empty(count, batch * heads, width, columns + 1, dtype=torch.float32, device=inner.device)
 
@@ -195,7 +195,7 @@ def _walk(
     rank_one: bool = False,
     back: bool = False,
 ) -> None:
-    """One walk. steps: all, of a stretch, that read, that add; rows of one that reads and of one that adds."""
+    """Scan the steps once. steps: all, of a split, that read, that add; rows of one that reads and of one that adds."""
     batch, _, heads, columns = out.shape
 
     def describe() -> Description:
@@ -249,7 +249,7 @@ def gradient_shapes(
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, initial, groups, per_chunk, name = inputs
-    # the sums have no graph outside of the operator: what they began with stands for them
+    # the sums have no graph outside of the operator, so the initial sums stand for them
     ctx.save_for_backward(*tensors, output[3], initial)
     ctx.settings = groups, per_chunk, name
 

@@ -1,4 +1,4 @@
-"""The join of hybrid attention's branches as an operator; compiled/merge.py has the formula."""
+"""Merge hybrid attention's branches as an operator; compiled/merge.py has the formula."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..common.op import operator
 from .compiled.merge import merge_branches_kernel, merge_gradient_kernel
 from .launch import LAUNCHES, padded
 
-# numbers that a program holds at once
+# elements that a program holds at once
 BLOCK = 4096
 
 
@@ -26,9 +26,9 @@ def run_forward(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[..., V] in the given type; weighted sums [..., V] and totals [...] of both branches, gate [..., V or 1].
+    """Return [..., V] in `dtype`, from weighted sums [..., V] and totals [...] of both branches and the gate [..., V or 1].
 
-    share: factors of the linear sums, each for as many of the rows [...] in turn.
+    share: factors of the linear sums, each for an equal number of consecutive rows [...].
     """
     out = torch.empty(weighted.shape, dtype=dtype, device=weighted.device)
     tensors = _contiguous(row_max, total, weighted, linear_total, linear_weighted, gate, share)
@@ -48,7 +48,7 @@ def run_backward(
     is_released: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of all tensors but share; empty for what is not there."""
+    """Return the gradients of all tensors but share; empty ones for tensors that are None."""
     tensors = _contiguous(row_max, total, weighted, linear_total, linear_weighted, gate, share)
     found = tuple(
         torch.empty(0 if x is None else x.shape, dtype=(weighted if x is None else x).dtype, device=weighted.device)
@@ -62,7 +62,7 @@ def run_backward(
 
 
 def _contiguous(row_max: Tensor, total: Tensor, weighted: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
-    """The tensors in the order of the kernels; unused pointers need one too.
+    """Return contiguous tensors in the order of the kernels; unused pointers need a tensor too.
 
     rest: linear_total, linear_weighted, gate, share.
     """

@@ -1,4 +1,4 @@
-"""One token of hybrid attention as an operator; compiled/step.py explains."""
+"""Compute one token of hybrid attention as an operator; compiled/step.py explains it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..common.launch import on_device_of
 from ..common.op import custom_op
 from .compiled.step import join_kernel, piece_kernel
 
-# programs that a GPU is to have at once, pieces of one head, places of one tile
+# the target of programs on a GPU, the most splits of a head, and places of a tile
 PROGRAMS, MOST_PIECES, TILE = 512, 64, 64
 # more tokens than any text has
 UNLIMITED = 2**31 - 1
@@ -38,7 +38,7 @@ def run_step(
     eps: float,
     is_exact: bool,
 ) -> Tensor:
-    """Output [B, 1, H, V] of one token.
+    """Return the output [B, 1, H, V] of one token.
 
     q: [B, 1, H, D], k, v: [B, 1, K, *]; keys, values: [B, S, A, *]; count, is_poisoned: [B]; state, key_sum: None without a
     linear branch; features [B, 1, H, F], or the matrix [H, D, D] from which the norm preserving map is computed here;
@@ -75,7 +75,7 @@ def run_step(
             num_stages=2 if is_half else 1,
         )
     out = torch.empty(batch, 1, heads, value_dim, dtype=q.dtype, device=q.device)
-    # what is not read may be anything
+    # any tensor can stand for one that the kernel does not read
     absent = [row_max if x is None else x for x in (matrix, features, state, key_sum, gate)]
     gate_strides = (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(3) if gate.shape[3] > 1 else 0)
     with on_device_of(q):

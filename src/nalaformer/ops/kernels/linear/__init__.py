@@ -1,1 +1,1 @@
-"""Linear attention: bidirectional, causal, one step, and features across heads."""
+"""Compute linear attention: bidirectional, causal, one step, and features across heads."""

@@ -1,4 +1,4 @@
-"""Launches of the bidirectional kernels; call.py says what a Call is and compiled/bidirectional.py has the plan."""
+"""Launch the bidirectional kernels; call.py describes a Call, and compiled/bidirectional.py has the plan."""
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ def forward(
     call: Call,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The output, and if a backward pass follows: the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K] where they have
-    one, 1 / denominator, and the mean query where it weighs keys."""
+    """Return the output, and for a backward pass: the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K] where they
+    have one, 1 / denominator, and the mean query where it weighs keys."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     out = torch.empty(call.shape_of_output, dtype=call.output, device=call.device)
     inverse = torch.empty(call.per_row, dtype=torch.float32, device=call.device) if keep else None
-    # unused pointers are any others of their type
+    # unused pointers point to other tensors of their type
     weights, inverses = parameters if weight is None else weight, parameters if inverse is None else inverse
     if call.is_whole:
         sums = torch.empty(call.shape_of_all_sums, dtype=torch.float32, device=call.device) if keep else None
@@ -92,7 +92,7 @@ def forward(
 
 
 def short_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, mask: Tensor, out: Tensor) -> None:
-    """Fills `out`."""
+    """Fill `out`."""
     call.start(
         "short",
         short_kernel,
@@ -123,13 +123,13 @@ def sums_of_keys(
     query_sums: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sums of each of `count` stretches of keys, [count, B * K, PARTS, D, V + 2], and their log2 scale.
+    """Return the sums of each of `count` splits of keys, [count, B * K, PARTS, D, V + 2], and their log2 scale.
 
-    query_sums: of the queries whose mean weighs the keys, [splits, B * K, PARTS * D + 1]; `mean` is filled with that.
+    query_sums: of the queries whose mean weighs the keys, [splits, B * K, PARTS * D + 1]; `mean` receives that mean.
     """
     _, _, cos, sin, mask, bounds = layout.pointers(k)
     sums = call.sums(count, call.kv_heads)
-    # unused, it is any other
+    # an unused pointer points to another tensor
     scale = sums.new_empty(sums.shape[:2]) if call.has_scale else sums
     given = sums if query_sums is None else query_sums
     call.start(
@@ -166,7 +166,7 @@ def short_backward(
     dkey: Tensor,
     kind_of_dout: tuple[object, ...],
 ) -> None:
-    """Fills the gradients; those of the parameters, [1, B, H, 4 or 2, D], where they are learned (last of `kind_of_dout`)."""
+    """Fill the gradients; for learned parameters (the last of `kind_of_dout`) also theirs, [1, B, H, 4 or 2, D]."""
     call.start(
         ("short gradient", kind_of_dout),
         short_gradient_kernel,
@@ -200,9 +200,9 @@ def sums_of_gradients(
     stretch: int,
     kernel: str = "dsums",
 ) -> Tensor:
-    """The gradients of the sums by each of `count` stretches of queries, [count, B * H, PARTS, D, V + 2].
+    """Return the gradients of the sums by each of `count` splits of queries, [count, B * H, PARTS, D, V + 2].
 
-    Fills `drop` from the sums, or as "causal_dsums" reads it and nothing of them.
+    Fill `drop` from the sums; as "causal_dsums" read it, and no sums.
     """
     cos, sin, _, _, _, bounds = layout.pointers(q)
     dsums = call.sums(count, call.heads)
@@ -240,13 +240,13 @@ def backward(
     mean: Tensor | None,
     is_learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk, dv, that of the weight, if there is one; and for learned maps those of the query's [4, D] and key's [2, D]
-    parameters per head."""
-    # unused pointers are any others of their type
+    """Return dq, dk, dv, the gradient of the weight, if there is one; and for learned maps those of the query's [4, D] and
+    key's [2, D] parameters per head."""
+    # unused pointers point to other tensors of their type
     scale = sums if scale is None else scale
     weights, means = parameters if weight is None else weight, sums if mean is None else mean
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
-    # the strides of what comes from outside are part of a launch; dout's layout is chosen by the next layer
+    # launches depend on the strides of dout: the next layer chooses its layout
     kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned)
     by_mean = call.settings.by_mean_query
 
@@ -295,7 +295,7 @@ def backward(
     dquery = parameter_buffer(count, call.heads, 4)
     key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)
     dkey = parameter_buffer(key_count, call.kv_heads, 2)
-    # of the mean query, by each stretch of keys
+    # the gradient of the mean query, by each split of keys
     dmean = means.new_empty((key_count, means.shape[0], means.shape[1] - 1)) if by_mean else scale
 
     def of_queries() -> Tensor:
@@ -343,12 +343,12 @@ def backward(
         return dk, dv, dweight
 
     if by_mean:
-        # queries get their share of what keys say of the mean
+        # keys come first: queries need the gradient of their mean
         dk, dv, dweight = of_keys()
         dq = of_queries()
     else:
         dq = of_queries()
-        # what is no longer needed goes before the next gradients come: less memory at the peak
+        # freed before the next gradients are allocated: less memory at the peak
         del drop
         dk, dv, dweight = of_keys()
     if not is_learned:

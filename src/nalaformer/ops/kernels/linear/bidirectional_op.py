@@ -1,4 +1,4 @@
-"""Bidirectional attention as an operator."""
+"""Compute bidirectional attention as an operator."""
 
 from typing import Any
 
@@ -25,11 +25,11 @@ def run_forward(
     settings: MapSettings,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Output [B, N, H, V] (or [T, H, V]), and if a backward pass follows: sums, their scale (where they have one),
+    """Return the output [B, N, H, V] (or [T, H, V]), and for a backward pass: sums, their scale (where they have one),
     1 / denominator per row, and the mean query (where it weighs keys).
 
-    weight: float32 [B, K, M] (or [K, T]), None where keys have none; where the mean query weighs them, the mask [B, N] of
-    queries, None if all count.
+    weight: float32 [B, K, M] (or [K, T]), or None where keys have no weights. Where the mean query weighs them, the mask [B, N]
+    of queries, None if all count.
     """
     call = call_for(q, k, v, parameters, layout, settings)
     return bidirectional_launch.forward(q, k, v, parameters, weight, layout, call, keep)
@@ -57,7 +57,7 @@ def run_backward(
     mean: Tensor | None,
     is_learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dv and the gradients of the parameters (if they are learned) and of the weight (if keys have one)."""
+    """Return dq, dk, dv and the gradients of the parameters (if they are learned) and of the weight (if keys have one)."""
     call = call_for(q, k, v, parameters, layout, settings)
     return run_known_backward(dout, q, k, v, parameters, weight, layout, call, sums, scale, inverse, mean, is_learned)
 
@@ -77,7 +77,7 @@ def run_known_backward(
     mean: Tensor | None,
     is_learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The same for a call that is known."""
+    """Run the backward pass of a known call."""
     dq, dk, dv, dweight, dquery, dkey = bidirectional_launch.backward(
         call, q, k, v, readable(dout), inverse, parameters, weight, layout, sums, scale, mean, is_learned
     )
@@ -93,13 +93,13 @@ def gradient_shapes(
 
 
 def parameter_gradient(name: str, parameters: Tensor, dquery: Tensor | None, dkey: Tensor | None) -> Tensor | None:
-    """From gradients per head, of the query's [2 * streams, D] and the key's [2, D] numbers, to those of the rows."""
+    """Convert gradients per head, of the query's [2 * streams, D] and the key's [2, D] numbers, to those of the rows."""
     if dquery is None or dkey is None:
         return None
     rows = parameters.shape[0]
-    # heads that share a row of parameters add up
+    # the gradients of heads that share a row of parameters are added up
     by_query = dquery.unflatten(0, (rows, -1)).sum(1)  # [rows, 4, D]
-    # fewer key heads than rows: then no key reads a parameter that is learned
+    # with fewer key heads than rows no key reads a learned parameter
     by_key = dkey.unflatten(0, (rows, -1)).sum(1) if dkey.shape[0] >= rows else torch.zeros_like(by_query[:, :2])
     if name == "polarity":
         return (by_query[:, :2] + by_query[:, 2:] + by_key).flatten(1)
@@ -112,7 +112,7 @@ def parameter_gradient(name: str, parameters: Tensor, dquery: Tensor | None, dke
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    # call: of an operator, the settings
+    # call: the settings, if an operator runs
     *tensors, layout, ctx.call, _ = inputs
     *of_layout, ctx.longest = layout
     ctx.save_for_backward(*tensors, *of_layout, *output[1:])
@@ -144,7 +144,7 @@ def attend(
     settings: MapSettings,
     keep: bool,
 ) -> Tensor:
-    """The output alone; keep: a backward pass may follow."""
+    """Return the output alone; keep: a backward pass may follow."""
     if torch.compiler.is_compiling():
         return with_gradients(q, k, v, parameters, weight, layout, settings, keep)
     return attend_as(call_for(q, k, v, parameters, layout, settings), q, k, v, parameters, weight, layout, keep)
@@ -160,7 +160,7 @@ def attend_as(
     layout: TokenLayout,
     keep: bool,
 ) -> Tensor:
-    """The same outside compiled programs, for a call that is known."""
+    """Run a known call outside compiled programs."""
     run = with_gradients if keep else first_of_forward
     return run(q, k, v, parameters, weight, layout, call, keep)
 

@@ -1,4 +1,4 @@
-"""What the launches of one kind of call share: sizes from small tables, never from a search at run time.
+"""Share code between the launches of one kind of call: sizes come from small tables, never from a search at run time.
 
 A launch through Triton's front end takes tens of microseconds of Python, longer than a kernel on a small image. A `Call`
 therefore remembers, per kernel, the compiled code and its numbers; the next call with tensors of the same shapes, strides,
@@ -20,15 +20,15 @@ from ...backend import INTERPRETING
 from ...kernel_spec import MapSettings
 from ..common.launch import PRECISION, Bounded, Description, Launches, processors, reads_ahead, start, strides
 
-# up to this many tokens a single program owns a sample and head: one launch instead of two or three. Of heads beyond 64, and of
-# other types than bfloat16, only up to so many samples times heads, which leave most of the GPU idle anyway (one H200)
+# Up to this many tokens a single program owns a sample and head: one launch instead of two or three. For heads beyond 64, and
+# for other types than bfloat16, only up to this many samples times heads, which leave most of the GPU idle anyway (one H200).
 WHOLE_TOKENS, WHOLE_PROGRAMS = 256, 128
-# up to this many, of these types, the program computes the weights themselves (compiled/short.py)
+# up to this many tokens, for these types, the program computes the weights themselves (compiled/short.py)
 SHORT_TOKENS, SHORT_TYPES = 64, (torch.bfloat16,)
 
 
 class TokenLayout(NamedTuple):
-    """Where tokens are and which count: rotary tables of queries and keys, mask, bounds and longest of packed sequences."""
+    """Describe the tokens and which count: rotary tables of queries and keys, mask, bounds and longest of packed sequences."""
 
     cos_q: Tensor | None
     sin_q: Tensor | None
@@ -39,29 +39,29 @@ class TokenLayout(NamedTuple):
     longest: int
 
     def pointers(self, q: Tensor) -> list[Tensor]:
-        """The tensors; unused pointers still need a valid tensor, which Triton checks at launch."""
+        """Return the tensors; Triton checks at launch that even unused pointers have a valid tensor."""
         return [q if x is None else x for x in self[:6]]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its work: tokens per step, warps, pipeline stages."""
+    """Describe how a kernel splits its work: tokens per step, warps, pipeline stages."""
 
     tokens: int
     warps: int
     stages: int
 
 
-# by kernel, then by the padded head size; measured on one H200 with bfloat16 in heads of 64 and, but for `whole`, of 128. In
-# other tiles of the causal kernel ptxas 12.8 (Triton 3.6 and 3.7) is wrong: 64 tokens in one stage, in eight warps, or in heads
-# of 128. machine_code.py says how, and tests/compile_kernels.py finds it without a GPU
+# By kernel, then by the padded head size; measured on one H200 with bfloat16 in heads of 64 and, but for `whole`, of 128. ptxas
+# 12.8 (Triton 3.6 and 3.7) breaks other tiles of the causal kernel: 64 tokens in one stage, in eight warps, or in heads of 128.
+# machine_code.py explains the fault, and tests/compile_kernels.py finds it without a GPU.
 TILES = {
     "state": {64: Tile(64, 4, 4), 128: Tile(32, 8, 4)},
-    # the same kernel where the mean query weighs the keys; of heads of 128 the tile that ptxas 12.8 does not break, not timed
+    # "state" where the mean query weighs the keys; heads of 128 take the tile that ptxas 12.8 does not break, which is not timed
     "state_by_mean": {64: Tile(64, 4, 3), 128: Tile(64, 8, 2)},
     "output": {64: Tile(64, 4, 3), 128: Tile(64, 4, 1)},
     "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1)},
-    # the same kernel where programs are many
+    # "whole" for many programs
     "whole_many": {64: Tile(64, 4, 3), 128: Tile(64, 8, 1)},
     # all gradients of a sample and head by one program
     "whole_gradient": {64: Tile(64, 4, 2), 128: Tile(32, 8, 1)},
@@ -70,14 +70,14 @@ TILES = {
     "short_gradient": {64: Tile(64, 4, 1)},
     "dq": {64: Tile(64, 4, 3), 128: Tile(32, 4, 2)},
     "dsums": {64: Tile(64, 4, 3), 128: Tile(32, 8, 1)},
-    # the same kernel, over the few long stretches of the causal ones
+    # "dsums" over the few long splits of causal attention
     "causal_dsums": {64: Tile(64, 4, 3), 128: Tile(64, 8, 3)},
     "dk": {64: Tile(64, 4, 3), 128: Tile(128, 8, 1)},
     "causal": {64: Tile(64, 4, 2), 128: Tile(16, 8, 3)},
     "causal_dq": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
     "causal_dk": {64: Tile(32, 4, 3), 128: Tile(32, 8, 2)},
     "causal_dv": {64: Tile(64, 4, 3), 128: Tile(16, 8, 3)},
-    # the last three in one launch, as long as one walk is short
+    # the last three in one launch, if a single short scan suffices
     "causal_whole_gradient": {64: Tile(32, 4, 3)},
     # causal attention in chunks (CHUNKS)
     "walk": {128: Tile(128, 8, 2)},
@@ -87,11 +87,11 @@ TILES = {
     "chunk_dk": {128: Tile(64, 4, 2)},
     "chunk_dv": {128: Tile(64, 4, 2)},
 }
-# by padded head size: tokens of a chunk, a multiple of those of every tile; sizes that are not here walk with the state in
-# registers (compiled/causal.py), as do other types than bfloat16 and rotary
+# Tokens of a chunk by padded head size, a multiple of those of every tile. Other sizes scan with the state in registers
+# (compiled/causal.py), as do other types than bfloat16 and rotary.
 CHUNKS: dict[int, int] = {128: 128}
-# with rotary, where it differs: turned features beside plain ones take their registers, and tables what reading ahead takes. In
-# heads of 128 not timed: what fits on chip
+# With rotary, where it differs: rotated features beside plain ones need registers, and tables the memory for reading ahead.
+# The entries for heads of 128 were not timed; they are what fits on chip.
 TURNED_TILES = {
     **{kernel: {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)} for kernel in ("output", "dq")},
     **{kernel: {64: Tile(32, 4, 2)} for kernel in ("causal_dq", "causal_dk", "causal_dv", "causal_whole_gradient")},
@@ -101,15 +101,15 @@ TURNED_TILES = {
     "causal": {64: Tile(32, 4, 2), 128: Tile(16, 8, 2)},
     "causal_dsums": {128: Tile(64, 8, 1)},
 }
-# where keys fade: the gradient of a decay adds up those of the tokens after it, rounded each; the sums of stretches say what
-# those of whole stretches add up to
+# Tokens of a split with decay. The gradient of a decay adds up rounded gradients of the tokens after it; for whole splits the
+# sums of the splits give that total without such rounding.
 FADING_STRETCH = 256
-# there features are weighed once more and take the registers of half a tile
+# with decay, features are weighted once more and take the registers of half a tile
 FADING_TILES = {"causal": {64: Tile(32, 4, 2)}, "causal_dv": {64: Tile(32, 4, 2)}}
-# where the mean query weighs the keys: gradients of its products lie beside the rest, and not timed
+# the mean query weighs the keys: gradients of its products lie beside the rest; not timed
 BY_MEAN_TILES = {"dk": {128: Tile(64, 8, 1)}}
-# by kernel: programs per multiprocessor that run there at once, each of which reads ahead, and steps below which a program is
-# not worth its sums
+# By kernel: programs per multiprocessor that run there at once, each of which reads ahead, and the steps below which a program
+# costs more than its sums.
 SPREAD = {
     "state": (2, 8),
     "state_by_mean": (2, 8),
@@ -124,31 +124,31 @@ SPREAD = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
-    """What all launches for one kind of input share."""
+    """Hold the facts that all launches for one kind of input share."""
 
     settings: MapSettings
     samples: int
     """Batch size, or number of packed sequences."""
     num_queries: int
-    """Of a sample; of the longest one if packed."""
+    """Queries of a sample; of the longest one if packed."""
     num_keys: int
     num_rows: int
-    """Queries in a row of numbers: of a sample, or of all of them if packed."""
+    """Queries in a row of values: those of a sample, or all of them if packed."""
     num_key_rows: int
-    """The same of keys."""
+    """Keys in a row of values, likewise."""
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
     pairs: int
-    """Channel pairs in a row of the rotary tables; 0: no rotary."""
+    """Channel pairs in a row of the rotary tables; 0 without rotary."""
     operand: torch.dtype
     output: torch.dtype
     is_packed: bool
     has_mask: bool
     device: torch.device
     launches: Launches = field(default_factory=Launches)
-    """Compiled kernels with their numbers, and how the tokens are split."""
+    """Compiled kernels with their arguments, and the splits of the tokens."""
 
     @property
     def group(self) -> int:
@@ -170,7 +170,7 @@ class Call:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether one program per sample and head does it all."""
+        """True if one program per sample and head does everything."""
         is_small = max(self.block_d, self.block_v) <= 64 and self.operand == torch.bfloat16
         is_short = max(self.num_queries, self.num_keys) <= WHOLE_TOKENS
         is_worth_it = is_small or self.samples * self.heads <= WHOLE_PROGRAMS
@@ -179,7 +179,7 @@ class Call:
 
     @cached_property
     def is_short(self) -> bool:
-        """Whether that program holds all tokens in one tile, and the map is one that compiled/short.py knows."""
+        """True if that program holds all tokens in one tile, and compiled/short.py supports the map."""
         is_small = max(self.block_d, self.block_v) <= 64 and self.operand in SHORT_TYPES
         is_one_tile = max(self.num_queries, self.num_keys) <= SHORT_TOKENS
         settings = self.settings
@@ -188,57 +188,57 @@ class Call:
 
     @cached_property
     def is_one_walk(self) -> bool:
-        """Of causal attention: whether one short walk does a sample and head, and each launch is what is waited for."""
+        """True if one program can scan a whole (sample, head) of causal attention, so that launch latency dominates."""
         is_small = max(self.block_d, self.block_v) <= 64 and self.num_queries <= WHOLE_TOKENS
         is_plain = self.heads == self.kv_heads and not self.is_packed and not self.chunk and not self.settings.fades
         return is_small and is_plain and self.samples * self.heads <= WHOLE_PROGRAMS and self.causal_splits()[0] == 1
 
     @cached_property
     def chunk(self) -> int:
-        """Tokens of a chunk in causal attention; 0: the state is walked with in registers."""
+        """Tokens of a chunk in causal attention; 0 if the scan holds its state in registers."""
         has_kernels = (self.operand == torch.bfloat16 or INTERPRETING) and reads_ahead(self.device)
         is_plain = not self.pairs and not self.settings.fades
         return CHUNKS.get(max(self.block_d, self.block_v), 0) if has_kernels and is_plain else 0
 
     @cached_property
     def per_row(self) -> torch.Size:
-        """Shape of what is kept per query: [streams, B, H, N], or [streams, H, T] if packed; tokens side by side."""
+        """Shape of the saved values per query: [streams, B, H, N], or [streams, H, T] if packed; tokens side by side."""
         batch = () if self.is_packed else (self.samples,)
         return torch.Size((self.settings.streams, *batch, self.heads, self.num_rows))
 
     @cached_property
     def shape_of_output(self) -> tuple[int, ...]:
-        """[B, N, H, V], or [T, H, V] if packed."""
+        """Shape of the output: [B, N, H, V], or [T, H, V] if packed."""
         return *(() if self.is_packed else (self.samples,)), self.num_rows, self.heads, self.value_dim
 
     @property
     def has_scale(self) -> bool:
-        """Whether sums have a scale of their own."""
+        """True if sums have a scale of their own."""
         return self.settings.is_guarded or self.settings.by_mean_query
 
     def query_sizes(self, stretch: int) -> tuple[int, ...]:
-        """Numbers of a row and of a stream, queries, heads, those per key head, queries of a program."""
+        """Return the size of a row and of a stream, queries, heads, those per key head, queries of a program."""
         return self.num_rows, self.per_row[1:].numel(), self.num_queries, self.heads, self.group, stretch
 
     @property
     def state_kernel(self) -> str:
-        """Its name in the tables."""
+        """Name of the state kernel in the tables."""
         return "state_by_mean" if self.settings.by_mean_query else "state"
 
     def tile(self, kernel: str) -> Tile:
-        """The entry of the tables."""
+        """Return the entry of the tables."""
         largest = max(self.block_d, self.block_v)
         table = TILES[kernel] | (TURNED_TILES.get(kernel, {}) if self.pairs else {})
         table |= FADING_TILES.get(kernel, {}) if self.settings.fades else {}
         table |= BY_MEAN_TILES.get(kernel, {}) if self.settings.by_mean_query else {}
         chosen = next(entry for size, entry in table.items() if largest <= size)
         if self.operand != torch.bfloat16:
-            # twice the bytes per element: half the tokens fit, and large heads take the registers of eight warps
+            # twice the bytes per element: half the tokens fit, and large heads need the registers of eight warps
             return Tile(max(16, min(32, chosen.tokens // 2)), chosen.warps if largest <= 64 else 8, 1)
         return chosen if reads_ahead(self.device) else Tile(chosen.tokens, chosen.warps, 1)
 
     def causal_splits(self) -> tuple[int, int]:
-        """As `splits`, of causal attention: over the programs that walk."""
+        """Like `splits`, over the programs that scan in causal attention."""
         if self.settings.fades:
             return -(-self.num_queries // FADING_STRETCH), FADING_STRETCH
         if not self.chunk:
@@ -251,7 +251,7 @@ class Call:
         return self.most_splits("walk" if self.chunk else "causal", self.num_queries)
 
     def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
-        """Over how many programs the tokens of a sample and head are spread, and how many each takes."""
+        """Return how many programs share the tokens of a sample and head, and how many tokens each takes."""
         known = self.launches.get(("splits", kernel))
         if known is None:
             known = self.launches["splits", kernel] = self.best_splits(kernel, tokens, heads)
@@ -265,22 +265,22 @@ class Call:
         most = max(1, tokens // self.smallest_stretch(kernel))
 
         def time(count: int) -> int:
-            """In tiles: programs come in rounds, and each takes its tiles and the time to begin and end."""
+            """Return the time in tiles: programs run in rounds, and each takes its tiles and the time to begin and end."""
             return -(-count * rows // at_once) * (-(-tiles // count) + 2)
 
-        # as many programs as fill 1, 2, .. rounds: one more would take as long as another round. A list: the tokens may be a
-        # symbol of torch.compile, which has no hash
+        # Programs fill 1, 2, .. rounds: one more program would take as long as another round. A list: the tokens may be a
+        # symbol of torch.compile, which has no hash.
         count = min([min(most, max(1, rounds * at_once // rows)) for rounds in range(1, 5)], key=lambda n: (time(n), n))
         stretch = -(-tiles // count) * step
         return -(-tokens // stretch), stretch
 
     def step(self, kernel: str) -> int:
-        """Tokens that stay together."""
+        """Return the tokens that stay together."""
         return self.chunk if kernel == "walk" else self.tile(kernel).tokens
 
     def most_splits(self, kernel: str, tokens: int) -> int:
-        """At least as many as `splits` says, without a choice: the tokens may be a symbol of torch.compile."""
-        # never one, about which torch.compile would make a choice
+        """Return an upper bound of `splits` without a search: the tokens may be a symbol of torch.compile."""
+        # never one: torch.compile would specialize on it
         return tokens // self.smallest_stretch(kernel) + 2
 
     def smallest_stretch(self, kernel: str) -> int:
@@ -288,7 +288,7 @@ class Call:
         return SPREAD[kernel][1] * max(self.step(kernel), self.block_v // 4)
 
     def constants(self, kernel: str) -> dict[str, object]:
-        """Every constant that some kernel has; each takes those that it knows."""
+        """Return every constant that some kernel has; each kernel takes its own."""
         chosen = self.tile(kernel)
         return {
             "D": self.head_dim,
@@ -302,7 +302,7 @@ class Call:
             "PAIRS": self.pairs,
             "CUBE": self.settings.is_cube,
             "HAS_MASK": self.has_mask,
-            # keys that fade are weighed where a stretch of them is summed up
+            # decayed keys are weighted where a split of them is summed
             "HAS_WEIGHT": self.settings.has_weight or self.settings.fades,
             "FADES": self.settings.fades,
             "BY_MEAN": self.settings.by_mean_query,
@@ -320,13 +320,13 @@ class Call:
 
     @cached_property
     def shape_of_sums(self) -> tuple[int, ...]:
-        """Of a sample and head: [PARTS, D, V + 2], or with a contrast those numbers and V more in one row."""
+        """Shape of the sums of a sample and head: [PARTS, D, V + 2], or with a contrast these values and V more in one row."""
         shape = self.settings.parts, self.head_dim, self.value_dim + 2
         return shape if not self.settings.contrast else (math.prod(shape) + self.value_dim,)
 
     @cached_property
     def shape_of_all_sums(self) -> tuple[int, ...]:
-        """Those of all samples and key heads."""
+        """Shape of the sums of all samples and key heads."""
         return self.samples * self.kv_heads, *self.shape_of_sums
 
     def start(
@@ -336,7 +336,7 @@ class Call:
         tensors: Sequence[Tensor],
         describe: Callable[[], tuple[str, tuple[int, ...], tuple[float, ...], dict[str, object]]],
     ) -> None:
-        """Launch; `describe` gives name, grid, numbers and further constants, and is asked only the first time."""
+        """Launch a kernel; `describe` returns name, grid, numbers and further constants, and runs only the first time."""
         known = self.launches.get(key)
         if known is not None:
             known(tensors)
@@ -350,7 +350,7 @@ class Call:
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    """Whether every row begins at a multiple of sixteen numbers, as Triton must know before it reads rows ahead."""
+    """True if every row begins at a multiple of sixteen elements, as Triton must know before it reads rows ahead."""
     return all(x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides(x)) for x in tensors)
 
 
@@ -359,18 +359,18 @@ def angle_stride(table: Tensor | None) -> int:
 
 
 def parameter_row(heads: int, parameters: Tensor) -> tuple[int, int]:
-    """Heads per row of parameters, and the length of a row."""
+    """Return heads per row of parameters, and the length of a row."""
     return max(1, heads // max(1, parameters.shape[0])), parameters.shape[1]
 
 
-# by what launches depend on; and those of known_calls.py by what the caller gave
+# Calls by the facts that launches depend on; known_calls.py adds calls by their arguments.
 CALLS: Bounded[Any] = Bounded()
 
 
 def call_for(q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, layout: TokenLayout, settings: MapSettings) -> Call:
-    """The call for inputs of this kind: whatever its launches may depend on is in the key."""
+    """Return the call for inputs of this kind; the key holds everything that its launches may depend on."""
     cos_q, _, cos_k, _, key_mask, cu_seqlens, longest = layout
-    # written out, since a call costs the host little: the tables are float32
+    # written out, because a call must cost the host little; the tables are float32
     key = (
         *(settings, longest, parameters.shape, cos_q is None or cos_q.shape, cos_k is None or cos_k.shape),
         *(key_mask is None or key_mask.shape, cu_seqlens is None or (cu_seqlens.shape, cu_seqlens.dtype)),
@@ -385,8 +385,8 @@ def call_for(q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, layout: TokenL
 
 
 def types_of(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Of matrix operands and of the output. Operands have the type of the inputs, and mixed types meet in float32; the queries
-    and keys of the softmax map are float32 products (KernelSpec.before), which say nothing about the inputs."""
+    """Return the types of matrix operands and of the output. Operands have the type of the inputs, or float32 for mixed types.
+    The softmax map's queries and keys are float32 products (KernelSpec.before), which do not show the type of the inputs."""
     if name == "softmax":
         return v.dtype, v.dtype
     dtypes = {q.dtype, k.dtype, v.dtype}

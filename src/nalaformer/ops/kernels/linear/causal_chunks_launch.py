@@ -1,4 +1,4 @@
-"""Launches of causal attention in chunks; call.py says what a Call is and compiled/causal_chunks.py has the plan."""
+"""Launch the kernels of causal attention in chunks; call.py describes a Call, and compiled/causal_chunks.py has the plan."""
 
 from functools import partial
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from .compiled.causal_chunks import chunk_kernel, walk_kernel
 from .compiled.causal_chunks_gradient import chunk_dq_kernel
 from .compiled.causal_chunks_gradient_of_keys import chunk_dk_kernel, walk_back_kernel
 
-# of a tile of queries that may be larger, by kernel
+# keys at once in tiles of queries, which may be larger, by kernel
 KEYS_AT_ONCE = {"chunk": 32, "chunk_dq": 32}
-# gradients of keys and of values are passes of one kernel, in tiles of their own
+# gradients of keys and of values are passes of one kernel, with their own tiles
 TILES_OF_KEYS = {"keys": "chunk_dk", "values": "chunk_dv"}
 
 
 class Chunks(NamedTuple):
-    """What a walk writes at each chunk: [chunks, K, PARTS, DIGITS, BV, BD] of the operand type, and float32 numbers
+    """Hold what a scan writes at each chunk: operands [chunks, K, PARTS, DIGITS, BV, BD], and float32 values
     [chunks, K, STEPS * PARTS * BD + 16]."""
 
     operands: Tensor
@@ -29,7 +29,7 @@ class Chunks(NamedTuple):
 
 
 def empty_chunks(call: Call, num_digits: int, step: int) -> Chunks:
-    # packed sequences leave one chunk unused at most
+    # packed sequences leave at most one chunk unused
     count = call.num_rows // call.chunk + call.samples
     if not call.is_packed:
         count = call.samples * -(-call.num_queries // call.chunk)
@@ -44,7 +44,7 @@ def keys_at_once(call: Call, kernel: str) -> int:
 
 
 def digits_of(call: Call) -> int:
-    """Operands that make up a sum in products whose result nearly cancels."""
+    """Return how many operands represent a sum, in products whose result nearly cancels."""
     return 2 if call.operand == torch.bfloat16 else 1
 
 
@@ -61,7 +61,7 @@ def forward(
     want_total: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As causal_launch.forward."""
+    """Run the forward pass; arguments and results are those of causal_launch.forward."""
     _, _, _, _, mask, bounds = layout.pointers(q)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
     count, stretch = call.causal_splits()
@@ -105,7 +105,7 @@ def walk(
     is_forward: bool = True,
     has_total: bool = False,
 ) -> Chunks:
-    """The sums before each chunk, for the outputs or for the gradients of queries; fills `total` if it has_total."""
+    """Return the sums before each chunk, for the outputs or for the gradients of queries; fills `total` if has_total."""
     count, stretch = call.causal_splits()
     num_digits, step = (1, call.chunk) if is_forward else (digits_of(call), call.tile("chunk_dq").tokens)
     chunks = empty_chunks(call, num_digits, step)
@@ -147,7 +147,7 @@ def backward(
     is_learned: bool,
     moves_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, None]:
-    """As causal_launch.backward."""
+    """Run the backward pass; arguments and results are those of causal_launch.backward."""
     _, _, _, _, mask, bounds = layout.pointers(q)
     group, digits = call.group, digits_of(call)
     count, stretch = call.causal_splits()
@@ -190,7 +190,7 @@ def backward(
         after = call.sums(1, call.kv_heads).zero_() if dtotal is None else dtotal.reshape(1, *dtotal.shape)
         dinitial = torch.empty_like(after[0]) if moves_initial else after[0]
     has_total = count == 1 and moves_initial
-    # the chunks' memory serves their gradients: less at the peak
+    # their gradients reuse the memory of the chunks: less at the peak
     call.start(
         ("walk back", kind_of_dout, has_total, after.data_ptr() % 16),
         walk_back_kernel,
@@ -235,6 +235,6 @@ def backward(
 
 
 def parameters_of_both(call: Call, parameters: Tensor) -> tuple[int, ...]:
-    """Query and key heads per row of parameters, and the length of a row."""
+    """Return query and key heads per row of parameters, and the length of a row."""
     query_group, num_params = parameter_row(call.heads, parameters)
     return query_group, parameter_row(call.kv_heads, parameters)[0], num_params

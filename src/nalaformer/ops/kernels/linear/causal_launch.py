@@ -1,4 +1,4 @@
-"""Launches of the causal kernels; call.py says what a Call is and compiled/causal.py has the plan."""
+"""Launch the causal kernels; call.py describes a Call, and compiled/causal.py has the plan."""
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ def forward(
     want_total: bool,
     keep: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Writes out; returns the sums of all tokens, those before each stretch, and if kept 1 / denominator per row.
+    """Write out; return the sums of all tokens, those before each split, and with `keep` 1 / denominator per row.
 
-    Of one short walk whose sums nobody wants there are none.
+    A single short scan whose total is not needed has no sums.
     """
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
@@ -44,7 +44,7 @@ def forward(
         sums, _ = sums_of_keys(call, k, v, parameters, weight, layout, count, stretch)
         total = prefix(call.launches, sums, initial, reverse=False, keep=keep_of_stretch)
     else:
-        # nothing comes before the only stretch, since who has a state before wants the one after as well: one launch
+        # nothing comes before the only split: a caller with a state before it also needs the one after it, which takes sums
         assert initial is None
         if not call.is_one_walk:
             sums = call.sums(1, call.kv_heads).zero_()
@@ -73,7 +73,7 @@ def forward(
 
 
 def tokens_at_once(call: Call, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Of the tile; without reading ahead ptxas 12.8 breaks the larger one (machine_code.py)."""
+    """Return the tokens of the tile; without reading ahead ptxas 12.8 breaks the larger one (machine_code.py)."""
     tokens = call.tile("causal").tokens
     return tokens if is_aligned(q, k, v) else min(tokens, 32)
 
@@ -94,8 +94,8 @@ def backward(
     is_learned: bool,
     moves_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk, dv, the gradient of the initial sums if they move; for learned maps those of the parameters per head; and that of
-    the decays, if keys fade."""
+    """Return dq, dk, dv and the gradient of the initial sums, if they need one; for learned maps those of the parameters per
+    head; and with decay that of log_decay."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     group = call.group
@@ -153,13 +153,13 @@ def backward(
         ),
     )
     if count == 1 and dtotal is None and not moves_initial:
-        # nothing comes after the only stretch, and nobody asks what came before it
+        # nothing comes after the only split, and no gradient needs the sums before it
         after = call.sums(1, call.kv_heads).zero_()
         dinitial = after[0]
     else:
         far_inverse, keep_of_stretch = inverse, None
         if stretches is not None and log_decay is not None:
-            # queries read the sums before their stretch through what has faded since
+            # queries read the sums before their split with the decay since
             left = stretches.since_start(log_decay).exp().float().repeat_interleave(group, dim=-2)
             far_inverse, keep_of_stretch = inverse * left, left_of_stretches(stretches, log_decay)
         by_query = sums_of_gradients(
@@ -203,19 +203,19 @@ def backward(
     of_parameters = (dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None)
     if stretches is None:
         return dq, dk, dv, dinitial, *of_parameters, None
-    # a query whose keys had all faded less would feel it through eps alone
+    # with less decay of all its keys, a query would change only through eps
     through_eps = -drop[0] * inverse[0] * call.scalars[2]
     by_token = through_eps.unflatten(-2, (-1, group)).sum(-2) - dfade
     if dtotal is None:
         ddecay = sums_over_later_tokens(stretches, by_token, before, after, call.kv_heads)
     else:
-        # one sequence after a state: those products would not know of the gradient of the total
+        # one sequence after a state: those products do not include the gradient of the total
         ddecay = by_token.flip(-1).cumsum(-1).flip(-1)
     return dq, dk, dv, dinitial, *of_parameters, ddecay
 
 
 def parameters_of_both(call: Call, parameters: Tensor, layout: TokenLayout) -> tuple[int, ...]:
-    """Strides of the angles, query and key heads per row of parameters, and the length of a row."""
+    """Return strides of the angles, query and key heads per row of parameters, and the length of a row."""
     query_group, num_params = parameter_row(call.heads, parameters)
     key_group, _ = parameter_row(call.kv_heads, parameters)
     return angle_stride(layout.cos_q), angle_stride(layout.cos_k), query_group, key_group, num_params

@@ -1,4 +1,4 @@
-"""Causal attention as an operator."""
+"""Compute causal attention as an operator."""
 
 from typing import Any
 
@@ -26,15 +26,15 @@ def run_forward(
     keep: bool,
     is_roomy: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Output, the sums of all tokens (if wanted), those before each stretch and, if kept, 1 / denominator.
+    """Return the output, the sums of all tokens (with want_total), those before each split and, with `keep`, 1 / denominator.
 
-    is_roomy: room for the sums of as many stretches as there may be. How many there are follows from the tokens by a search,
-    which would tie a graph of torch.compile to some numbers of tokens.
+    is_roomy: allocate the sums of as many splits as there may be. A search over the tokens chooses the actual number, which
+    would specialize a graph of torch.compile to some numbers of tokens.
     """
     call = call_for(q, k, v, parameters, layout, settings)
     out, total, before, inverse = run_known(q, k, v, parameters, initial, log_decay, layout, call, want_total, keep)
     if before is None:
-        # an operator gives what `shapes` says, and its backward pass needs zeros for it
+        # an operator returns the outputs that `shapes` promises, and its backward pass needs zeros for them
         before = call.sums(1, call.kv_heads).zero_()
     if is_roomy:
         with_room = before.new_empty(call.most_causal_splits(), *before.shape[1:])
@@ -55,7 +55,7 @@ def run_known(
     want_total: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """The same for a call that is known; no sums come before one short walk."""
+    """Run a known call; a single short scan has no sums before it."""
     out = torch.empty(call.shape_of_output, dtype=call.output, device=call.device)
     launch = causal_chunks_launch if call.chunk else causal_launch
     total, before, inverse = launch.forward(call, q, k, v, parameters, layout, initial, log_decay, out, want_total, keep)
@@ -103,11 +103,11 @@ def run_backward(
     is_learned: bool,
     moves_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk, dv, the gradients of the parameters (if they are learned), of the initial sums, if it is asked for, and of the
-    decays, if there are any."""
+    """Return dq, dk, dv, the gradients of the parameters (if learned), of the initial sums (if needed), and with decay that of
+    log_decay."""
     call = call_for(q, k, v, parameters, layout, settings)
     count, _ = call.causal_splits()
-    # of what was roomy
+    # drops the padding of is_roomy
     before = before[:count]
     return run_known_backward(
         dout, dtotal, q, k, v, parameters, log_decay, layout, call, out, before, inverse, is_learned, moves_initial
@@ -130,7 +130,7 @@ def run_known_backward(
     is_learned: bool,
     moves_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The same for a call that is known."""
+    """Run the backward pass of a known call."""
     if dout is None:
         dout = v.new_zeros(*q.shape[:-1], v.shape[-1])
     dout = readable(dout)
@@ -163,12 +163,12 @@ def gradient_shapes(
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    # call: of an operator, the settings
+    # call: the settings, if an operator runs
     q, k, v, parameters, _, log_decay, layout, ctx.call, ctx.want_total = inputs[:9]
     *of_layout, ctx.longest = layout
     out, _, before, inverse = output
     ctx.save_for_backward(q, k, v, parameters, log_decay, *of_layout, out, before, inverse)
-    # a gradient that nobody asked for stays None instead of becoming zeros
+    # a gradient that is not needed stays None instead of becoming zeros
     ctx.set_materialize_grads(False)
 
 
@@ -202,7 +202,7 @@ def attend(
     want_total: bool,
     keep: bool,
 ) -> Any:
-    """The output and the sums of all tokens, if they are wanted; keep: a backward pass may follow."""
+    """Return the output and, with want_total, the sums of all tokens; keep: a backward pass may follow."""
     if torch.compiler.is_compiling():
         return with_gradients(q, k, v, parameters, initial, log_decay, layout, settings, want_total, keep, True)
     call = call_for(q, k, v, parameters, layout, settings)
@@ -221,6 +221,6 @@ def attend_as(
     want_total: bool,
     keep: bool,
 ) -> Any:
-    """The same outside compiled programs, for a call that is known."""
+    """Run a known call outside compiled programs."""
     run = with_gradients if keep else run_known
     return run(q, k, v, parameters, initial, log_decay, layout, call, want_total, keep)[:2]

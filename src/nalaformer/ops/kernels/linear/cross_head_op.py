@@ -1,8 +1,8 @@
-"""Features of maps whose rows are all heads of a token together (focus and reflections across heads), or whose parameters
-differ from sample to sample.
+"""Compute features of maps whose rows are all heads of a token together (focus and reflections across heads), or whose
+parameters differ from sample to sample.
 
-The attention kernels own one head and read one row of parameters for it, so these features are written out first: one pass
-that reads the tensor and writes its features, with the map of common/compiled/maps.py on a row of all channels.
+The attention kernels own one head and read one row of parameters for it, so these features are written out first. One pass
+reads the tensor and writes its features, with the map of common/compiled/maps.py on a row of all channels.
 """
 
 from typing import Any
@@ -23,11 +23,11 @@ PROGRAMS_PER_PROCESSOR = 8
 
 
 def features(x: Tensor, spec: KernelSpec) -> Tensor:
-    """Features of x [B, N, H, D] or [T, H, D], in its type: the map of `spec` over the channels of all heads of a token."""
+    """Return features of x [B, N, H, D] or [T, H, D], in its type: `spec`'s map over the channels of all heads of a token."""
     assert spec.parameters is not None
     heads, head_dim = x.shape[-2:]
     rows = spec.parameters if spec.parameters.dim() == 3 else spec.parameters[None]  # [B or 1, heads of the map, P * D]
-    # from a row per head to one row: the same number of all heads side by side
+    # from a row per head to one row: each parameter of all heads side by side
     rows = rows.unflatten(2, (-1, head_dim)).repeat_interleave(heads // rows.shape[1], dim=1).transpose(1, 2).flatten(1)
     return map_across_heads(readable(x), rows, spec.name, spec.alpha)
 
@@ -45,10 +45,10 @@ def run_forward(x: Tensor, parameters: Tensor, name: str, alpha: float) -> Tenso
 def run_backward(
     dout: Tensor, x: Tensor, parameters: Tensor, name: str, alpha: float, is_learned: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """dx and the gradient of the parameters (if they are learned)."""
+    """Return dx and the gradient of the parameters (if they are learned)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     samples, tiles, constants = sizes_of(x)
-    # few programs that walk far: each adds up its own part of the gradient of the parameters
+    # few programs with long scans: each adds up its own part of the parameters' gradient
     programs = min(tiles, max(1, PROGRAMS_PER_PROCESSOR * processors(x.device) // samples))
     shape = (programs, samples, 2, constants["C"]) if is_learned else (0,)
     partial = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -68,7 +68,7 @@ def run_backward(
 
 
 def sizes_of(x: Tensor) -> tuple[int, int, dict[str, int]]:
-    """Samples, tiles of tokens in each, and the sizes that the kernels are compiled for."""
+    """Return samples, tiles of tokens in each, and the sizes that the kernels are compiled for."""
     tokens, heads, head_dim = x.shape[-3:]
     channels = heads * head_dim
     padded = triton.next_power_of_2(channels)

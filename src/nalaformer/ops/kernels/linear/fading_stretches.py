@@ -1,4 +1,4 @@
-"""How far keys fade over stretches of tokens: what the launches of causal attention give to kernels that know no decay."""
+"""Compute the decay over splits of tokens, which causal attention's launches pass to kernels that have no decay."""
 
 from typing import NamedTuple
 
@@ -10,17 +10,17 @@ from .call import Call, TokenLayout
 
 
 class Stretches(NamedTuple):
-    """Where the stretches of a call begin and end, among the tokens of a sample or of all packed ones.
+    """Hold where the splits of a call begin and end, among the tokens of a sample or of all packed ones.
 
-    Numbers per token are [B, K, N], or [K, T] if packed. Sums over tokens are differences of running sums, in float64: those of
-    a long text have no digits left for a token in float32.
+    Values per token are [B, K, N], or [K, T] if packed. Sums over tokens are differences of running sums, in float64: running
+    sums of a long text in float32 have no digits left for a token.
     """
 
     start: Tensor
-    """[count], or [S, count] if packed."""
+    """First tokens, [count], or [S, count] if packed."""
     stop: Tensor
     of_token: Tensor
-    """[N] or [T]: the place of the token's stretch in those, flattened."""
+    """Place of the token's split in those, flattened, [N] or [T]."""
 
     @classmethod
     def of(cls, call: Call, layout: TokenLayout, count: int, stretch: int) -> "Stretches":
@@ -35,24 +35,24 @@ class Stretches(NamedTuple):
         return cls(start, torch.minimum(start + stretch, end), sample * count + (tokens - bounds[sample]) // stretch)
 
     def since_start(self, x: Tensor) -> Tensor:
-        """The sum from the start of the token's stretch to the token itself."""
+        """Return the sum from the start of the token's split to the token itself."""
         running = running_sum(x)
         return running[..., 1:] - running[..., self.start.flatten()[self.of_token]]
 
     def after(self, x: Tensor) -> Tensor:
-        """The sum over the tokens of its stretch after the token."""
+        """Return the sum over the tokens of its split after the token."""
         running = running_sum(x)
         return running[..., self.stop.flatten()[self.of_token]] - running[..., 1:]
 
     def total(self, x: Tensor) -> Tensor:
-        """Of each stretch, [count, B * K]: as sums of stretches lie."""
+        """Return the sum over each split, [count, B * K], the layout of the sums of splits."""
         running = running_sum(x)
         total = running[..., self.stop] - running[..., self.start]
         # [B, K, count], or [K, S, count]
         return total.flatten(0, 1).T if self.start.dim() == 1 else total.permute(2, 1, 0).flatten(1)
 
     def of_sums(self, x: Tensor, kv_heads: int) -> Tensor:
-        """For each token a number of its stretch: x [count, B * K] -> [B, K, N] or [K, T]."""
+        """Return for each token the value of its split: x [count, B * K] -> [B, K, N] or [K, T]."""
         by_head = x.unflatten(1, (-1, kv_heads))  # [count, B or S, K]
         if self.start.dim() == 1:
             return by_head.permute(1, 2, 0)[..., self.of_token]
@@ -60,12 +60,12 @@ class Stretches(NamedTuple):
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """[..., N + 1] in float64, beginning with zero."""
+    """Return [..., N + 1] in float64, beginning with zero."""
     return F.pad(x.double().cumsum(-1), (1, 0))
 
 
 def factors_of_keys(stretches: Stretches, log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of each key at the end of its stretch, and of what came before a stretch, [count, B * K]; float32."""
+    """Return the decay from each key to the end of its split, and over each split, [count, B * K]; float32."""
     return stretches.after(log_decay).exp().float(), left_of_stretches(stretches, log_decay)
 
 
@@ -74,10 +74,10 @@ def left_of_stretches(stretches: Stretches, log_decay: Tensor) -> Tensor:
 
 
 def sums_over_later_tokens(stretches: Stretches, by_token: Tensor, before: Tensor, after: Tensor, kv_heads: int) -> Tensor:
-    """The gradients of decays, each of which reaches all tokens after it: by_token added up from the end of each sample.
+    """Return the gradients of decays, each of which reaches all tokens after it: by_token added up from the end of each sample.
 
-    A decay is a factor of all that came before it. So what the later stretches add up to is the product of the sums before
-    them with their gradient, which no rounding of a token reaches: before, after [count, B * K, PARTS, D, V + 2].
+    A decay is a factor of everything before it. So the total over the later splits is the product of the sums before them with
+    their gradient, which is free of the rounding of single tokens: before, after [count, B * K, PARTS, D, V + 2].
     """
     here = by_token + stretches.after(by_token)
     # without the number of keys

@@ -1,4 +1,4 @@
-"""Products of the mean query with all keys, as an operator; key_weight.py makes RALA's weights of them."""
+"""Compute products of the mean query with all keys, as an operator; key_weight.py makes RALA's weights of them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..common.launch import Description, Launches, kind, processors, start, stri
 from ..common.op import operator
 from .compiled.global_query import feature_gradient_kernel, feature_products_kernel, feature_sums_kernel
 
-# numbers in a tile: 32 per thread
+# elements in a tile: 32 per thread
 TILE_NUMBERS = 4096
 PROGRAMS_PER_PROCESSOR = 4
 _launches = Launches()
@@ -28,7 +28,7 @@ def launch(
     parts: int,
     has_sums: bool,
 ) -> Tensor:
-    """Start a kernel of compiled/global_query.py on x [B, N, H, D]; the sums [B, H, PARTS, D] of all its programs."""
+    """Start a kernel of compiled/global_query.py on x [B, N, H, D]; return the sums [B, H, PARTS, D] of all its programs."""
     batch, tokens, heads, head_dim = x.shape
     padded = max(16, triton.next_power_of_2(head_dim))
     tile = max(16, TILE_NUMBERS // padded)
@@ -66,7 +66,7 @@ def launch(
 def run_forward(
     q: Tensor, k: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, name: str, parts: int
 ) -> tuple[Tensor, Tensor]:
-    """D^-1/2 mean_i phi(q_i) . phi(k_j), float32 [B, H, M], and that mean with its factor, [B, H, PARTS, D]."""
+    """Return D^-1/2 mean_i phi(q_i) . phi(k_j), float32 [B, H, M], and that mean with its factor, [B, H, PARTS, D]."""
     total = launch(feature_sums_kernel, q, query_mask, None, None, None, name, parts=parts, has_sums=True)
     mean = total * share_of_query(q, query_mask)
     logits = k.new_empty((k.shape[0], k.shape[2], k.shape[1]), dtype=torch.float32)
@@ -84,7 +84,7 @@ def run_backward(
     name: str,
     parts: int,
 ) -> tuple[Tensor, Tensor]:
-    """dq and dk."""
+    """Return dq and dk."""
     dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     numbers = dlogits.contiguous()
     dmean = launch(feature_gradient_kernel, k, key_mask, mean, numbers, dk, name, parts=parts, has_sums=True)
@@ -94,7 +94,7 @@ def run_backward(
 
 
 def share_of_query(q: Tensor, query_mask: Tensor | None) -> Tensor | float:
-    """D^-1/2 / n for the n visible queries of each sample."""
+    """Return D^-1/2 / n for the n visible queries of each sample."""
     factor = q.shape[3] ** -0.5
     return factor / q.shape[1] if query_mask is None else factor / query_mask.sum(1).clamp(min=1)[:, None, None, None]
 
@@ -124,7 +124,7 @@ products_with_mean, forward, backward = operator(
 
 
 def key_logits(q: Tensor, k: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, name: str, parts: int) -> Tensor:
-    """[B, M, H]; q and k with the same heads."""
+    """Return [B, M, H]; q and k with the same heads."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     query_mask, key_mask = (None if mask is None else mask.contiguous() for mask in (query_mask, key_mask))
     return products_with_mean(q, k, query_mask, key_mask, name, parts).transpose(1, 2)

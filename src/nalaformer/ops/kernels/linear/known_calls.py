@@ -1,7 +1,7 @@
-"""Plain attention of inputs like those of an earlier call: what was checked and chosen then is not asked again.
+"""Run plain attention of inputs like those of an earlier call, without its checks and its choice of backend.
 
-Small inputs wait for the host, and checks, choice and preparation take it longer than the launch. Plain: no positions, masks,
-contrast, weights or packing, and tensors that the kernels read as they are.
+Small inputs are launch-bound: checks, choice and preparation take the host longer than the launch. A plain call has no
+positions, masks, contrast, weights or packing, and its tensors are in a form that the kernels read.
 """
 
 from typing import NamedTuple
@@ -21,21 +21,21 @@ NO_LAYOUT = TokenLayout(None, None, None, None, None, None, 0)
 
 
 class KnownCall(NamedTuple):
-    """What an earlier call was found to be."""
+    """Hold the results of the checks of an earlier call."""
 
     call: Call
     spec: KernelSpec
     of_map: tuple[object, ...]
-    """What else was asked of its feature map."""
+    """Other facts about its feature map."""
 
 
 def attend_again(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, causal: bool, eps: float) -> Tensor | None:
-    """The output of a plain call, [B, N, H, V]; None if there was none like it. No tracer and no transform may be at work."""
+    """Return the output [B, N, H, V] of a plain call, or None without an earlier one like it; not in tracers or transforms."""
     known: KnownCall | None = calls.CALLS.get(key_of(q, k, v, feature_map, causal, eps))
     if known is None or feature_map.given(q, k, key_mask=None, query_mask=None, causal=causal) is not feature_map:
         return None
     spec = feature_map.kernel_spec(q.device)
-    # the map may have been changed since; the numbers of its parameters may always differ
+    # the map may have changed since, and the values of its parameters may always differ
     if spec is None or not (spec is known.spec or is_same_but_for_numbers(spec, known.spec)):
         return None
     if asked_of(feature_map) != known.of_map:
@@ -59,18 +59,18 @@ def remember(
     causal: bool,
     eps: float,
 ) -> None:
-    """A plain call came through, prepared like this."""
+    """Store a plain call that ran, with its preparation."""
     if spec is None or ready.q is not q or ready.k is not k or ready.v is not v:
         return
     made = calls.call_for(q, k, v, ready.parameters, ready.layout, ready.settings)
     if spec.parameters is not None and spec.parameters.requires_grad:
-        # what is kept must not hold the graph of a learned map
+        # a cached spec must not hold the graph of a learned map
         spec = spec._replace(parameters=spec.parameters.detach())
     calls.CALLS[key_of(q, k, v, feature_map, causal, eps)] = KnownCall(made, spec, asked_of(feature_map))
 
 
 def key_of(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, causal: bool, eps: float) -> tuple[object, ...]:
-    """What the checks, the choice and the launches look at; of the map, see `asked_of` and its KernelSpec."""
+    """Return what the checks, the choice and the launches depend on; for the map, see `asked_of` and its KernelSpec."""
     return (
         *(id(feature_map), type(feature_map), causal, eps, get_backend()),
         *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),

@@ -1,4 +1,4 @@
-"""The sums of queries whose mean weighs the keys; compiled/mean_query.py has the formulas."""
+"""Sum the queries whose mean weighs the keys; compiled/mean_query.py has the formulas."""
 
 import torch
 from torch import Tensor
@@ -7,27 +7,27 @@ from ..common.launch import processors, strides
 from .call import Call
 from .compiled.mean_query import query_sums_kernel
 
-# numbers in a tile, 32 per thread; warps; tiles read ahead
+# elements in a tile, 32 per thread; warps; tiles read ahead
 TILE_NUMBERS, WARPS, AHEAD = 4096, 4, 3
 PROGRAMS_PER_PROCESSOR = 8
-# every program that reads keys adds the sums of all stretches up
+# every program that reads keys adds up the sums of all splits
 MOST_SPLITS = 64
 
 
 def shape_of_mean(call: Call) -> tuple[int, ...]:
-    """Of the features of the mean query, and behind them D^-1/2 / n; empty where it weighs no keys."""
+    """Return the shape of the mean query's features with D^-1/2 / n behind them; empty where it weighs no keys."""
     if not call.settings.by_mean_query:
         return (0,)
     return call.samples * call.heads, call.settings.parts * call.head_dim + 1
 
 
 def kind_of_mask(call: Call, mask: Tensor | None) -> object:
-    """What a launch depends on of the mask of queries, which comes from outside."""
+    """Return what a launch depends on of the mask of queries, which the caller provides."""
     return call.settings.by_mean_query and mask is not None and (mask.data_ptr() % 16,)
 
 
 def sums_of_queries(call: Call, q: Tensor, mask: Tensor | None) -> Tensor:
-    """Features of queries summed over stretches of them, and how many there are: [splits, B * H, PARTS * D + 1].
+    """Sum features of queries over splits of them, and count them: [splits, B * H, PARTS * D + 1].
 
     mask: [B, N], or None.
     """

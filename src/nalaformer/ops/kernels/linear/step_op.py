@@ -1,4 +1,4 @@
-"""One token of recurrent attention as an operator."""
+"""Compute one token of recurrent attention as an operator."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def run_step(
     log_decay: Tensor | None,
     settings: MapSettings,
 ) -> Tensor:
-    """Output [B, 1, H, V] of one token; the four tensors of the state are updated."""
+    """Return the output [B, 1, H, V] of one token and update the four tensors of the state."""
     count.add_(1)
     (batch, _, heads, head_dim), kv_heads, value_dim = q.shape, k.shape[2], v.shape[-1]
     out = torch.empty(batch, 1, heads, value_dim, dtype=q.dtype, device=q.device)

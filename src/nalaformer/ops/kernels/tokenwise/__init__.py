@@ -1,1 +1,1 @@
-"""What surrounds attention: depth-wise convolution, layer norm, scaled residual."""
+"""Compute the modules around attention: depth-wise convolution, norms, scaled residual, cross-entropy."""

@@ -1,4 +1,4 @@
-"""The depth-wise convolution as an operator."""
+"""Compute the depth-wise convolution as an operator."""
 
 from typing import Any, NamedTuple
 
@@ -9,17 +9,17 @@ from ..common.launch import Description, Launches, kind, processors, start
 from ..common.op import operator
 from .compiled.depthwise import depthwise_gradient_kernel, depthwise_kernel
 
-# channels side by side in a tile, warps that share it, and numbers of it that a thread holds
+# channels side by side in a tile, warps that share it, and elements of it that a thread holds
 CHANNELS, WARPS, NUMBERS = 64, 4, 2
-# columns of a strip by the side of the kernel: many spare reading neighbours twice, few leave registers for sums
+# columns of a strip by the side of the kernel: many avoid reading neighbours twice, few leave registers for sums
 STRIPS, GRADIENT_STRIPS = {3: (4, 7, 8), 5: (4, 7)}, {3: (4, 7, 8), 5: (4,)}
-# programs per multiprocessor, and rows below which one is not worth its taps
+# programs per multiprocessor, and the rows below which a program costs more than its taps
 PROGRAMS, GRADIENT_PROGRAMS, LEAST_ROWS = 16, 4, 8
 _launches = Launches()
 
 
 class Tiling(NamedTuple):
-    """How a grid is cut: columns of a strip, strips of all samples, strips and channels of a tile, and how many tiles."""
+    """Describe how a grid is split: columns of a strip, strips of all samples, strips and channels of a tile, and tiles."""
 
     columns: int
     groups: int
@@ -31,7 +31,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(x: Tensor, width: int, size: int, choices: tuple[int, ...]) -> Tiling:
-    """For tokens [B, N, C] in rows of `width`: strips that read the fewest columns, those beyond their edges included."""
+    """Choose strips for tokens [B, N, C] in rows of `width`: those that read the fewest columns, neighbours included."""
     batch, _, channels = x.shape
     columns = min(choices, key=lambda count: (-(-width // count) * (count + size - 1), -count))
     block = min(CHANNELS, 1 << (channels - 1).bit_length())
@@ -43,7 +43,7 @@ def tiling(x: Tensor, width: int, size: int, choices: tuple[int, ...]) -> Tiling
 
 def constants_of(cut: Tiling, weight: Tensor, channels: int) -> dict[str, Any]:
     return {
-        # without them one compiled kernel serves all channels
+        # without it one compiled kernel serves all channels
         "WEIGHTS": weight.shape[0] if weight.shape[0] != channels else 0,
         "SIZE": weight.shape[-1],
         "EVEN": cut.is_even,
@@ -65,7 +65,7 @@ def run_forward(
     is_residual: bool,
     is_activated: bool,
 ) -> Tensor:
-    """weight: [W, 1, SIZE, SIZE] without gaps. is_activated: y = gelu(x) is convolved instead of x; is_residual: y is added."""
+    """Convolve y, which is x, or gelu(x) if is_activated; is_residual adds y. weight: [W, 1, SIZE, SIZE] without gaps."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added, offset = x if plus is None else plus, weight if bias is None else bias
 
@@ -87,13 +87,13 @@ def run_forward(
 
 
 def rows_of_a_walk(height: int, tiles: int, programs: int) -> int:
-    """Rows of the grid that a program walks down, alike for all: few enough that there are so many programs."""
+    """Return the rows of the grid that each program scans: few enough for `programs` programs."""
     rows = max(LEAST_ROWS, -(-height * tiles // programs))
     return -(-height // -(-height // rows))
 
 
 class Shares(NamedTuple):
-    """How the tokens of a gradient are shared: rows of a walk, walks of a program, programs of a tile of channels."""
+    """Describe how programs share the tokens of a gradient: rows of a scan, scans of a program, programs of a channel tile."""
 
     cut: Tiling
     rows: int
@@ -125,7 +125,7 @@ def run_backward(
     moves_input: bool,
     moves_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, and of each tap and the bias in one, [SIZE * SIZE + 1, W]; empty where nobody asked."""
+    """Return the gradients of x, and of each tap and the bias in one, [SIZE * SIZE + 1, W]; empty where not needed."""
     channels, kernels, count = x.shape[2], weight.shape[0], weight.shape[-1] ** 2
     place = ("shares", height, width, count, x.shape, x.device)
     shared = _launches.get(place)
@@ -150,7 +150,7 @@ def run_backward(
         return dx, weight.new_empty(0)
     sums = partial.sum(0)  # [SIZE * SIZE + 1, C]
     if kernels != channels:
-        # heads that share a kernel add up
+        # the gradients of heads that share a kernel are added up
         sums = sums.view(count + 1, -1, kernels).sum(1)
     return dx, sums.to(weight.dtype)
 

@@ -1,4 +1,4 @@
-"""The end of a SwiGLU network as an operator: its product is not kept, since making it again costs less than holding it."""
+"""Compute the end of a SwiGLU network as an operator; its product is recomputed, which costs less than storing it."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def describe_for(x: Tensor) -> Description:
 
 
 def run_forward(a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
-    """(silu(a) * b) weight^T. a, b: [R, F] side by side; weight: [C, F] -> [R, C]."""
+    """Return (silu(a) * b) weight^T. a, b: [R, F] side by side; weight: [C, F] -> [R, C]."""
     product = torch.empty_like(a)
     start(_launches, kind(a, b), gated_product_kernel, (a, b, product), lambda: describe_for(a))
     return product @ weight.t()
@@ -29,7 +29,7 @@ def shapes(a: Any, b: Any, weight: Any) -> Any:
 
 
 def run_backward(dout: Tensor, a: Tensor, b: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a, b and the weight."""
+    """Return the gradients of a, b and the weight."""
     dproduct = dout @ weight
     product, da, db = (torch.empty_like(a) for _ in range(3))
     tensors = (a, b, dproduct, product, da, db)

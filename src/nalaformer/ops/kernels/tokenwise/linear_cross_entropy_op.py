@@ -1,4 +1,4 @@
-"""The cross-entropy of a projection as an operator: logits exist for some rows at a time, and become gradients at once."""
+"""Compute the cross-entropy of a projection as an operator: logits exist for some rows at a time, and become gradients."""
 
 from typing import Any
 
@@ -13,18 +13,18 @@ from .compiled.cross_entropy import cross_entropy_kernel
 # logits that exist at once: 512 MiB in half precision, and still products of thousands of rows
 LOGITS = 1 << 28
 MOST_BLOCK = 4096
-# rows that matrix products take at once
+# matrix products are fast for multiples of this many rows
 ALIGNED = 8
 _launches = Launches()
 
 
 def rows_at_once(classes: int) -> int:
-    """A multiple of 64, in which matrix products are quick."""
+    """Return the rows of a chunk, a multiple of 64, for which matrix products are fast."""
     return max(64, LOGITS // max(classes, 1) // 64 * 64)
 
 
 def losses_of(logits: Tensor, targets: Tensor, ignored: int, keep: bool) -> Tensor:
-    """[R] float32; keep: the logits become the gradients of the losses."""
+    """Return the losses [R] float32; with `keep` the logits become the gradients of the losses."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
 
     def describe() -> Description:
@@ -44,9 +44,9 @@ def product_in_float32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def run_forward(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses and, if kept, its gradients by hidden [R, C] and by weight [V, C], which stays in float32."""
+    """Return the sum of the losses and, with `keep`, its gradients by hidden [R, C] and by weight [V, C] in float32."""
     rows, size = hidden.shape[0], rows_at_once(weight.shape[0])
-    # an odd number of rows would send the products to slow kernels
+    # an odd number of rows would need slow matrix kernels
     missing = -rows % ALIGNED
     if missing:
         hidden, targets = F.pad(hidden, (0, 0, 0, missing)), F.pad(targets, (0, missing), value=ignored)
@@ -74,8 +74,8 @@ def shapes(hidden: Any, weight: Any, targets: Any, ignored: Any, keep: Any) -> A
 
 
 def run_backward(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradients by hidden and by weight, the latter in `dtype`."""
-    # in float32: a factor rounded to half precision would be off for all of them alike, and a scaler's may overflow
+    """Return the gradients by hidden and by weight, the latter in `dtype`."""
+    # in float32: a factor in half precision would round all gradients alike, and a gradient scaler's factor may overflow
     return (dhidden.float() * dtotal).to(dhidden.dtype), (dweight * dtotal).to(dtype)
 
 
@@ -84,7 +84,7 @@ def gradient_shapes(dtotal: Any, dhidden: Any, dweight: Any, dtype: Any) -> Any:
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    # the inputs stand for what was computed from them where gradients are asked for gradients
+    # the inputs stay in the graph, so that gradients of gradients raise their error
     ctx.save_for_backward(*inputs[:2], *output[1:])
 
 

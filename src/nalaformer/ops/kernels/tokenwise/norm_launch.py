@@ -1,4 +1,4 @@
-"""Launches of the kernels of LayerNorm and RMSNorm, on rows [R, C], or on [..., C] without gaps."""
+"""Launch the kernels of LayerNorm and RMSNorm, on rows [R, C], or on [..., C] without gaps."""
 
 from math import prod
 
@@ -8,28 +8,28 @@ from torch import Tensor
 from ..common.launch import Description, Launches, empty_as, kind, processors, start
 from .compiled.norm import norm_gradient_kernel, norm_kernel
 
-# numbers that a program holds at once
+# elements that a program holds at once
 BLOCK = 4096
 # programs per multiprocessor that share the rows of a gradient
 GRADIENT_PROGRAMS = 2
-# how far ahead they read
+# pipeline stages of the gradient kernels
 GRADIENT_STAGES = 3
 _launches = Launches()
 
 
 def blocks(channels: int, block: int) -> tuple[int, int]:
-    """Rows and channels of a step."""
+    """Return the rows and channels of a step."""
     columns = max(16, 1 << (channels - 1).bit_length())
     return max(1, block // columns), columns
 
 
 def row_stride(x: Tensor) -> int:
-    """From a row to the next; without gaps, dimensions of one may have any stride."""
+    """Return the distance from a row to the next; without gaps, dimensions of one may have any stride."""
     return x.stride(0) if x.dim() == 2 else x.shape[-1]
 
 
 def rows_readable(x: Tensor) -> Tensor:
-    """x, or a copy, as rows that kernels can read."""
+    """Return x, or a copy, as rows that kernels can read."""
     return x if x.dim() == 2 and x.stride(-1) == 1 else x.contiguous()
 
 
@@ -43,7 +43,7 @@ def normalised(
     dtype: torch.dtype,
     total: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Like x in `dtype`, and moments: [2, R] for LayerNorm, which has a bias, [R] for RMSNorm. total: takes x + y."""
+    """Normalize x to `dtype` and return moments: [2, R] for LayerNorm, with its bias, [R] for RMSNorm. total receives x + y."""
     rows, channels = prod(x.shape[:-1]), x.shape[-1]
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     moments = torch.empty((rows,) if bias is None else (2, rows), dtype=torch.float32, device=x.device)
@@ -67,7 +67,7 @@ def normalised(
 def norm_gradients(
     dout: Tensor, dtotal: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor | None, moments: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of x (to which dtotal is added), of gate (if there is one), and of weight and bias in one, [2, C], or [C]."""
+    """Return the gradients of x (plus dtotal), of gate (if there is one), and of weight and bias in one, [2, C], or [C]."""
     rows, channels = prod(x.shape[:-1]), x.shape[-1]
     dout, dtotal = rows_readable(dout), None if dtotal is None else rows_readable(dtotal)
     dx, dgate = empty_as(x), None if gate is None else empty_as(gate)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as one operator, on rows [R, C], or on [..., C] without gaps. RMSNorm has no bias."""
+"""Compute LayerNorm and RMSNorm as one operator, on rows [R, C], or on [..., C] without gaps. RMSNorm has no bias."""
 
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ from .norm_launch import norm_gradients, normalised
 def run_forward(
     x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The output in `dtype`, x + y (if there is a y), and moments: [R], or [2, R] with a bias."""
+    """Return the output in `dtype`, x + y (if there is a y), and moments: [R], or [2, R] with a bias."""
     total = None if y is None else empty_as(x)
     out, moments = normalised(x, y, gate, weight, bias, eps, dtype, total)
     return out, total, moments
@@ -30,7 +30,7 @@ def shapes(x: Any, y: Any, gate: Any, weight: Any, bias: Any, eps: Any, dtype: A
 def run_backward(
     dout: Tensor, dtotal: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor | None, moments: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of x (to which dtotal is added), of gate (if there is one), and of weight [C], or weight and bias [2, C]."""
+    """Return the gradients of x (plus dtotal), of gate (if there is one), and of weight [C], or weight and bias [2, C]."""
     return norm_gradients(dout, dtotal, x, gate, weight, bias, moments)
 
 
@@ -41,10 +41,10 @@ def gradient_shapes(dout: Any, dtotal: Any, x: Any, gate: Any, weight: Any, bias
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
     x, y, gate, weight, bias, _, _ = inputs
-    # y has no place in the gradients but for its type; where there is one, the sum is what was normalised
+    # gradients need only the type of y: the sum with it is what was normalised
     ctx.y_dtype = None if y is None else y.dtype
     ctx.save_for_backward(x if y is None else output[1], gate, weight, bias, output[2])
-    # a gradient that nobody asked for stays None instead of becoming zeros
+    # a gradient that is not needed stays None instead of becoming zeros
     ctx.set_materialize_grads(False)
 
 
@@ -56,7 +56,7 @@ def gradients(ctx: Any, run: Any, dout: Any, dtotal: Any) -> Any:
     dx, dgate, sums = run(dout, dtotal if has_y else None, x, gate, weight, bias, moments)
     dweight, dbias = sums, None
     if bias is not None:
-        # taken apart here: an operator may not return two views of one tensor
+        # unbound here: an operator may not return two views of one tensor
         dweight, dbias = sums.unbind(0)
         dbias = dbias if bias.dtype == weight.dtype else dbias.to(bias.dtype)
     return dx, dx.to(ctx.y_dtype) if has_y else None, dgate, dweight, dbias

@@ -1,4 +1,4 @@
-"""The scaled residual as an operator, on tokens [B, N, C] without gaps."""
+"""Compute the scaled residual as an operator, on tokens [B, N, C] without gaps."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _launches = Launches()
 
 
 def run_forward(x: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | None) -> Tensor:
-    """x + scale * keep * y: [B, N, C] in the type of x; scale: [C]; keep: [B]."""
+    """Return x + scale * keep * y: [B, N, C] in the type of x; scale: [C]; keep: [B]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tensors = (x, y, x if scale is None else scale, x if keep is None else keep, out)
 
@@ -29,7 +29,7 @@ def run_forward(x: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | None)
 
 
 def run_backward(dout: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of y and of the scale (empty without one)."""
+    """Return the gradients of y and of the scale (empty without one)."""
     batch, tokens, channels = y.shape
     dout = dout.contiguous()
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)

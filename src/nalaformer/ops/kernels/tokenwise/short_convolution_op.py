@@ -1,4 +1,4 @@
-"""The short convolution of a joint projection as an operator: it reads [B, N, Q + K + V] and writes q, k and v apart."""
+"""Compute the short convolution of a joint projection as an operator that reads [B, N, Q + K + V] and writes q, k and v."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ from .compiled.short_convolution import (
 # tokens and channels of a tile
 TOKENS, CHANNELS, WARPS = 32, 128, 4
 GRADIENT_TOKENS, GRADIENT_CHANNELS = 32, 64
-# programs per multiprocessor that share the tokens of a weight's gradient, and how far ahead they read
+# programs per multiprocessor that share the tokens of a weight's gradient, and their pipeline stages
 GRADIENT_PROGRAMS, GRADIENT_STAGES = 6, 2
 STEP_CHANNELS = 256
 _launches = Launches()
 
 
 def parts_of(channels: int, q_size: int, k_size: int) -> list[tuple[int, int]]:
-    """First and last channel of q, k and v."""
+    """Return the first and last channel of q, k and v."""
     return [(0, q_size), (q_size, q_size + k_size), (q_size + k_size, channels)]
 
 
@@ -41,7 +41,7 @@ def run_forward(
     k_size: int,
     silu_from: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, N, .]. Parts that begin at silu_from or later pass through SiLU."""
+    """Return q, k, v [B, N, .]. Parts that begin at silu_from or later pass through SiLU."""
     made = []
     batch, tokens, channels = x.shape
     size = weight.shape[1]
@@ -94,7 +94,7 @@ def run_backward(
     sequence: Tensor | None,
     silu_from: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x [B, N, C], and of weight and bias in one [SIZE + 1, C]."""
+    """Return the gradients of x [B, N, C], and of weight and bias in one [SIZE + 1, C]."""
     batch, tokens, channels = x.shape
     size = weight.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -164,7 +164,7 @@ convolve, forward, backward = operator(
 
 
 def run_step(x: Tensor, weight: Tensor, tail: Tensor, silu_from: int) -> Tensor:
-    """One token x [B, 1, C] after tail [B, SIZE - 1, C], which moves on by it -> [B, 1, C]."""
+    """Convolve one token x [B, 1, C] after tail [B, SIZE - 1, C], which is shifted by it -> [B, 1, C]."""
     batch, _, channels = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -186,5 +186,5 @@ step_op = custom_op("short_convolution_step", run_step, lambda x, *rest: x.new_e
 
 
 def step(*inputs: Any) -> Tensor:
-    """As run_step; without torch's dispatcher where nobody compiles."""
+    """Run run_step, without torch's dispatcher unless torch.compile traces."""
     return step_op(*inputs) if torch.compiler.is_compiling() else run_step(*inputs)
