@@ -20,7 +20,7 @@ from .sequences import (
     Figure,
     SequenceData,
     Stored,
-    answers_of,
+    flatten_answers,
     make_sequences,
     stored_name,
 )
@@ -110,7 +110,7 @@ class Sequences:
         return FIGURES[self.train_data.figure]
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-        outputs, targets = answered(model, batch)
+        outputs, targets = select_answers(model, batch)
         weight = (targets != IGNORE).sum().item()
         return Loss(total=self.figure.loss(outputs, targets), weight=weight)
 
@@ -120,7 +120,7 @@ class Sequences:
         return AnswerFigures(data.groups, known=known, figure=self.figure, outputs=data.facts.outputs)
 
 
-def answered(
+def select_answers(
     model: nn.Module, batch: dict[str, Tensor], *, only_answers: bool = False, most: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Outputs [n, C] and targets, [n] or [n, C], of everything that is asked; IGNORE where a sample asks less than others.
@@ -130,16 +130,16 @@ def answered(
     """
     inputs, targets = batch["inputs"], batch["targets"]
     if targets.dim() != 2:
-        return answers_of(model(inputs), targets)
+        return flatten_answers(model(inputs), targets)
     if only_answers and "answers" in batch:
         targets = targets.masked_fill(~batch["answers"], IGNORE)
     asks = targets != IGNORE
     count = most if most is not None else max(1, int(asks.sum(dim=1).max()))
     if count == targets.shape[1]:
-        return answers_of(model(inputs), targets)
+        return flatten_answers(model(inputs), targets)
     # the output layer, often the largest part of the work, runs where it matters alone
     at = asks.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
-    return answers_of(model(inputs, at=at), targets.gather(1, at))
+    return flatten_answers(model(inputs, at=at), targets.gather(1, at))
 
 
 class AnswerFigures(SummedMetrics):
@@ -187,6 +187,6 @@ def answer_sums(
     figure: Figure = FIGURES["accuracy"],
 ) -> Tensor:
     """The terms of the figure summed over the answers of each group, [groups T] float64, on the device of the batch."""
-    terms = figure.terms(*answered(model, batch, only_answers=True, most=most))
+    terms = figure.terms(*select_answers(model, batch, only_answers=True, most=most))
     group = batch["group"].repeat_interleave(len(terms) // len(batch["group"]))
     return terms.new_zeros(groups, terms.shape[1]).index_add_(0, group, terms).flatten()

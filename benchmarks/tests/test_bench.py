@@ -14,7 +14,7 @@ from benchmarks.cases import GROWTH
 from benchmarks.implementations import OURS, PUBLISHED, published_formula
 from benchmarks.ops import BOTH, DIRECTIONS, FORWARD, plan
 from benchmarks.ops_report import COLUMNS, bars, crossover, growth, results_table, slope, summary_lines
-from benchmarks.runner import row_of
+from benchmarks.runner import make_row
 from benchmarks.tests.bench_results import TINY, counts_memory, result
 from nalaformer.atomic_files import write_csv
 
@@ -168,7 +168,7 @@ def test_the_csv_has_the_promised_columns_and_a_row_per_result(tmp_path):
     machine = describe_machine()
     path = tmp_path / "new" / "a.csv"
     results = [result(ms=12.345), result(implementation=PUBLISHED, ms=None, mib=None)]
-    write_csv(path, COLUMNS, [row_of(each, machine) for each in results])
+    write_csv(path, COLUMNS, [make_row(each, machine) for each in results])
     with path.open() as file:
         written = list(csv.DictReader(file))
     assert list(written[0]) == list(COLUMNS)
@@ -188,7 +188,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_rubbish(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("old")
     with pytest.raises(AttributeError):
-        write_csv(path, COLUMNS, (row_of(each, describe_machine()) for each in [None]))
+        write_csv(path, COLUMNS, (make_row(each, describe_machine()) for each in [None]))
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

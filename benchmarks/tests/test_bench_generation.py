@@ -74,7 +74,7 @@ def test_a_run_writes_every_figure_and_a_picture(tmp_path, monkeypatch):
     assert sum("time grows as N^" in line for line in said) == 4
 
 
-def result_of(variant, image_size=512, milliseconds=None, peak=None):
+def make_result(variant, image_size=512, milliseconds=None, peak=None):
     measurement = StepMeasurement(**(TINY | {"image_size": image_size}), variant=variant)
     outcome = {"outcome": OUT_OF_MEMORY} if milliseconds is None else {}
     return Result(measurement=measurement, median_ms=milliseconds, peak_extra_mib=peak, **outcome)
@@ -82,8 +82,8 @@ def result_of(variant, image_size=512, milliseconds=None, peak=None):
 
 def test_lines_say_how_much_less_and_how_it_grows(tmp_path):
     sizes = ((1024, 4.0, 100.0), (2048, 16.0, 400.0))
-    results = [result_of(NORM_AWARE, *figures) for figures in sizes]
-    results += [result_of(SOFTMAX, 1024, 8.0, 50.0), result_of(SOFTMAX, 2048)]
+    results = [make_result(NORM_AWARE, *figures) for figures in sizes]
+    results += [make_result(SOFTMAX, 1024, 8.0, 50.0), make_result(SOFTMAX, 2048)]
     first, second = comparison_lines(results)
     assert first == "4,096 tokens, heads of 72, norm-aware: 0.50 times the time of softmax, SDPA, 2.00 times its peak memory"
     assert second == "16,384 tokens, heads of 72, norm-aware: softmax, SDPA is out of memory"

@@ -72,18 +72,18 @@ class Fake(CallMeasurement):
     def row(self, result):
         return {"part": "fake", "length": self.number}
 
-    def said(self, result):
+    def describe(self, result):
         return "fast"
 
 
-def results_of(*measurements, **options):
-    return list(runner.measured(measurements, seconds=0.0, **options))
+def collect_results(*measurements, **options):
+    return list(runner.run_measurements(measurements, seconds=0.0, **options))
 
 
 def test_what_follows_of_one_subject_is_built_and_checked_once():
     asked = []
     order = (("a", 0), ("a", 1), ("b", 2), ("a", 3))
-    found = results_of(*(Fake(name=name, number=number, asked=asked) for name, number in order))
+    found = collect_results(*(Fake(name=name, number=number, asked=asked) for name, number in order))
     built = [entry for entry in asked if not entry.startswith("time")]
     assert built == ["build a", "check a", "build b", "check b", "build a", "check a"]
     assert sum(entry.startswith("time") for entry in asked) == 4
@@ -93,7 +93,7 @@ def test_what_follows_of_one_subject_is_built_and_checked_once():
 @pytest.mark.parametrize("off", [0.2, math.nan])
 def test_nothing_of_a_wrong_subject_is_timed(off):
     asked = []
-    found = results_of(*(Fake(number=number, off=off, asked=asked) for number in (0, 1)))
+    found = collect_results(*(Fake(number=number, off=off, asked=asked) for number in (0, 1)))
     assert [(result.outcome, result.median_ms) for result in found] == [(WRONG, None)] * 2
     assert asked == ["build a", "check a"]
 
@@ -103,14 +103,14 @@ def test_nothing_of_a_wrong_subject_is_timed(off):
     ("error", "outcome"), [(RuntimeError("no\nkernel"), FAILED), (MemoryError("full"), OUT_OF_MEMORY), (KeyError("x"), FAILED)]
 )
 def test_an_error_is_an_outcome_wherever_it_comes_from_and_the_others_run(where, error, outcome):
-    broken, right = results_of(Fake(fails=(where, error)), Fake(name="b"))
+    broken, right = collect_results(Fake(fails=(where, error)), Fake(name="b"))
     assert (broken.outcome, broken.median_ms) == (outcome, None)
     assert (right.outcome, right.error) == (MEASURED, 0.0)
 
 
 def test_a_missing_package_stops_the_run():
     with pytest.raises(ModuleNotFoundError, match="timm"):
-        results_of(Fake(fails=("build", ModuleNotFoundError("timm"))))
+        collect_results(Fake(fails=("build", ModuleNotFoundError("timm"))))
 
 
 def test_a_part_of_a_study_says_what_its_deadline_left():
@@ -127,7 +127,9 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tm
     (tmp_path / "file").touch()
     asked = []
     with pytest.raises(OSError, match="file"):
-        list(runner.recorded([Fake(asked=asked)], tmp_path / "file" / "a.csv", ("part",), describe_machine(), seconds=0.0))
+        list(
+            runner.record_results([Fake(asked=asked)], tmp_path / "file" / "a.csv", ("part",), describe_machine(), seconds=0.0)
+        )
     assert asked == []
 
 
@@ -144,7 +146,7 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_every_column_of_a_benchmark_is_filled_by_it_or_by_the_runner(name):
     columns, make = TABLES[name]
-    row = runner.row_of(Result(measurement=make(), median_ms=2.0, error=0.5), describe_machine())
+    row = runner.make_row(Result(measurement=make(), median_ms=2.0, error=0.5), describe_machine())
     assert set(columns) <= set(row)
     assert (row["median_ms"], row["relative_error"]) == ("2", "0.5")
     assert row["torch"]

@@ -29,7 +29,7 @@ def start_for_recall_(model: Any) -> None:
     """Set the weights of a LlamaForCausalLM; random numbers are torch's global ones.
 
     Tokens: random directions, and one that all share, by which positions can be compared. The output reads the former.
-    Two layers: half of the heads look at the token before and write what is there into channels of its own, apart from the token itself.
+    Two layers: half of the heads look at the token before and write it rotated by a random matrix, apart from the token itself.
     All other heads: keys turn that back and are projected as queries are, so a query finds the token whose predecessor it is,
     or in later layers whose two predecessors; outputs undo the projection of values. MLPs add nothing yet.
     """

@@ -4,7 +4,7 @@ from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_ten
 from .copying import Copying, Induction
 from .cue_cells import CueCells
 from .documents import DocumentWindows
-from .figures import FIGURES, Figure, answers_of
+from .figures import FIGURES, Figure, flatten_answers
 from .filler import ENTROPY, Filler
 from .image_file import ImagePatches, ImagePixels
 from .listops import ListOps, ListOpsWithoutBrackets
@@ -49,8 +49,8 @@ __all__ = [
     "Stored",
     "Text",
     "Variables",
-    "answers_of",
     "as_tensor",
+    "flatten_answers",
     "known_options",
     "make_sequences",
     "plan_write",

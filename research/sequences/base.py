@@ -117,7 +117,7 @@ class SequenceData(Dataset[dict[str, Tensor]]):
         """The random key of each sample."""
         return sample_keys(self.seed, self.stream, indices)
 
-    def random_of(self, index: int) -> Generator:
+    def generator_for(self, index: int) -> Generator:
         """The random numbers of one sample, for generators that go one by one."""
         return np.random.default_rng((self.seed, self.stream, index))
 

@@ -111,7 +111,7 @@ class R2Figure(Figure):
 FIGURES: dict[str, Figure] = {figure.name: figure for figure in (AccuracyFigure(), PerplexityFigure(), R2Figure())}
 
 
-def answers_of(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def flatten_answers(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """One row for each answer: [..., C] -> [n, C]; classes [...] -> [n], vectors [..., C] -> [n, C]."""
     rows = outputs.float().flatten(0, -2)
     return rows, targets.reshape(rows.shape if targets.is_floating_point() else rows.shape[:1])

@@ -7,19 +7,19 @@ from nalaformer.analysis import record
 from nalaformer.attention import build
 from research.fast_training.data_on_device import Bucket
 from research.models import OneAttention, RecallModel, SequenceClassifier
-from research.scoreboard.inside import INSIDE, attention_figures, figures_of_heads
+from research.scoreboard.inside import INSIDE, attention_metrics, head_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NONE = dict.fromkeys(INSIDE, "")
 
 
-def bucket_of(inputs):
+def make_bucket(inputs):
     count = len(inputs)
     return Bucket(inputs=inputs, at=None, targets=torch.zeros(count), group=torch.zeros(count, dtype=torch.long))
 
 
 def figures(model, inputs):
-    return [float(value) for value in attention_figures(model.eval(), bucket_of(inputs)).values()]
+    return [float(value) for value in attention_metrics(model.eval(), make_bucket(inputs)).values()]
 
 
 @pytest.mark.parametrize("attention", ["softmax", "nalaformer", "polaformer", "mala"])
@@ -71,10 +71,10 @@ def test_padding_changes_nothing_of_the_entropies(attention):
 
 def test_what_has_no_weights_or_no_numbers_has_no_figures():
     delta = RecallModel(answers="tokens", outputs=11, length=9, vocabulary=11, dim=16, attention="delta")
-    assert attention_figures(delta, bucket_of(torch.zeros(2, 9, dtype=torch.long))) == NONE
+    assert attention_metrics(delta, make_bucket(torch.zeros(2, 9, dtype=torch.long))) == NONE
     broken = OneAttention(answers="tokens", outputs=3, length=9, channels=5, dim=8, attention="relu")
     torch.nn.init.constant_(broken.embedding.weight, torch.nan)
-    assert attention_figures(broken, bucket_of(torch.randn(2, 9, 5))) == NONE
+    assert attention_metrics(broken, make_bucket(torch.randn(2, 9, 5))) == NONE
 
 
 def test_tokens_that_are_left_out_change_nothing_of_the_entropies():
@@ -106,4 +106,4 @@ def test_equal_weights_are_no_drop_of_entropy_however_many_keys_a_block_sees(kin
         layer.qkvg.weight[:16].abs_()
         found = record(layer, x)[0]
         # the eps of linear attention is all that is left
-        assert figures_of_heads(found, torch.ones(2, tokens, dtype=torch.bool))[:, 1].abs().max() < 1e-6
+        assert head_metrics(found, torch.ones(2, tokens, dtype=torch.bool))[:, 1].abs().max() < 1e-6

@@ -27,7 +27,7 @@ from research.demo import (
 )
 from research.demo.cost import milliseconds, network
 from research.demo.diagnose import FACTORS
-from research.demo.intervals import difference_of, mean_of
+from research.demo.intervals import difference_interval, mean_interval
 from research.demo.pictures import looks
 from research.demo.trained import diagnose_trained
 from research.sequence_task import Sequences
@@ -104,7 +104,7 @@ def test_every_method_of_the_picture_has_its_own_look():
 def test_the_page_marks_our_map_and_recommends_it_only_where_the_figures_bear_it(result, tmp_path, monkeypatch):
     # plots take seconds
     monkeypatch.setattr(pictures, "PICTURES", dict.fromkeys(pictures.PICTURES, lambda result: None))
-    monkeypatch.setattr(pictures, "write_picture", lambda figure, folder, name: b"")
+    monkeypatch.setattr(pictures, "write_plot", lambda figure, folder, name: b"")
     scores = {"softmax": (0.93, 0.96), "linear": (0.78, 0.781), "channel_softmax": (0.94, 0.941)}
     for nalaformer, is_recommended in (((0.86, 0.861), True), ((0.98, 0.981), False)):
         found = with_scores(result, **scores, nalaformer=nalaformer)
@@ -145,12 +145,12 @@ def test_one_seed_claims_no_lead(result):
 def test_intervals_hold_the_mean_and_the_difference_as_often_as_they_say():
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn(4000, 2, 3, generator=generator, dtype=torch.float64) * torch.tensor([[1.0], [4.0]])
-    held_means = statistics.mean(abs(mean_of(a.tolist()).middle) <= mean_of(a.tolist()).half for a, _ in draws)
-    held = [difference_of(a.tolist(), b.tolist()) for a, b in draws]
+    held_means = statistics.mean(abs(mean_interval(a.tolist()).middle) <= mean_interval(a.tolist()).half for a, _ in draws)
+    held = [difference_interval(a.tolist(), b.tolist()) for a, b in draws]
     assert held_means == pytest.approx(0.95, abs=0.015)
     # Welch's interval with the freedom rounded down errs to the safe side
     assert 0.945 <= statistics.mean(abs(each.middle) <= each.half for each in held) <= 0.985
-    assert mean_of([0.5]).half == difference_of([0.5], [0.1]).half == math.inf
+    assert mean_interval([0.5]).half == difference_interval([0.5], [0.1]).half == math.inf
 
 
 # ---- what it looks at

@@ -13,7 +13,7 @@ SHARPENING = {"softmax": 0.5, "linear": 0.0, "nalaformer": 0.25}
 EVEN = (0.9, 0.9, 0.9)
 
 
-def finding(attention, pointing, majority=None):
+def make_finding(attention, pointing, majority=None):
     grown = tuple(SHARPENING.get(attention, 0.1) if factor <= 0.5 else 0.0 for factor in FACTORS)
     weights = torch.full((16, 32), 1 / 40)
     measured = {"correlation": 0.0, "drop": 0.0, "norms": (), "entropies": (), "grown": grown, "parameters": 1}
@@ -28,7 +28,7 @@ def finding(attention, pointing, majority=None):
 
 def result(nalaformer, linear):
     scores = {"softmax": (0.99,) * len(linear), "linear": linear, "nalaformer": nalaformer}
-    found = tuple(finding(attention, values) for attention, values in scores.items())
+    found = tuple(make_finding(attention, values) for attention, values in scores.items())
     return DemoResult(found=found, chance={}, steps={}, batch_size=32, seconds=1.0)
 
 
@@ -72,10 +72,10 @@ def test_the_other_findings_are_plain_sentences():
 
 def with_ours(ours, *, hedgehog, linear=(0.78, 0.79, 0.77), majority=EVEN):
     found = (
-        finding("softmax", (0.99, 1.0, 1.0)),
-        finding("linear", linear),
-        finding("hedgehog", hedgehog),
-        finding("channel_softmax", ours, majority),
+        make_finding("softmax", (0.99, 1.0, 1.0)),
+        make_finding("linear", linear),
+        make_finding("hedgehog", hedgehog),
+        make_finding("channel_softmax", ours, majority),
     )
     return DemoResult(found=found, chance={}, steps={}, batch_size=32, seconds=1.0)
 

@@ -11,7 +11,7 @@ import pytest
 from research.scoreboard import make_board, run_boards
 from research.scoreboard.methods import METHODS_OF_THE_BOARD, short_name
 from research.sequences import IGNORE, SEQUENCES, make_sequences
-from research.sequences.documents import encoder_of
+from research.sequences.documents import train_encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [f"document {number} says {' '.join(str(number * step) for step in range(1, 9))}" for number in range(200)]
@@ -37,7 +37,7 @@ def documents(split, file, **options):
     """The texts that the windows of a split hold."""
     data = windows(split, file, **options)
     files = [Path(path) for path in (file, options.get("test_file", "")) if path]
-    encoder, _ = encoder_of(tuple((str(path), path.stat().st_mtime_ns) for path in files), data.vocabulary)
+    encoder, _ = train_encoder(tuple((str(path), path.stat().st_mtime_ns) for path in files), data.vocabulary)
     stream = data.batch(range(len(data)))["inputs"].flatten().tolist()
     return [text for text in encoder.tokenizer.decode(stream).split("<|endoftext|>") if text]
 

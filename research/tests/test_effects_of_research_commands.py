@@ -177,7 +177,7 @@ def test_a_scoreboard_keeps_its_data_and_makes_it_with_workers(tmp_path, monkeyp
 def test_a_page_is_filled_and_a_picture_drawn_from_the_folder(tmp_path, monkeypatch):
     done = []
     monkeypatch.setattr("research.scoreboard.tables.fill", lambda *places: done.append(places))
-    monkeypatch.setattr("research.scoreboard.tables.rows_of", lambda folder: folder)
+    monkeypatch.setattr("research.scoreboard.tables.read_folder_rows", lambda folder: folder)
     monkeypatch.setattr("research.scoreboard.picture.draw", lambda *places: done.append(places))
     run("scoreboard", "page", tmp_path / "a.md", tmp_path)
     run("scoreboard", "page", tmp_path / "a.png", tmp_path)

@@ -108,7 +108,7 @@ def scene(name, **options):
 
 def images(name, **options):
     data, found = scene(name, **options)
-    return data.drawn(found)
+    return data.draw(found)
 
 
 def ends(data, found):
@@ -121,7 +121,7 @@ def test_images_have_their_size(name):
     size = PATHS[name]["size"]
     for larger in (0, size):
         data, found = scene(name, size=size + larger)
-        assert data.drawn(found).shape == (IMAGES, size + larger, size + larger)
+        assert data.draw(found).shape == (IMAGES, size + larger, size + larger)
         assert data.facts.length == (size + larger) ** 2
     assert size < found.contours.place.max() < size + larger
 
@@ -339,7 +339,7 @@ def test_a_grid_has_so_many_cells_of_that_size():
         assert arrays("cue_cells", cells=cells, cell_size=size)[1]["inputs"].shape == (30, cells**2, 3 * size**2)
 
 
-def queries_of(**options):
+def make_queries(**options):
     """Inputs, targets, and queries [B, N, heads, size] as the teacher sees them."""
     data, found = arrays("softmax_teacher", samples=60, **options)
     seen = found["inputs"].astype(np.float64) @ data.rotation.T
@@ -348,17 +348,17 @@ def queries_of(**options):
 
 @SEQUENCE_OPTIONS.of("softmax_teacher.tokens", "softmax_teacher.heads", "softmax_teacher.size")
 def test_a_teacher_has_so_many_tokens_and_heads_of_that_size():
-    found, _ = queries_of(tokens=7, heads=2, size=4)
+    found, _ = make_queries(tokens=7, heads=2, size=4)
     assert found["inputs"].shape == (60, 7, 3 * 2 * 4)
     assert found["targets"].shape == (60, 7, 2 * 4)
     with pytest.raises(ValueError, match="needs tokens >= 2, heads >= 1, size >= 2, got 1, 2, 4"):
-        queries_of(tokens=1, heads=2, size=4)
+        make_queries(tokens=1, heads=2, size=4)
 
 
 @SEQUENCE_OPTIONS.of("softmax_teacher.shortest", "softmax_teacher.longest")
 @pytest.mark.parametrize(("shortest", "longest"), [(0.5, 16.0), (2.0, 3.0)])
 def test_norms_of_queries_are_between_the_shortest_and_the_longest(shortest, longest):
-    norms = np.linalg.norm(queries_of(shortest=shortest, longest=longest)[1], axis=-1)
+    norms = np.linalg.norm(make_queries(shortest=shortest, longest=longest)[1], axis=-1)
     # the numbers that are shown are rounded to float32
     assert shortest - 1e-5 < norms.min() < shortest * 1.03
     assert longest / 1.03 < norms.max() < longest + 1e-5
@@ -510,7 +510,7 @@ SEQUENCE_OPTIONS.of(*(f"documents.{name}" for name in ("file", "test_file", "voc
 
 
 @pytest.fixture
-def released(tmp_path):
+def released_folder(tmp_path):
     """A folder with files of every kind of released data; reviews and papers are 40 letters long."""
     for split in ("train", "test"):
         for label, letter in (("neg", "n"), ("pos", "p")):
@@ -526,36 +526,36 @@ def released(tmp_path):
     return tmp_path
 
 
-def text_of(row):
+def decode_text(row):
     return bytes(int(token) - 1 for token in row if token).decode()
 
 
 @shows(("text", "retrieval", "image"), "root")
-def test_files_are_read_from_the_root_and_of_their_split(name, released):
+def test_files_are_read_from_the_root_and_of_their_split(name, released_folder):
     first = {"text": ("train", "test", "test"), "retrieval": ("train", "eval", "test"), "image": (0, 4, 5)}[name]
     for split, expected in zip(("train", "val", "test"), first, strict=True):
-        sample = SEQUENCES[name](split=split, samples=99, root=str(released))[0]["inputs"]
+        sample = SEQUENCES[name](split=split, samples=99, root=str(released_folder))[0]["inputs"]
         if name == "image":
             assert set(sample.tolist()) == {expected}
         else:
-            assert text_of(sample if name == "text" else sample[0]).startswith(expected)
+            assert decode_text(sample if name == "text" else sample[0]).startswith(expected)
 
 
 @shows(("text", "retrieval"), "length")
-def test_texts_are_cut_to_their_length(name, released):
+def test_texts_are_cut_to_their_length(name, released_folder):
     for length in (11, 60):
-        data = SEQUENCES[name](split="train", samples=99, root=str(released), length=length)
+        data = SEQUENCES[name](split="train", samples=99, root=str(released_folder), length=length)
         assert data[0]["inputs"].shape[-1] == data.facts.length == length
         filled = (data[0]["inputs"] > 0).sum(-1)
         assert (filled == 11).all() if length == 11 else ((filled >= 40) & (filled < 60)).all()
 
 
-def test_reviews_come_in_one_order_whatever_the_disk_says(released, monkeypatch):
+def test_reviews_come_in_one_order_whatever_the_disk_says(released_folder, monkeypatch):
     found = []
     for reverse in (False, True):
         listed = Path.glob
         monkeypatch.setattr(
             Path, "glob", lambda *arguments, listed=listed, reverse=reverse: sorted(listed(*arguments), reverse=reverse)
         )
-        found.append(SEQUENCES["text"](split="train", samples=99, root=str(released)).files)
+        found.append(SEQUENCES["text"](split="train", samples=99, root=str(released_folder)).files)
     assert found[0] == found[1]

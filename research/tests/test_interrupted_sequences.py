@@ -36,14 +36,14 @@ def stopped_after(monkeypatch):
     made = []
 
     def after(number):
-        def stopping(name, arguments, folder, start):
+        def stop(name, arguments, folder, start):
             if len(made) == number:
                 raise KeyboardInterrupt
             made.append(start)
             return fill(name, arguments, folder, start)
 
         made.clear()
-        monkeypatch.setattr(stored, "_fill", stopping)
+        monkeypatch.setattr(stored, "_fill", stop)
         return made
 
     return after
@@ -111,12 +111,12 @@ def test_sigterm_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path, m
     made = stopped_after(-1)
     fill = stored._fill
 
-    def terminated(*arguments):
+    def terminate(*arguments):
         if len(made) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return fill(*arguments)
 
-    monkeypatch.setattr(stored, "_fill", terminated)
+    monkeypatch.setattr(stored, "_fill", terminate)
     command = ["sequences", "copying", "--out", str(tmp_path), "--samples", "40", "--val-samples", "8"]
     monkeypatch.setattr(sys, "argv", [*command, "--test-samples", "0", "--options", json.dumps(OPTIONS)])
     with pytest.raises(SystemExit) as stopped:

@@ -15,7 +15,7 @@ from research.sequences.needles import MARK
 
 pytest.importorskip("peft")
 
-from research.fast_training.data_on_device import resident
+from research.fast_training.data_on_device import load_to_device
 from research.linearization import Rows, run_linearization, toy_study
 from research.recall import tables
 from research.recall.study import RecallStudy, Texts, accuracies, small_recall, toy_recall
@@ -24,9 +24,9 @@ from research.recall.teacher import (
     Lesson,
     TeacherConfig,
     build_teacher,
+    disable_masks,
     load_teacher,
     train_teacher,
-    unmasked,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,9 +91,9 @@ def test_a_teacher_learns_to_look_up_from_this_start_in_a_few_hundred_small_step
 
 def test_texts_are_the_same_whoever_makes_them():
     data = small_teacher().data(64, facts=6, split="train", samples=1030)
-    (alone,) = resident(data, "cpu")
+    (alone,) = load_to_device(data, "cpu")
     with ThreadPoolExecutor(3) as pool:
-        (together,) = resident(data, "cpu", pool=pool)
+        (together,) = load_to_device(data, "cpu", pool=pool)
     assert torch.equal(alone.inputs, together.inputs)
     assert torch.equal(alone.targets, together.targets)
 
@@ -102,7 +102,7 @@ def test_answers_are_those_of_the_whole_model_at_the_places_that_ask():
     model = build_teacher(small_teacher(layers=2))
     tokens, at = torch.randint(0, 60, (2, 37)), torch.tensor([[3, 36], [0, 20]])
     whole = model(input_ids=tokens, use_cache=False).logits
-    with unmasked(model):
+    with disable_masks(model):
         asked = Answering(model)(tokens, at=at)
     assert model.config._attn_implementation == "sdpa"
     torch.testing.assert_close(asked, whole[torch.arange(2)[:, None], at])
@@ -211,7 +211,7 @@ def test_several_teachers_have_seeds_and_folders_of_their_own(tmp_path):
 
 def test_the_tables_of_the_page_are_those_of_the_files():
     text = (PROJECT / "docs" / "linearize.md").read_text()
-    assert tables.filled(text, PROJECT / "benchmarks" / "results") == text
+    assert tables.fill_page(text, PROJECT / "benchmarks" / "results") == text
     assert tables.MARK.search(text)
 
 
@@ -265,12 +265,12 @@ def test_a_method_that_fails_leaves_its_reason_and_the_others_run(tmp_path, monk
 
     asked = recall_study.converted
 
-    def failing(study, method, *others):
+    def fail(study, method, *others):
         if method == "key_norm":
             raise RuntimeError("no such\nkernel")
         return asked(study, method, *others)
 
-    monkeypatch.setattr(recall_study, "converted", failing)
+    monkeypatch.setattr(recall_study, "convert", fail)
     path = run_linearization(toy_study(), device="cpu", out=tmp_path / "rows.csv", parts=("recall",), say=quiet)
     rows = [row for row in csv.DictReader(path.open()) if row["method"] != "teacher"]
     assert {row["note"] for row in rows if row["method"] == "key_norm"} == {"failed: no such kernel"}

@@ -7,7 +7,7 @@ from scipy import ndimage
 
 from research.sequences import SEQUENCES, contours
 from research.sequences.paddles import BEGINNINGS, Paddles, PaddleShape
-from research.sequences.rasters import resized
+from research.sequences.rasters import resize
 from research.tests.sequence_cases import make
 
 IMAGES = 3000
@@ -22,7 +22,7 @@ def scene():
 @pytest.fixture(scope="module")
 def pictures(scene):
     data, found = scene
-    return data.drawn(found)
+    return data.draw(found)
 
 
 # ---- strokes, drawn once more with Pillow
@@ -62,7 +62,7 @@ def test_the_shortest_strokes_that_there_are_leave_a_point(thickness):
 @pytest.mark.parametrize("scale", [1, 2, 3, 17 / 9])
 def test_images_are_made_smaller_as_pillow_does_it(scale):
     large = (255 * (np.random.default_rng(0).random((2, round(24 * scale), round(24 * scale))) > 0.6)).astype(np.uint8)
-    for before, after in zip(large, resized(large, 24), strict=True):
+    for before, after in zip(large, resize(large, 24), strict=True):
         theirs = np.asarray(Image.fromarray(before).resize((24, 24), Image.Resampling.LANCZOS))
         assert np.abs(after - theirs.astype(int)).max() <= 1
 
@@ -94,7 +94,7 @@ def test_strokes_follow_each_other_as_published(scene):
                 assert headings[number] == pytest.approx(np.arctan2(*off))
 
 
-def room_of(data, found, image, number):
+def stroke_room(data, found, image, number):
     """The room that a stroke takes, on the whole image with 4 pixels around it; the border of one pixel is taken."""
     row, column = found.contours.place[image, number]
     paddle = found.contours.paddle[image, number]
@@ -116,7 +116,7 @@ def test_no_stroke_meets_the_room_of_those_before_it(scene):
     for image in range(25):
         taken, last = empty_room(), {}
         for number in range(28):
-            room = room_of(data, found, image, number)
+            room = stroke_room(data, found, image, number)
             if number >= 2:
                 # two full ones add up to 510
                 assert (taken + room).max() < 459
@@ -133,7 +133,7 @@ def test_short_contours_begin_where_their_first_stroke_finds_free_pixels(scene):
             if number == 26 or found.contours.paddle[image, number] < 0:
                 # the last stroke of contour A blocks no other
                 continue
-            room = room_of(data, found, image, number)
+            room = stroke_room(data, found, image, number)
             if number >= 28 and (number - 28) % 4 == 0:
                 row, column = found.contours.place[image, number]
                 # as published, of the pixels that it fills, next to each: one row and one column further
@@ -215,7 +215,7 @@ def test_images_are_those_of_the_published_generator_in_the_mean(scene, pictures
 def test_grey_values_depend_on_the_direction_of_a_stroke_alone(scene):
     # on whole pixels a stroke looks the same wherever it lies
     data, found = scene
-    alone = data.stamped(data.paddles(1), found.contours.paddle[:200, 5:6], found.contours.place[:200, 5:6])
+    alone = data.stamp_strokes(data.paddles(1), found.contours.paddle[:200, 5:6], found.contours.place[:200, 5:6])
     greys = {}
     for paddle, image in zip(found.contours.paddle[:200, 5], alone, strict=True):
         greys.setdefault(int(paddle), set()).add(int(image.max()))
@@ -227,8 +227,8 @@ def test_discs_and_both_kinds_of_strokes_differ_in_brightness(scene, pictures):
     data, found = scene
     assert (pictures.reshape(IMAGES, -1).max(axis=1) == 255).all()
     has_short = (found.contours.paddle[:, 28:] >= 0).any(axis=1)
-    long = data.stamped(data.paddles(1), found.contours.paddle[:, :28], found.contours.place[:, :28])
-    short = data.stamped(data.paddles(1), found.contours.paddle[:, 28:], found.contours.place[:, 28:])
+    long = data.stamp_strokes(data.paddles(1), found.contours.paddle[:, :28], found.contours.place[:, :28])
+    short = data.stamp_strokes(data.paddles(1), found.contours.paddle[:, 28:], found.contours.place[:, 28:])
     discs = data.discs(found.markers)
     marked = discs > 0
     alone = ((short > 0) & (long == 0) & ~marked, (long > 0) & (short == 0) & ~marked, marked & (long + short == 0))

@@ -121,7 +121,7 @@ def facts_in(data, tokens):
     return marked, variables
 
 
-def answers_of(data, arrays, row):
+def find_answers(data, arrays, row):
     """For each question its name and the answer that the data gives."""
     text = [*arrays["inputs"][row].tolist(), int(arrays["targets"][row, -1])]
     places = np.flatnonzero(arrays["answers"][row])
@@ -134,7 +134,7 @@ def test_a_reader_finds_every_answer(family):
     data = make("recall_language", samples=60, families=[family])
     arrays = data.batch(range(60))
     for row in range(60):
-        text, questions = answers_of(data, arrays, row)
+        text, questions = find_answers(data, arrays, row)
         body = text[: int(np.flatnonzero(arrays["answers"][row])[0]) - 1]
         marked, variables = facts_in(data, body)
         for (first, second), answer in questions:

@@ -12,7 +12,7 @@ from nalaformer.attention import METHODS
 from nalaformer.feature_maps import FEATURE_MAPS
 from nalaformer.folder_lock import InUse, only_writer
 from nalaformer.recipes import changed
-from research.fast_training.captured_training import Sprint
+from research.fast_training.captured_training import CapturedTraining
 from research.recipes import RECIPES
 from research.scoreboard import runs as scoreboard
 from research.scoreboard.order import Order
@@ -107,7 +107,7 @@ def test_other_settings_are_another_run_and_another_row(tmp_path, setting):
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path, monkeypatch, wrong, message):
     monkeypatch.setattr(scoreboard, "one_run", lambda *_: pytest.fail("was trained"))
-    monkeypatch.setattr(scoreboard, "prepared", lambda *_: pytest.fail("data was made"))
+    monkeypatch.setattr(scoreboard, "prepare_task", lambda *_: pytest.fail("data was made"))
     with pytest.raises(ValueError, match=message):
         board(tmp_path / "a.csv", **wrong)
 
@@ -130,15 +130,15 @@ def test_a_time_limit_stops_cleanly_and_the_same_call_goes_on(tmp_path):
 
 def test_ctrl_c_puts_the_run_in_progress_aside_and_the_same_call_goes_on(tmp_path, monkeypatch):
     whole = board(tmp_path / "whole.csv")
-    evaluate, looks = Sprint.evaluate, []
+    evaluate, looks = CapturedTraining.evaluate, []
 
-    def interrupted(self, buckets):
+    def interrupt(self, buckets):
         looks.append(self.progress.step)
         if len(looks) == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return evaluate(self, buckets)
 
-    monkeypatch.setattr(Sprint, "evaluate", interrupted)
+    monkeypatch.setattr(CapturedTraining, "evaluate", interrupt)
     # a run looks at dev twice and at test once: the second run is interrupted amid its steps
     with pytest.raises(KeyboardInterrupt):
         board(tmp_path / "parts.csv")
@@ -223,7 +223,7 @@ def test_files_from_before_other_figures_are_read_as_accuracy_and_go_on(tmp_path
     assert standings(read_rows(tmp_path / "a.csv"))[0].seeds == 1
 
 
-def of_seeds(rate, devs):
+def seed_rows(rate, devs):
     figures = {"test": "0.5", "parameters": "1", "state_size": "0", "steps": "4", "settings": "{}"}
     return [
         {"task": "t", "method": "relu", "learning_rate": rate, "seed": str(seed), "dev": str(dev)} | figures
@@ -233,25 +233,25 @@ def of_seeds(rate, devs):
 
 def test_rates_are_compared_on_the_seeds_that_all_of_them_have():
     # the first seed chose 0.1; that its second seed was unlucky makes 0.2, which had no second, no better
-    (standing,) = standings([*of_seeds("0.1", [0.8, 0.1]), *of_seeds("0.2", [0.7])])
+    (standing,) = standings([*seed_rows("0.1", [0.8, 0.1]), *seed_rows("0.2", [0.7])])
     assert (standing.learning_rate, standing.seeds) == ("0.1", 2)
-    (standing,) = standings([*of_seeds("0.1", [0.8, 0.1]), *of_seeds("0.2", [0.7, 0.7])])
+    (standing,) = standings([*seed_rows("0.1", [0.8, 0.1]), *seed_rows("0.2", [0.7, 0.7])])
     assert (standing.learning_rate, standing.seeds) == ("0.2", 2)
     # both have solved it: the one that is known better
     for rates in (("0.1", "0.2"), ("0.2", "0.1")):
-        many, one = (of_seeds(rate, devs) for rate, devs in zip(rates, ([1.0, 0.9], [1.0]), strict=True))
+        many, one = (seed_rows(rate, devs) for rate, devs in zip(rates, ([1.0, 0.9], [1.0]), strict=True))
         for rows in ([*many, *one], [*one, *many]):
             assert (standings(rows)[0].learning_rate, standings(rows)[0].seeds) == (rates[0], 2)
 
 
 def test_a_seed_that_was_trained_twice_counts_once():
-    first, second = ([row | {"test": test} for row in of_seeds("0.1", [0.5])] for test in ("0.2", "0.4"))
-    other = [row | {"seed": "1", "test": "0.5"} for row in of_seeds("0.1", [0.7])]
+    first, second = ([row | {"test": test} for row in seed_rows("0.1", [0.5])] for test in ("0.2", "0.4"))
+    other = [row | {"seed": "1", "test": "0.5"} for row in seed_rows("0.1", [0.7])]
     (standing,) = standings([*first, *other, *second])
     assert (standing.seeds, standing.test, standing.dev) == (2, pytest.approx(0.4), pytest.approx(0.6))
     assert standing.spread == pytest.approx(0.1 * 2**0.5)
     # duplicate rows do not make a rate better known
-    (standing,) = standings([*of_seeds("0.2", [0.5, 0.5]), *of_seeds("0.1", [0.5]) * 3])
+    (standing,) = standings([*seed_rows("0.2", [0.5, 0.5]), *seed_rows("0.1", [0.5]) * 3])
     assert standing.learning_rate == "0.2"
 
 
@@ -283,19 +283,19 @@ def test_a_method_waits_for_all_rates_of_its_first_seed_and_gives_up_those_that_
     rows.append(first.key | {"dev": "0.5"})
     assert order.take() is None
     assert len(order) == 1
-    order.failed(second)
+    order.mark_failed(second)
     last = order.take()
     assert (last.seed, last.rate) == (1, 1e-3)
     assert len(order) == 0
     # nothing to choose from
     order = Order([made], [])
     for _ in range(2):
-        order.failed(order.take())
+        order.mark_failed(order.take())
     assert order.take() is None
     assert len(order) == 0
 
 
-def drained(order, rows, best):
+def drain(order, rows, best):
     """Every run that an order gives, each ended at once; the best rate has the best dev."""
     taken = []
     while (run := order.take()) is not None:
@@ -305,17 +305,17 @@ def drained(order, rows, best):
 
 
 def test_a_rate_that_comes_later_and_wins_gets_the_other_seeds_too():
-    def made(*rates):
+    def make_with_rates(*rates):
         return scoreboard.Board(
             title="t", recipe=recipe(), methods=parse_methods("relu"), seeds=(0, 1), learning_rates=rates, steps=1
         )
 
     rows = []
-    assert drained(Order([made(1e-3, 2e-3)], rows), rows, 1e-3)[-1] == ("relu", 1e-3, 1)
-    assert drained(Order([made(1e-3, 2e-3)], rows), rows, 1e-3) == []
+    assert drain(Order([make_with_rates(1e-3, 2e-3)], rows), rows, 1e-3)[-1] == ("relu", 1e-3, 1)
+    assert drain(Order([make_with_rates(1e-3, 2e-3)], rows), rows, 1e-3) == []
     # dev of the older runs was 0.9 and 0.5: the new rate must beat both
     rows[:] = [row | {"dev": "0.5"} for row in rows]
-    assert drained(Order([made(1e-3, 2e-3, 4e-3)], rows), rows, 4e-3) == [("relu", 4e-3, 0), ("relu", 4e-3, 1)]
+    assert drain(Order([make_with_rates(1e-3, 2e-3, 4e-3)], rows), rows, 4e-3) == [("relu", 4e-3, 0), ("relu", 4e-3, 1)]
 
 
 def test_a_method_that_waits_keeps_its_place():

@@ -14,7 +14,7 @@ import pytest
 from research.scoreboard import METHODS_OF_THE_BOARD, ROWS, loaded, make_board, processes, row_names, run_boards, runs
 from research.scoreboard.methods import parse_methods, short_name
 from research.scoreboard.report import read_rows
-from research.scoreboard.tables import BEGIN, END, fill, filled, rows_of, section, summary
+from research.scoreboard.tables import BEGIN, END, fill, fill_page, read_folder_rows, section, summary
 from research.tests.commands import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,19 +135,19 @@ def test_data_of_several_rows_are_made_once_by_the_processes(tmp_path, monkeypat
 def test_who_stops_while_data_are_made_begins_no_run(tmp_path, monkeypatch, in_threads):
     whole = processes.finished_in_processes
 
-    def stopped(queue, *given, **named):
+    def stop(queue, *given, **named):
         return iter(()) if isinstance(queue, loaded.DataToMake) else whole(queue, *given, **named)
 
-    monkeypatch.setattr(runs, "finished_in_processes", stopped)
+    monkeypatch.setattr(runs, "finished_in_processes", stop)
     assert run_boards([tiny("mqar_80"), tiny("cue_grid")], out=tmp_path / "a.csv", jobs=2) == []
 
 
-def in_blocks_of_one(board):
+def evaluate_each_step(board):
     return replace(board, recipe=replace(board.recipe, training=replace(board.recipe.training, eval_every=1)))
 
 
 def test_jobs_stop_when_the_time_is_up_and_the_same_call_goes_on(tmp_path, in_threads):
-    board = in_blocks_of_one(tiny(methods="relu, sign_split, elu"))
+    board = evaluate_each_step(tiny(methods="relu, sign_split, elu"))
     whole = run_boards([board], out=tmp_path / "whole.csv")
     said, counts = [], []
     while len(counts) < 10 and (not counts or counts[-1] < 3):
@@ -161,12 +161,12 @@ def test_jobs_stop_when_the_time_is_up_and_the_same_call_goes_on(tmp_path, in_th
 def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, in_threads):
     one_run = runs.one_run
 
-    def failing(run, *given):
+    def fail(run, *given):
         if run.method.name == "relu":
             raise MemoryError("no room")
         return one_run(run, *given)
 
-    monkeypatch.setattr(runs, "one_run", failing)
+    monkeypatch.setattr(runs, "one_run", fail)
     with pytest.raises(RuntimeError, match=r"1 of 2 runs failed.*relu.*MemoryError: no room"):
         run_boards([tiny()], out=tmp_path / "a.csv", jobs=2)
     (row,) = read_rows(tmp_path / "a.csv")
@@ -216,10 +216,10 @@ def test_jobs_end_when_somebody_asks_to_stop(monkeypatch):
 
 @pytest.mark.parametrize("page", ["docs/scoreboard.md", "docs/feature-maps.md", "README.md"])
 def test_the_tables_of_pages_are_those_of_the_files(page):
-    text, rows = (PROJECT / page).read_text(), rows_of(PROJECT / "benchmarks" / "results")
-    assert filled(text, rows) == text
+    text, rows = (PROJECT / page).read_text(), read_folder_rows(PROJECT / "benchmarks" / "results")
+    assert fill_page(text, rows) == text
     # the page does have tables
-    assert filled(text, []) != text
+    assert fill_page(text, []) != text
 
 
 def test_a_page_may_show_some_methods_on_some_rows(tmp_path):

@@ -16,7 +16,7 @@ from nalaformer.training.schedule import make_schedule
 from research.models import SEQUENCE_MODELS, RecallModel, SequenceClassifier, sequence_attention, state_size
 from research.models.token_embedding import embedding_by_product
 from research.recipes import RECIPES
-from research.sequence_task import AnswerFigures, Sequences, SequencesConfig, answer_sums, answered
+from research.sequence_task import AnswerFigures, Sequences, SequencesConfig, answer_sums, select_answers
 from research.sequences import IGNORE, SEQUENCES, as_tensor, write
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,7 +170,7 @@ def test_models_refuse_what_they_cannot_answer():
 # ---- task
 
 
-def batch_of(name, count, **options):
+def make_batch(name, count, **options):
     data = SEQUENCES[name](split="train", samples=count, **options)
     return data, {key: as_tensor(array) for key, array in data.batch(range(count)).items()}
 
@@ -192,7 +192,7 @@ class Oracle(torch.nn.Module):
 
 
 def test_accuracy_counts_answers_and_every_group_the_same():
-    data, batch = batch_of("mqar", 6, vocabulary=64, mixture=[[16, 2], [32, 4]])
+    data, batch = make_batch("mqar", 6, vocabulary=64, mixture=[[16, 2], [32, 4]])
     metrics = AnswerFigures(data.groups, known={"chance": data.chance})
     metrics.update(Oracle(batch, 3), batch)
     result = metrics.result()
@@ -219,7 +219,7 @@ class Shrunk(torch.nn.Module):
 
 @pytest.mark.parametrize(("part", "expected"), [(1.0, 1.0), (0.5, 0.75), (0.0, 0.0), (-1.0, -3.0)])
 def test_r2_is_1_for_perfect_answers_and_0_for_the_mean(part, expected):
-    _, batch = batch_of("softmax_teacher", 6, tokens=7, size=4)
+    _, batch = make_batch("softmax_teacher", 6, tokens=7, size=4)
     # a mean that is not zero must not help
     batch["targets"] = batch["targets"] + torch.arange(8.0)
     task = Sequences(SequencesConfig(data="softmax_teacher", data_options={"tokens": 7, "size": 4}))
@@ -237,17 +237,17 @@ def test_r2_is_1_for_perfect_answers_and_0_for_the_mean(part, expected):
 
 
 def test_sums_do_not_depend_on_whether_the_number_of_answers_is_known():
-    data, batch = batch_of("mqar", 6, vocabulary=64, mixture=[[16, 2], [32, 4]])
+    data, batch = make_batch("mqar", 6, vocabulary=64, mixture=[[16, 2], [32, 4]])
     asked, known = (answer_sums(Oracle(batch, 3), batch, len(data.groups), most=most) for most in (None, 4))
     assert torch.equal(asked, known)
 
 
 def test_a_language_is_learned_everywhere_and_judged_at_its_answers():
     options = {"length": 64, "needles": 4, "names": 12, "values": 10, "words": 8}
-    data, batch = batch_of("recall_language", 5, **options)
+    data, batch = make_batch("recall_language", 5, **options)
     model = recall(vocabulary=data.facts.vocabulary, outputs=data.facts.vocabulary)
-    assert answered(model, batch)[1].shape == (5 * 64,)
-    logits, targets = answered(model, batch, only_answers=True)
+    assert select_answers(model, batch)[1].shape == (5 * 64,)
+    logits, targets = select_answers(model, batch, only_answers=True)
     assert (targets != IGNORE).sum() == batch["answers"].sum()
     assert len(logits) == len(targets) < 5 * 64
 
@@ -286,7 +286,7 @@ def test_recipes_of_released_files_say_what_is_missing():
     ],
 )
 def test_a_handful_of_samples_is_learned_by_heart(name, options):
-    data, batch = batch_of(name, 8, **options)
+    data, batch = make_batch(name, 8, **options)
     facts = vars(data.facts)
     is_vocabulary = facts["answers"] == "tokens" and facts["vocabulary"]
     torch.manual_seed(0)
