@@ -71,8 +71,8 @@ class Measurement(ABC):
         """The relative error of what is timed; None where there is nothing to compare it with."""
 
     what_counts = ""
-    """What is held before the call, and what counts as extra memory. It travels with every row: figures of two files are
-    comparable only if it is the same."""
+    """What is held before the call, and what counts as extra memory. Every row has it: results of two files are comparable
+    only if it is the same."""
 
     @abstractmethod
     def measure_call(self, built: Any, *, seconds: float, memory: bool) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from nalaformer.tasks.base import TASKS, Loss, SummedMetrics
 
 from .models import SEQUENCE_MODELS
 from .sequences import (
-    FIGURES,
     IGNORE,
+    METRICS,
     SEQUENCES,
-    Figure,
+    Metric,
     SequenceData,
     Stored,
     flatten_answers,
@@ -105,19 +105,19 @@ class Sequences:
         return SEQUENCE_MODELS[name](**facts, **options)
 
     @property
-    def figure(self) -> Figure:
+    def figure(self) -> Metric:
         """Metric of the answers."""
-        return FIGURES[self.train_data.figure]
+        return METRICS[self.train_data.figure]
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
         outputs, targets = select_answers(model, batch)
         weight = (targets != IGNORE).sum().item()
         return Loss(total=self.figure.loss(outputs, targets), weight=weight)
 
-    def metrics(self) -> "AnswerFigures":
+    def metrics(self) -> "AnswerMetrics":
         data = self.eval_data
         known = {"chance": data.chance, **data.shortcuts}
-        return AnswerFigures(data.groups, known=known, figure=self.figure, outputs=data.facts.outputs)
+        return AnswerMetrics(data.groups, known=known, figure=self.figure, outputs=data.facts.outputs)
 
 
 def select_answers(
@@ -142,7 +142,7 @@ def select_answers(
     return flatten_answers(model(inputs, at=at), targets.gather(1, at))
 
 
-class AnswerFigures(SummedMetrics):
+class AnswerMetrics(SummedMetrics):
     """Metrics of answers, in each group and in the mean over groups with equal weight.
 
     `known` levels, such as chance, are reported beside them.
@@ -153,7 +153,7 @@ class AnswerFigures(SummedMetrics):
         groups: tuple[str, ...],
         *,
         known: dict[str, float] | None = None,
-        figure: Figure = FIGURES["accuracy"],
+        figure: Metric = METRICS["accuracy"],
         outputs: int = 0,
     ) -> None:
         self.groups, self.known, self.figure = groups, known or {}, figure
@@ -184,7 +184,7 @@ def answer_sums(
     groups: int,
     *,
     most: int | None = None,
-    figure: Figure = FIGURES["accuracy"],
+    figure: Metric = METRICS["accuracy"],
 ) -> Tensor:
     """The terms of the figure summed over the answers of each group, [groups T] float64, on the device of the batch."""
     terms = figure.terms(*select_answers(model, batch, only_answers=True, most=most))

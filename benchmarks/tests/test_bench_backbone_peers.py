@@ -154,7 +154,7 @@ def make_result(model, form, ms, direction=FORWARD):
 
 
 @pytest.mark.parametrize(("ours", "is_met"), [(4.0, True), (6.0, False)])
-def test_the_bar_compares_the_faster_form_of_each(ours, is_met):
+def test_the_bar_compares_the_faster_forms(ours, is_met):
     results = [
         make_result(OURS, EAGER, 9.0),
         make_result(OURS, FOLDED, ours),
@@ -196,6 +196,6 @@ def test_the_command_measures_peers_into_their_file(tmp_path, monkeypatch):
     assert {row["images_per_second"] for row in rows} == {"400"}
 
 
-def test_sizes_below_the_stride_are_refused():
+def test_sizes_below_the_stride_raise():
     with pytest.raises(ValueError, match="at least 32"):
         backbone_peers.plan_peers("cpu", (31,))

@@ -33,7 +33,7 @@ def test_both_head_sizes_make_every_width():
     assert (largest.tokens, largest.width // 72, largest.depth) == (65_536, 16, 28)
 
 
-def test_a_step_sees_so_many_tokens_in_so_many_heads_of_its_attention():
+def test_a_step_has_the_given_tokens_and_attention_heads():
     from nalaformer.attention import Attention
 
     for variant, head_size in ((NORM_AWARE, 72), (SOFTMAX, 72), (SOFTMAX, 48)):
@@ -61,7 +61,7 @@ def test_a_wrong_path_is_seen(monkeypatch):
     assert measurement.check(None) > measurement.largest_error
 
 
-def test_a_run_writes_every_figure_and_a_picture(tmp_path, monkeypatch):
+def test_a_run_writes_every_result_and_a_plot(tmp_path, monkeypatch):
     # in this process: a fresh one takes seconds to start
     monkeypatch.setattr("benchmarks.measurement.can_measure", lambda device: False)
     said = []
@@ -97,6 +97,6 @@ def test_lines_say_how_much_less_and_how_it_grows(tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [100]])
-def test_sizes_that_make_no_whole_tokens_are_refused(sizes):
+def test_sizes_with_fractional_tokens_raise(sizes):
     with pytest.raises(ValueError, match="positive multiples of 16"):
         plan_generation("cpu", sizes)

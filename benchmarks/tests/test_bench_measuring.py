@@ -66,7 +66,7 @@ def test_a_failing_measurement_says_what_failed():
         in_fresh_process(f"{__name__}:no_such_function", {}, seconds=0)
 
 
-def test_our_own_work_is_not_that_of_others(monkeypatch):
+def test_our_own_work_does_not_count_as_other_processes(monkeypatch):
     clocks = iter([(100.0, 50.0, 7.0), (110.0, 56.0, 11.0)])
     monkeypatch.setattr(OtherProcesses, "_clocks", lambda self: next(clocks))
     assert OtherProcesses().share() == pytest.approx(0.2)

@@ -94,7 +94,7 @@ def test_a_run_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not can_measure("cpu"), reason="this system does not count peak memory")
-def test_memory_is_that_of_a_fresh_process():
+def test_memory_is_measured_in_a_fresh_process():
     # the first stage alone keeps several maps of 64 x 64 tokens with 64 hidden channels: 2 images, 4 bytes
     found = measure(make_measurement(size=256), seconds=0)
     assert found.outcome == MEASURED, found.reason
@@ -118,7 +118,7 @@ def test_a_cpu_measures_one_size_unless_asked():
 
 
 @pytest.mark.parametrize(("device", "sizes", "rule"), [("tpu", None, "device must be"), ("cpu", (31,), "at least 32")])
-def test_a_plan_that_cannot_be_is_refused(device, sizes, rule):
+def test_an_impossible_plan_raises(device, sizes, rule):
     with pytest.raises(ValueError, match=rule):
         plan_models(device, sizes)
 
@@ -246,7 +246,7 @@ def test_bars_compare_training_with_the_reference_at_224_and_softmax_at_1024(ref
     assert [("NOT met" in line) for line in model_bar_lines(results)] == [not is_met for is_met in met]
 
 
-def test_a_bar_without_figures_is_never_met():
+def test_a_bar_without_results_is_never_met():
     assert model_bars([make_result(LINEAR, 10.0, size=224)]) == []
     assert all("not measured" in line for line in model_bar_lines([]))
     results = [make_result(LINEAR, 10.0, size=1024), make_result(SOFTMAX, None, size=1024, outcome=OUT_OF_MEMORY)]

@@ -40,7 +40,7 @@ def test_a_wrong_path_is_seen(monkeypatch):
     assert measurement.check(None) > measurement.largest_error
 
 
-def test_materialised_softmax_keeps_the_weights_of_all_pairs():
+def test_materialized_softmax_stores_all_pair_weights():
     largest = {}
     for variant in (NORM_AWARE, MATERIALISED):
         kept = []
@@ -53,7 +53,7 @@ def test_materialised_softmax_keeps_the_weights_of_all_pairs():
     assert largest[NORM_AWARE] < 256**2 < largest[MATERIALISED] == 2 * 256**2
 
 
-def test_a_run_writes_every_figure_and_a_picture(tmp_path, monkeypatch):
+def test_a_run_writes_every_result_and_a_plot(tmp_path, monkeypatch):
     # in this process: a fresh one takes seconds to start
     monkeypatch.setattr("benchmarks.measurement.can_measure", lambda device: False)
     said = []

@@ -22,7 +22,7 @@ BENCH = Effects(
 )
 
 
-def test_no_option_is_without_a_test_of_its_effect():
+def test_every_option_has_an_effect_test():
     assert BENCH.missing() == []
 
 
@@ -166,14 +166,14 @@ def test_bench_training_measures_its_plan_for_so_long_into_its_file(tmp_path, mo
 
 
 @BENCH.of("ops.device", "models.device", "language.device", "training.device")
-def test_a_benchmark_without_its_device_is_refused(tmp_path, monkeypatch):
+def test_a_benchmark_without_its_device_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("ops", "models", "language", "training"):
         refused = CliRunner().invoke(build_app(), [name, "--device", "cuda", "--out", str(tmp_path / "a.csv")])
         assert "no CUDA device was found" in str(refused.exception)
 
 
-def test_a_part_of_a_mebibyte_is_not_written_as_zero():
+def test_a_fractional_mebibyte_is_not_written_as_zero():
     from benchmarks.language_picture import in_digits
 
     assert [in_digits(value, 0) for value in (0.1, 1, 5, 20_000)] == ["0.1", "1", "5", "20,000"]

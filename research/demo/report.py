@@ -160,7 +160,7 @@ nearest best. A sharp method has one bright column at the left.</p>
 <p>One sequence through the same network in inference, float32: processor time of one core of this machine, which other
 programs hardly change; the shorter of two rounds.</p>
 <h2>Columns</h2>{legend}
-<p><small>Parameters: {parameters}. Figures of two small tasks on a small budget, measured on {machine}. They say
+<p><small>Parameters: {parameters}. Results on two small tasks with a small budget, measured on {machine}. They say
 nothing about ImageNet.</small></p>
 </body></html>
 """

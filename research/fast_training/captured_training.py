@@ -26,7 +26,7 @@ from nalaformer.training.precision import precision_on
 from nalaformer.training.schedule import make_schedule
 from research.fast_training.low_copies import LowCopies
 
-from ..sequences import FIGURES, Figure, flatten_answers
+from ..sequences import METRICS, Metric, flatten_answers
 from .data_on_device import Bucket, Plan, make_plan
 
 MOST_ANSWERS = 2**17
@@ -63,7 +63,7 @@ class CapturedTraining:
         seed: int,
         eval_batch: int = 0,
         solved_at: float = float("inf"),
-        figure: Figure = FIGURES["accuracy"],
+        figure: Metric = METRICS["accuracy"],
     ) -> None:
         # a bucket that fills no batch is never asked
         train = [each for each in train if len(each) >= config.batch_size] or train

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nalaformer.atomic_files import write_csv
 
-from ..sequences import FIGURES, Figure
+from ..sequences import METRICS, Metric
 from .inside import INSIDE
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def read_rows(path: Path) -> list[Row]:
     return [dict.fromkeys(ADDED, "") | row for row in rows]
 
 
-def task_metric(rows: Sequence[Row]) -> Figure:
+def task_metric(rows: Sequence[Row]) -> Metric:
     """Return the metric of a task's runs; older files have accuracy alone."""
-    return FIGURES[rows[0].get("figure") or "accuracy"]
+    return METRICS[rows[0].get("figure") or "accuracy"]
 
 
 def save_rows(path: Path, rows: Sequence[Row]) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from nalaformer.registry import Registry, unknown_name
 
-from .figures import IGNORE
+from .answer_metrics import IGNORE
 from .random_numbers import RandomKeys, sample_keys
 
 __all__ = ["IGNORE", "SEQUENCES", "SPLITS", "Arrays", "SequenceData", "SequenceFacts"]

@@ -51,7 +51,7 @@ def test_a_step_that_fails_by_itself_stops_the_run(failing_training, failure):
 
 
 @pytest.mark.parametrize("attention", ["softmax", "hedgehog", "gated_delta"])
-def test_steps_with_copies_in_low_precision_are_those_of_autocast(attention):
+def test_steps_with_low_precision_copies_equal_autocast(attention):
     """To the bit: copies round as casts do."""
     data = SEQUENCES["mqar"](split="train", samples=8, vocabulary=32, mixture=[[16, 2]])
     buckets = load_to_device(data, "cpu")

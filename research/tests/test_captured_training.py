@@ -10,7 +10,7 @@ from nalaformer.training import TrainingConfig
 from research.fast_training.captured_training import CapturedTraining
 from research.fast_training.data_on_device import load_to_device, make_plan
 from research.models import RecallModel
-from research.sequences import FIGURES, IGNORE, SEQUENCES
+from research.sequences import IGNORE, METRICS, SEQUENCES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MQAR = {"vocabulary": 32, "mixture": [[16, 2], [24, 3]]}
@@ -40,7 +40,7 @@ def test_samples_that_ask_less_are_filled_with_nothing():
     assert language.targets.shape == (20, 64)
 
 
-def test_an_epoch_of_the_plan_has_every_sample_once():
+def test_a_planned_epoch_has_every_sample_once():
     data = SEQUENCES["mqar"](split="train", samples=48, **MQAR)
     buckets = load_to_device(data, "cpu")
     plan = make_plan(buckets, steps=9, batch_size=8, seed=0)
@@ -66,7 +66,7 @@ class WithStatistics(RecallModel):
         return self.statistics(logits.flatten(0, -2)).view(logits.shape)
 
 
-def make_training(steps=6, seed=0, solved_at=float("inf"), figure=FIGURES["accuracy"], model=RecallModel, **settings):
+def make_training(steps=6, seed=0, solved_at=float("inf"), figure=METRICS["accuracy"], model=RecallModel, **settings):
     data = SEQUENCES["mqar"](split="train", samples=64, **MQAR)
     torch.manual_seed(3)
     model = model(attention="split", dim=16, dropout=0.1, **vars(data.facts))
@@ -96,7 +96,7 @@ def test_a_run_ends_when_its_task_is_solved(tmp_path):
     assert (whole.progress.step, whole.progress.is_solved) == (6, False)
 
 
-def test_a_run_that_was_put_aside_goes_on_to_the_same_bits(tmp_path):
+def test_a_resumed_run_ends_bit_equal(tmp_path):
     whole, halves = make_training(), make_training()
     assert whole.run()
     assert not halves.run(until=0.0)
@@ -129,7 +129,7 @@ def test_the_best_weights_are_tested_with_their_own_statistics():
     assert training.test(training.dev)["all"] == pytest.approx(training.progress.best_dev)
 
 
-def test_statistics_of_a_run_that_was_put_aside_go_on_to_the_same_bits(tmp_path):
+def test_statistics_in_a_resumed_run_are_bit_equal(tmp_path):
     whole, halves, again = (make_training(model=WithStatistics) for _ in range(3))
     whole.run()
     halves.run(until=0.0)
@@ -151,7 +151,7 @@ def test_a_run_that_diverges_ends_and_says_so():
 
 
 @pytest.mark.parametrize("clip", [{"clip_value": 1e-4}, {"clip_norm": 1e-4}])
-def test_clipping_bounds_the_step_of_plain_descent(clip):
+def test_clipping_bounds_a_gradient_descent_step(clip):
     training = make_training(weight_decay=0.0, **clip)
     training.optimizer = torch.optim.SGD(training.parameters, lr=1.0)
     training.host_rates = [1.0] * 6
@@ -197,14 +197,14 @@ def test_what_a_capture_needs_leaves_no_trace(monkeypatch):
 @pytest.mark.parametrize("figure", ["perplexity", "accuracy"])
 def test_the_weights_that_are_kept_are_those_whose_figure_is_best(figure, monkeypatch):
     looks = iter([3.0, 1.0, 2.0])
-    training = make_training(figure=FIGURES[figure])
+    training = make_training(figure=METRICS[figure])
     monkeypatch.setattr(training, "evaluate", lambda buckets: {"all": next(looks), "groups": []})
     assert training.run()
     assert training.progress.best_step == {"perplexity": 4, "accuracy": 2}[figure]
 
 
-def test_perplexity_is_that_of_the_mean_loss_and_ends_no_run(monkeypatch):
-    training = make_training(figure=FIGURES["perplexity"], solved_at=0.0)
+def test_perplexity_is_the_exponential_mean_loss_and_ends_no_run(monkeypatch):
+    training = make_training(figure=METRICS["perplexity"], solved_at=0.0)
     # all tokens alike
     torch.nn.init.zeros_(training.model.embedding.weight)
     assert training.evaluate(training.dev)["all"] == pytest.approx(32)

@@ -69,13 +69,13 @@ def test_seeds_give_other_networks(result):
 
 
 @pytest.mark.slow
-def test_runs_side_by_side_are_those_of_one_after_the_other(result, tmp_path, monkeypatch):
+def test_parallel_runs_equal_sequential_ones(result, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "milliseconds", lambda entries: dict.fromkeys(entries, (1.0, 1.0, 1.0)))
     together = run_demo(tmp_path, seeds=2, steps=4, entries=CHOSEN[:1], workers=2)
     assert together.found[0].curves == result.found[0].curves
 
 
-def test_the_page_needs_nothing_beside_itself_and_leaves_its_pictures_as_files(result, tmp_path):
+def test_the_page_is_self_contained_and_writes_its_plots_as_files(result, tmp_path):
     page = write_report(result, tmp_path / "new" / "report.html")
     text = page.read_text(encoding="utf-8")
     assert text.count("data:image/png;base64,iVBOR") == 5
@@ -86,7 +86,7 @@ def test_the_page_needs_nothing_beside_itself_and_leaves_its_pictures_as_files(r
     assert len(pictures) == 10
 
 
-def test_what_trained_queries_do_is_that_of_the_demo_and_nothing_is_trained_twice(result, tmp_path, monkeypatch):
+def test_trained_queries_come_from_the_demo_and_nothing_trains_twice(result, tmp_path, monkeypatch):
     diagnosed = diagnose_trained(tmp_path, entries=CHOSEN[:2], steps=4, workers=1)
     monkeypatch.setattr(Trainer, "_step", lambda *_: pytest.fail("a run was repeated"))
     assert diagnose_trained(tmp_path, entries=CHOSEN[:2], steps=4, workers=1).keys() == diagnosed.keys()
@@ -95,13 +95,13 @@ def test_what_trained_queries_do_is_that_of_the_demo_and_nothing_is_trained_twic
         assert found.grown == finding.diagnosis.grown
 
 
-def test_every_method_of_the_picture_has_its_own_look():
+def test_every_plotted_method_has_its_own_look():
     every = [*LABELS, *(entry.label for entry in MORE_ENTRIES)]
     for part in ("color", "marker"):
         assert len({look[part] for look in looks(every).values()}) == len(every)
 
 
-def test_the_page_marks_our_map_and_recommends_it_only_where_the_figures_bear_it(result, tmp_path, monkeypatch):
+def test_the_page_recommends_our_map_only_where_results_support_it(result, tmp_path, monkeypatch):
     # plots take seconds
     monkeypatch.setattr(pictures, "PICTURES", dict.fromkeys(pictures.PICTURES, lambda result: None))
     monkeypatch.setattr(pictures, "write_plot", lambda figure, folder, name: b"")
@@ -165,7 +165,7 @@ def test_a_longer_query_sharpens_softmax_and_leaves_a_homogeneous_map_as_it_is(r
     assert len(flat) == len(FACTORS)
 
 
-def test_weights_by_nearness_are_those_of_the_keys(result):
+def test_weights_by_nearness_match_the_keys(result):
     for finding in result.found:
         weights = finding.diagnosis.by_nearness
         assert weights.shape == (16, 32)
@@ -189,7 +189,7 @@ def test_only_the_feature_map_differs_between_methods(entry, task):
     assert names == {name for name, _ in softmax.named_parameters()}
 
 
-def test_what_is_timed_is_the_network_of_the_demo_with_more_tokens():
+def test_the_timed_network_is_the_demo_network_with_more_tokens():
     assert network(CHOSEN[0], 100).positions.shape[0] == 100
     times = milliseconds(CHOSEN[:2], tokens=(64, 128), rounds=1)
     assert all(len(each) == 2 and min(each) > 0 for each in times.values())

@@ -54,7 +54,7 @@ def result(nalaformer, linear):
         ),
     ],
 )
-def test_who_leads_is_one_plain_sentence(nalaformer, linear, sentence):
+def test_the_leader_is_one_plain_sentence(nalaformer, linear, sentence):
     assert sentence in result(nalaformer, linear).findings()
 
 
@@ -114,14 +114,14 @@ def test_our_map_stands_beside_softmax_and_the_best_published_one():
     ],
     ids=["led", "not sharper", "not flat"],
 )
-def test_our_map_is_not_recommended_where_the_figures_speak_against_it(given, sentence):
+def test_our_map_is_not_recommended_against_the_results(given, sentence):
     found = with_ours((0.936, 0.937, 0.94), **given)
     assert sentence in found.findings()
     assert not found.ours_is_recommended
     assert not any("recommend" in line for line in found.findings())
 
 
-def test_times_are_written_without_powers_of_ten():
+def test_times_are_written_without_exponents():
     found = result((0.87, 0.88), (0.78, 0.79))
     assert found.findings()[-1] == (
         "A sequence of 1,024 tokens takes one core 4.57 ms with softmax and 2 ms with NaLaFormer; one of 16,384 tokens "

@@ -28,7 +28,7 @@ SMALL = (
 )
 
 
-def test_no_setting_is_without_a_test_of_its_effect():
+def test_every_setting_has_an_effect_test():
     assert SPRINT.missing() == []
 
 
@@ -52,7 +52,7 @@ def train_one_step(**settings):
 
 
 @SPRINT.of("beta2")
-def test_the_second_moment_forgets_by_beta2():
+def test_the_second_moment_decays_by_beta2():
     (_, small), (_, large) = (train_one_step(beta2=beta2) for beta2 in (0.9, 0.99))
     for ours, theirs in zip(small.parameters, large.parameters, strict=True):
         one, other = (s.optimizer.state[p]["exp_avg_sq"] for s, p in ((small, ours), (large, theirs)))
@@ -94,7 +94,7 @@ def test_gradients_are_clipped():
 
 
 @SPRINT.of("schedule", "warmup", "warmup_learning_rate", "min_learning_rate")
-def test_rates_are_those_of_the_schedule():
+def test_rates_follow_the_schedule():
     rates = make_training(
         steps=8, schedule="linear", warmup=4, warmup_learning_rate=0.0, min_learning_rate=0.0, learning_rate=1.0
     )
@@ -107,7 +107,7 @@ def test_rates_are_those_of_the_schedule():
 
 
 @SPRINT.of("decay_at")
-def test_rates_fall_where_the_schedule_of_steps_says():
+def test_rates_drop_at_the_scheduled_steps():
     rates = make_training(steps=4, schedule="steps", decay_at=(1, 3), warmup=0, learning_rate=1.0, min_learning_rate=0.0)
     assert rates.host_rates == pytest.approx([1.0, 0.1, 0.1, 0.01])
 
@@ -165,7 +165,7 @@ def test_warmup_and_rates_keep_their_proportions():
 
 
 @SPRINT.of("seed")
-def test_weights_and_order_follow_the_seed_of_the_run(tmp_path, monkeypatch):
+def test_weights_and_order_follow_the_run_seed(tmp_path, monkeypatch):
     started = []
 
     class Noted(CapturedTraining):
@@ -204,7 +204,7 @@ def test_a_run_learns_from_train_is_chosen_on_dev_and_tested_on_test(tmp_path, m
         assert torch.equal(bucket.inputs.long(), torch.from_numpy(data.batch(range(len(data)))["inputs"]).long())
 
 
-def test_data_that_is_kept_has_the_options_of_its_split(tmp_path):
+def test_stored_data_has_the_options_for_its_split(tmp_path):
     longer = {"mixture": [[24, 3]]}
     config = make_recipe(f"eval_options={json.dumps(longer)}").task
     with prepare_task(config, tmp_path, 1, lambda line: None) as task:
@@ -218,7 +218,7 @@ NOT_FOLLOWED |= {"eval_epochs": "0.5", "batch_size": "0"}
 
 @SPRINT.of(*(name for name in NOT_FOLLOWED if name not in ("precision", "seed", "batch_size")))
 @pytest.mark.parametrize(("name", "value"), [*NOT_FOLLOWED.items(), ("attention", "softmax"), ("initial_weights", "torch")])
-def test_settings_that_a_scoreboard_does_not_follow_are_refused(tmp_path, name, value):
+def test_settings_that_a_scoreboard_does_not_follow_raise(tmp_path, name, value):
     settings = [*SMALL, f"{name}={value}"]
     arguments = ["scoreboard", "run", "mqar_small", *settings, "--steps", 1, "--methods", "relu", "--seeds", 1]
     refused = invoke(*arguments, "--device", "cpu", "--out", tmp_path / "a.csv")

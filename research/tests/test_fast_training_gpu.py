@@ -51,7 +51,7 @@ def test_a_captured_training_run_is_the_eager_one(name, attention, monkeypatch):
         assert torch.allclose(one, other, atol=2e-4)
 
 
-def test_lessons_of_the_recall_teacher_are_captured_and_learned():
+def test_recall_teacher_lessons_are_captured_and_learned():
     lesson = Lesson(lengths=(64, 96), facts=8, steps=200, tokens=6144)
     config = TeacherConfig(width=128, heads=4, words=16, names=32, values=16, families=("multi_key",), lessons=(lesson,))
     lines: list[str] = []

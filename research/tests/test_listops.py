@@ -35,7 +35,7 @@ def listops():
     return SEQUENCES["listops"](split="train", samples=2500).batch(range(2500))
 
 
-def test_every_label_is_the_value_of_its_list(listops):
+def test_every_label_is_the_value_its_list_evaluates_to(listops):
     assert all(
         evaluate(to_words(row)) == label for row, label in zip(listops["inputs"][:400], listops["targets"], strict=False)
     )
@@ -81,7 +81,7 @@ def test_no_list_comes_twice(listops):
     assert len({row.tobytes() for row in listops["inputs"]}) == len(listops["inputs"])
 
 
-def test_the_shortcuts_of_listops_are_as_stated(listops):
+def test_listops_shortcuts_are_as_stated(listops):
     roots, labels = listops["inputs"][:, 0], listops["targets"]
     majority = np.bincount(labels).max() / len(labels)
     by_root = sum(np.bincount(labels[roots == root]).max() for root in np.unique(roots)) / len(labels)
@@ -100,6 +100,6 @@ def test_the_sky_form_is_the_same_lists_without_closing_brackets():
     assert np.array_equal(whole["targets"], sky["targets"])
 
 
-def test_impossible_lists_are_refused():
+def test_impossible_lists_raise():
     with pytest.raises(ValueError, match="longest >= shortest"):
         make("listops", shortest=50, longest=55)

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from research.scoreboard import METHODS_OF_THE_BOARD, read_rows
-from research.scoreboard.picture import NAMED, TEXT, draw, drawn, values_to_plot
+from research.scoreboard.picture import NAMED, TEXT, draw, draw_plot, values_to_plot
 from research.scoreboard.report import save_rows
 from research.scoreboard.tables import read_folder_rows
 from research.tests.commands import invoke
@@ -39,14 +39,14 @@ def test_points_have_both_lookups_and_texts_are_in_order():
     assert list(figures.texts) == ["softmax", "relu"]
 
 
-def test_the_picture_names_its_points_and_shows_every_text():
-    lookups, texts = drawn(values_to_plot(ROWS)).axes
+def test_the_plot_names_its_points_and_shows_every_text():
+    lookups, texts = draw_plot(values_to_plot(ROWS)).axes
     assert [text.get_text() for text in lookups.texts] == ["nala"]
     assert [label.get_text() for label in texts.get_yticklabels()] == ["relu", "softmax"]
     assert [text.get_text() for text in texts.texts] == ["28.0", "15.0"]
 
 
-def test_the_picture_of_the_docs_shows_the_results_of_the_project():
+def test_the_documented_plot_shows_current_results():
     assert Image.open(PROJECT / "docs" / "scoreboard.png").text[TEXT] == values_to_plot(read_folder_rows(RESULTS)).text
     assert set(NAMED) <= set(values_to_plot(read_folder_rows(RESULTS)).lookups)
 

@@ -52,7 +52,7 @@ def head(model: SequenceClassifier, x: Tensor) -> Tensor:
     return (x @ first.weight.T + first.bias).relu() @ last.weight.T + last.bias
 
 
-def test_every_option_of_the_models_of_sequences_is_seen_to():
+def test_every_sequence_model_option_has_a_test():
     assert (CLASSIFIER.missing(), RECALL.missing(), ALONE.missing()) == ([], [], [])
 
 
@@ -102,7 +102,7 @@ def test_zeros_are_hidden_from_attention_and_from_the_mean_where_asked(hiding, m
 @CLASSIFIER.of("most_visible")
 @pytest.mark.parametrize("attention", ["softmax", "norm_aware"])
 @torch.no_grad()
-def test_hidden_tokens_may_be_left_out(attention):
+def test_masked_tokens_may_be_skipped(attention):
     options = TASK | SMALL | {"attention": attention, "hide_zero": True, "mean_over": "visible"}
     model = perturb(SequenceClassifier(**options))
     short = perturb(SequenceClassifier(**options, most_visible=6))
@@ -122,7 +122,7 @@ def test_hidden_tokens_may_be_left_out(attention):
 
 @CLASSIFIER.of("answers", "channels")
 @torch.no_grad()
-def test_answers_are_of_tokens_pairs_or_whole_sequences():
+def test_answers_follow_tokens_pairs_or_whole_sequences():
     vectors = {"answers": "tokens", "outputs": 3, "length": 9, "channels": 4}
     model, x = perturb(SequenceClassifier(**vectors, **SMALL)), torch.randn(2, 9, 4, dtype=torch.float64)
     torch.testing.assert_close(model(x), head(model, encoded_by_hand(model, x, None)), rtol=1e-9, atol=1e-9)
@@ -157,7 +157,7 @@ def test_one_attention_stands_between_two_projections(changes):
 @CLASSIFIER.of("dropout")
 @RECALL.of("dropout")
 @torch.no_grad()
-def test_dropout_is_that_of_every_place_and_of_training_alone():
+def test_dropout_acts_everywhere_and_only_in_training():
     classifier = SequenceClassifier(**TASK, **(SMALL | {"dropout": 0.4}))
     places = [module.p for module in classifier.modules() if isinstance(module, nn.Dropout)]
     assert places == [0.4] * (1 + 2 * 2)
