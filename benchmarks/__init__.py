@@ -13,13 +13,30 @@ from .language_training import run_training
 from .measurement import CallMeasurement, Measurement, Result
 from .models import MODEL_VARIANTS, ModelMeasurement, run_models
 from .ops import OpMeasurement
-from .peers import left_out
+from .peers import skipped_peers
 from .runner import measure
 from .super_resolution import run_super_resolution
 
 __all__ = [
-    "IMPLEMENTATIONS", "MODEL_VARIANTS", "CallMeasurement", "Case", "Implementation", "Measurement", "ModelMeasurement",
-    "OpMeasurement", "Result", "cases_for", "describe_machine", "extras", "left_out", "measure", "median_ms",
-    "run_backbone_peers", "run_generation",
-    "run_language", "run_models", "run_super_resolution", "run_training",
+    "IMPLEMENTATIONS",
+    "MODEL_VARIANTS",
+    "CallMeasurement",
+    "Case",
+    "Implementation",
+    "Measurement",
+    "ModelMeasurement",
+    "OpMeasurement",
+    "Result",
+    "cases_for",
+    "describe_machine",
+    "extras",
+    "measure",
+    "median_ms",
+    "run_backbone_peers",
+    "run_generation",
+    "run_language",
+    "run_models",
+    "run_super_resolution",
+    "run_training",
+    "skipped_peers",
 ]  # fmt: skip

@@ -118,17 +118,17 @@ def run_bench_language(device: str, out: Path | None, seconds: float, plan: dict
 
 
 def run_bench_ops(device: str, out: Path, quick: bool, shapes: list[str], seconds: float) -> None:
-    from . import cases_for, describe_machine, left_out
+    from . import cases_for, describe_machine, skipped_peers
     from .ops import plan
     from .ops_report import COLUMNS, results_table, summary_lines
-    from .runner import headline, recorded
+    from .runner import headline, record_results
 
     console = make_console()
     machine, measurements = describe_machine(), plan(cases_for(device, quick=quick, shapes=shapes), device)
     console.print(headline(machine, measurements[0]))
     results = []
     with progress_bar(console, measurements[0].label, total=len(measurements)) as (progress, bar):
-        for result in recorded(measurements, out, COLUMNS, machine, seconds=seconds):
+        for result in record_results(measurements, out, COLUMNS, machine, seconds=seconds):
             results.append(result)
             # the bar names the measurement that starts now
             coming = measurements[min(len(results), len(measurements) - 1)].label
@@ -137,7 +137,7 @@ def run_bench_ops(device: str, out: Path, quick: bool, shapes: list[str], second
                 # without a terminal there is no bar, and minutes would pass in silence
                 console.print(f"[{len(results)}/{len(measurements)}] {result.line}", soft_wrap=True)
     console.print(results_table(results))
-    for line in summary_lines(results, left_out(device)):
+    for line in summary_lines(results, skipped_peers(device)):
         console.print(line)
     console.print(f"results: {out}", soft_wrap=True)
     exit_by(results)

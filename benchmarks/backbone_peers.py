@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nalaformer.machine import describe_machine
 from nalaformer.ops import use_backend
 
-from .cases import refuse_missing_device
+from .cases import check_device
 from .measurement import Result
 from .models import FORWARD, MODEL_COLUMNS, TRAINING, BackboneMeasurement, checked_image_sizes, make_backbone_call
 from .runner import Bar, Say, busy_lines, mistake_lines, run_plan, say_on_stdout
@@ -105,9 +105,9 @@ class PeerMeasurement(BackboneMeasurement):
         images = torch.randn(1, 3, self.image_size, self.image_size, generator=generator)
         return images.expand(self.batch, -1, -1, -1).to(self.device, self.weights).contiguous()
 
-    def figures(self, built: nn.Module, *, seconds: float, memory: bool) -> dict[str, Any]:
+    def measure_call(self, built: nn.Module, *, seconds: float, memory: bool) -> dict[str, Any]:
         # graphs hold their memory from one call to the next: no call takes any
-        return super().figures(built, seconds=seconds, memory=memory and not self.has_graphs)
+        return super().measure_call(built, seconds=seconds, memory=memory and not self.has_graphs)
 
     def make_call(self, built: nn.Module) -> Callable[[], object]:
         is_mixed = self.direction == TRAINING and self.device == "cuda"
@@ -116,14 +116,14 @@ class PeerMeasurement(BackboneMeasurement):
         if not self.has_graphs:
             return call
 
-        def replayed() -> object:
+        def replay() -> object:
             # this lets the replay overwrite the output of the call before
             torch.compiler.cudagraph_mark_step_begin()
             return call()
 
         for _ in range(RECORDING_CALLS):
-            replayed()
-        return replayed
+            replay()
+        return replay
 
     def row(self, result: Result[Any]) -> dict[str, object]:
         return {"model": self.model, "variant": self.form} | super().row(result)
@@ -134,7 +134,7 @@ PeerResult = Result[PeerMeasurement]
 
 def plan_peers(device: str, sizes: Sequence[int] | None = None) -> list[PeerMeasurement]:
     """Return the plan: first ours and ConvNeXt-T, which the bars need."""
-    refuse_missing_device(device)
+    check_device(device)
     sizes = checked_image_sizes(SIZES[device] if sizes is None else sizes)
     everything = [
         PeerMeasurement(
@@ -184,13 +184,13 @@ def peer_bars(results: Sequence[PeerResult]) -> list[Bar]:
     found = []
     for size, direction in dict.fromkeys(key[:2] for key in speed):
 
-        def of(model: str, *forms: str, at: tuple[int, str] = (size, direction)) -> float:
+        def fastest(model: str, *forms: str, at: tuple[int, str] = (size, direction)) -> float:
             """The fastest of the forms; 0: none was measured."""
             return max((speed.get((*at, model, form), 0.0) or 0.0 for form in forms), default=0.0)
 
-        ours, peer = of(OURS, *OUR_FORMS[direction]), of(CONVNEXT, *FORMS)
-        eager, compiled = of(OURS, EAGER), of(OURS, COMPILED)
-        folded, folded_compiled = of(OURS, FOLDED), of(OURS, FOLDED_COMPILED)
+        ours, peer = fastest(OURS, *OUR_FORMS[direction]), fastest(CONVNEXT, *FORMS)
+        eager, compiled = fastest(OURS, EAGER), fastest(OURS, COMPILED)
+        folded, folded_compiled = fastest(OURS, FOLDED), fastest(OURS, FOLDED_COMPILED)
         promises = (
             (f"{OURS} at least {LEAST[direction]:g}x as fast as {CONVNEXT}", ours, peer, LEAST[direction]),
             (f"{OURS} compiled no slower than eager", compiled, eager, 1.0),

@@ -100,7 +100,7 @@ QUICK = (*GROWTH[:2], Case(batch=1, heads=1, tokens=3136))
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
-def refuse_missing_device(device: str) -> None:
+def check_device(device: str) -> None:
     if device not in DTYPES:
         raise ValueError(f"device must be one of {', '.join(DTYPES)}, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
@@ -109,7 +109,7 @@ def refuse_missing_device(device: str) -> None:
 
 def cases_for(device: str, *, quick: bool = False, shapes: Sequence[str] = ()) -> tuple[Case, ...]:
     """The cases of a device; `quick` is a look in under a minute or two. shapes: only those, as a row of the CSV names them."""
-    refuse_missing_device(device)
+    check_device(device)
     known = {case.shape: case for case in (QUICK if quick else CASES[device])}
     for shape in shapes:
         if shape not in known:

@@ -66,7 +66,7 @@ class DecodeMeasurement(Measurement):
     def check(self, built: Any) -> float:
         return checked_error(built, self.study)
 
-    def figures(self, built: Any, *, seconds: float, memory: bool) -> dict[str, Any]:
+    def measure_call(self, built: Any, *, seconds: float, memory: bool) -> dict[str, Any]:
         """The number of steps is the study's, whatever the seconds."""
         of_this = {EAGER: measure_eager, GENERATE: measure_generate}.get(self.timed, measure_in_place)
         return of_this(built, self.study, self.context, self.batch)
@@ -78,7 +78,7 @@ class DecodeMeasurement(Measurement):
             **{"ms_per_step": result.median_ms, "tokens_per_second": result.per_second, "peak_mib": result.peak_mib},
         }
 
-    def said(self, result: Result[Any]) -> str:
+    def describe(self, result: Result[Any]) -> str:
         return f"{result.cache_mib:,.1f} MiB, {result.median_ms:.3f} ms a step"
 
 

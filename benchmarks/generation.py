@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nalaformer.ops import use_backend
 
-from .cases import refuse_missing_device
+from .cases import check_device
 from .image_cost import ChartStyle, ImageMeasurement, by_place, run_image_costs
 from .measurement import Result
 from .runner import Say, say_on_stdout
@@ -122,7 +122,7 @@ def plan_generation(
     device: str, sizes: Sequence[int] | None = None, *, depth: int | None = None, width: int | None = None
 ) -> list[StepMeasurement]:
     """Return the plan, the smallest size first. depth, width: sizes of a smaller network, for a quick look."""
-    refuse_missing_device(device)
+    check_device(device)
     sizes = IMAGE_SIZES[device] if sizes is None else sizes
     unit = REDUCTION * PATCH
     if not sizes or any(size < unit or size % unit for size in sizes):

@@ -11,7 +11,7 @@ from nalaformer.machine import Machine, describe_machine
 
 from .measurement import OUT_OF_MEMORY, CallMeasurement, Result
 from .models import LARGEST_ERROR
-from .runner import Say, busy_lines, mistake_lines, name_of, rounded, run_plan
+from .runner import Say, busy_lines, dtype_name, format_number, mistake_lines, run_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class ImageMeasurement(CallMeasurement):
     def setting(self) -> str:
         """Setting that differs between measurements of one variant on one image."""
 
-    def said(self, result: Result[Any]) -> str:
-        memory = "" if result.peak_extra_mib is None else f", {rounded(result.peak_extra_mib)} MiB"
+    def describe(self, result: Result[Any]) -> str:
+        memory = "" if result.peak_extra_mib is None else f", {format_number(result.peak_extra_mib)} MiB"
         return f"{result.median_ms:.4g} ms{memory}"
 
 
@@ -102,6 +102,6 @@ def draw_image_costs(results: Sequence[Result[M]], path: Path, machine: Machine,
         if number == 1:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     first = results[0].measurement
-    figure.suptitle(f"{style.title}, {name_of(first.dtype)}, {machine.device_name(first.device)}", fontsize=12)
+    figure.suptitle(f"{style.title}, {dtype_name(first.dtype)}, {machine.device_name(first.device)}", fontsize=12)
     save_figure(figure, path)
     return path

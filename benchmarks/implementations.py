@@ -78,7 +78,7 @@ class Implementation:
     def why_not_on(self, device: str) -> str | None:
         return self.why_missing() if device in self.devices else f"it does not run on {device}"
 
-    def given(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def select_inputs(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k, or their features where the implementation takes features."""
         if not self.features:
             return q, k

@@ -13,11 +13,11 @@ from nalaformer.ops import use_backend
 from nalaformer.ops.graphs import NotCapturable
 from nalaformer.timing import median_ms
 
-from .cases import refuse_missing_device
+from .cases import check_device
 from .language_picture import draw_language
 from .measurement import Measurement, Result
 from .memory import MIB, peak_extra_mib
-from .runner import Bar, Say, busy_lines, mistake_lines, rounded, run_plan, say_on_stdout
+from .runner import Bar, Say, busy_lines, format_number, mistake_lines, run_plan, say_on_stdout
 from .timing import OtherProcesses
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class LanguageMeasurement(Measurement):
     def check(self, built: "NaLaForCausalLM") -> float:
         return checked_error(self)
 
-    def figures(self, built: "NaLaForCausalLM", *, seconds: float, memory: bool) -> dict[str, Any]:
+    def measure_call(self, built: "NaLaForCausalLM", *, seconds: float, memory: bool) -> dict[str, Any]:
         clocks, on_gpu = OtherProcesses(), self.device == "cuda"
         cache = make_cache(self, built) if self.what == DECODE else None
         call = make_prefill(self, built) if cache is None else make_step(self, built, cache)
@@ -106,9 +106,9 @@ class LanguageMeasurement(Measurement):
 
     def row(self, result: Result[Any]) -> dict[str, object]:
         own = {name: getattr(self, name) for name in ("what", "mixer", "size", "batch", "context")}
-        return own | {"cache_filled_with": self.filled, "tokens_per_second": rounded(result.per_second)}
+        return own | {"cache_filled_with": self.filled, "tokens_per_second": format_number(result.per_second)}
 
-    def said(self, result: Result[Any]) -> str:
+    def describe(self, result: Result[Any]) -> str:
         memory = "" if result.cache_mib is None else f", cache {result.cache_mib:,.4g} MiB"
         return f"{result.median_ms:.4g} ms, {result.per_second:,.4g} tokens/s{memory}"
 
@@ -126,7 +126,7 @@ def plan_language(
     changes: Mapping[str, Any] | None = None,
 ) -> list[LanguageMeasurement]:
     """Return the plan of each mixer: the prefill of one layer, then decoding by batch and context."""
-    refuse_missing_device(device)
+    check_device(device)
     contexts, batches = sorted(set(contexts or CONTEXTS[device])), sorted(set(batches or BATCHES[device]))
     if contexts[0] < 2 or batches[0] < 1:
         raise ValueError(f"contexts must be at least 2 tokens and batches at least 1, got {contexts} and {batches}")

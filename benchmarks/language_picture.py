@@ -8,7 +8,7 @@ from nalaformer.charts import new_figure, save_figure, tidy
 from nalaformer.machine import Machine
 
 from .measurement import Result
-from .runner import name_of
+from .runner import dtype_name
 
 # by mixer
 COLOURS = {"linear": "#D55E00", "forgetting": "#009E73", "gated_delta": "#0072B2", "softmax": "#000000"}
@@ -44,7 +44,9 @@ def draw_language(shown: Sequence[Result[Any]], path: Path, machine: Machine) ->
     # one legend: both axes show the same lines
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), fontsize=8, frameon=False)
     first = shown[0].measurement
-    figure.suptitle(f"Decoding, {first.size} layout, {name_of(first.dtype)}, {machine.device_name(first.device)}", fontsize=12)
+    figure.suptitle(
+        f"Decoding, {first.size} layout, {dtype_name(first.dtype)}, {machine.device_name(first.device)}", fontsize=12
+    )
     save_figure(figure, path)
 
 

@@ -14,10 +14,10 @@ from nalaformer.ops import use_backend
 from nalaformer.registry import unknown_name
 from nalaformer.timing import median_ms
 
-from .cases import refuse_missing_device
+from .cases import check_device
 from .measurement import Measurement, Result
 from .memory import MIB
-from .runner import Say, mistake_lines, rounded, run_plan, say_on_stdout
+from .runner import Say, format_number, mistake_lines, run_plan, say_on_stdout
 from .timing import OtherProcesses
 
 TRAINING_COLUMNS = (
@@ -76,7 +76,7 @@ class TrainingMeasurement(Measurement):
     def check(self, built: None) -> float | None:
         return checked_error(self) if self.is_ours else None
 
-    def figures(self, built: None, *, seconds: float, memory: bool) -> dict[str, Any]:
+    def measure_call(self, built: None, *, seconds: float, memory: bool) -> dict[str, Any]:
         clocks, step = OtherProcesses(), make_step(self)
         milliseconds = median_ms(step, device=self.device, seconds=seconds, capture=False)
         peak = None
@@ -88,9 +88,9 @@ class TrainingMeasurement(Measurement):
 
     def row(self, result: Result[Any]) -> dict[str, object]:
         own = {name: getattr(self, name) for name in ("model", "form", "size", "batch", "context")}
-        return own | {"tokens_per_second": rounded(result.per_second), "peak_mib": rounded(result.peak_mib)}
+        return own | {"tokens_per_second": format_number(result.per_second), "peak_mib": format_number(result.peak_mib)}
 
-    def said(self, result: Result[Any]) -> str:
+    def describe(self, result: Result[Any]) -> str:
         memory = "" if result.peak_mib is None else f", peak {result.peak_mib / 1024:.1f} GiB"
         return f"{result.per_second:,.0f} tokens/s, {result.median_ms:.4g} ms{memory}"
 
@@ -108,7 +108,7 @@ def plan_training(
     changes: Mapping[str, Any] | None = None,
 ) -> list[TrainingMeasurement]:
     """Return the plan, model by model: each is checked once. shapes: rows x tokens, such as "16x2048"."""
-    refuse_missing_device(device)
+    check_device(device)
     for name, chosen, known in (("model", models, MODELS), ("form", forms, FORMS)):
         for given in chosen or ():
             if given not in known:
@@ -118,11 +118,11 @@ def plan_training(
         TrainingMeasurement(model=model, form=form, batch=batch, context=context, **common)
         for model in models or MODELS
         for form in forms or (EAGER,)
-        for batch, context in ([shape_of(text) for text in shapes] if shapes else SHAPES[device])
+        for batch, context in ([parse_shape(text) for text in shapes] if shapes else SHAPES[device])
     ]
 
 
-def shape_of(text: str) -> tuple[int, int]:
+def parse_shape(text: str) -> tuple[int, int]:
     batch, _, context = text.partition("x")
     if not (batch.isdigit() and context.isdigit() and int(batch) > 0 and int(context) > 1):
         raise ValueError(f"a shape must be rows x tokens, at least two tokens, as 16x2048, got {text!r}")
@@ -192,15 +192,15 @@ def make_step(measurement: TrainingMeasurement) -> Callable[[], Tensor]:
     tokens = make_tokens(measurement, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def loss_of(tokens: Tensor) -> Tensor:
+    def compute_loss(tokens: Tensor) -> Tensor:
         return model(tokens, labels=tokens).loss
 
-    call: Callable[[Tensor], Tensor] = loss_of
+    call: Callable[[Tensor], Tensor] = compute_loss
     if measurement.form == BLOCKS:
         for block in model.model.layers:
             block.compile()
     elif measurement.form == WHOLE:
-        call = torch.compile(loss_of)
+        call = torch.compile(compute_loss)
 
     def step() -> Tensor:
         optimizer.zero_grad()

@@ -71,11 +71,11 @@ class Measurement(ABC):
         """The relative error of what is timed; None where there is nothing to compare it with."""
 
     what_counts = ""
-    """What is held before the call, and what counts as extra memory. It travels with every row: figures of two files are
-    comparable only if it is the same."""
+    """What is held before the call, and what counts as extra memory. Every row has it: results of two files are comparable
+    only if it is the same."""
 
     @abstractmethod
-    def figures(self, built: Any, *, seconds: float, memory: bool) -> dict[str, Any]:
+    def measure_call(self, built: Any, *, seconds: float, memory: bool) -> dict[str, Any]:
         """Fields of the result: time, and memory where it is asked for and the system counts it."""
 
     # ---- what is written and said
@@ -85,7 +85,7 @@ class Measurement(ABC):
         """Columns of its own; the runner adds those of the result and of the machine."""
 
     @abstractmethod
-    def said(self, result: "Result[Any]") -> str:
+    def describe(self, result: "Result[Any]") -> str:
         """Describe the metrics of a result in words."""
 
 
@@ -104,7 +104,7 @@ class CallMeasurement(Measurement):
         """One like it that starts threads and libraries of a fresh process. None: it is measured in this process."""
         return None
 
-    def figures(self, built: Any, *, seconds: float, memory: bool) -> dict[str, Any]:
+    def measure_call(self, built: Any, *, seconds: float, memory: bool) -> dict[str, Any]:
         clocks, small, mebibytes = OtherProcesses(), self.small(), None
         if small is not None and memory and self.device == "cpu" and can_measure("cpu"):
             given = {"kind": f"{type(self).__module__}:{type(self).__name__}", "small": asdict(small), "whole": asdict(self)}
@@ -180,23 +180,23 @@ class Result(Generic[M]):
     @property
     def line(self) -> str:
         if self.outcome == MEASURED:
-            return f"{self.measurement.label}: {self.measurement.said(self)}"
+            return f"{self.measurement.label}: {self.measurement.describe(self)}"
         off = f", relative error {self.error:.2g}" if self.outcome == WRONG and self.error is not None else ""
         return f"{self.measurement.label}: {self.verdict}{off}"
 
 
-def outcome_of(error: BaseException) -> dict[str, Any]:
+def error_outcome(error: BaseException) -> dict[str, Any]:
     """The fields of a result that broke off."""
-    return {"outcome": OUT_OF_MEMORY if is_out_of_memory(error) else FAILED, "reason": " ".join(str(error).split())[:300]}
+    return {"outcome": OUT_OF_MEMORY if is_memory_error(error) else FAILED, "reason": " ".join(str(error).split())[:300]}
 
 
-def failure_of(error: BaseException) -> str:
+def failure_note(error: BaseException) -> str:
     """Return the note of a row whose work failed."""
-    found = outcome_of(error)
+    found = error_outcome(error)
     return f"{FAILED}: {found['reason']}" if found["outcome"] == FAILED else OUT_OF_MEMORY
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_memory_error(error: BaseException) -> bool:
     """On a GPU torch has a class for it, on a CPU only words, which also come back from a fresh process."""
     words = ("out of memory", "can't allocate memory", "not enough memory", "MemoryError")
     is_named_so = any(word in str(error) for word in words)

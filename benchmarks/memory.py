@@ -29,9 +29,9 @@ def peak_extra_mib(call: Callable[[], object], *, device: str = "cpu") -> float:
     else:
         _give_back_freed_memory()
         _reset_peak()
-        before = _resident("VmRSS")
+        before = _read_mib("VmRSS")
         call()
-        peak = _resident("VmHWM")
+        peak = _read_mib("VmHWM")
     return max(0, peak - before) / MIB
 
 
@@ -46,7 +46,7 @@ def can_measure(device: str) -> bool:
     return True
 
 
-def _resident(field: str) -> int:
+def _read_mib(field: str) -> int:
     for line in STATUS.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return 1024 * int(line.split()[1])

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from nalaformer.machine import describe_machine
 from nalaformer.ops import use_backend
 
-from .cases import refuse_missing_device
-from .measurement import CallMeasurement, Result, is_out_of_memory
-from .runner import Bar, Say, busy_lines, cell, mistake_lines, rounded, run_plan, say_on_stdout
+from .cases import check_device
+from .measurement import CallMeasurement, Result, is_memory_error
+from .runner import Bar, Say, busy_lines, cell, format_number, mistake_lines, run_plan, say_on_stdout
 
 MODEL_COLUMNS = (
     "model", "variant", "device", "threads", "dtype", "batch", "image_size", "direction", "outcome", "images_per_second",
@@ -83,9 +83,9 @@ class BackboneMeasurement(CallMeasurement):
 
     def row(self, result: Result[Any]) -> dict[str, object]:
         own = {name: getattr(self, name) for name in ("batch", "image_size", "direction")}
-        return own | {"images_per_second": rounded(result.per_second)}
+        return own | {"images_per_second": format_number(result.per_second)}
 
-    def said(self, result: Result[Any]) -> str:
+    def describe(self, result: Result[Any]) -> str:
         memory = "" if result.peak_extra_mib is None else f", {result.peak_extra_mib:,.0f} MiB"
         return f"{result.per_second:.4g} images/s, {result.median_ms:.4g} ms{memory}"
 
@@ -157,7 +157,7 @@ def plan_models(
     device: str, sizes: Sequence[int] | None = None, *, changes: Mapping[str, Any] | None = None
 ) -> list[ModelMeasurement]:
     """Return the plan in order: first what the bars need."""
-    refuse_missing_device(device)
+    check_device(device)
     sizes = checked_image_sizes(DEFAULT_SIZES[device] if sizes is None else sizes)
     everything = [
         ModelMeasurement(
@@ -225,7 +225,7 @@ def relative_error(measurement: ModelMeasurement) -> float | None:
             with use_backend("reference"):
                 expected = model(image).double()
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not is_memory_error(error):
                 raise
             return None
         with use_backend(MODEL_VARIANTS[measurement.variant].backend):

@@ -58,11 +58,11 @@ class OpMeasurement(CallMeasurement):
     def small(self) -> Self:
         return replace(self, case=replace(self.case, tokens=min(64, self.case.tokens)))
 
-    def figures(self, built: None, *, seconds: float, memory: bool) -> dict[str, Any]:
+    def measure_call(self, built: None, *, seconds: float, memory: bool) -> dict[str, Any]:
         if self.case.eager:
             return {"median_ms": host_ms(self.make_call(built), seconds=seconds)}
         # a step prepares a state from inputs that its call no longer holds: beside those its memory says nothing
-        found = super().figures(built, seconds=seconds, memory=memory and not self.case.step)
+        found = super().measure_call(built, seconds=seconds, memory=memory and not self.case.step)
         return found | {"floor_ms": floor_ms(self) if self.device == "cuda" and not self.case.step else None}
 
     @classmethod
@@ -73,7 +73,7 @@ class OpMeasurement(CallMeasurement):
         case = self.case
         return {"op": case.op, "implementation": self.implementation, "shape": case.shape, "direction": self.direction}
 
-    def said(self, result: Result[Any]) -> str:
+    def describe(self, result: Result[Any]) -> str:
         return f"{result.median_ms:.4g} ms"
 
 
@@ -124,7 +124,7 @@ def make_step_call(measurement: OpMeasurement) -> Callable[[], Tensor]:
 def laid_out(implementation: Implementation, measurement: OpMeasurement) -> list[Tensor]:
     """q, k, v and the output's gradient in the implementation's own order, contiguous."""
     q, k, v, out_gradient = measurement.case.inputs(device=measurement.device, dtype=measurement.dtype)
-    inputs = (*implementation.given(q, k), v, out_gradient)
+    inputs = (*implementation.select_inputs(q, k), v, out_gradient)
     return [x.transpose(1, 2).contiguous() if implementation.heads_first else x for x in inputs]
 
 
@@ -133,7 +133,7 @@ def relative_error(measurement: OpMeasurement) -> float:
     implementation = IMPLEMENTATIONS[measurement.implementation]
     case = measurement.case
     q, k, v, out_gradient = measurement.case.inputs(device=measurement.device, dtype=measurement.dtype)
-    q, k = implementation.given(q, k)
+    q, k = implementation.select_inputs(q, k)
     queries = q.shape[1]
     # the first token of a causal call sees itself alone: its gradient is zero, and what rounding leaves of it is compared with
     # the small gradients of late tokens

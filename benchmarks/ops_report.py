@@ -143,7 +143,7 @@ def time_cell(result: OpResult | None) -> str:
     return f"{text} ({result.median_ms / result.floor_ms:.1f}x)" if result and result.median_ms and result.floor_ms else text
 
 
-def summary_lines(results: Sequence[OpResult], left_out: Mapping[str, str] | None = None) -> list[str]:
+def summary_lines(results: Sequence[OpResult], skipped_peers: Mapping[str, str] | None = None) -> list[str]:
     """Return growth, bars, decoding steps, skipped peers with the reason, and failures, as sentences."""
     lines = busy_lines(results)
     for fit in growth(results):
@@ -169,6 +169,6 @@ def summary_lines(results: Sequence[OpResult], left_out: Mapping[str, str] | Non
         if result.measurement.case.eager and result.median_ms:
             who = f"{result.measurement.implementation}, an eager call, {result.measurement.direction}"
             lines.append(f"{who} ({result.measurement.case.shape}): {result.median_ms:.3g} ms of the host")
-    for name, reason in (left_out or {}).items():
+    for name, reason in (skipped_peers or {}).items():
         lines.append(f"left out: {name}, which cannot be imported here ({reason})")
     return lines + mistake_lines(results)

@@ -47,7 +47,7 @@ IMPLEMENTATIONS.register("flash-bla")(
 )
 
 
-def left_out(device: str) -> dict[str, str]:
+def skipped_peers(device: str) -> dict[str, str]:
     """Peers that could be measured on this device but cannot be imported, with the reason."""
     here = [name for name in IMPLEMENTATIONS.names() if device in IMPLEMENTATIONS[name].devices]
     reasons = {name: IMPLEMENTATIONS[name].why_missing() for name in here}

@@ -98,7 +98,7 @@ class PromptMeasurement(CallMeasurement):
             **{"length": self.length, "timed": self.direction, "ms": result.median_ms, "peak_mib": result.peak_extra_mib},
         }
 
-    def said(self, result: Result[Any]) -> str:
+    def describe(self, result: Result[Any]) -> str:
         return f"{result.median_ms:.4g} ms"
 
 

@@ -14,7 +14,7 @@ import torch
 from nalaformer.atomic_files import write_csv
 from nalaformer.machine import Machine, version_of
 
-from .measurement import MEASURED, OUT_OF_MEMORY, WRONG, M, Measurement, Result, give_back_memory, outcome_of
+from .measurement import MEASURED, OUT_OF_MEMORY, WRONG, M, Measurement, Result, error_outcome, give_back_memory
 
 Say = Callable[[str], object]
 # share of the machine's CPU time that other processes take; an idle machine stays well below
@@ -69,7 +69,7 @@ def measure(measurement: M, *, seconds: float = 2.0, memory: bool = True, prepar
     result: Result[M] = replace(prepared.checked, measurement=measurement)
     if result.outcome != MEASURED:
         return result
-    figures = measurement.figures
+    figures = measurement.measure_call
     return _attempt(result, lambda: replace(result, **figures(prepared.built, seconds=seconds, memory=memory)))
 
 
@@ -80,14 +80,14 @@ def _attempt(result: Result[M], work: Callable[[], Result[M]]) -> Result[M]:
         if result.measurement.stops_the_run(error):
             raise
         # the error itself must not live on: its frames hold the activations that did not fit
-        return replace(result, **outcome_of(error))
+        return replace(result, **error_outcome(error))
     finally:
         # a garbage collection takes long, and pays where memory is short
         if result.measurement.device == "cuda":
             give_back_memory()
 
 
-def measured(measurements: Iterable[M], *, seconds: float, deadline: float = inf) -> Iterator[Result[M]]:
+def run_measurements(measurements: Iterable[M], *, seconds: float, deadline: float = inf) -> Iterator[Result[M]]:
     """Each result as it comes; nothing is begun after the deadline (of time.monotonic)."""
     prepared = None
     for measurement in measurements:
@@ -100,15 +100,15 @@ def measured(measurements: Iterable[M], *, seconds: float, deadline: float = inf
         yield measure(measurement, seconds=seconds, prepared=prepared)
 
 
-def recorded(
+def record_results(
     measurements: Iterable[M], path: Path, columns: Sequence[str], machine: Machine, *, seconds: float
 ) -> Iterator[Result[M]]:
     """Each result as soon as its row is in the file: if a long run stops, its measurements stay."""
     # a path that cannot be written should say so now and not after minutes
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = []
-    for result in measured(measurements, seconds=seconds):
-        rows.append(row_of(result, machine))
+    for result in run_measurements(measurements, seconds=seconds):
+        rows.append(make_row(result, machine))
         write_csv(path, columns, rows)
         yield result
 
@@ -119,7 +119,7 @@ def run_plan(
     """All results, each said and written as it comes."""
     say(headline(machine, measurements[0]))
     results = []
-    for result in recorded(measurements, path, columns, machine, seconds=seconds):
+    for result in record_results(measurements, path, columns, machine, seconds=seconds):
         results.append(result)
         say(f"[{len(results)}/{len(measurements)}] {result.line}")
     return results
@@ -130,7 +130,7 @@ def run_part(
 ) -> list[Result[M]]:
     """Run measurements as a part of a study: `add` takes the columns of a row."""
     results = []
-    for result in measured(measurements, seconds=seconds, deadline=deadline):
+    for result in run_measurements(measurements, seconds=seconds, deadline=deadline):
         results.append(result)
         add(**result.measurement.row(result), error=result.error, note=result.note if result.is_right else result.verdict)
         say(result.line)
@@ -148,18 +148,18 @@ def say_on_stdout(line: str) -> None:
 # ---- rows and sentences
 
 
-def row_of(result: Result[Any], machine: Machine) -> dict[str, object]:
+def make_row(result: Result[Any], machine: Machine) -> dict[str, object]:
     """Everything that a benchmark may have a column for: result, machine, versions, and its own columns."""
     measurement = result.measurement
     return {
         "threads": machine.threads if measurement.device == "cpu" else "",
-        "dtype": name_of(measurement.dtype),
+        "dtype": dtype_name(measurement.dtype),
         "outcome": result.verdict,
-        "median_ms": rounded(result.median_ms),
+        "median_ms": format_number(result.median_ms),
         "timed": result.timed,
-        "floor_ms": rounded(result.floor_ms),
-        "cache_mib": rounded(result.cache_mib),
-        "peak_extra_mib": rounded(result.peak_extra_mib),
+        "floor_ms": format_number(result.floor_ms),
+        "cache_mib": format_number(result.cache_mib),
+        "peak_extra_mib": format_number(result.peak_extra_mib),
         "peak_extra_means": f"{COUNTED_BY[measurement.device]}; {measurement.what_counts}",
         "relative_error": "" if result.error is None else f"{result.error:.2g}",
         "others_cpu": "" if result.others_cpu is None else f"{result.others_cpu:.2f}",
@@ -176,20 +176,19 @@ def today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def rounded(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def headline(machine: Machine, measurement: Measurement) -> str:
     device = measurement.device
     threads = f", {machine.threads} threads" if device == "cpu" else ""
-    return (
-        f"{machine.device_name(device)}{threads}, {name_of(measurement.dtype)}, torch {machine.torch}, commit {machine.commit}"
-    )
+    dtype = dtype_name(measurement.dtype)
+    return f"{machine.device_name(device)}{threads}, {dtype}, torch {machine.torch}, commit {machine.commit}"
 
 
 def busy_lines(results: Sequence[Result[Any]]) -> list[str]:

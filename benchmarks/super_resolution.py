@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nalaformer.attention import Attention
 from nalaformer.ops import use_backend
 
-from .cases import refuse_missing_device
+from .cases import check_device
 from .image_cost import ChartStyle, ImageMeasurement, by_place, run_image_costs
 from .measurement import Result
 from .models import DIRECTIONS, FORWARD, TRAINING
@@ -137,7 +137,7 @@ def plan_super_resolution(
     device: str, sides: Sequence[int] | None = None, *, model: str = "super_resolution_light"
 ) -> list[EnlargementMeasurement]:
     """Return the plan, the smallest first."""
-    refuse_missing_device(device)
+    check_device(device)
     sides = SIDES[device] if sides is None else sides
     if not sides or min(sides) < 1:
         raise ValueError(f"sides must be positive, got {list(sides)}")

@@ -259,7 +259,7 @@ def variables() -> Recipe:
     return recall("variables", options=options, model_options={"depth": 4, "mlp_ratio": 4}, steps=20_000)
 
 
-def probing(data: str) -> Recipe:
+def probe_recipe(data: str) -> Recipe:
     """Vectors as tokens, all of which see each other."""
     return Recipe(
         model="sequence_classifier",
@@ -278,7 +278,7 @@ def pointing() -> Recipe:
     Cost: 10,000 steps of 64 x 272 tokens; not measured.
     Expected: not measured; chance is 0.125.
     """
-    return probing("pointing")
+    return probe_recipe("pointing")
 
 
 @RECIPES.register("majority")
@@ -289,7 +289,7 @@ def majority() -> Recipe:
     Cost: as pointing.
     Expected: not measured; chance is 0.125.
     """
-    return probing("majority")
+    return probe_recipe("majority")
 
 
 @RECIPES.register("pointing_control")
@@ -300,7 +300,7 @@ def pointing_control() -> Recipe:
     Cost: as pointing.
     Expected: not measured; chance is 0.125.
     """
-    return probing("pointing_control")
+    return probe_recipe("pointing_control")
 
 
 @RECIPES.register("cue_cells")
@@ -311,7 +311,7 @@ def cue_cells() -> Recipe:
     Cost: 10,000 steps of 64 x 64 tokens; not measured.
     Expected: not measured; chance is 0.25. `cue_grid` is the same as an image, for backbones.
     """
-    return probing("cue_cells")
+    return probe_recipe("cue_cells")
 
 
 @RECIPES.register("softmax_teacher")

@@ -14,13 +14,13 @@ from nalaformer.tasks.base import TASKS, Loss, SummedMetrics
 
 from .models import SEQUENCE_MODELS
 from .sequences import (
-    FIGURES,
     IGNORE,
+    METRICS,
     SEQUENCES,
-    Figure,
+    Metric,
     SequenceData,
     Stored,
-    answers_of,
+    flatten_answers,
     make_sequences,
     stored_name,
 )
@@ -105,22 +105,22 @@ class Sequences:
         return SEQUENCE_MODELS[name](**facts, **options)
 
     @property
-    def figure(self) -> Figure:
+    def figure(self) -> Metric:
         """Metric of the answers."""
-        return FIGURES[self.train_data.figure]
+        return METRICS[self.train_data.figure]
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-        outputs, targets = answered(model, batch)
+        outputs, targets = select_answers(model, batch)
         weight = (targets != IGNORE).sum().item()
         return Loss(total=self.figure.loss(outputs, targets), weight=weight)
 
-    def metrics(self) -> "AnswerFigures":
+    def metrics(self) -> "AnswerMetrics":
         data = self.eval_data
         known = {"chance": data.chance, **data.shortcuts}
-        return AnswerFigures(data.groups, known=known, figure=self.figure, outputs=data.facts.outputs)
+        return AnswerMetrics(data.groups, known=known, figure=self.figure, outputs=data.facts.outputs)
 
 
-def answered(
+def select_answers(
     model: nn.Module, batch: dict[str, Tensor], *, only_answers: bool = False, most: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Outputs [n, C] and targets, [n] or [n, C], of everything that is asked; IGNORE where a sample asks less than others.
@@ -130,19 +130,19 @@ def answered(
     """
     inputs, targets = batch["inputs"], batch["targets"]
     if targets.dim() != 2:
-        return answers_of(model(inputs), targets)
+        return flatten_answers(model(inputs), targets)
     if only_answers and "answers" in batch:
         targets = targets.masked_fill(~batch["answers"], IGNORE)
     asks = targets != IGNORE
     count = most if most is not None else max(1, int(asks.sum(dim=1).max()))
     if count == targets.shape[1]:
-        return answers_of(model(inputs), targets)
+        return flatten_answers(model(inputs), targets)
     # the output layer, often the largest part of the work, runs where it matters alone
     at = asks.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
-    return answers_of(model(inputs, at=at), targets.gather(1, at))
+    return flatten_answers(model(inputs, at=at), targets.gather(1, at))
 
 
-class AnswerFigures(SummedMetrics):
+class AnswerMetrics(SummedMetrics):
     """Metrics of answers, in each group and in the mean over groups with equal weight.
 
     `known` levels, such as chance, are reported beside them.
@@ -153,7 +153,7 @@ class AnswerFigures(SummedMetrics):
         groups: tuple[str, ...],
         *,
         known: dict[str, float] | None = None,
-        figure: Figure = FIGURES["accuracy"],
+        figure: Metric = METRICS["accuracy"],
         outputs: int = 0,
     ) -> None:
         self.groups, self.known, self.figure = groups, known or {}, figure
@@ -184,9 +184,9 @@ def answer_sums(
     groups: int,
     *,
     most: int | None = None,
-    figure: Figure = FIGURES["accuracy"],
+    figure: Metric = METRICS["accuracy"],
 ) -> Tensor:
     """The terms of the figure summed over the answers of each group, [groups T] float64, on the device of the batch."""
-    terms = figure.terms(*answered(model, batch, only_answers=True, most=most))
+    terms = figure.terms(*select_answers(model, batch, only_answers=True, most=most))
     group = batch["group"].repeat_interleave(len(terms) // len(batch["group"]))
     return terms.new_zeros(groups, terms.shape[1]).index_add_(0, group, terms).flatten()

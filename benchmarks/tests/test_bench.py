@@ -14,7 +14,7 @@ from benchmarks.cases import GROWTH
 from benchmarks.implementations import OURS, PUBLISHED, published_formula
 from benchmarks.ops import BOTH, DIRECTIONS, FORWARD, plan
 from benchmarks.ops_report import COLUMNS, bars, crossover, growth, results_table, slope, summary_lines
-from benchmarks.runner import row_of
+from benchmarks.runner import make_row
 from benchmarks.tests.bench_results import TINY, counts_memory, result
 from nalaformer.atomic_files import write_csv
 
@@ -104,7 +104,7 @@ def test_the_plan_leaves_out_what_takes_too_long():
     assert longest[OURS] == 262144
 
 
-def test_unknown_and_missing_devices_are_refused_with_a_remedy(monkeypatch):
+def test_errors_for_unknown_and_missing_devices_name_a_fix(monkeypatch):
     with pytest.raises(ValueError, match="cpu, cuda, got 'tpu'"):
         cases_for("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -113,19 +113,19 @@ def test_unknown_and_missing_devices_are_refused_with_a_remedy(monkeypatch):
 
 
 @pytest.mark.parametrize("exponent", [1.0, 2.0, 0.5])
-def test_the_slope_of_a_power_is_its_exponent(exponent):
+def test_a_power_law_has_its_exponent_as_slope(exponent):
     x = [4096, 16384, 65536]
     assert slope(x, [3 * value**exponent for value in x]) == pytest.approx(exponent)
 
 
-def test_the_slope_is_that_of_least_squares():
+def test_the_slope_is_the_least_squares_slope():
     # log y = 0, 1, 0, 1 over log x = 0, 1, 2, 3: slope 1/5
     e = 2.718281828459045
     assert slope([1, e, e**2, e**3], [1, e, 1, e]) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("points", [([5.0], [1.0]), ([5.0, 5.0], [1.0, 2.0]), ([1.0, 2.0], [0.0, 1.0])])
-def test_a_slope_through_too_little_is_refused(points):
+def test_a_slope_through_too_few_points_raises(points):
     with pytest.raises(ValueError, match="slope"):
         slope(*points)
 
@@ -168,7 +168,7 @@ def test_the_csv_has_the_promised_columns_and_a_row_per_result(tmp_path):
     machine = describe_machine()
     path = tmp_path / "new" / "a.csv"
     results = [result(ms=12.345), result(implementation=PUBLISHED, ms=None, mib=None)]
-    write_csv(path, COLUMNS, [row_of(each, machine) for each in results])
+    write_csv(path, COLUMNS, [make_row(each, machine) for each in results])
     with path.open() as file:
         written = list(csv.DictReader(file))
     assert list(written[0]) == list(COLUMNS)
@@ -188,12 +188,12 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_rubbish(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("old")
     with pytest.raises(AttributeError):
-        write_csv(path, COLUMNS, (row_of(each, describe_machine()) for each in [None]))
+        write_csv(path, COLUMNS, (make_row(each, describe_machine()) for each in [None]))
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_table_shows_what_was_left_out_as_a_dash():
+def test_the_table_shows_skipped_peers_as_a_dash():
     from rich.console import Console
 
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -204,7 +204,7 @@ def test_the_table_shows_what_was_left_out_as_a_dash():
     (wrong,) = [line.split() for line in lines if PUBLISHED in line]
     assert wrong[-4:] == ["wrong", "-", "wrong", "-"]
     assert any("torch SDPA" in line for line in lines)
-    # what runs only on another device would be a column of dashes
+    # an implementation for another device would be a column of dashes
     assert not any("compiled" in line for line in lines)
 
 

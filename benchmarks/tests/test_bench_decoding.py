@@ -32,7 +32,7 @@ def build(method, study=TOY):
     return build_decoder(study, study.methods[method], device="cpu", dtype=torch.float32)
 
 
-def rows_of(study, **options):
+def run_rows(study, **options):
     rows = []
     given = {"seconds": 0.0, "say": lambda line: None, "deadline": options.pop("deadline", 1e18)}
     run_part(plan_decoding(study, "cpu"), add=lambda **row: rows.append(row), **given)
@@ -67,7 +67,7 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
         roll_(state, **given)
 
     monkeypatch.setattr("nalaformer.attention.hybrid.module.roll_", roll_too_often)
-    rows = rows_of(TOY)
+    rows = run_rows(TOY)
     assert all(row["ms_per_step"] > 0 for row in rows if row["method"] == "softmax")
     ours = [row for row in rows if row["method"] != "softmax"]
     assert len({row["method"] for row in ours}) == 3
@@ -75,12 +75,12 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
 
 
 def test_the_cap_on_salient_tokens_belongs_to_what_is_compared(monkeypatch):
-    def lose_those_who_go(state, keys, values, scores):
+    def drop_evicted(state, keys, values, scores):
         *gone, is_gone = enter(state, keys, values, scores)
         return *gone, torch.zeros_like(is_gone)
 
     enter = stepping._enter_store
-    monkeypatch.setattr(stepping, "_enter_store", lose_those_who_go)
+    monkeypatch.setattr(stepping, "_enter_store", drop_evicted)
     study = replace(TOY, max_salient=1000)
     errors = {method: checked_error(build(method, study), study) for method in study.methods}
     capped = errors.pop("still, at most 1000 salient")
@@ -126,7 +126,7 @@ def test_random_caches_have_the_shapes_that_prompts_leave(method):
 
 
 def test_every_method_context_and_batch_has_its_row():
-    rows = rows_of(TOY)
+    rows = run_rows(TOY)
     found = [(row["method"], row["length"], row["batch"], row["timed"]) for row in rows]
     expected = [
         (method, context, batch, timed)
@@ -158,4 +158,4 @@ def test_methods_are_compared_with_softmax_at_the_same_context():
 
 
 def test_nothing_begins_after_the_deadline():
-    assert rows_of(replace(TOY, contexts=(50,)), deadline=0.0) == []
+    assert run_rows(replace(TOY, contexts=(50,)), deadline=0.0) == []

@@ -33,7 +33,7 @@ def test_both_head_sizes_make_every_width():
     assert (largest.tokens, largest.width // 72, largest.depth) == (65_536, 16, 28)
 
 
-def test_a_step_sees_so_many_tokens_in_so_many_heads_of_its_attention():
+def test_a_step_has_the_given_tokens_and_attention_heads():
     from nalaformer.attention import Attention
 
     for variant, head_size in ((NORM_AWARE, 72), (SOFTMAX, 72), (SOFTMAX, 48)):
@@ -61,7 +61,7 @@ def test_a_wrong_path_is_seen(monkeypatch):
     assert measurement.check(None) > measurement.largest_error
 
 
-def test_a_run_writes_every_figure_and_a_picture(tmp_path, monkeypatch):
+def test_a_run_writes_every_result_and_a_plot(tmp_path, monkeypatch):
     # in this process: a fresh one takes seconds to start
     monkeypatch.setattr("benchmarks.measurement.can_measure", lambda device: False)
     said = []
@@ -74,7 +74,7 @@ def test_a_run_writes_every_figure_and_a_picture(tmp_path, monkeypatch):
     assert sum("time grows as N^" in line for line in said) == 4
 
 
-def result_of(variant, image_size=512, milliseconds=None, peak=None):
+def make_result(variant, image_size=512, milliseconds=None, peak=None):
     measurement = StepMeasurement(**(TINY | {"image_size": image_size}), variant=variant)
     outcome = {"outcome": OUT_OF_MEMORY} if milliseconds is None else {}
     return Result(measurement=measurement, median_ms=milliseconds, peak_extra_mib=peak, **outcome)
@@ -82,8 +82,8 @@ def result_of(variant, image_size=512, milliseconds=None, peak=None):
 
 def test_lines_say_how_much_less_and_how_it_grows(tmp_path):
     sizes = ((1024, 4.0, 100.0), (2048, 16.0, 400.0))
-    results = [result_of(NORM_AWARE, *figures) for figures in sizes]
-    results += [result_of(SOFTMAX, 1024, 8.0, 50.0), result_of(SOFTMAX, 2048)]
+    results = [make_result(NORM_AWARE, *figures) for figures in sizes]
+    results += [make_result(SOFTMAX, 1024, 8.0, 50.0), make_result(SOFTMAX, 2048)]
     first, second = comparison_lines(results)
     assert first == "4,096 tokens, heads of 72, norm-aware: 0.50 times the time of softmax, SDPA, 2.00 times its peak memory"
     assert second == "16,384 tokens, heads of 72, norm-aware: softmax, SDPA is out of memory"
@@ -97,6 +97,6 @@ def test_lines_say_how_much_less_and_how_it_grows(tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [100]])
-def test_sizes_that_make_no_whole_tokens_are_refused(sizes):
+def test_sizes_with_fractional_tokens_raise(sizes):
     with pytest.raises(ValueError, match="positive multiples of 16"):
         plan_generation("cpu", sizes)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"size": "nano", "changes": {"vocab_size": 50}, "contexts": (16, 2000), "prefill": 100}
 
 
-def test_run_writes_a_row_for_each_measurement_and_a_picture(tmp_path):
+def test_run_writes_a_row_for_each_measurement_and_a_plot(tmp_path):
     said = []
     results = run_language("cpu", tmp_path / "language.csv", seconds=0.01, say=said.append, **SMALL)
     assert {result.outcome for result in results} == {MEASURED}
@@ -42,7 +42,7 @@ def test_run_writes_a_row_for_each_measurement_and_a_picture(tmp_path):
 
 
 @pytest.mark.parametrize("mixer", bench_language.MIXERS)
-def test_random_cache_has_the_shapes_of_a_real_one(mixer):
+def test_a_random_cache_has_real_shapes(mixer):
     plan = plan_language("cpu", **SMALL | {"contexts": (64,)})
     real, random = (m for m in plan if m.what == DECODE and m.mixer == mixer)
     assert (real.filled, random.filled) == (REAL, RANDOM)
@@ -102,7 +102,7 @@ def test_bars_are_flat_decoding_one_size_and_a_fast_prefill():
     assert sum("NOT met" in line for line in language_lines(results)) == 2
 
 
-def test_plans_that_cannot_be_measured_are_refused():
+def test_plans_that_cannot_be_measured_raise():
     with pytest.raises(ValueError, match="device must be one of"):
         plan_language("tpu")
     with pytest.raises(ValueError, match="at least 2 tokens"):

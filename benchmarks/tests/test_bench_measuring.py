@@ -16,7 +16,7 @@ from benchmarks.timing import OtherProcesses
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def plant(mebibytes, keep):
+def make_holding_call(mebibytes, keep):
     """Return a call that holds this much memory, up to its end or for a moment."""
 
     def call():
@@ -29,7 +29,7 @@ def plant(mebibytes, keep):
 @counts_memory
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_planted_allocation_is_seen(keep):
-    assert 199 < peak_extra_mib(plant(200, keep)) < 260
+    assert 199 < peak_extra_mib(make_holding_call(200, keep)) < 260
 
 
 @counts_memory
@@ -39,8 +39,8 @@ def test_a_call_that_holds_nothing_needs_nothing():
 
 @counts_memory
 def test_an_earlier_peak_does_not_count():
-    plant(400, False)()
-    assert 95 < peak_extra_mib(plant(100, True)) < 160
+    make_holding_call(400, False)()
+    assert 95 < peak_extra_mib(make_holding_call(100, True)) < 160
 
 
 @counts_memory
@@ -66,7 +66,7 @@ def test_a_failing_measurement_says_what_failed():
         in_fresh_process(f"{__name__}:no_such_function", {}, seconds=0)
 
 
-def test_our_own_work_is_not_that_of_others(monkeypatch):
+def test_our_own_work_does_not_count_as_other_processes(monkeypatch):
     clocks = iter([(100.0, 50.0, 7.0), (110.0, 56.0, 11.0)])
     monkeypatch.setattr(OtherProcesses, "_clocks", lambda self: next(clocks))
     assert OtherProcesses().share() == pytest.approx(0.2)

@@ -48,12 +48,12 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(bench_measurement, "can_measure", lambda device: False)
 
 
-def measurement_of(variant=LINEAR, direction=TRAINING, size=32, device="cpu"):
+def make_measurement(variant=LINEAR, direction=TRAINING, size=32, device="cpu"):
     return ModelMeasurement(variant=variant, image_size=size, batch=2, direction=direction, device=device, changes=TINY)
 
 
-def planted(variant, ms, *, size, direction=TRAINING, outcome=MEASURED):
-    return Result(measurement=measurement_of(variant, direction, size), outcome=outcome, median_ms=ms)
+def make_result(variant, ms, *, size, direction=TRAINING, outcome=MEASURED):
+    return Result(measurement=make_measurement(variant, direction, size), outcome=outcome, median_ms=ms)
 
 
 def read(path):
@@ -94,9 +94,9 @@ def test_a_run_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not can_measure("cpu"), reason="this system does not count peak memory")
-def test_memory_is_that_of_a_fresh_process():
+def test_memory_is_measured_in_a_fresh_process():
     # the first stage alone keeps several maps of 64 x 64 tokens with 64 hidden channels: 2 images, 4 bytes
-    found = measure(measurement_of(size=256), seconds=0)
+    found = measure(make_measurement(size=256), seconds=0)
     assert found.outcome == MEASURED, found.reason
     assert 10 < found.peak_extra_mib < 500
 
@@ -118,7 +118,7 @@ def test_a_cpu_measures_one_size_unless_asked():
 
 
 @pytest.mark.parametrize(("device", "sizes", "rule"), [("tpu", None, "device must be"), ("cpu", (31,), "at least 32")])
-def test_a_plan_that_cannot_be_is_refused(device, sizes, rule):
+def test_an_impossible_plan_raises(device, sizes, rule):
     with pytest.raises(ValueError, match=rule):
         plan_models(device, sizes)
 
@@ -126,16 +126,16 @@ def test_a_plan_that_cannot_be_is_refused(device, sizes, rule):
 def test_variants_differ_in_the_stages_and_the_backend_they_are_named_for(monkeypatch):
     found = {}
 
-    def watched(measurement):
+    def build_and_watch(measurement):
         model = build(measurement)
         stages = model.config.attention_stages
         model.register_forward_hook(lambda m, i, out: found.update({measurement.variant: (stages, get_backend())}))
         return model
 
     build = bench_models.build_variant
-    monkeypatch.setattr(bench_models, "build_variant", watched)
+    monkeypatch.setattr(bench_models, "build_variant", build_and_watch)
     for name in MODEL_VARIANTS:
-        measurement_of(name, FORWARD).make_call(None)()
+        make_measurement(name, FORWARD).make_call(None)()
     assert found == {
         LINEAR: ("llll", "auto"),
         REFERENCE: ("llll", "reference"),
@@ -149,21 +149,21 @@ def test_variants_differ_in_the_stages_and_the_backend_they_are_named_for(monkey
 def test_training_is_in_train_mode_and_forward_is_not(monkeypatch):
     modes = []
 
-    def watched(measurement):
+    def build_and_watch(measurement):
         model = build(measurement)
         model.register_forward_hook(lambda m, i, out: modes.append((m.training, torch.is_grad_enabled())))
         return model
 
     build = bench_models.build_variant
-    monkeypatch.setattr(bench_models, "build_variant", watched)
+    monkeypatch.setattr(bench_models, "build_variant", build_and_watch)
     for direction in (TRAINING, FORWARD):
-        measurement_of(direction=direction).make_call(None)()
+        make_measurement(direction=direction).make_call(None)()
     assert modes == [(True, True), (False, False)]
 
 
 def test_training_differentiates_every_parameter():
-    gradients = measurement_of().make_call(None)()
-    parameters = list(bench_models.build_variant(measurement_of()).parameters())
+    gradients = make_measurement().make_call(None)()
+    parameters = list(bench_models.build_variant(make_measurement()).parameters())
     assert [g.shape for g in gradients] == [p.shape for p in parameters]
     assert all(g.isfinite().all() and g.any() for g in gradients)
 
@@ -178,10 +178,10 @@ def test_wrong_logits_are_not_timed(factor, monkeypatch, in_this_process):
 
     original = bench_models.build_variant
     monkeypatch.setattr(bench_models, "build_variant", wrong)
-    found = measure(measurement_of(), seconds=0)
+    found = measure(make_measurement(), seconds=0)
     assert (found.outcome, found.median_ms, found.per_second) == (WRONG, None, None)
     assert any(line.startswith("WRONG and not timed: 32 px x 2, linear, training") for line in model_bar_lines([found]))
-    assert measure(measurement_of(REFERENCE), seconds=0).outcome == MEASURED
+    assert measure(make_measurement(REFERENCE), seconds=0).outcome == MEASURED
 
 
 def test_too_little_memory_is_an_outcome(tmp_path, monkeypatch, in_this_process):
@@ -192,9 +192,9 @@ def test_too_little_memory_is_an_outcome(tmp_path, monkeypatch, in_this_process)
         return call
 
     monkeypatch.setattr(bench_models, "make_backbone_call", full)
-    found = measure(measurement_of(SOFTMAX), seconds=0)
+    found = measure(make_measurement(SOFTMAX), seconds=0)
     assert found.outcome == OUT_OF_MEMORY
-    row = runner.row_of(found, describe_machine())
+    row = runner.make_row(found, describe_machine())
     assert (row["outcome"], row["images_per_second"], row["median_ms"]) == (OUT_OF_MEMORY, "", "")
     assert OUT_OF_MEMORY in models_table([found])[3]
 
@@ -204,25 +204,25 @@ def test_a_reference_path_without_memory_leaves_the_others_to_be_timed(monkeypat
         if get_backend() == "reference":
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    def limited(measurement):
+    def build_limited(measurement):
         model = original(measurement)
         model.register_forward_pre_hook(fits_unless_reference)
         return model
 
     original = bench_models.build_variant
-    monkeypatch.setattr(bench_models, "build_variant", limited)
-    found = measure(measurement_of(), seconds=0)
+    monkeypatch.setattr(bench_models, "build_variant", build_limited)
+    found = measure(make_measurement(), seconds=0)
     assert (found.outcome, found.error) == (MEASURED, None)
-    assert measure(measurement_of(REFERENCE), seconds=0).outcome == OUT_OF_MEMORY
+    assert measure(make_measurement(REFERENCE), seconds=0).outcome == OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Exception])
 def test_another_error_is_told_with_its_reason(kind, monkeypatch, in_this_process):
-    def broken(*_):
+    def raise_error(*_):
         raise kind("no kernel for\nthis")
 
-    monkeypatch.setattr(bench_models, "make_backbone_call", broken)
-    found = measure(measurement_of(SOFTMAX), seconds=0)
+    monkeypatch.setattr(bench_models, "make_backbone_call", raise_error)
+    found = measure(make_measurement(SOFTMAX), seconds=0)
     assert model_bar_lines([found])[-1].endswith("softmax, training: failed: no kernel for this")
 
 
@@ -232,13 +232,13 @@ def test_another_error_is_told_with_its_reason(kind, monkeypatch, in_this_proces
 )
 def test_bars_compare_training_with_the_reference_at_224_and_softmax_at_1024(reference_ms, softmax_ms, met):
     results = [
-        planted(LINEAR, 10.0, size=224),
-        planted(REFERENCE, reference_ms, size=224),
-        planted(SOFTMAX, 1.0, size=224),
-        planted(LINEAR, 1e6, size=224, direction=FORWARD),
-        planted(LINEAR, 10.0, size=1024),
-        planted(REFERENCE, 1.0, size=1024),
-        planted(SOFTMAX, softmax_ms, size=1024),
+        make_result(LINEAR, 10.0, size=224),
+        make_result(REFERENCE, reference_ms, size=224),
+        make_result(SOFTMAX, 1.0, size=224),
+        make_result(LINEAR, 1e6, size=224, direction=FORWARD),
+        make_result(LINEAR, 10.0, size=1024),
+        make_result(REFERENCE, 1.0, size=1024),
+        make_result(SOFTMAX, softmax_ms, size=1024),
     ]
     found = model_bars(results)
     assert [bar.is_met for bar in found] == met
@@ -246,10 +246,10 @@ def test_bars_compare_training_with_the_reference_at_224_and_softmax_at_1024(ref
     assert [("NOT met" in line) for line in model_bar_lines(results)] == [not is_met for is_met in met]
 
 
-def test_a_bar_without_figures_is_never_met():
-    assert model_bars([planted(LINEAR, 10.0, size=224)]) == []
+def test_a_bar_without_results_is_never_met():
+    assert model_bars([make_result(LINEAR, 10.0, size=224)]) == []
     assert all("not measured" in line for line in model_bar_lines([]))
-    results = [planted(LINEAR, 10.0, size=1024), planted(SOFTMAX, None, size=1024, outcome=OUT_OF_MEMORY)]
+    results = [make_result(LINEAR, 10.0, size=1024), make_result(SOFTMAX, None, size=1024, outcome=OUT_OF_MEMORY)]
     (bar,) = model_bars(results)
     assert not bar.is_met
     assert OUT_OF_MEMORY in bar.measured

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import IMPLEMENTATIONS, Case, OpMeasurement, cases_for, left_out, measure
+from benchmarks import IMPLEMENTATIONS, Case, OpMeasurement, cases_for, measure, skipped_peers
 from benchmarks.implementations import OURS, Implementation
 from benchmarks.measurement import FAILED
 from benchmarks.ops import BOTH, DIRECTIONS, FORWARD, plan
@@ -68,19 +68,19 @@ def test_a_peer_is_measured_on_ready_made_features(direction, monkeypatch):
     assert found.error < 2e-6
     assert found.median_ms > 0
     assert set(shapes) == {((2, 2, 37, 16), (2, 2, 37, 16), (2, 2, 37, 8))}
-    assert "peer" not in left_out("cpu")
+    assert "peer" not in skipped_peers("cpu")
 
 
-def test_a_peer_without_its_package_is_left_out_with_the_reason(monkeypatch):
+def test_a_peer_without_its_package_is_skipped_with_the_reason(monkeypatch):
     with_peer(monkeypatch, attend_to_features, package="no_such_package.ops")
     assert "peer" not in {m.implementation for m in plan([CAUSAL], "cpu")}
-    lines = summary_lines([result(CAUSAL)], left_out("cpu"))
+    lines = summary_lines([result(CAUSAL)], skipped_peers("cpu"))
     assert any("left out: peer" in line and "No module named 'no_such_package'" in line for line in lines)
 
 
 def test_peers_for_a_gpu_are_neither_asked_for_nor_missed_on_a_cpu(monkeypatch):
     monkeypatch.setattr(Implementation, "why_missing", lambda self: pytest.fail("imported") if self.package else None)
-    assert left_out("cpu") == {}
+    assert skipped_peers("cpu") == {}
     assert not any(m.implementation.startswith(("fla", "flash-bla")) for m in plan(cases_for("cpu"), "cpu"))
 
 
@@ -106,7 +106,7 @@ def test_a_wrong_peer_is_not_timed_and_a_rough_one_is(monkeypatch):
     assert measure(measurement, seconds=0, memory=False).median_ms is None
 
 
-def test_the_oracle_of_peers_is_normalised_attention_over_all_keys_too():
+def test_the_peer_oracle_is_normalized_attention_over_all_keys_too():
     q, k, v = (torch.rand(1, 5, 1, 4, dtype=torch.float64) for _ in range(3))
     weights = torch.einsum("bihf,bjhf->bhij", q, k)
     expected = torch.einsum("bhij,bjhd->bihd", weights / (weights.sum(-1, keepdim=True) + 5e-6), v)
@@ -125,7 +125,7 @@ def test_a_decoding_step_is_checked_against_all_tokens_and_timed(name):
     assert any(f"{name}, one step of decoding" in line and "microseconds" in line for line in summary_lines([found]))
 
 
-def test_a_step_that_forgets_a_token_is_wrong(monkeypatch):
+def test_a_step_that_drops_a_token_is_wrong(monkeypatch):
     ours = IMPLEMENTATIONS[OURS]
     forgetful = replace(ours, make_step=lambda q, k, v: ours.make_step(q, k[:, 1:], v[:, 1:]))
     monkeypatch.setitem(IMPLEMENTATIONS._entries, "forgetful", forgetful)

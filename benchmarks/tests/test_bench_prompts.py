@@ -13,7 +13,7 @@ SMALL = PromptShape(heads=2, key_heads=1, head_dim=8)
 TOY = PromptStudy(shapes=(SMALL,), lengths=(40, 56), chunk_size=8, max_salient=8, checked=45, longest_torch=40, seconds=0.0)
 
 
-def rows_of(study, deadline=1e18):
+def run_rows(study, deadline=1e18):
     rows = []
     plan, quiet = plan_prompts(study, "cpu"), lambda line: None
     runner.run_part(plan, seconds=study.seconds, add=lambda **row: rows.append(row), say=quiet, deadline=deadline)
@@ -22,7 +22,7 @@ def rows_of(study, deadline=1e18):
 
 @pytest.mark.slow
 def test_every_method_is_timed_both_ways_at_every_length():
-    rows = rows_of(TOY)
+    rows = run_rows(TOY)
     assert all(row["ms"] > 0 for row in rows)
     assert max(row["error"] for row in rows) < 2e-5
     timed = {(row["method"], row["length"], row["timed"]) for row in rows}
@@ -39,7 +39,7 @@ def test_a_wrong_method_is_not_timed(monkeypatch):
         return out if q.dtype == torch.float64 else 1.01 * out
 
     monkeypatch.setattr(prompts, "hybrid_attention", slightly_off)
-    assert {row["method"]: row["note"] for row in rows_of(TOY)} == {
+    assert {row["method"]: row["note"] for row in run_rows(TOY)} == {
         name: "" if name == SOFTMAX else "wrong" for name in TOY.methods
     }
 
@@ -65,7 +65,7 @@ def test_gradients_are_compared_too(monkeypatch):
 
 
 def test_nothing_is_begun_after_the_deadline():
-    assert rows_of(TOY, deadline=0.0) == []
+    assert run_rows(TOY, deadline=0.0) == []
 
 
 def test_the_cap_on_salient_tokens_belongs_to_what_is_compared(monkeypatch):
@@ -93,7 +93,7 @@ def test_no_length_is_begun_after_the_deadline(monkeypatch):
 
     monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(runner, "measure", measure)
-    rows = rows_of(replace(TOY, lengths=(40, 48, 56)), deadline=2.5)
+    rows = run_rows(replace(TOY, lengths=(40, 48, 56)), deadline=2.5)
     # the third measurement begins in time, nothing after it does
     found = [(row["method"], row["length"], row["timed"]) for row in rows]
     assert found == [(SOFTMAX, 40, "forward"), (SOFTMAX, 40, "forward+backward"), (SOFTMAX, 48, "forward")]

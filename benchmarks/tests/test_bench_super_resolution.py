@@ -40,7 +40,7 @@ def test_a_wrong_path_is_seen(monkeypatch):
     assert measurement.check(None) > measurement.largest_error
 
 
-def test_materialised_softmax_keeps_the_weights_of_all_pairs():
+def test_materialized_softmax_stores_all_pair_weights():
     largest = {}
     for variant in (NORM_AWARE, MATERIALISED):
         kept = []
@@ -53,7 +53,7 @@ def test_materialised_softmax_keeps_the_weights_of_all_pairs():
     assert largest[NORM_AWARE] < 256**2 < largest[MATERIALISED] == 2 * 256**2
 
 
-def test_a_run_writes_every_figure_and_a_picture(tmp_path, monkeypatch):
+def test_a_run_writes_every_result_and_a_plot(tmp_path, monkeypatch):
     # in this process: a fresh one takes seconds to start
     monkeypatch.setattr("benchmarks.measurement.can_measure", lambda device: False)
     said = []
@@ -65,7 +65,7 @@ def test_a_run_writes_every_figure_and_a_picture(tmp_path, monkeypatch):
     assert (tmp_path / "a.png").is_file()
 
 
-def results_of(peaks):
+def make_results(peaks):
     for variant, peak in peaks.items():
         measurement = EnlargementMeasurement(variant=variant, **(TINY | {"side": 264}))
         if peak is None:
@@ -75,12 +75,12 @@ def results_of(peaks):
 
 
 def test_the_saving_is_said_against_each_softmax(tmp_path):
-    results = list(results_of({NORM_AWARE: 100.0, MATERIALISED: None, FUSED: 125.0}))
+    results = list(make_results({NORM_AWARE: 100.0, MATERIALISED: None, FUSED: 125.0}))
     lines = saving_lines(results)
     assert lines[0] == "69,696 tokens, forward, norm-aware: softmax, materialised is out of memory (92.3% less, published)"
     assert lines[1].startswith("69,696 tokens, forward, norm-aware: 20.0% less peak memory than softmax, SDPA (92.3%")
-    assert saving_lines(list(results_of({NORM_AWARE: 10.0, MATERIALISED: 100.0})))[0].count("90.0% less") == 1
-    assert saving_lines(list(results_of({NORM_AWARE: 15.0, FUSED: 10.0})))[0].count("50.0% more") == 1
+    assert saving_lines(list(make_results({NORM_AWARE: 10.0, MATERIALISED: 100.0})))[0].count("90.0% less") == 1
+    assert saving_lines(list(make_results({NORM_AWARE: 15.0, FUSED: 10.0})))[0].count("50.0% more") == 1
     # a variant without a figure is drawn by its name alone
     from nalaformer.machine import describe_machine
 

@@ -41,7 +41,7 @@ def test_measured_steps_learn(model):
     assert losses[-1] < losses[0]
 
 
-def test_kernels_of_a_step_come_longest_first():
+def test_profiled_kernels_come_longest_first():
     (measurement,) = plan_training("cpu", models=["softmax"], **SMALL)
     times = [float(line.split()[0]) for line in kernel_lines(make_step(measurement), "cpu")]
     assert times == sorted(times, reverse=True)

@@ -22,7 +22,7 @@ BENCH = Effects(
 )
 
 
-def test_no_option_is_without_a_test_of_its_effect():
+def test_every_option_has_an_effect_test():
     assert BENCH.missing() == []
 
 
@@ -31,7 +31,7 @@ def run(*arguments):
     assert done.exit_code == 0, f"{done.output} {done.exception!r}"
 
 
-def rows_of(path):
+def read_rows(path):
     with Path(path).open() as file:
         return list(csv.DictReader(file))
 
@@ -50,15 +50,15 @@ def test_bench_ops_measures_its_cases_into_its_file(tmp_path, monkeypatch):
     right = runner.measure
     monkeypatch.setattr(runner, "measure", measure)
     run("ops", "--quick", "--out", tmp_path / "quick.csv")
-    assert {row["shape"] for row in rows_of(tmp_path / "quick.csv")} == {"B1 H1 N20 D8"}
+    assert {row["shape"] for row in read_rows(tmp_path / "quick.csv")} == {"B1 H1 N20 D8"}
     assert set(asked) == {0.3}
     run("ops")
-    assert {row["shape"] for row in rows_of("benchmarks/results/ops_cpu.csv")} == {"B1 H1 N24 D8"}
+    assert {row["shape"] for row in read_rows("benchmarks/results/ops_cpu.csv")} == {"B1 H1 N24 D8"}
     assert asked[-1] == 2.0
     two = tuple(Case(batch=1, heads=1, tokens=tokens, head_dim=8, beside_softmax=True) for tokens in (24, 28))
     monkeypatch.setitem(cases.CASES, "cpu", two)
     run("ops", "--shape", "B1 H1 N28 D8", "--seconds", 0.1)
-    written = rows_of("benchmarks/results/ops_cpu.csv")
+    written = read_rows("benchmarks/results/ops_cpu.csv")
     assert {row["shape"] for row in written} == {"B1 H1 N28 D8"}
     assert {row["implementation"] for row in written} == {"nalaformer", "torch SDPA"}
     assert asked[-1] == 0.1
@@ -93,10 +93,10 @@ def test_bench_models_measures_its_sizes_for_so_long_into_its_file(tmp_path, mon
     monkeypatch.setattr(runner, "measure", measure)
     monkeypatch.setattr(runner, "build_and_check", lambda measurement: None)
     run("models", "--size", 64, "--size", 32, "--seconds", 0.5, "--out", "mine.csv")
-    assert {row["image_size"] for row in rows_of("mine.csv")} == {"32", "64"}
+    assert {row["image_size"] for row in read_rows("mine.csv")} == {"32", "64"}
     assert set(asked) == {0.5}
     run("models")
-    assert {row["image_size"] for row in rows_of("benchmarks/results/models_cpu.csv")} == {"224"}
+    assert {row["image_size"] for row in read_rows("benchmarks/results/models_cpu.csv")} == {"224"}
 
 
 @BENCH.of("models.case")
@@ -105,10 +105,10 @@ def test_bench_models_measures_the_case_that_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "measure", lambda measurement, **_: Result(measurement=measurement, median_ms=5.0))
     monkeypatch.setattr(runner, "build_and_check", lambda measurement: None)
     run("models", "--case", "super_resolution", "--size", 20)
-    assert {row["tokens"] for row in rows_of("benchmarks/results/super_resolution_cpu.csv")} == {"400"}
+    assert {row["tokens"] for row in read_rows("benchmarks/results/super_resolution_cpu.csv")} == {"400"}
     assert Path("benchmarks/results/super_resolution_cpu.png").is_file()
     run("models", "--case", "generation", "--size", 320)
-    assert {row["tokens"] for row in rows_of("benchmarks/results/generation_cpu.csv")} == {"400"}
+    assert {row["tokens"] for row in read_rows("benchmarks/results/generation_cpu.csv")} == {"400"}
     assert Path("benchmarks/results/generation_cpu.png").is_file()
 
 
@@ -129,7 +129,7 @@ def test_bench_language_measures_its_plan_for_so_long_into_its_file(tmp_path, mo
     monkeypatch.setattr("benchmarks.language.draw_language", lambda *_: None)
     plan = ("--context", 16, "--context", 32, "--batch", 2, "--batch", 3, "--prefill", 77)
     run("language", "--size", "nano", *plan, "--seconds", 0.25, "--out", "mine.csv")
-    rows = rows_of("mine.csv")
+    rows = read_rows("mine.csv")
     decoded = {(row["batch"], row["context"]) for row in rows if row["what"] == bench_language.DECODE}
     assert decoded == {("2", "16"), ("2", "32"), ("3", "16"), ("3", "32")}
     assert {row["context"] for row in rows if row["what"] == bench_language.PREFILL} == {"77"}
@@ -154,26 +154,26 @@ def test_bench_training_measures_its_plan_for_so_long_into_its_file(tmp_path, mo
     monkeypatch.setattr(bench_training, "kernel_lines", lambda step, device: shown.append(step.label) or [])
     plan = ("--model", "delta", "--model", "llama", "--form", "blocks", "--form", "whole", "--shape", "3x16", "--shape", "1x32")
     run("training", "--size", "tiny", *plan, "--seconds", 0.25, "--out", "mine.csv")
-    rows = rows_of("mine.csv")
+    rows = read_rows("mine.csv")
     assert {row["size"] for row in rows} == {"tiny"}
     assert {(row["model"], row["form"]) for row in rows} == {(m, f) for m in ("delta", "llama") for f in ("blocks", "whole")}
     assert {(row["batch"], row["context"]) for row in rows} == {("3", "16"), ("1", "32")}
     assert (set(asked), shown) == ({0.25}, [])
     run("training", "--profile")
-    assert {row["form"] for row in rows_of("benchmarks/results/training_cpu.csv")} == {"eager"}
+    assert {row["form"] for row in read_rows("benchmarks/results/training_cpu.csv")} == {"eager"}
     assert asked[-1] == 1.5
     assert shown == ["linear, eager, 2 x 128 tokens"]
 
 
 @BENCH.of("ops.device", "models.device", "language.device", "training.device")
-def test_a_benchmark_without_its_device_is_refused(tmp_path, monkeypatch):
+def test_a_benchmark_without_its_device_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("ops", "models", "language", "training"):
         refused = CliRunner().invoke(build_app(), [name, "--device", "cuda", "--out", str(tmp_path / "a.csv")])
         assert "no CUDA device was found" in str(refused.exception)
 
 
-def test_a_part_of_a_mebibyte_is_not_written_as_zero():
+def test_a_fractional_mebibyte_is_not_written_as_zero():
     from benchmarks.language_picture import in_digits
 
     assert [in_digits(value, 0) for value in (0.1, 1, 5, 20_000)] == ["0.1", "1", "5", "20,000"]

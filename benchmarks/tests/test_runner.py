@@ -72,18 +72,18 @@ class Fake(CallMeasurement):
     def row(self, result):
         return {"part": "fake", "length": self.number}
 
-    def said(self, result):
+    def describe(self, result):
         return "fast"
 
 
-def results_of(*measurements, **options):
-    return list(runner.measured(measurements, seconds=0.0, **options))
+def collect_results(*measurements, **options):
+    return list(runner.run_measurements(measurements, seconds=0.0, **options))
 
 
-def test_what_follows_of_one_subject_is_built_and_checked_once():
+def test_consecutive_measurements_build_and_check_a_subject_once():
     asked = []
     order = (("a", 0), ("a", 1), ("b", 2), ("a", 3))
-    found = results_of(*(Fake(name=name, number=number, asked=asked) for name, number in order))
+    found = collect_results(*(Fake(name=name, number=number, asked=asked) for name, number in order))
     built = [entry for entry in asked if not entry.startswith("time")]
     assert built == ["build a", "check a", "build b", "check b", "build a", "check a"]
     assert sum(entry.startswith("time") for entry in asked) == 4
@@ -91,9 +91,9 @@ def test_what_follows_of_one_subject_is_built_and_checked_once():
 
 
 @pytest.mark.parametrize("off", [0.2, math.nan])
-def test_nothing_of_a_wrong_subject_is_timed(off):
+def test_a_wrong_subject_is_not_timed(off):
     asked = []
-    found = results_of(*(Fake(number=number, off=off, asked=asked) for number in (0, 1)))
+    found = collect_results(*(Fake(number=number, off=off, asked=asked) for number in (0, 1)))
     assert [(result.outcome, result.median_ms) for result in found] == [(WRONG, None)] * 2
     assert asked == ["build a", "check a"]
 
@@ -103,17 +103,17 @@ def test_nothing_of_a_wrong_subject_is_timed(off):
     ("error", "outcome"), [(RuntimeError("no\nkernel"), FAILED), (MemoryError("full"), OUT_OF_MEMORY), (KeyError("x"), FAILED)]
 )
 def test_an_error_is_an_outcome_wherever_it_comes_from_and_the_others_run(where, error, outcome):
-    broken, right = results_of(Fake(fails=(where, error)), Fake(name="b"))
+    broken, right = collect_results(Fake(fails=(where, error)), Fake(name="b"))
     assert (broken.outcome, broken.median_ms) == (outcome, None)
     assert (right.outcome, right.error) == (MEASURED, 0.0)
 
 
 def test_a_missing_package_stops_the_run():
     with pytest.raises(ModuleNotFoundError, match="timm"):
-        results_of(Fake(fails=("build", ModuleNotFoundError("timm"))))
+        collect_results(Fake(fails=("build", ModuleNotFoundError("timm"))))
 
 
-def test_a_part_of_a_study_says_what_its_deadline_left():
+def test_a_study_part_reports_what_its_deadline_skipped():
     rows, said = [], []
     plan_of_two = [Fake(number=number) for number in (0, 1)]
     runner.run_part(plan_of_two, seconds=0.0, add=lambda **row: rows.append(row), say=said.append, deadline=-1.0)
@@ -123,11 +123,13 @@ def test_a_part_of_a_study_says_what_its_deadline_left():
     assert said[1:] == ["a 0: fast", "a 1: fast"]
 
 
-def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+def test_an_unwritable_path_raises_before_anything_is_measured(tmp_path):
     (tmp_path / "file").touch()
     asked = []
     with pytest.raises(OSError, match="file"):
-        list(runner.recorded([Fake(asked=asked)], tmp_path / "file" / "a.csv", ("part",), describe_machine(), seconds=0.0))
+        list(
+            runner.record_results([Fake(asked=asked)], tmp_path / "file" / "a.csv", ("part",), describe_machine(), seconds=0.0)
+        )
     assert asked == []
 
 
@@ -142,15 +144,15 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_column_of_a_benchmark_is_filled_by_it_or_by_the_runner(name):
+def test_a_benchmark_or_the_runner_fills_every_column(name):
     columns, make = TABLES[name]
-    row = runner.row_of(Result(measurement=make(), median_ms=2.0, error=0.5), describe_machine())
+    row = runner.make_row(Result(measurement=make(), median_ms=2.0, error=0.5), describe_machine())
     assert set(columns) <= set(row)
     assert (row["median_ms"], row["relative_error"]) == ("2", "0.5")
     assert row["torch"]
 
 
-def test_files_of_earlier_runs_have_columns_that_are_written_still():
+def test_earlier_files_have_columns_that_are_still_written():
     known = {name: columns for name, (columns, _) in TABLES.items()}
     known |= {"backbone_peers": MODEL_COLUMNS, "scoreboard": SCOREBOARD_COLUMNS}
     known["linearization"] = (*Rows.COLUMNS, *describe_machine().columns("cpu"))

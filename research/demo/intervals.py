@@ -27,7 +27,7 @@ class Interval:
         return self.middle + self.half < 0
 
 
-def mean_of(values: Sequence[float]) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """m +- t s / sqrt(n)."""
     if len(values) < 2:
         return Interval(middle=values[0], half=math.inf)
@@ -35,7 +35,7 @@ def mean_of(values: Sequence[float]) -> Interval:
     return Interval(middle=statistics.mean(values), half=quantile(len(values) - 1) * spread)
 
 
-def difference_of(first: Sequence[float], second: Sequence[float]) -> Interval:
+def difference_interval(first: Sequence[float], second: Sequence[float]) -> Interval:
     """Welch's interval of mean(first) - mean(second): the two may spread differently."""
     middle = statistics.mean(first) - statistics.mean(second)
     if len(first) < 2 or len(second) < 2:

@@ -14,7 +14,7 @@ from nalaformer.charts import new_figure, tidy
 from .cost import TOKENS
 from .diagnose import FACTORS, Diagnosis
 from .entries import OURS, TASKS
-from .intervals import mean_of
+from .intervals import mean_interval
 from .study import DemoResult
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def as_bytes(figure: "Figure", form: str) -> bytes:
     return buffer.getvalue()
 
 
-def write_picture(figure: "Figure", folder: Path, name: str) -> bytes:
+def write_plot(figure: "Figure", folder: Path, name: str) -> bytes:
     """Write a PNG and an SVG to the folder; return the PNG's bytes."""
     png = as_bytes(figure, "png")
     write_atomically(folder / f"{name}.png", png)
@@ -60,7 +60,7 @@ def scores(result: DemoResult) -> "Figure":
         for height, finding in enumerate(found):
             colour = looks(result.labels)[finding.entry.label]["color"]
             values = finding.accuracies[task.name]
-            interval = mean_of(values)
+            interval = mean_interval(values)
             if math.isfinite(interval.half):
                 ends = [max(0, interval.middle - interval.half), min(1, interval.middle + interval.half)]
                 axes.plot(ends, [height, height], color=colour, linewidth=6, alpha=0.3, solid_capstyle="butt")

@@ -13,7 +13,7 @@ from nalaformer.machine import describe_machine
 
 from .cost import TOKENS
 from .entries import OURS, TASKS
-from .intervals import mean_of
+from .intervals import mean_interval
 from .study import DemoResult, Finding
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def cells(finding: Finding) -> tuple[str, ...]:
 
 
 def with_interval(values: tuple[float, ...]) -> str:
-    interval = mean_of(values)
+    interval = mean_interval(values)
     return f"{interval.middle:.2f}" + (f" ± {interval.half:.2f}" if math.isfinite(interval.half) else "")
 
 
@@ -79,11 +79,11 @@ def demo_table(result: DemoResult) -> "Table":
 
 def write_report(result: DemoResult, path: Path) -> Path:
     """Write a self-contained page: the plots are embedded, and lie beside it as PNG and SVG files for other uses."""
-    from .pictures import PICTURES, write_picture
+    from .pictures import PICTURES, write_plot
 
     path.parent.mkdir(parents=True, exist_ok=True)
     pictures = {
-        name: image(write_picture(draw(result), path.parent, name), name.replace("_", " ")) for name, draw in PICTURES.items()
+        name: image(write_plot(draw(result), path.parent, name), name.replace("_", " ")) for name, draw in PICTURES.items()
     }
     machine = describe_machine()
     rows = "\n".join(
@@ -160,7 +160,7 @@ nearest best. A sharp method has one bright column at the left.</p>
 <p>One sequence through the same network in inference, float32: processor time of one core of this machine, which other
 programs hardly change; the shorter of two rounds.</p>
 <h2>Columns</h2>{legend}
-<p><small>Parameters: {parameters}. Figures of two small tasks on a small budget, measured on {machine}. They say
+<p><small>Parameters: {parameters}. Results on two small tasks with a small budget, measured on {machine}. They say
 nothing about ImageNet.</small></p>
 </body></html>
 """

@@ -21,7 +21,7 @@ from nalaformer.training.log import read_log
 from .cost import TOKENS, milliseconds
 from .diagnose import Diagnosis, diagnose
 from .entries import ENTRIES, OURS, TASKS, DemoTask, Entry, demo_recipe
-from .intervals import difference_of
+from .intervals import difference_interval
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,7 +146,9 @@ class DemoResult:
         softmax = by_label.get("softmax")
         if softmax is None:
             return ""
-        against = {f.entry.label: difference_of(f.accuracies["majority"], softmax.accuracies["majority"]) for f in self.found}
+        against = {
+            f.entry.label: difference_interval(f.accuracies["majority"], softmax.accuracies["majority"]) for f in self.found
+        }
         behind = [f"{label} ({each.middle:+.2f})" for label, each in against.items() if each.is_negative]
         told = f"behind it by more than the seeds' spread: {', '.join(behind)}" if behind else "no other is behind it"
         return f"The majority needs flat attention: softmax reaches {mean(softmax, 'majority'):.2f}; {told}."
@@ -181,12 +183,12 @@ def mean(finding: Finding, task: str) -> float:
 
 def leads(one: Finding, other: Finding, task: str) -> bool:
     """Return True if the whole interval of the difference favors the first."""
-    return difference_of(one.accuracies[task], other.accuracies[task]).is_positive
+    return difference_interval(one.accuracies[task], other.accuracies[task]).is_positive
 
 
 def verdict(one: Finding, other: Finding, task: str) -> str:
     """Return a sentence about the leader, as far as the interval of the difference supports one."""
-    difference = difference_of(one.accuracies[task], other.accuracies[task])
+    difference = difference_interval(one.accuracies[task], other.accuracies[task])
     first, second = (f"{each.entry.label} ({mean(each, task):.2f})" for each in (one, other))
     seeds = len(one.accuracies[task])
     if seeds < 2:
@@ -221,7 +223,7 @@ def run_demo(
     """Run what is missing, so that a stopped demo resumes. workers: runs side by side, one per core."""
     if seeds < 1:
         raise ValueError(f"seeds must be positive, got {seeds}; two or more have an interval")
-    refuse_no_steps(steps)
+    check_steps(steps)
     began = time.monotonic()
     jobs = [Job(task=task, entry=entry, seed=seed, steps=steps) for seed in range(seeds) for task in TASKS for entry in entries]
     train_all(folder, jobs, workers, console)
@@ -289,7 +291,7 @@ class Job:
             make_trainer(recipe, self.folder(parent)).fit()
 
 
-def refuse_no_steps(steps: int | None) -> None:
+def check_steps(steps: int | None) -> None:
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be positive, got {steps}; leave them out for those of the demo")
 

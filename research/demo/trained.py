@@ -8,7 +8,7 @@ from nalaformer.training.log import read_log
 
 from .diagnose import Diagnosis, diagnose
 from .entries import ENTRIES, TASKS, Entry
-from .study import Job, refuse_no_steps, train_all
+from .study import Job, check_steps, train_all
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ def diagnose_trained(
 
     Runs that are in the folder already are not repeated; those of a demo are taken where it was made there.
     """
-    refuse_no_steps(steps)
+    check_steps(steps)
     if seed < 0:
         raise ValueError(f"seed must not be negative, got {seed}; take 0 or more")
     jobs = [Job(task=TASKS[0], entry=entry, seed=seed, steps=steps) for entry in entries]
@@ -48,9 +48,9 @@ def diagnose_trained(
 
 def draw_trained(diagnosed: Mapping[Entry, tuple[float, Diagnosis]], folder: Path) -> Path:
     """PNG and SVG of the entropy against the query norm; the path of the PNG."""
-    from .pictures import entropy_against_norm, write_picture
+    from .pictures import entropy_against_norm, write_plot
 
-    write_picture(entropy_against_norm({entry.label: diagnosis for entry, (_, diagnosis) in diagnosed.items()}), folder, NAME)
+    write_plot(entropy_against_norm({entry.label: diagnosis for entry, (_, diagnosis) in diagnosed.items()}), folder, NAME)
     return folder / f"{NAME}.png"
 
 

@@ -121,7 +121,7 @@ def pair_loss(logits: Tensor, kinds: Tensor) -> Tensor:
 def train(
     model: nn.Module,
     batch_of: Callable[[range], tuple[Tensor, Tensor, Tensor]],
-    loss_of: Callable[[Tensor, Tensor], Tensor],
+    compute_loss: Callable[[Tensor, Tensor], Tensor],
     *,
     steps: int,
     batch: int = 32,
@@ -136,7 +136,7 @@ def train(
             group["lr"] = learning_rate * min(1.0, (step + 1) / max(1, steps // 10), 1.1 * (1 - step / steps))
         start = first + step * batch
         images, labels, _ = batch_of(range(start, start + batch))
-        loss = loss_of(model(images), labels)
+        loss = compute_loss(model(images), labels)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -26,14 +26,14 @@ from nalaformer.training.precision import precision_on
 from nalaformer.training.schedule import make_schedule
 from research.fast_training.low_copies import LowCopies
 
-from ..sequences import FIGURES, Figure, answers_of
+from ..sequences import METRICS, Metric, flatten_answers
 from .data_on_device import Bucket, Plan, make_plan
 
 MOST_ANSWERS = 2**17
 
 
 @dataclass
-class SprintProgress:
+class TrainingProgress:
     """Progress of a run."""
 
     step: int = 0
@@ -44,7 +44,7 @@ class SprintProgress:
     is_solved: bool = False
 
 
-class Sprint:
+class CapturedTraining:
     """A model trained on resident data by a TrainingConfig; the weights that are best on the dev data are kept.
 
     figure: what is trained and looked at. solved_at: the figure on dev at which a run ends before its last step, where higher
@@ -63,7 +63,7 @@ class Sprint:
         seed: int,
         eval_batch: int = 0,
         solved_at: float = float("inf"),
-        figure: Figure = FIGURES["accuracy"],
+        figure: Metric = METRICS["accuracy"],
     ) -> None:
         # a bucket that fills no batch is never asked
         train = [each for each in train if len(each) >= config.batch_size] or train
@@ -72,7 +72,7 @@ class Sprint:
         self.train, self.dev, self.groups, self.solved_at, self.figure = train, dev, groups, solved_at, figure
         self.eval_batch = eval_batch or 4 * config.batch_size
         self.plan: Plan = make_plan(train, steps=steps, batch_size=config.batch_size, seed=seed)
-        self.progress = SprintProgress(best_dev=figure.worst)
+        self.progress = TrainingProgress(best_dev=figure.worst)
         self.dev_shares: list[float | None] = [None] * groups
         """The figure of each group of the dev data when it was last looked at."""
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -180,7 +180,7 @@ class Sprint:
         self.graphs = [partial(self._step, number) for number in range(len(self.train))]
         if self.on_gpu:
             try:
-                self.graphs = self._captured(self.graphs)
+                self.graphs = self._capture(self.graphs)
                 self.how = "compiled CUDA graph" if self.config.compile else "CUDA graph"
             except (NotCapturable, torch.OutOfMemoryError) as failure:
                 # slower, and the same numbers; any other failure is one of the step itself
@@ -219,9 +219,9 @@ class Sprint:
         # the cache of casts would outlive a captured step
         with torch.autocast(self.device.type, self.precision, enabled=is_low, cache_enabled=False):
             outputs = model(inputs) if at is None else model(inputs, at=at)
-        return answers_of(outputs, targets)
+        return flatten_answers(outputs, targets)
 
-    def _captured(self, steppers: list[Callable[[], object]]) -> list[Callable[[], object]]:
+    def _capture(self, steppers: list[Callable[[], object]]) -> list[Callable[[], object]]:
         """The steps as CUDA graphs; weights, statistics, moments and counters stay as they are."""
         for parameter in self.parameters:
             # as the optimizer's first step makes them: what is there can be restored
@@ -239,7 +239,7 @@ class Sprint:
         finally:
             # gradients of a captured step lie in the memory of its graph
             self.optimizer.zero_grad(set_to_none=True)
-            self.low.forget_gradients()
+            self.low.clear_gradients()
 
     @torch.no_grad()
     def evaluate(self, buckets: list[Bucket]) -> dict[str, Any]:
@@ -308,4 +308,4 @@ class Sprint:
                 for number, parameter in enumerate(self.parameters):
                     kept = [name for name in ("step", "exp_avg", "exp_avg_sq") if f"{number}.{name}" in names]
                     self.optimizer.state[parameter] = {name: file.get_tensor(f"{number}.{name}") for name in kept}
-        self.progress = SprintProgress(**json.loads(facts["progress"]))
+        self.progress = TrainingProgress(**json.loads(facts["progress"]))

@@ -41,7 +41,7 @@ class Bucket:
         return inputs, at, targets, self.group.index_select(0, rows)
 
 
-def resident(
+def load_to_device(
     data: SequenceData,
     device: str | torch.device,
     *,

@@ -41,8 +41,8 @@ class LowCopies:
             torch._foreach_copy_(given, list(found.values()))
             for name, gradient in zip(found, given, strict=True):
                 self.sources[name].grad = gradient
-        self.forget_gradients()
+        self.clear_gradients()
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         for copy in self.copies.values():
             copy.grad = None

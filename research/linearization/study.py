@@ -88,7 +88,7 @@ class Rows:
         self._write()
 
     def add(self, **values: Any) -> None:
-        row = {name: _plain(value) for name, value in values.items()} | self.facts
+        row = {name: _to_text(value) for name, value in values.items()} | self.facts
         self.rows = [old for old in self.rows if any(old.get(name, "") != row.get(name, "") for name in self.KEY)] + [row]
         self._write()
 
@@ -96,7 +96,7 @@ class Rows:
         write_csv(self.path, (*self.COLUMNS, *self.facts), self.rows)
 
 
-def _plain(value: Any) -> str:
+def _to_text(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nalaformer.registry import unknown_name
 
 from .attention import sequence_attention
-from .parts import SEQUENCE_MODELS, AddedNorm, positions_of
+from .parts import SEQUENCE_MODELS, AddedNorm, select_positions
 from .token_embedding import TokenEmbedding
 
 
@@ -81,13 +81,13 @@ class SequenceClassifier(nn.Module):
     def forward(self, inputs: Tensor, at: Tensor | None = None) -> Tensor:
         """Logits. at: [B, A] positions, where only some of a model of tokens are wanted: [B, A, outputs]."""
         if self.answers == "pair":
-            first, second = self.pooled(inputs.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
+            first, second = self.pool(inputs.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
             return self.head(torch.cat((first, second, first * second, first - second), dim=-1))
         if self.answers == "sequence":
-            return self.head(self.pooled(inputs))
-        return self.head(positions_of(self.encoded(inputs)[0], at))
+            return self.head(self.pool(inputs))
+        return self.head(select_positions(self.encode(inputs)[0], at))
 
-    def encoded(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    def encode(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens [B, N, C], and which of them are real."""
         tokens, length = inputs.shape[1], self.positions.shape[0]
         if tokens > length:
@@ -115,9 +115,9 @@ class SequenceClassifier(nn.Module):
             return visible
         return torch.arange(min(self.most_visible, inputs.shape[1]), device=inputs.device) < visible.sum(1, keepdim=True)
 
-    def pooled(self, inputs: Tensor) -> Tensor:
+    def pool(self, inputs: Tensor) -> Tensor:
         """[B, N] -> [B, C]."""
-        x, visible = self.encoded(inputs)
+        x, visible = self.encode(inputs)
         if visible is None or self.mean_over == "all":
             return x.mean(dim=1)
         weight = visible.to(x.dtype).unsqueeze(-1)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attention import sequence_attention
-from .parts import SEQUENCE_MODELS, positions_of
+from .parts import SEQUENCE_MODELS, select_positions
 
 
 @SEQUENCE_MODELS.register("one_attention")
@@ -38,4 +38,4 @@ class OneAttention(nn.Module):
 
     def forward(self, inputs: Tensor, at: Tensor | None = None) -> Tensor:
         """at: [B, A] positions, where only some are asked: [B, A, outputs]."""
-        return self.head(positions_of(self.attention(self.embedding(inputs)), at))
+        return self.head(select_positions(self.attention(self.embedding(inputs)), at))

@@ -21,6 +21,6 @@ class AddedNorm(LayerNorm):
         return add_layer_norm(x, y, self.weight, self.bias, eps=self.eps, dtype=dtype)
 
 
-def positions_of(x: Tensor, at: Tensor | None) -> Tensor:
+def select_positions(x: Tensor, at: Tensor | None) -> Tensor:
     """x: [B, N, C], at: [B, A] -> [B, A, C]; all of them without `at`."""
     return x if at is None else x.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

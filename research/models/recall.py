@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nalaformer.ops import short_convolution
 
 from .attention import sequence_attention
-from .parts import SEQUENCE_MODELS, AddedNorm, positions_of
+from .parts import SEQUENCE_MODELS, AddedNorm, select_positions
 
 
 @SEQUENCE_MODELS.register("recall")
@@ -61,7 +61,7 @@ class RecallModel(nn.Module):
         x, added = self.dropout(self.embedding(inputs)), None
         for layer in self.layers:
             x, added = layer(x, added)
-        return F.linear(positions_of(self.norm(x, added)[1], at), self.embedding.weight)
+        return F.linear(select_positions(self.norm(x, added)[1], at), self.embedding.weight)
 
 
 class Residual(nn.Module):

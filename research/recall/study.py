@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.measurement import failure_of, give_back_memory
+from benchmarks.measurement import failure_note, give_back_memory
 from benchmarks.runner import Say
 from nalaformer.attention.hybrid import HybridSettings, hybrid_settings
 from nalaformer.folder_lock import only_writer
@@ -168,13 +168,13 @@ def run_recall(
             replace(study, teacher=replace(study.teacher, seed=seed)),
             device=device,
             add=partial(add, teacher_seed=seed),
-            say=say if teachers == 1 else partial(say_of, say, seed),
+            say=say if teachers == 1 else partial(say_for_teacher, say, seed),
             deadline=deadline,
             teacher_folder=None if teacher_folder is None else Path(teacher_folder) / f"seed_{seed}",
         )
 
 
-def say_of(say: Say, seed: int, line: str) -> None:
+def say_for_teacher(say: Say, seed: int, line: str) -> None:
     say(f"teacher {seed}: {line.removeprefix('teacher: ')}")
 
 
@@ -207,7 +207,7 @@ def run_with_teacher(
             ask_converted(study, method, course.model, expected, device=device, add=add, say=say)
         except Exception as error:
             # the other methods may well run
-            why = failure_of(error)
+            why = failure_note(error)
             say(f"{method}: {why}")
             for length, of_teacher in expected.items():
                 for group in of_teacher:
@@ -227,7 +227,7 @@ def ask_converted(
 ) -> None:
     """One method: both stages, then a row for everything that is asked."""
     start = time.monotonic()
-    model, note = converted(study, method, teacher, device)
+    model, note = convert(study, method, teacher, device)
     seconds = time.monotonic() - start
     say(f"{method}: converted in {seconds:.0f} s; {note}")
     trained = (study.transfer_steps + study.finetune_steps) * study.batch_size * study.convert_length
@@ -243,7 +243,7 @@ def ask_converted(
             )  # fmt: skip
 
 
-def converted(study: RecallStudy, method: str, teacher: Any, device: str) -> tuple[Any, str]:
+def convert(study: RecallStudy, method: str, teacher: Any, device: str) -> tuple[Any, str]:
     """The teacher's copy after both stages, and what is to be noted of them."""
 
     def stage(steps: int, rate: float) -> TrainingConfig | None:

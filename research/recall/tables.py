@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from ..markdown import fill_page, table
+from ..markdown import fill_tables, table
 
 MARK = re.compile(r"(<!-- recovery of (\w+\.csv): begin -->).*?(<!-- recovery: end -->)", re.DOTALL)
 TEACHER = "teacher"
@@ -14,7 +14,7 @@ TEACHER = "teacher"
 Row = dict[str, str]
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def to_markdown(rows: Sequence[Row]) -> str:
     """Methods by families, those that keep most first: percent of the teacher's accuracy, of the teacher its own."""
     asked = [row for row in rows if row["part"] == "recall" and row["accuracy"]]
     if not asked:
@@ -23,7 +23,7 @@ def markdown(rows: Sequence[Row]) -> str:
     by_method: dict[str, list[Row]] = {}
     for row in asked:
         by_method.setdefault(row["method"], []).append(row)
-    order = sorted(by_method, key=lambda name: (name != TEACHER, -mean(percent_of(row) for row in by_method[name])))
+    order = sorted(by_method, key=lambda name: (name != TEACHER, -mean(to_percent(row) for row in by_method[name])))
     lines = [[f"`{name}`", *(cell(by_method[name], family) for family in families)] for name in order]
     return f"{table(['', *families], lines)}\n\n{measured_with(asked)}"
 
@@ -33,7 +33,7 @@ def cell(rows: Sequence[Row], family: str) -> str:
     by_length: dict[int, list[float]] = {}
     for row in rows:
         if row["task"] == family:
-            by_length.setdefault(int(row["length"]), []).append(percent_of(row))
+            by_length.setdefault(int(row["length"]), []).append(to_percent(row))
     return " / ".join(figure(values) for _, values in sorted(by_length.items())) or "-"
 
 
@@ -41,7 +41,7 @@ def figure(values: Sequence[float]) -> str:
     return f"{mean(values):.0f}" + (f" ± {stdev(values):.0f}" if len(values) > 1 else "")
 
 
-def percent_of(row: Row) -> float:
+def to_percent(row: Row) -> float:
     return 100 * float(row["accuracy"]) if row["method"] == TEACHER else float(row["recovery_percent"])
 
 
@@ -56,17 +56,17 @@ def measured_with(rows: Sequence[Row]) -> str:
     )
 
 
-def filled(text: str, folder: str | Path) -> str:
+def fill_page(text: str, folder: str | Path) -> str:
     """The text of a page with its tables as the files in `folder` say, between the marks that name them."""
 
-    def written(found: re.Match[str]) -> str:
+    def write_table(found: re.Match[str]) -> str:
         with (Path(folder) / found.group(2)).open(newline="") as file:
-            return f"{found.group(1)}\n\n{markdown(list(csv.DictReader(file)))}\n\n{found.group(3)}"
+            return f"{found.group(1)}\n\n{to_markdown(list(csv.DictReader(file)))}\n\n{found.group(3)}"
 
-    return MARK.sub(written, text)
+    return MARK.sub(write_table, text)
 
 
 def fill(page: str | Path, folder: str | Path) -> None:
     """Write the tables of the files in `folder` between the marks of the page."""
     marks = "<!-- recovery of FILE.csv: begin --> and <!-- recovery: end -->"
-    fill_page(page, lambda text: filled(text, folder), has_marks=MARK.search, marks=marks)
+    fill_tables(page, lambda text: fill_page(text, folder), has_marks=MARK.search, marks=marks)

@@ -21,8 +21,8 @@ from nalaformer.data import seed_everything
 from nalaformer.tasks.language import pretrained_model
 from nalaformer.training import TrainingConfig
 
-from ..fast_training.captured_training import Sprint
-from ..fast_training.data_on_device import resident
+from ..fast_training.captured_training import CapturedTraining
+from ..fast_training.data_on_device import load_to_device
 from ..sequences import RecallLanguage
 from .start import start_for_recall_
 
@@ -184,10 +184,10 @@ def take_lesson(
 
     def buckets(split: str, samples: int) -> list[Any]:
         data = (config.data(length, facts=lesson.facts, split=split, samples=samples) for length in lesson.lengths)
-        return [bucket for each in data for bucket in resident(each, device, pool=pool)]
+        return [bucket for each in data for bucket in load_to_device(each, device, pool=pool)]
 
     start = time.monotonic()
-    training = TrainingConfig(
+    training_config = TrainingConfig(
         steps=lesson.steps,
         batch_size=rows,
         learning_rate=config.learning_rate,
@@ -202,25 +202,25 @@ def take_lesson(
         device=device,
     )
     groups = config.data(lesson.lengths[0], facts=lesson.facts, split="train", samples=1).groups
-    sprint = Sprint(
-        Answering(model), training, train=buckets("train", texts), dev=buckets("val", min(DEV_TEXTS, texts)),
+    training = CapturedTraining(
+        Answering(model), training_config, train=buckets("train", texts), dev=buckets("val", min(DEV_TEXTS, texts)),
         groups=len(groups), steps=lesson.steps, seed=config.seed + number,
     )  # fmt: skip
     made = time.monotonic() - start
     where = f"teacher, lesson {number + 1}, {' and '.join(map(str, lesson.lengths))} tokens"
     say(f"{where}: {texts} texts of each made in {made:.1f} s")
-    with unmasked(model):
+    with disable_masks(model):
         is_over = False
         while not is_over:
-            is_over = sprint.run(until=0.0) or time.monotonic() >= until
-            shares = [0.0 if share is None else share for share in sprint.dev_shares]
+            is_over = training.run(until=0.0) or time.monotonic() >= until
+            shares = [0.0 if share is None else share for share in training.dev_shares]
             figures = ", ".join(f"{group} {share:.3f}" for group, share in zip(groups, shares, strict=True))
-            say(f"{where}: step {sprint.progress.step}, {time.monotonic() - start:.0f} s ({sprint.how}): {figures}")
-            if sprint.progress.is_diverged:
+            say(f"{where}: step {training.progress.step}, {time.monotonic() - start:.0f} s ({training.how}): {figures}")
+            if training.progress.is_diverged:
                 raise ValueError(f"the teacher diverged at a learning rate of {config.learning_rate}; choose a lower one")
             is_over = is_over or (min(shares) >= config.mastered and not is_last)
-    sprint.close()
-    taken = [sprint.plan.before(sprint.progress.step), [bucket.inputs.shape[1] for bucket in sprint.train]]
+    training.close()
+    taken = [training.plan.before(training.progress.step), [bucket.inputs.shape[1] for bucket in training.train]]
     return sum(steps * rows * length for steps, length in zip(*taken, strict=True))
 
 
@@ -240,7 +240,7 @@ class Answering(nn.Module):
 
 
 @contextmanager
-def unmasked(model: Any) -> Iterator[None]:
+def disable_masks(model: Any) -> Iterator[None]:
     """Inside the block a forward pass never waits for the device, so a CUDA graph can capture it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import AttentionInterface
@@ -278,7 +278,7 @@ def save_teacher(course: Course, config: TeacherConfig, folder: str | Path) -> N
         with atomic_folder(folder / name) as unfinished:
             course.model.save_pretrained(unfinished)
     facts = {"model": name, "lessons": course.lessons, "tokens": course.tokens, "seconds": course.seconds}
-    write_atomically(folder / "course.json", json.dumps({**facts, "config": settings_of(config)}, indent=1).encode())
+    write_atomically(folder / "course.json", json.dumps({**facts, "config": teacher_settings(config)}, indent=1).encode())
     for older in folder.glob("after_*_lessons"):
         if older.name != name:
             shutil.rmtree(older)
@@ -290,13 +290,13 @@ def load_teacher(config: TeacherConfig, folder: str | Path) -> Course | None:
     if not path.exists():
         return None
     facts = json.loads(path.read_text())
-    if facts["config"] != settings_of(config):
+    if facts["config"] != teacher_settings(config):
         raise ValueError(f"the teacher in {folder} was trained with other settings ({facts['config']}); choose another folder")
     model: Any = pretrained_model(path.parent / facts["model"], vocab_size=1, dtype=torch.float32)
     return Course(model=model, lessons=facts["lessons"], tokens=facts["tokens"], seconds=facts["seconds"])
 
 
-def settings_of(config: TeacherConfig) -> dict[str, Any]:
+def teacher_settings(config: TeacherConfig) -> dict[str, Any]:
     """Everything that the weights depend on, as JSON has it."""
     settings = {name: value for name, value in asdict(config).items() if name != "minutes"}
     return json.loads(json.dumps(settings))

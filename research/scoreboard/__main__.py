@@ -69,10 +69,10 @@ def build_app() -> typer.Typer:
     ) -> None:
         """Write the tables of a page, or draw them, from the CSV files in a folder."""
         from .picture import draw
-        from .tables import fill, rows_of
+        from .tables import fill, read_folder_rows
 
         if page.suffix == ".png":
-            draw(rows_of(folder), page)
+            draw(read_folder_rows(folder), page)
         else:
             fill(page, folder)
 

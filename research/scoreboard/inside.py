@@ -19,7 +19,7 @@ RANKED_ROWS, RANKED = 64, 2
 
 
 @torch.no_grad()
-def attention_figures(model: nn.Module, bucket: Bucket) -> dict[str, str]:
+def attention_metrics(model: nn.Module, bucket: Bucket) -> dict[str, str]:
     """Return the metrics of INSIDE, means over layers and heads; empty where attention has no weights, as in delta rules.
 
     entropy_norm: Spearman's correlation of query norm and entropy, 0 for a head whose entropy_drop is under 0.02 nats.
@@ -37,7 +37,7 @@ def attention_figures(model: nn.Module, bucket: Bucket) -> dict[str, str]:
     tokens = inputs.flatten(0, 1) if is_pair else inputs
     is_real = model.visible(tokens) if isinstance(model, SequenceClassifier) else None
     try:
-        found = torch.cat([figures_of_heads(each, is_real) for each in record(model, inputs)])
+        found = torch.cat([head_metrics(each, is_real) for each in record(model, inputs)])
     except torch.OutOfMemoryError:
         # a run of minutes is worth more than what it looks like inside
         return dict.fromkeys(INSIDE, "")
@@ -45,7 +45,7 @@ def attention_figures(model: nn.Module, bucket: Bucket) -> dict[str, str]:
     return {name: f"{value:.4f}" if value == value else "" for name, value in zip(INSIDE, means, strict=True)}
 
 
-def figures_of_heads(layer: LayerRecord, is_real: Tensor | None = None) -> Tensor:
+def head_metrics(layer: LayerRecord, is_real: Tensor | None = None) -> Tensor:
     """Return the three metrics of each head, [H, 3] float64 on the CPU; NaN where weights are NaN. is_real: [B, N], or all."""
     if is_real is None:
         # as many as the layer sees: those of a backbone differ from stage to stage

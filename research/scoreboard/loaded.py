@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..fast_training.data_on_device import Bucket, resident
+from ..fast_training.data_on_device import Bucket, load_to_device
 from ..sequence_task import Sequences, SequencesConfig
 from ..sequences import SequenceData
 
@@ -29,7 +29,7 @@ class Loaded:
 
 def made_data(task: Sequences, device: str) -> dict[str, list[Bucket]]:
     data: dict[str, SequenceData] = dict(zip(SPLITS, (task.train_data, task.eval_data, task.test_data), strict=True))
-    return {split: resident(each, device, only_answers=split != "train") for split, each in data.items()}
+    return {split: load_to_device(each, device, only_answers=split != "train") for split, each in data.items()}
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class DataToMake:
     def take(self) -> TaskData | None:
         return self.left.pop(0) if self.left else None
 
-    def failed(self, task: TaskData, /) -> None:
+    def mark_failed(self, task: TaskData, /) -> None:
         """The error is told with those of the others."""
 
 
 def keep_data(task: TaskData, stop_file: Path, *, folder: Path) -> Path:
-    """Make the data of a task and write them to the file that `file_of` names; a process does it to the end."""
+    """Make the data of a task and write them to the file that `data_file` names; a process does it to the end."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -66,12 +66,12 @@ def keep_data(task: TaskData, stop_file: Path, *, folder: Path) -> Path:
         for number, bucket in enumerate(buckets):
             named = {"inputs": bucket.inputs, "at": bucket.at, "targets": bucket.targets, "group": bucket.group}
             tensors |= {f"{split}.{number}.{name}": x.contiguous() for name, x in named.items() if x is not None}
-    file = file_of(task.label, folder)
+    file = data_file(task.label, folder)
     save_file(tensors, file)
     return file
 
 
-def file_of(title: str, folder: Path) -> Path:
+def data_file(title: str, folder: Path) -> Path:
     return folder / f"{title}.safetensors"
 
 

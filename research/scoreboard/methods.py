@@ -22,45 +22,45 @@ class Method:
         return f"{self.name} {json.dumps(self.options)}" if self.options else self.name
 
 
-def of(name: str, **options: Any) -> Method:
+def make_method(name: str, **options: Any) -> Method:
     return Method(name=name, options=options)
 
 
 # learned powers
 MILD: dict[str, Any] = {"powers": "mild", "norm_scale": "head"}
 METHODS_OF_THE_BOARD: dict[str, Method] = {
-    "softmax": of("softmax"),
-    "relu": of("relu"),
-    "elu": of("elu"),
-    "sign_split": of("split"),
-    "sign_split_contrast": of("split", contrast="learned"),
-    "flatten_map": of("focused"),
-    "polaformer_map": of("polarity"),
-    "polaformerpp_map": of("polarity_exp"),
-    "mirrorla_map": of("mirrorla", gate="none"),
-    "nala": of("norm_aware"),
-    "nala_cosine": of("norm_aware", direction="cosine"),
-    "nala_contrast": of("norm_aware", contrast="learned"),
-    "nala_mild": of("norm_aware", **MILD),
-    "nala_mild_contrast": of("norm_aware", **MILD, contrast="learned"),
-    "nala_learned": of("norm_aware", **MILD, start_gain=2.5),
-    "nala_learned_contrast": of("norm_aware", **MILD, start_gain=2.5, contrast="learned"),
-    "hedgehog": of("hedgehog"),
-    "hedgehog_contrast": of("hedgehog", contrast="learned"),
-    "channel_softmax": of("channel_softmax"),
+    "softmax": make_method("softmax"),
+    "relu": make_method("relu"),
+    "elu": make_method("elu"),
+    "sign_split": make_method("split"),
+    "sign_split_contrast": make_method("split", contrast="learned"),
+    "flatten_map": make_method("focused"),
+    "polaformer_map": make_method("polarity"),
+    "polaformerpp_map": make_method("polarity_exp"),
+    "mirrorla_map": make_method("mirrorla", gate="none"),
+    "nala": make_method("norm_aware"),
+    "nala_cosine": make_method("norm_aware", direction="cosine"),
+    "nala_contrast": make_method("norm_aware", contrast="learned"),
+    "nala_mild": make_method("norm_aware", **MILD),
+    "nala_mild_contrast": make_method("norm_aware", **MILD, contrast="learned"),
+    "nala_learned": make_method("norm_aware", **MILD, start_gain=2.5),
+    "nala_learned_contrast": make_method("norm_aware", **MILD, start_gain=2.5, contrast="learned"),
+    "hedgehog": make_method("hedgehog"),
+    "hedgehog_contrast": make_method("hedgehog", contrast="learned"),
+    "channel_softmax": make_method("channel_softmax"),
     # starts weak: from 0 it recalls a little more and points worse
-    "channel_softmax_contrast": of("channel_softmax", contrast="learned", contrast_offset=-0.75),
-    "mala_map": of("mala", gate="none"),
-    "rala_map": of("rala", gate="none"),
-    "mhla_map": of("relu", mixed_blocks=[4, 4]),
-    "relu_forgetting": of("relu", forgets=True),
-    "nala_forgetting": of("norm_aware", forgets=True),
-    "nala_learned_forgetting": of("norm_aware", **MILD, start_gain=2.5, contrast="learned", forgets=True),
-    "channel_softmax_forgetting": of("channel_softmax", contrast="learned", contrast_offset=-0.75, forgets=True),
-    "deltanet": of("delta"),
-    "deltanet_nala": of("delta", feature_map="norm_aware"),
-    "gated_deltanet": of("gated_delta"),
-    "gated_deltanet_nala": of("gated_delta", feature_map="norm_aware"),
+    "channel_softmax_contrast": make_method("channel_softmax", contrast="learned", contrast_offset=-0.75),
+    "mala_map": make_method("mala", gate="none"),
+    "rala_map": make_method("rala", gate="none"),
+    "mhla_map": make_method("relu", mixed_blocks=[4, 4]),
+    "relu_forgetting": make_method("relu", forgets=True),
+    "nala_forgetting": make_method("norm_aware", forgets=True),
+    "nala_learned_forgetting": make_method("norm_aware", **MILD, start_gain=2.5, contrast="learned", forgets=True),
+    "channel_softmax_forgetting": make_method("channel_softmax", contrast="learned", contrast_offset=-0.75, forgets=True),
+    "deltanet": make_method("delta"),
+    "deltanet_nala": make_method("delta", feature_map="norm_aware"),
+    "gated_deltanet": make_method("gated_delta"),
+    "gated_deltanet_nala": make_method("gated_delta", feature_map="norm_aware"),
 }
 """Baselines under short names; forms of our own are nala_learned, channel_softmax, and all with the learned contrast. The file
 of a scoreboard has each in full."""
@@ -104,19 +104,19 @@ def parse_methods(text: str, *, causal: bool = False) -> list[Method]:
             rest = rest[used:].lstrip()
         if not name or (rest and not rest.startswith(",")):
             raise ValueError(f"methods are names separated by commas, got {text!r}")
-        found += named(name, options, causal=causal)
+        found += expand_name(name, options, causal=causal)
         rest = rest[1:].strip()
     if not found:
         raise ValueError("methods must name at least one attention")
     return found
 
 
-def named(name: str, options: dict[str, Any], *, causal: bool) -> Iterable[Method]:
+def expand_name(name: str, options: dict[str, Any], *, causal: bool) -> Iterable[Method]:
     """The methods that a name with these options stands for."""
     if name == ALL:
-        return [of(method.name, **(method.options | options)) for method in methods_for(causal=causal)]
+        return [make_method(method.name, **(method.options | options)) for method in methods_for(causal=causal)]
     known_names = [*dict.fromkeys([*METHODS_OF_THE_BOARD, *attention_names()])]
     if name not in known_names:
         raise unknown_name("method (of the scoreboard, or an attention)", name, known_names)
-    known = METHODS_OF_THE_BOARD.get(name, of(name))
-    return [of(known.name, **(known.options | options))]
+    known = METHODS_OF_THE_BOARD.get(name, make_method(name))
+    return [make_method(known.name, **(known.options | options))]

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .report import Row, figure_of
+from .report import Row, task_metric
 
 if TYPE_CHECKING:
     from .methods import Method
@@ -31,7 +31,7 @@ class Order:
                 if every_rate or seed == board.seeds[0] or len(board.learning_rates) == 1:
                     self.firm.extend(run for run in board.runs(seed) if not run.is_in(rows))
                 else:
-                    chosen = ((method, self._chosen(board, method, seed)) for method in board.methods)
+                    chosen = ((method, self._choose_run(board, method, seed)) for method in board.methods)
                     # without a chosen rate, the run is still to come
                     self.open.extend((board, method, seed) for method, run in chosen if run is None or not run.is_in(rows))
         self.total = len(self)
@@ -40,7 +40,7 @@ class Order:
         """Runs that are left."""
         return len(self.firm) + len(self.open)
 
-    def of(self, board: "Board") -> int:
+    def count_runs(self, board: "Board") -> int:
         """Count the runs of one board."""
         return sum(run.task == board.title for run in self.firm) + sum(each is board for each, *_ in self.open)
 
@@ -57,25 +57,25 @@ class Order:
                 place += 1
                 continue
             del self.open[place]
-            chosen = self._chosen(board, method, seed)
+            chosen = self._choose_run(board, method, seed)
             # every rate failed: there is nothing to repeat; or the file had the chosen one already
             if chosen is not None and not chosen.is_in(self.rows):
                 return chosen
         return None
 
-    def failed(self, run: "Run") -> None:
+    def mark_failed(self, run: "Run") -> None:
         """A run that will give no row."""
         self.lost.append(run.key)
 
     def _dev(self, run: "Run") -> float:
         return next(float(row["dev"]) for row in self.rows if run.is_same(row))
 
-    def _chosen(self, board: "Board", method: "Method", seed: int) -> "Run | None":
+    def _choose_run(self, board: "Board", method: "Method", seed: int) -> "Run | None":
         """A later seed at the rate that the first one chose; None until all rates of that have ended, or if all failed."""
         firsts = [board.run(method, rate, board.seeds[0]) for rate in board.learning_rates]
         found = [run for run in firsts if run.is_in(self.rows)]
         missing = any(not run.is_in(self.rows) and not run.is_in(self.lost) for run in firsts)
         if missing or not found:
             return None
-        best = max if figure_of([row for row in self.rows if found[0].is_same(row)]).higher_is_better else min
+        best = max if task_metric([row for row in self.rows if found[0].is_same(row)]).higher_is_better else min
         return board.run(method, best(found, key=self._dev).rate, seed)

@@ -46,7 +46,7 @@ class Figures:
         return json.dumps({"lookups": lookups, "texts": texts})
 
 
-def figures_of(rows: Sequence[Row]) -> Figures:
+def values_to_plot(rows: Sequence[Row]) -> Figures:
     """Return the values to plot of the methods that have a name on the board."""
     found = {title: standing_by_method([row for row in rows if row["task"] == title]) for title in (RECALL, POINTING, TEXTS)}
     lookups: dict[str, tuple[float, ...]] = {}
@@ -60,7 +60,7 @@ def figures_of(rows: Sequence[Row]) -> Figures:
     return Figures(lookups=lookups, texts=dict(sorted(texts.items(), key=lambda item: item[1])))
 
 
-def colour_of(name: str) -> str:
+def color_for(name: str) -> str:
     if name == "softmax":
         return BLACK
     if name.startswith(OURS):
@@ -68,7 +68,7 @@ def colour_of(name: str) -> str:
     return BLUE if "nala" in name else GREY
 
 
-def drawn(figures: Figures) -> "Figure":
+def draw_plot(figures: Figures) -> "Figure":
     figure = new_figure(11, 4.6, dpi=130)
     lookups, texts = figure.subplots(1, 2, width_ratios=(1.25, 1))
     for name, (recall, recall_spread, pointing, pointing_spread) in figures.lookups.items():
@@ -82,7 +82,7 @@ def drawn(figures: Figures) -> "Figure":
     for height, name in enumerate(names):
         mean, spread = figures.texts[name]
         texts.errorbar(
-            mean, height, xerr=spread or None, fmt="s" if name == "softmax" else "o", color=colour_of(name), markersize=7
+            mean, height, xerr=spread or None, fmt="s" if name == "softmax" else "o", color=color_for(name), markersize=7
         )
         texts.annotate(
             f"{mean:.1f}", (mean + spread, height), xytext=(8, 0), textcoords="offset points", va="center", fontsize=8
@@ -98,17 +98,17 @@ def drawn(figures: Figures) -> "Figure":
 def draw_point(axes: Any, name: str, at: tuple[float, float], spread: tuple[float, float]) -> None:
     is_named = name in NAMED
     size, alpha = (7.0, 1.0) if is_named else (4.0, 0.6)
-    style = {"color": colour_of(name), "alpha": alpha, "elinewidth": 1.0, "markersize": size}
+    style = {"color": color_for(name), "alpha": alpha, "elinewidth": 1.0, "markersize": size}
     axes.errorbar(*at, xerr=spread[0] or None, yerr=spread[1] or None, fmt="s" if name == "softmax" else "o", **style)
     if is_named:
         place, across, along = SIDES[NAMED[name]]
         axes.annotate(
-            name, at, xytext=place, textcoords="offset points", ha=across, va=along, fontsize=8, color=colour_of(name)
+            name, at, xytext=place, textcoords="offset points", ha=across, va=along, fontsize=8, color=color_for(name)
         )
 
 
 def draw(rows: Sequence[Row], path: str | Path) -> None:
     """Write the plot as a PNG file whose text holds the plotted values."""
-    figures = figures_of(rows)
+    figures = values_to_plot(rows)
     with atomic_file(Path(path)) as aside:
-        drawn(figures).savefig(aside, format="png", metadata={TEXT: figures.text})
+        draw_plot(figures).savefig(aside, format="png", metadata={TEXT: figures.text})

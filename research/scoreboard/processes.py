@@ -34,7 +34,7 @@ class Queue(Protocol[Job]):
 
     def __len__(self) -> int: ...
     def take(self) -> Job | None: ...
-    def failed(self, run: Job, /) -> None: ...
+    def mark_failed(self, run: Job, /) -> None: ...
 
 
 Work = Callable[..., Result | None]
@@ -83,7 +83,7 @@ def finished_in_processes(
                             "goes on"
                         ) from error
                     except Exception as error:
-                        order.failed(run)
+                        order.mark_failed(run)
                         failures.append(f"{label}: {type(error).__name__}: {error}")
                         say(f"{label}: failed, {type(error).__name__}: {error}")
                         continue

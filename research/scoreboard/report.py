@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nalaformer.atomic_files import write_csv
 
-from ..sequences import FIGURES, Figure
+from ..sequences import METRICS, Metric
 from .inside import INSIDE
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def read_rows(path: Path) -> list[Row]:
     return [dict.fromkeys(ADDED, "") | row for row in rows]
 
 
-def figure_of(rows: Sequence[Row]) -> Figure:
+def task_metric(rows: Sequence[Row]) -> Metric:
     """Return the metric of a task's runs; older files have accuracy alone."""
-    return FIGURES[rows[0].get("figure") or "accuracy"]
+    return METRICS[rows[0].get("figure") or "accuracy"]
 
 
 def save_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -103,10 +103,10 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
                 rates=len(by_rate),
                 inside=tuple(mean_if_any(row.get(name) for row in best) for name in INSIDE),
                 # compare runs of equal length only: warm-up and more change with the steps
-                settings=differing([row["settings"] for row in rows if row["steps"] == steps])[settings],
+                settings=differing_settings([row["settings"] for row in rows if row["steps"] == steps])[settings],
             )
         )
-    return sorted(found, key=lambda standing: standing.test, reverse=not rows or figure_of(rows).higher_is_better)
+    return sorted(found, key=lambda standing: standing.test, reverse=not rows or task_metric(rows).higher_is_better)
 
 
 def by_seed(rows: Iterable[Row], name: str) -> list[float]:
@@ -129,7 +129,7 @@ def best_rate(by_rate: dict[str, list[Row]]) -> tuple[str, list[Row]]:
     """
     common = set.intersection(*({row["seed"] for row in rows} for rows in by_rate.values()))
 
-    is_higher = figure_of(next(iter(by_rate.values()))).higher_is_better
+    is_higher = task_metric(next(iter(by_rate.values()))).higher_is_better
 
     def goodness(item: tuple[str, list[Row]]) -> tuple[float, int]:
         dev = statistics.mean(by_seed((row for row in item[1] if not common or row["seed"] in common), "dev"))
@@ -138,7 +138,7 @@ def best_rate(by_rate: dict[str, list[Row]]) -> tuple[str, list[Row]]:
     return max(by_rate.items(), key=goodness)
 
 
-def differing(settings: Sequence[str]) -> dict[str, str]:
+def differing_settings(settings: Sequence[str]) -> dict[str, str]:
     """For each description of settings, the fields in which they are not all the same."""
     flat = {}
     for text in dict.fromkeys(settings):
@@ -161,7 +161,7 @@ def scoreboard_table(title: str, rows: Sequence[Row]) -> "Table":
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     table.add_column("method")
     for name in (
-        f"test {figure_of(rows).name}" if rows else "test",
+        f"test {task_metric(rows).name}" if rows else "test",
         "± sd",
         "seeds",
         "dev",

@@ -55,7 +55,7 @@ TINY_VECTORS = {"dim": 8, "mlp_dim": 8, "depth": 1}
 TINY_PROBES = {"keys": 56, "probes": 2}
 
 
-def probing(
+def probe_row(
     recipe: str,
     asks: str,
     tiny: dict[str, Any] = TINY_PROBES,
@@ -68,7 +68,7 @@ def probing(
     return BoardRow(recipe=recipe, settings=settings | data, tiny=small, learning_rates=learning_rates, asks=asks)
 
 
-def recalling(recipe: str, asks: str, *, tiny: dict[str, Any], **data: Any) -> BoardRow:
+def recall_row(recipe: str, asks: str, *, tiny: dict[str, Any], **data: Any) -> BoardRow:
     """Causal rows: two blocks of a gated short convolution and attention, 128 channels."""
     settings = {"steps": 4_000, "warmup": 200, "batch_size": 64, "eval_every": 500, **SAMPLES, **QUICK}
     small = {"data_options": tiny, "eval_options": {}, "model_options": {"dim": 8, "depth": 1}}
@@ -131,8 +131,8 @@ def documents(asks: str) -> BoardRow:
 LIT_PIXELS = {"hide_zero": True, "mean_over": "visible", "most_visible": 576}
 SHORT_LISTS = {"shortest": 8, "longest": 32, "max_depth": 3}
 ROWS: dict[str, BoardRow] = {
-    "pointing_256": probing("pointing", "Name the class of the nearest of 256 directions: sharp attention."),
-    "cue_grid": probing(
+    "pointing_256": probe_row("pointing", "Name the class of the nearest of 256 directions: sharp attention."),
+    "cue_grid": probe_row(
         "cue_cells",
         "Name the glyph of the colour that a marked cell shows: sharp attention.",
         {"cells": 3},
@@ -141,14 +141,14 @@ ROWS: dict[str, BoardRow] = {
         # 49 kB each
         train_samples=25_000,
     ),
-    "majority_256": probing("majority", "Name the class that most of 256 tokens have: flat attention."),
-    "counting_256": probing("pointing_control", "Count the tokens of a class among 256: flat attention."),
+    "majority_256": probe_row("majority", "Name the class that most of 256 tokens have: flat attention."),
+    "counting_256": probe_row("pointing_control", "Count the tokens of a class among 256: flat attention."),
     "teacher_regression": regression(
         "softmax_teacher",
         "Give the outputs of exact attention, flat for short queries and sharp for long ones.",
         {"tokens": 16, "size": 4},
     ),
-    "mqar_80": recalling(
+    "mqar_80": recall_row(
         "mqar",
         "Give the values of 80 keys that were said before: recall.",
         epochs=0,
@@ -159,8 +159,8 @@ ROWS: dict[str, BoardRow] = {
         eval_options={"mixture": [[320, 80]]},
         tiny={"vocabulary": 16, "mixture": [[8, 2]]},
     ),
-    "copying_256": recalling("copying", "Repeat 128 random tokens.", tiny={"length": 8, "vocabulary": 6}),
-    "induction_256": recalling(
+    "copying_256": recall_row("copying", "Repeat 128 random tokens.", tiny={"length": 8, "vocabulary": 6}),
+    "induction_256": recall_row(
         "induction",
         "Name what followed a token when it came before.",
         tiny={"length": 8, "vocabulary": 6},
@@ -228,7 +228,7 @@ def make_board(
         raise ValueError(f'{name} reads a file of yours: pass \'data_options={{"{row.file_option}": "/path/to/it"}}\'')
     recipe = row.make([*small, *settings]) if row is not None else recipe_with(name, [*small, *settings])
     original = RECIPES[name]() if row is None else row.make(small)
-    refuse_others(name, recipe, original)
+    check_settings(name, recipe, original)
     rates = list(learning_rates) or (list(row.learning_rates) if row is not None else [recipe.training.learning_rate])
     chosen = parse_methods(methods, causal=recipe.model == CAUSAL_MODEL)
     if smoke:
@@ -241,7 +241,7 @@ def is_on_sequences(recipe: str) -> bool:
     return isinstance(RECIPES[recipe]().task, SequencesConfig)
 
 
-def refuse_others(name: str, recipe: Recipe, original: Recipe) -> None:
+def check_settings(name: str, recipe: Recipe, original: Recipe) -> None:
     """Reject settings that a scoreboard does not follow."""
     for setting, remedy in (("attention", "name it in --methods"), ("initial_weights", "models start as they are made")):
         value = getattr(recipe, setting)

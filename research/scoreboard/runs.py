@@ -22,13 +22,13 @@ from nalaformer.stopping import stop_requests
 from nalaformer.training import TrainingConfig
 from nalaformer.training.config import PRECISIONS
 
-from ..fast_training.captured_training import Sprint
+from ..fast_training.captured_training import CapturedTraining
 from ..models import state_size
 from ..sequence_task import Sequences, SequencesConfig
 from ..sequences import SEQUENCES, write
 from ..sequences.stored import read_about
-from .inside import attention_figures
-from .loaded import DataToMake, Loaded, Say, file_of, keep_data
+from .inside import attention_metrics
+from .loaded import DataToMake, Loaded, Say, data_file, keep_data
 from .methods import Method, parse_methods
 from .order import Order
 from .processes import finished_in_processes
@@ -132,7 +132,7 @@ class Board:
         for name in ("methods", "seeds", "learning_rates"):
             if not getattr(self, name):
                 raise ValueError(f"a scoreboard needs at least one run, got no {name}")
-        refuse_unfollowed(self.recipe.training)
+        check_training(self.recipe.training)
 
     @property
     def total_steps(self) -> int:
@@ -146,7 +146,7 @@ class Board:
     def run(self, method: Method, rate: float, seed: int) -> Run:
         return Run(task=self.title, recipe=self.recipe, method=method, rate=rate, seed=seed, steps=self.total_steps)
 
-    def refuse_unmade(self) -> None:
+    def check_models(self) -> None:
         """Check that every model can be built and described, before others have trained for hours."""
         # facts do not depend on the number of sequences
         facts = Sequences(replace(self.recipe.task, train_samples=1, eval_samples=1)).facts()
@@ -199,14 +199,14 @@ def run_boards(
         where = machine.device_name(device)
         for board in boards:
             of_all = Order([board], [], every_rate=every_rate).total
-            say(f"{board.title}: {order.of(board)} of {of_all} runs to do, {board.total_steps} steps each, on {where}")
+            say(f"{board.title}: {order.count_runs(board)} of {of_all} runs to do, {board.total_steps} steps each, on {where}")
         if order:
             for board in boards:
-                board.refuse_unmade()
+                board.check_models()
             with ExitStack() as stack:
                 tasks: dict[str, Sequences] = {}
                 for board in boards:
-                    if order.of(board):
+                    if order.count_runs(board):
                         place = Path(data_folder, board.title) if data_folder and len(boards) > 1 else data_folder
                         makers = workers
                         if place is None and jobs > 1:
@@ -216,7 +216,7 @@ def run_boards(
                             else:
                                 # made once, for all processes
                                 place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                        tasks[board.title] = stack.enter_context(prepared(board.recipe.task, place, makers, say))
+                        tasks[board.title] = stack.enter_context(prepare_task(board.recipe.task, place, makers, say))
                 finished = finished_runs if jobs == 1 else partial(finished_at_once, jobs=jobs)
                 for row in finished(order, tasks, out, device=device, until=until, say=say):
                     rows.append({**row, **machine.columns(device), "date": today()})
@@ -296,12 +296,12 @@ def run_apart(
     """One run in a process of its own, which keeps the data of its last task."""
     if run.task not in kept_by_process:
         kept_by_process.clear()
-        file = None if kept is None else file_of(run.task, kept)
+        file = None if kept is None else data_file(run.task, kept)
         kept_by_process[run.task] = Loaded(Sequences(configs[run.task]), device, lambda line: None, file)
     return one_run(run, kept_by_process[run.task], out, until, lambda line: None, stop_file.exists)
 
 
-def refuse_unfollowed(training: TrainingConfig) -> None:
+def check_training(training: TrainingConfig) -> None:
     """Reject settings that runs on the device do not follow."""
     for name, value in FIXED_SETTINGS.items():
         if getattr(training, name) != value:
@@ -332,25 +332,25 @@ def one_run(
     """Return the results of one run, or None if the time was up or a stop was requested before its end."""
     data = loaded.task.eval_data
     aside = out.with_name(f".{out.stem}_aside") / run.file_name
-    sprint = make_sprint(run, loaded)
+    training = make_training(run, loaded)
     if aside.exists():
         try:
-            sprint.resume(aside)
+            training.resume(aside)
         # a damaged file can raise any error; half of it may be in the model
         except Exception as error:
             say(f"what was put aside in {aside} cannot be read and is made anew ({' '.join(str(error).split())})")
             aside.unlink()
-            sprint = make_sprint(run, loaded)
-    model = sprint.model
-    if not sprint.run(until=until, say=say, is_asked_to_stop=is_asked_to_stop, aside=aside):
-        sprint.save(aside)
-        sprint.close()
+            training = make_training(run, loaded)
+    model = training.model
+    if not training.run(until=until, say=say, is_asked_to_stop=is_asked_to_stop, aside=aside):
+        training.save(aside)
+        training.close()
         return None
-    progress = sprint.progress
-    tested = sprint.test(loaded.test)
-    sprint.close()
+    progress = training.progress
+    tested = training.test(loaded.test)
+    training.close()
     # the longest sequences
-    inside = attention_figures(model, loaded.test[-1])
+    inside = attention_metrics(model, loaded.test[-1])
     by_group = {name: round(value, 5) for name, value in zip(data.groups, tested["groups"], strict=True) if value is not None}
     aside.unlink(missing_ok=True)
     say(f"dev {progress.best_dev:.4f} at step {progress.best_step}, test {tested['all']:.4f}, {progress.seconds:.0f} s")
@@ -364,7 +364,7 @@ def one_run(
         "state_size": str(state_size(model)),
         "seconds": f"{progress.seconds:.1f}",
         "steps_per_second": f"{progress.step / max(progress.seconds, 1e-9):.1f}",
-        "loop": f"{sprint.how}, {str(sprint.precision).removeprefix('torch.')}",
+        "loop": f"{training.how}, {str(training.precision).removeprefix('torch.')}",
         "chance": f"{data.chance:.4g}",
         "shortcuts": json.dumps(data.shortcuts) if data.shortcuts else "",
         "figure": data.figure,
@@ -373,15 +373,15 @@ def one_run(
     }
 
 
-def make_sprint(run: Run, loaded: Loaded) -> Sprint:
+def make_training(run: Run, loaded: Loaded) -> CapturedTraining:
     model = make_model(run.recipe, run.method, loaded.facts, seed=run.seed)
     parts: Any = {"train": loaded.train, "dev": loaded.dev, "groups": len(loaded.task.eval_data.groups)}
     figure = loaded.task.figure
-    return Sprint(model, run.training, steps=run.steps, seed=run.seed, solved_at=SOLVED, figure=figure, **parts)
+    return CapturedTraining(model, run.training, steps=run.steps, seed=run.seed, solved_at=SOLVED, figure=figure, **parts)
 
 
 @contextmanager
-def prepared(config: SequencesConfig, folder: str | Path | None, workers: int, say: Say) -> Iterator[Sequences]:
+def prepare_task(config: SequencesConfig, folder: str | Path | None, workers: int, say: Say) -> Iterator[Sequences]:
     """The task, its generated data written to a folder first where one is given or several workers make it."""
     if config.data not in SEQUENCES.names() or (folder is None and workers <= 1):
         yield Sequences(config)

@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..markdown import fill_page, table
+from ..markdown import fill_tables, table
 from .methods import METHODS_OF_THE_BOARD, methods_for, short_name
-from .report import Row, Standing, figure_of, read_rows, standings
+from .report import Row, Standing, read_rows, standings, task_metric
 from .rows import ROWS
 
 BEGIN, END = "<!-- tables of the scoreboard: begin -->", "<!-- tables of the scoreboard: end -->"
@@ -21,12 +21,12 @@ FULL = 3
 PLAIN = METHODS_OF_THE_BOARD["relu"].label
 
 
-def rows_of(folder: str | Path) -> list[Row]:
+def read_folder_rows(folder: str | Path) -> list[Row]:
     """The rows of all files of scoreboards in a folder."""
     return [row for path in sorted(Path(folder).glob(PATTERN)) for row in read_rows(path)]
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def to_markdown(rows: Sequence[Row]) -> str:
     """All methods on all tasks in one table, then a section for each task, those of ROWS first and in their order."""
     titles = [name for name in ROWS if any(row["task"] == name for row in rows)]
     titles += [name for name in dict.fromkeys(row["task"] for row in rows) if name not in titles]
@@ -44,7 +44,8 @@ def summary(by_title: dict[str, list[Row]]) -> str:
     found = {title: standing_by_method(rows) for title, rows in by_title.items()}
     labels = [method.label for method in METHODS_OF_THE_BOARD.values()]
     lines = [
-        [short_name(label), state_of(label, found), *(cell(label, title, found[title]) for title in found)] for label in labels
+        [short_name(label), relative_state(label, found), *(cell(label, title, found[title]) for title in found)]
+        for label in labels
     ]
     about = (
         "Test accuracy, or the figure that a row names, at the rate that is best on dev, mean ± standard deviation over seeds; "
@@ -76,7 +77,7 @@ def standing_by_method(rows: Sequence[Row]) -> dict[str, Standing]:
 
 def named_figure(rows: Sequence[Row]) -> str:
     """Return what a heading adds where the metric is not accuracy."""
-    figure = figure_of(rows)
+    figure = task_metric(rows)
     better = "" if figure.higher_is_better else ", lower is better"
     return "" if figure.name == "accuracy" else f" ({figure.name}{better})"
 
@@ -90,7 +91,7 @@ def cell(label: str, title: str, found: dict[str, Standing]) -> str:
     return f"{each.test:.3f}{spread}" + (f" ({each.seeds})" if each.seeds < FULL else "")
 
 
-def state_of(label: str, found: dict[str, dict[str, Standing]]) -> str:
+def relative_state(label: str, found: dict[str, dict[str, Standing]]) -> str:
     """Return the state size relative to plain ReLU attention in the same model."""
     for standing in found.values():
         if label in standing and standing[label].state_size == 0:
@@ -114,7 +115,7 @@ def section(title: str, rows: Sequence[Row]) -> str:
     # only where models count them
     costs = ["multiply-adds"] if any(each.multiply_adds for each in found) else []
     head = [*HEAD, *costs]
-    lines = [line_of(each)[: len(head)] for each in found]
+    lines = [table_line(each)[: len(head)] for each in found]
     lines += [[name, f"{value:.4f}", *[""] * (len(head) - 2)] for name, value in levels.items()]
     measured = {row["method"] for row in rows}
     missing = [short_name(label) for label in (labels_for(title) if title in ROWS else []) if label not in measured]
@@ -122,7 +123,7 @@ def section(title: str, rows: Sequence[Row]) -> str:
     return f"### {title}{named_figure(rows)}\n\n{asks}{table(head, lines)}\n\n{left}{measured_with(rows)}"
 
 
-def line_of(each: Standing) -> list[str]:
+def table_line(each: Standing) -> list[str]:
     name = f"{short_name(each.method)} ({each.settings})" if each.settings else short_name(each.method)
     spread = f"{each.spread:.4f}" if each.seeds > 1 else "-"
     state = f"{each.state_size:,}" if each.state_size else "grows"
@@ -140,7 +141,7 @@ def measured_with(rows: Sequence[Row]) -> str:
     return f"{devices}; {loops}; commit {commits}; {len(rows)} runs, whose times add up to {minutes:.0f} minutes."
 
 
-def filled(text: str, rows: Sequence[Row]) -> str:
+def fill_page(text: str, rows: Sequence[Row]) -> str:
     """The text of a page with its tables as the rows say, between the marks that it holds."""
 
     def brief(found: re.Match[str]) -> str:
@@ -150,7 +151,7 @@ def filled(text: str, rows: Sequence[Row]) -> str:
     text = IN_BRIEF.sub(brief, text)
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{markdown(rows)}\n\n{END}{after}" if begin and end else text
+    return f"{before}{BEGIN}\n\n{to_markdown(rows)}\n\n{END}{after}" if begin and end else text
 
 
 def fill(page: str | Path, folder: str | Path) -> None:
@@ -159,5 +160,5 @@ def fill(page: str | Path, folder: str | Path) -> None:
     def has_marks(text: str) -> bool:
         return END in text.partition(BEGIN)[2] or IN_BRIEF.search(text) is not None
 
-    rows = rows_of(folder)
-    fill_page(page, lambda text: filled(text, rows), has_marks=has_marks, marks=f"{BEGIN} and {END}")
+    rows = read_folder_rows(folder)
+    fill_tables(page, lambda text: fill_page(text, rows), has_marks=has_marks, marks=f"{BEGIN} and {END}")

@@ -1,10 +1,10 @@
 """Sequences to learn from: the Long Range Arena, recall, pointing and hidden facts, generated exactly."""
 
+from .answer_metrics import METRICS, Metric, flatten_answers
 from .base import IGNORE, SEQUENCES, SPLITS, SequenceData, SequenceFacts, as_tensor, known_options, make_sequences
 from .copying import Copying, Induction
 from .cue_cells import CueCells
 from .documents import DocumentWindows
-from .figures import FIGURES, Figure, answers_of
 from .filler import ENTROPY, Filler
 from .image_file import ImagePatches, ImagePixels
 from .listops import ListOps, ListOpsWithoutBrackets
@@ -19,8 +19,8 @@ from .teacher import SoftmaxTeacher
 __all__ = [
     "ENTROPY",
     "FAMILIES",
-    "FIGURES",
     "IGNORE",
+    "METRICS",
     "SEQUENCES",
     "SPLITS",
     "AssociativeRecall",
@@ -28,7 +28,6 @@ __all__ = [
     "Counting",
     "CueCells",
     "DocumentWindows",
-    "Figure",
     "Filler",
     "GreyImage",
     "HiddenFacts",
@@ -37,6 +36,7 @@ __all__ = [
     "Induction",
     "ListOps",
     "ListOpsWithoutBrackets",
+    "Metric",
     "Needles",
     "PathX",
     "Pathfinder",
@@ -49,8 +49,8 @@ __all__ = [
     "Stored",
     "Text",
     "Variables",
-    "answers_of",
     "as_tensor",
+    "flatten_answers",
     "known_options",
     "make_sequences",
     "plan_write",

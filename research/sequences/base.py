@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from nalaformer.registry import Registry, unknown_name
 
-from .figures import IGNORE
+from .answer_metrics import IGNORE
 from .random_numbers import RandomKeys, sample_keys
 
 __all__ = ["IGNORE", "SEQUENCES", "SPLITS", "Arrays", "SequenceData", "SequenceFacts"]
@@ -117,7 +117,7 @@ class SequenceData(Dataset[dict[str, Tensor]]):
         """The random key of each sample."""
         return sample_keys(self.seed, self.stream, indices)
 
-    def random_of(self, index: int) -> Generator:
+    def generator_for(self, index: int) -> Generator:
         """The random numbers of one sample, for generators that go one by one."""
         return np.random.default_rng((self.seed, self.stream, index))
 

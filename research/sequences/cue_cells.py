@@ -39,7 +39,7 @@ class CueCells(SequenceData):
         inputs = np.zeros((len(indices), self.facts.length, self.facts.channels), np.float32)
         targets = np.full(inputs.shape[:2], IGNORE)
         for row, index in enumerate(indices):
-            image, glyph, (cue, _) = self.grid.arranged(self.random_of(int(index)))
+            image, glyph, (cue, _) = self.grid.arranged(self.generator_for(int(index)))
             pieces = image.reshape(3, self.cells, self.cell_size, self.cells, self.cell_size).transpose(1, 3, 0, 2, 4)
             inputs[row] = pieces.reshape(inputs.shape[1:]) - 0.5
             targets[row, cue] = glyph

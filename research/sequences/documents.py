@@ -67,10 +67,10 @@ class DocumentWindows(SequenceData):
         self.vocabulary, self.length = vocabulary, length
         # a file that was written again is another one
         files = tuple((path, Path(path).stat().st_mtime_ns) for path in (file, test_file) if path)
-        self.windows, shares = windows_of(files, split, vocabulary, length, samples)
+        self.windows, shares = read_windows(files, split, vocabulary, length, samples)
         self.samples = min(samples, len(self.windows))
         self.chance = float(vocabulary)
-        self.shortcuts = {"frequencies of tokens": self.perplexity_of(shares)}
+        self.shortcuts = {"frequencies of tokens": self.frequency_perplexity(shares)}
 
     @property
     def facts(self) -> SequenceFacts:
@@ -81,7 +81,7 @@ class DocumentWindows(SequenceData):
         inputs, targets = (np.stack([window[name].numpy() for window in chosen]) for name in ("input_ids", "targets"))
         return {"inputs": inputs.astype(np.int32), "targets": targets.astype(np.int32)}
 
-    def perplexity_of(self, shares: Shares) -> float:
+    def frequency_perplexity(self, shares: Shares) -> float:
         """Return the perplexity of guessing each token by its frequency alone, on the first thousand windows."""
         targets = self.make(np.arange(min(self.samples, 1000)))["targets"]
         return math.exp(-np.log(shares[targets[targets != IGNORE]]).mean())
@@ -90,7 +90,7 @@ class DocumentWindows(SequenceData):
 Files = tuple[tuple[str, int], ...]
 
 
-def documents_of(files: Files, split: str) -> list[Document]:
+def read_split(files: Files, split: str) -> list[Document]:
     """The documents of a split, shuffled: files are often sorted, and a part should be like the whole."""
     (path, _), *others = files
     if split == "test" and others:
@@ -115,10 +115,10 @@ def read(path: str) -> list[Document]:
 
 
 @lru_cache(maxsize=2)
-def encoder_of(files: Files, vocabulary: int) -> tuple[Encoder, Shares]:
+def train_encoder(files: Files, vocabulary: int) -> tuple[Encoder, Shares]:
     """The tokenizer of the train documents, and the share of each of its tokens among theirs."""
     texts, size = [], 0
-    for document in documents_of(files, "train"):
+    for document in read_split(files, "train"):
         texts.append(document.text)
         size += len(document.text)
         if size >= VOCABULARY_TEXT:
@@ -131,12 +131,12 @@ def encoder_of(files: Files, vocabulary: int) -> tuple[Encoder, Shares]:
 
 
 @lru_cache(maxsize=6)
-def windows_of(files: Files, split: str, vocabulary: int, length: int, samples: int) -> tuple[PackedTokens, Shares]:
+def read_windows(files: Files, split: str, vocabulary: int, length: int, samples: int) -> tuple[PackedTokens, Shares]:
     """Return as many windows as requested, or as there are, and the token frequencies of the train documents."""
-    encoder, shares = encoder_of(files, vocabulary)
+    encoder, shares = train_encoder(files, vocabulary)
     found: list[NDArray[np.uint32]] = []
     total = 0
-    for _, tokens, _ in encoder.encode(documents_of(files, split)):
+    for _, tokens, _ in encoder.encode(read_split(files, split)):
         found.append(np.array(tokens, np.uint32))
         total += len(tokens)
         if total >= samples * length:

@@ -80,19 +80,19 @@ class ListOps(SequenceData):
         # in chunks: the trees of a chunk fit into the cache
         for start in range(0, len(indices), 64):
             piece = slice(start, start + 64)
-            levels = grown(self.accepted(self.random_keys(indices[piece])), self.max_depth, self.max_arguments)
-            tokens[piece] = written(levels, len(indices[piece]), self.facts.length, brackets=self.brackets)
+            levels = grow_trees(self.accept_keys(self.random_keys(indices[piece])), self.max_depth, self.max_arguments)
+            tokens[piece] = write_tokens(levels, len(indices[piece]), self.facts.length, brackets=self.brackets)
             labels[piece] = values(levels)
         return {"inputs": tokens, "targets": labels}
 
-    def accepted(self, keys: RandomKeys) -> RandomKeys:
+    def accept_keys(self, keys: RandomKeys) -> RandomKeys:
         """For each sample the key of the first tree whose length is right."""
         found = np.zeros_like(keys)
         pending = np.arange(len(keys))
         for first in range(0, 1_000_000, ATTEMPTS):
             tries = np.stack([child_keys(keys[pending], first + number) for number in range(ATTEMPTS)], axis=1)
             lengths = np.zeros(tries.size, np.int64)
-            for level in grown(tries.ravel(), self.max_depth, self.max_arguments):
+            for level in grow_trees(tries.ravel(), self.max_depth, self.max_arguments):
                 lengths += np.bincount(level.tree, weights=1 + level.is_operator, minlength=tries.size).astype(np.int64)
             fits = ((self.shortest < lengths) & (lengths < self.longest)).reshape(tries.shape)
             done = fits.any(axis=1)
@@ -115,7 +115,7 @@ class ListOpsWithoutBrackets(ListOps):
     brackets = False
 
 
-def grown(keys: RandomKeys, max_depth: int, max_arguments: int) -> list[Level]:
+def grow_trees(keys: RandomKeys, max_depth: int, max_arguments: int) -> list[Level]:
     """One random tree for each key, level by level."""
     levels: list[Level] = []
     tree = np.arange(len(keys))
@@ -159,7 +159,7 @@ def values(levels: list[Level]) -> Ints:
     return below
 
 
-def written(levels: list[Level], trees: int, length: int, *, brackets: bool) -> NDArray[np.uint8]:
+def write_tokens(levels: list[Level], trees: int, length: int, *, brackets: bool) -> NDArray[np.uint8]:
     """The trees as rows of tokens in reading order: [trees, length], padded with zeros."""
     # tokens below each node, from the leaves up
     sizes: list[Ints] = []

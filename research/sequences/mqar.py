@@ -70,10 +70,10 @@ class AssociativeRecall(SequenceData):
             rows = np.flatnonzero(group == number)
             for start in range(0, len(rows), 256):
                 piece = rows[start : start + 256]
-                inputs[piece, :tokens], targets[piece, :tokens] = self.of_kind(keys[piece], tokens, pairs)
+                inputs[piece, :tokens], targets[piece, :tokens] = self.make_kind(keys[piece], tokens, pairs)
         return {"inputs": inputs, "targets": targets, "group": group}
 
-    def of_kind(self, keys: RandomKeys, tokens: int, pairs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def make_kind(self, keys: RandomKeys, tokens: int, pairs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         half = self.vocabulary // 2
         # token 0 stays free
         asked = 1 + distinct(child_keys(keys, KEYS), half - 1, pairs)

@@ -104,7 +104,7 @@ class HiddenFacts(SequenceData):
         # one token more: inputs and targets are the same text, moved by one
         texts = np.empty((len(indices), self.length + 1), np.int32)
         is_answer = np.zeros((len(indices), self.length), np.bool_)
-        randoms = [self.random_of(int(index)) for index in indices]
+        randoms = [self.generator_for(int(index)) for index in indices]
         words = self.filler.write(np.stack([random.random(self.length + 1) for random in randoms])) if randoms else texts
         group = np.zeros(len(indices), np.int64)
         for row, random in enumerate(randoms):
@@ -135,8 +135,8 @@ class HiddenFacts(SequenceData):
             return self.looked_up(random, max(1, count // self.values_per_name), self.values_per_name, family)
         if family == "variables":
             steps = 1 + int(random.integers(self.hops))
-            return self.followed(random, max(1, count // steps), steps)
-        return self.continued(random, count)
+            return self.make_chains(random, max(1, count // steps), steps)
+        return self.make_phrases(random, count)
 
     def looked_up(self, random: Generator, names: int, each: int, family: str) -> Riddle:
         """Names with `each` values; some names are asked for all of theirs."""
@@ -147,7 +147,7 @@ class HiddenFacts(SequenceData):
         questions = np.concatenate((np.full((len(asked), 1), ASK), name[asked, None], value[asked]), axis=1)
         return Riddle(facts=facts, questions=questions, answer_length=each, group=family)
 
-    def followed(self, random: Generator, chains: int, steps: int) -> Riddle:
+    def make_chains(self, random: Generator, chains: int, steps: int) -> Riddle:
         """Chains of variables, each set to the one before it; the last of some chains are asked for the value of the first."""
         name, value = self.some_names(random, chains * steps).reshape(chains, steps), self.some_values(random, chains)
         source = np.concatenate((value[:, None], name[:, :-1]), axis=1)
@@ -158,7 +158,7 @@ class HiddenFacts(SequenceData):
         group = f"variables, {steps} {'hop' if steps == 1 else 'hops'}"
         return Riddle(facts=facts, questions=questions, answer_length=1, group=group)
 
-    def continued(self, random: Generator, count: int) -> Riddle:
+    def make_phrases(self, random: Generator, count: int) -> Riddle:
         """Phrases of three tokens; the first two of some are repeated."""
         second = self.first_name + random.integers(self.names, size=count)
         facts = np.stack((self.some_names(random, count), second, self.some_values(random, count)), axis=1)

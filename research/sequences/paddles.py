@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .rasters import FULL, Bytes, dilated, resized
+from .rasters import FULL, Bytes, dilate, resize
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -63,9 +63,9 @@ class Paddles:
         drawn = np.concatenate((begin, self.heading[BEGINNINGS:] + np.pi))
         large = np.stack([large_stroke(shape, each) for each in drawn])
         small = 2 * shape.radius + 1
-        room = resized(dilated(large, shape.margin * shape.antialias), small)
-        wide = dilated(np.pad(room, ((0, 0), *((shape.margin, shape.margin),) * 2)), shape.margin)
-        self.light: Bytes = flat(resized(large, small))
+        room = resize(dilate(large, shape.margin * shape.antialias), small)
+        wide = dilate(np.pad(room, ((0, 0), *((shape.margin, shape.margin),) * 2)), shape.margin)
+        self.light: Bytes = flat(resize(large, small))
         """[360 + K, S * S]: how bright a stroke makes the pixels around its place."""
         self.room: Bytes = flat(room)
         """The same of the room that it takes."""

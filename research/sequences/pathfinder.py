@@ -10,7 +10,7 @@ from .base import SEQUENCES, Arrays, SequenceData, SequenceFacts
 from .contours import Contours, ContourSpec, grow
 from .paddles import Floats, Ints, Paddles, PaddleShape, make_paddles
 from .random_numbers import child_keys, integers, uniforms
-from .rasters import FULL, Bytes, resized
+from .rasters import FULL, Bytes, resize
 
 # images that are made side by side: few enough for the cache
 PIECE = 256
@@ -94,7 +94,7 @@ class Pathfinder(SequenceData):
         for start in range(0, len(indices), PIECE):
             piece = slice(start, start + PIECE)
             scene = self.scene(indices[piece])
-            pixels[piece] = self.drawn(scene).reshape(len(scene.labels), -1)
+            pixels[piece] = self.draw(scene).reshape(len(scene.labels), -1)
             labels[piece] = scene.labels
         return {"inputs": pixels, "targets": labels}
 
@@ -120,7 +120,7 @@ class Pathfinder(SequenceData):
         markers = np.stack((contours.place[image, origin], contours.place[image, last + other]), axis=1)
         return ContourScenes(contours=contours, margin=margin, labels=labels, origin=origin, markers=markers)
 
-    def drawn(self, scene: ContourScenes) -> Bytes:
+    def draw(self, scene: ContourScenes) -> Bytes:
         """Images [B, size, size]."""
         light = self.discs(scene.markers)
         long = 2 * self.spec.contour
@@ -128,12 +128,12 @@ class Pathfinder(SequenceData):
             those = np.flatnonzero(scene.margin == margin)
             paddles, contours = self.paddles(int(margin)), scene.contours.part(those)
             for strokes, contrast in ((slice(long), self.contrast), (slice(long, None), self.distractor_contrast)):
-                stamped = self.stamped(paddles, contours.paddle[:, strokes], contours.place[:, strokes])
+                stamped = self.stamp_strokes(paddles, contours.paddle[:, strokes], contours.place[:, strokes])
                 light[those] = np.maximum(light[those], contrast * stamped)
         brightest = light.max(axis=(1, 2), keepdims=True)
         return np.floor(light * (FULL / np.maximum(brightest, 1e-9)) + 0.5).astype(np.uint8)
 
-    def stamped(self, paddles: Paddles, paddle: Ints, place: Ints) -> Bytes:
+    def stamp_strokes(self, paddles: Paddles, paddle: Ints, place: Ints) -> Bytes:
         """Strokes [B, P] on black images [B, size, size]."""
         radius, size = paddles.shape.radius, self.spec.size
         side = size + 2 * radius
@@ -154,7 +154,7 @@ class Pathfinder(SequenceData):
         for place in places.swapaxes(0, 1) * self.antialias:
             apart = (line[:, None] - place[:, None, None, 0]) ** 2 + (line - place[:, None, None, 1]) ** 2
             large = np.where(apart <= (self.marker * self.antialias) ** 2, FULL, 0).astype(np.uint8)
-            light = np.maximum(light, resized(large, self.spec.size))
+            light = np.maximum(light, resize(large, self.spec.size))
         return light
 
 

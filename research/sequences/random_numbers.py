@@ -10,7 +10,7 @@ RandomKeys = NDArray[np.uint64]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def mixed(x: RandomKeys) -> RandomKeys:
+def mix_bits(x: RandomKeys) -> RandomKeys:
     """A bijection of 64-bit words in which every bit depends on every other."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -20,18 +20,18 @@ def mixed(x: RandomKeys) -> RandomKeys:
 def sample_keys(seed: int, stream: int, indices: NDArray[np.int64]) -> RandomKeys:
     """A key for each sample: [B]."""
     start = np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)
-    return mixed(start + GOLDEN * (indices.astype(np.uint64) + np.uint64(1)))
+    return mix_bits(start + GOLDEN * (indices.astype(np.uint64) + np.uint64(1)))
 
 
 def child_keys(keys: RandomKeys, place: int | NDArray[np.int64]) -> RandomKeys:
     """Keys of independent streams below each key, one for each place (an attempt, a level, a time)."""
-    return mixed(keys ^ mixed(np.atleast_1d(np.asarray(place, dtype=np.uint64)) * GOLDEN + GOLDEN))
+    return mix_bits(keys ^ mix_bits(np.atleast_1d(np.asarray(place, dtype=np.uint64)) * GOLDEN + GOLDEN))
 
 
 def uniform_at(keys: RandomKeys, number: NDArray[np.int64] | int) -> NDArray[np.float64]:
     """The number-th uniform in [0, 1) of each key; keys and numbers broadcast."""
     # at least one dimension: numpy warns when a single number wraps around, and arrays may
-    words = mixed(keys + GOLDEN * (np.atleast_1d(np.asarray(number, dtype=np.uint64)) + np.uint64(1)))
+    words = mix_bits(keys + GOLDEN * (np.atleast_1d(np.asarray(number, dtype=np.uint64)) + np.uint64(1)))
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

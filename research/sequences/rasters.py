@@ -12,7 +12,7 @@ FULL = 255
 LANCZOS = 3
 
 
-def dilated(images: Bytes, radius: int) -> Bytes:
+def dilate(images: Bytes, radius: int) -> Bytes:
     """The brightest pixel of a disc around each: [B, S, S]."""
     side = images.shape[1]
     padded = np.pad(images, ((0, 0), (radius, radius), (radius, radius)))
@@ -28,14 +28,14 @@ def disc(radius: int) -> NDArray[np.bool_]:
     return inside
 
 
-def resized(images: Bytes, side: int) -> Bytes:
+def resize(images: Bytes, side: int) -> Bytes:
     """Square images [B, S, S] made smaller by Lanczos' filter, rounded and kept in range after each of its two passes."""
     weights = lanczos_weights(images.shape[1], side)
-    rows = rounded(np.einsum("ij,bkj->bki", weights, images))
-    return rounded(np.einsum("ij,bjk->bik", weights, rows))
+    rows = round_to_bytes(np.einsum("ij,bkj->bki", weights, images))
+    return round_to_bytes(np.einsum("ij,bjk->bik", weights, rows))
 
 
-def rounded(x: NDArray[np.float64]) -> Bytes:
+def round_to_bytes(x: NDArray[np.float64]) -> Bytes:
     return np.clip(np.floor(x + 0.5), 0, FULL).astype(np.uint8)
 
 

@@ -31,7 +31,7 @@ class Released(SequenceData):
     def available(self) -> int:
         raise NotImplementedError
 
-    def existing(self, path: Path) -> Path:
+    def require_path(self, path: Path) -> Path:
         if not path.exists():
             raise ValueError(f"{path} is missing; the folder must hold {self.layout}")
         return path
@@ -68,7 +68,7 @@ class Text(ReleasedText):
         found = [
             (path, label)
             for label, name in enumerate(("neg", "pos"))
-            for path in sorted(self.existing(folder / name).glob("*.txt"))
+            for path in sorted(self.require_path(folder / name).glob("*.txt"))
         ]
         if not found:
             raise ValueError(f"{folder} must hold {self.layout}, got no .txt file")
@@ -98,7 +98,7 @@ class Retrieval(ReleasedText):
     @property
     def path(self) -> Path:
         part = {"train": "train", "val": "eval", "test": "test"}[self.split]
-        return self.existing(self.root / f"new_aan_pairs.{part}.tsv")
+        return self.require_path(self.root / f"new_aan_pairs.{part}.tsv")
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -146,7 +146,7 @@ class GreyImage(Released):
         names = ["test_batch.bin"] if self.split == "test" else [f"data_batch_{number}.bin" for number in range(1, 6)]
         parts = []
         for name in names:
-            content = np.fromfile(self.existing(self.root / name), np.uint8)
+            content = np.fromfile(self.require_path(self.root / name), np.uint8)
             if len(content) % self.record or not len(content):
                 raise ValueError(
                     f"{self.root / name} must hold records of {self.record} bytes, got {len(content)} bytes in all"

@@ -54,7 +54,7 @@ def write(
     options = options or {}
     data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
-    about = manifest_of(data, name, options, samples)
+    about = make_manifest(data, name, options, samples)
     if about_if_any(target) == about:
         advance(len(data))
         return target
@@ -65,7 +65,7 @@ def write(
             arguments = {"split": split, "samples": samples, "seed": seed, **options}
             starts = [start for start in range(0, len(data), CHUNK) if start not in finished]
             with (unfinished / FINISHED).open("a") as record:
-                for start, count in _made(name, arguments, unfinished, starts, workers):
+                for start, count in _make_chunks(name, arguments, unfinished, starts, workers):
                     record.write(f"{start}\n")
                     record.flush()
                     advance(count)
@@ -82,8 +82,8 @@ def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed:
     """Describe what `write` would do. Raise what it would raise; write nothing."""
     data = make_sequences(name, split=split, samples=samples, seed=seed, options=options)
     target = Path(folder) / split
-    about = manifest_of(data, name, options, samples)
-    line = f"{split}: {len(data):,} sequences, {megabytes(size_of(data))}, {target}"
+    about = make_manifest(data, name, options, samples)
+    line = f"{split}: {len(data):,} sequences, {megabytes(count_bytes(data))}, {target}"
     if about_if_any(target) == about:
         return f"{line}; finished"
     refuse_content(target)
@@ -92,11 +92,11 @@ def plan_write(name: str, folder: str | Path, *, split: str, samples: int, seed:
     if about_if_any(unfinished) == about:
         done = len(read_finished(unfinished))
         return f"{line}; goes on after {done} of {-(-len(data) // CHUNK)} pieces"
-    refuse_full_disk(target, size_of(data), f"the {split} split")
+    refuse_full_disk(target, count_bytes(data), f"the {split} split")
     return f"{line}; new"
 
 
-def manifest_of(data: SequenceData, name: str, options: dict[str, Any], asked: int) -> dict[str, Any]:
+def make_manifest(data: SequenceData, name: str, options: dict[str, Any], asked: int) -> dict[str, Any]:
     """Return the manifest of the arrays. asked: requested samples; a file may have fewer."""
     about = {
         "name": name,
@@ -123,7 +123,7 @@ def about_if_any(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def size_of(data: SequenceData) -> int:
+def count_bytes(data: SequenceData) -> int:
     return len(data) * sum(array.nbytes for array in data.batch([0]).values())
 
 
@@ -159,7 +159,9 @@ def reserve(path: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
-def _made(name: str, arguments: dict[str, Any], folder: Path, starts: list[int], workers: int) -> Iterator[tuple[int, int]]:
+def _make_chunks(
+    name: str, arguments: dict[str, Any], folder: Path, starts: list[int], workers: int
+) -> Iterator[tuple[int, int]]:
     """Make the chunks, in any order; start and number of samples of each when it is on the disk."""
     if workers <= 1:
         for start in starts:

@@ -7,23 +7,23 @@ from nalaformer.analysis import record
 from nalaformer.attention import build
 from research.fast_training.data_on_device import Bucket
 from research.models import OneAttention, RecallModel, SequenceClassifier
-from research.scoreboard.inside import INSIDE, attention_figures, figures_of_heads
+from research.scoreboard.inside import INSIDE, attention_metrics, head_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NONE = dict.fromkeys(INSIDE, "")
 
 
-def bucket_of(inputs):
+def make_bucket(inputs):
     count = len(inputs)
     return Bucket(inputs=inputs, at=None, targets=torch.zeros(count), group=torch.zeros(count, dtype=torch.long))
 
 
-def figures(model, inputs):
-    return [float(value) for value in attention_figures(model.eval(), bucket_of(inputs)).values()]
+def metrics(model, inputs):
+    return [float(value) for value in attention_metrics(model.eval(), make_bucket(inputs)).values()]
 
 
 @pytest.mark.parametrize("attention", ["softmax", "nalaformer", "polaformer", "mala"])
-def test_figures_are_the_means_of_what_the_statistics_of_heads_say(attention):
+def test_metrics_are_means_over_head_statistics(attention):
     torch.manual_seed(0)
     options = {"attention_options": {"gate": "none"}} if attention == "mala" else {}
     model = SequenceClassifier(
@@ -34,7 +34,7 @@ def test_figures_are_the_means_of_what_the_statistics_of_heads_say(attention):
         block.attention.qkvg.weight.data.mul_(6)
     inputs = torch.randn(4, 40, 5)
     heads = [head for layer in record(model, inputs) for head in layer.statistics()]
-    correlation, drop, rank = figures(model, inputs)
+    correlation, drop, rank = metrics(model, inputs)
     assert correlation == pytest.approx(sum(head.spearman for head in heads) / 4, abs=1e-4)
     assert drop == pytest.approx(sum(head.entropy_drop for head in heads) / 4, abs=1e-4)
     if attention == "softmax":
@@ -51,13 +51,13 @@ def test_longer_causal_queries_that_attend_flatly_do_not_seem_sharper():
         # keys that are all zero: every query sees what is before it alike, and entropy is the logarithm of how much that is
         mixer.qkvg.weight.data[16:32] = 0
         mixer.qkvg.bias.data[16:32] = 0
-    correlation, drop, rank = figures(model, torch.randint(0, 11, (3, 60)))
+    correlation, drop, rank = metrics(model, torch.randint(0, 11, (3, 60)))
     assert (correlation, abs(drop)) == (0.0, 0.0)
     assert rank > 1
 
 
 @pytest.mark.parametrize("attention", ["softmax", "relu"])
-def test_padding_changes_nothing_of_the_entropies(attention):
+def test_padding_does_not_change_entropies(attention):
     torch.manual_seed(0)
     settings = {"answers": "sequence", "outputs": 3, "vocabulary": 11, "is_padded": True, "dim": 16, "mlp_dim": 8}
     model = SequenceClassifier(length=64, attention=attention, **settings)
@@ -66,18 +66,18 @@ def test_padding_changes_nothing_of_the_entropies(attention):
     tokens = torch.randint(1, 11, (4, 40))
     padded = torch.nn.functional.pad(tokens, (0, 24))
     # room: these are rounded to four digits
-    assert figures(model, padded)[:2] == pytest.approx(figures(model, tokens)[:2], abs=2e-4)
+    assert metrics(model, padded)[:2] == pytest.approx(metrics(model, tokens)[:2], abs=2e-4)
 
 
-def test_what_has_no_weights_or_no_numbers_has_no_figures():
+def test_attention_without_weights_or_with_nan_has_no_metrics():
     delta = RecallModel(answers="tokens", outputs=11, length=9, vocabulary=11, dim=16, attention="delta")
-    assert attention_figures(delta, bucket_of(torch.zeros(2, 9, dtype=torch.long))) == NONE
+    assert attention_metrics(delta, make_bucket(torch.zeros(2, 9, dtype=torch.long))) == NONE
     broken = OneAttention(answers="tokens", outputs=3, length=9, channels=5, dim=8, attention="relu")
     torch.nn.init.constant_(broken.embedding.weight, torch.nan)
-    assert attention_figures(broken, bucket_of(torch.randn(2, 9, 5))) == NONE
+    assert attention_metrics(broken, make_bucket(torch.randn(2, 9, 5))) == NONE
 
 
-def test_tokens_that_are_left_out_change_nothing_of_the_entropies():
+def test_masked_tokens_do_not_change_entropies():
     torch.manual_seed(0)
     options = {"answers": "sequence", "outputs": 3, "length": 40, "vocabulary": 9, "dim": 16, "mlp_dim": 8, "attention": "relu"}
     hidden = {"hide_zero": True, "mean_over": "visible"}
@@ -87,14 +87,14 @@ def test_tokens_that_are_left_out_change_nothing_of_the_entropies():
     short.load_state_dict(model.state_dict())
     inputs = torch.randint(1, 9, (4, 40)) * (torch.rand(4, 40) < 0.5)
     assert 10 < int((inputs != 0).sum(1).max()) < 30
-    *entropies, _ = figures(model, inputs)
-    *of_short, _ = figures(short, inputs)
+    *entropies, _ = metrics(model, inputs)
+    *of_short, _ = metrics(short, inputs)
     assert of_short == pytest.approx(entropies, abs=1e-4)
     assert abs(entropies[1]) > 0.02
 
 
 @pytest.mark.parametrize("kind", ["softmax", "linear"])
-def test_equal_weights_are_no_drop_of_entropy_however_many_keys_a_block_sees(kind):
+def test_equal_weights_have_no_entropy_drop_for_any_key_count(kind):
     layer = build(kind, dim=16, num_heads=2, causal=True, block=4).double()
     tokens = 11
     # keys all alike: every query weighs what it sees equally; norms of queries grow from token to token
@@ -106,4 +106,4 @@ def test_equal_weights_are_no_drop_of_entropy_however_many_keys_a_block_sees(kin
         layer.qkvg.weight[:16].abs_()
         found = record(layer, x)[0]
         # the eps of linear attention is all that is left
-        assert figures_of_heads(found, torch.ones(2, tokens, dtype=torch.bool))[:, 1].abs().max() < 1e-6
+        assert head_metrics(found, torch.ones(2, tokens, dtype=torch.bool))[:, 1].abs().max() < 1e-6

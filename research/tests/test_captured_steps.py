@@ -5,8 +5,8 @@ import torch
 
 from nalaformer.ops.graphs import NotCapturable
 from nalaformer.training import TrainingConfig
-from research.fast_training.captured_training import Sprint
-from research.fast_training.data_on_device import resident
+from research.fast_training.captured_training import CapturedTraining
+from research.fast_training.data_on_device import load_to_device
 from research.fast_training.low_copies import LowCopies
 from research.models import RecallModel
 from research.sequences import SEQUENCES
@@ -15,59 +15,59 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def failing_sprint(monkeypatch):
+def failing_training(monkeypatch):
     """A run that takes itself to be on a GPU, where capturing its steps fails."""
 
     def make(failure):
         data = SEQUENCES["mqar"](split="train", samples=8, vocabulary=32, mixture=[[16, 2]])
         model = RecallModel(attention="relu", dim=8, **vars(data.facts))
-        buckets = resident(data, "cpu")
+        buckets = load_to_device(data, "cpu")
         config = TrainingConfig(steps=1, batch_size=8, learning_rate=1e-3)
-        sprint = Sprint(model, config, train=buckets, dev=buckets, groups=1, steps=1, seed=0)
-        sprint.on_gpu = True
+        training = CapturedTraining(model, config, train=buckets, dev=buckets, groups=1, steps=1, seed=0)
+        training.on_gpu = True
 
         def fail(*_, **__):
             raise failure
 
         monkeypatch.setattr("research.fast_training.captured_training.captured", fail)
-        return sprint
+        return training
 
     return make
 
 
 @pytest.mark.parametrize("failure", [NotCapturable("waits for the host"), torch.OutOfMemoryError("CUDA out of memory")])
-def test_steps_that_cannot_be_captured_are_told_and_taken_one_by_one(failing_sprint, failure):
-    sprint = failing_sprint(failure)
+def test_steps_that_cannot_be_captured_are_told_and_taken_one_by_one(failing_training, failure):
+    training = failing_training(failure)
     with pytest.warns(UserWarning, match=f"wait for Python instead: {failure}"):
-        sprint._prepare()
-    assert sprint.how == "eager"
-    assert len(sprint.graphs) == 1
+        training._prepare()
+    assert training.how == "eager"
+    assert len(training.graphs) == 1
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("CUDA error: an illegal memory access"), ValueError("no such option")])
-def test_a_step_that_fails_by_itself_stops_the_run(failing_sprint, failure):
+def test_a_step_that_fails_by_itself_stops_the_run(failing_training, failure):
     with pytest.raises(type(failure), match=str(failure)):
-        failing_sprint(failure)._prepare()
+        failing_training(failure)._prepare()
 
 
 @pytest.mark.parametrize("attention", ["softmax", "hedgehog", "gated_delta"])
-def test_steps_with_copies_in_low_precision_are_those_of_autocast(attention):
+def test_steps_with_low_precision_copies_equal_autocast(attention):
     """To the bit: copies round as casts do."""
     data = SEQUENCES["mqar"](split="train", samples=8, vocabulary=32, mixture=[[16, 2]])
-    buckets = resident(data, "cpu")
+    buckets = load_to_device(data, "cpu")
     config = TrainingConfig(steps=3, batch_size=8, learning_rate=1e-2, precision="bfloat16", clip_norm=1.0)
 
-    def trained(has_copies):
+    def train_model(has_copies):
         torch.manual_seed(0)
         model = RecallModel(attention=attention, dim=8, mlp_ratio=1.0, **vars(data.facts))
-        sprint = Sprint(model, config, train=buckets, dev=buckets, groups=1, steps=3, seed=0)
-        assert {name.rpartition(".")[0] for name in sprint.low.copies} >= {"layers.0.layer.gate", "layers.2.layer.2"}
+        training = CapturedTraining(model, config, train=buckets, dev=buckets, groups=1, steps=3, seed=0)
+        assert {name.rpartition(".")[0] for name in training.low.copies} >= {"layers.0.layer.gate", "layers.2.layer.2"}
         if not has_copies:
-            sprint.low.copies.clear()
-        sprint.run()
+            training.low.copies.clear()
+        training.run()
         return dict(model.named_parameters())
 
-    ours, plain = trained(True), trained(False)
+    ours, plain = train_model(True), train_model(False)
     for name, parameter in ours.items():
         assert torch.equal(parameter, plain[name]), name
 
@@ -76,23 +76,23 @@ def test_steps_are_compiled_where_the_config_says_so(monkeypatch):
     """Compile training steps only: evaluations have batches of other sizes, each of which would compile again."""
     calls = []
 
-    def compiled(function):
+    def count_compiles(function):
         def call(*inputs, **named):
             calls.append(torch.is_grad_enabled())
             return function(*inputs, **named)
 
         return call
 
-    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch, "compile", count_compiles)
     data = SEQUENCES["mqar"](split="train", samples=8, vocabulary=32, mixture=[[16, 2]])
-    buckets = resident(data, "cpu")
+    buckets = load_to_device(data, "cpu")
     for is_compiled in (False, True):
         config = TrainingConfig(steps=3, batch_size=8, learning_rate=1e-2, eval_every=1, compile=is_compiled)
         model = RecallModel(attention="relu", dim=8, **vars(data.facts))
-        sprint = Sprint(model, config, train=buckets, dev=buckets, groups=1, steps=3, seed=0)
-        sprint.run()
+        training = CapturedTraining(model, config, train=buckets, dev=buckets, groups=1, steps=3, seed=0)
+        training.run()
         assert calls == [True] * (3 if is_compiled else 0)
-        assert sprint.how == ("compiled" if is_compiled else "eager")
+        assert training.how == ("compiled" if is_compiled else "eager")
 
 
 def test_a_run_in_float32_makes_no_copies():

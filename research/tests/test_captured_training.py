@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from nalaformer.training import TrainingConfig
-from research.fast_training.captured_training import Sprint
-from research.fast_training.data_on_device import make_plan, resident
+from research.fast_training.captured_training import CapturedTraining
+from research.fast_training.data_on_device import load_to_device, make_plan
 from research.models import RecallModel
-from research.sequences import FIGURES, IGNORE, SEQUENCES
+from research.sequences import IGNORE, METRICS, SEQUENCES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MQAR = {"vocabulary": 32, "mixture": [[16, 2], [24, 3]]}
@@ -18,7 +18,7 @@ MQAR = {"vocabulary": 32, "mixture": [[16, 2], [24, 3]]}
 
 def test_buckets_hold_every_sample_once_cut_to_its_length():
     data = SEQUENCES["mqar"](split="train", samples=31, **MQAR)
-    buckets = resident(data, "cpu")
+    buckets = load_to_device(data, "cpu")
     assert [tuple(bucket.inputs.shape) for bucket in buckets] == [(16, 16), (15, 24)]
     arrays = data.batch(range(31))
     inputs, at, targets, group = buckets[1].batch(torch.tensor([2]))
@@ -32,17 +32,17 @@ def test_buckets_hold_every_sample_once_cut_to_its_length():
 
 def test_samples_that_ask_less_are_filled_with_nothing():
     data = SEQUENCES["needles"](split="val", samples=20, length=64, needles=4, names=8, values=8, words=8)
-    (bucket,) = resident(data, "cpu", only_answers=True)
+    (bucket,) = load_to_device(data, "cpu", only_answers=True)
     arrays = data.batch(range(20))
     assert (bucket.targets != IGNORE).sum() == arrays["answers"].sum()
-    (language,) = resident(data, "cpu")
+    (language,) = load_to_device(data, "cpu")
     assert language.at is None
     assert language.targets.shape == (20, 64)
 
 
-def test_an_epoch_of_the_plan_has_every_sample_once():
+def test_a_planned_epoch_has_every_sample_once():
     data = SEQUENCES["mqar"](split="train", samples=48, **MQAR)
-    buckets = resident(data, "cpu")
+    buckets = load_to_device(data, "cpu")
     plan = make_plan(buckets, steps=9, batch_size=8, seed=0)
     assert sorted(plan.bucket_of[:6].tolist()) == [0, 0, 0, 1, 1, 1]
     for rows in plan.rows:
@@ -66,43 +66,43 @@ class WithStatistics(RecallModel):
         return self.statistics(logits.flatten(0, -2)).view(logits.shape)
 
 
-def make_sprint(steps=6, seed=0, solved_at=float("inf"), figure=FIGURES["accuracy"], model=RecallModel, **settings):
+def make_training(steps=6, seed=0, solved_at=float("inf"), figure=METRICS["accuracy"], model=RecallModel, **settings):
     data = SEQUENCES["mqar"](split="train", samples=64, **MQAR)
     torch.manual_seed(3)
     model = model(attention="split", dim=16, dropout=0.1, **vars(data.facts))
     config = TrainingConfig(**({"steps": steps, "batch_size": 8, "learning_rate": 1e-2, "eval_every": 2} | settings))
-    buckets = resident(data, "cpu")
+    buckets = load_to_device(data, "cpu")
     given = {"solved_at": solved_at, "figure": figure}
-    return Sprint(model, config, train=buckets, dev=buckets, groups=2, steps=steps, seed=seed, **given)
+    return CapturedTraining(model, config, train=buckets, dev=buckets, groups=2, steps=steps, seed=seed, **given)
 
 
 def test_a_run_learns_its_few_samples():
-    sprint = make_sprint(steps=150, eval_every=50, learning_rate=2e-2)
-    assert sprint.run()
-    assert sprint.progress.best_dev > 0.9
+    training = make_training(steps=150, eval_every=50, learning_rate=2e-2)
+    assert training.run()
+    assert training.progress.best_dev > 0.9
 
 
 def test_a_run_ends_when_its_task_is_solved(tmp_path):
-    sprint = make_sprint(solved_at=0.0)
-    assert sprint.run()
-    assert (sprint.progress.step, sprint.progress.is_solved) == (2, True)
-    sprint.save(tmp_path / "run.safetensors")
-    again = make_sprint(solved_at=0.0)
+    training = make_training(solved_at=0.0)
+    assert training.run()
+    assert (training.progress.step, training.progress.is_solved) == (2, True)
+    training.save(tmp_path / "run.safetensors")
+    again = make_training(solved_at=0.0)
     again.resume(tmp_path / "run.safetensors")
     assert again.run()
     assert again.progress.step == 2
-    whole = make_sprint()
+    whole = make_training()
     assert whole.run()
     assert (whole.progress.step, whole.progress.is_solved) == (6, False)
 
 
-def test_a_run_that_was_put_aside_goes_on_to_the_same_bits(tmp_path):
-    whole, halves = make_sprint(), make_sprint()
+def test_a_resumed_run_ends_bit_equal(tmp_path):
+    whole, halves = make_training(), make_training()
     assert whole.run()
     assert not halves.run(until=0.0)
     assert halves.progress.step == 2
     halves.save(tmp_path / "run.safetensors")
-    again = make_sprint()
+    again = make_training()
     again.resume(tmp_path / "run.safetensors")
     assert again.progress.step == 2
     assert again.run()
@@ -111,26 +111,26 @@ def test_a_run_that_was_put_aside_goes_on_to_the_same_bits(tmp_path):
 
 
 def test_the_best_weights_are_those_that_are_tested():
-    sprint = make_sprint()
-    sprint.run()
-    kept = [best.clone() for best in sprint.best]
+    training = make_training()
+    training.run()
+    kept = [best.clone() for best in training.best]
     with torch.no_grad():
-        for parameter in sprint.parameters:
+        for parameter in training.parameters:
             parameter.zero_()
-    assert sprint.test(sprint.dev)["all"] == pytest.approx(sprint.progress.best_dev)
-    assert all(torch.equal(a, b) for a, b in zip(kept, sprint.parameters, strict=True))
+    assert training.test(training.dev)["all"] == pytest.approx(training.progress.best_dev)
+    assert all(torch.equal(a, b) for a, b in zip(kept, training.parameters, strict=True))
 
 
 def test_the_best_weights_are_tested_with_their_own_statistics():
-    sprint = make_sprint(model=WithStatistics)
-    sprint.run()
+    training = make_training(model=WithStatistics)
+    training.run()
     with torch.no_grad():
-        sprint.model.statistics.running_mean.normal_()
-    assert sprint.test(sprint.dev)["all"] == pytest.approx(sprint.progress.best_dev)
+        training.model.statistics.running_mean.normal_()
+    assert training.test(training.dev)["all"] == pytest.approx(training.progress.best_dev)
 
 
-def test_statistics_of_a_run_that_was_put_aside_go_on_to_the_same_bits(tmp_path):
-    whole, halves, again = (make_sprint(model=WithStatistics) for _ in range(3))
+def test_statistics_in_a_resumed_run_are_bit_equal(tmp_path):
+    whole, halves, again = (make_training(model=WithStatistics) for _ in range(3))
     whole.run()
     halves.run(until=0.0)
     halves.save(tmp_path / "run.safetensors")
@@ -142,23 +142,23 @@ def test_statistics_of_a_run_that_was_put_aside_go_on_to_the_same_bits(tmp_path)
 
 
 def test_a_run_that_diverges_ends_and_says_so():
-    sprint = make_sprint()
+    training = make_training()
     with torch.no_grad():
-        sprint.parameters[0].fill_(float("nan"))
-    assert sprint.run()
-    assert sprint.progress.is_diverged
-    assert sprint.progress.step == 2
+        training.parameters[0].fill_(float("nan"))
+    assert training.run()
+    assert training.progress.is_diverged
+    assert training.progress.step == 2
 
 
 @pytest.mark.parametrize("clip", [{"clip_value": 1e-4}, {"clip_norm": 1e-4}])
-def test_clipping_bounds_the_step_of_plain_descent(clip):
-    sprint = make_sprint(weight_decay=0.0, **clip)
-    sprint.optimizer = torch.optim.SGD(sprint.parameters, lr=1.0)
-    sprint.host_rates = [1.0] * 6
-    before = [p.detach().clone() for p in sprint.parameters]
-    sprint._prepare()
-    sprint.graphs[0]()
-    moved = max((p - old).abs().max().item() for p, old in zip(sprint.parameters, before, strict=True))
+def test_clipping_bounds_a_gradient_descent_step(clip):
+    training = make_training(weight_decay=0.0, **clip)
+    training.optimizer = torch.optim.SGD(training.parameters, lr=1.0)
+    training.host_rates = [1.0] * 6
+    before = [p.detach().clone() for p in training.parameters]
+    training._prepare()
+    training.graphs[0]()
+    moved = max((p - old).abs().max().item() for p, old in zip(training.parameters, before, strict=True))
     assert 0 < moved <= 1e-4 * (1 + 1e-3)
 
 
@@ -172,39 +172,41 @@ def test_what_a_capture_needs_leaves_no_trace(monkeypatch):
 
     monkeypatch.setattr("research.fast_training.captured_training.captured", run_and_restore)
     for is_new in (True, False):
-        sprint = make_sprint()
+        training = make_training()
         if not is_new:
             # a resumed run: its moments and counters are not zero
-            assert not sprint.run(until=0.0)
-        before = [p.detach().clone() for p in sprint.parameters]
-        moments = {p: {name: value.clone() for name, value in s.items()} for p, s in sprint.optimizer.state.items()}
-        counters = [int(counter) for counter in (sprint.done, *sprint.cursors)]
-        loss = float(sprint.loss_sum)
-        assert len(sprint._captured([partial(sprint._step, number) for number in (0, 1)])) == 2
-        assert all(torch.equal(a, b) for a, b in zip(before, sprint.parameters, strict=True))
-        assert len(sprint.optimizer.state) == len(sprint.parameters)
-        for parameter, state in sprint.optimizer.state.items():
+            assert not training.run(until=0.0)
+        before = [p.detach().clone() for p in training.parameters]
+        moments = {p: {name: value.clone() for name, value in s.items()} for p, s in training.optimizer.state.items()}
+        counters = [int(counter) for counter in (training.done, *training.cursors)]
+        loss = float(training.loss_sum)
+        assert len(training._capture([partial(training._step, number) for number in (0, 1)])) == 2
+        assert all(torch.equal(a, b) for a, b in zip(before, training.parameters, strict=True))
+        assert len(training.optimizer.state) == len(training.parameters)
+        for parameter, state in training.optimizer.state.items():
             for name, value in state.items():
                 assert torch.equal(value, moments[parameter][name] if not is_new else torch.zeros_like(value))
         step = 0 if is_new else 2
-        assert [int(counter) for counter in (sprint.done, *sprint.cursors)] == counters == [step, *sprint.plan.before(step)]
-        assert float(sprint.loss_sum) == loss
-        assert all(p.grad is None for p in sprint.parameters)
+        assert (
+            [int(counter) for counter in (training.done, *training.cursors)] == counters == [step, *training.plan.before(step)]
+        )
+        assert float(training.loss_sum) == loss
+        assert all(p.grad is None for p in training.parameters)
 
 
 @pytest.mark.parametrize("figure", ["perplexity", "accuracy"])
 def test_the_weights_that_are_kept_are_those_whose_figure_is_best(figure, monkeypatch):
     looks = iter([3.0, 1.0, 2.0])
-    sprint = make_sprint(figure=FIGURES[figure])
-    monkeypatch.setattr(sprint, "evaluate", lambda buckets: {"all": next(looks), "groups": []})
-    assert sprint.run()
-    assert sprint.progress.best_step == {"perplexity": 4, "accuracy": 2}[figure]
+    training = make_training(figure=METRICS[figure])
+    monkeypatch.setattr(training, "evaluate", lambda buckets: {"all": next(looks), "groups": []})
+    assert training.run()
+    assert training.progress.best_step == {"perplexity": 4, "accuracy": 2}[figure]
 
 
-def test_perplexity_is_that_of_the_mean_loss_and_ends_no_run(monkeypatch):
-    sprint = make_sprint(figure=FIGURES["perplexity"], solved_at=0.0)
+def test_perplexity_is_the_exponential_mean_loss_and_ends_no_run(monkeypatch):
+    training = make_training(figure=METRICS["perplexity"], solved_at=0.0)
     # all tokens alike
-    torch.nn.init.zeros_(sprint.model.embedding.weight)
-    assert sprint.evaluate(sprint.dev)["all"] == pytest.approx(32)
-    assert sprint.run()
-    assert sprint.progress.step == 6
+    torch.nn.init.zeros_(training.model.embedding.weight)
+    assert training.evaluate(training.dev)["all"] == pytest.approx(32)
+    assert training.run()
+    assert training.progress.step == 6

@@ -51,13 +51,13 @@ def test_a_token_corrects_what_the_state_holds_under_its_key(name, map_name):
 
 
 @pytest.mark.parametrize(("options", "factor"), [({}, 1), ({"feature_map": "norm_aware"}, 2)])
-def test_the_state_of_a_delta_rule_is_counted(options, factor):
+def test_a_delta_rule_state_is_counted(options, factor):
     sizes = {"answers": "tokens", "outputs": 8, "length": 8, "vocabulary": 8, "dim": 16, "depth": 3}
     model = RecallModel(**sizes, attention="gated_delta", attention_options=options)
     assert state_size(model) == 3 * 2 * factor * 8 * 8
 
 
-def test_a_delta_rule_that_sees_all_tokens_or_options_without_a_map_are_refused():
+def test_bidirectional_delta_rules_and_options_without_a_map_raise():
     with pytest.raises(ValueError, match="delta needs a causal model"):
         sequence_attention("delta", dim=8, num_heads=2)
     with pytest.raises(ValueError, match="options of a map need a map, got powers"):

@@ -27,7 +27,7 @@ from research.demo import (
 )
 from research.demo.cost import milliseconds, network
 from research.demo.diagnose import FACTORS
-from research.demo.intervals import difference_of, mean_of
+from research.demo.intervals import difference_interval, mean_interval
 from research.demo.pictures import looks
 from research.demo.trained import diagnose_trained
 from research.sequence_task import Sequences
@@ -69,13 +69,13 @@ def test_seeds_give_other_networks(result):
 
 
 @pytest.mark.slow
-def test_runs_side_by_side_are_those_of_one_after_the_other(result, tmp_path, monkeypatch):
+def test_parallel_runs_equal_sequential_ones(result, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "milliseconds", lambda entries: dict.fromkeys(entries, (1.0, 1.0, 1.0)))
     together = run_demo(tmp_path, seeds=2, steps=4, entries=CHOSEN[:1], workers=2)
     assert together.found[0].curves == result.found[0].curves
 
 
-def test_the_page_needs_nothing_beside_itself_and_leaves_its_pictures_as_files(result, tmp_path):
+def test_the_page_is_self_contained_and_writes_its_plots_as_files(result, tmp_path):
     page = write_report(result, tmp_path / "new" / "report.html")
     text = page.read_text(encoding="utf-8")
     assert text.count("data:image/png;base64,iVBOR") == 5
@@ -86,7 +86,7 @@ def test_the_page_needs_nothing_beside_itself_and_leaves_its_pictures_as_files(r
     assert len(pictures) == 10
 
 
-def test_what_trained_queries_do_is_that_of_the_demo_and_nothing_is_trained_twice(result, tmp_path, monkeypatch):
+def test_trained_queries_come_from_the_demo_and_nothing_trains_twice(result, tmp_path, monkeypatch):
     diagnosed = diagnose_trained(tmp_path, entries=CHOSEN[:2], steps=4, workers=1)
     monkeypatch.setattr(Trainer, "_step", lambda *_: pytest.fail("a run was repeated"))
     assert diagnose_trained(tmp_path, entries=CHOSEN[:2], steps=4, workers=1).keys() == diagnosed.keys()
@@ -95,16 +95,16 @@ def test_what_trained_queries_do_is_that_of_the_demo_and_nothing_is_trained_twic
         assert found.grown == finding.diagnosis.grown
 
 
-def test_every_method_of_the_picture_has_its_own_look():
+def test_every_plotted_method_has_its_own_look():
     every = [*LABELS, *(entry.label for entry in MORE_ENTRIES)]
     for part in ("color", "marker"):
         assert len({look[part] for look in looks(every).values()}) == len(every)
 
 
-def test_the_page_marks_our_map_and_recommends_it_only_where_the_figures_bear_it(result, tmp_path, monkeypatch):
+def test_the_page_recommends_our_map_only_where_results_support_it(result, tmp_path, monkeypatch):
     # plots take seconds
     monkeypatch.setattr(pictures, "PICTURES", dict.fromkeys(pictures.PICTURES, lambda result: None))
-    monkeypatch.setattr(pictures, "write_picture", lambda figure, folder, name: b"")
+    monkeypatch.setattr(pictures, "write_plot", lambda figure, folder, name: b"")
     scores = {"softmax": (0.93, 0.96), "linear": (0.78, 0.781), "channel_softmax": (0.94, 0.941)}
     for nalaformer, is_recommended in (((0.86, 0.861), True), ((0.98, 0.981), False)):
         found = with_scores(result, **scores, nalaformer=nalaformer)
@@ -145,12 +145,12 @@ def test_one_seed_claims_no_lead(result):
 def test_intervals_hold_the_mean_and_the_difference_as_often_as_they_say():
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn(4000, 2, 3, generator=generator, dtype=torch.float64) * torch.tensor([[1.0], [4.0]])
-    held_means = statistics.mean(abs(mean_of(a.tolist()).middle) <= mean_of(a.tolist()).half for a, _ in draws)
-    held = [difference_of(a.tolist(), b.tolist()) for a, b in draws]
+    held_means = statistics.mean(abs(mean_interval(a.tolist()).middle) <= mean_interval(a.tolist()).half for a, _ in draws)
+    held = [difference_interval(a.tolist(), b.tolist()) for a, b in draws]
     assert held_means == pytest.approx(0.95, abs=0.015)
     # Welch's interval with the freedom rounded down errs to the safe side
     assert 0.945 <= statistics.mean(abs(each.middle) <= each.half for each in held) <= 0.985
-    assert mean_of([0.5]).half == difference_of([0.5], [0.1]).half == math.inf
+    assert mean_interval([0.5]).half == difference_interval([0.5], [0.1]).half == math.inf
 
 
 # ---- what it looks at
@@ -165,7 +165,7 @@ def test_a_longer_query_sharpens_softmax_and_leaves_a_homogeneous_map_as_it_is(r
     assert len(flat) == len(FACTORS)
 
 
-def test_weights_by_nearness_are_those_of_the_keys(result):
+def test_weights_by_nearness_match_the_keys(result):
     for finding in result.found:
         weights = finding.diagnosis.by_nearness
         assert weights.shape == (16, 32)
@@ -189,7 +189,7 @@ def test_only_the_feature_map_differs_between_methods(entry, task):
     assert names == {name for name, _ in softmax.named_parameters()}
 
 
-def test_what_is_timed_is_the_network_of_the_demo_with_more_tokens():
+def test_the_timed_network_is_the_demo_network_with_more_tokens():
     assert network(CHOSEN[0], 100).positions.shape[0] == 100
     times = milliseconds(CHOSEN[:2], tokens=(64, 128), rounds=1)
     assert all(len(each) == 2 and min(each) > 0 for each in times.values())

@@ -13,7 +13,7 @@ SHARPENING = {"softmax": 0.5, "linear": 0.0, "nalaformer": 0.25}
 EVEN = (0.9, 0.9, 0.9)
 
 
-def finding(attention, pointing, majority=None):
+def make_finding(attention, pointing, majority=None):
     grown = tuple(SHARPENING.get(attention, 0.1) if factor <= 0.5 else 0.0 for factor in FACTORS)
     weights = torch.full((16, 32), 1 / 40)
     measured = {"correlation": 0.0, "drop": 0.0, "norms": (), "entropies": (), "grown": grown, "parameters": 1}
@@ -28,7 +28,7 @@ def finding(attention, pointing, majority=None):
 
 def result(nalaformer, linear):
     scores = {"softmax": (0.99,) * len(linear), "linear": linear, "nalaformer": nalaformer}
-    found = tuple(finding(attention, values) for attention, values in scores.items())
+    found = tuple(make_finding(attention, values) for attention, values in scores.items())
     return DemoResult(found=found, chance={}, steps={}, batch_size=32, seconds=1.0)
 
 
@@ -54,7 +54,7 @@ def result(nalaformer, linear):
         ),
     ],
 )
-def test_who_leads_is_one_plain_sentence(nalaformer, linear, sentence):
+def test_the_leader_is_one_plain_sentence(nalaformer, linear, sentence):
     assert sentence in result(nalaformer, linear).findings()
 
 
@@ -72,10 +72,10 @@ def test_the_other_findings_are_plain_sentences():
 
 def with_ours(ours, *, hedgehog, linear=(0.78, 0.79, 0.77), majority=EVEN):
     found = (
-        finding("softmax", (0.99, 1.0, 1.0)),
-        finding("linear", linear),
-        finding("hedgehog", hedgehog),
-        finding("channel_softmax", ours, majority),
+        make_finding("softmax", (0.99, 1.0, 1.0)),
+        make_finding("linear", linear),
+        make_finding("hedgehog", hedgehog),
+        make_finding("channel_softmax", ours, majority),
     )
     return DemoResult(found=found, chance={}, steps={}, batch_size=32, seconds=1.0)
 
@@ -114,14 +114,14 @@ def test_our_map_stands_beside_softmax_and_the_best_published_one():
     ],
     ids=["led", "not sharper", "not flat"],
 )
-def test_our_map_is_not_recommended_where_the_figures_speak_against_it(given, sentence):
+def test_our_map_is_not_recommended_against_the_results(given, sentence):
     found = with_ours((0.936, 0.937, 0.94), **given)
     assert sentence in found.findings()
     assert not found.ours_is_recommended
     assert not any("recommend" in line for line in found.findings())
 
 
-def test_times_are_written_without_powers_of_ten():
+def test_times_are_written_without_exponents():
     found = result((0.87, 0.88), (0.78, 0.79))
     assert found.findings()[-1] == (
         "A sequence of 1,024 tokens takes one core 4.57 ms with softmax and 2 ms with NaLaFormer; one of 16,384 tokens "

@@ -11,7 +11,7 @@ import pytest
 from research.scoreboard import make_board, run_boards
 from research.scoreboard.methods import METHODS_OF_THE_BOARD, short_name
 from research.sequences import IGNORE, SEQUENCES, make_sequences
-from research.sequences.documents import encoder_of
+from research.sequences.documents import train_encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [f"document {number} says {' '.join(str(number * step) for step in range(1, 9))}" for number in range(200)]
@@ -37,7 +37,7 @@ def documents(split, file, **options):
     """The texts that the windows of a split hold."""
     data = windows(split, file, **options)
     files = [Path(path) for path in (file, options.get("test_file", "")) if path]
-    encoder, _ = encoder_of(tuple((str(path), path.stat().st_mtime_ns) for path in files), data.vocabulary)
+    encoder, _ = train_encoder(tuple((str(path), path.stat().st_mtime_ns) for path in files), data.vocabulary)
     stream = data.batch(range(len(data)))["inputs"].flatten().tolist()
     return [text for text in encoder.tokenizer.decode(stream).split("<|endoftext|>") if text]
 
@@ -54,7 +54,7 @@ def test_each_document_is_in_one_split_and_none_is_lost(file, tmp_path):
     assert TEXTS[1] in documents("train", file, test_file=other)
 
 
-def test_every_token_is_asked_for_the_next_of_its_document(file):
+def test_the_target_is_the_next_token_in_the_document(file):
     data = windows("train", file)
     arrays = data.batch(range(len(data)))
     inputs, targets = arrays["inputs"].flatten(), arrays["targets"].flatten()
@@ -79,7 +79,7 @@ def test_vocabulary_and_length_are_as_asked(file, option, value):
     assert len(windows("train", file, samples=3)) == 3
 
 
-def test_the_shortcut_is_the_perplexity_of_frequencies(file):
+def test_the_shortcut_is_the_frequency_perplexity(file):
     train, test = windows("train", file), windows("test", file)
     tokens = train.batch(range(len(train)))["inputs"].flatten().tolist()
     targets = test.batch(range(len(test)))["targets"].flatten()
@@ -91,7 +91,7 @@ def test_the_shortcut_is_the_perplexity_of_frequencies(file):
     assert expected < 100
 
 
-def test_files_that_are_no_texts_are_refused(file, tmp_path):
+def test_files_without_text_raise(file, tmp_path):
     with pytest.raises(ValueError, match=r"file must be a file of texts that ends in .*, got ''"):
         make_sequences("documents", split="train", samples=1)
     with pytest.raises(ValueError, match=r"test_file must be a file of texts .*gone\.jsonl"):
@@ -108,7 +108,7 @@ def test_files_that_are_no_texts_are_refused(file, tmp_path):
         windows("train", str(cut))
 
 
-def test_every_method_takes_two_steps_on_the_row_of_texts_by_perplexity(file, tmp_path):
+def test_every_method_takes_two_steps_on_texts_with_perplexity(file, tmp_path):
     options = json.dumps({"file": file, "vocabulary": 300, "length": 16})
     board = make_board("manuals", methods="all", seeds=1, smoke=True, settings=[f"data_options={options}"])
     rows = run_boards([board], out=tmp_path / "a.csv")

@@ -26,7 +26,7 @@ COMMANDS = Effects(
 )
 
 
-def test_no_option_is_without_a_test_of_its_effect():
+def test_every_option_has_an_effect_test():
     assert COMMANDS.missing() == []
 
 
@@ -114,7 +114,7 @@ def board(out, *arguments, task="mqar_small", steps=2):
 
 
 @COMMANDS.of("scoreboard run.task", "scoreboard run.settings", "scoreboard run.steps", "scoreboard run.out")
-def test_a_scoreboard_is_of_its_task_and_settings(tmp_path, monkeypatch):
+def test_a_scoreboard_uses_its_task_and_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (row,) = board(tmp_path / "a.csv", steps=3)
     assert (row["task"], row["steps"]) == ("mqar_small", "3")
@@ -148,12 +148,12 @@ COMMANDS.of("scoreboard run.jobs", "scoreboard run.smoke")
 
 
 @COMMANDS.of("scoreboard run.device")
-def test_a_scoreboard_without_its_device_is_refused(tmp_path, no_gpu):
+def test_a_scoreboard_without_its_device_raises(tmp_path, no_gpu):
     run("scoreboard", "run", "mqar_small", *BOARD, "--device", "cuda", "--out", tmp_path / "a.csv", fails="needs a CUDA device")
 
 
 @COMMANDS.of("scoreboard run.minutes")
-def test_a_scoreboard_stops_after_its_minutes_and_goes_on(tmp_path):
+def test_a_scoreboard_stops_after_its_minutes_and_resumes(tmp_path):
     assert board(tmp_path / "a.csv", "--minutes", 1e-9) == []
     assert len(board(tmp_path / "a.csv", "--minutes", 0)) == 1
 
@@ -174,10 +174,10 @@ def test_a_scoreboard_keeps_its_data_and_makes_it_with_workers(tmp_path, monkeyp
 
 
 @COMMANDS.of("scoreboard page.page", "scoreboard page.folder")
-def test_a_page_is_filled_and_a_picture_drawn_from_the_folder(tmp_path, monkeypatch):
+def test_a_page_is_filled_and_a_plot_drawn_from_the_folder(tmp_path, monkeypatch):
     done = []
     monkeypatch.setattr("research.scoreboard.tables.fill", lambda *places: done.append(places))
-    monkeypatch.setattr("research.scoreboard.tables.rows_of", lambda folder: folder)
+    monkeypatch.setattr("research.scoreboard.tables.read_folder_rows", lambda folder: folder)
     monkeypatch.setattr("research.scoreboard.picture.draw", lambda *places: done.append(places))
     run("scoreboard", "page", tmp_path / "a.md", tmp_path)
     run("scoreboard", "page", tmp_path / "a.png", tmp_path)
@@ -204,7 +204,7 @@ def test_the_demo_may_train_one_seed_and_draw_what_the_networks_do(tmp_path, mon
 
 
 @COMMANDS.of("demo.all_methods")
-def test_all_methods_of_the_demo_are_those_that_it_leaves_out_for_time_too(tmp_path, monkeypatch):
+def test_the_demo_option_for_all_methods_adds_the_slow_ones(tmp_path, monkeypatch):
     chosen = []
 
     class Result:
@@ -221,7 +221,7 @@ def test_all_methods_of_the_demo_are_those_that_it_leaves_out_for_time_too(tmp_p
 
 
 @COMMANDS.of("demo.out", "demo.seeds", "demo.steps")
-def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
+def test_the_demo_makes_the_given_runs_and_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "milliseconds", lambda entries: dict.fromkeys(entries, (1.0, 2.0, 3.0)))
     monkeypatch.setattr(demo, "write_report", lambda result, path: path)
     whole = demo.run_demo
@@ -232,7 +232,7 @@ def test_the_demo_makes_so_many_runs_of_so_many_steps(tmp_path, monkeypatch):
     assert sum(row["kind"] == "step" for row in log) == 2
 
 
-def test_a_demo_of_nothing_is_refused(tmp_path):
+def test_an_empty_demo_raises(tmp_path):
     run("demo", "--seeds", 0, "--out", tmp_path, fails="seeds must be positive")
     run("demo", "--steps", 0, "--out", tmp_path, fails="steps must be positive, got 0; leave them out for those of the demo")
 
@@ -305,7 +305,7 @@ def test_the_scoreboard_names_its_methods_and_file(tmp_path):
     assert f"results: {file}" in shown
 
 
-def test_the_table_of_a_scoreboard_shows_options_as_they_are(tmp_path):
+def test_a_scoreboard_table_shows_options_as_they_are(tmp_path):
     row = {"method": 'relu {"a": [1, "[/b]"]}', "learning_rate": "0.1", "seed": "0", "steps": "1", "dev": "0.5", "test": "0.5"}
     row |= {"parameters": "1", "state_size": "0", "chance": "0.1", "shortcuts": "", "settings": json.dumps({"a": {"b": 1}})}
     with (tmp_path / "out").open("w+") as file:

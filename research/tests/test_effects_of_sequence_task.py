@@ -22,23 +22,23 @@ DATA_OF_RECIPES = {
 }
 
 
-def test_no_setting_is_without_a_test_of_its_effect():
+def test_every_setting_has_an_effect_test():
     assert SEQUENCES.missing() == []
 
 
-def test_a_recipe_learns_from_the_data_of_its_name():
+def test_a_recipe_trains_on_the_data_it_is_named_for():
     found = {name: RECIPES[name]().task for name in RECIPES.names()}
     assert {name: task.data for name, task in found.items() if isinstance(task, SequencesConfig)} == DATA_OF_RECIPES
 
 
-def test_defaults_are_those_that_figures_were_measured_with():
+def test_defaults_are_those_behind_measured_results():
     """Recipes leave these out: another default changes every run of theirs."""
     usual = {"data_options": {}, "eval_options": {}, "data_seed": 0}
     usual |= {"train_samples": 100_000, "eval_samples": 2_000, "test_samples": 20_000}
     assert asdict(SequencesConfig(data="d")) == usual | {"data": "d"}
 
 
-def test_a_key_of_the_command_line_changes_its_setting_and_no_other():
+def test_a_command_line_key_changes_only_its_setting():
     before = asdict(RECIPES["mqar_small"]().task)
     others = {"data": "copying", "data_options": {"a": 1}, "eval_options": {"a": 1}, "data_seed": 3}
     others |= {"train_samples": 7, "eval_samples": 7, "test_samples": 7}
@@ -51,13 +51,13 @@ def test_a_key_of_the_command_line_changes_its_setting_and_no_other():
 @pytest.mark.parametrize(
     "wrong", [{"data": 7}, {"data_options": [1]}, {"data_seed": 2.5}, {"test_samples": 2.5}, {"data_seed": -1}]
 )
-def test_a_setting_of_another_type_or_sign_is_refused_by_name(wrong):
+def test_the_error_names_a_setting_with_the_wrong_type_or_sign(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=rf"{name}\b.* {value!r}".replace("[", r"\[")):
         SequencesConfig(**({"data": "mqar"} | wrong))
 
 
-def test_a_misspelt_option_of_a_model_is_answered_with_the_nearest():
+def test_the_error_for_a_misspelled_model_option_suggests_the_nearest():
     with pytest.raises(ValueError, match=r"unknown option of .*: 'dpth'; did you mean 'depth'"):
         Sequences.create_model("sequence_classifier", {"dpth": 3}, {})
 
@@ -74,7 +74,7 @@ def splits(task):
 
 
 @SEQUENCES.of("data")
-def test_sequences_are_generated_or_of_a_folder(tmp_path):
+def test_sequences_are_generated_or_read_from_a_folder(tmp_path):
     assert {data.stream_name for data in splits(sequences(data="induction"))} == {"induction"}
     assert [data.split for data in splits(sequences())] == ["train", "val", "test"]
     for split, samples in (("train", 5), ("val", 3), ("test", 2)):
@@ -91,7 +91,7 @@ def test_options_reach_every_split():
 
 
 @SEQUENCES.of("eval_options")
-def test_other_options_of_evaluation_reach_val_and_test_alone(tmp_path):
+def test_evaluation_options_reach_only_val_and_test(tmp_path):
     task = sequences(eval_options={"length": 30})
     assert [data.facts.length for data in splits(task)] == [12, 30, 30]
     assert task.facts()["length"] == 30
@@ -114,14 +114,14 @@ def test_a_seed_gives_other_sequences_in_every_split():
 
 
 @SEQUENCES.of("train_samples", "eval_samples", "test_samples")
-def test_every_split_has_its_number_of_samples(tmp_path):
+def test_every_split_has_its_own_sample_count(tmp_path):
     assert [len(data) for data in splits(sequences())] == [9, 6, 4]
     for split in ("train", "val", "test"):
         write("copying", tmp_path, split=split, samples=9, options={"length": 12})
     assert [len(data) for data in splits(sequences(data=str(tmp_path)))] == [9, 6, 4]
 
 
-def test_the_loss_of_sequences_is_the_mean_over_what_is_asked():
+def test_the_sequence_loss_is_the_mean_over_asked_places():
     task = sequences()
     batch = {name: torch.stack([task.train_data[i][name] for i in range(5)]) for name in task.train_data[0]}
     model = task.create_model("recall", {"dim": 16, "attention": "linear"}, task.facts())

@@ -14,7 +14,7 @@ from research.tests.sequence_cases import CASES
 SEQUENCE_OPTIONS = Effects(f"{name}.{option}" for name in SEQUENCES.names() for option in known_options(name))
 
 
-def test_no_option_is_without_a_test_of_its_effect():
+def test_every_option_has_an_effect_test():
     assert SEQUENCE_OPTIONS.missing() == []
 
 
@@ -108,7 +108,7 @@ def scene(name, **options):
 
 def images(name, **options):
     data, found = scene(name, **options)
-    return data.drawn(found)
+    return data.draw(found)
 
 
 def ends(data, found):
@@ -121,7 +121,7 @@ def test_images_have_their_size(name):
     size = PATHS[name]["size"]
     for larger in (0, size):
         data, found = scene(name, size=size + larger)
-        assert data.drawn(found).shape == (IMAGES, size + larger, size + larger)
+        assert data.draw(found).shape == (IMAGES, size + larger, size + larger)
         assert data.facts.length == (size + larger) ** 2
     assert size < found.contours.place.max() < size + larger
 
@@ -218,7 +218,7 @@ def test_strokes_are_as_bright_as_their_contrast(name):
 
 
 @shows(PATHS, "distractor_contrast")
-def test_short_contours_have_a_brightness_of_their_own(name):
+def test_short_contours_have_their_own_brightness(name):
     for contrast in (0.4, 0.8):
         assert greys(name, contrast=0.6, distractor_contrast=contrast, thickness=1.0) == {0, 255 * contrast, 153, 255}
 
@@ -234,7 +234,7 @@ def test_edges_are_grey_where_images_are_drawn_larger(name):
 
 
 @SEQUENCE_OPTIONS.of("mqar.vocabulary")
-def test_tokens_are_of_the_vocabulary():
+def test_tokens_lie_in_the_vocabulary():
     for size in (67, 131):
         data, made = arrays("mqar", vocabulary=size, samples=60)
         assert 0.9 * size < made["inputs"].max() < size
@@ -242,7 +242,7 @@ def test_tokens_are_of_the_vocabulary():
 
 
 @SEQUENCE_OPTIONS.of("mqar.mixture")
-def test_samples_are_of_the_kinds_in_turn():
+def test_samples_alternate_between_kinds():
     data, made = arrays("mqar", mixture=[[20, 2], [40, 7]])
     asked = (made["targets"] != IGNORE).sum(1)
     assert asked.tolist() == [2, 7] * 15
@@ -334,12 +334,12 @@ def test_probes_lie_so_far_from_their_keys():
 
 
 @SEQUENCE_OPTIONS.of("cue_cells.cells", "cue_cells.cell_size")
-def test_a_grid_has_so_many_cells_of_that_size():
+def test_a_grid_has_the_given_cells():
     for cells, size in ((3, 8), (4, 9)):
         assert arrays("cue_cells", cells=cells, cell_size=size)[1]["inputs"].shape == (30, cells**2, 3 * size**2)
 
 
-def queries_of(**options):
+def make_queries(**options):
     """Inputs, targets, and queries [B, N, heads, size] as the teacher sees them."""
     data, found = arrays("softmax_teacher", samples=60, **options)
     seen = found["inputs"].astype(np.float64) @ data.rotation.T
@@ -347,18 +347,18 @@ def queries_of(**options):
 
 
 @SEQUENCE_OPTIONS.of("softmax_teacher.tokens", "softmax_teacher.heads", "softmax_teacher.size")
-def test_a_teacher_has_so_many_tokens_and_heads_of_that_size():
-    found, _ = queries_of(tokens=7, heads=2, size=4)
+def test_a_teacher_has_the_given_tokens_and_head_sizes():
+    found, _ = make_queries(tokens=7, heads=2, size=4)
     assert found["inputs"].shape == (60, 7, 3 * 2 * 4)
     assert found["targets"].shape == (60, 7, 2 * 4)
     with pytest.raises(ValueError, match="needs tokens >= 2, heads >= 1, size >= 2, got 1, 2, 4"):
-        queries_of(tokens=1, heads=2, size=4)
+        make_queries(tokens=1, heads=2, size=4)
 
 
 @SEQUENCE_OPTIONS.of("softmax_teacher.shortest", "softmax_teacher.longest")
 @pytest.mark.parametrize(("shortest", "longest"), [(0.5, 16.0), (2.0, 3.0)])
-def test_norms_of_queries_are_between_the_shortest_and_the_longest(shortest, longest):
-    norms = np.linalg.norm(queries_of(shortest=shortest, longest=longest)[1], axis=-1)
+def test_query_norms_are_between_the_shortest_and_the_longest(shortest, longest):
+    norms = np.linalg.norm(make_queries(shortest=shortest, longest=longest)[1], axis=-1)
     # the numbers that are shown are rounded to float32
     assert shortest - 1e-5 < norms.min() < shortest * 1.03
     assert longest / 1.03 < norms.max() < longest + 1e-5
@@ -369,7 +369,7 @@ def test_norms_of_queries_are_between_the_shortest_and_the_longest(shortest, lon
 
 
 @SEQUENCE_OPTIONS.of("majority.lead")
-def test_the_class_of_most_keys_leads_by_so_many():
+def test_the_majority_class_leads_by_the_given_margin():
     def leads(lead):
         made = arrays("majority", lead=lead)[1]
         counts = np.sort(made["inputs"][:, :23, 3:11].sum(axis=1), axis=1)
@@ -406,7 +406,7 @@ def test_texts_have_their_length(name):
 
 
 @shows(FACTS, "families")
-def test_texts_are_of_the_families(name):
+def test_texts_come_from_the_families(name):
     data, made = arrays(name, families=["single", "multi_key"])
     assert data.groups == ("single", "multi_key")
     assert set(made["group"]) == {0, 1}
@@ -426,7 +426,7 @@ def test_so_many_facts_are_hidden(name):
 
 
 @shows(FACTS, "fewest_needles")
-def test_the_number_of_facts_is_drawn_from_the_fewest_on(name):
+def test_the_fact_count_starts_at_the_fewest(name):
     found = count_facts(name, "multi_key", needles=9, fewest_needles=4, samples=60)
     assert (found.min(), found.max()) == (4, 9)
 
@@ -467,7 +467,7 @@ def test_the_filler_has_so_many_words(name):
 
 
 @shows(FACTS, "names")
-def test_names_are_of_so_many(name):
+def test_names_come_from_the_given_number(name):
     for names in (12, 31):
         data, made = arrays(name, names=names, families=["multi_key"], samples=60)
         used = made["inputs"][(made["inputs"] >= data.first_name) & (made["inputs"] < data.first_value)]
@@ -476,7 +476,7 @@ def test_names_are_of_so_many(name):
 
 
 @shows(FACTS, "values")
-def test_values_are_of_so_many(name):
+def test_values_come_from_the_given_number(name):
     for values in (5, 17):
         data, made = arrays(name, values=values, families=["multi_key"], samples=60)
         assert set(made["inputs"][made["inputs"] >= data.first_value]) == set(
@@ -510,7 +510,7 @@ SEQUENCE_OPTIONS.of(*(f"documents.{name}" for name in ("file", "test_file", "voc
 
 
 @pytest.fixture
-def released(tmp_path):
+def released_folder(tmp_path):
     """A folder with files of every kind of released data; reviews and papers are 40 letters long."""
     for split in ("train", "test"):
         for label, letter in (("neg", "n"), ("pos", "p")):
@@ -526,36 +526,36 @@ def released(tmp_path):
     return tmp_path
 
 
-def text_of(row):
+def decode_text(row):
     return bytes(int(token) - 1 for token in row if token).decode()
 
 
 @shows(("text", "retrieval", "image"), "root")
-def test_files_are_read_from_the_root_and_of_their_split(name, released):
+def test_files_are_read_from_the_root_by_split(name, released_folder):
     first = {"text": ("train", "test", "test"), "retrieval": ("train", "eval", "test"), "image": (0, 4, 5)}[name]
     for split, expected in zip(("train", "val", "test"), first, strict=True):
-        sample = SEQUENCES[name](split=split, samples=99, root=str(released))[0]["inputs"]
+        sample = SEQUENCES[name](split=split, samples=99, root=str(released_folder))[0]["inputs"]
         if name == "image":
             assert set(sample.tolist()) == {expected}
         else:
-            assert text_of(sample if name == "text" else sample[0]).startswith(expected)
+            assert decode_text(sample if name == "text" else sample[0]).startswith(expected)
 
 
 @shows(("text", "retrieval"), "length")
-def test_texts_are_cut_to_their_length(name, released):
+def test_texts_are_cut_to_their_length(name, released_folder):
     for length in (11, 60):
-        data = SEQUENCES[name](split="train", samples=99, root=str(released), length=length)
+        data = SEQUENCES[name](split="train", samples=99, root=str(released_folder), length=length)
         assert data[0]["inputs"].shape[-1] == data.facts.length == length
         filled = (data[0]["inputs"] > 0).sum(-1)
         assert (filled == 11).all() if length == 11 else ((filled >= 40) & (filled < 60)).all()
 
 
-def test_reviews_come_in_one_order_whatever_the_disk_says(released, monkeypatch):
+def test_reviews_come_in_one_order_whatever_the_disk_says(released_folder, monkeypatch):
     found = []
     for reverse in (False, True):
         listed = Path.glob
         monkeypatch.setattr(
             Path, "glob", lambda *arguments, listed=listed, reverse=reverse: sorted(listed(*arguments), reverse=reverse)
         )
-        found.append(SEQUENCES["text"](split="train", samples=99, root=str(released)).files)
+        found.append(SEQUENCES["text"](split="train", samples=99, root=str(released_folder)).files)
     assert found[0] == found[1]

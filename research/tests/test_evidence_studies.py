@@ -78,7 +78,7 @@ def test_decision_aware_explanations_find_the_asked_glyph_and_rollout_does_not()
 
 
 @pytest.mark.slow
-def test_the_study_of_explanations_writes_a_row_for_each_model_and_method(tmp_path, monkeypatch):
+def test_the_explanation_study_writes_a_row_for_each_model_and_method(tmp_path, monkeypatch):
     monkeypatch.setattr(explanations, "POINTS", 2)
     rows = study_explanations(tmp_path / "e.csv", seeds=1, steps=1, images=2, say=lambda _: None)
     with (tmp_path / "e.csv").open() as file:
@@ -94,7 +94,7 @@ def test_the_study_of_explanations_writes_a_row_for_each_model_and_method(tmp_pa
     assert all(0 <= float(row["pointing"]) <= 1 and row["torch"] for row in written)
 
 
-def test_the_study_of_filters_writes_its_rows_and_curves(tmp_path, monkeypatch):
+def test_the_filter_study_writes_its_rows_and_curves(tmp_path, monkeypatch):
     monkeypatch.setattr(filtering, "SHARES", (1.0, 0.25))
     monkeypatch.setattr(filtering, "images_per_second", lambda model, images: 100.0)
     rows = study_filtering(tmp_path / "f.csv", steps=1, tuning_steps=1, images=4, say=lambda _: None)
@@ -112,6 +112,6 @@ def test_the_study_of_filters_writes_its_rows_and_curves(tmp_path, monkeypatch):
     assert "<svg" in (tmp_path / "f.svg").read_text()
 
 
-def test_speed_is_counted_in_images_of_one_batch():
+def test_speed_counts_the_images_in_one_batch():
     assert filtering.images_per_second(make_vit("softmax"), torch.zeros(2, 3, 48, 48), repeats=1) > 0
     assert make_vit("softmax")(torch.zeros(1, 3, 48, 48)).shape == (1, GLYPHS)

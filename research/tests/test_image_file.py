@@ -25,7 +25,7 @@ def file(arrays, tmp_path):
     return str(tmp_path / "images.npz")
 
 
-def test_a_token_is_a_pixel_and_the_last_tenth_of_train_is_val(file, arrays):
+def test_a_token_is_a_pixel_and_val_is_the_last_tenth_from_train(file, arrays):
     images, labels = arrays["train_images"].reshape(20, -1), arrays["train_labels"]
     for split, place in (("train", slice(0, 18)), ("val", slice(18, 20))):
         data = SEQUENCES["pixels"](split=split, samples=100, file=file)
@@ -38,7 +38,7 @@ def test_a_token_is_a_pixel_and_the_last_tenth_of_train_is_val(file, arrays):
     assert (test.facts.length, test.facts.vocabulary, test.facts.outputs, test.chance) == (96, 256, 3, 1 / 3)
 
 
-def test_a_patch_is_a_square_of_pixels_from_minus_one_to_one(file, arrays):
+def test_a_patch_is_a_square_with_pixels_from_minus_one_to_one(file, arrays):
     data = SEQUENCES["patches"](split="train", samples=100, file=file, patch=4)
     assert (data.facts.length, data.facts.channels) == (6, 16)
     vectors = data.batch([5])["inputs"][0]
@@ -51,7 +51,7 @@ def test_a_patch_is_a_square_of_pixels_from_minus_one_to_one(file, arrays):
 
 
 @pytest.mark.parametrize("name", ["pixels", "patches", "image_rows"])
-def test_a_missing_file_and_coloured_images_are_refused(name, tmp_path):
+def test_a_missing_file_and_color_images_raise(name, tmp_path):
     with pytest.raises(ValueError, match=r"file must be a \.npz file .*, got ''"):
         make_sequences(name, split="train", samples=1)
     colours = {f"{part}_images": np.zeros((3, 4, 4, 3), np.uint8) for part in ("train", "test")}
@@ -60,14 +60,14 @@ def test_a_missing_file_and_coloured_images_are_refused(name, tmp_path):
         make_sequences(name, split="train", samples=1, options={"file": str(tmp_path / "c.npz")})
 
 
-def test_rows_of_pixels_are_the_image(file, arrays):
+def test_pixel_rows_form_the_image(file, arrays):
     data = SEQUENCES["image_rows"](split="train", samples=100, file=file)
     assert (data.facts.length, data.facts.channels, data.facts.vocabulary) == (8, 12, 0)
     np.testing.assert_allclose(127.5 * (data.batch([5])["inputs"][0] + 1), arrays["train_images"][5], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["image_pixels", "image_patches", "image_backbone"])
-def test_the_rows_of_images_train_from_the_file_and_ask_for_it(name, file, tmp_path):
+def test_image_rows_train_from_the_file_and_ask_for_it(name, file, tmp_path):
     asked = {"methods": "softmax, nala", "seeds": 1, "smoke": True}
     rows = run_boards([make_board(name, settings=[f'data_options={{"file": "{file}"}}'], **asked)], out=tmp_path / "a.csv")
     assert [row["outcome"] for row in rows] == ["finished"] * 2

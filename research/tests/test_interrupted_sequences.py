@@ -36,20 +36,20 @@ def stopped_after(monkeypatch):
     made = []
 
     def after(number):
-        def stopping(name, arguments, folder, start):
+        def stop(name, arguments, folder, start):
             if len(made) == number:
                 raise KeyboardInterrupt
             made.append(start)
             return fill(name, arguments, folder, start)
 
         made.clear()
-        monkeypatch.setattr(stored, "_fill", stopping)
+        monkeypatch.setattr(stored, "_fill", stop)
         return made
 
     return after
 
 
-def test_sequences_go_on_after_the_chunks_that_were_finished(tmp_path, stopped_after):
+def test_writing_resumes_after_finished_chunks(tmp_path, stopped_after):
     stopped_after(2)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "parts")
@@ -70,7 +70,7 @@ def test_sequences_go_on_after_the_chunks_that_were_finished(tmp_path, stopped_a
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["train"]
 
 
-def test_what_was_interrupted_is_no_part_of_other_data(tmp_path, stopped_after):
+def test_interrupted_writes_do_not_leak_into_other_data(tmp_path, stopped_after):
     stopped_after(2)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path)
@@ -81,7 +81,7 @@ def test_what_was_interrupted_is_no_part_of_other_data(tmp_path, stopped_after):
     assert all((tmp_path / "train" / path.name).read_bytes() == path.read_bytes() for path in again.iterdir())
 
 
-def test_sequences_that_are_there_are_not_made_again_and_others_are_refused(tmp_path, monkeypatch):
+def test_stored_sequences_are_not_made_again_and_others_raise(tmp_path, monkeypatch):
     make(tmp_path)
     monkeypatch.setattr(stored, "_fill", lambda *_: pytest.fail("was made again"))
     told = []
@@ -99,7 +99,7 @@ def test_room_for_sequences_is_taken_before_they_are_made(tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_split_that_is_refused_is_refused_before_another_is_made(tmp_path, monkeypatch):
+def test_an_invalid_split_raises_before_another_is_made(tmp_path, monkeypatch):
     make(tmp_path)
     (tmp_path / "train").rename(tmp_path / "val")
     monkeypatch.setattr(stored, "_fill", lambda *_: pytest.fail("was made"))
@@ -107,16 +107,16 @@ def test_a_split_that_is_refused_is_refused_before_another_is_made(tmp_path, mon
         CliRunner().invoke(build_app(), ["copying", "--out", str(tmp_path), "--samples", "9"], catch_exceptions=False)
 
 
-def test_sigterm_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path, monkeypatch, stopped_after):
+def test_sigterm_keeps_finished_chunks_and_the_same_command_resumes(tmp_path, monkeypatch, stopped_after):
     made = stopped_after(-1)
     fill = stored._fill
 
-    def terminated(*arguments):
+    def terminate(*arguments):
         if len(made) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return fill(*arguments)
 
-    monkeypatch.setattr(stored, "_fill", terminated)
+    monkeypatch.setattr(stored, "_fill", terminate)
     command = ["sequences", "copying", "--out", str(tmp_path), "--samples", "40", "--val-samples", "8"]
     monkeypatch.setattr(sys, "argv", [*command, "--test-samples", "0", "--options", json.dumps(OPTIONS)])
     with pytest.raises(SystemExit) as stopped:
@@ -133,7 +133,7 @@ def test_sigterm_keeps_what_is_finished_and_the_same_command_goes_on(tmp_path, m
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train", "val"]
 
 
-def test_stored_sequences_of_a_stopped_call_are_not_read(tmp_path, stopped_after):
+def test_unfinished_stored_sequences_are_not_read(tmp_path, stopped_after):
     stopped_after(2)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path)

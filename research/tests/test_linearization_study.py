@@ -15,7 +15,7 @@ from research.sequences.needles import MARK
 
 pytest.importorskip("peft")
 
-from research.fast_training.data_on_device import resident
+from research.fast_training.data_on_device import load_to_device
 from research.linearization import Rows, run_linearization, toy_study
 from research.recall import tables
 from research.recall.study import RecallStudy, Texts, accuracies, small_recall, toy_recall
@@ -24,9 +24,9 @@ from research.recall.teacher import (
     Lesson,
     TeacherConfig,
     build_teacher,
+    disable_masks,
     load_teacher,
     train_teacher,
-    unmasked,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +46,7 @@ def quiet(line):
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (4, 2), (3, 1)])
-def test_half_of_the_first_heads_start_by_looking_at_the_token_before(heads, key_heads):
+def test_half_the_first_heads_start_on_the_token_before(heads, key_heads):
     config = small_teacher(width=96, heads=heads, key_heads=key_heads)
     model = build_teacher(config)
     model.set_attn_implementation("eager")
@@ -91,24 +91,24 @@ def test_a_teacher_learns_to_look_up_from_this_start_in_a_few_hundred_small_step
 
 def test_texts_are_the_same_whoever_makes_them():
     data = small_teacher().data(64, facts=6, split="train", samples=1030)
-    (alone,) = resident(data, "cpu")
+    (alone,) = load_to_device(data, "cpu")
     with ThreadPoolExecutor(3) as pool:
-        (together,) = resident(data, "cpu", pool=pool)
+        (together,) = load_to_device(data, "cpu", pool=pool)
     assert torch.equal(alone.inputs, together.inputs)
     assert torch.equal(alone.targets, together.targets)
 
 
-def test_answers_are_those_of_the_whole_model_at_the_places_that_ask():
+def test_answers_equal_the_whole_model_at_asked_places():
     model = build_teacher(small_teacher(layers=2))
     tokens, at = torch.randint(0, 60, (2, 37)), torch.tensor([[3, 36], [0, 20]])
     whole = model(input_ids=tokens, use_cache=False).logits
-    with unmasked(model):
+    with disable_masks(model):
         asked = Answering(model)(tokens, at=at)
     assert model.config._attn_implementation == "sdpa"
     torch.testing.assert_close(asked, whole[torch.arange(2)[:, None], at])
 
 
-def test_a_teacher_on_disk_goes_on_with_the_next_lesson(tmp_path):
+def test_a_teacher_on_disk_resumes_with_the_next_lesson(tmp_path):
     config = toy_recall().teacher
     said = []
     whole = train_teacher(config, device="cpu", say=quiet)
@@ -139,7 +139,7 @@ def test_every_study_has_room_for_its_facts_and_knows_its_methods():
 # ---- conversions
 
 
-def test_accuracy_counts_the_answers_of_each_group_whatever_is_computed_at_once():
+def test_accuracy_by_group_does_not_depend_on_the_batching():
     data = small_teacher().data(64, facts=6, split="test", samples=11, questions=4)
     arrays = data.batch(range(11))
     answers = torch.from_numpy(arrays["targets"]).long().clamp(min=0)
@@ -189,7 +189,7 @@ def test_the_study_runs_and_leaves_its_rows(tmp_path):
     assert all(0 <= float(row["accuracy"]) <= 1 for row in recall)
 
 
-def test_several_teachers_have_seeds_and_folders_of_their_own(tmp_path):
+def test_several_teachers_have_their_own_seeds_and_folders(tmp_path):
     study = replace(toy_study(), recall=replace(toy_recall(), methods=("linear",)))
     options = {"device": "cpu", "out": tmp_path / "rows.csv", "parts": ("recall",), "teacher_folder": tmp_path / "kept"}
     lines = []
@@ -209,9 +209,9 @@ def test_several_teachers_have_seeds_and_folders_of_their_own(tmp_path):
         run_linearization(study, teachers=0, **options)
 
 
-def test_the_tables_of_the_page_are_those_of_the_files():
+def test_tables_on_the_page_match_the_files():
     text = (PROJECT / "docs" / "linearize.md").read_text()
-    assert tables.filled(text, PROJECT / "benchmarks" / "results") == text
+    assert tables.fill_page(text, PROJECT / "benchmarks" / "results") == text
     assert tables.MARK.search(text)
 
 
@@ -241,7 +241,7 @@ def test_a_table_has_the_mean_over_teachers_and_those_that_keep_most_first(tmp_p
         tables.fill(tmp_path / "b.md", tmp_path)
 
 
-def test_rows_of_an_earlier_run_stay_until_they_are_measured_anew(tmp_path):
+def test_earlier_rows_stay_until_they_are_measured_again(tmp_path):
     path = tmp_path / "rows.csv"
     first = Rows(path, "cpu")
     first.add(part="recall", method="window", task="single", length=64, accuracy=0.5, note="old")
@@ -263,21 +263,21 @@ def test_rows_of_an_earlier_run_stay_until_they_are_measured_anew(tmp_path):
 def test_a_method_that_fails_leaves_its_reason_and_the_others_run(tmp_path, monkeypatch):
     import research.recall.study as recall_study
 
-    asked = recall_study.converted
+    asked = recall_study.convert
 
-    def failing(study, method, *others):
+    def fail(study, method, *others):
         if method == "key_norm":
             raise RuntimeError("no such\nkernel")
         return asked(study, method, *others)
 
-    monkeypatch.setattr(recall_study, "converted", failing)
+    monkeypatch.setattr(recall_study, "convert", fail)
     path = run_linearization(toy_study(), device="cpu", out=tmp_path / "rows.csv", parts=("recall",), say=quiet)
     rows = [row for row in csv.DictReader(path.open()) if row["method"] != "teacher"]
     assert {row["note"] for row in rows if row["method"] == "key_norm"} == {"failed: no such kernel"}
     assert any(row["method"] == "linear" and row["accuracy"] for row in rows)
 
 
-def test_unknown_parts_methods_and_sizes_are_refused_before_anything_runs(tmp_path):
+def test_unknown_parts_methods_and_sizes_raise_before_anything_runs(tmp_path):
     from research.linearization.__main__ import run
 
     with pytest.raises(ValueError, match="did you mean 'recall'"):

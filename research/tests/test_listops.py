@@ -26,7 +26,7 @@ def evaluate(words):
     return value
 
 
-def words_of(row):
+def to_words(row):
     return [WORDS[token] for token in row if token]
 
 
@@ -35,17 +35,17 @@ def listops():
     return SEQUENCES["listops"](split="train", samples=2500).batch(range(2500))
 
 
-def test_every_label_is_the_value_of_its_list(listops):
+def test_every_label_is_the_value_its_list_evaluates_to(listops):
     assert all(
-        evaluate(words_of(row)) == label for row, label in zip(listops["inputs"][:400], listops["targets"], strict=False)
+        evaluate(to_words(row)) == label for row, label in zip(listops["inputs"][:400], listops["targets"], strict=False)
     )
 
 
 def test_the_solver_finds_a_planted_mistake(listops):
     with pytest.raises(IndexError):
-        evaluate(words_of(np.delete(listops["inputs"][0], 1)))
+        evaluate(to_words(np.delete(listops["inputs"][0], 1)))
     # with reversed digits some value must change
-    turned = [words_of(np.where((r > 0) & (r <= 10), 11 - r, r)) for r in listops["inputs"][:20]]
+    turned = [to_words(np.where((r > 0) & (r <= 10), 11 - r, r)) for r in listops["inputs"][:20]]
     assert [evaluate(words) for words in turned] != listops["targets"][:20].tolist()
 
 
@@ -57,7 +57,7 @@ def test_lists_have_the_published_lengths_depth_and_arguments(listops):
     for row in listops["inputs"][:100]:
         open_lists = []
         deepest = 0
-        for word in words_of(row):
+        for word in to_words(row):
             if word == "]":
                 arguments.append(open_lists.pop())
                 continue
@@ -81,7 +81,7 @@ def test_no_list_comes_twice(listops):
     assert len({row.tobytes() for row in listops["inputs"]}) == len(listops["inputs"])
 
 
-def test_the_shortcuts_of_listops_are_as_stated(listops):
+def test_listops_shortcuts_are_as_stated(listops):
     roots, labels = listops["inputs"][:, 0], listops["targets"]
     majority = np.bincount(labels).max() / len(labels)
     by_root = sum(np.bincount(labels[roots == root]).max() for root in np.unique(roots)) / len(labels)
@@ -96,10 +96,10 @@ def test_the_shortcuts_of_listops_are_as_stated(listops):
 def test_the_sky_form_is_the_same_lists_without_closing_brackets():
     whole, sky = (make(name).batch(range(40)) for name in ("listops", "listops_sky"))
     for row, bare in zip(whole["inputs"], sky["inputs"], strict=True):
-        assert words_of(bare) == [word for word in words_of(row) if word != "]"]
+        assert to_words(bare) == [word for word in to_words(row) if word != "]"]
     assert np.array_equal(whole["targets"], sky["targets"])
 
 
-def test_impossible_lists_are_refused():
+def test_impossible_lists_raise():
     with pytest.raises(ValueError, match="longest >= shortest"):
         make("listops", shortest=50, longest=55)

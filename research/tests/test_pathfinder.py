@@ -7,7 +7,7 @@ from scipy import ndimage
 
 from research.sequences import SEQUENCES, contours
 from research.sequences.paddles import BEGINNINGS, Paddles, PaddleShape
-from research.sequences.rasters import resized
+from research.sequences.rasters import resize
 from research.tests.sequence_cases import make
 
 IMAGES = 3000
@@ -20,9 +20,9 @@ def scene():
 
 
 @pytest.fixture(scope="module")
-def pictures(scene):
+def to_images(scene):
     data, found = scene
-    return data.drawn(found)
+    return data.draw(found)
 
 
 # ---- strokes, drawn once more with Pillow
@@ -62,7 +62,7 @@ def test_the_shortest_strokes_that_there_are_leave_a_point(thickness):
 @pytest.mark.parametrize("scale", [1, 2, 3, 17 / 9])
 def test_images_are_made_smaller_as_pillow_does_it(scale):
     large = (255 * (np.random.default_rng(0).random((2, round(24 * scale), round(24 * scale))) > 0.6)).astype(np.uint8)
-    for before, after in zip(large, resized(large, 24), strict=True):
+    for before, after in zip(large, resize(large, 24), strict=True):
         theirs = np.asarray(Image.fromarray(before).resize((24, 24), Image.Resampling.LANCZOS))
         assert np.abs(after - theirs.astype(int)).max() <= 1
 
@@ -94,7 +94,7 @@ def test_strokes_follow_each_other_as_published(scene):
                 assert headings[number] == pytest.approx(np.arctan2(*off))
 
 
-def room_of(data, found, image, number):
+def stroke_room(data, found, image, number):
     """The room that a stroke takes, on the whole image with 4 pixels around it; the border of one pixel is taken."""
     row, column = found.contours.place[image, number]
     paddle = found.contours.paddle[image, number]
@@ -110,13 +110,13 @@ def empty_room():
     return taken
 
 
-def test_no_stroke_meets_the_room_of_those_before_it(scene):
+def test_no_stroke_meets_occupied_pixels(scene):
     # taken pixel by pixel on whole images: by all strokes but the last one of each contour
     data, found = scene
     for image in range(25):
         taken, last = empty_room(), {}
         for number in range(28):
-            room = room_of(data, found, image, number)
+            room = stroke_room(data, found, image, number)
             if number >= 2:
                 # two full ones add up to 510
                 assert (taken + room).max() < 459
@@ -133,7 +133,7 @@ def test_short_contours_begin_where_their_first_stroke_finds_free_pixels(scene):
             if number == 26 or found.contours.paddle[image, number] < 0:
                 # the last stroke of contour A blocks no other
                 continue
-            room = room_of(data, found, image, number)
+            room = stroke_room(data, found, image, number)
             if number >= 28 and (number - 28) % 4 == 0:
                 row, column = found.contours.place[image, number]
                 # as published, of the pixels that it fills, next to each: one row and one column further
@@ -147,7 +147,7 @@ def test_short_contours_begin_where_their_first_stroke_finds_free_pixels(scene):
     assert max(lowest) > 0
 
 
-def test_short_contours_may_meet_the_last_stroke_of_contour_a_alone(scene):
+def test_short_contours_may_meet_only_contour_a_at_its_last_stroke(scene):
     data, found = scene
     paddles = data.paddles(1)
     met = {26: 0, 27: 0, 25: 0}
@@ -187,21 +187,21 @@ def test_discs_lie_at_the_ends_that_the_label_says(scene):
     assert 0.47 < found.origin.mean() < 0.53
 
 
-def test_short_contours_find_room_or_are_left_out_whole(scene):
+def test_short_contours_are_drawn_completely_or_not_at_all(scene):
     _, found = scene
     there = (found.contours.paddle[:, 28:] >= 0).reshape(-1, 5, 4)
     assert np.array_equal(there.any(axis=2), there.all(axis=2))
     assert (found.contours.paddle[:, :28] >= 0).all()
 
 
-def test_images_are_those_of_the_published_generator_in_the_mean(scene, pictures):
+def test_images_match_the_published_generator_in_the_mean(scene, to_images):
     # 15,840 images that it made: mean and standard error
     _, found = scene
     apart = np.linalg.norm(found.markers[:, 0] - found.markers[:, 1], axis=1)
     measured = {
-        "lit pixels": ((pictures > 0).sum(axis=(1, 2)), 349.14, 0.31),
-        "grey": (pictures.mean(axis=(1, 2)), 20.15, 0.016),
-        "bright pixels": ((pictures > 200).sum(axis=(1, 2)), 16.29, 0.036),
+        "lit pixels": ((to_images > 0).sum(axis=(1, 2)), 349.14, 0.31),
+        "grey": (to_images.mean(axis=(1, 2)), 20.15, 0.016),
+        "bright pixels": ((to_images > 200).sum(axis=(1, 2)), 16.29, 0.036),
         "row of the first disc": (found.markers[:, 0, 0], 15.07, 0.029),
         "row of the second": (found.markers[:, 1, 0], 16.67, 0.070),
         "distance, unconnected": (apart[found.labels == 0], 12.63, 0.057),
@@ -212,10 +212,10 @@ def test_images_are_those_of_the_published_generator_in_the_mean(scene, pictures
         assert abs(ours.mean() - theirs) < 4 * both, name
 
 
-def test_grey_values_depend_on_the_direction_of_a_stroke_alone(scene):
+def test_grey_values_depend_only_on_the_stroke_direction(scene):
     # on whole pixels a stroke looks the same wherever it lies
     data, found = scene
-    alone = data.stamped(data.paddles(1), found.contours.paddle[:200, 5:6], found.contours.place[:200, 5:6])
+    alone = data.stamp_strokes(data.paddles(1), found.contours.paddle[:200, 5:6], found.contours.place[:200, 5:6])
     greys = {}
     for paddle, image in zip(found.contours.paddle[:200, 5], alone, strict=True):
         greys.setdefault(int(paddle), set()).add(int(image.max()))
@@ -223,16 +223,16 @@ def test_grey_values_depend_on_the_direction_of_a_stroke_alone(scene):
     assert len(greys) > 10
 
 
-def test_discs_and_both_kinds_of_strokes_differ_in_brightness(scene, pictures):
+def test_discs_and_both_stroke_kinds_differ_in_brightness(scene, to_images):
     data, found = scene
-    assert (pictures.reshape(IMAGES, -1).max(axis=1) == 255).all()
+    assert (to_images.reshape(IMAGES, -1).max(axis=1) == 255).all()
     has_short = (found.contours.paddle[:, 28:] >= 0).any(axis=1)
-    long = data.stamped(data.paddles(1), found.contours.paddle[:, :28], found.contours.place[:, :28])
-    short = data.stamped(data.paddles(1), found.contours.paddle[:, 28:], found.contours.place[:, 28:])
+    long = data.stamp_strokes(data.paddles(1), found.contours.paddle[:, :28], found.contours.place[:, :28])
+    short = data.stamp_strokes(data.paddles(1), found.contours.paddle[:, 28:], found.contours.place[:, 28:])
     discs = data.discs(found.markers)
     marked = discs > 0
     alone = ((short > 0) & (long == 0) & ~marked, (long > 0) & (short == 0) & ~marked, marked & (long + short == 0))
-    peaks = [np.where(part, pictures, 0)[has_short].max(axis=(1, 2)).mean() for part in alone]
+    peaks = [np.where(part, to_images, 0)[has_short].max(axis=(1, 2)).mean() for part in alone]
     # contrasts of 2, 1.5 and 1; thin strokes are no more than grey, discs are full
     assert min(peaks[0], peaks[2]) > 1.1 * peaks[1]
 
@@ -292,6 +292,6 @@ def test_contours_that_find_no_place_are_given_up(monkeypatch):
         ({"contour": 1}, "contours need 2 strokes or more"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(options, said):
+def test_undrawable_contours_raise(options, said):
     with pytest.raises(ValueError, match=said):
         SEQUENCES["pathfinder"](split="train", samples=1, **options)

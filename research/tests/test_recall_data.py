@@ -8,7 +8,7 @@ from research.sequences.needles import FAMILIES, FIRST_WORD, LET, MARK
 from research.tests.sequence_cases import make
 
 
-def test_every_answer_of_mqar_is_the_value_of_its_key():
+def test_every_mqar_answer_is_the_value_for_its_key():
     data = SEQUENCES["mqar"](split="test", samples=21)
     arrays = data.batch(range(21))
     for row in range(21):
@@ -27,7 +27,7 @@ def test_every_answer_of_mqar_is_the_value_of_its_key():
         assert (inputs[tokens:] == 0).all()
 
 
-def test_the_mixture_of_mqar_is_the_published_one():
+def test_the_mqar_mixture_is_the_published_one():
     data = SEQUENCES["mqar"](split="train", samples=180)
     counts = np.bincount(data.batch(range(180))["group"])
     assert dict(zip(data.kinds, counts.tolist(), strict=True)) == {
@@ -70,13 +70,13 @@ def test_copies_repeat_and_induction_finds_what_followed():
 
 
 @pytest.mark.parametrize("answers", [0, 9, 14])
-def test_more_answers_than_there_is_room_for_are_refused(answers):
+def test_too_many_answers_raise(answers):
     # 27 tokens of 11 kinds, of which 9 are drawn
     with pytest.raises(ValueError, match=f"answers must be between 1 and 8, .*, got {answers}; choose fewer"):
         make("induction", answers=answers)
 
 
-def test_pointing_asks_for_the_class_of_the_nearest_key():
+def test_the_pointing_answer_is_the_nearest_keys_class():
     data = make("pointing", noise=0.3)
     arrays = data.batch(range(40))
     keys, probes = arrays["inputs"][:, :23], arrays["inputs"][:, 23:]
@@ -99,7 +99,7 @@ def test_the_control_asks_how_many_keys_have_a_class():
     assert shares == pytest.approx(np.full(8, 1 / 8), abs=0.03)
 
 
-def test_the_majority_is_the_class_of_most_keys_and_every_class_wins_as_often():
+def test_the_majority_class_has_most_keys_and_all_classes_win_equally():
     arrays = make("majority", samples=4000).batch(range(4000))
     counts = arrays["inputs"][:, :23, 3:11].sum(axis=1)
     answers = arrays["targets"][:, 23:]
@@ -121,7 +121,7 @@ def facts_in(data, tokens):
     return marked, variables
 
 
-def answers_of(data, arrays, row):
+def find_answers(data, arrays, row):
     """For each question its name and the answer that the data gives."""
     text = [*arrays["inputs"][row].tolist(), int(arrays["targets"][row, -1])]
     places = np.flatnonzero(arrays["answers"][row])
@@ -134,7 +134,7 @@ def test_a_reader_finds_every_answer(family):
     data = make("recall_language", samples=60, families=[family])
     arrays = data.batch(range(60))
     for row in range(60):
-        text, questions = answers_of(data, arrays, row)
+        text, questions = find_answers(data, arrays, row)
         body = text[: int(np.flatnonzero(arrays["answers"][row])[0]) - 1]
         marked, variables = facts_in(data, body)
         for (first, second), answer in questions:
@@ -203,7 +203,7 @@ def test_the_filler_never_says_more_than_its_two_words_before():
     assert np.mean(shares, axis=0) == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.02)
 
 
-def test_hundreds_of_needles_fit_and_difficulty_is_drawn_between_its_bounds():
+def test_hundreds_fit_and_needle_difficulty_stays_within_bounds():
     data = SEQUENCES["needles"](
         split="train", samples=60, length=4096, needles=400, fewest_needles=10, names=512, families=["multi_key"]
     )
@@ -223,6 +223,6 @@ def test_hundreds_of_needles_fit_and_difficulty_is_drawn_between_its_bounds():
         ({"predict": "nothing"}, "predict must be"),
     ],
 )
-def test_facts_that_cannot_be_hidden_are_refused(options, message):
+def test_facts_that_cannot_be_hidden_raise(options, message):
     with pytest.raises(ValueError, match=message):
         make("needles", **options)

@@ -12,7 +12,7 @@ from nalaformer.attention import METHODS
 from nalaformer.feature_maps import FEATURE_MAPS
 from nalaformer.folder_lock import InUse, only_writer
 from nalaformer.recipes import changed
-from research.fast_training.captured_training import Sprint
+from research.fast_training.captured_training import CapturedTraining
 from research.recipes import RECIPES
 from research.scoreboard import runs as scoreboard
 from research.scoreboard.order import Order
@@ -65,7 +65,7 @@ def test_rows_say_what_was_measured_with_what(tmp_path):
     ("row", "options"),
     [("mqar_small", MQAR), ("pointing", {"keys": 8, "probes": 2}), ("copying", {"length": 8, "vocabulary": 6})],
 )
-def test_every_method_has_a_row_of_every_kind_of_task(row, options, tmp_path):
+def test_every_method_has_rows_for_all_task_kinds(row, options, tmp_path):
     # RALA looks at all queries, and is rejected where tokens see earlier ones alone
     methods = [name for name in METHODS if row == "pointing" or METHODS[name].key_weight == "none"]
     names = ", ".join([*methods, *FEATURE_MAPS.names()])
@@ -107,16 +107,16 @@ def test_other_settings_are_another_run_and_another_row(tmp_path, setting):
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path, monkeypatch, wrong, message):
     monkeypatch.setattr(scoreboard, "one_run", lambda *_: pytest.fail("was trained"))
-    monkeypatch.setattr(scoreboard, "prepared", lambda *_: pytest.fail("data was made"))
+    monkeypatch.setattr(scoreboard, "prepare_task", lambda *_: pytest.fail("data was made"))
     with pytest.raises(ValueError, match=message):
         board(tmp_path / "a.csv", **wrong)
 
 
-def test_the_same_runs_give_the_same_figures(tmp_path):
+def test_the_same_runs_give_the_same_results(tmp_path):
     assert without_time(board(tmp_path / "a.csv")) == without_time(board(tmp_path / "b.csv"))
 
 
-def test_a_time_limit_stops_cleanly_and_the_same_call_goes_on(tmp_path):
+def test_a_time_limit_stops_cleanly_and_the_same_call_resumes(tmp_path):
     whole = board(tmp_path / "whole.csv", seeds=(0, 1))
     said = []
     # no time at all: a call does one block of steps, and each of the four runs has two
@@ -128,17 +128,17 @@ def test_a_time_limit_stops_cleanly_and_the_same_call_goes_on(tmp_path):
     assert not list(tmp_path.glob(".parts_aside/*"))
 
 
-def test_ctrl_c_puts_the_run_in_progress_aside_and_the_same_call_goes_on(tmp_path, monkeypatch):
+def test_ctrl_c_saves_the_run_in_progress_and_the_same_call_resumes(tmp_path, monkeypatch):
     whole = board(tmp_path / "whole.csv")
-    evaluate, looks = Sprint.evaluate, []
+    evaluate, looks = CapturedTraining.evaluate, []
 
-    def interrupted(self, buckets):
+    def interrupt_fourth(self, buckets):
         looks.append(self.progress.step)
         if len(looks) == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return evaluate(self, buckets)
 
-    monkeypatch.setattr(Sprint, "evaluate", interrupted)
+    monkeypatch.setattr(CapturedTraining, "evaluate", interrupt_fourth)
     # a run looks at dev twice and at test once: the second run is interrupted amid its steps
     with pytest.raises(KeyboardInterrupt):
         board(tmp_path / "parts.csv")
@@ -165,7 +165,7 @@ def test_two_scoreboards_do_not_write_one_file(tmp_path):
     assert not (tmp_path / "a.csv").exists()
 
 
-def test_data_that_is_kept_is_made_once_and_other_data_is_refused(tmp_path):
+def test_stored_data_is_made_once_and_other_data_raises(tmp_path):
     said = []
     made = board(tmp_path / "a.csv", methods="relu", data_folder=tmp_path / "data", say=said.append)
     again = board(tmp_path / "b.csv", methods="relu", data_folder=tmp_path / "data", say=said.append)
@@ -210,7 +210,7 @@ def test_where_lower_is_better_the_lowest_dev_chooses_and_the_lowest_test_leads(
     assert order.take().rate == 2e-3
 
 
-def test_files_from_before_other_figures_are_read_as_accuracy_and_go_on(tmp_path):
+def test_old_files_without_a_metric_are_read_as_accuracy_and_resume(tmp_path):
     rows = board(tmp_path / "a.csv", methods="relu")
     assert rows[0]["figure"] == "accuracy"
     old = [name for name in COLUMNS if name not in ADDED]
@@ -223,7 +223,7 @@ def test_files_from_before_other_figures_are_read_as_accuracy_and_go_on(tmp_path
     assert standings(read_rows(tmp_path / "a.csv"))[0].seeds == 1
 
 
-def of_seeds(rate, devs):
+def seed_rows(rate, devs):
     figures = {"test": "0.5", "parameters": "1", "state_size": "0", "steps": "4", "settings": "{}"}
     return [
         {"task": "t", "method": "relu", "learning_rate": rate, "seed": str(seed), "dev": str(dev)} | figures
@@ -231,27 +231,27 @@ def of_seeds(rate, devs):
     ]
 
 
-def test_rates_are_compared_on_the_seeds_that_all_of_them_have():
+def test_rates_are_compared_on_their_common_seeds():
     # the first seed chose 0.1; that its second seed was unlucky makes 0.2, which had no second, no better
-    (standing,) = standings([*of_seeds("0.1", [0.8, 0.1]), *of_seeds("0.2", [0.7])])
+    (standing,) = standings([*seed_rows("0.1", [0.8, 0.1]), *seed_rows("0.2", [0.7])])
     assert (standing.learning_rate, standing.seeds) == ("0.1", 2)
-    (standing,) = standings([*of_seeds("0.1", [0.8, 0.1]), *of_seeds("0.2", [0.7, 0.7])])
+    (standing,) = standings([*seed_rows("0.1", [0.8, 0.1]), *seed_rows("0.2", [0.7, 0.7])])
     assert (standing.learning_rate, standing.seeds) == ("0.2", 2)
     # both have solved it: the one that is known better
     for rates in (("0.1", "0.2"), ("0.2", "0.1")):
-        many, one = (of_seeds(rate, devs) for rate, devs in zip(rates, ([1.0, 0.9], [1.0]), strict=True))
+        many, one = (seed_rows(rate, devs) for rate, devs in zip(rates, ([1.0, 0.9], [1.0]), strict=True))
         for rows in ([*many, *one], [*one, *many]):
             assert (standings(rows)[0].learning_rate, standings(rows)[0].seeds) == (rates[0], 2)
 
 
 def test_a_seed_that_was_trained_twice_counts_once():
-    first, second = ([row | {"test": test} for row in of_seeds("0.1", [0.5])] for test in ("0.2", "0.4"))
-    other = [row | {"seed": "1", "test": "0.5"} for row in of_seeds("0.1", [0.7])]
+    first, second = ([row | {"test": test} for row in seed_rows("0.1", [0.5])] for test in ("0.2", "0.4"))
+    other = [row | {"seed": "1", "test": "0.5"} for row in seed_rows("0.1", [0.7])]
     (standing,) = standings([*first, *other, *second])
     assert (standing.seeds, standing.test, standing.dev) == (2, pytest.approx(0.4), pytest.approx(0.6))
     assert standing.spread == pytest.approx(0.1 * 2**0.5)
     # duplicate rows do not make a rate better known
-    (standing,) = standings([*of_seeds("0.2", [0.5, 0.5]), *of_seeds("0.1", [0.5]) * 3])
+    (standing,) = standings([*seed_rows("0.2", [0.5, 0.5]), *seed_rows("0.1", [0.5]) * 3])
     assert standing.learning_rate == "0.2"
 
 
@@ -271,7 +271,7 @@ def test_later_seeds_are_trained_at_the_rate_that_was_best_with_the_first(tmp_pa
     assert board(tmp_path / "a.csv", seeds=(0, 1, 2), rates=(1e-3, 2e-3), steps=1) == rows
 
 
-def test_a_method_waits_for_all_rates_of_its_first_seed_and_gives_up_those_that_failed():
+def test_a_method_waits_for_all_rates_at_its_first_seed_and_drops_failed_ones():
     made = scoreboard.Board(
         title="t", recipe=recipe(), methods=parse_methods("relu"), seeds=(0, 1), learning_rates=(1e-3, 2e-3), steps=1
     )
@@ -283,19 +283,19 @@ def test_a_method_waits_for_all_rates_of_its_first_seed_and_gives_up_those_that_
     rows.append(first.key | {"dev": "0.5"})
     assert order.take() is None
     assert len(order) == 1
-    order.failed(second)
+    order.mark_failed(second)
     last = order.take()
     assert (last.seed, last.rate) == (1, 1e-3)
     assert len(order) == 0
     # nothing to choose from
     order = Order([made], [])
     for _ in range(2):
-        order.failed(order.take())
+        order.mark_failed(order.take())
     assert order.take() is None
     assert len(order) == 0
 
 
-def drained(order, rows, best):
+def drain(order, rows, best):
     """Every run that an order gives, each ended at once; the best rate has the best dev."""
     taken = []
     while (run := order.take()) is not None:
@@ -305,17 +305,17 @@ def drained(order, rows, best):
 
 
 def test_a_rate_that_comes_later_and_wins_gets_the_other_seeds_too():
-    def made(*rates):
+    def make_with_rates(*rates):
         return scoreboard.Board(
             title="t", recipe=recipe(), methods=parse_methods("relu"), seeds=(0, 1), learning_rates=rates, steps=1
         )
 
     rows = []
-    assert drained(Order([made(1e-3, 2e-3)], rows), rows, 1e-3)[-1] == ("relu", 1e-3, 1)
-    assert drained(Order([made(1e-3, 2e-3)], rows), rows, 1e-3) == []
+    assert drain(Order([make_with_rates(1e-3, 2e-3)], rows), rows, 1e-3)[-1] == ("relu", 1e-3, 1)
+    assert drain(Order([make_with_rates(1e-3, 2e-3)], rows), rows, 1e-3) == []
     # dev of the older runs was 0.9 and 0.5: the new rate must beat both
     rows[:] = [row | {"dev": "0.5"} for row in rows]
-    assert drained(Order([made(1e-3, 2e-3, 4e-3)], rows), rows, 4e-3) == [("relu", 4e-3, 0), ("relu", 4e-3, 1)]
+    assert drain(Order([make_with_rates(1e-3, 2e-3, 4e-3)], rows), rows, 4e-3) == [("relu", 4e-3, 0), ("relu", 4e-3, 1)]
 
 
 def test_a_method_that_waits_keeps_its_place():
@@ -401,12 +401,12 @@ def test_what_is_written_is_what_recipes_read(tmp_path):
     assert "chance" in result.output
 
 
-def test_a_scoreboard_of_images_is_refused():
+def test_an_image_scoreboard_raises():
     result = invoke("scoreboard", "run", "count_grid")
     assert isinstance(result.exception, ValueError)
     assert "recipe on sequences" in str(result.exception)
 
 
-def test_options_of_a_method_that_are_a_bomb_are_refused():
+def test_deeply_nested_method_options_raise():
     with pytest.raises(ValueError, match=r"options of relu"):
         parse_methods("relu " + '{"a":' * 200_000)

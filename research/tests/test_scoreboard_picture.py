@@ -6,9 +6,9 @@ import pytest
 from PIL import Image
 
 from research.scoreboard import METHODS_OF_THE_BOARD, read_rows
-from research.scoreboard.picture import NAMED, TEXT, draw, drawn, figures_of
+from research.scoreboard.picture import NAMED, TEXT, draw, draw_plot, values_to_plot
 from research.scoreboard.report import save_rows
-from research.scoreboard.tables import rows_of
+from research.scoreboard.tables import read_folder_rows
 from research.tests.commands import invoke
 
 PROJECT = Path(__file__).parents[2]
@@ -33,27 +33,27 @@ ROWS = [
 
 
 def test_points_have_both_lookups_and_texts_are_in_order():
-    figures = figures_of(ROWS)
+    figures = values_to_plot(ROWS)
     assert figures.lookups == {"nala": pytest.approx((0.6, 0.1414, 0.4, 0.0), abs=1e-4)}
     assert figures.texts == {"softmax": (15.0, 0.0), "relu": (28.0, 0.0)}
     assert list(figures.texts) == ["softmax", "relu"]
 
 
-def test_the_picture_names_its_points_and_shows_every_text():
-    lookups, texts = drawn(figures_of(ROWS)).axes
+def test_the_plot_names_its_points_and_shows_every_text():
+    lookups, texts = draw_plot(values_to_plot(ROWS)).axes
     assert [text.get_text() for text in lookups.texts] == ["nala"]
     assert [label.get_text() for label in texts.get_yticklabels()] == ["relu", "softmax"]
     assert [text.get_text() for text in texts.texts] == ["28.0", "15.0"]
 
 
-def test_the_picture_of_the_docs_shows_the_results_of_the_project():
-    assert Image.open(PROJECT / "docs" / "scoreboard.png").text[TEXT] == figures_of(rows_of(RESULTS)).text
-    assert set(NAMED) <= set(figures_of(rows_of(RESULTS)).lookups)
+def test_the_documented_plot_shows_current_results():
+    assert Image.open(PROJECT / "docs" / "scoreboard.png").text[TEXT] == values_to_plot(read_folder_rows(RESULTS)).text
+    assert set(NAMED) <= set(values_to_plot(read_folder_rows(RESULTS)).lookups)
 
 
 def test_the_command_draws_what_a_folder_holds(tmp_path):
     save_rows(tmp_path / "scoreboard_one.csv", ROWS)
     assert invoke("scoreboard", "page", tmp_path / "shown.png", tmp_path).exit_code == 0
-    assert Image.open(tmp_path / "shown.png").text[TEXT] == figures_of(ROWS).text
+    assert Image.open(tmp_path / "shown.png").text[TEXT] == values_to_plot(ROWS).text
     draw(ROWS, tmp_path / "again.png")
     assert Image.open(tmp_path / "again.png").size == Image.open(tmp_path / "shown.png").size

@@ -14,7 +14,7 @@ import pytest
 from research.scoreboard import METHODS_OF_THE_BOARD, ROWS, loaded, make_board, processes, row_names, run_boards, runs
 from research.scoreboard.methods import parse_methods, short_name
 from research.scoreboard.report import read_rows
-from research.scoreboard.tables import BEGIN, END, fill, filled, rows_of, section, summary
+from research.scoreboard.tables import BEGIN, END, fill, fill_page, read_folder_rows, section, summary
 from research.tests.commands import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +27,7 @@ def tiny(name="copying_256", **changes):
     return make_board(name, **asked)
 
 
-def figures(rows):
+def metrics(rows):
     kept = ("task", "method", "learning_rate", "seed", "dev", "test", "best_step")
     return sorted(tuple(row[name] for name in kept) for row in rows)
 
@@ -62,7 +62,7 @@ def test_every_method_takes_two_steps_on_every_row(name, tmp_path):
     assert {short_name(row["method"]) for row in rows} == {*METHODS_OF_THE_BOARD} - left_out
 
 
-def test_smoke_runs_the_smallest_form_of_a_row_and_a_row_its_own(tmp_path):
+def test_smoke_runs_the_smallest_row_form_and_a_row_its_own(tmp_path):
     small, whole = tiny("mqar_80", seeds=3), make_board("mqar_80", methods="relu", seeds=3)
     assert (small.total_steps, len(small.seeds), len(small.learning_rates)) == (2, 1, 1)
     assert (whole.total_steps, len(whole.seeds), len(whole.learning_rates)) == (4000, 3, 2)
@@ -74,7 +74,7 @@ def test_smoke_runs_the_smallest_form_of_a_row_and_a_row_its_own(tmp_path):
     assert row["steps"] == "2"
 
 
-def test_all_stands_for_every_row_and_unknown_ones_are_refused():
+def test_all_means_every_row_and_unknown_rows_raise():
     assert row_names("all") == FREE
     assert row_names("mqar_80, pointing,mqar_80") == ["mqar_80", "pointing"]
     with pytest.raises(ValueError, match="did you mean 'mqar_80'"):
@@ -94,11 +94,11 @@ def test_short_names_stand_for_their_methods_and_take_further_options():
 # ---- several runs at a time
 
 
-def test_processes_give_the_rows_of_one_run_after_the_other(tmp_path):
+def test_parallel_processes_return_the_same_rows(tmp_path):
     boards = [tiny("copying_256"), tiny("majority_256", methods="relu")]
     one = run_boards(boards, out=tmp_path / "one.csv")
     two = run_boards(boards, out=tmp_path / "two.csv", jobs=2)
-    assert figures(one) == figures(two)
+    assert metrics(one) == metrics(two)
     assert {row["task"] for row in two} == {"copying_256", "majority_256"}
 
 
@@ -112,7 +112,7 @@ def test_the_command_runs_so_many_jobs_at_a_time(tmp_path, monkeypatch, in_threa
         assert done.exit_code == 0, done.output
     # the data of both tasks, then the runs
     assert asked == [3, 3]
-    assert figures(read_rows(tmp_path / "1.csv")) == figures(read_rows(tmp_path / "3.csv"))
+    assert metrics(read_rows(tmp_path / "1.csv")) == metrics(read_rows(tmp_path / "3.csv"))
     with pytest.raises(ValueError, match="jobs must be the number of runs at a time, at least 1, got 0"):
         run_boards([tiny()], out=tmp_path / "a.csv", jobs=0)
 
@@ -125,29 +125,29 @@ def test_what_takes_longer_than_seconds_is_written_once(tmp_path, monkeypatch, i
     assert written == ["listops"] * 3
 
 
-def test_data_of_several_rows_are_made_once_by_the_processes(tmp_path, monkeypatch, in_threads):
+def test_processes_make_shared_data_once(tmp_path, monkeypatch, in_threads):
     made, make = [], loaded.made_data
     monkeypatch.setattr(loaded, "made_data", lambda task, device: made.append(task.config.data) or make(task, device))
     run_boards([tiny("mqar_80"), tiny("cue_grid")], out=tmp_path / "a.csv", jobs=2)
     assert sorted(made) == ["cue_cells", "mqar"]
 
 
-def test_who_stops_while_data_are_made_begins_no_run(tmp_path, monkeypatch, in_threads):
+def test_a_stop_while_data_are_made_begins_no_run(tmp_path, monkeypatch, in_threads):
     whole = processes.finished_in_processes
 
-    def stopped(queue, *given, **named):
+    def stop(queue, *given, **named):
         return iter(()) if isinstance(queue, loaded.DataToMake) else whole(queue, *given, **named)
 
-    monkeypatch.setattr(runs, "finished_in_processes", stopped)
+    monkeypatch.setattr(runs, "finished_in_processes", stop)
     assert run_boards([tiny("mqar_80"), tiny("cue_grid")], out=tmp_path / "a.csv", jobs=2) == []
 
 
-def in_blocks_of_one(board):
+def evaluate_each_step(board):
     return replace(board, recipe=replace(board.recipe, training=replace(board.recipe.training, eval_every=1)))
 
 
-def test_jobs_stop_when_the_time_is_up_and_the_same_call_goes_on(tmp_path, in_threads):
-    board = in_blocks_of_one(tiny(methods="relu, sign_split, elu"))
+def test_jobs_stop_when_the_time_is_up_and_the_same_call_resumes(tmp_path, in_threads):
+    board = evaluate_each_step(tiny(methods="relu, sign_split, elu"))
     whole = run_boards([board], out=tmp_path / "whole.csv")
     said, counts = [], []
     while len(counts) < 10 and (not counts or counts[-1] < 3):
@@ -155,18 +155,18 @@ def test_jobs_stop_when_the_time_is_up_and_the_same_call_goes_on(tmp_path, in_th
     # without time each of two jobs begins a run and takes one of its two steps: two calls for two runs, and the third alone
     assert counts == [0, 2, 2, 3]
     assert any("2 runs are put aside and 1 are left" in line for line in said)
-    assert figures(read_rows(tmp_path / "parts.csv")) == figures(whole)
+    assert metrics(read_rows(tmp_path / "parts.csv")) == metrics(whole)
 
 
 def test_a_run_that_fails_ends_no_other(tmp_path, monkeypatch, in_threads):
     one_run = runs.one_run
 
-    def failing(run, *given):
+    def fail(run, *given):
         if run.method.name == "relu":
             raise MemoryError("no room")
         return one_run(run, *given)
 
-    monkeypatch.setattr(runs, "one_run", failing)
+    monkeypatch.setattr(runs, "one_run", fail)
     with pytest.raises(RuntimeError, match=r"1 of 2 runs failed.*relu.*MemoryError: no room"):
         run_boards([tiny()], out=tmp_path / "a.csv", jobs=2)
     (row,) = read_rows(tmp_path / "a.csv")
@@ -190,7 +190,7 @@ class Five:
         return Slow()
 
 
-def test_jobs_end_when_somebody_asks_to_stop(monkeypatch):
+def test_jobs_end_when_a_stop_is_requested(monkeypatch):
     begun, said, started = time.monotonic(), [], []
 
     @contextmanager
@@ -215,11 +215,11 @@ def test_jobs_end_when_somebody_asks_to_stop(monkeypatch):
 
 
 @pytest.mark.parametrize("page", ["docs/scoreboard.md", "docs/feature-maps.md", "README.md"])
-def test_the_tables_of_pages_are_those_of_the_files(page):
-    text, rows = (PROJECT / page).read_text(), rows_of(PROJECT / "benchmarks" / "results")
-    assert filled(text, rows) == text
+def test_tables_on_pages_match_the_files(page):
+    text, rows = (PROJECT / page).read_text(), read_folder_rows(PROJECT / "benchmarks" / "results")
+    assert fill_page(text, rows) == text
     # the page does have tables
-    assert filled(text, []) != text
+    assert fill_page(text, []) != text
 
 
 def test_a_page_may_show_some_methods_on_some_rows(tmp_path):
@@ -295,13 +295,13 @@ def test_a_page_is_filled_from_the_files_beside_chance_and_machine(tmp_path):
         fill(tmp_path / "b.md", tmp_path)
 
 
-def test_smoke_of_a_recipe_is_small_too():
+def test_a_smoke_recipe_is_small_too():
     board = make_board("mqar", methods="relu", seeds=3, smoke=True, settings=["batch_size=3"])
     assert (board.recipe.task.train_samples, board.recipe.training.batch_size, board.total_steps) == (4, 3, 2)
     assert list(board.seeds) == [0]
 
 
-def test_names_that_are_unknown_are_met_with_those_of_the_scoreboard():
+def test_errors_for_unknown_names_list_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown method .*'nalla'; did you mean .*'nala'"):
         make_board("pointing_256", methods="nalla", seeds=1)
     with pytest.raises(ValueError, match=r"unknown task .*'pointing_25'; did you mean 'pointing_256'") as error:

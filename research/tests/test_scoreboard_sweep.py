@@ -32,7 +32,7 @@ def call(sweep, monkeypatch, folder, *arguments):
     return sweep.main()
 
 
-def test_a_part_of_a_sweep_leaves_its_rows_and_kernels_and_the_next_goes_on(sweep, monkeypatch, tmp_path, capsys):
+def test_a_sweep_leaves_its_rows_and_kernels_and_the_next_call_resumes(sweep, monkeypatch, tmp_path, capsys):
     (tmp_path / "kept" / "kernels").mkdir(parents=True)
     (tmp_path / "kept" / "kernels" / "one.cubin").write_bytes(b"kernel")
     assert call(sweep, monkeypatch, tmp_path, "--methods", "relu", "--pack-kernels") == 0
@@ -44,7 +44,7 @@ def test_a_part_of_a_sweep_leaves_its_rows_and_kernels_and_the_next_goes_on(swee
     assert "copying_256: 1 of 2 runs to do" in capsys.readouterr().out
 
 
-def test_rows_and_runs_that_are_put_aside_lie_in_the_folder_of_results_as_they_come(sweep, monkeypatch, tmp_path):
+def test_rows_and_saved_runs_reach_the_results_folder_at_once(sweep, monkeypatch, tmp_path):
     aside = ".scoreboard_h200_aside"
     kept, out = tmp_path / "kept", tmp_path / "out"
     (kept / aside).mkdir(parents=True)
@@ -67,7 +67,7 @@ def test_rows_and_runs_that_are_put_aside_lie_in_the_folder_of_results_as_they_c
     assert [path.name for path in (kept / aside).iterdir()] == ["two.safetensors"]
 
 
-def test_rows_of_a_sweep_that_was_killed_are_not_overwritten_by_older_ones(sweep, monkeypatch, tmp_path, capsys):
+def test_older_rows_do_not_overwrite_those_from_a_killed_sweep(sweep, monkeypatch, tmp_path, capsys):
     kept, out = (tmp_path / name / "scoreboard_h200.csv" for name in ("kept", "out"))
     assert call(sweep, monkeypatch, tmp_path, "--methods", "relu") == 0
     before = kept.read_bytes()
@@ -90,7 +90,7 @@ def test_a_row_takes_the_methods_that_it_can_train(sweep, monkeypatch, tmp_path)
     assert not (tmp_path / "out" / "kernels.tar.gz").exists()
 
 
-def test_kernels_of_another_machine_are_unpacked(sweep, monkeypatch, tmp_path):
+def test_kernels_from_another_machine_are_unpacked(sweep, monkeypatch, tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "one.cubin").write_bytes(b"kernel")
     with tarfile.open(tmp_path / "kept" / "kernels.tar.gz", "w:gz") as packed:
@@ -120,7 +120,7 @@ def test_processes_share_the_gpu_where_the_service_gives_them_one(sweep, monkeyp
     assert control.read_text().split() == ["started", "quit", "-t", "1"]
 
 
-def test_a_service_that_gives_no_gpu_is_ended_and_left_out(sweep, monkeypatch, control):
+def test_a_service_without_a_gpu_is_ended_and_skipped(sweep, monkeypatch, control):
     answers = sweep.answers
     monkeypatch.setattr(sweep, "answers", lambda command: "--probe" not in command and answers(command))
     with sweep.shared_gpu(True) as is_shared:

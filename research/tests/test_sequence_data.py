@@ -23,7 +23,7 @@ def digest(arrays):
 # ---- every kind
 
 
-def test_every_kind_of_data_is_tested_here():
+def test_every_sequence_dataset_is_tested_here():
     assert set(SEQUENCES.names()) == set(CASES) | RELEASED
 
 
@@ -93,12 +93,12 @@ CHECKSUMS = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_first_samples_are_those_that_figures_were_measured_with(name):
+def test_the_first_samples_are_those_behind_measured_results(name):
     assert digest(SEQUENCES[name](split="train", samples=8).batch(range(8))) == CHECKSUMS[name]
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_the_colour_of_the_marked_cell_is_that_of_the_glyph_that_it_asks_for(split):
+def test_the_marked_cell_has_the_color_for_the_asked_glyph(split):
     arrays = make("cue_cells", samples=60, split=split).batch(range(60))
     cells = arrays["inputs"].reshape(60, 25, 3, 9, 9) + 0.5
     masks = glyph_masks(9)[:4]
@@ -118,7 +118,7 @@ def test_the_colour_of_the_marked_cell_is_that_of_the_glyph_that_it_asks_for(spl
         assert len(shown) == 24 or split == "train"
 
 
-def test_a_teacher_gives_the_outputs_of_exact_attention():
+def test_a_teacher_returns_softmax_attention():
     data = make("softmax_teacher", samples=3)
     arrays = data.batch(range(3))
     seen = torch.from_numpy(arrays["inputs"]).double() @ torch.from_numpy(data.rotation).T
@@ -134,7 +134,7 @@ def test_a_teacher_gives_the_outputs_of_exact_attention():
     np.testing.assert_allclose(data.rotation @ data.rotation.T, np.eye(45), atol=1e-12)
 
 
-def test_indices_beyond_the_data_and_unknown_splits_are_refused():
+def test_indices_beyond_the_data_and_unknown_splits_raise():
     data = make("copying")
     for wrong in ([40], [-1]):
         with pytest.raises(IndexError, match="0 to 39"):
@@ -146,7 +146,7 @@ def test_indices_beyond_the_data_and_unknown_splits_are_refused():
 
 
 @pytest.mark.parametrize("name", SEQUENCES.names())
-def test_options_that_the_data_does_not_have_are_refused_with_those_it_has(name):
+def test_the_error_for_unknown_options_lists_the_known_ones(name):
     with pytest.raises(ValueError, match=f"unknown option of {name}: 'lenght'") as refused:
         make_sequences(name, split="train", samples=2, options={"lenght": 8})
     assert all(option in str(refused.value) for option in known_options(name))
@@ -154,7 +154,7 @@ def test_options_that_the_data_does_not_have_are_refused_with_those_it_has(name)
 
 
 @pytest.mark.parametrize("options", [{"shortest": "long"}, {"longest": 64.5}, {"max_depth": True}, [1]])
-def test_options_of_the_wrong_kind_are_refused(options, tmp_path):
+def test_options_with_wrong_types_raise(options, tmp_path):
     with pytest.raises(ValueError, match="must be"):
         write("listops", tmp_path / "data", split="train", samples=2, options=options)
     with pytest.raises(ValueError, match="cannot be made with the options"):
@@ -173,14 +173,14 @@ def test_a_loader_gives_the_samples_in_batches():
 
 
 @pytest.mark.parametrize("name", ["accuracy", "perplexity"])
-def test_the_part_of_a_batch_that_asks_nothing_has_a_loss_of_zero(name):
+def test_rows_without_questions_have_zero_loss(name):
     """A mean over nothing is no number, and times its weight of zero it would spoil the sum over the parts."""
-    from research.sequences.figures import FIGURES, IGNORE
+    from research.sequences.answer_metrics import IGNORE, METRICS
 
     outputs, targets = torch.randn(4, 5, requires_grad=True), torch.tensor([1, 0, IGNORE, 3])
     expected = torch.nn.functional.cross_entropy(outputs[[0, 1, 3]], targets[[0, 1, 3]])
-    torch.testing.assert_close(FIGURES[name].loss(outputs, targets), expected)
-    nothing = FIGURES[name].loss(outputs, torch.full((4,), IGNORE))
+    torch.testing.assert_close(METRICS[name].loss(outputs, targets), expected)
+    nothing = METRICS[name].loss(outputs, torch.full((4,), IGNORE))
     nothing.backward()
     assert nothing.item() == 0
     assert not outputs.grad.any()

@@ -16,7 +16,7 @@ from nalaformer.training.schedule import make_schedule
 from research.models import SEQUENCE_MODELS, RecallModel, SequenceClassifier, sequence_attention, state_size
 from research.models.token_embedding import embedding_by_product
 from research.recipes import RECIPES
-from research.sequence_task import AnswerFigures, Sequences, SequencesConfig, answer_sums, answered
+from research.sequence_task import AnswerMetrics, Sequences, SequencesConfig, answer_sums, select_answers
 from research.sequences import IGNORE, SEQUENCES, as_tensor, write
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +80,7 @@ def test_every_method_and_map_classifies_sequences_and_learns(attention):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_recall_model_with_weights_of_all_queries_is_refused():
+def test_a_causal_recall_model_rejects_weights_from_all_queries():
     with pytest.raises(ValueError, match="looks at all queries, later ones too, and cannot be causal"):
         recall("rala")
 
@@ -97,7 +97,7 @@ def test_no_recall_model_sees_later_tokens(attention):
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_the_length_of_the_padding_changes_nothing_but_the_published_mean(attention):
+def test_padding_length_changes_only_the_published_mean(attention):
     model = classifier(attention, is_padded=True, mean_over="visible").double().eval()
     tokens = torch.randint(1, 11, (2, 13))
     padded = torch.cat((tokens, torch.zeros(2, 9, dtype=torch.long)), dim=1)
@@ -153,13 +153,13 @@ def test_positions_and_convolutions_inside_attention_are_off_unless_asked_for():
         sequence_attention("sotfmax", dim=16, num_heads=2)
 
 
-def test_state_sizes_count_heads_features_and_values_of_all_layers():
+def test_state_sizes_count_heads_features_and_values_in_all_layers():
     assert state_size(recall("relu")) == 2 * 2 * 8 * 8
     assert state_size(recall("split")) == 2 * 2 * 16 * 8
     assert state_size(recall("softmax")) == 0
 
 
-def test_models_refuse_what_they_cannot_answer():
+def test_models_reject_what_they_cannot_answer():
     with pytest.raises(ValueError, match="use sequence_classifier"):
         recall(answers="sequence")
     with pytest.raises(ValueError, match="at most the 23 tokens"):
@@ -170,7 +170,7 @@ def test_models_refuse_what_they_cannot_answer():
 # ---- task
 
 
-def batch_of(name, count, **options):
+def make_batch(name, count, **options):
     data = SEQUENCES[name](split="train", samples=count, **options)
     return data, {key: as_tensor(array) for key, array in data.batch(range(count)).items()}
 
@@ -192,8 +192,8 @@ class Oracle(torch.nn.Module):
 
 
 def test_accuracy_counts_answers_and_every_group_the_same():
-    data, batch = batch_of("mqar", 6, vocabulary=64, mixture=[[16, 2], [32, 4]])
-    metrics = AnswerFigures(data.groups, known={"chance": data.chance})
+    data, batch = make_batch("mqar", 6, vocabulary=64, mixture=[[16, 2], [32, 4]])
+    metrics = AnswerMetrics(data.groups, known={"chance": data.chance})
     metrics.update(Oracle(batch, 3), batch)
     result = metrics.result()
     # samples 0 and 2 are of the first kind, 1 of the second
@@ -219,7 +219,7 @@ class Shrunk(torch.nn.Module):
 
 @pytest.mark.parametrize(("part", "expected"), [(1.0, 1.0), (0.5, 0.75), (0.0, 0.0), (-1.0, -3.0)])
 def test_r2_is_1_for_perfect_answers_and_0_for_the_mean(part, expected):
-    _, batch = batch_of("softmax_teacher", 6, tokens=7, size=4)
+    _, batch = make_batch("softmax_teacher", 6, tokens=7, size=4)
     # a mean that is not zero must not help
     batch["targets"] = batch["targets"] + torch.arange(8.0)
     task = Sequences(SequencesConfig(data="softmax_teacher", data_options={"tokens": 7, "size": 4}))
@@ -236,18 +236,18 @@ def test_r2_is_1_for_perfect_answers_and_0_for_the_mean(part, expected):
     assert (result["answers"], result["chance"]) == (42, 0)
 
 
-def test_sums_do_not_depend_on_whether_the_number_of_answers_is_known():
-    data, batch = batch_of("mqar", 6, vocabulary=64, mixture=[[16, 2], [32, 4]])
+def test_sums_do_not_depend_on_knowing_the_answer_count():
+    data, batch = make_batch("mqar", 6, vocabulary=64, mixture=[[16, 2], [32, 4]])
     asked, known = (answer_sums(Oracle(batch, 3), batch, len(data.groups), most=most) for most in (None, 4))
     assert torch.equal(asked, known)
 
 
 def test_a_language_is_learned_everywhere_and_judged_at_its_answers():
     options = {"length": 64, "needles": 4, "names": 12, "values": 10, "words": 8}
-    data, batch = batch_of("recall_language", 5, **options)
+    data, batch = make_batch("recall_language", 5, **options)
     model = recall(vocabulary=data.facts.vocabulary, outputs=data.facts.vocabulary)
-    assert answered(model, batch)[1].shape == (5 * 64,)
-    logits, targets = answered(model, batch, only_answers=True)
+    assert select_answers(model, batch)[1].shape == (5 * 64,)
+    logits, targets = select_answers(model, batch, only_answers=True)
     assert (targets != IGNORE).sum() == batch["answers"].sum()
     assert len(logits) == len(targets) < 5 * 64
 
@@ -264,7 +264,7 @@ def test_every_recipe_describes_a_model_that_fits_its_data(name):
         assert task.loss(model, batch).total.item() == pytest.approx(float(guessed), abs=0.5)
 
 
-def test_recipes_of_released_files_say_what_is_missing():
+def test_recipes_for_released_files_say_what_is_missing():
     for name in ("lra_text", "lra_retrieval", "lra_image"):
         with pytest.raises(ValueError, match=r"root must be the folder.* name it by data_options="):
             Sequences(RECIPES[name]().task).facts()
@@ -285,8 +285,8 @@ def test_recipes_of_released_files_say_what_is_missing():
         ("variables", {"length": 48, "needles": 4, "names": 8, "values": 8, "words": 8, "predict": "answers"}),
     ],
 )
-def test_a_handful_of_samples_is_learned_by_heart(name, options):
-    data, batch = batch_of(name, 8, **options)
+def test_a_model_memorizes_a_few_samples(name, options):
+    data, batch = make_batch(name, 8, **options)
     facts = vars(data.facts)
     is_vocabulary = facts["answers"] == "tokens" and facts["vocabulary"]
     torch.manual_seed(0)
@@ -357,13 +357,13 @@ def test_the_default_schedule_is_still_the_cosine():
     ("options", "message"),
     [({"schedule": "linera"}, "did you mean 'linear'"), ({"clip_value": -1.0}, "clip_value"), ({"epsilon": 0.0}, "epsilon")],
 )
-def test_wrong_settings_of_the_protocol_are_refused(options, message):
+def test_wrong_protocol_settings_raise(options, message):
     with pytest.raises(ValueError, match=message):
         TrainingConfig(steps=1, **options)
 
 
 @pytest.mark.parametrize("shape", [(3, 9), (5,), (2, 0)], ids=str)
-def test_the_gradient_of_an_embedding_by_product_is_that_of_torch(shape):
+def test_the_embedding_gradient_by_product_equals_torch(shape):
     tokens, weight = torch.randint(0, 7, shape), torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     rows = embedding_by_product(tokens, weight)
     assert torch.equal(rows, F.embedding(tokens, weight))
@@ -373,7 +373,7 @@ def test_the_gradient_of_an_embedding_by_product_is_that_of_torch(shape):
     )
 
 
-def test_the_gradient_of_an_embedding_computes_in_the_type_of_autocast():
+def test_the_embedding_gradient_computes_in_the_autocast_dtype():
     tokens, weight = torch.randint(0, 7, (3, 9)), torch.randn(7, 4, requires_grad=True)
     given = torch.randn(3, 9, 4)
     with torch.autocast("cpu", torch.bfloat16):
@@ -386,6 +386,6 @@ def test_the_gradient_of_an_embedding_computes_in_the_type_of_autocast():
     torch.testing.assert_close(found, exact, rtol=0.03, atol=0.05)
 
 
-def test_states_of_mixed_blocks_count_for_each_block():
+def test_mixed_states_count_for_each_block():
     model = torch.nn.Sequential(build("linear", dim=16, num_heads=2, mixed_blocks=(2, 3)))
     assert state_size(model) == 6 * 2 * 8 * 8

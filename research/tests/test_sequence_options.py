@@ -20,7 +20,7 @@ TASK = {"answers": "sequence", "outputs": 3, "length": 9, "vocabulary": 7}
 SMALL = {"dim": 8, "depth": 2, "num_heads": 2, "mlp_dim": 10, "dropout": 0.0}
 
 
-def moved(model: nn.Module) -> nn.Module:
+def perturb(model: nn.Module) -> nn.Module:
     """Parameters away from their start, float64, in evaluation mode."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,7 +52,7 @@ def head(model: SequenceClassifier, x: Tensor) -> Tensor:
     return (x @ first.weight.T + first.bias).relu() @ last.weight.T + last.bias
 
 
-def test_every_option_of_the_models_of_sequences_is_seen_to():
+def test_every_sequence_model_option_has_a_test():
     assert (CLASSIFIER.missing(), RECALL.missing(), ALONE.missing()) == ([], [], [])
 
 
@@ -70,7 +70,7 @@ def test_every_option_of_the_models_of_sequences_is_seen_to():
 @torch.no_grad()
 def test_a_classifier_is_its_formula(changes):
     options = TASK | SMALL | changes
-    model, tokens = moved(SequenceClassifier(**options)), text(2, 9)
+    model, tokens = perturb(SequenceClassifier(**options)), text(2, 9)
     out = model(tokens)
     assert out.shape == (2, options["outputs"])
     torch.testing.assert_close(out, head(model, encoded_by_hand(model, tokens, None).mean(1)), rtol=1e-9, atol=1e-9)
@@ -90,7 +90,7 @@ def test_a_classifier_is_its_formula(changes):
 @pytest.mark.parametrize("hiding", [{}, {"is_padded": True}, {"hide_zero": True}], ids=str)
 @torch.no_grad()
 def test_zeros_are_hidden_from_attention_and_from_the_mean_where_asked(hiding, mean_over):
-    model = moved(SequenceClassifier(**TASK, **SMALL, **hiding, mean_over=mean_over))
+    model = perturb(SequenceClassifier(**TASK, **SMALL, **hiding, mean_over=mean_over))
     tokens = text(2, 9)
     tokens[0, 4:] = 0
     visible = tokens != 0 if hiding else None
@@ -102,14 +102,14 @@ def test_zeros_are_hidden_from_attention_and_from_the_mean_where_asked(hiding, m
 @CLASSIFIER.of("most_visible")
 @pytest.mark.parametrize("attention", ["softmax", "norm_aware"])
 @torch.no_grad()
-def test_hidden_tokens_may_be_left_out(attention):
+def test_masked_tokens_may_be_skipped(attention):
     options = TASK | SMALL | {"attention": attention, "hide_zero": True, "mean_over": "visible"}
-    model = moved(SequenceClassifier(**options))
-    short = moved(SequenceClassifier(**options, most_visible=6))
+    model = perturb(SequenceClassifier(**options))
+    short = perturb(SequenceClassifier(**options, most_visible=6))
     short.load_state_dict(model.state_dict())
     tokens = torch.tensor([[0, 3, 0, 0, 5, 1, 0, 2, 0], [6, 0, 0, 1, 2, 3, 4, 0, 5], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
     torch.testing.assert_close(short(tokens), model(tokens), rtol=1e-9, atol=1e-9)
-    assert short.encoded(tokens)[0].shape == (3, 6, 8)
+    assert short.encode(tokens)[0].shape == (3, 6, 8)
     # one sequence that does not fit spoils no other
     tokens[0] = 1
     found, expected = short(tokens), model(tokens)
@@ -122,11 +122,11 @@ def test_hidden_tokens_may_be_left_out(attention):
 
 @CLASSIFIER.of("answers", "channels")
 @torch.no_grad()
-def test_answers_are_of_tokens_pairs_or_whole_sequences():
+def test_answers_follow_tokens_pairs_or_whole_sequences():
     vectors = {"answers": "tokens", "outputs": 3, "length": 9, "channels": 4}
-    model, x = moved(SequenceClassifier(**vectors, **SMALL)), torch.randn(2, 9, 4, dtype=torch.float64)
+    model, x = perturb(SequenceClassifier(**vectors, **SMALL)), torch.randn(2, 9, 4, dtype=torch.float64)
     torch.testing.assert_close(model(x), head(model, encoded_by_hand(model, x, None)), rtol=1e-9, atol=1e-9)
-    model, pairs = moved(SequenceClassifier(**(TASK | {"answers": "pair"}), **SMALL)), text(2, 2, 9)
+    model, pairs = perturb(SequenceClassifier(**(TASK | {"answers": "pair"}), **SMALL)), text(2, 2, 9)
     first, second = (encoded_by_hand(model, pairs[:, side], None).mean(1) for side in (0, 1))
     joined = torch.cat((first, second, first * second, first - second), -1)
     torch.testing.assert_close(model(pairs), head(model, joined), rtol=1e-9, atol=1e-9)
@@ -140,7 +140,7 @@ def test_one_attention_stands_between_two_projections(changes):
     # length and padding are told to every model; here nothing depends on them
     task = {"answers": "tokens", "outputs": 3, "length": 2, "vocabulary": 0, "channels": 4, "is_padded": True}
     sizes = {"dim": 8, "num_heads": 2, "attention": "elu", "attention_options": {"gate": "silu"}} | changes
-    model, x = moved(OneAttention(**task, **sizes)), torch.randn(2, 9, 4, dtype=torch.float64)
+    model, x = perturb(OneAttention(**task, **sizes)), torch.randn(2, 9, 4, dtype=torch.float64)
     inside = model.attention(x @ model.embedding.weight.T + model.embedding.bias)
     out = inside @ model.head.weight.T + model.head.bias
     torch.testing.assert_close(model(x), out, rtol=1e-9, atol=1e-9)
@@ -157,7 +157,7 @@ def test_one_attention_stands_between_two_projections(changes):
 @CLASSIFIER.of("dropout")
 @RECALL.of("dropout")
 @torch.no_grad()
-def test_dropout_is_that_of_every_place_and_of_training_alone():
+def test_dropout_acts_everywhere_and_only_in_training():
     classifier = SequenceClassifier(**TASK, **(SMALL | {"dropout": 0.4}))
     places = [module.p for module in classifier.modules() if isinstance(module, nn.Dropout)]
     assert places == [0.4] * (1 + 2 * 2)
@@ -185,7 +185,7 @@ def test_a_recall_model_is_its_formula(changes):
     sizes = {"dim": 8, "depth": 2, "num_heads": 2} | changes
     # length, channels and padding are told to every model; here nothing depends on them
     task = {"answers": "tokens", "outputs": 7, "length": 3, "vocabulary": 7, "channels": 0, "is_padded": True}
-    model, tokens = moved(RecallModel(**task, **sizes)), text(2, 9)
+    model, tokens = perturb(RecallModel(**task, **sizes)), text(2, 9)
     x = model.embedding.weight[tokens]
     for layer in model.layers:
         x = x + part_by_hand(layer.layer, norm(x, layer.norm), sizes)

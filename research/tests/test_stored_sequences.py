@@ -63,7 +63,7 @@ def test_reviews_are_read_as_bytes(tmp_path):
     assert {int(data[index]["targets"]) for index in range(6)} == {0, 1}
 
 
-def test_pairs_of_papers_are_read_from_their_lines(tmp_path):
+def test_paper_pairs_are_read_from_their_lines(tmp_path):
     lines = [f"{label}.0\tid{label}\tother\ttext {label}\tlonger text {label}" for label in (0, 1, 1)]
     for part in ("train", "eval", "test"):
         (tmp_path / f"new_aan_pairs.{part}.tsv").write_text("\n".join(lines) + "\n")
@@ -97,7 +97,7 @@ def test_images_are_read_from_the_binary_version(tmp_path):
         SEQUENCES["image"](split="test", samples=1, root=str(tmp_path))
 
 
-def test_a_missing_folder_of_released_files_says_what_it_must_hold():
+def test_the_error_for_a_missing_released_folder_lists_its_files():
     with pytest.raises(ValueError, match=r"data_batch_1\.bin"):
         SEQUENCES["image"](split="train", samples=1)
 
@@ -118,7 +118,7 @@ def test_a_note_that_lacks_a_fact_is_named(tmp_path):
         Stored(tmp_path, split="train")
 
 
-def test_a_cut_array_of_sequences_is_named(tmp_path):
+def test_the_error_names_a_truncated_sequence_array(tmp_path):
     place = write("copying", tmp_path, split="train", samples=2, options={"length": 12})
     array = next(place.glob("*.npy"))
     array.write_bytes(array.read_bytes()[:100])
@@ -126,7 +126,7 @@ def test_a_cut_array_of_sequences_is_named(tmp_path):
         Stored(tmp_path, split="train")
 
 
-def test_a_note_of_more_samples_than_there_are_is_refused(tmp_path):
+def test_a_manifest_that_claims_too_many_samples_raises(tmp_path):
     place = write("copying", tmp_path, split="train", samples=2, options={"length": 12})
     about = json.loads((place / "about.json").read_text())
     (place / "about.json").write_text(json.dumps(about | {"samples": 10**18}))

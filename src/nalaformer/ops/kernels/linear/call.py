@@ -57,7 +57,7 @@ class Tile:
 # machine_code.py explains the fault, and tests/compile_kernels.py finds it without a GPU.
 TILES = {
     "state": {64: Tile(64, 4, 4), 128: Tile(32, 8, 4)},
-    # "state" where the mean query weighs the keys; heads of 128 take the tile that ptxas 12.8 does not break, which is not timed
+    # "state" where the mean query weighs the keys; heads of 128 take one that ptxas 12.8 does not break, not timed
     "state_by_mean": {64: Tile(64, 4, 3), 128: Tile(64, 8, 2)},
     "output": {64: Tile(64, 4, 3), 128: Tile(64, 4, 1)},
     "whole": {64: Tile(128, 8, 2), 128: Tile(64, 8, 1)},

@@ -12,8 +12,8 @@ from torch import Tensor
 IGNORE = -100
 
 
-class Figure(ABC):
-    """A figure of many answers: a function of sums over them, so that batches and groups add up."""
+class Metric(ABC):
+    """A metric of many answers: a function of sums over them, so that batches and groups add up."""
 
     name: str
     higher_is_better = True
@@ -32,7 +32,7 @@ class Figure(ABC):
 
     @abstractmethod
     def value(self, sums: Sequence[float]) -> float:
-        """The figure of the terms summed over at least one answer."""
+        """Return the metric from the terms summed over at least one answer."""
 
     @abstractmethod
     def mean_loss(self, sums: Sequence[float]) -> float:
@@ -47,7 +47,7 @@ class Figure(ABC):
         return new > old if self.higher_is_better else new < old
 
 
-class AccuracyFigure(Figure):
+class AccuracyMetric(Metric):
     """Share of the answers that are right."""
 
     name = "accuracy"
@@ -73,7 +73,7 @@ class AccuracyFigure(Figure):
         return sums[2] / sums[0]
 
 
-class PerplexityFigure(AccuracyFigure):
+class PerplexityMetric(AccuracyMetric):
     """exp of the mean cross-entropy: among how many tokens that are equally likely a model would be as unsure."""
 
     name = "perplexity"
@@ -84,7 +84,7 @@ class PerplexityFigure(AccuracyFigure):
         return math.exp(min(self.mean_loss(sums), 700.0))
 
 
-class R2Figure(Figure):
+class R2Metric(Metric):
     """R^2 = 1 - sum |y - output|^2 / sum |y - mean y|^2: 1 is perfect, 0 as good as the mean."""
 
     name = "R^2"
@@ -108,10 +108,10 @@ class R2Figure(Figure):
         return sums[1] / (sums[0] * (len(sums) - 3))
 
 
-FIGURES: dict[str, Figure] = {figure.name: figure for figure in (AccuracyFigure(), PerplexityFigure(), R2Figure())}
+METRICS: dict[str, Metric] = {metric.name: metric for metric in (AccuracyMetric(), PerplexityMetric(), R2Metric())}
 
 
-def answers_of(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def flatten_answers(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """One row for each answer: [..., C] -> [n, C]; classes [...] -> [n], vectors [..., C] -> [n, C]."""
     rows = outputs.float().flatten(0, -2)
     return rows, targets.reshape(rows.shape if targets.is_floating_point() else rows.shape[:1])
