@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from nalaformer import cli
 from nalaformer.data import CueGrid
-from nalaformer.recipes import RECIPES
+from nalaformer.recipes import RECIPES, grouped_recipes, recipe_words
 from nalaformer.training import Checkpoints
 from nalaformer.training.log import read_log
 
@@ -112,6 +112,21 @@ def test_recipes_lists_all_and_shows_one(run):
     assert all(name in listed for name in RECIPES.names())
     shown = run("recipes", "cue_grid").output
     assert all(word in shown for word in ("Cost:", "Expected:", "learning_rate", "0.002"))
+
+
+def test_recipes_on_own_data_come_first_and_each_recipe_once(run):
+    groups = grouped_recipes()
+    assert sorted(name for names in groups.values() for name in names) == sorted(RECIPES.names())
+    own, generated, published, _ = groups.values()
+    # the title says what is needed
+    assert [name for name in RECIPES.names() if "your own" in recipe_words(name).splitlines()[0]] == [
+        name for name in RECIPES.names() if name in own
+    ]
+    assert {"cue_grid", "scenes", "shapes_dit_tiny", "lm_tiny"} <= set(generated)
+    assert {"imagenet_nalaformer_t", "coco_mask_rcnn_1x", "div2k_x2", "nala_lm_340m"} <= set(published)
+    lines = [line.split()[0] if line.startswith("  ") else line for line in run("recipes").output.splitlines() if line.strip()]
+    assert lines[:2] == ["your own data", "images"]
+    assert [line for line in lines if line in groups] == list(groups)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ DATA_OF_RECIPES = {
     **{f"div2k_x{scale}": "DIV2K" for scale in (2, 3, 4)},
     **{"super_resolution_small": "scenes", "super_resolution": "photographs"},
     **{"shapes_retinanet": "overlapping_shapes", "shapes_mask_rcnn": "overlapping_shapes", "detection": "my_objects"},
-    **{"shapes_dit_tiny": "shapes", "shapes_dit": "shapes", "own_images_dit": "images"},
+    **{"shapes_dit_tiny": "shapes", "shapes_dit": "shapes", "own_images_dit": "images", "own_images_dit_tiny": "images"},
     **{f"coco_{detector}_{schedule}": "coco" for detector in ("retinanet", "mask_rcnn") for schedule in ("1x", "3x")},
 }
 

@@ -201,7 +201,7 @@ class Attention(nn.Module):
             )
         q, *gate = self.qg(x).split(self.dim, dim=-1)
         # a grid that does not divide is padded at its end, so that no pixel is lost
-        image = x.transpose(1, 2).unflatten(2, grid)
+        image = x.unflatten(1, grid).permute(0, 3, 1, 2)
         image = self.reduce(F.pad(image, (0, -grid[1] % size, 0, -grid[0] % size)))
         key_grid = (image.shape[2], image.shape[3])
         k, v = self.kv(self.reduce_norm(image.flatten(2).transpose(1, 2))).split(self.dim, dim=-1)

@@ -8,6 +8,7 @@ from .console import make_console
 
 if TYPE_CHECKING:
     import typer
+    from rich.table import Table
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -71,22 +72,29 @@ def run_train(name: str, settings: list[str], out: Path, dry_run: bool) -> None:
 
 
 def run_recipes(name: str | None) -> None:
-    from rich.table import Table
-
-    from ..recipes import RECIPES, recipe_words, settings_of
+    from ..recipes import RECIPES, grouped_recipes, recipe_words, settings_of
 
     console = make_console()
-    table = Table.grid(padding=(0, 2))
-    # a name is for copying, and no word of the others may be cut
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
     if name is None:
-        for each in RECIPES.names():
-            table.add_row(each, recipe_words(each).splitlines()[0])
-        console.print(table)
+        longest = max(map(len, RECIPES.names()))
+        for group, names in grouped_recipes().items():
+            console.print(f"\n{group}")
+            console.print(table_of_words([(f"  {each}", recipe_words(each).splitlines()[0]) for each in names], longest + 2))
+        console.print("\n`nalaformer recipes NAME` shows one with its cost, expected result and settings")
         return
     console.print(recipe_words(name))
-    for setting in settings_of(RECIPES[name]()):
-        table.add_row(setting.key, str(setting.value), setting.meaning)
-    console.print(table)
+    settings = settings_of(RECIPES[name]())
+    console.print(table_of_words([(each.key, str(each.value), each.meaning) for each in settings]))
+
+
+def table_of_words(rows: list[tuple[str, ...]], width: int | None = None) -> "Table":
+    """The first column is for copying and never cut, nor is a word of the others; width: of the first, at least."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, min_width=width)
+    for _ in rows[0][1:]:
+        table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

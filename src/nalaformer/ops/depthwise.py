@@ -24,7 +24,7 @@ def depthwise_conv(
     x, plus: [B, N, C], row by row; weight: [W, 1, K, K], K odd; bias: [W]; C a multiple of W, whose kernels the heads share.
     gelu: convolve gelu(x) instead of x, which the kernels compute as they read x; `plus` is added unchanged.
     """
-    batch, tokens, channels = x.shape
+    _, tokens, channels = x.shape
     if tokens != grid[0] * grid[1]:
         raise ValueError(f"grid must cover the tokens: {grid[0]} x {grid[1]} = {grid[0] * grid[1]}, got {tokens} tokens")
     if channels % weight.shape[0]:
@@ -43,7 +43,10 @@ def depthwise_conv(
     x = F.gelu(x) if gelu else x
     plus = x if residual else plus
     heads = channels // weight.shape[0]
-    image = x.transpose(1, 2).reshape(batch * heads, weight.shape[0], *grid)
-    mixed = F.conv2d(image, weight, bias, padding=weight.shape[-1] // 2, groups=weight.shape[0])
-    mixed = mixed.reshape(batch, channels, tokens).transpose(1, 2)
+    if heads > 1:
+        weight, bias = weight.repeat(heads, 1, 1, 1), None if bias is None else bias.repeat(heads)
+    # this view is channels_last to a batch of one too, for which a CPU would otherwise copy to the slower format and back
+    image = x.unflatten(1, grid).permute(0, 3, 1, 2)
+    mixed = F.conv2d(image, weight, bias, padding=weight.shape[-1] // 2, groups=channels)
+    mixed = mixed.flatten(2).transpose(1, 2)
     return mixed if plus is None else plus + mixed

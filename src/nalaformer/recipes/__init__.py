@@ -12,6 +12,7 @@ from . import (  # noqa: F401
     super_resolution,
 )
 from .export import export_onnx, export_run
+from .groups import grouped_recipes
 from .overrides import Setting, changed, settings_of
 from .recipe import RECIPES, Recipe, recipe_with, recipe_words
 from .run import LoadedRun, build_model, load_run, make_trainer
@@ -32,6 +33,7 @@ __all__ = [
     "export_onnx",
     "export_run",
     "grid_of",
+    "grouped_recipes",
     "load_answering_run",
     "load_pipeline",
     "load_run",

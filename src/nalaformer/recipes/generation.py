@@ -93,6 +93,30 @@ def imagenet_dit_s2() -> Recipe:
     )
 
 
+@RECIPES.register("own_images_dit_tiny")
+def own_images_dit_tiny() -> Recipe:
+    """Make small images like those of a folder of your own, a folder for each class, in minutes on a CPU.
+
+    Command: nalaformer train own_images_dit_tiny data=/path/to/images
+    Cost: 2,000 steps of 32 images of 32 pixels: nine minutes of one CPU core, evaluations included.
+    Expected: depends on the images. Of ten classes of Fashion-MNIST, 285 images of each to learn from, explained 0.890 of 150
+        held out, 0.443 after 250 steps (measured, one seed). With --guidance 2, clothes can be told apart, and shoes and bags
+        are coarse.
+    """
+    return flow(
+        "dit_s4",
+        GenerationConfig(data="images", objective="flow", levels="middle", image_size=32, flip=True, holdout=0.05),
+        model_options={"depth": 4, "dim": 128, "num_heads": 4, "mlp_ratio": 2.0},
+        steps=2_000,
+        batch_size=0,
+        learning_rate=1e-3,
+        warmup=100,
+        ema=0.995,
+        precision="auto",
+        **every(250),
+    )
+
+
 @RECIPES.register("own_images_dit")
 def own_images_dit() -> Recipe:
     """Make images like those of a folder of your own, a folder for each class, in pixels.

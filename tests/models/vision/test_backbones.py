@@ -380,3 +380,23 @@ def test_without_timm_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(SystemExit, match=r"timm: pip install 'nalaformer\[vision\]'"):
         cli.main()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("attention", ["polaformer", "nalaformer", "mala"])
+def test_every_convolution_has_its_channels_side_by_side(monkeypatch, attention, batch):
+    """The faster format on a CPU too; a batch of one is told from others by a stride that is never used."""
+    strides = []
+    conv2d = torch.nn.functional.conv2d
+
+    def watched(image, weight, *rest, **more):
+        out = conv2d(image, weight, *rest, **more)
+        strides.extend((image.stride(), out.stride()))
+        return out
+
+    model = timm.create_model("nalaformer_t_linear", **cut_down("nalaformer_t_linear"), attention=attention).eval()
+    monkeypatch.setattr(torch.nn.functional, "conv2d", watched)
+    with torch.inference_mode():
+        model(torch.randn(batch, 3, 64, 96))
+    assert len(strides) > 20
+    assert all(images > rows > columns > channels == 1 for images, channels, rows, columns in strides)

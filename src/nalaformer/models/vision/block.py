@@ -142,8 +142,8 @@ def named_layer(
 
 
 def as_image(tokens: Tensor, grid: Grid) -> Tensor:
-    """[B, N, C] -> [B, C, H, W], a view in the memory format channels_last."""
-    return tokens.transpose(1, 2).unflatten(2, grid)
+    """[B, N, C] -> [B, C, H, W], a view in the memory format channels_last, to a batch of one too."""
+    return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
 
 
 def as_tokens(image: Tensor) -> Tensor:
