@@ -1,8 +1,8 @@
-"""Numbers and elementary functions for kernels.
+"""Define numbers and elementary functions for kernels.
 
-The GPU's own instructions: one issue slot each, where the accurate library versions take a dozen. lg2.approx is off by 2^-22
-at most, far below what a bfloat16 tile keeps and within what we ask of float32. The interpreter has neither inline assembly
-nor these instructions, so there the same names are numpy's functions.
+They are the GPU's own instructions: one issue slot each, where the accurate library versions take a dozen. lg2.approx is off by
+2^-22 at most, far below what a bfloat16 tile keeps and within what float32 needs here. The interpreter has neither inline
+assembly nor these instructions, so there the same names are numpy's functions.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from ....backend import INTERPRETING
 
 
 def constant(value: float) -> Any:
-    """A global number for kernels: compiled code must see a constexpr, which the interpreter cannot multiply by a tensor."""
+    """Return a global number for kernels: the compiler needs a constexpr, which the interpreter cannot multiply by a tensor."""
     return value if INTERPRETING else tl.constexpr(value)
 
 
@@ -22,7 +22,7 @@ if INTERPRETING:
 
     @triton.jit
     def log2(x):
-        """log2 |x|; -150 at and near 0, so that powers vanish and products with them stay finite."""
+        """Return log2 |x|; -150 at and near 0, so that powers vanish and products with them stay finite."""
         return tl.where(x != 0, tl.log2(tl.maximum(tl.abs(x), 1.2e-38)), -150.0)
 
     @triton.jit
@@ -31,7 +31,7 @@ if INTERPRETING:
 
     @triton.jit
     def unbounded_log2(x):
-        """log2 |x|; in kernels -inf at 0, an instruction less, for where only a power is made of it."""
+        """Return log2 |x|; -inf at 0 in kernels, an instruction less, for callers that only make a power of it."""
         return log2(x)
 
     @triton.jit
@@ -40,12 +40,12 @@ if INTERPRETING:
 
     @triton.jit
     def with_sign(x, of):
-        """x, which is not negative, with the sign of the other."""
+        """Return x, which is not negative, with the sign of the other."""
         return tl.where(of < 0, -x, x)
 
     @triton.jit
     def halves(x, TYPE: tl.constexpr):
-        """max(x, 0) and max(-x, 0)."""
+        """Return max(x, 0) and max(-x, 0)."""
         a = tl.maximum(x, 0.0)
         b = tl.maximum(-x, 0.0)
         return (a, b) if TYPE is None else (a.to(TYPE), b.to(TYPE))
@@ -56,20 +56,20 @@ if INTERPRETING:
 
     @triton.jit
     def laid_as(x, other):
-        """x, float32, spread over the threads as a product is: what is computed from both then moves between none."""
+        """Return x, float32, in the layout of a product, so that no computation with both moves values between threads."""
         return x
 
 else:
 
     @triton.jit
     def unbounded_log2(x):
-        """log2 |x|; -inf at 0, an instruction less, for where only a power is made of it."""
+        """Return log2 |x|; -inf at 0, an instruction less, for callers that only make a power of it."""
         asm: tl.constexpr = "{.reg .f32 size; abs.f32 size, $1; lg2.approx.ftz.f32 $0, size;}"
         return tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def log2(x):
-        """log2 |x|; -150 at and near 0, so that powers vanish and products with them stay finite."""
+        """Return log2 |x|; -150 at and near 0, so that powers vanish and products with them stay finite."""
         return tl.maximum(unbounded_log2(x), -150.0)
 
     @triton.jit
@@ -78,13 +78,13 @@ else:
 
     @triton.jit
     def with_sign(x, of):
-        """x, which is not negative, with the sign of the other."""
+        """Return x, which is not negative, with the sign of the other."""
         asm: tl.constexpr = "lop3.b32 $0, $1, $2, 0x80000000, 0xf8;"
         return tl.inline_asm_elementwise(asm, "=f,f,f", [x, of], dtype=tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def halves(x, TYPE: tl.constexpr):
-        """max(x, 0) and max(-x, 0); of bfloat16, two at once."""
+        """Return max(x, 0) and max(-x, 0); two bfloat16 values at once."""
         if TYPE is None:
             a = tl.maximum(x, 0.0)
             b = tl.maximum(-x, 0.0)
@@ -110,20 +110,20 @@ else:
 
     @triton.jit
     def laid_as(x, other):
-        """x, float32, spread over the threads as a product is: what is computed from both then moves between none."""
+        """Return x, float32, in the layout of a product, so that no computation with both moves values between threads."""
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f,f", [x, other], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def cos(x):
-    """For |x| <= pi / 4, to float32; the GPU's own is off by 2^-21."""
+    """Return cos(x) for |x| <= pi / 4, to float32; the GPU's own is off by 2^-21."""
     y = x * x
     return 1.0 + y * (-0.5 + y * (0.041666666666666664 + y * (-0.001388888888888889 + y * 2.48015873015873e-05)))
 
 
 @triton.jit
 def sin(x):
-    """For |x| <= pi / 4, as cos."""
+    """Return sin(x) for |x| <= pi / 4, to float32."""
     y = x * x
     series = -0.16666666666666666 + y * (0.008333333333333333 + y * (-0.0001984126984126984 + y * 2.7557319223985893e-06))
     return x + x * y * series

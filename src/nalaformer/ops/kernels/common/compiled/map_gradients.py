@@ -1,4 +1,4 @@
-"""Gradients of the feature maps in registers; maps.py has their values and what a tile is."""
+"""Compute gradients of the feature maps in registers; maps.py has their values and describes a tile."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,7 @@ def sign_of(x):
 
 @triton.jit
 def power_gradient(x, p, inverse, log_y, log_scale, dmagnitude):
-    """magnitude = y^p 2^-log_scale with y = |x| * inverse: dx, dp and d inverse."""
+    """Return dx, dp and d inverse of magnitude = y^p 2^-log_scale with y = |x| * inverse."""
     dy = dmagnitude * p * exp2((p - 1.0) * log_y - log_scale)
     dp = dmagnitude * exp2(p * log_y - log_scale) * log_y * LN_2
     return sign_of(x) * dy * inverse, dp, dy * tl.abs(x)
@@ -46,13 +46,13 @@ def relu_of_reflected_gradient(x, da, param_ptr, channels, D: tl.constexpr, MAP:
 
 @triton.jit
 def power_below(p, log_x, log_inverse):
-    """|u|^(p-1) of a norm-aware query: times |u| it is the feature, times p its derivative."""
+    """Return |u|^(p-1) of a norm-aware query: times |u| it is the feature, times p its derivative."""
     return exp2((p - 1.0) * log_x + (p - 1.0) * log_inverse)
 
 
 @triton.constexpr_function
 def is_one_sided(MAP):
-    """Whether the gradient of a channel takes that of one half alone, da where x > 0, else -db."""
+    """True if a channel uses the gradient of only one half: da where x > 0, else -db."""
     return MAP in ("split", "norm_aware_split")
 
 
@@ -60,7 +60,7 @@ def is_one_sided(MAP):
 def along_query(
     x, da, db, param_ptr, channels, norm_scale, alpha, of_fading, D: tl.constexpr, MAP: tl.constexpr, PARTS: tl.constexpr
 ):
-    """da and db times the features of queries in one stream, summed over each row, [BN, 1]; of_fading for those that fade."""
+    """Sum da and db times the query features of one stream over each row, [BN, 1]; of_fading is that sum for small norms."""
     if MAP == "norm_aware_split":
         # as phi_query_gradient writes it, so that the power is taken once
         size, norm, inverse = norm_of(x)
@@ -79,7 +79,7 @@ def along_query(
 
 @triton.jit
 def phi_of_both_gradient(x, da, db, param_ptr, channels, alpha, D: tl.constexpr, MAP: tl.constexpr):
-    """As phi_query_gradient, of maps that are the same for queries and keys."""
+    """Compute what phi_query_gradient returns, for maps that are the same for queries and keys."""
     g0 = tl.zeros_like(x)
     g1 = tl.zeros_like(x)
     if MAP == "identity":
@@ -105,9 +105,9 @@ def phi_of_both_gradient(x, da, db, param_ptr, channels, alpha, D: tl.constexpr,
 def phi_query_gradient(
     x, da, db, param_ptr, channels, norm_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, STREAM: tl.constexpr
 ):
-    """Gradient of one stream's query features: dx, and the gradients g0, g1 [BN, BD] of up to two parameters per channel.
+    """Return the gradient of one stream's query features: dx, and g0, g1 [BN, BD] of up to two parameters per channel.
 
-    da, db belong to the features after division by 2^log_scale, as phi_query returns them, and mean nothing beyond the head.
+    da, db belong to the features after division by 2^log_scale, as phi_query returns them, and are undefined beyond the head.
     norm_aware puts the gradients of base and slope into column 0 of g0 and g1.
     """
     g0 = tl.zeros_like(x)
@@ -122,7 +122,7 @@ def phi_query_gradient(
         p = tl.maximum(raw, 1.0)
         log_x = log2(x)
         log_inverse = log2(inverse)
-        # |u|^(p-1) with the sign and the gradient of its channel; p and the norm, alike in a row, wait for the row's sums
+        # |u|^(p-1) with the sign and the gradient of its channel; p and the norm are the same in a row and follow its sums
         signed = inside(tl.where(x > 0, da, -db), channels, D)
         dlength = signed * power_below(p, log_x, log_inverse)
         along = dlength * x
@@ -130,7 +130,7 @@ def phi_query_gradient(
         dp = (tl.sum(along * log_x, axis=1)[:, None] * inverse + total * log_inverse) * LN_2
         dp = tl.where(raw > 1.0, dp, 0.0)
         dnorm = dp * slope * norm_scale * (1.0 - turn * turn) - total * p * inverse
-        # a zero query has no side to grow to: with a power of 1 the slope there is not 0 by itself
+        # a zero query has a zero gradient: with a power of 1 the slope is not 0 by itself
         dx = dlength * tl.where(size > 0, p * inverse, 0.0) + x * (tl.where(size > SMALLEST_SIZE, dnorm, 0.0) * inverse)
         g0 = tl.where(channels[None, :] == 0, dp, 0.0)
         g1 = tl.where(channels[None, :] == 0, dp * turn, 0.0)
@@ -181,7 +181,7 @@ def phi_query_gradient(
 
 @triton.jit
 def phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D: tl.constexpr, MAP: tl.constexpr, CUBE: tl.constexpr):
-    """Gradient of the key features, as phi_query_gradient; norm_aware puts the gradient of the key power into g0."""
+    """Return the gradient of the key features, as phi_query_gradient; norm_aware puts the gradient of the key power into g0."""
     g0 = tl.zeros_like(x)
     g1 = tl.zeros_like(x)
     if is_same_for_both(MAP):

@@ -1,8 +1,8 @@
-"""The feature maps in registers: value and gradient of a tile of tokens, computed where it is needed and never stored.
+"""Compute the feature maps in registers: a tile of tokens is mapped where its features are needed, and they are never stored.
 
 A tile is [BN, BD] float32, BD = head size padded to a power of two; channels beyond the head and rows beyond the tokens hold
-zeros. Maps that make something else of zeros (elu, focused, softmax) hide what they make of those. Maps with both signs give
-two tiles `a` and `b`, the two halves of the features; the others give `a` only, and `b` is `a`, unused. Parameters lie in one
+zeros. Maps that do not map zero to zero (elu, focused, softmax) mask these entries of their result. Maps with both signs return
+two tiles `a` and `b`, the two halves of the features; the others return `a` only, and `b` is `a`, unused. Parameters lie in one
 float32 row per head:
 
     norm_aware:   base, slope, key power          query power = base + slope * tanh(norm_scale * |q|)
@@ -12,8 +12,8 @@ float32 row per head:
     channel_softmax: none; alpha is the gain
     reflection:   unit normal across heads [D], cos and sin of twice each block's angle [D]
 
-Powers are exp2(p * log2 x): the hardware has exactly these two instructions, and the interpreter has no pow. What limits these
-kernels is the number of instructions per channel, so divisions are taken out of the tiles and guards are left to log2.
+Powers are exp2(p * log2 x): the hardware has exactly these two instructions, and the interpreter has no pow. The number of
+instructions per channel limits these kernels, so divisions are moved out of the tiles and log2 provides the guards.
 """
 
 import triton
@@ -23,7 +23,7 @@ from .fastmath import constant, cos, exp2, halves, log2, reciprocal, rsqrt, sin,
 from .row_maps import focused, reflected, softmax
 
 TINY = constant(1e-30)
-# see feature_maps.norm_aware: below this norm a query fades into one that favours no channel
+# see feature_maps.norm_aware: below this norm a query changes into one that favours no channel
 SMALLEST_SIZE = constant(1e-10)
 LARGEST_INVERSE_SIZE = constant(1e10)
 LARGEST_SIZE = constant(3e38)
@@ -40,15 +40,15 @@ HALF_ROOT = constant(0.7071067811865476)
 
 @triton.jit
 def tanh(x):
-    # 1 - 2 / (exp(2x) + 1): exact at both ends
+    # 1 - 2 / (exp(2x) + 1) is exact at both ends
     return 1.0 - 2.0 * reciprocal(exp2(2.0 * LOG2_E * x) + 1.0)
 
 
 @triton.jit
 def sides(y):
-    """The cosine map's halves, sin and cos of pi/2 s with s = 1 / (1 + exp(-2 y)), and how fast that angle turns: pi s (1 - s).
+    """Return sin and cos of pi/2 s with s = 1 / (1 + exp(-2 y)), the cosine map's halves, and that angle's slope pi s (1 - s).
 
-    From the smaller of s and 1 - s, which has all its digits and an angle below pi/4.
+    The smaller of s and 1 - s gives them, which has all its digits and an angle below pi/4.
     """
     small = reciprocal(exp2(2.0 * LOG2_E * tl.abs(y)) + 1.0)
     own = cos(HALF_PI * small)
@@ -59,7 +59,7 @@ def sides(y):
 
 @triton.jit
 def expm1_base2(y, log_scale):
-    """(2^y - 1) * 2^-log_scale for y >= 0, with all digits where y is small and nothing is scaled."""
+    """Return (2^y - 1) * 2^-log_scale for y >= 0, with all digits where y is small and nothing is scaled."""
     z = y * LN_2
     # five terms: below z = 0.25 they are exact to float32, above it the difference has lost two bits at most
     series = z * (1.0 + z * (0.5 + z * (0.16666666666666666 + z * (0.041666666666666664 + z * 0.008333333333333333))))
@@ -82,24 +82,24 @@ def elu_plus_one(x):
 
 @triton.jit
 def size_of(x):
-    """Squared norm, [BN, 1]; kept below infinity, which has no norm."""
+    """Return the squared norm, [BN, 1], kept below infinity, which has no norm."""
     return tl.minimum(tl.sum(x * x, axis=1)[:, None], LARGEST_SIZE)
 
 
 @triton.jit
 def unit_and_norm(x):
-    """(x / |x|, squared norm, norm, 1 / norm), the norm kept away from zero; all but the first [BN, 1]."""
+    """Return x / |x|, the squared norm, the norm and 1 / norm, the norm kept away from zero; all but the first are [BN, 1]."""
     size = size_of(x)
     kept = tl.maximum(size, SMALLEST_SIZE)
     inverse = rsqrt(kept)
-    # one step of Newton, to float32: what is made of the direction passes through sines and cosines
+    # one step of Newton, to float32: sines and cosines are computed from the direction
     inverse = inverse * (1.5 - 0.5 * kept * inverse * inverse)
     return x * inverse, size, kept * inverse, inverse
 
 
 @triton.jit
 def norm_of(x):
-    """Squared norm, norm and 1 / norm, [BN, 1] each, the norm kept away from zero."""
+    """Return squared norm, norm and 1 / norm, [BN, 1] each, the norm kept away from zero."""
     size = size_of(x)
     inverse = rsqrt(tl.maximum(size, SMALLEST_SIZE))
     return size, tl.maximum(size, SMALLEST_SIZE) * inverse, inverse
@@ -107,14 +107,14 @@ def norm_of(x):
 
 @triton.jit
 def fading_of(size, D: tl.constexpr):
-    """1 * D^-0.75 for a zero query, 0 from the smallest norm on."""
+    """Return 1 * D^-0.75 for a zero query, 0 from the smallest norm on."""
     full: tl.constexpr = D**-0.75
     return tl.maximum(1.0 - size * LARGEST_INVERSE_SIZE, 0.0) * full
 
 
 @triton.jit
 def row_of(param_ptr, offset, channels, D: tl.constexpr):
-    """One parameter per channel, [1, BD]; 0 beyond the head."""
+    """Load one parameter per channel, [1, BD]; 0 beyond the head."""
     return tl.load(param_ptr + offset + channels, mask=channels < D, other=0.0)[None, :]
 
 
@@ -125,7 +125,7 @@ def as_type(x, TYPE: tl.constexpr):
 
 @triton.constexpr_function
 def is_same_for_both(MAP):
-    """Whether queries and keys have the same features."""
+    """True if queries and keys have the same features."""
     return MAP.startswith("reflection") or MAP in ("identity", "relu", "elu", "split", "softmax", "channel_softmax", "focused")
 
 
@@ -139,7 +139,7 @@ def shown(tile, ok):
 
 @triton.jit
 def phi_of_both(x, ok, param_ptr, channels, alpha, D: tl.constexpr, MAP: tl.constexpr):
-    """Features of maps that are the same for queries, whose ok is None, and keys."""
+    """Return features of maps that are the same for queries, whose ok is None, and keys."""
     if MAP == "identity":
         a = x
         b = x
@@ -180,10 +180,10 @@ def phi_query(
     TYPE: tl.constexpr = None,
     factor=None,
 ):
-    """Features of a tile of queries for one stream, and the log2 of the factor that was divided out of each row.
+    """Return features of a tile of queries for one stream, and the log2 of the factor that was divided out of each row.
 
-    factor [BN, 1], positive: what to multiply each row by. TYPE: of an operand, float32 if None; an operand means nothing
-    beyond the head, since the other one is zero there.
+    factor [BN, 1], positive, multiplies each row. TYPE: of an operand, float32 if None. An operand is undefined beyond the
+    head, since the other one is zero there.
     """
     log_scale = tl.zeros([x.shape[0], 1], tl.float32)
     if is_same_for_both(MAP):
@@ -209,7 +209,7 @@ def phi_query(
         unit, size, norm, inverse = unit_and_norm(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
         magnitude = exp2(p * log2(unit))
-        # [1 ; 0] turned as the features are
+        # [1 ; 0] rotated as the features are
         fading = fading_of(size, D) * HALF_ROOT
         a, b, turning = sides(alpha * unit)
         a = inside(magnitude * a + fading, channels, D)
@@ -238,19 +238,19 @@ def phi_query(
 
 @triton.constexpr_function
 def is_elementwise(MAP):
-    """Whether a feature of a key depends on its own channel alone."""
+    """True if a feature of a key depends on its own channel alone."""
     return MAP in ("identity", "relu", "elu", "split", "norm_aware_split", "polarity", "polarity_exp")
 
 
 @triton.constexpr_function
 def is_unbounded(MAP):
-    """Whether features are divided by a scale: those that KernelSpec.is_guarded."""
+    """True if features are divided by a scale, as with KernelSpec.is_guarded."""
     return MAP in ("polarity", "polarity_exp")
 
 
 @triton.jit
 def key_excess(x, param_ptr, channels, D: tl.constexpr, MAP: tl.constexpr):
-    """log2 of how far the largest feature of a tile of keys lies above what float32 sums should hold; 0 for bounded maps."""
+    """Return log2 of how far the largest key feature of a tile exceeds what float32 sums should hold; 0 for bounded maps."""
     if MAP == "polarity":
         log_size = row_of(param_ptr, 0, channels, D) * log2(x * row_of(param_ptr, D, channels, D))
         excess = tl.maximum(tl.max(log_size) - LOG2_LARGEST, 0.0)
@@ -274,7 +274,7 @@ def phi_key(
     CUBE: tl.constexpr,
     TYPE: tl.constexpr = None,
 ):
-    """Features of a tile of keys times 2^-log_scale (times 2^-KEY_SHIFT for norm-aware keys); ok [BN]: visible rows."""
+    """Return features of a tile of keys times 2^-log_scale (times 2^-KEY_SHIFT for norm-aware keys); ok [BN]: visible rows."""
     if is_same_for_both(MAP):
         a, b = phi_of_both(x, ok, param_ptr, channels, alpha, D, MAP)
     elif MAP == "norm_aware_split":

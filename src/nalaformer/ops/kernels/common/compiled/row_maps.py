@@ -1,6 +1,6 @@
-"""Maps whose channels depend on each other: focus, softmax of both signs, reflections. A tile is one row per token.
+"""Compute maps whose channels depend on each other: focus, softmax of both signs, reflections. A tile has one row per token.
 
-The formulas are those of feature_maps; see maps.py for what a tile is. Parameters come as rows [1, BD], 0 beyond the head.
+feature_maps has the formulas, and maps.py describes a tile. Parameters come as rows [1, BD], 0 beyond the head.
 """
 
 import triton
@@ -9,13 +9,13 @@ import triton.language as tl
 from .fastmath import constant, exp2, log2
 
 LOG2_E = constant(1.4426950408889634)
-# what feature_maps.focused adds to relu(x)
+# the number that feature_maps.focused adds to relu(x)
 SMALLEST = constant(1e-6)
 
 
 @triton.jit
 def over_peak(x, inverse):
-    """(relu(x) + 1e-6) * inverse divided by its largest channel, and that: powers neither overflow nor underflow."""
+    """Return (relu(x) + 1e-6) * inverse divided by its largest channel, and that: powers neither overflow nor underflow."""
     y = (tl.maximum(x, 0.0) + SMALLEST) * inverse
     peak = tl.max(y, axis=1)[:, None]
     return y / peak, peak
@@ -23,7 +23,7 @@ def over_peak(x, inverse):
 
 @triton.jit
 def focused(x, inverse, power):
-    """y^p |y| / |y^p| with y = (relu(x) + 1e-6) * inverse."""
+    """Return y^p |y| / |y^p| with y = (relu(x) + 1e-6) * inverse."""
     y, peak = over_peak(x, inverse)
     powered = exp2(power * log2(y))
     return powered * (peak * tl.sqrt(tl.sum(y * y, axis=1) / tl.sum(powered * powered, axis=1))[:, None])
@@ -31,15 +31,15 @@ def focused(x, inverse, power):
 
 @triton.jit
 def focused_gradient(x, inverse, power, da):
-    """dx and the gradient of `inverse` per row."""
+    """Return dx and the gradient of `inverse` per row."""
     y, peak = over_peak(x, inverse)
     powered = exp2(power * log2(y))
-    # channels beyond the head: da means nothing there, and these weights are 0
+    # beyond the head da is undefined, and these weights are 0
     da = tl.where(inverse > 0, da, 0.0)
     size = tl.sum(y * y, axis=1)[:, None]
     powered_size = tl.sum(powered * powered, axis=1)[:, None]
     along = tl.sum(da * powered, axis=1)[:, None]
-    # times y, so that the derivative of the power is the power itself
+    # multiplied by y, so that the derivative of the power is the power itself
     dy_y = (da - along / powered_size * powered) * powered * (power * tl.sqrt(size / powered_size))
     dy_y += y * y * (along / tl.sqrt(size * powered_size))
     dy = dy_y / tl.where(inverse > 0, y, 1.0)
@@ -66,7 +66,7 @@ def softmax_of_both_signs_gradient(x, da, db, in_head):
 
 @triton.jit
 def pairs_of(x):
-    """Channels 2i and 2i+1 side by side, [BN, BD / 2, 2]."""
+    """Reshape to channels 2i and 2i+1 side by side, [BN, BD / 2, 2]."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2])
 
 
@@ -77,9 +77,9 @@ def rows_of(pairs):
 
 @triton.jit
 def others_of(pairs):
-    """For each channel, the other one of its pair.
+    """Return for each channel the other one of its pair.
 
-    The bits of both without its own. Split and join would say it plainly, but Triton 3.6 compiles them wrongly in small tiles.
+    It is the xor of both without its own bits. Triton 3.6 miscompiles split and join, which would be clearer, in small tiles.
     """
     bits = pairs.to(tl.int32, bitcast=True)
     return (bits ^ tl.xor_sum(bits, axis=2, keep_dims=True)).to(tl.float32, bitcast=True)
@@ -87,19 +87,19 @@ def others_of(pairs):
 
 @triton.jit
 def minus_and_plus():
-    """-1 for the first channel of a pair, 1 for the second; [1, 1, 2]."""
+    """Return -1 for the first channel of a pair, 1 for the second; [1, 1, 2]."""
     return (2 * tl.arange(0, 2) - 1).to(tl.float32)[None, None, :]
 
 
 @triton.jit
 def across_heads(x, normal):
-    """x - 2 (x . n) n, its own inverse and transpose."""
+    """Return x - 2 (x . n) n, which is its own inverse and transpose."""
     return x - 2.0 * tl.sum(x * normal, axis=1)[:, None] * normal
 
 
 @triton.jit
 def in_pairs(x, turns):
-    """[[-c, -s], [-s, c]] on each channel pair, its own inverse and transpose; turns: c and s in turn."""
+    """Apply [[-c, -s], [-s, c]] to each channel pair, its own inverse and transpose; `turns` alternates c and s."""
     pairs = pairs_of(x)
     own = pairs_of(turns)
     other = others_of(own)
@@ -120,7 +120,7 @@ def reflected(x, normal, turns, MAP: tl.constexpr):
 
 @triton.jit
 def reflected_gradient(x, normal, turns, dy, MAP: tl.constexpr):
-    """dx, and per row the gradients of `normal` and of `turns`; dy is zero beyond the head."""
+    """Return dx, and per row the gradients of `normal` and of `turns`; dy is zero beyond the head."""
     dnormal = tl.zeros_like(x)
     dturns = tl.zeros_like(x)
     if MAP != "reflection_across":

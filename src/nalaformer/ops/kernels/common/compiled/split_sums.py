@@ -1,4 +1,4 @@
-"""Adds the sums [splits, rows, PARTS, D, V + 2] of single stretches: to their total, or to the sum before each stretch."""
+"""Add the sums [splits, rows, PARTS, D, V + 2] of single splits: to their total, or to the sum before each split."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from .fastmath import exp2
 @triton.jit
 def merge_kernel(
     sums_ptr,  # [splits, rows * group, E]
-    scale_ptr,  # [splits, rows]: log2 of what was divided out of the sums (GUARD)
+    scale_ptr,  # [splits, rows]: log2 of the factor that was divided out of the sums (GUARD)
     total_ptr,  # [rows, E]
     total_scale_ptr,  # [rows]
     splits,
@@ -17,7 +17,7 @@ def merge_kernel(
     elements,  # E
     V: tl.constexpr,
     GUARD: tl.constexpr,
-    COUNTS_WEIGHTS: tl.constexpr,  # the count is that of the weights of keys, scaled as the sums are
+    COUNTS_WEIGHTS: tl.constexpr,  # the count is the sum of the weights of keys, scaled as the sums are
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -30,7 +30,7 @@ def merge_kernel(
             largest = tl.maximum(largest, tl.load(scale_ptr + split * rows + row))
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, splits * group, AT_ONCE):
-        # unrolled: one load after the other would wait for each
+        # unrolled: a loop would wait for each load
         for step in tl.static_range(AT_ONCE):
             split = (first + step) // group
             place = (tl.cast(split, tl.int64) * rows + row) * group + (first + step) % group
@@ -50,9 +50,9 @@ def merge_kernel(
 @triton.jit
 def prefix_kernel(
     sums_ptr,  # [splits, rows, E] -> the sums before (REVERSE: after) each split, in place
-    initial_ptr,  # [rows, E] what comes before all of them
-    total_ptr,  # [rows, E] everything together
-    keep_ptr,  # [splits, rows]: what each split leaves of the sums that reach it, but for the last of V + 2 columns (FADES)
+    initial_ptr,  # [rows, E]: the sums before all splits
+    total_ptr,  # [rows, E]: the total
+    keep_ptr,  # [splits, rows]: decay of the earlier sums over each split, which spares the last of V + 2 columns (FADES)
     splits,
     elements,  # rows * E
     per_row,  # E
@@ -74,7 +74,7 @@ def prefix_kernel(
         tl.store(place, running, mask=ok)
         if FADES:
             keep = tl.load(keep_ptr + split * (elements // per_row) + offsets // per_row, mask=ok, other=0.0)
-            # the number of keys does not fade
+            # the number of keys does not decay
             running *= tl.where(offsets % (V + 2) == V + 1, 1.0, keep)
         running += own
     tl.store(total_ptr + offsets, running, mask=ok)

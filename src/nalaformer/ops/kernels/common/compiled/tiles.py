@@ -1,6 +1,6 @@
-"""Reading and writing the rows of a tile, the numbers kept per row, the sums of a head, and rotary positions.
+"""Read and write the rows of a tile, the values per row, the sums of a head, and rotary positions.
 
-See linear/compiled/bidirectional.py for the layout of the sums.
+linear/compiled/bidirectional.py describes the layout of the sums.
 """
 
 import triton
@@ -11,9 +11,9 @@ from .row_maps import minus_and_plus, others_of, pairs_of, rows_of
 
 @triton.jit
 def row_strides(stride_batch, stride_row, stride_head, LENGTH: tl.constexpr):
-    """The strides of rows of so many numbers, known to be multiples of eight where the length is and of sixteen is not.
+    """Return the strides of rows of LENGTH elements as multiples of eight, where LENGTH is such a multiple but not of sixteen.
 
-    Triton looks for multiples of sixteen alone and would read such rows one number at a time; launch.readable sees to the rule.
+    Triton detects multiples of sixteen alone and would read such rows one element at a time; launch.readable ensures the rule.
     """
     if LENGTH % 16 == 8:
         stride_batch, stride_row, stride_head = stride_batch // 8 * 8, stride_row // 8 * 8, stride_head // 8 * 8
@@ -23,14 +23,14 @@ def row_strides(stride_batch, stride_row, stride_head, LENGTH: tl.constexpr):
 @triton.jit
 def load_rows(
     ptr,  # first row of the sample and head
-    first,  # number of the first row
+    first,  # index of the first row
     rows,  # [BN] offsets from it
-    ok,  # [BN] whether the row exists and is visible
+    ok,  # [BN] True if the row exists and is visible
     columns,  # [BC]
     in_row,  # [BC]
     stride,
 ):
-    # the part of the offset that can pass 2^31 stays in a 64-bit scalar
+    # the part of the offset that can exceed 2^31 stays in a 64-bit scalar
     places = ptr + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
     return tl.load(places, mask=ok[:, None] & in_row[None, :], other=0.0)
 
@@ -47,7 +47,7 @@ def store_rows(ptr, value, first, rows, ok, columns, in_row, stride):
 
 @triton.jit
 def store_per_row(ptr, value, first, rows, ok):
-    """One number per row: value [BN, 1]."""
+    """Store one value per row: value [BN, 1]."""
     tl.store(ptr + tl.cast(first, tl.int64) + rows, tl.reshape(value, [value.shape[0]]), mask=ok)
 
 
@@ -58,7 +58,7 @@ def load_per_row(ptr, first, rows, ok):
 
 @triton.jit
 def place_per_row(sample, head, heads, first_row, num_rows, PACKED: tl.constexpr):
-    """Where the numbers of a sample and head begin in [B, H, N], or in [H, T] if packed; tokens lie side by side."""
+    """Return the offset of the values of a sample and head in [B, H, N], or in [H, T] if packed; tokens lie side by side."""
     place = (tl.cast(sample, tl.int64) * heads + head) * num_rows
     if PACKED:
         place = tl.cast(head, tl.int64) * num_rows + first_row
@@ -67,7 +67,7 @@ def place_per_row(sample, head, heads, first_row, num_rows, PACKED: tl.constexpr
 
 @triton.jit
 def sample_rows(cu_ptr, sample, num_tokens, PACKED: tl.constexpr):
-    """The first row of a sample among packed ones, 0 if each has its own, and its number of tokens."""
+    """Return the first row of a sample among packed ones, 0 if each has its own, and its number of tokens."""
     row = tl.cast(sample, tl.int64) * 0
     length = num_tokens
     if PACKED:
@@ -78,7 +78,7 @@ def sample_rows(cu_ptr, sample, num_tokens, PACKED: tl.constexpr):
 
 @triton.jit
 def sample_offset(sample, row, stride_batch, stride_row, PACKED: tl.constexpr):
-    """Where the rows of a sample begin in [B, N, H, D], or in [T, H, D] if packed."""
+    """Return the offset of the rows of a sample in [B, N, H, D], or in [T, H, D] if packed."""
     offset = tl.cast(sample, tl.int64) * stride_batch
     if PACKED:
         offset = row * stride_row
@@ -87,13 +87,13 @@ def sample_offset(sample, row, stride_batch, stride_row, PACKED: tl.constexpr):
 
 @triton.jit
 def rows_of_head(ptr, sample, head, row, stride_batch, stride_row, stride_head, PACKED: tl.constexpr):
-    """Where the rows of a sample and head begin."""
+    """Return the pointer to the rows of a sample and head."""
     return ptr + (sample_offset(sample, row, stride_batch, stride_row, PACKED) + head * stride_head)
 
 
 @triton.jit
 def angles_of(cos_ptr, sin_ptr, sample, row, stride_batch, PAIRS: tl.constexpr):
-    """Where the rotary tables of a sample begin."""
+    """Return the pointers to the rotary tables of a sample."""
     offset = row * PAIRS + tl.cast(sample, tl.int64) * stride_batch
     return cos_ptr + offset, sin_ptr + offset
 
@@ -108,7 +108,7 @@ def visible_rows(mask_ptr, first, rows, exists, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def share_of_stream(x, columns, STREAM: tl.constexpr, V: tl.constexpr, STREAMS: tl.constexpr):
-    """x [BN, BV] in the columns of one of two streams, 0 in the others."""
+    """Return x [BN, BV] in the columns of one of two streams, 0 in the others."""
     if STREAMS == 2:
         mine = (columns >= STREAM * (V // STREAMS)) & (columns < (STREAM + 1) * (V // STREAMS))
         x = tl.where(mine[None, :], x, 0.0)
@@ -117,7 +117,7 @@ def share_of_stream(x, columns, STREAM: tl.constexpr, V: tl.constexpr, STREAMS: 
 
 @triton.jit
 def load_angles(cos_ptr, sin_ptr, first, rows, ok, PART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAIRS: tl.constexpr):
-    """cos and sin [BN, BD/2] for the channel pairs of one part of the features; PAIRS in a row of the table."""
+    """Load cos and sin [BN, BD/2] for the channel pairs of one part of the features; PAIRS in a row of the table."""
     pairs = tl.arange(0, BD // 2)
     columns = (PART * (D // 2) + pairs) % PAIRS
     in_row = pairs < D // 2
@@ -128,7 +128,7 @@ def load_angles(cos_ptr, sin_ptr, first, rows, ok, PART: tl.constexpr, D: tl.con
 
 @triton.jit
 def turn(x, cos, sin):
-    """Rotate the channel pairs (2i, 2i+1) of x [BN, BD]; with -sin it turns back."""
+    """Rotate the channel pairs (2i, 2i+1) of x [BN, BD]; -sin rotates back."""
     pairs = pairs_of(x)
     return rows_of(pairs * cos[:, :, None] + others_of(pairs) * (sin[:, :, None] * minus_and_plus()))
 
@@ -155,7 +155,7 @@ def rotated(
 
 @triton.jit
 def load_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
-    """S [BD, BV] and z [BD] of one part."""
+    """Load S [BD, BV] and z [BD] of one part."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     in_head = channels < D
@@ -167,7 +167,7 @@ def load_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.co
 
 @triton.jit
 def load_both_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr):
-    """S of both parts and z of both; of one part, twice."""
+    """Load S of both parts and z of both; a single part is returned twice."""
     s_a, z_a = load_sums(ptr, D, V, BD, BV)
     s_b, z_b = s_a, z_a
     if PARTS == 2:
@@ -185,7 +185,7 @@ def load_sums_or_zeros(
     PARTS: tl.constexpr,
     EXISTS: tl.constexpr,
 ):
-    """The same and the count; zeros where there are no sums, and nothing is read."""
+    """Load the sums of both parts and the count; without sums return zeros and read nothing."""
     if EXISTS:
         s_a, s_b, z_a, z_b = load_both_sums(ptr, D, V, BD, BV, PARTS)
         count = tl.load(ptr + V + 1)
@@ -228,13 +228,13 @@ def store_both_sums(
 
 @triton.jit
 def place_of_program():
-    """Number of a program: along the first axis of the grid, then the second."""
+    """Return the index of a program: along the first axis of the grid, then the second."""
     return tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
 
 
 @triton.jit
 def sum_over_rows(g, ok, in_head):
-    """What the existing rows of a tile add to the gradient of a parameter per channel, [BD]."""
+    """Sum the existing rows of a tile to the gradient of a parameter per channel, [BD]."""
     return tl.sum(tl.where(ok[:, None] & in_head[None, :], g, 0.0), axis=0)
 
 

@@ -1,4 +1,4 @@
-"""The delta rule forward: each piece by itself, the state from piece to piece, the outputs; delta_op.py has the formulas."""
+"""Compute the delta rule forward: each chunk by itself, a scan of the state, the outputs; delta_op.py has the formulas."""
 
 import triton
 import triton.language as tl
@@ -44,7 +44,7 @@ def solve_kernel(
     GRADIENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """w = T (beta s k) and u = T (beta v) of a piece; with GRADIENT T itself, and as u what outputs add to its gradient."""
+    """Compute w = T (beta s k), u = T (beta v) of a chunk; with GRADIENT also T, and in u the outputs' part of its gradient."""
     DOT: tl.constexpr = u_ptr.dtype.element_ty
     head = tl.program_id(0) % heads
     first, count = rows_of_piece(owners_ptr, sequences_ptr, tl.program_id(0) // heads, tokens, SIZE, PACKED)
@@ -87,7 +87,7 @@ def solve_kernel(
 
 @triton.jit
 def scan_kernel(
-    u_ptr,  # [rows, heads, V]: the corrections without a state before; overwritten by those with it
+    u_ptr,  # [rows, heads, V]: the corrections without an earlier state; overwritten by those with it
     w_ptr,  # [rows, heads, F]
     k_ptr,  # [rows, heads, F]
     since_ptr,  # [rows, heads] float32; not read without FADES
@@ -108,7 +108,7 @@ def scan_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """u = u - w S; S = s_last S + k^T (e u), from piece to piece."""
+    """Compute u = u - w S and S = s_last S + k^T (e u), chunk after chunk."""
     DOT: tl.constexpr = u_ptr.dtype.element_ty
     sequence = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
@@ -164,7 +164,7 @@ def delta_output_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = scale (s (q S) + M u) of a piece."""
+    """Compute out = scale (s (q S) + M u) of a chunk."""
     DOT: tl.constexpr = u_ptr.dtype.element_ty
     head = tl.program_id(0) % heads
     first, count = rows_of_piece(owners_ptr, sequences_ptr, tl.program_id(0) // heads, tokens, SIZE, PACKED)

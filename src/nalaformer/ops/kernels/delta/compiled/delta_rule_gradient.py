@@ -1,4 +1,4 @@
-"""The delta rule backward: the gradient of the state from piece to piece, then pieces; delta_op.py has the formulas."""
+"""Compute the delta rule backward: a scan of the gradient of the state, then each chunk; delta_op.py has the formulas."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ from .pieces import (
 
 @triton.jit
 def scan_gradient_kernel(
-    du_ptr,  # [rows, heads, V]: by the outputs of the piece; overwritten by the whole gradient
+    du_ptr,  # [rows, heads, V]: the part from the outputs of the chunk; overwritten by the whole gradient
     w_ptr,  # [rows, heads, F]
     k_ptr,  # [rows, heads, F]
     q_ptr,  # [rows, heads, F]
@@ -26,7 +26,7 @@ def scan_gradient_kernel(
     to_end_ptr,  # [rows, heads] float32; not read without FADES
     dfinal_ptr,  # [sequences, heads, F, V] float32; not read without HAS_FINAL
     sequences_ptr,  # [sequences, 3], read if PACKED
-    dstates_ptr,  # [pieces, heads, F, V]: of the state after each piece
+    dstates_ptr,  # [chunks, heads, F, V]: gradients of the state after each chunk
     dinitial_ptr,  # [sequences, heads, F, V] float32
     tokens,
     heads,
@@ -41,7 +41,7 @@ def scan_gradient_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """With X the gradient of the state after a piece: du = du + e (k X); X = s_last X + q^T (scale s dout) - w^T du."""
+    """Compute du = du + e (k X); X = s_last X + q^T (scale s dout) - w^T du, X the gradient of the state after a chunk."""
     DOT: tl.constexpr = du_ptr.dtype.element_ty
     sequence = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
@@ -86,7 +86,7 @@ def scan_gradient_kernel(
 @triton.jit
 def times_states(
     x_ptr,  # [rows, heads, V]: the rows of a head
-    states_ptr,  # [F, V]: that of a piece and head
+    states_ptr,  # [F, V]: the state of a chunk and head
     first,
     rows,
     ok,
@@ -100,7 +100,7 @@ def times_states(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x S^T [SIZE, BF] for a block of features."""
+    """Return x S^T [SIZE, BF] for a block of features."""
     total = tl.zeros((SIZE, BF), tl.float32)
     for block in range((V + BV - 1) // BV):
         value = block * BV + tl.arange(0, BV)
@@ -122,7 +122,7 @@ def delta_gradient_kernel(
     u_ptr,  # [rows, heads, V]
     du_ptr,  # [rows, heads, V]
     states_ptr,  # [pieces, heads, F, V]: before each piece
-    dstates_ptr,  # [pieces, heads, F, V]: of the state after each piece
+    dstates_ptr,  # [chunks, heads, F, V]: gradients of the state after each chunk
     owners_ptr,  # [pieces], read if PACKED
     sequences_ptr,  # [sequences, 3], read if PACKED
     dq_ptr,  # [rows, heads, F]
@@ -142,7 +142,7 @@ def delta_gradient_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of q, k, v, beta and log_decay of a piece, by those of the states after the pieces and of u."""
+    """Compute gradients of q, k, v, beta and log_decay of a chunk, from those of the states after the chunks and of u."""
     DOT: tl.constexpr = u_ptr.dtype.element_ty
     head = tl.program_id(0) % heads
     first, count = rows_of_piece(owners_ptr, sequences_ptr, tl.program_id(0) // heads, tokens, SIZE, PACKED)
@@ -152,7 +152,7 @@ def delta_gradient_kernel(
     upstream_ptr, corrections_ptr, by_corrections_ptr = dout_ptr + head * V, u_ptr + head * V, du_ptr + head * V
     inverse = load_rows(inverse_ptr + head * SIZE, first, rows, ok, rows, rows < SIZE, heads * SIZE)
     beta = numbers_of(beta_ptr, first, rows, ok, head, heads).to(tl.float32)
-    # of the right-hand side of the solve, T^T du; and by pairs, of the matrix solved for and of M
+    # gradients of beta, of the products among keys in the solved matrix, and of the products in M
     dbeta = tl.zeros((SIZE,), tl.float32)
     damong = tl.zeros((SIZE, SIZE), tl.float32)
     dweights = tl.zeros((SIZE, SIZE), tl.float32)
@@ -185,9 +185,9 @@ def delta_gradient_kernel(
     at_end = tl.sum(tl.zeros((SIZE,), tl.float32), axis=0)
     if FADES:
         scores = product_of_rows(queries_ptr, keys_ptr, first, rows, ok, heads * F, F, BF, SIZE, DOT, PRECISION)
-        # a token and itself would cancel, and take digits along
+        # a token with itself would cancel, and lose digits
         by_pair = beta[:, None] * by_similar + tl.where(rows[:, None] > rows[None, :], dweights * scores, 0.0)
-        # the columns through a transpose: both sums then lie alike
+        # the columns are summed through a transpose: both sums then have the same layout
         by_sum = tl.sum(by_pair, axis=1) - tl.sum(tl.trans(by_pair), axis=1)
     dscores = dweights.to(DOT)
     damong *= beta[:, None]
@@ -199,7 +199,7 @@ def delta_gradient_kernel(
         q = load_rows(queries_ptr, first, rows, ok, feature, is_feature, heads * F)
         k = load_rows(keys_ptr, first, rows, ok, feature, is_feature, heads * F)
         key = k.to(tl.float32)
-        # of beta s k, by the state before
+        # the gradient of beta s k, from the state before the chunk
         by_w = times_states(
             by_corrections_ptr, states_ptr + in_states, first, rows, ok, feature, heads * V, F, V, SIZE, BF, BV, DOT, PRECISION
         )
@@ -207,7 +207,7 @@ def delta_gradient_kernel(
         along = tl.sum(by_w * key, axis=1)
         dbeta += along
         dk = by_w * beta[:, None]
-        # of e k, by the state after
+        # the gradient of e k, from the state after the chunk
         by_keys = times_states(
             corrections_ptr, dstates_ptr + in_states, first, rows, ok, feature, heads * V, F, V, SIZE, BF, BV, DOT, PRECISION
         )
@@ -216,7 +216,7 @@ def delta_gradient_kernel(
         dk = tl.dot(dsimilar, k.to(DOT), dk, input_precision=PRECISION)
         dk = tl.dot(tl.trans(dscores), q.to(DOT), dk, input_precision=PRECISION)
         store_rows(dk_ptr + head * F, dk, first, rows, ok, feature, is_feature, heads * F)
-        # of s q, by the state before
+        # the gradient of s q, from the state before the chunk
         dq = times_states(
             upstream_ptr, states_ptr + in_states, first, rows, ok, feature, heads * V, F, V, SIZE, BF, BV, DOT, PRECISION
         )
@@ -237,6 +237,6 @@ def delta_gradient_kernel(
     tl.store(dbeta_ptr + place, dbeta.to(dbeta_ptr.dtype.element_ty), mask=ok)
     if FADES:
         by_sum += tl.where(rows == SIZE - 1, at_end, 0.0)
-        # a decay counts for its own token and all behind it in the piece
+        # a decay affects its own token and all later ones in the chunk
         by_step = tl.cumsum(by_sum, axis=0, reverse=True)
         tl.store(ddecay_ptr + place, by_step.to(ddecay_ptr.dtype.element_ty), mask=ok)

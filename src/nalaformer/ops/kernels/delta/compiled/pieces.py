@@ -1,4 +1,4 @@
-"""What the kernels of the delta rule share: where pieces of tokens lie, decays, an inverse; delta_op.py has the formulas."""
+"""Share code between the kernels of the delta rule: chunk positions, decays, an inverse; delta_op.py has the formulas."""
 
 import triton
 import triton.language as tl
@@ -6,13 +6,13 @@ import triton.language as tl
 from ...common.compiled.fastmath import constant
 from ...common.compiled.tiles import load_rows
 
-# a decay below it counts as this: a difference of two infinite sums would be no number, and exp of it is zero anyway
+# A lower bound of log_decay: a difference of two infinite sums would be NaN, and exp of the bound is zero anyway.
 SMALLEST_LOG_DECAY = constant(-100.0)
 
 
 @triton.jit
 def rows_of_sequence(sequences_ptr, sequence, tokens, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """The first row of a sequence among those of all, its length, and the number of its first piece."""
+    """Return the first row of a sequence among those of all, its length, and the index of its first chunk."""
     row = tl.cast(sequence, tl.int64) * tokens
     length = tokens
     piece = sequence * tl.cdiv(tokens, SIZE)
@@ -25,7 +25,7 @@ def rows_of_sequence(sequences_ptr, sequence, tokens, SIZE: tl.constexpr, PACKED
 
 @triton.jit
 def rows_of_piece(owners_ptr, sequences_ptr, piece, tokens, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """The first row of a piece, and how many tokens it has."""
+    """Return the first row of a chunk, and its number of tokens."""
     sequence = tl.load(owners_ptr + piece) if PACKED else piece // tl.cdiv(tokens, SIZE)
     row, length, first_piece = rows_of_sequence(sequences_ptr, sequence, tokens, SIZE, PACKED)
     before = (piece - first_piece) * SIZE
@@ -34,15 +34,15 @@ def rows_of_piece(owners_ptr, sequences_ptr, piece, tokens, SIZE: tl.constexpr, 
 
 @triton.jit
 def numbers_of(ptr, first, rows, ok, head, heads):
-    """One number per token of [*, heads]."""
+    """Load one value per token of [*, heads]."""
     return tl.load(ptr + (first * heads + head) + rows * heads, mask=ok, other=0.0)
 
 
 @triton.jit
 def running_decay(decay_ptr, first, rows, ok, head, heads):
-    """G, the sum of log_decay up to each token of a piece, as two floats: differences of it keep the digits of small decays."""
+    """Return G, the sum of log_decay up to each token of a chunk, as two floats, whose differences keep small decays."""
     steps = numbers_of(decay_ptr, first, rows, ok, head, heads).to(tl.float32)
-    # a comparison, not a maximum, which would hide what is no number
+    # a comparison instead of a maximum, which would turn NaN into a number
     total = tl.cumsum(tl.where(steps < SMALLEST_LOG_DECAY, SMALLEST_LOG_DECAY, steps).to(tl.float64), axis=0)
     high = total.to(tl.float32)
     return high, (total - high.to(tl.float64)).to(tl.float32)
@@ -50,7 +50,7 @@ def running_decay(decay_ptr, first, rows, ok, head, heads):
 
 @triton.jit
 def decay_between(high, low, rows, FADES: tl.constexpr):
-    """D_ij = exp(G_i - G_j) up to the diagonal, 0 above it."""
+    """Return D_ij = exp(G_i - G_j) up to the diagonal, 0 above it."""
     is_lower = rows[:, None] >= rows[None, :]
     if FADES:
         between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
@@ -62,7 +62,7 @@ def decay_between(high, low, rows, FADES: tl.constexpr):
 
 @triton.jit
 def decay_to_end(high, low, rows, SIZE: tl.constexpr):
-    """e_j = exp(G_last - G_j)."""
+    """Return e_j = exp(G_last - G_j)."""
     is_last = rows == SIZE - 1
     last_high = tl.sum(tl.where(is_last, high, 0.0), axis=0)
     last_low = tl.sum(tl.where(is_last, low, 0.0), axis=0)
@@ -71,10 +71,10 @@ def decay_to_end(high, low, rows, SIZE: tl.constexpr):
 
 @triton.jit
 def inverse_of(a, rows, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 of A [2^LEVELS, 2^LEVELS], zero on and above the diagonal, for blocks of 2, 4, 8, .. rows.
+    """Return (I + A)^-1 of A [2^LEVELS, 2^LEVELS], zero on and above the diagonal, for blocks of 2, 4, 8, .. rows.
 
-    With T that of the blocks of one size and B the part of A that joins two of them to a block of twice the size, that of the
-    larger blocks is T - T B T. Powers of A itself would lose all digits where keys are alike.
+    With T the inverse for blocks of one size and B the part of A that joins two of them to a block of twice the size, the
+    inverse for the larger blocks is T - T B T. Powers of A itself would lose all digits where keys are alike.
     """
     row, column = rows[:, None], rows[None, :]
     inverse = (row == column).to(tl.float32) - tl.where(row >> 1 == column >> 1, a, 0.0)
@@ -99,7 +99,7 @@ def product_of_rows(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x y^T [SIZE, SIZE] of a piece."""
+    """Return x y^T [SIZE, SIZE] of a chunk."""
     total = tl.zeros((SIZE, SIZE), tl.float32)
     for block in range((F + BF - 1) // BF):
         feature = block * BF + tl.arange(0, BF)

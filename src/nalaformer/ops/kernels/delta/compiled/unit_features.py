@@ -1,4 +1,4 @@
-"""Features of length one, as the delta rules need them: the map of common/compiled/maps.py, divided by its length."""
+"""Compute features of length one, as the delta rules need them: the map of common/compiled/maps.py, divided by its length."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ def mapped(
     PARTS: tl.constexpr,
     smallest,
 ):
-    """The halves of the features, and 1 / their length."""
+    """Return the halves of the features, and 1 / their length."""
     if IS_QUERY:
         a, b, log_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, 0)
     else:
@@ -43,7 +43,7 @@ def unit_features_kernel(
     x_row,
     norm_scale,
     alpha,
-    smallest,  # length below which features fade
+    smallest,  # length below which features go to zero
     D: tl.constexpr,
     BD: tl.constexpr,
     BR: tl.constexpr,
@@ -91,7 +91,7 @@ def unit_features_gradient_kernel(
     a, b, inverse = mapped(x, ok, param_ptr, channels, norm_scale, alpha, D, MAP, CUBE, IS_QUERY, PARTS, smallest)
     at = dout_ptr + row[:, None] * (PARTS * D) + channels[None, :]
     da = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    # the features themselves grow with their gradient only across their direction
+    # only the part of the gradient across the direction of the features remains
     a *= inverse
     along = tl.sum(da * a, axis=1)
     db = da

@@ -1,4 +1,4 @@
-"""The exact branch of hybrid attention: softmax over a window of two chunks and a store of salient tokens.
+"""Compute the exact branch of hybrid attention: softmax over a window of two chunks and a store of salient tokens.
 
     exact kernel         q, keys, store          -> row maximum, sum of weights, weighted values; a program has some queries
     exact dq kernel      those, their gradients  -> dq, the same way
@@ -7,7 +7,7 @@
 
 Queries are rows [B, R * l, H, D] in groups of a chunk, l rows each; keys stand in slots [B, (R + 1) * l, K, D]. Group r sees
 slots l r .. l (r + 2) - 1 up to its own, from `first` on, and the first `old + r * per_chunk` entries of the store, each while
-r < until. Scores are in powers of two: the row maximum is log2 of what exp would give. A row that sees nothing has zeros.
+r < until. Scores are in powers of two: the row maximum is log2 of the maximum of exp. A row that sees nothing has zeros.
 
 Nothing of size queries x keys reaches memory, each loop runs in a fixed order and nothing is added atomically.
 """
@@ -23,7 +23,7 @@ LN_2 = constant(0.6931471805599453)
 
 @triton.jit
 def scores_of(x, y, visible, scale, PRECISION: tl.constexpr):
-    """The scores of the rows of x and y; -inf where hidden."""
+    """Return the scores of the rows of x and y; -inf where masked."""
     s = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
     return tl.where(visible, s, float("-inf"))
 
@@ -34,7 +34,7 @@ def attend_tile(
     k,
     v,
     visible,
-    number,  # of the first key
+    number,  # index of the first key
     scale,
     row_max,
     best,
@@ -44,7 +44,7 @@ def attend_tile(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One step of the online softmax."""
+    """Compute one step of the online softmax."""
     s = scores_of(q, k, visible, scale, PRECISION)
     if KEEP_BEST:
         tile_max, place = tl.max(s, axis=1, return_indices=True)
@@ -52,7 +52,7 @@ def attend_tile(
     else:
         tile_max = tl.max(s, axis=1)
     larger = tl.maximum(row_max, tile_max)
-    # rows that have seen nothing yet: any finite number serves
+    # rows that have seen nothing yet can use any finite number
     safe = tl.where(larger == float("-inf"), 0.0, larger)
     p = exp2(s - safe[:, None])
     keep = exp2(row_max - safe)
@@ -68,7 +68,7 @@ def add_query_gradient(
     v,
     dout,
     visible,
-    numbers,  # [BN] of the keys
+    numbers,  # [BN] indices of the keys
     scale,
     row_max,
     dtotal,
@@ -79,7 +79,7 @@ def add_query_gradient(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of a score is exp(s - max) (dout . v + dtotal), and that of the maximum for the highest one."""
+    """Add the gradients of scores, exp(s - max) (dout . v + dtotal), plus that of the maximum at its key, to dq."""
     p = exp2(scores_of(q, k, visible, scale, PRECISION) - row_max[:, None])
     ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) + dtotal[:, None])
     if KEEP_BEST:
@@ -94,7 +94,7 @@ def add_key_gradients(
     v,
     dout,
     visible,
-    numbers,  # [BN] of the keys
+    numbers,  # [BN] indices of the keys
     scale,
     row_max,
     dtotal,
@@ -106,7 +106,7 @@ def add_key_gradients(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same for keys, which are the rows here, [BN, BM]: weights go from one product to the next without a turn."""
+    """Add the gradients of scores to those of keys, which are the rows here, [BN, BM]: products then need no transpose."""
     p = exp2(scores_of(k, q, visible, scale, PRECISION) - row_max[None, :])
     ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) + dtotal[None, :])
     if KEEP_BEST:
@@ -118,24 +118,24 @@ def add_key_gradients(
 
 @triton.jit
 def entries_seen(group, entries, old, per_chunk):
-    """How many of the store's entries have come before this group."""
+    """Return how many of the store's entries entered before this group."""
     return tl.minimum(old + group * per_chunk, entries)
 
 
 @triton.jit
 def queries_of_program(groups, chunk, heads, BM: tl.constexpr):
-    """Sample, head, group, and part of the chunk."""
+    """Return sample, head, group, and part of the chunk."""
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
     head = tl.program_id(1) % heads
     parts = tl.cdiv(chunk, BM)
-    # late groups see most of the store: they begin first
+    # late groups see most of the store, so they begin first
     group = groups - 1 - tl.program_id(0) // parts
     return sample, head, group, tl.program_id(0) % parts
 
 
 @triton.jit
 def store_of_head(k_ptr, v_ptr, until_ptr, sample, head, heads, store_heads, entries, D: tl.constexpr, V: tl.constexpr):
-    """Where the keys, values and last groups of a head's store begin."""
+    """Return the pointers to the keys, values and last groups of a head's store."""
     owner = sample * (heads // store_heads) + head // store_heads
     return k_ptr + owner * entries * D, v_ptr + owner * entries * V, until_ptr + owner * entries
 
@@ -155,7 +155,7 @@ def load_keys(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """A tile of keys and of values."""
+    """Load a tile of keys and of values."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     k = load_rows(k_ptr, first, keys, ok, channels, channels < D, stride_k).to(DOT)
@@ -171,7 +171,7 @@ def load_queries(
     dtotal_ptr,
     best_ptr,
     dmax_ptr,
-    first,  # number of the first row
+    first,  # index of the first row
     rows,  # [BM]
     ok,  # [BM]
     heads,
@@ -184,7 +184,7 @@ def load_queries(
     KEEP_BEST: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Queries, gradients of their weighted values; per row the maximum, the gradient of the sum, the best key, its gradient."""
+    """Load queries, gradients of weighted values; per row the maximum, the gradient of the sum, the best key, its gradient."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     q = load_rows(q_ptr, first, rows, ok, channels, channels < D, stride_q).to(DOT)
@@ -280,7 +280,7 @@ def exact_kernel(
         seen = there & (tl.load(until_ptr + first + keys, mask=there, other=0) > group)
         is_needed = True
         if CAPPED:
-            # most of those that came have gone again; without a cap the question would only cost the pipeline
+            # most earlier entries may have left again; without a cap this check would only cost the pipeline
             is_needed = tl.max(seen.to(tl.int32), axis=0) > 0
         if is_needed:
             k, v = load_keys(store_k_ptr, store_v_ptr, first, keys, seen, D, V, D, V, BD, BV, DOT)
@@ -309,8 +309,8 @@ def exact_dq_kernel(
     max_ptr,  # [B, R * l, H] float32
     dtotal_ptr,  # [B, R * l, H] float32
     dout_ptr,  # [B, R * l, H, V]
-    best_ptr,  # [B, R * l, H] int32; only with KEEP_BEST, as the next
-    dmax_ptr,  # [B, R * l, H] float32
+    best_ptr,  # [B, R * l, H] int32; only with KEEP_BEST
+    dmax_ptr,  # [B, R * l, H] float32; only with KEEP_BEST
     dq_ptr,  # [B, R * l, H, D]
     groups,
     chunk,

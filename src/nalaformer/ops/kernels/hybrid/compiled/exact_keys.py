@@ -1,4 +1,4 @@
-"""Gradients of the keys and values of hybrid attention's exact branch; exact.py explains."""
+"""Compute gradients of the keys and values of hybrid attention's exact branch; exact.py explains them."""
 
 import triton
 import triton.language as tl
@@ -16,8 +16,8 @@ def exact_window_kernel(
     max_ptr,  # [B, R * l, H] float32
     dtotal_ptr,  # [B, R * l, H] float32
     dout_ptr,  # [B, R * l, H, V]
-    best_ptr,  # [B, R * l, H] int32; only with KEEP_BEST, as the next
-    dmax_ptr,  # [B, R * l, H] float32
+    best_ptr,  # [B, R * l, H] int32; only with KEEP_BEST
+    dmax_ptr,  # [B, R * l, H] float32; only with KEEP_BEST
     dk_ptr,  # [B, slots, K, D]
     dv_ptr,  # [B, slots, K, V]
     groups,
@@ -97,8 +97,8 @@ def exact_store_kernel(
     max_ptr,  # [B, R * l, H] float32
     dtotal_ptr,  # [B, R * l, H] float32
     dout_ptr,  # [B, R * l, H, V]
-    best_ptr,  # [B, R * l, H] int32; only with KEEP_BEST, as the next
-    dmax_ptr,  # [B, R * l, H] float32
+    best_ptr,  # [B, R * l, H] int32; only with KEEP_BEST
+    dmax_ptr,  # [B, R * l, H] float32; only with KEEP_BEST
     dk_ptr,  # [splits, B, S, E, D]
     dv_ptr,  # [splits, B, S, E, V]
     groups,
@@ -138,7 +138,7 @@ def exact_store_kernel(
     )
     until = tl.load(until_ptr + owner * entries + first + keys, mask=there, other=0)
     numbers = (groups + 1) * chunk + first + keys
-    # the group from which an entry is seen: those that enter with a chunk are seen by the group of its number + 1
+    # the first group that sees an entry: entries that enter with a chunk are seen from the group after its own on
     born = tl.where(first + keys < old, 0, (tl.maximum(first + keys - old, 0)) // tl.maximum(per_chunk, 1) + 1)
     begin = tl.maximum(tl.program_id(2) * stretch, tl.min(born, axis=0))
     stop = tl.minimum(tl.minimum((tl.program_id(2) + 1) * stretch, groups), tl.max(until, axis=0))

@@ -1,4 +1,4 @@
-"""Features of the softmax maps written out in one pass, [softmax(x) ; softmax(-x)], and their gradient in another."""
+"""Compute features of the softmax maps in one pass, [softmax(x) ; softmax(-x)], and their gradient in another."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
-"""The linear branch of hybrid attention: queries see the sums over what left before their chunk.
+"""Compute the linear branch of hybrid attention: queries see the sums over what left before their chunk.
 
 Step r of the sequence has a group of queries and a chunk of tokens that leaves, and the queries come first: they see chunks
-0 .. r - 1. Everything is one walk, "read the running sums, then add", with the roles of the tensors exchanged:
+0 .. r - 1. Everything is one scan, "read the running sums, then add", with the roles of the tensors exchanged:
 
     way        reads with      adds                               gives
     forward    phi(q)          phi(k) v^T                         phi(q) . S, phi(q) . z
@@ -9,8 +9,8 @@ Step r of the sequence has a group of queries and a chunk of tokens that leaves,
     backward   phi(k)          phi(q) (d out)^T                   d v
     backward   v               (d out) phi(q)^T                   d phi(k)
 
-A program owns a stretch of steps, a sample, a head and some columns of what it gives; the sums before each stretch come from
-two launches, the sums of stretches and their prefix. They are float32 [F, V + 1], the key sum z as the last column.
+A program owns a split of steps, a sample, a head and some columns of its output; two launches compute the sums before each
+split: the sums of splits and their prefix. They are float32 [F, V + 1], the key sum z as the last column.
 """
 
 import triton
@@ -21,7 +21,7 @@ from ...common.compiled.tiles import load_rows, store_rows
 
 @triton.jit
 def load_numbers(ptr, first, rows, ok, stride):
-    """One number per row and head."""
+    """Load one value per row and head."""
     return tl.load(ptr + (tl.cast(first, tl.int64) + rows) * stride, mask=ok, other=0).to(tl.float32)
 
 
@@ -29,7 +29,7 @@ def load_numbers(ptr, first, rows, ok, stride):
 def stretch_sums_kernel(
     inner_ptr,  # [B, steps * rows, H, I]
     outer_ptr,  # [B, steps * rows, H or K, O]
-    number_ptr,  # [B, steps * rows, heads]: whether a row counts (COUNTS), or the factor of its part in z
+    number_ptr,  # [B, steps * rows, heads]: True if a row counts (COUNTS), or the factor of its part in z
     sums_ptr,  # [stretches, B * H, I, O + 1] float32
     last_step,  # number of steps that add something
     stretch,
@@ -42,7 +42,7 @@ def stretch_sums_kernel(
     stride_ob,
     stride_o,
     stride_oh,
-    ROWS: tl.constexpr,  # of a step
+    ROWS: tl.constexpr,  # rows of a step
     I: tl.constexpr,  # noqa: E741
     O: tl.constexpr,  # noqa: E741
     BI: tl.constexpr,
@@ -65,7 +65,7 @@ def stretch_sums_kernel(
     number_ptr += sample * last_step * ROWS * lines + head // number_heads
     s = tl.zeros([BI, BO], tl.float32)
     z = tl.zeros([BI], tl.float32)
-    # the rows of all steps of a stretch lie side by side
+    # the rows of all steps of a split lie side by side
     start = tl.program_id(0) * stretch * ROWS
     stop = tl.minimum((tl.program_id(0) + 1) * stretch, last_step) * ROWS
     for first in range(start, stop, BN):
@@ -89,9 +89,9 @@ def walk_kernel(
     read_ptr,  # [B, read_steps * READ_ROWS, heads, I]
     inner_ptr,  # [B, add_steps * ADD_ROWS, heads, I]
     outer_ptr,  # [B, add_steps * ADD_ROWS, heads, O]
-    counts_ptr,  # [B, steps of chunks * rows, heads] bool: of what is added, on the way BACK of what is read
+    counts_ptr,  # [B, steps of chunks * rows, heads] bool: mask of what is added, with BACK of what is read
     dtotal_ptr,  # [B, steps of groups * rows, H] float32; only with RANK_ONE
-    sums_ptr,  # [stretches, B * H, F, V + 1] float32: before the stretch, on the way BACK after it
+    sums_ptr,  # [splits, B * H, F, V + 1] float32: before the split, with BACK after it
     out_ptr,  # [B, read_steps * READ_ROWS, H, O]
     total_ptr,  # [B, read_steps * READ_ROWS, H] float32; only with TOTAL
     steps,

@@ -1,4 +1,4 @@
-"""The two branches of hybrid attention joined in one pass, and the gradients in another. Rows are queries.
+"""Merge the two branches of hybrid attention in one pass, and compute the gradients in another. Rows are queries.
 
     out = (c w + d g w') / (c t + d t' + c eps)      c = exp(m - max(m, 0)), d = exp(-max(m, 0))
 
@@ -6,8 +6,8 @@ with w, t and m of the exact branch (m in powers of two), w' and t' of the linea
 If BOUNDED, d is multiplied by a factor that rows_per_share rows have in common.
 Without a linear branch out = w / (t + eps).
 
-t and w hold exp(s - m). The gradient of m comes with all that follows from that: if RELEASED it is that of a factor of the
-exact branch, otherwise m cancels but for eps.
+t and w hold exp(s - m). The gradient of m includes everything that depends on it: if RELEASED m is a factor of the exact
+branch, otherwise m cancels but for eps.
 """
 
 import triton
@@ -36,7 +36,7 @@ def load_parts(
     RELEASED: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """Places, what exists, scaled sums of both branches (the linear one without gate), gate, both scales, 1 / denominator."""
+    """Load places, masks, scaled sums of both branches (the linear one without gate), gate, both scales, 1 / denominator."""
     row = tl.cast(tl.program_id(0), tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BV)
     inside = (row < rows)[:, None] & (column < V)[None, :]

@@ -1,4 +1,4 @@
-"""One token of hybrid attention in two launches: softmax over pieces of window and store, then all of it with the linear part.
+"""Compute one token of hybrid attention in two launches: softmax over splits of window and store, then the merge.
 
 The first writes the token's key and value into the window as it passes by, and attends; programs share the places of a head,
 since heads alone would leave most of a GPU idle. The second computes the query's features, reads the linear state, merges, and
@@ -8,12 +8,12 @@ counts the token. Shapes never change and nothing is read back, so a CUDA graph 
 import triton
 import triton.language as tl
 
-SMALLEST_NORM = tl.constexpr(1e-5)  # of nalaformer.feature_maps.norm_preserving
+SMALLEST_NORM = tl.constexpr(1e-5)  # as in nalaformer.feature_maps.norm_preserving
 
 
 @triton.jit
 def product(a, b, HALF: tl.constexpr):
-    """a . b for float32 a, and b of 16 bits where HALF; a is taken apart so that nothing of it is lost."""
+    """Return a . b for float32 a, and b of 16 bits where HALF; a is split into digits so that nothing of it is lost."""
     if HALF:
         high = a.to(b.dtype)
         return tl.dot(high, b) + tl.dot((a - high.to(tl.float32)).to(b.dtype), b)
@@ -78,7 +78,7 @@ def piece_kernel(
     row = q_ptr + sample * stride_qb + (head * G + member)[:, None] * stride_qh + channel[None, :]
     q = tl.load(row, mask=is_member[:, None] & in_head[None, :], other=0.0)
 
-    # the new token: the first piece attends to it and writes it down, and no program reads its place
+    # the first program attends to the new token and stores it, and no program reads its place
     key_head = head // repeats
     new_key = tl.load(k_ptr + sample * stride_kb + key_head * stride_kh + channel, mask=in_head, other=0.0)
     new_value = tl.load(v_ptr + sample * stride_vb + key_head * stride_vh + column, mask=in_value, other=0.0)
@@ -87,7 +87,7 @@ def piece_kernel(
     if piece == 0:
         tl.store(keys_ptr + slot * D + channel, new_key.to(keys_ptr.dtype.element_ty), mask=in_head)
         tl.store(values_ptr + slot * V + column, new_value.to(values_ptr.dtype.element_ty), mask=in_value)
-        # written here: the other kernel changes the count, so that no program of it may read it
+        # written here: the other kernel changes the count, so none of its programs may read it
         older = tl.maximum(chunk - 1, 0)
         summed = older * chunk_size - tl.minimum(older * salient_per_chunk, largest_store)
         share = tl.minimum(linear_mass / tl.maximum(summed, 1).to(tl.float32), 1.0)
@@ -196,7 +196,7 @@ def join_kernel(
     at = weighted_ptr + part[:, None] * V + column[None, :]
     part_weighted = tl.load(at, mask=(piece < pieces)[:, None] & (column < V)[None, :], other=0.0)
     row_max = tl.max(part_max, axis=0)
-    # every token sees itself; where it is NaN the totals are too
+    # every token sees itself; if its score is NaN, the totals are too
     row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
     share = tl.exp(part_max - row_max)
     total = tl.sum(share * part_total, axis=0)
@@ -244,6 +244,6 @@ def join_kernel(
         weighted = weighted * scale + linear_weighted
     out = weighted / (total + eps * scale)
     tl.store(out_ptr + row * V + column, out.to(out_ptr.dtype.element_ty), mask=column < V)
-    # one program of each sample; nobody reads the count in this launch
+    # one program of each sample; no other program reads the count in this launch
     if head == 0:
         tl.store(count_ptr + sample, tl.load(count_ptr + sample) + 1)

@@ -1,17 +1,17 @@
-"""Bidirectional linear attention: kernels that read each input once and keep the state on chip.
+"""Compute bidirectional linear attention: kernels that read each input once and keep the state on chip.
 
-    state kernel    k, v          -> sums of one stretch of tokens
+    state kernel    k, v          -> sums of one split of tokens
     output kernel   q, sums       -> out
     whole kernel    q, k, v       -> out            one launch for short inputs: a program owns a sample and head (of at most
                                                     64 tokens: compiled/short.py)
-    dsums kernel    q, dout, sums -> gradients of the sums, of one stretch of tokens, and a number per query
-    dq kernel       q, dout, sums, those numbers -> dq
-    dk kernel       k, v, those   -> dk, dv
+    dsums kernel    q, dout, sums -> gradients of the sums, of one split of tokens, and a value per query
+    dq kernel       q, dout, sums, those values  -> dq
+    dk kernel       k, v, those gradients        -> dk, dv
 
 The sums of a sample and head are float32 [PARTS, D, V + 2]: S, then the key sum z as column V, then the number of visible
 keys as column V + 1, or the sum of their weights where the mean query weighs them (compiled/mean_query.py). Their gradients
 have the same shape (last column unused). Features exist in registers only. With a contrast (compiled/contrast.py) the sum of
-the values, V numbers, follows them.
+values, V elements, follows them.
 
 Rows are tokens. DOT is the type of matrix operands: bfloat16 for bfloat16 inputs, float32 otherwise; sums are float32 always.
 Each loop runs in a fixed order and nothing is added atomically, so results are the same in every run.
@@ -42,20 +42,20 @@ from .key_sums import sum_keys
 from .mean_query import mean_of_sums, store_mean
 from .weighed_key_sums import sum_weighed_keys
 
-# of maps without a bound, as in ops.features: LARGEST_TURNED_OUTPUT and 1 / SMALLEST_DIVISOR
+# limits for maps without a bound, as in ops.features: LARGEST_TURNED_OUTPUT and 1 / SMALLEST_DIVISOR
 LARGEST_TURNED_OUTPUT = constant(1e12)
 LARGEST_INVERSE = constant(1e18)
 
 
 @triton.jit
 def eps_of(query_scale, key_scale, eps_count):
-    """What eps adds to a denominator, scaled as that is."""
+    """Return eps in the scale of the denominator to which it is added."""
     return eps_count * exp2(-(query_scale + key_scale))
 
 
 @triton.jit
 def factor_of_gradients(inverse, MAP: tl.constexpr):
-    """What the gradient of a row is multiplied by: 1 / denominator, but for maps without a bound where that is huge."""
+    """Return the factor of a row's gradient: 1 / denominator, but bounded for maps without a bound."""
     return tl.minimum(inverse, LARGEST_INVERSE) if is_unbounded(MAP) else inverse
 
 
@@ -63,7 +63,7 @@ def factor_of_gradients(inverse, MAP: tl.constexpr):
 def inverse_denominator(
     a, b, z_a, z_b, wide_a, wide_b, query_scale, key_scale, eps_count, PARTS: tl.constexpr, BY_PRODUCT: tl.constexpr
 ):
-    """1 / denominator, [BN, 1], 1 where a row sees nothing, whose numerator is 0; and the denominator without eps."""
+    """Return 1 / denominator, [BN, 1], 1 where a row sees nothing, whose numerator is 0; and the denominator without eps."""
     if BY_PRODUCT:
         wide = tl.dot(a, wide_a)
         if PARTS == 2:
@@ -82,7 +82,7 @@ def write_outputs(
     q_ptr,
     out_ptr,
     inverse_ptr,  # [STREAMS, ..., N], from the sample and head on
-    per_stream,  # numbers of a stream
+    per_stream,  # size of a stream
     param_ptr,
     cos_ptr,
     sin_ptr,
@@ -92,8 +92,8 @@ def write_outputs(
     z_b,
     eps_count,
     key_scale,
-    mean,  # [BV] of the values, for a contrast
-    per_score,  # its strength over the denominator
+    mean,  # [BV]: the mean of the values, for a contrast
+    per_score,  # the contrast's scale over the denominator
     start,
     stop,
     stride_q,
@@ -114,7 +114,7 @@ def write_outputs(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention outputs of queries start .. stop - 1; s_a, s_b already in DOT."""
+    """Write attention outputs of queries start .. stop - 1; s_a, s_b already in DOT."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
@@ -248,7 +248,7 @@ def output_kernel(
     out_ptr,  # [B, N, H, V]
     inverse_ptr,  # [STREAMS, B, H, N] (packed: [STREAMS, H, T]): 1 / denominator, for the backward pass
     num_rows,  # N, or T if packed
-    per_stream,  # numbers of a stream
+    per_stream,  # size of a stream
     num_queries,
     heads,
     group,  # query heads per key head

@@ -1,11 +1,11 @@
-"""The backward pass of bidirectional linear attention, queries; see bidirectional.py for the plan and the layout of the sums.
+"""Compute the queries' backward pass of bidirectional linear attention; bidirectional.py has the plan and the sums' layout.
 
 With g = dout / den the gradient of a query's features is g S^T - (g . out) z; 1 / den comes from the forward pass.
 
 Both terms grow with the mean of the values, and their difference does not: with S = C + z m it is g C^T - (g . (out - m)) z.
-So m, the values as a query sees them that favours no channel, is taken out of S before S is rounded, and out - m, which a
-rounded output would not tell, is computed from C again. With rotary m is 0: there S sums turned features and z plain ones, and
-what the mean adds does not cancel. So it is with a contrast, which has a mean of its own.
+So m, the values as seen by a query that favours no channel, is subtracted from S before S is rounded, and out - m, which a
+rounded output does not show, is computed from C again. With rotary m is 0: there S sums rotated features and z plain ones, and
+the part of the mean does not cancel. It is also 0 with a contrast, which has its own mean.
 """
 
 import triton
@@ -48,7 +48,7 @@ from .mean_query import gradient_of_mean, has_slope
 
 @triton.jit
 def query_gradients(
-    q_ptr,  # of the sample and head on, as all that follow
+    q_ptr,  # this and all that follow begin at the sample and head
     dout_ptr,
     inverse_ptr,
     drop_ptr,
@@ -62,7 +62,7 @@ def query_gradients(
     s_b,
     z_a,  # [BD]
     z_b,
-    row_a,  # [1, BD]: what the mean query gives each, BY_MEAN
+    row_a,  # [1, BD]: the mean query's gradient for each query, BY_MEAN
     row_b,
     per_score,
     eps_count,
@@ -90,7 +90,7 @@ def query_gradients(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Writes those of queries start .. stop - 1, and what they add to the gradients of the parameters."""
+    """Write the gradients of queries start .. stop - 1, and add up those of the parameters."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
@@ -156,7 +156,7 @@ def dq_kernel(
     dout_ptr,  # [B, N, H, V]
     inverse_ptr,  # [STREAMS, B, H, N] (packed: [STREAMS, H, T]): 1 / denominator
     drop_ptr,  # the same: minus dout . (out - m)
-    mask_ptr,  # [B, N] uint8: of queries, BY_MEAN and HAS_QUERY_MASK
+    mask_ptr,  # [B, N] uint8: mask of queries, BY_MEAN and HAS_QUERY_MASK
     mean_ptr,  # [B * H, PARTS * D + 1]: BY_MEAN
     dmean_ptr,  # [key_splits, B * H, PARTS * D]: BY_MEAN
     cu_ptr,
@@ -167,7 +167,7 @@ def dq_kernel(
     dq_ptr,  # [B, N, H, D]
     dparam_ptr,  # [splits, B * H, 4, D]
     num_rows,  # N, or T if packed
-    per_stream,  # numbers of a stream
+    per_stream,  # size of a stream
     num_queries,
     heads,
     group,
@@ -241,7 +241,7 @@ def dq_kernel(
 
 @triton.jit
 def sums_gradients(
-    q_ptr,  # of the sample and head on, as all that follow
+    q_ptr,  # this and all that follow begin at the sample and head
     dout_ptr,
     inverse_ptr,
     drop_ptr,
@@ -275,7 +275,7 @@ def sums_gradients(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of S, [BV, BD], z, [BD], and the sum of values, [BV], by queries start .. stop - 1; and a number for each of these."""
+    """Return the gradients of S [BV, BD], z [BD] and the sum of values [BV] from queries start .. stop - 1; write `drop`."""
     CENTRED: tl.constexpr = PAIRS == 0 and not CONTRAST
     if not IS_KNOWN:
         wide_mean = high_and_low(tl.zeros([BV, 16], tl.float32) + mean[:, None], DOT)
@@ -299,7 +299,7 @@ def sums_gradients(
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         for stream in tl.static_range(STREAMS):
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
-            # the row's factor goes to the features: dout then needs no pass through registers
+            # the row's factor multiplies the features: dout then needs no pass through registers
             factor = factor_of_gradients(inverse, MAP)
             if CONTRAST:
                 strength = strength_of(inverse, per_score, eps_count)
@@ -318,12 +318,12 @@ def sums_gradients(
                     out = tl.dot(turned_b, s_b, out, input_precision=PRECISION)
                 drop = -tl.sum(out * widened(share, unit_v, LEAN), axis=1)[:, None]
                 if is_unbounded(MAP):
-                    # the output, which the features with their factor gave, has the whole inverse
+                    # the output, computed from the features with their factor, has the whole inverse
                     drop *= tl.maximum(inverse / LARGEST_INVERSE, 1.0)
                 if CENTRED or CONTRAST:
                     along_mean = tl.sum(tl.dot(share.to(DOT), wide_mean, input_precision=PRECISION), axis=1)[:, None]
                 if CENTRED:
-                    # the mean is in the output, but for what eps takes of it
+                    # the mean is in the output, except for the part that eps takes
                     drop += along_mean * (eps_of(query_scale, key_scale, eps_count) * inverse)
                 if CONTRAST:
                     drop = drop_with_contrast(drop, along_mean, strength, factor, per_score)
@@ -389,9 +389,9 @@ def dsums_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What one stretch of queries adds to the gradients of S and z, and what the denominators take away again.
+    """Write what one split of queries adds to the gradients of S and z, and the part that the denominators take away again.
 
-    Apart from dq_kernel although it reads the same tensors: the two together need more registers than there are.
+    It is separate from dq_kernel although it reads the same tensors: the two together need more registers than there are.
     """
     stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
     stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)

@@ -1,4 +1,4 @@
-"""The backward pass of bidirectional linear attention, keys and values; bidirectional.py has the plan."""
+"""Compute the keys' and values' backward pass of bidirectional linear attention; bidirectional.py has the plan."""
 
 import triton
 import triton.language as tl
@@ -40,7 +40,7 @@ from .mean_query import NEARLY_ALL, along_sums, has_slope, load_mean, product_wi
 
 @triton.jit
 def key_gradients(
-    k_ptr,  # of the sample and head on, as all that follow
+    k_ptr,  # this and all that follow begin at the sample and head
     v_ptr,
     mask_ptr,
     weight_ptr,
@@ -86,7 +86,7 @@ def key_gradients(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Writes those of keys start .. stop - 1 and their values, and what they add to the gradients of the parameters."""
+    """Write the gradients of keys start .. stop - 1 and their values, and add up those of the parameters."""
     ds_a, low_a = digits(ds_a, DOT)
     ds_b, low_b = digits(ds_b, DOT)
     channels = tl.arange(0, BD)
@@ -115,12 +115,12 @@ def key_gradients(
             a *= weight
             b *= weight
         if BY_MEAN:
-            # no product exceeds the largest, but rounded in another order one may seem to: by 1e13 where they are near 1e20
+            # no product exceeds the largest, but another order of rounding can make one: by 1e13 where they are near 1e20
             weight = exp2(tl.minimum(product_with_mean(a, b, mean_a, mean_b, PARTS) - log_scale, 0.0))
             weight = tl.where(ok[:, None], weight, 0.0)
             a *= weight
             b *= weight
-            # as they were summed: the gradients of all products add up to nothing only with the same numbers
+            # in the type of the sums: the gradients of all products add up to zero only with the same values
             summed_a, summed_b = a.to(DOT), b.to(DOT)
         a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
         dv = tl.dot(a.to(DOT), ds_a, input_precision=PRECISION)
@@ -143,7 +143,7 @@ def key_gradients(
             dweight = da * plain_a
             if PARTS == 2:
                 dweight += db * plain_b
-            # numbers beyond the head mean nothing
+            # values beyond the head are undefined
             dweight = tl.sum(tl.where(in_head[None, :], dweight, 0.0), axis=1)[:, None]
             store_per_row(dweight_ptr, dweight, first, rows, exists)
             da *= weight
@@ -153,7 +153,7 @@ def key_gradients(
             if PARTS == 2:
                 dproduct += db * summed_b.to(tl.float32)
             dproduct = tl.sum(tl.where(in_head[None, :], dproduct, 0.0), axis=1)[:, None] - weight * of_mean_weight
-            # a key that has all the weight keeps it: what is left of the difference is rounding
+            # a key that has all the weight keeps it: any difference is rounding
             dproduct = tl.where(weight < nearly_all, dproduct, 0.0)
             per_weight = dproduct / tl.where(weight == 0.0, 1.0, weight)
             column = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + per_weight, DOT))
@@ -163,7 +163,7 @@ def key_gradients(
                 dmean_b = tl.dot(column, summed_b, dmean_b, input_precision=PRECISION)
                 db = db * weight + tl.where(has_slope(x), dproduct * mean_b, 0.0)
         dx, g0, g1 = phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D, MAP, CUBE)
-        # hidden keys get a gradient of zero, which must be written
+        # masked keys get a gradient of zero, which must be written
         store_rows(
             dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
         )

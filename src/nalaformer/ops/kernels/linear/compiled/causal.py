@@ -1,20 +1,20 @@
-"""Causal linear attention: a program owns a stretch of tokens and walks through it with a running state.
+"""Compute causal linear attention: a program owns a split of tokens and scans it with a running state.
 
-    state kernel     k, v                 -> sums of each stretch            (that of bidirectional.py)
-    prefix kernel    those                -> sums before each stretch, and of all tokens   (split_sums.py)
+    state kernel     k, v                 -> sums of each split              (that of bidirectional.py)
+    prefix kernel    those                -> sums before each split, and of all tokens     (split_sums.py)
     causal kernel    q, k, v, sums before -> out
     causal dq        q, k, v, out, dout, sums before   -> dq, and per row the gradient of the denominator
-    dsums kernel     q, dout, those       -> gradients of the sums by each stretch of queries
-    prefix kernel    those, from the end  -> gradients of the sums after each stretch
+    dsums kernel     q, dout, those       -> gradients of the sums by each split of queries
+    prefix kernel    those, from the end  -> gradients of the sums after each split
     causal dk        q, k, v, dout, those -> dk
     causal dv        q, k, dout, those    -> dv
 
-A single short stretch needs no sums: the causal kernel forward, and the three of the backward pass in one launch
+A single short split needs no sums: the causal kernel forward, and the three of the backward pass in one launch
 (causal_whole_gradient.py).
 
-Inside a tile of tokens attention is the masked product of the tile's features; what came before the tile comes through the
-state. The sums have the layout that bidirectional.py describes. Only maps with bounded features and one stream run here: with a
-scale per key each row would need its own.
+Inside a tile of tokens attention is the masked product of the tile's features; the state provides what came before the tile.
+bidirectional.py describes the layout of the sums. Only maps with bounded features and one stream run here: with a scale per
+key each row would need its own.
 """
 
 import triton
@@ -41,14 +41,14 @@ from .fading import decay_of_tile, pair_decay
 
 @triton.jit
 def lower_triangle(BN: tl.constexpr):
-    """[BN, BN]: True where the column's token is not later than the row's."""
+    """Return [BN, BN]: True where the column's token is not later than the row's."""
     rows = tl.arange(0, BN)
     return rows[:, None] >= rows[None, :]
 
 
 @triton.jit
 def products_within(aq, bq, ak, bk, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Feature products of a tile's queries (rows) and keys (columns), zero for later keys."""
+    """Return feature products of a tile's queries (rows) and keys (columns), zero for later keys."""
     within = tl.dot(aq, tl.trans(ak), input_precision=PRECISION)
     if PARTS == 2:
         within = tl.dot(bq, tl.trans(bk), within, input_precision=PRECISION)
@@ -57,7 +57,7 @@ def products_within(aq, bq, ak, bk, PARTS: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def seen_keys(count, ok, HAS_MASK: tl.constexpr):
-    """Visible keys up to each row of a tile, [BN, 1], and up to its end."""
+    """Return the number of visible keys up to each row of a tile, [BN, 1], and up to its end."""
     if HAS_MASK:
         seen = count + tl.cumsum(ok.to(tl.float32), axis=0)
         count += tl.sum(ok.to(tl.float32))
@@ -69,15 +69,15 @@ def seen_keys(count, ok, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def inverse_of(before, within, eps_seen):
-    """1 / denominator of the rows, [BN, 1]; 1 where a row sees nothing."""
+    """Return 1 / denominator of the rows, [BN, 1]; 1 where a row sees nothing."""
     total = before + tl.sum(within, axis=1)[:, None] + eps_seen
     return 1.0 / tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
 def add_weighted_values(above, weights, sees, raw, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """above + weights, zero for later tokens, which a row does not see, times values; a NaN or infinity in a later one must not
-    reach the row, not even by another order of addition. sees: [queries, keys], as the weights."""
+    """Return above + weights times values, zero for later tokens, which a row does not see: NaN or infinity in them must not
+    reach the row, in no order of addition. sees: [queries, keys], as the weights."""
     bad = (raw - raw) != 0.0
     finite = tl.where(bad, 0.0, raw.to(tl.float32)).to(DOT)
     above = tl.dot(weights.to(DOT), finite, above, input_precision=PRECISION)
@@ -88,7 +88,7 @@ def add_weighted_values(above, weights, sees, raw, DOT: tl.constexpr, PRECISION:
 
 @triton.jit
 def holds_no_number(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
-    """Whether the sums of a part hold NaN or infinity: then some value up to here does."""
+    """True if the sums of a part hold NaN or infinity, because some value up to here does."""
     s, z = load_sums(ptr, D, V, BD, BV)
     return tl.max(tl.max(((s - s) != 0.0).to(tl.int32), axis=1), axis=0) > 0
 
@@ -138,21 +138,21 @@ def write_tile(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Outputs of the tokens from `first` on; the state after them: S^T of both parts, z in sixteen columns, and the count."""
+    """Write the outputs of tokens from `first` on; return the later state: S^T of both parts, z in sixteen columns, count."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
     LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
     TYPE: tl.constexpr = DOT if LEAN else None
-    # keys that fade are weighed before they are rounded
+    # decayed keys are weighted before they are rounded
     KEY_TYPE: tl.constexpr = None if FADES else TYPE
     unit = unit_matrix(BD, DOT)
-    # z is updated and read by products: sums over rows would make the warps wait for each other at every step
+    # products update and read z: sums over rows would make the warps wait for each other at every step
     ones = tl.full([BN, 16], 1.0, DOT)
     exists = rows < stop - first
     ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
-    # each pair of feature tiles shrinks to operands before the next is made: registers are what limits this kernel
+    # each pair of feature tiles shrinks to operands before the next is made, because registers limit this kernel
     y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
     aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0, TYPE)
     plain_aq = aq.to(DOT)
@@ -304,7 +304,7 @@ def causal_kernel(
     owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
     before = before_ptr + owner * (PARTS * D * (V + 2))
     s_a, s_b, z_a, z_b, count = load_sums_or_zeros(before, D, V, BD, BV, PARTS, HAS_BEFORE)
-    # the sums after this stretch tell whether one of its values is no number; unknown means yes
+    # the sums after this split show if one of its values is NaN or infinite; without them the kernel assumes it
     is_suspect = tl.program_id(0) >= 0
     if HAS_TOTAL:
         size = PARTS * D * (V + 2)
@@ -316,7 +316,7 @@ def causal_kernel(
     wide_b = tl.zeros([BD, 16], tl.float32) + z_b[:, None]
     s_a = tl.trans(s_a)
     s_b = tl.trans(s_b)
-    # two loops: a branch in each step would cost those that need none
+    # two loops: a branch in each step would cost the steps that need none
     if is_suspect:
         for first in range(start, stop, BN):
             s_a, s_b, wide_a, wide_b, count = write_tile(

@@ -1,22 +1,22 @@
-"""Causal linear attention of large heads in chunks: running sums are written at each chunk, so that tiles need no walk.
+"""Compute causal linear attention of large heads in chunks: running sums are written at each chunk, so tiles need no scan.
 
-    state kernel       k, v                    -> sums of each stretch                          (that of bidirectional.py)
-    prefix kernel      those                   -> sums before each stretch, and of all tokens   (split_sums.py)
-    walk kernel        k, v, sums before       -> sums before each chunk, as operands
+    state kernel       k, v                    -> sums of each split                            (that of bidirectional.py)
+    prefix kernel      those                   -> sums before each split, and of all tokens     (split_sums.py)
+    scan kernel        k, v, sums before       -> sums before each chunk, as operands
     chunk kernel       q, k, v, those          -> out
-    walk kernel        k, v, sums before       -> sums before each chunk again, with more digits
+    scan kernel        k, v, sums before       -> sums before each chunk again, with more digits
     chunk dq           q, k, v, out, dout, those       -> dq, and per row the gradient of the denominator
-    dsums kernel       q, dout, those          -> gradients of the sums by each stretch of queries
-    prefix kernel      those, from the end     -> gradients of the sums after each stretch
-    walk back kernel   q, dout, those          -> gradients of the sums after each chunk, as operands
+    dsums kernel       q, dout, those          -> gradients of the sums by each split of queries
+    prefix kernel      those, from the end     -> gradients of the sums after each split
+    scan back kernel   q, dout, those          -> gradients of the sums after each chunk, as operands
     chunk dk           q, k, v, dout, those    -> dk, dv
 
-The walk of causal.py holds the state of both parts in registers, which in heads of 128 leaves room for 16 tokens at a time.
-Here one program walks with one part and does nothing else. Its sums are float32; what it writes at each chunk is what a
-product would take of them anyway: the operand S^T [BV, BD], and with DIGITS = 2 the operand of the digits that the first one
-lacks. Beside it lie float32 numbers: z [STEPS, PARTS, BD] before each step of the chunk, the number of keys before the chunk,
-and per part whether the sums after the chunk hold NaN or infinity (HAS_CHECK). A step is a tile of chunk dq, which thereby
-needs no sums of keys; elsewhere the chunk. Without rotary.
+The scan of causal.py holds the state of both parts in registers, which in heads of 128 leaves room for 16 tokens at a time.
+Here one program scans with one part and does nothing else. Its sums are float32; at each chunk it writes them in the form of
+operands: S^T [BV, BD], and with DIGITS = 2 the operand of the digits that the first one lacks. Beside them lie float32 values:
+z [STEPS, PARTS, BD] before each step of the chunk, the number of keys before the chunk, and per part a flag, set if the sums
+after the chunk hold NaN or infinity (HAS_CHECK). A step is a tile of chunk dq, which thereby needs no sums of keys; elsewhere
+it is the chunk. Rotary is not supported.
 """
 
 import triton
@@ -39,19 +39,19 @@ from .causal import add_weighted_values
 
 @triton.constexpr_function
 def operand_type(DOT):
-    """Of features: bfloat16 ones are made as operands, others are float32."""
+    """Return the type of features: bfloat16 ones are operands, others are float32."""
     return DOT if DOT == tl.bfloat16 else None  # noqa: SIM300
 
 
 @triton.constexpr_function
 def numbers_of_chunk(BD, PARTS, STEPS=1):
-    """How many float32 numbers lie beside the operands of a chunk; with room, so that each begins at a multiple of 64 bytes."""
+    """Return the number of float32 values beside a chunk's operands, padded so that each begins at a multiple of 64 bytes."""
     return STEPS * PARTS * BD + 16
 
 
 @triton.jit
 def first_chunk(row, sample, num_tokens, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """Where the chunks of a sample begin. Packed ones begin anywhere in a chunk: each sample leaves one unused at most."""
+    """Return where the chunks of a sample begin. Packed samples begin anywhere in one, so each leaves at most one unused."""
     place = tl.cast(sample, tl.int64) * tl.cdiv(num_tokens, CHUNK)
     if PACKED:
         place = row // CHUNK + sample
@@ -60,7 +60,7 @@ def first_chunk(row, sample, num_tokens, CHUNK: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def store_operand(ptr, s, DIGITS: tl.constexpr, DOT: tl.constexpr):
-    """S^T [BV, BD] as one operand or two, whose first is rounded and of use by itself."""
+    """Store S^T [BV, BD] as one operand or two, the first of which is rounded and works alone."""
     offsets = tl.arange(0, s.shape[0])[:, None] * s.shape[1] + tl.arange(0, s.shape[1])[None, :]
     high, low = digits(s, DOT)
     tl.store(ptr + offsets, high)
@@ -75,7 +75,7 @@ def load_operand(ptr, BD: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def load_turned_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
-    """S^T [BV, BD] and z [16, BD], rows alike, of one part of the sums that bidirectional.py describes."""
+    """Load S^T [BV, BD] and z [16, BD], rows alike, of one part of the sums that bidirectional.py describes."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     ok = (columns < V)[:, None] & (channels < D)[None, :]
@@ -135,7 +135,7 @@ def walk_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The sums before each chunk of a stretch, of one part."""
+    """Write the sums before each chunk of a split, of one part."""
     stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
     stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
     sample = tl.program_id(1) // kv_heads
@@ -198,13 +198,13 @@ def walk_kernel(
             numbers_ptr += kv_heads * SIZE_OF_NUMBERS
     if HAS_TOTAL:
         total = total_ptr + (tl.cast(tl.program_id(1), tl.int64) * PARTS + part) * SIZE
-        # a sixteenth is exact
+        # multiplying by a sixteenth is exact
         store_turned_sums(total, s, tl.sum(z, axis=0) * 0.0625, count, D, V, BD, BV)
 
 
 @triton.jit
 def visible_keys(count, mask_ptr, begin, first, rows, exists, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Visible keys up to each row of a tile, [BN, 1]; count: those before the chunk, which begins at `begin`."""
+    """Return the visible keys up to each row of a tile, [BN, 1]; count: those before the chunk, which begins at `begin`."""
     if HAS_MASK:
         places = tl.arange(0, CHUNK)
         earlier = visible_rows(mask_ptr, begin, places, places < first - begin, HAS_MASK)
@@ -225,8 +225,8 @@ def add_keys(
     v_ptr,
     mask_ptr,
     param_ptr,
-    first,  # of the queries
-    begin,  # of the keys
+    first,  # index of the first query
+    begin,  # index of the first key
     stop,
     stride_k,
     stride_v,
@@ -244,7 +244,7 @@ def add_keys(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Numerators and denominators of a tile of queries, with what a tile of keys adds to them."""
+    """Add a tile of keys to the numerators and denominators of a tile of queries."""
     BN: tl.constexpr = aq.shape[0]
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -316,7 +316,7 @@ def chunk_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Outputs of a tile of tokens: what came before its chunk comes through the sums, the rest by masked products."""
+    """Write the outputs of a tile of tokens: the sums provide what came before its chunk, masked products the rest."""
     stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
     stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
     stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
@@ -366,7 +366,7 @@ def chunk_kernel(
     if PARTS == 2:
         is_bad += tl.load(numbers_ptr + PARTS * BD + 2)
     end = tl.minimum(first + BN, length)
-    # two loops: a branch in each step would cost those that need none
+    # two loops: a branch in each step would cost the steps that need none
     if is_bad > 0.0:
         for start in range(begin, end, BK):
             above, below = add_keys(

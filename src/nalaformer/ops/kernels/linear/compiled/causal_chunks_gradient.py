@@ -1,7 +1,7 @@
-"""The backward pass of causal linear attention in chunks; causal_chunks.py has the plan, causal_gradient.py the formulas.
+"""Compute the backward pass of causal attention in chunks; causal_chunks.py has the plan, causal_gradient.py the formulas.
 
-G_ij and e_i are subtracted, and the denominator is divided out, in float32 products of two tiles of tokens; so features and
-dout enter as they are, and round as they did in the forward pass.
+Two tiles of tokens are multiplied in float32, from which G_ij and e_i are subtracted, and the denominator is divided out; so
+features and dout enter unchanged, with the rounding of the forward pass.
 """
 
 import triton
@@ -37,7 +37,7 @@ from .causal_chunks import (
 
 @triton.jit
 def times_operand(x, ptr, BD: tl.constexpr, BV: tl.constexpr, DIGITS: tl.constexpr, PRECISION: tl.constexpr):
-    """x [BN, BV] times S^T [BV, BD] with all its digits: what the denominator takes away may be nearly as large."""
+    """Return x [BN, BV] times S^T [BV, BD] with all its digits: the denominator may take away nearly as much."""
     product = tl.dot(x, load_operand(ptr, BD, BV), input_precision=PRECISION)
     if DIGITS == 2:
         product = tl.dot(x, load_operand(ptr + BV * BD, BD, BV), product, input_precision=PRECISION)
@@ -63,7 +63,7 @@ def chunk_dq_kernel(
     operands_ptr,  # [chunks of all samples, K, PARTS, DIGITS, BV, BD]
     numbers_ptr,  # [chunks of all samples, K, STEPS * PARTS * BD + 16], a step: BN tokens
     dq_ptr,  # [B, N, H, D]
-    drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out, mended
+    drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out, corrected
     dparam_ptr,  # [tiles, B * H, 2, D]
     num_rows,  # N, or T if packed
     num_tokens,
@@ -110,7 +110,7 @@ def chunk_dq_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq of a tile of tokens."""
+    """Write dq of a tile of tokens."""
     stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
     stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
     stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
@@ -157,7 +157,7 @@ def chunk_dq_kernel(
     out = load_rows(out_ptr, first, rows, exists, columns, columns < V, stride_o)
     drop = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)[:, None]
     dout = dout.to(DOT)
-    # what came before the chunk. The denominator is divided out at the end
+    # the part of the tokens before the chunk; the denominator is divided out at the end
     lost = left_factor(-drop, DOT)
     da = times_operand(dout, operands_ptr, BD, BV, DIGITS, PRECISION)
     da = tl.dot(lost, right_factor(row_of_numbers(numbers_ptr, BD), DOT), da, input_precision=PRECISION)
@@ -178,14 +178,14 @@ def chunk_dq_kernel(
             db = tl.dot(toward, b.to(DOT), db, input_precision=PRECISION)
     y = load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
     y = laid_as(y, da)
-    # one tile instead of two, where a channel needs but one of them
+    # one tile instead of two, where a channel needs only one of them
     IS_ONE: tl.constexpr = PARTS == 2 and is_one_sided(MAP)
     if IS_ONE:
-        # laid as it lies: the compiler would take later choices back to da and db, and keep all three
+        # with a fixed layout: the compiler would move later selections back to da and db, and keep all three
         da = laid_as(tl.where(y > 0, da, -db), y)
         db = -da
     inverse = load_per_row(inverse_ptr, first, rows, exists)
-    # a factor of all features changes an output only through eps, which tells what the rounding of out did to the drop
+    # a factor of all features changes an output only through eps, which shows how the rounding of out changed the drop
     seen = visible_keys(count, mask_ptr, begin, first, rows, exists, CHUNK, HAS_MASK)
     of_eps = drop * (eps * seen)
     error = along_query(y, da, db, query_params, channels, norm_scale, alpha, of_eps, D, MAP, PARTS)
@@ -209,7 +209,7 @@ def chunk_dq_kernel(
         db = more if not IS_ONE else -da
     else:
         db = da
-    # powers anew: kept from above, they would take the registers of the products between
+    # powers are computed again: kept from above, they would take the registers of the products between
     y = laid_as(y, da)
     dy, g0, g1 = phi_query_gradient(y, da, db, query_params, channels, norm_scale, alpha, D, MAP, 0)
     store_rows(dq_ptr, dy * inverse, first, rows, exists, channels, in_head, stride_dq)

@@ -1,4 +1,4 @@
-"""Gradients of keys and values in causal attention in chunks; causal_chunks_gradient.py has that of queries."""
+"""Compute gradients of keys and values in causal attention in chunks; causal_chunks_gradient.py has that of queries."""
 
 import triton
 import triton.language as tl
@@ -74,7 +74,7 @@ def walk_back_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients of the sums by all tokens after each chunk of a stretch, of one part, from the last chunk to the first."""
+    """Write the sums' gradients by all tokens after each chunk of a split, of one part, from the last chunk to the first."""
     stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
     stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
     sample = tl.program_id(1) // kv_heads
@@ -90,7 +90,7 @@ def walk_back_kernel(
     SIZE: tl.constexpr = D * (V + 2)
     place = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
     ds, dz = load_turned_sums(after_ptr + (place * PARTS + part) * SIZE, D, V, BD, BV)
-    # the rows are added up: the first begins with all of it
+    # the rows are added up, so the first one begins with everything
     dz = tl.where(tl.arange(0, 16)[:, None] == 0, dz, 0.0)
     places = first_chunk(row, sample, num_tokens, CHUNK, PACKED)
 
@@ -107,7 +107,7 @@ def walk_back_kernel(
             store_operand(operands_ptr + (own * PARTS + part) * (DIGITS * BV * BD), ds, DIGITS, DOT)
             tl.store(numbers_ptr + own * numbers_of_chunk(BD, PARTS) + part * BD + channels, tl.sum(dz, axis=0))
         exists = rows < stop - first
-        # a loop of one is none: the next tile is then read while this one is computed
+        # a loop of one is no loop: the next tile is then read while this one is computed
         for member in range(0, group if GROUPED else 1):
             query_head = head * group + member if GROUPED else head
             at = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
@@ -118,7 +118,7 @@ def walk_back_kernel(
             y = load_rows(q_rows, first, rows, exists, channels, in_head, stride_q).to(tl.float32)
             dout_rows = dout_ptr + do_offset + query_head * stride_doh
             dout = load_rows(dout_rows, first, rows, exists, columns, columns < V, stride_do).to(DOT)
-            # the denominator goes to the features: dout then needs no pass through registers
+            # the features take the denominator: dout then needs no pass through registers
             a, b, query_scale = phi_query(y, params, channels, norm_scale, alpha, D, MAP, 0, TYPE, inverse)
             if PARTS == 2:
                 a = tl.where(part == 0, a, b)
@@ -142,7 +142,7 @@ def chunk_dk_kernel(
     mask_ptr,
     cu_ptr,
     param_ptr,
-    operands_ptr,  # [chunks of all samples, K, PARTS, DIGITS, BV, BD]: of the gradients of the sums after each chunk
+    operands_ptr,  # [chunks of all samples, K, PARTS, DIGITS, BV, BD]: gradients of the sums after each chunk
     numbers_ptr,  # [chunks of all samples, K, PARTS * BD + 16]
     dk_ptr,  # [B, N, K, D]
     dv_ptr,  # [B, N, K, V]
@@ -192,7 +192,7 @@ def chunk_dk_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk and dv of a tile of tokens."""
+    """Write dk or dv of a tile of tokens."""
     stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
     stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
     stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
@@ -247,7 +247,7 @@ def chunk_dk_kernel(
             db = times_operand(v, operands_ptr + DIGITS * BV * BD, BD, BV, DIGITS, PRECISION)
             db += tl.load(numbers_ptr + BD + channels)[None, :]
     end = tl.minimum(first // CHUNK * CHUNK + CHUNK, length)
-    # a loop of one is none: the next tile is then read while this one is computed
+    # a loop of one is no loop: the next tile is then read while this one is computed
     for member in range(0, group if GROUPED else 1):
         query_head = head * group + member if GROUPED else head
         at = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
@@ -277,7 +277,7 @@ def chunk_dk_kernel(
                 da = tl.dot(toward, aq, da, input_precision=PRECISION)
                 if PARTS == 2:
                     db = tl.dot(toward, bq, db, input_precision=PRECISION)
-    # hidden keys get a gradient of zero, which must be written
+    # masked keys get a gradient of zero, which must be written
     if OF_VALUES:
         dv = tl.where(ok[:, None], dv, 0.0) if HAS_MASK else dv
         store_rows(dv_ptr, dv, first, rows, exists, columns, columns < V, stride_dv)

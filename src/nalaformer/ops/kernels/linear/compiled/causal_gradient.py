@@ -1,4 +1,4 @@
-"""The backward pass of causal linear attention; see causal.py for the plan.
+"""Compute the backward pass of causal linear attention; causal.py has the plan.
 
 With g = dout / den, e_i = g_i . out_i, the products G_ij = g_i . v_j and P_ij = phi(q_i) . phi(k_j), zero for j > i:
 
@@ -6,13 +6,13 @@ With g = dout / den, e_i = g_i . out_i, the products G_ij = g_i . v_j and P_ij =
     dphi(k_j) = sum_i (G_ij - e_i) phi(q_i)
     dv_j      = sum_i P_ij g_i
 
-where with rotary the terms with G and P take the turned features. Tokens outside the tile come through the sums S, z before it
-and through their gradients after it. out and 1 / den come from the forward pass.
+where with rotary the terms with G and P take the rotated features. The sums S, z before the tile and their gradients after it
+provide the tokens outside the tile. out and 1 / den come from the forward pass.
 
 G_ij and e_i nearly cancel where a row sees little but itself, or where values have a mean, so they are subtracted before either
-is rounded: everywhere without rotary; with it on the diagonal, where turning there and back leaves a token as it was
-(SAME_ANGLES). For the same reason the sums are multiplied with all their digits, and e_i is mended: out has few digits, but
-features that all grow by one factor change an output through eps alone, so dphi(q_i) . phi(q_i) tells how far off e_i is.
+is rounded: everywhere without rotary; with it on the diagonal, where rotating there and back leaves a token unchanged
+(SAME_ANGLES). For the same reason the sums are multiplied with all their digits, and e_i is corrected: out has few digits, but
+features that all grow by one factor change an output through eps alone, so dphi(q_i) . phi(q_i) shows the error of e_i.
 """
 
 import triton
@@ -44,7 +44,7 @@ from .fading import decay_of_tile, pair_decay
 
 @triton.jit
 def diagonal(BN: tl.constexpr):
-    """[BN, BN]: True where row and column are the same token."""
+    """Return [BN, BN]: True where row and column are the same token."""
     rows = tl.arange(0, BN)
     return rows[:, None] == rows[None, :]
 
@@ -67,7 +67,7 @@ def causal_dq_kernel(
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     fade_ptr,  # [B, K, N] or [K, T]
     dq_ptr,  # [B, N, H, D]
-    drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out, mended
+    drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out, corrected
     dparam_ptr,  # [splits, B * H, 2, D]
     num_rows,  # N, or T if packed
     num_tokens,
@@ -149,7 +149,7 @@ def causal_dq_kernel(
     owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
     before = before_ptr + owner * (PARTS * D * (V + 2))
     s_a, s_b, z_a, z_b, count = load_sums_or_zeros(before, D, V, BD, BV, PARTS, HAS_BEFORE)
-    # turned: then a product of tiles in memory adds to them; z grows by products with ones, as in the forward pass
+    # transposed: then a product of tiles in memory adds to them; z grows by products with ones, as in the forward pass
     s_a = tl.trans(s_a)
     s_b = tl.trans(s_b)
     ones = tl.full([16, BN], 1.0, DOT)
@@ -163,7 +163,7 @@ def causal_dq_kernel(
     p0 = tl.zeros([BD], tl.float32)
     p1 = tl.zeros([BD], tl.float32)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
-    # keys that fade are weighed before they are rounded
+    # decayed keys are weighted before they are rounded
     TYPE: tl.constexpr = DOT if LEAN and not FADES else None
     unit = unit_matrix(BD, DOT)
     unit_v = unit_matrix(BV, DOT)
@@ -175,7 +175,7 @@ def causal_dq_kernel(
         inverse = load_per_row(inverse_ptr, first, rows, exists)
         drop = tl.sum(widened(dout, unit_v, LEAN) * widened(out, unit_v, LEAN), axis=1)[:, None]
         dout = dout.to(DOT)
-        # what came before the tile. The denominator is divided out at the end
+        # the part of the tokens before the tile; the denominator is divided out at the end
         high, low = truncated_digits(s_a, DOT)
         da = times(dout, high, low, PRECISION)
         db_turned = da
@@ -207,7 +207,7 @@ def causal_dq_kernel(
         turned_b = turned_a
         if PARTS == 2:
             turned_b = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-        # what the sums take in
+        # the features that the sums add
         kept_a = turned_a
         kept_b = turned_b
         kept_plain_a = a.to(DOT)
@@ -247,7 +247,7 @@ def causal_dq_kernel(
                 db -= tl.dot(minus.to(DOT), b, input_precision=PRECISION)
             wide_b = tl.dot(ones, kept_plain_b, wide_b, input_precision=PRECISION)
         y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
-        # a factor of all features changes an output only through eps, which tells what the rounding of out did to the drop
+        # a factor of all features changes an output only through eps, which shows how the rounding of out changed the drop
         seen, count = seen_keys(count, ok, HAS_MASK)
         if FADES:
             seen = 1.0

@@ -1,4 +1,4 @@
-"""Gradients of keys in causal linear attention; causal_gradient.py has the formulas and the gradient of queries."""
+"""Compute gradients of keys in causal linear attention; causal_gradient.py has the formulas and the gradient of queries."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,7 @@ from .fading import decay_of_tile, pair_decay
 
 @triton.jit
 def upper_triangle(BN: tl.constexpr):
-    """[BN, BN], keys in the rows: True where the column's query is not earlier."""
+    """Return [BN, BN], keys in the rows: True where the column's query is not earlier."""
     rows = tl.arange(0, BN)
     return rows[:, None] <= rows[None, :]
 
@@ -60,10 +60,10 @@ def query_operands(
     SCALED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """dout, the features of both parts, and those turned, of the queries of a tile and head.
+    """Return dout, the features of both parts, and the rotated ones, of the queries of a tile and head.
 
-    The denominator is divided out of the features if SCALED: dout then needs no pass through registers, and loses no digits.
-    Otherwise out of dout: features then round as those of the forward pass did, with whose sums their products are weights.
+    If SCALED the denominator is divided out of the features: dout then needs no pass through registers, and loses no digits.
+    Otherwise out of dout: features then round as in the forward pass, with whose sums their products are weights.
     """
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -88,7 +88,7 @@ def query_operands(
 
 @triton.jit
 def faded_operand(features, faded, DOT: tl.constexpr):
-    """Queries as they read the sums before the tile."""
+    """Return the features of queries as they read the sums before the tile."""
     return (features.to(tl.float32) * tl.exp(faded)).to(DOT)
 
 
@@ -118,8 +118,8 @@ def add_to_keys(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the queries of a tile and head add to the gradients of its keys' features (those before the turn apart), and of the
-    sums before it."""
+    """Add the part of a tile's queries in one head to the gradients of its keys' features (unrotated ones separately), and of
+    the sums before it."""
     BN: tl.constexpr = dout.shape[0]
     weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
     toward = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
@@ -131,7 +131,7 @@ def add_to_keys(
             minus += tl.where(diagonal(BN), toward, 0.0)
             toward = tl.where(diagonal(BN), 0.0, toward)
     toward = tl.where(upper_triangle(BN), toward, 0.0)
-    # as they read the sums before the tile
+    # with the decay since the sums before the tile
     far_aq = aq
     far_bq = bq
     if FADES:
@@ -174,7 +174,7 @@ def causal_dk_kernel(
     drop_ptr,
     after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
     fade_ptr,  # [B, K, N] or [K, T]
-    dfade_ptr,  # the same: what a key loses by fading
+    dfade_ptr,  # the same shape: the gradient through the decay of each key
     dk_ptr,  # [B, N, K, D]
     dparam_ptr,  # [splits, B * K, 2, D]
     num_rows,
@@ -223,7 +223,7 @@ def causal_dk_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk, from the last tile of a stretch to the first."""
+    """Write dk, from the last tile of a split to the first."""
     stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
     stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
     stride_vb, stride_v, stride_vh = row_strides(stride_vb, stride_v, stride_vh, V)
@@ -250,10 +250,10 @@ def causal_dk_kernel(
     place = place_of_program()
     after = after_ptr + place * (PARTS * D * (V + 2))
     ds_a, ds_b, dz_a, dz_b, count = load_sums_or_zeros(after, D, V, BD, BV, PARTS, HAS_AFTER)
-    # turned: then a product of tiles in memory adds to them
+    # transposed: then a product of tiles in memory adds to them
     ds_a = tl.trans(ds_a)
     ds_b = tl.trans(ds_b)
-    # the first row begins with all of it: the rows are added up
+    # the rows are added up, so the first one begins with everything
     first_row = tl.arange(0, 16)[:, None] == 0
     wide_a = tl.where(first_row, dz_a[None, :], 0.0)
     wide_b = tl.where(first_row, dz_b[None, :], 0.0)
@@ -273,14 +273,14 @@ def causal_dk_kernel(
         exists = rows < stop - first
         ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-        # gradients of the turned features
+        # gradients of the rotated features
         high, low = truncated_digits(ds_a, DOT)
         da = times(v, high, low, PRECISION)
         db = da
         if PARTS == 2:
             high, low = truncated_digits(ds_b, DOT)
             db = times(v, high, low, PRECISION)
-        # what belongs to the features before the turn, from z: the sixteen rows add up
+        # the part of the unrotated features, from z: the sixteen rows add up
         high, low = truncated_digits(wide_a, DOT)
         plain_a = da if PAIRS == 0 else tl.zeros([BN, BD], tl.float32)
         plain_a = tl.dot(ones, low, tl.dot(ones, high, plain_a, input_precision=PRECISION), input_precision=PRECISION)
@@ -303,7 +303,7 @@ def causal_dk_kernel(
             ds_b *= tl.exp(end)
             wide_a *= tl.exp(end)
             wide_b *= tl.exp(end)
-        # a loop of one is none: the next tile is then read while this one is computed
+        # a loop of one is no loop: the next tile is then read while this one is computed
         for member in range(0, group if GROUPED else 1):
             query_head = head * group + member if GROUPED else head
             own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
@@ -328,12 +328,12 @@ def causal_dk_kernel(
         # last: until here its registers belong to the gradients
         x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
         if FADES:
-            # how much the outputs would change if the key had faded less
+            # how much the outputs would change if the key had decayed less
             a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, None)
             loss = tl.sum(a * da + b * db if PARTS == 2 else a * da, axis=1)[:, None]
             store_per_row(dfade_ptr, loss, first, rows, exists)
         dx, g0, g1 = phi_key_gradient(x, da, db, key_params, channels, 0.0, alpha, D, MAP, CUBE)
-        # hidden keys get a gradient of zero, which must be written
+        # masked keys get a gradient of zero, which must be written
         store_rows(
             dk_ptr, tl.where(ok[:, None], dx, 0.0) if HAS_MASK else dx, first, rows, exists, channels, in_head, stride_dk
         )

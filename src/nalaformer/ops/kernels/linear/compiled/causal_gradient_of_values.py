@@ -1,4 +1,4 @@
-"""Gradients of values in causal linear attention; causal_gradient.py has the formulas and the gradient of queries."""
+"""Compute gradients of values in causal linear attention; causal_gradient.py has the formulas and the gradient of queries."""
 
 import triton
 import triton.language as tl
@@ -39,7 +39,7 @@ def add_to_values(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the queries of a tile and head add to the gradients of its values, and of the sums before it."""
+    """Add the part of a tile's queries in one head to the gradients of its values, and of the sums before it."""
     weights = tl.dot(ak, tl.trans(aq), input_precision=PRECISION)
     if PARTS == 2:
         weights = tl.dot(bk, tl.trans(bq), weights, input_precision=PRECISION)
@@ -112,7 +112,7 @@ def causal_dv_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dv, from the last tile of a stretch to the first. Apart from dk: the two together need more registers than there are."""
+    """Write dv, from the last tile of a split to the first. dk is separate, because the two together exceed the registers."""
     stride_qb, stride_q, stride_qh = row_strides(stride_qb, stride_q, stride_qh, D)
     stride_kb, stride_k, stride_kh = row_strides(stride_kb, stride_k, stride_kh, D)
     stride_dob, stride_do, stride_doh = row_strides(stride_dob, stride_do, stride_doh, V)
@@ -135,7 +135,7 @@ def causal_dv_kernel(
     place = place_of_program()
     after = after_ptr + place * (PARTS * D * (V + 2))
     ds_a, ds_b, dz_a, dz_b, count = load_sums_or_zeros(after, D, V, BD, BV, PARTS, HAS_AFTER)
-    # turned: then a product of tiles in memory adds to them
+    # transposed: then a product of tiles in memory adds to them
     ds_a = tl.trans(ds_a)
     ds_b = tl.trans(ds_b)
 
@@ -165,7 +165,7 @@ def causal_dv_kernel(
             dv *= tl.exp(end - faded)
             ds_a *= tl.exp(end)
             ds_b *= tl.exp(end)
-        # a loop of one is none: the next tile is then read while this one is computed
+        # a loop of one is no loop: the next tile is then read while this one is computed
         for member in range(0, group if GROUPED else 1):
             query_head = head * group + member if GROUPED else head
             own = place_per_row(sample, query_head, heads, row, num_rows, PACKED)
@@ -180,7 +180,7 @@ def causal_dv_kernel(
                 *(ak, bk, dout, aq, bq, dv, ds_a, ds_b, faded),
                 *(PARTS, FADES, DOT, PRECISION),
             )
-        # hidden keys get a gradient of zero, which must be written
+        # masked keys get a gradient of zero, which must be written
         store_rows(
             dv_ptr, tl.where(ok[:, None], dv, 0.0) if HAS_MASK else dv, first, rows, exists, columns, columns < V, stride_dv
         )

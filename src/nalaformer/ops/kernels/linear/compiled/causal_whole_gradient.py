@@ -1,7 +1,7 @@
-"""The backward pass of short causal attention in one launch: a program owns a sample and head, and nothing comes before.
+"""Compute the backward pass of short causal attention in one launch: a program owns a sample and head without earlier tokens.
 
-The walks of causal_gradient.py, causal_gradient_of_keys.py and causal_gradient_of_values.py, one after the other: small inputs
-wait for the host, for which each launch is work.
+It runs the scans of causal_gradient.py, causal_gradient_of_keys.py and causal_gradient_of_values.py one after the other,
+because small inputs are launch-bound.
 """
 
 import triton
@@ -30,8 +30,8 @@ def causal_whole_gradient_kernel(
     dk_ptr,  # [B, N, H, D]
     dv_ptr,  # [B, N, H, V]
     drop_ptr,  # [1, B, H, N]: written and read here
-    dquery_ptr,  # [1, B * H, 2, D]: of the parameters
-    dkey_ptr,  # the same
+    dquery_ptr,  # [1, B * H, 2, D]: gradients of the parameters
+    dkey_ptr,  # the same shape
     num_tokens,
     heads,
     stretch,
@@ -91,7 +91,7 @@ def causal_whole_gradient_kernel(
         *(stride_angle_q, stride_angle_k, query_param_group, key_param_group, num_params, norm_scale, alpha, eps),
         *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, False, False, SAME_ANGLES, False, LEARNED, DOT, PRECISION),
     )
-    # every warp reads the numbers that the others wrote
+    # every warp reads values that the others wrote
     tl.debug_barrier()
     causal_dk_kernel(
         *(q_ptr, k_ptr, v_ptr, dout_ptr, mask_ptr, None, param_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr),

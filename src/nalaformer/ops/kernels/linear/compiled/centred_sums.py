@@ -1,4 +1,4 @@
-"""The sums without what the mean of the values adds to them; bidirectional_gradient.py says why."""
+"""Compute the sums without the part of the mean value; bidirectional_gradient.py explains why."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from ...common.compiled.tiles import load_both_sums
 
 @triton.jit
 def grows(c, z, mean):
-    """1 where a number of c is more than twice what it was before z m was taken out, else 0."""
+    """Return 1 where an element of c is more than twice what it was before z m was subtracted, else 0."""
     return (tl.abs(c) > 2.0 * tl.abs(c + z[:, None] * mean[None, :])).to(tl.int32)
 
 
@@ -22,10 +22,10 @@ def centred_sums(
     PARTS: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
-    """C = S - z m of both parts, [BD, BV]; z of both parts, [BD]; and m, [BV].
+    """Return C = S - z m of both parts, [BD, BV]; z of both parts, [BD]; and m, [BV].
 
-    m is 0 unless CENTRED, and in columns where it would make C larger than S: queries may look where the values have no such
-    mean, and there C would round worse than S.
+    m is 0 unless CENTRED, and in columns where it would make C larger than S: there the values that queries see have no such
+    mean, and C would round worse than S.
     """
     s_a, s_b, z_a, z_b = load_both_sums(ptr, D, V, BD, BV, PARTS)
     mean = tl.zeros([BV], tl.float32)
@@ -41,7 +41,7 @@ def centred_sums(
         worse = tl.max(grows(s_a, z_a, mean), axis=0)
         if PARTS == 2:
             worse += tl.max(grows(s_b, z_b, mean), axis=0)
-        # put back where it does not belong
+        # added again where it makes C larger
         wrong = tl.where(worse > 0, mean, 0.0)
         mean -= wrong
         s_a += z_a[:, None] * wrong[None, :]

@@ -1,14 +1,14 @@
-"""The contrast out + z (out - mean v) of bidirectional attention, z = contrast / n * phi_q . sum_j phi_k.
+"""Compute the contrast out + z (out - mean v) of bidirectional attention, z = contrast / n * phi_q . sum_j phi_k.
 
 With den = phi_q . sum_j phi_k + eps n, o = num / den and out = (1 + z) o - z m, the gradient of num is dout times
-w = (1 + z) / den, which takes the place of 1 / den; that of den is w times
+w = (1 + z) / den, which replaces 1 / den; that of den is w times
 
     drop = -(dout . o) + (c / w) (dout . o - dout . m),     c = contrast / n
 
-and that of the mean of the values m is -sum_i z_i dout_i. The rest of the backward pass is that of attention.
+and the gradient of the mean value m is -sum_i z_i dout_i. The rest of the backward pass is that of attention.
 
-Outputs may lie near the mean, and z magnifies what rounding makes of their distance. Without rotary that distance is read from
-sums which never had the mean in them: with C = S - z_sum m and c = phi_q . C / den,
+Outputs may lie near the mean, and z magnifies the rounding of their distance. Without rotary that distance is read from
+sums that never contained the mean: with C = S - z_sum m and c = phi_q . C / den,
 
     out = (1 + z) c + m (phi_q . z_sum - z eps n) / den
 """
@@ -24,13 +24,13 @@ LARGEST_STRENGTH = constant(1e12)
 
 @triton.constexpr_function
 def size_of_sums(D, V, PARTS, CONTRAST):
-    """Numbers of a sample and head: S, z, count and, for a contrast, the sum of the values."""
+    """Return the elements of a sample and head: S, z, count and, for a contrast, the sum of the values."""
     return PARTS * D * (V + 2) + (V if CONTRAST else 0)
 
 
 @triton.jit
 def load_value_sum(ptr, D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, CONTRAST: tl.constexpr):
-    """What lies behind the sums of a sample and head, [BV]; zeros without a contrast."""
+    """Load the sum of the values behind the sums of a sample and head, [BV]; zeros without a contrast."""
     value_sum = tl.zeros([BV], tl.float32)
     if CONTRAST:
         columns = tl.arange(0, BV)
@@ -46,7 +46,7 @@ def store_value_sum(ptr, value_sum, D: tl.constexpr, V: tl.constexpr, BV: tl.con
 
 @triton.jit
 def without_mean(s, z, mean, CENTRED: tl.constexpr):
-    """C = S - z m where CENTRED, else S; [BD, BV]."""
+    """Return C = S - z m where CENTRED, else S; [BD, BV]."""
     if CENTRED:
         s -= z[:, None] * mean[None, :]
     return s
@@ -54,7 +54,7 @@ def without_mean(s, z, mean, CENTRED: tl.constexpr):
 
 @triton.jit
 def contrasted(out, mean, strength, score, inverse, eps_count, CENTRED: tl.constexpr):
-    """The formulas above, from o or, if CENTRED, from c; score = phi_q . z_sum, inverse = 1 / den."""
+    """Apply the formulas above to o or, if CENTRED, to c; score = phi_q . z_sum, inverse = 1 / den."""
     if CENTRED:
         out = out * (1.0 + strength) + mean[None, :] * (inverse * (score - strength * eps_count))
     else:
@@ -64,15 +64,15 @@ def contrasted(out, mean, strength, score, inverse, eps_count, CENTRED: tl.const
 
 @triton.jit
 def strength_of(inverse, per_score, eps_count):
-    """z of rows, from 1 / den, [BN, 1]; rows that do not exist have a 1 / den of 0."""
+    """Return z of rows, from 1 / den, [BN, 1]; rows that do not exist have a 1 / den of 0."""
     den = 1.0 / tl.where(inverse == 0.0, 1.0, inverse)
     return tl.minimum(per_score * (den - eps_count), LARGEST_STRENGTH)
 
 
 @triton.jit
 def drop_with_contrast(drop, along_mean, strength, factor, per_score):
-    """The drop above, from drop = -(1 + z) dout . o, along_mean = dout . m and factor = w."""
+    """Return the drop above, from drop = -(1 + z) dout . o, along_mean = dout . m and factor = w."""
     drop = drop / (1.0 + strength)
-    # a strength that was cut off has no gradient; rows that do not exist have a factor of 0
+    # a clamped scale has no gradient; rows that do not exist have a factor of 0
     share = tl.where(strength < LARGEST_STRENGTH, per_score, 0.0) / tl.where(factor == 0.0, 1.0, factor)
     return drop - share * (drop + along_mean)

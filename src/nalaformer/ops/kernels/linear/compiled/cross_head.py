@@ -1,4 +1,4 @@
-"""Features of a row of all heads of a token together; cross_head_op.py says when they are needed."""
+"""Compute features of a row of all heads of a token together; cross_head_op.py says when they are needed."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from ...common.compiled.maps import phi_key
 
 @triton.jit
 def places_of(tile, sample, num_tokens, stride_b, stride_n, stride_h, D: tl.constexpr, C: tl.constexpr, BC, BN):
-    """Offsets of a tile of tokens and of its channels in a [B, N, H, D] view and in a contiguous one, and what exists."""
+    """Return offsets of a tile of tokens and its channels in a [B, N, H, D] view and in a contiguous one, and their masks."""
     tokens = tile * BN + tl.arange(0, BN)
     channels = tl.arange(0, BC)
     wide = tokens.to(tl.int64)

@@ -1,7 +1,7 @@
-"""How far keys have faded, inside a tile of tokens; ops/fading.py has the formula.
+"""Compute the decay of keys inside a tile of tokens; ops/fading.py has the formula.
 
-Every factor is exp of a number <= 0, whatever the decays are: sums are seen from the end of what they sum over, and a query
-reads them through what has faded since.
+Every factor is exp of a number <= 0, whatever the decays are: sums are decayed to the end of the tokens that they add up, and a
+query reads them with the decay since then.
 """
 
 import triton
@@ -10,16 +10,16 @@ import triton.language as tl
 
 @triton.jit
 def decay_of_tile(fade_ptr, first, rows, exists):
-    """The running sum of the logarithms up to each row, [BN, 1], and that of the whole tile."""
+    """Return the running sum of log_decay up to each row, [BN, 1], and over the whole tile."""
     # a running sum of one column, [BN, 1], is what Triton 3.6 cannot compile
     faded = tl.cumsum(tl.load(fade_ptr + tl.cast(first, tl.int64) + rows, mask=exists, other=0.0), axis=0)
-    # the last of the running sums, not another sum: rounded otherwise, it could lie above them
+    # the last of the running sums instead of another sum, whose rounding could place it above them
     return faded[:, None], tl.min(faded, axis=0)
 
 
 @triton.jit
 def pair_decay(faded, BN: tl.constexpr):
-    """[BN, BN]: what is left of the column's key for the row's query; 1 for later keys, which nobody sees."""
+    """Return [BN, BN]: the decay from the column's key to the row's query; 1 for later keys, which are masked."""
     rows = tl.arange(0, BN)
     difference = faded - tl.trans(faded)
     return tl.exp(tl.where(rows[:, None] >= rows[None, :], difference, 0.0))

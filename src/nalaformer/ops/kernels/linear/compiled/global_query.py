@@ -1,6 +1,6 @@
-"""The mean query of RALA and its products with keys, and their gradients: each tensor read once, features in registers only.
+"""Compute the mean query of RALA and its products with keys, and their gradients: each tensor is read once.
 
-For maps without parameters that are the same for queries and keys, with features >= 0.
+It supports maps without parameters that are the same for queries and keys, with features >= 0.
 """
 
 import triton
@@ -13,7 +13,7 @@ from .mean_query import LARGEST_FEATURE, bounded_features, store_row
 
 @triton.jit
 def load_row(ptr, channels, D: tl.constexpr, PARTS: tl.constexpr):
-    """The parts of a row [PARTS, D], each [1, BD]; of one part, twice."""
+    """Load the parts of a row [PARTS, D], each [1, BD]; a single part is returned twice."""
     a = tl.load(ptr + channels, mask=channels < D, other=0.0)[None, :]
     b = a
     if PARTS == 2:
@@ -39,7 +39,7 @@ def feature_sums_kernel(
     PARTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
-    """sum_i phi(x_i) over a stretch of visible tokens."""
+    """Compute sum_i phi(x_i) over a split of visible tokens."""
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
     x_ptr += sample * stride_b + (tl.program_id(1) % heads) * stride_h
     start = tl.program_id(0) * stretch
@@ -76,7 +76,7 @@ def feature_products_kernel(
     PARTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
-    """phi(x_i) . row of each token; 0 for hidden ones."""
+    """Compute phi(x_i) . row of each token; 0 for masked ones."""
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
     place = tl.cast(tl.program_id(1), tl.int64)
     x_ptr += sample * stride_b + (tl.program_id(1) % heads) * stride_h
@@ -121,7 +121,7 @@ def feature_gradient_kernel(
     HAS_MASK: tl.constexpr,
     HAS_NUMBERS: tl.constexpr,
 ):
-    """dx_i = phi'(x_i) (g_i row), and the sum of g_i phi(x_i); without numbers g = 1, and no sum."""
+    """Compute dx_i = phi'(x_i) (g_i row), and the sum of g_i phi(x_i); without numbers g = 1, and no sum."""
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
     head = tl.program_id(1) % heads
     place = tl.cast(tl.program_id(1), tl.int64)
@@ -144,11 +144,11 @@ def feature_gradient_kernel(
             number = load_per_row(number_ptr + place * num_tokens, first, rows, ok)
             sum_a += number * a
             sum_b += number * b
-        # a feature that was cut off has no gradient
+        # a clamped feature has no gradient
         da = tl.where(a < LARGEST_FEATURE, number * row_a, 0.0)
         db = tl.where(b < LARGEST_FEATURE, number * row_b, 0.0)
         dx, g0, g1 = phi_of_both_gradient(x, da, db, None, channels, 0.0, D, MAP)
-        # hidden tokens get a gradient of zero, which must be written
+        # masked tokens get a gradient of zero, which must be written
         store_rows(dx_ptr, tl.where(ok[:, None], dx, 0.0), first, rows, exists, channels, channels < D, stride_dx)
     if HAS_NUMBERS:
         store_row(sums_ptr + place_of_program() * (PARTS * D), sum_a, sum_b, channels, D, PARTS)

@@ -1,4 +1,4 @@
-"""Sums over keys: what a stretch of them adds to the state of a sample and head; bidirectional.py has the plan."""
+"""Sum keys into the state of a sample and head; bidirectional.py has the plan."""
 
 import triton
 import triton.language as tl
@@ -11,10 +11,11 @@ from ...common.compiled.tiles import load_per_row, load_rows, rotated
 
 @triton.jit
 def add_tile(s, z, features, plain, v, ones, ACROSS: tl.constexpr, PRECISION: tl.constexpr):
-    """S and z with a tile of keys; z is a product with ones, since a sum over rows would make the warps wait for each other.
+    """Add a tile of keys to S and z; z is a product with ones, since a sum over rows would make warps wait for each other.
 
-    ACROSS: the features lie where a product takes its left operand, S is [BD, BV]. Otherwise they are the right one, for which
-    they go through memory, and S is [BV, BD]; as left one their turn would split the product into many that wait.
+    ACROSS: the features lie where a product takes its left operand, S is [BD, BV]. Otherwise they are the right operand, for
+    which they go through memory, and S is [BV, BD]: as the left one they would need a transpose, which splits the product into
+    many.
     """
     if ACROSS:
         z = tl.dot(tl.trans(plain), ones, z, input_precision=PRECISION)
@@ -30,7 +31,7 @@ def sum_keys(
     k_ptr,
     v_ptr,
     mask_ptr,
-    weight_ptr,  # of the sample and head on
+    weight_ptr,  # begins at the sample and head
     param_ptr,
     cos_ptr,
     sin_ptr,
@@ -55,14 +56,14 @@ def sum_keys(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The sums over keys start .. stop - 1, and with CONTRAST that of their values, [BV]."""
+    """Return the sums over keys start .. stop - 1, and with CONTRAST that of their values, [BV]."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BN)
     in_head = channels < D
     IS_PLAIN: tl.constexpr = PAIRS == 0 and is_elementwise(MAP) and k_ptr.dtype.element_ty == DOT
     LEAN: tl.constexpr = is_lean(DOT, BD, BV, 128 if IS_PLAIN and not GUARD else 64)
-    # features as operands, unless they are turned or weighed first
+    # features as operands, unless they are rotated or weighted first
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 and not HAS_WEIGHT else None
     ACROSS: tl.constexpr = LEAN and IS_PLAIN
     unit = unit_matrix(BD, DOT)
@@ -109,6 +110,6 @@ def sum_keys(
             s_b, z_b = add_tile(s_b, z_b, turned, b.to(DOT), v, ones, ACROSS, PRECISION)
     if not ACROSS:
         s_a, s_b, z_a, z_b = tl.trans(s_a), tl.trans(s_b), tl.trans(z_a), tl.trans(z_b)
-    # the columns of z are alike, and a sixteenth is exact
+    # the columns of z are alike, and multiplying by a sixteenth is exact
     z_a, z_b, value_sum = tl.sum(z_a, axis=1) * 0.0625, tl.sum(z_b, axis=1) * 0.0625, tl.sum(value_sum, axis=0) * 0.0625
     return s_a, s_b, z_a, z_b, tl.sum(count), log_scale, value_sum

@@ -1,14 +1,14 @@
-"""Weights of keys by the mean query (RALA), inside the kernels that read the keys anyway.
+"""Compute weights of keys by the mean query (RALA), inside the kernels that read the keys anyway.
 
-With r = D^-1/2 mean_i phi(q_i), p_j = r . phi(k_j) and w_j = exp(p_j), keys weigh n w_j / sum_j w_j. The kernels leave
-n / sum_j w_j out: it cancels between numerator and denominator, and in eps n, which becomes eps sum_j w_j. With g_j the
-gradient of w_j phi(k_j), that of a product is
+With r = D^-1/2 mean_i phi(q_i), p_j = r . phi(k_j) and w_j = exp(p_j), keys weigh n w_j / sum_j w_j. The kernels skip
+n / sum_j w_j: it cancels between numerator and denominator, and in eps n, which becomes eps sum_j w_j. With g_j the gradient of
+w_j phi(k_j), the gradient of a product is
 
     dp_j = w_j phi(k_j) . g_j  -  w_j / sum_j w_j * c,     c = sum_j w_j phi(k_j) . g_j = S . dS + z . dz
 
-so that c is known before any key is read, dr = sum_j dp_j phi(k_j) is summed on the way, and only then come the queries.
+so c is known before any key is read, the same pass sums dr = sum_j dp_j phi(k_j), and queries come last.
 
-For maps without parameters that are the same for queries and keys, with features >= 0.
+It supports maps without parameters that are the same for queries and keys, with features >= 0.
 """
 
 import triton
@@ -21,28 +21,28 @@ from ...common.compiled.tiles import load_both_sums, load_rows, place_of_program
 # as in ops.key_weight
 LARGEST_FEATURE = constant(1e17)
 NEARLY_ALL = constant(1.0 - 2.0**-20)
-# stretches whose sums are on their way together
+# splits whose sums are loaded together
 AT_ONCE = constant(32)
 
 
 @triton.jit
 def bounded_features(x, ok, channels, D: tl.constexpr, MAP: tl.constexpr):
-    """phi(x) as far as its products stay finite, 0 in rows that are not ok; maps of one part give it twice."""
-    # these maps have no parameters: the pointer is never read
+    """Return phi(x), clamped so that its products stay finite, 0 in rows that are not ok; maps of one part return it twice."""
+    # these maps have no parameters, so the pointer is never read
     a, b = phi_of_both(x.to(tl.float32), ok, None, channels, 0.0, D, MAP)
     return tl.minimum(a, LARGEST_FEATURE), tl.minimum(b, LARGEST_FEATURE)
 
 
 @triton.jit
 def has_slope(x):
-    """Whether a feature was not cut off."""
+    """True if a feature was not clamped."""
     return tl.abs(x) < LARGEST_FEATURE
 
 
 @triton.jit
 def product_with_mean(a, b, mean_a, mean_b, PARTS: tl.constexpr):
-    """log2 of exp(r . phi(k_j)), [BN, 1]."""
-    # no factor comes after the sum: fused with the difference from the largest product, it would leave the rounding of that
+    """Return log2 of exp(r . phi(k_j)), [BN, 1]."""
+    # no factor comes after the sum: fused with the difference from the largest product, it would keep its rounding there
     product = tl.minimum(a, LARGEST_FEATURE) * (mean_a * LOG2_E)
     if PARTS == 2:
         product += tl.minimum(b, LARGEST_FEATURE) * (mean_b * LOG2_E)
@@ -51,7 +51,7 @@ def product_with_mean(a, b, mean_a, mean_b, PARTS: tl.constexpr):
 
 @triton.jit
 def store_row(ptr, a, b, channels, D: tl.constexpr, PARTS: tl.constexpr):
-    """a and b [*, BD], summed over their rows."""
+    """Store a and b [*, BD], summed over their rows."""
     tl.store(ptr + channels, tl.sum(a, axis=0), mask=channels < D)
     if PARTS == 2:
         tl.store(ptr + D + channels, tl.sum(b, axis=0), mask=channels < D)
@@ -59,7 +59,7 @@ def store_row(ptr, a, b, channels, D: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def sum_of_rows(ptr, splits, SIZE: tl.constexpr, FIRST: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Numbers FIRST .. FIRST + D - 1 of this program's row in [splits, rows, SIZE], over all splits, [1, BD]."""
+    """Return elements FIRST .. FIRST + D - 1 of this program's row in [splits, rows, SIZE], summed over the splits, [1, BD]."""
     channels = tl.arange(0, BD)
     steps = tl.arange(0, AT_ONCE)
     total = tl.zeros([AT_ONCE, BD], tl.float32)
@@ -72,7 +72,7 @@ def sum_of_rows(ptr, splits, SIZE: tl.constexpr, FIRST: tl.constexpr, D: tl.cons
 
 @triton.jit
 def mean_of_sums(ptr, splits, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
-    """r in one or two parts, [1, BD], and D^-1/2 / n, from what query_sums_kernel wrote."""
+    """Return r in one or two parts, [1, BD], and D^-1/2 / n, from the output of query_sums_kernel."""
     SIZE: tl.constexpr = PARTS * D + 1
     SCALE: tl.constexpr = D**-0.5
     share = SCALE / tl.maximum(tl.sum(sum_of_rows(ptr, splits, SIZE, SIZE - 1, 1, 16)), 1.0)
@@ -85,7 +85,7 @@ def mean_of_sums(ptr, splits, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.const
 
 @triton.jit
 def store_mean(ptr, mean_a, mean_b, share, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
-    """For the backward pass, in this program's row of [rows, PARTS * D + 1]."""
+    """Store the mean for the backward pass, in this program's row of [rows, PARTS * D + 1]."""
     ptr += tl.cast(tl.program_id(1), tl.int64) * (PARTS * D + 1)
     store_row(ptr, mean_a, mean_b, tl.arange(0, BD), D, PARTS)
     tl.store(ptr + PARTS * D, share)
@@ -93,7 +93,7 @@ def store_mean(ptr, mean_a, mean_b, share, D: tl.constexpr, BD: tl.constexpr, PA
 
 @triton.jit
 def load_mean(ptr, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
-    """Its parts, [1, BD] each; of one part, twice."""
+    """Load the parts of the mean, [1, BD] each; a single part is returned twice."""
     ptr += tl.cast(tl.program_id(1), tl.int64) * (PARTS * D + 1)
     channels = tl.arange(0, BD)
     mean_a = tl.load(ptr + channels, mask=channels < D, other=0.0)[None, :]
@@ -105,7 +105,7 @@ def load_mean(ptr, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def gradient_of_mean(mean_ptr, dmean_ptr, splits, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
-    """What each query's features get: D^-1/2 / n dr, [1, BD] for each part."""
+    """Return the gradient of each query's features: D^-1/2 / n dr, [1, BD] for each part."""
     share = tl.load(mean_ptr + tl.cast(tl.program_id(1), tl.int64) * (PARTS * D + 1) + PARTS * D)
     row_a = sum_of_rows(dmean_ptr, splits, PARTS * D, 0, D, BD) * share
     row_b = row_a
@@ -118,7 +118,7 @@ def gradient_of_mean(mean_ptr, dmean_ptr, splits, D: tl.constexpr, BD: tl.conste
 def along_sums(
     ptr, ds_a, ds_b, dz_a, dz_b, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr
 ):
-    """c / sum_j w_j, from the sums at ptr and their gradients."""
+    """Return c / sum_j w_j, from the sums at ptr and their gradients."""
     s_a, s_b, z_a, z_b = load_both_sums(ptr, D, V, BD, BV, PARTS)
     total = tl.sum(tl.sum(s_a * ds_a, axis=1) + z_a * dz_a)
     if PARTS == 2:
@@ -144,9 +144,9 @@ def query_sums_kernel(
     MAP: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_QUERY_MASK: tl.constexpr,
-    AHEAD: tl.constexpr,  # stages of the loop: without a product in it, Triton reads ahead only where it is told
+    AHEAD: tl.constexpr,  # stages of the loop: without a product in it, Triton reads ahead only with this hint
 ):
-    """sum_i phi(x_i) over a stretch of visible tokens, and their number."""
+    """Compute sum_i phi(x_i) over a split of visible tokens, and count them."""
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
     x_ptr += sample * stride_b + (tl.program_id(1) % heads) * stride_h
     start = tl.program_id(0) * stretch

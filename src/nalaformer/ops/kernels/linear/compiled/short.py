@@ -1,11 +1,11 @@
-"""Bidirectional attention of at most one tile of tokens by its weights: a program owns a sample and head, reads inputs once.
+"""Compute bidirectional attention of at most one tile of tokens by its weights: a program owns a sample and head.
 
-So few tokens have fewer weights than their state has numbers, and nothing is kept for the backward pass. With scores
+So few tokens have fewer weights than their state has elements, and nothing is saved for the backward pass. With scores
 A_ij = phi(q_i) . phi(k_j), weights W_ij = A_ij / den_i and G_ij = dout_i . v_j:
 
     out = W v,   dv = W^T dout,   den_i dA_ij = G_ij - sum_j W_ij G_ij,   dphi(q) = dA phi(k),   dphi(k) = dA^T phi(q)
 
-The difference is taken in float32, before anything is rounded: no mean of the values has to be taken out first.
+The difference is taken in float32, before anything is rounded, so no mean of the values has to be subtracted first.
 """
 
 import triton
@@ -27,7 +27,7 @@ from ...common.compiled.tiles import (
 
 @triton.jit
 def scores_of(q_a, q_b, k_a, k_b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """phi(q_i) . phi(k_j), [BN, BN]."""
+    """Return phi(q_i) . phi(k_j), [BN, BN]."""
     scores = tl.dot(q_a, tl.trans(k_a), input_precision=PRECISION)
     if PARTS == 2:
         scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision=PRECISION)
@@ -36,7 +36,7 @@ def scores_of(q_a, q_b, k_a, k_b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def inverse_of_sum(scores, visible, eps):
-    """1 / denominator, [BN, 1]; 1 where a row sees nothing."""
+    """Return 1 / denominator, [BN, 1]; 1 where a row sees nothing."""
     below = tl.sum(scores, axis=1)[:, None] + eps * tl.sum(visible.to(tl.float32))
     return 1.0 / tl.where(below == 0.0, 1.0, below)
 
@@ -105,7 +105,7 @@ def short_kernel(
     k_a, k_b = phi_key(widened(k, unit, LEAN), visible, param_ptr, channels, 0.0, alpha, D, MAP, CUBE, DOT)
     q_a, q_b, log_scale = phi_query(widened(q, unit, LEAN), param_ptr, channels, norm_scale, alpha, D, MAP, 0, DOT)
     scores = scores_of(q_a, q_b, k_a, k_b, PARTS, PRECISION).to(DOT)
-    # the sum of what is multiplied, so that the weights add up to one
+    # the sum of the rounded scores that are multiplied, so that the weights add up to one
     inverse = inverse_of_sum(scores.to(tl.float32), visible, eps)
     out = tl.dot(scores, v, input_precision=PRECISION)
     store_rows(out_ptr, out * inverse, 0, rows, rows < num_queries, columns, columns < V, stride_o)
@@ -122,7 +122,7 @@ def short_gradient_kernel(
     dq_ptr,  # [B, N, H, D]
     dk_ptr,  # [B, M, H, D]
     dv_ptr,  # [B, M, H, V]
-    dquery_ptr,  # [B * H, 4, D]: of the parameters
+    dquery_ptr,  # [B * H, 4, D]: gradients of the parameters
     dkey_ptr,  # [B * H, 2, D]
     num_queries,
     num_keys,
@@ -203,7 +203,7 @@ def short_gradient_kernel(
     weights = scores * inverse
     dv = tl.dot(tl.trans(weights.to(DOT)), dout, input_precision=PRECISION)
     store_rows(dv_ptr, dv, 0, rows, is_key, columns, columns < V, stride_dv)
-    # the gradient of the scores times the denominator, which is divided out at the end; 0 for queries that are not there
+    # the gradient of the scores times the denominator, which is divided out at the end; 0 for queries that do not exist
     dscores = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
     dscores -= tl.sum(weights * dscores, axis=1)[:, None]
 
@@ -212,7 +212,7 @@ def short_gradient_kernel(
     db = da
     if PARTS == 2:
         db = tl.dot(dscores.to(DOT), k_b, input_precision=PRECISION)
-    # read again, which is cheaper than its registers meanwhile
+    # reading it again is cheaper than holding it in registers
     x = widened(load_rows(q_ptr, 0, rows, is_query, channels, in_head, stride_q), unit, LEAN)
     dx, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, 0)
     store_rows(dq_ptr, dx * inverse, 0, rows, is_query, channels, in_head, stride_dq)
@@ -221,7 +221,7 @@ def short_gradient_kernel(
         p0, p1 = sum_over_rows(g0 * inverse, is_query, in_head), sum_over_rows(g1 * inverse, is_query, in_head)
         dquery_ptr += place * (4 * D)
         store_two_parameters(dquery_ptr, p0, p1, D, BD)
-        # of a second stream
+        # zeros for a second stream
         store_two_parameters(dquery_ptr + 2 * D, tl.zeros_like(p0), tl.zeros_like(p0), D, BD)
 
     da = tl.dot(left, q_a, input_precision=PRECISION)
@@ -230,7 +230,7 @@ def short_gradient_kernel(
         db = tl.dot(left, q_b, input_precision=PRECISION)
     x = widened(load_rows(k_ptr, 0, rows, visible, channels, in_head, stride_k), unit, LEAN)
     dx, g0, g1 = phi_key_gradient(x, da, db, param_ptr, channels, 0.0, alpha, D, MAP, CUBE)
-    # hidden keys get a gradient of zero, which must be written
+    # masked keys get a gradient of zero, which must be written
     dx = tl.where(visible[:, None], dx, 0.0) if HAS_MASK else dx
     store_rows(dk_ptr, dx, 0, rows, is_key, channels, in_head, stride_dk)
     if LEARNED:

@@ -1,4 +1,4 @@
-"""One token of recurrent attention: the state is read, updated in place and read out in one launch.
+"""Compute one token of recurrent attention: one launch reads the state, updates it in place and reads it out.
 
 A program owns a sample and key head. Shapes never change and nothing is read back, so a CUDA graph can hold the step.
 """
@@ -16,10 +16,10 @@ from .bidirectional import LARGEST_TURNED_OUTPUT, eps_of
 def update(
     state_ptr,  # [D, V] of one part
     sum_ptr,  # [D]
-    feature,  # [1, BD] before the turn
-    turned,  # [1, BD]
+    feature,  # [1, BD] without rotary
+    turned,  # [1, BD] with rotary
     v,  # [BV]
-    keep,  # what the old sums are multiplied by
+    keep,  # the factor of the old sums
     D: tl.constexpr,
     V: tl.constexpr,
     BD: tl.constexpr,
@@ -31,7 +31,7 @@ def update(
     inside = (channels < D)[:, None] & (columns < V)[None, :]
     s = tl.load(places, mask=inside, other=0.0) * keep + tl.trans(turned) * v[None, :]
     z = tl.load(sum_ptr + channels, mask=channels < D, other=0.0) * keep + tl.reshape(feature, [BD])
-    # a tile smaller than the warps is read by several of them: all must have read before one of them writes
+    # several warps read a tile smaller than them: all must have read before one of them writes
     tl.debug_barrier()
     tl.store(places, s, mask=inside)
     tl.store(sum_ptr + channels, z, mask=channels < D)
@@ -52,7 +52,7 @@ def step_kernel(
     sum_ptr,  # [B, K, PARTS * D]
     count_ptr,  # [B] int64, this token included
     scale_ptr,  # [B, K]
-    fade_ptr,  # [B, K]: logarithms of decays
+    fade_ptr,  # [B, K]: log_decay
     out_ptr,  # [B, 1, H, V]
     kv_heads,
     group,

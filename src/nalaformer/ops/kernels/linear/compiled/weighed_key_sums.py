@@ -1,4 +1,4 @@
-"""Sums over keys that the mean query weighs (RALA), as key_sums.py has them of others; mean_query.py has the formulas."""
+"""Sum keys that the mean query weighs (RALA), like key_sums.py without weights; mean_query.py has the formulas."""
 
 import triton
 import triton.language as tl
@@ -10,14 +10,14 @@ from ...common.compiled.tiles import load_rows, rotated, visible_rows
 from .key_sums import add_tile
 from .mean_query import product_with_mean
 
-# how far the largest product may lie from that of a key like the mean query, in powers of two: so far apart, sums in float32
-# lose nothing
+# The largest distance, in powers of two, between the largest product and that of a key like the mean query: up to it, sums in
+# float32 lose nothing.
 FARTHEST = constant(24.0)
 
 
 @triton.jit
 def expected_product(mean_a, mean_b, D: tl.constexpr, PARTS: tl.constexpr):
-    """log2 of exp(r . phi(k)) of a key with the features of the mean query, rounded up."""
+    """Return log2 of exp(r . phi(k)) of a key with the features of the mean query, rounded up."""
     ROOT: tl.constexpr = D**0.5
     size = tl.sum(mean_a * mean_a)
     if PARTS == 2:
@@ -50,12 +50,12 @@ def sum_weighed_keys(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """S and z of keys start .. stop - 1, which weigh exp2(product with the mean query - log_scale); the sum of their weights;
-    and log_scale, the largest product rounded up.
+    """Return S and z of keys start .. stop - 1, which weigh exp2(product with the mean query - log_scale); the sum of their
+    weights; and log_scale, the largest product rounded up.
 
     The largest product is known only when all keys have been read, and a running one would make every tile wait for the sums of
-    the one before. So the scale is guessed, larger than the product is likely to be. Where it is too small after all, or much
-    too large, the keys are read a second time. Scales are whole numbers: changing them rounds nothing.
+    the one before. So the scale is guessed, larger than the product is likely to be. If the guess is too small, or much too
+    large, the keys are read a second time. Scales are integers, so changing them rounds nothing.
     """
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -98,7 +98,7 @@ def sum_weighed_keys(
                 s_b, z_b = add_tile(s_b, z_b, turned, b.to(DOT), v, ones, False, PRECISION)
         largest = tl.ceil(tl.max(highest))
         keep = exp2(scale - largest)
-        # false for NaN, which a second look would not mend; the scale of a second look is the largest product
+        # False for NaN, which a second pass would not fix; the scale of a second pass is the largest product
         is_open = (largest > scale) | (largest < scale - 2.0 * FARTHEST)
         scale = largest
         s_a *= keep
@@ -107,6 +107,6 @@ def sum_weighed_keys(
         if PARTS == 2:
             s_b *= keep
             z_b *= keep
-    # the columns of z are alike, and a sixteenth is exact
+    # the columns of z are alike, and multiplying by a sixteenth is exact
     z_a, z_b = tl.sum(z_a, axis=0) * 0.0625, tl.sum(z_b, axis=0) * 0.0625
     return tl.trans(s_a), tl.trans(s_b), z_a, z_b, tl.sum(weights), largest

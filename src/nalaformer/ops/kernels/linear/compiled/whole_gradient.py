@@ -1,4 +1,4 @@
-"""The backward pass of short bidirectional attention in one launch: a program owns a sample and head.
+"""Compute the backward pass of short bidirectional attention in one launch: a program owns a sample and head.
 
 The sums and their gradients stay on chip from one loop to the next.
 """
@@ -29,14 +29,14 @@ def whole_gradient_kernel(
     sums_ptr,  # [B * H, PARTS, D, V + 2]
     scale_ptr,  # [B * H]
     inverse_ptr,  # [STREAMS, B, H, N]: 1 / denominator
-    drop_ptr,  # the same: minus dout . (out - m), written and read here
+    drop_ptr,  # the same shape: minus dout . (out - m), written and read here
     dq_ptr,  # [B, N, H, D]
     dk_ptr,  # [B, M, H, D]
     dv_ptr,  # [B, M, H, V]
     dweight_ptr,  # as weight_ptr
-    dquery_ptr,  # [B * H, 4, D]: of the parameters
+    dquery_ptr,  # [B * H, 4, D]: gradients of the parameters
     dkey_ptr,  # [B * H, 2, D]
-    per_stream,  # numbers of a stream
+    per_stream,  # size of a stream
     num_queries,
     num_keys,
     heads,
@@ -135,10 +135,10 @@ def whole_gradient_kernel(
         *(0, num_keys, stride_k, stride_v, stride_dk, stride_dv, alpha),
         *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, False, CONTRAST, LEARNED, DOT, PRECISION),
     )
-    # every warp reads the numbers that the others wrote
+    # every warp reads values that the others wrote
     tl.debug_barrier()
     if BD > 64 or BV > 64:
-        # read again: kept beside the gradients of the sums, they are more than fits on chip
+        # read again: beside the gradients of the sums they would not fit on chip
         s_a, s_b, z_a, z_b, _ = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS == 0 and not CONTRAST)
         s_a, s_b = s_a.to(DOT), s_b.to(DOT)
     query_gradients(

@@ -1,4 +1,4 @@
-"""The cross-entropy of rows of logits, which become their own gradients."""
+"""Compute the cross-entropy of rows of logits, which become their own gradients."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def cross_entropy_kernel(
     KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """loss = log sum exp(logits) - logits[target]; its gradient softmax(logits) - [class = target]."""
+    """Compute loss = log sum exp(logits) - logits[target]; its gradient is softmax(logits) - [class = target]."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * classes
     target = tl.load(target_ptr + row)
@@ -26,7 +26,7 @@ def cross_entropy_kernel(
                 zeros = tl.zeros((BLOCK,), tl.float32).to(logits_ptr.dtype.element_ty)
                 tl.store(logits_ptr + first + place, zeros, mask=first + place < classes)
     else:
-        # one maximum and one sum for each lane; they meet at the end. Finite, so that lanes without a class have a difference
+        # Each lane has a maximum and a sum, combined at the end. It starts finite: lanes without a class need a difference.
         largest = tl.full((BLOCK,), -1e30, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         wanted = tl.zeros((BLOCK,), tl.float32)
@@ -39,7 +39,7 @@ def cross_entropy_kernel(
             largest = higher
         top = tl.max(largest, axis=0)
         log_sum = top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0))
-        # a target that is no class must not pass for one
+        # an invalid target must not count as a class
         is_class = (target >= 0) & (target < classes)
         loss = tl.where(is_class, log_sum - tl.sum(wanted, axis=0), float("nan"))
         tl.store(loss_ptr + row, loss)

@@ -1,6 +1,6 @@
-"""Depth-wise convolution of tokens that lie on a grid, channels side by side as the layers around it have them.
+"""Convolve tokens that lie on a grid depth-wise, channels side by side as in the layers around it.
 
-A tile is [BG, BC]: channels of BG strips, each BW columns wide. A program walks down its strips and holds the tokens of a row
+A tile is [BG, BC]: channels of BG strips, each BW columns wide. A program scans down its strips and holds the tokens of a row
 as one tile per column, so a token is read (and its GELU computed) once for all the outputs of its strip that see it.
 """
 
@@ -34,12 +34,12 @@ def depthwise_kernel(
     RESIDUAL: tl.constexpr,  # y itself is added
     GELU: tl.constexpr,  # y = gelu(x) instead of x
     HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr,  # strips, tiles and channels come out even: only the edges of the grid need a mask
+    EVEN: tl.constexpr,  # strips and tiles divide the grid evenly, so only its edges need a mask
     BW: tl.constexpr,
     BG: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """out = convolution(y) [+ bias] [+ plus or y], zeros outside of the grid.
+    """Compute out = convolution(y) [+ bias] [+ plus or y], zeros outside of the grid.
 
     A program adds each row to the SIZE rows of outputs that see it, whose sums it holds.
     """
@@ -55,7 +55,7 @@ def depthwise_kernel(
     inside = (group < groups)[:, None] & is_channel[None, :]
     batch = (group // strips).to(tl.int64)[:, None]
     column = group % strips * BW
-    # told apart here, or the compiler could not see that neighbours lie side by side
+    # separate cases, or the compiler would not see that neighbours lie side by side
     kernel = channel % WEIGHTS if WEIGHTS else channel
     weights = ()
     for tap in tl.static_range(SIZE * SIZE):
@@ -76,11 +76,11 @@ def depthwise_kernel(
     begin, end = tl.maximum(first - half, 0), tl.minimum(last + half, height)
     x = row_of(x_at, begin, end, column, width, inside, x_token, half, BW, EVEN)
     for row in tl.range(begin, last + half, num_stages=1):
-        # the next row is on its way while this one is added up
+        # the next row is loaded while this one is added up
         coming = row_of(x_at, row + 1, end, column, width, inside, x_token, half, BW, EVEN)
         is_done = (column * 0 + row) >= first + half
         if PLUS:
-            # no row before the first
+            # there is no row before the first
             until = tl.where(row >= first + half, last, row - half)
             plus = row_of(plus_at, row - half, until, column, width, inside, plus_token, 0, BW, EVEN)
         y = ()
@@ -107,7 +107,7 @@ def depthwise_kernel(
 
 @triton.jit
 def row_of(at, row, end, column, width, inside, token, beyond: tl.constexpr, BW: tl.constexpr, EVEN: tl.constexpr):
-    """A tile per column of the strips and `beyond` more on both sides; zeros outside of the grid and from the row `end` on."""
+    """Load a tile per column of the strips and `beyond` more on both sides; zeros outside of the grid and from row `end` on."""
     tiles = ()
     is_row = (column * 0 + row) < end
     for place in tl.static_range(BW + 2 * beyond):
@@ -124,7 +124,7 @@ def row_of(at, row, end, column, width, inside, token, beyond: tl.constexpr, BW:
 
 @triton.jit
 def added(total, y, weights, place: tl.constexpr, first: tl.constexpr, SIZE: tl.constexpr):
-    """The total and SIZE tokens of a row, each times its tap."""
+    """Return the total plus SIZE tokens of a row, each times its tap."""
     for tap in tl.static_range(SIZE):
         total += y[place + tap] * weights[first + tap]
     return total
@@ -141,8 +141,8 @@ def depthwise_gradient_kernel(
     height,
     width,
     channels,
-    stretch,  # rows in a walk
-    walks,  # of a program
+    stretch,  # rows in a scan
+    walks,  # scans of a program
     x_batch,
     x_token,
     dout_batch,
@@ -160,9 +160,9 @@ def depthwise_gradient_kernel(
     BG: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """dx_q = gelu'(x_q) * sum_t weight_t dout_(q - t); sums over tokens q of y_q dout_(q - t) for each tap t, and of dout_q.
+    """Compute dx_q = gelu'(x_q) sum_t weight_t dout_(q - t), sums over tokens q of y_q dout_(q - t) per tap t, and of dout_q.
 
-    Both need the neighbours of dout and the token itself, so they share a pass.
+    All of them need the neighbours of dout and the token itself, so they share a pass.
     """
     half: tl.constexpr = SIZE // 2
     columns: tl.constexpr = BW + 2 * half
@@ -171,7 +171,7 @@ def depthwise_gradient_kernel(
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
     kernel = channel % WEIGHTS if WEIGHTS else channel
-    # backwards, as the neighbours of dout meet them
+    # backwards, in the order of the neighbours of dout
     weights = ()
     for tap in tl.static_range(SIZE * SIZE):
         weight = tl.load(weight_ptr + kernel * (SIZE * SIZE) + (SIZE * SIZE - 1 - tap), mask=is_channel, other=0.0).to(
@@ -197,7 +197,7 @@ def depthwise_gradient_kernel(
         dx_at = dx_ptr + batch * dx_batch + (column[:, None] * dx_token + channel[None, :])
         lines = ()
         for line in tl.static_range(SIZE - 1):
-            # a row above the grid: none is read
+            # a row above the grid is not read
             above = first + line - half
             found = row_of(
                 dout_at, above, tl.where(above >= 0, height, above), column, width, inside, dout_token, half, BW, EVEN
@@ -207,7 +207,7 @@ def depthwise_gradient_kernel(
         below = row_of(dout_at, first + half, height, column, width, inside, dout_token, half, BW, EVEN)
         x = row_of(x_at, first, last, column, width, inside, x_token, 0, BW, EVEN)
         for row in tl.range(first, last, num_stages=1):
-            # the next rows are on their way while these are added up
+            # the next rows are loaded while these are added up
             below_next = row_of(dout_at, row + half + 1, height, column, width, inside, dout_token, half, BW, EVEN)
             coming = row_of(x_at, row + 1, last, column, width, inside, x_token, 0, BW, EVEN)
             for place in tl.static_range(columns):

@@ -1,4 +1,4 @@
-"""silu(a) * b in one pass, and its gradients in another, which gives the product once more."""
+"""Compute silu(a) * b in one pass, and its gradients in another, which returns the product again."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .norm import sigmoid
 
 @triton.jit
 def gated_product_kernel(
-    a_ptr,  # [numbers] side by side
+    a_ptr,  # [elements] side by side
     b_ptr,
     out_ptr,
     numbers,
@@ -23,7 +23,7 @@ def gated_product_kernel(
 
 @triton.jit
 def gated_product_gradient_kernel(
-    a_ptr,  # [numbers] side by side
+    a_ptr,  # [elements] side by side
     b_ptr,
     dout_ptr,
     out_ptr,  # silu(a) * b

@@ -1,4 +1,4 @@
-"""GELU, x * Phi(x) with the normal distribution Phi, as torch's without an approximation."""
+"""Compute GELU, x * Phi(x) with the normal distribution Phi, as torch's without an approximation."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,10 @@ from ...common.compiled.fastmath import exp2, reciprocal
 
 @triton.jit
 def tail_and_bell(x):
-    """Phi(-|x|) and exp(-x^2 / 2).
+    """Return Phi(-|x|) and exp(-x^2 / 2).
 
-    erfc by formula 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions: off by 1.5e-7 at most. Its two special
-    instructions cost less than the library's erf.
+    erfc is formula 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions, with an error of at most 1.5e-7. Its
+    two special instructions cost less than the library's erf.
     """
     bell = exp2(x * x * -0.7213475204444817)
     t = reciprocal(1.0 + 0.2316418882 * tl.abs(x))
@@ -30,7 +30,7 @@ def gelu(x):
 
 @triton.jit
 def gelu_and_slope(x):
-    """GELU, and its derivative Phi(x) + x * bell(x) / sqrt(2 pi)."""
+    """Return GELU, and its derivative Phi(x) + x * bell(x) / sqrt(2 pi)."""
     tail, bell = tail_and_bell(x)
     share = tl.where(x < 0, tail, 1.0 - tail)
     return x * share, share + x * bell * 0.3989422804014327

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with the sum before and the gate behind: a program takes many rows, where torch gives each a block.
+"""Compute LayerNorm and RMSNorm with the sum before and the gate behind, in programs of many rows (torch: a block a row).
 
 CENTRED is LayerNorm, with mean and bias; without it the kernels compute RMSNorm, which has neither.
 """
@@ -21,7 +21,7 @@ def norm_kernel(
     bias_ptr,  # [C]; not read without CENTRED
     out_ptr,  # [R, C] side by side
     total_ptr,  # [R, C] side by side: x + y; not written without ADDS
-    moments_ptr,  # [R] float32: 1 / deviation; [2, R], then the mean, with CENTRED
+    moments_ptr,  # [R] float32: 1 / standard deviation; [2, R], then the mean, with CENTRED
     rows,
     x_row,
     y_row,
@@ -34,7 +34,7 @@ def norm_kernel(
     ADDS: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """total = x [+ y]; out = (total [- mean]) / sqrt(mean square + eps) * weight [+ bias] [* silu(gate)]."""
+    """Compute total = x [+ y]; out = (total [- mean]) / sqrt(mean square + eps) * weight [+ bias] [* silu(gate)]."""
     row = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
     channel = tl.arange(0, BC)
     is_row = row < rows
@@ -43,7 +43,7 @@ def norm_kernel(
     x = tl.load(x_ptr + row[:, None] * x_row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         x += tl.load(y_ptr + row[:, None] * y_row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-        # what the next layers see, rounded as they see it
+        # rounded to the type that the next layers read
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row[:, None] * C + channel[None, :], total, mask=inside)
         x = total.to(tl.float32)
@@ -65,7 +65,7 @@ def norm_kernel(
 
 @triton.jit
 def norm_gradient_kernel(
-    x_ptr,  # [R, C]: what was normalised
+    x_ptr,  # [R, C]: the normalised input
     gate_ptr,  # [R, C]; not read without GATED
     weight_ptr,  # [C]
     bias_ptr,  # [C]; not read without CENTRED
@@ -74,7 +74,7 @@ def norm_gradient_kernel(
     moments_ptr,  # [R] or [2, R] float32
     dx_ptr,  # [R, C] side by side
     dgate_ptr,  # [R, C] side by side; not written without GATED
-    partial_ptr,  # [programs, C] float32: of the weight; [programs, 2, C], then of the bias, with CENTRED
+    partial_ptr,  # [programs, C] float32: gradient of the weight; [programs, 2, C], then of the bias, with CENTRED
     rows,
     stretch,  # steps of BR rows per program
     x_row,
@@ -89,7 +89,7 @@ def norm_gradient_kernel(
     GATED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Gradients of x and gate, and sums over the program's rows for weight and bias."""
+    """Compute gradients of x and gate, and sums over the program's rows for weight and bias."""
     program = tl.program_id(0)
     channel = tl.arange(0, BC)
     is_channel = channel < C

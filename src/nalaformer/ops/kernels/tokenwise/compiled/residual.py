@@ -1,4 +1,4 @@
-"""x + scale * keep * y in one pass, and its gradients in another."""
+"""Compute x + scale * keep * y in one pass, and its gradients in another."""
 
 import triton
 import triton.language as tl
@@ -40,7 +40,7 @@ def residual_gradient_kernel(
     keep_ptr,  # [B]; not read without DROPPED
     dout_ptr,  # [B * N, C]
     dy_ptr,  # [B * N, C]
-    partial_ptr,  # [programs, C] float32: of the scale; not written without SCALED
+    partial_ptr,  # [programs, C] float32: gradient of the scale; not written without SCALED
     rows,
     tokens,
     stretch,  # steps of BR rows per program

@@ -1,4 +1,4 @@
-"""The causal convolution of each channel over its last few tokens, with its SiLU; channels lie side by side."""
+"""Convolve each channel causally over its last few tokens, with its SiLU; channels lie side by side."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from .norm import sigmoid
 @triton.jit
 def earlier(
     x_ptr,  # the first token of the tile, channels of the program
-    sequence_ptr,  # the same token
+    sequence_ptr,  # begins at the same token
     before_ptr,  # [SIZE - 1, C], channels of the program
     token,  # [BN]
     local,  # [BN]: inside of the tile
@@ -19,12 +19,12 @@ def earlier(
     num_tokens,
     x_token,
     before_token,
-    BACK: tl.constexpr,  # negative: later tokens
+    BACK: tl.constexpr,  # negative for later tokens
     SIZE: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
 ):
-    """[BN, BC] float32: the token that lies BACK before each, in the same sequence; zeros where there is none."""
+    """Return [BN, BC] float32: the token BACK places before each, in the same sequence; zeros where there is none."""
     place = token - BACK
     is_there = (place >= 0) & (place < num_tokens)
     if PACKED:
@@ -62,7 +62,7 @@ def short_convolution_kernel(
     BN: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """out_t = [silu](bias + sum_s weight_s x_{t-s})."""
+    """Compute out_t = [silu](bias + sum_s weight_s x_{t-s})."""
     tiles = tl.cdiv(num_tokens, BN)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     start = ((tl.program_id(0) % tiles) * BN).to(tl.int64)
@@ -120,7 +120,7 @@ def later_gradient(
     BN: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """[BN, BC]: the gradient before the SiLU of the token AHEAD of each, in the same sequence; zeros where there is none."""
+    """Return [BN, BC]: the gradient before the SiLU of the token AHEAD of each in its sequence; zeros where there is none."""
     gradient = earlier(
         *(dout_ptr, sequence_ptr, dout_ptr, token, local, own, channel, inside, num_tokens, dout_token, 0),
         BACK=-AHEAD,
@@ -133,7 +133,7 @@ def later_gradient(
         if HAS_BIAS:
             y += tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
         for back in tl.static_range(SIZE):
-            # of the same sequence as this token, which the gradient is zero without
+            # only tokens of the same sequence count; otherwise the gradient is zero
             x = earlier(
                 *(x_ptr, sequence_ptr, x_ptr, token, local, own, channel, inside, num_tokens, x_token, 0),
                 BACK=back - AHEAD,
@@ -176,7 +176,7 @@ def short_convolution_gradient_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx_t = sum_s weight_s g_{t+s}, dweight_s = sum_t g_{t+s} x_t, dbias = sum_t g_t; g is the gradient before the SiLU."""
+    """Compute dx_t = sum_s weight_s g_{t+s}, dweight_s = sum_t g_{t+s} x_t, dbias = sum_t g_t; g: gradient before the SiLU."""
     tiles = tl.cdiv(num_tokens, BN)
     split = tl.program_id(0)
     local = tl.arange(0, BN)
@@ -241,7 +241,7 @@ def short_convolution_gradient_kernel(
 def short_convolution_step_kernel(
     x_ptr,  # [B, C]: one token
     weight_ptr,  # [C, SIZE]
-    tail_ptr,  # [B, SIZE - 1, C]: the tokens before, which move on by one
+    tail_ptr,  # [B, SIZE - 1, C]: the tokens before, shifted by one
     out_ptr,  # [B, C]
     channels,
     silu_from,  # channels before it have no SiLU
@@ -250,7 +250,7 @@ def short_convolution_step_kernel(
     SIZE: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The convolution of one token, and the tokens that the next one will see."""
+    """Convolve one token, and store the tokens that the next one will see."""
     batch = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
