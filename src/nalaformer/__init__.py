@@ -27,7 +27,7 @@ __version__ = "0.1.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
-    """The models that diffusers looks for in this package, by the names that it writes into a pipeline's folder."""
+    """Return a model class that diffusers looks up in this package, by the name that it writes into a pipeline's folder."""
     if name not in ("NaLaDiT", "NaLaDiTPipeline"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .models import diffusion

@@ -1,4 +1,4 @@
-"""`python -m nalaformer`, which is what torchrun -m starts."""
+"""Run the command line as `python -m nalaformer`; torchrun -m uses this module too."""
 
 from .cli import main
 

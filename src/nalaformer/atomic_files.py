@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, whatever happens to the process that writes them."""
+"""Write files and folders that are complete or absent, even if the process that writes them is killed."""
 
 import csv
 import errno
@@ -17,7 +17,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A file to write, which gets its name `path` at the end; after an error the old one stays and nothing is beside it."""
+    """Yield a temporary path that is renamed to `path` at the end; after an error only the old file is left."""
     aside = path.with_name(f".{path.name}_{os.getpid()}")
     with clear_disk_errors(path):
         try:
@@ -31,13 +31,13 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The file has its old content or the new one, whatever happens."""
+    """Replace the file's content at once: a reader sees the old content or the new one, never a part."""
     with atomic_file(path) as aside:
         aside.write_bytes(content)
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """These columns of the rows, as a whole file in the place of an old one; what a row does not have is empty."""
+    """Write these columns of the rows as one atomic file; values that a row lacks are empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as aside, aside.open("w", newline="") as file:
         # one kind of line ends on every machine, so that files of results can be compared line by line
@@ -47,7 +47,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
 
 
 def sync(path: Path) -> None:
-    """A file reaches the disk; so does a folder, in which the names of its files live."""
+    """Flush a file or a folder to disk; a folder holds the names of its files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -56,7 +56,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Everything below the folder reaches the disk."""
+    """Flush everything below the folder to disk."""
     for place, _, names in os.walk(folder):
         for name in names:
             sync(Path(place, name))
@@ -64,7 +64,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def put_in_place(aside: Path, path: Path, *, wait_for_disk: bool = True) -> None:
-    """Rename a folder that was written aside, once all of it has reached the disk; an older one of that name goes."""
+    """Flush a folder that was written aside and rename it to `path`; an older folder of that name is removed."""
     if wait_for_disk:
         sync_tree(aside)
     if path.is_dir() and any(path.iterdir()):
@@ -74,7 +74,7 @@ def put_in_place(aside: Path, path: Path, *, wait_for_disk: bool = True) -> None
 
 
 def remove_folder(path: Path) -> None:
-    """Rename first: a half-deleted folder must not look like a whole one."""
+    """Remove a folder. It is renamed first, so that a half-deleted folder never looks complete."""
     gone = path.with_name(f".removing_{path.name}_{os.getpid()}")
     path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -82,11 +82,11 @@ def remove_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_folder(path: str | Path, *, keep_unfinished: bool = False, wait_for_disk: bool = True) -> Iterator[Path]:
-    """A folder to write into, which gets its name `path` at the end; after an error nothing is left of it.
+    """Yield a temporary folder that is renamed to `path` at the end; after an error it is removed.
 
-    A folder of that name that holds something, or that another process is writing, is refused before anything is written.
-    keep_unfinished: what was written before an error stays aside, and the next call finds it in its folder.
-    wait_for_disk: False for many small files that can be made again; a machine that loses power may lose some of them.
+    Raises ValueError before anything is written if `path` has content, or if another process is writing it.
+    keep_unfinished: after an error the temporary folder stays, and the next call yields it again.
+    wait_for_disk: False for many small files that can be made again; a power failure may lose some of them.
     """
     path = Path(path)
     refuse_content(path)
@@ -94,7 +94,7 @@ def atomic_folder(path: str | Path, *, keep_unfinished: bool = False, wait_for_d
     with only_writer(path, beside=True), clear_disk_errors(path):
         # another process may have finished it in the meantime
         refuse_content(path)
-        # what a killed process has left
+        # a killed process may have left a folder with this name
         if not keep_unfinished:
             shutil.rmtree(aside, ignore_errors=True)
         try:
@@ -108,25 +108,25 @@ def atomic_folder(path: str | Path, *, keep_unfinished: bool = False, wait_for_d
 
 
 def unfinished_folder(path: Path) -> Path:
-    """Where `atomic_folder` writes before the folder is whole."""
+    """Return the folder in which `atomic_folder` writes before it is complete."""
     return path.absolute().with_name(f"{UNFINISHED}{path.absolute().name}")
 
 
 def refuse_content(path: Path) -> None:
-    """A folder to be written must not exist, or be empty."""
+    """Check that a folder to be written does not exist or is empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} must not exist or be an empty folder, got one with content; choose another, or remove it")
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Before long work: a file that could not be written where it is asked for."""
+    """Check before long work that the file can be written."""
     if path.is_dir():
         raise ValueError(f"{path} must be a file to write, got a folder; name a file in it")
     refuse_place(path, existing_part(path.absolute().parent))
 
 
 def existing_part(path: Path) -> Path:
-    """The path, or the nearest of those above it that exists."""
+    """Return the path itself, or the nearest parent that exists."""
     place = path.absolute()
     while not place.exists():
         place = place.parent
@@ -134,7 +134,7 @@ def existing_part(path: Path) -> Path:
 
 
 def refuse_place(path: Path, place: Path) -> None:
-    """Refuse a place where the path cannot be made: a file, or a folder that this user may not write to."""
+    """Reject a `place` where the path cannot be made: a file, or a folder that this user may not write to."""
     if not place.is_dir():
         raise ValueError(f"{path} must lie in a folder, got the file {place} in its way; choose another place")
     if not os.access(place, os.W_OK | os.X_OK):
@@ -142,14 +142,14 @@ def refuse_place(path: Path, place: Path) -> None:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether it is a lock, or what a killed process has left unfinished."""
+    """True if the path is a lock, or an unfinished file or folder of a killed process."""
     name = path.name
     return name.startswith(".") and (name.endswith(LOCK) or name.startswith(UNFINISHED) or name.rpartition("_")[2].isdigit())
 
 
 @contextmanager
 def clear_disk_errors(path: Path) -> Iterator[None]:
-    """A disk that is full while `path` is written is an OSError that names it and says what to do."""
+    """Raise an OSError that names `path` and the fix if the disk is full."""
     try:
         yield
     except Exception as error:
@@ -162,20 +162,20 @@ def clear_disk_errors(path: Path) -> Iterator[None]:
 
 def is_full_disk(error: Exception) -> bool:
     if isinstance(error, OSError):
-        # numpy counts what it could write and drops the number of the error
+        # numpy counts what it could write and drops the errno
         return error.errno in FULL or "requested and" in str(error)
-    # safetensors has errors of its own, in which the system's stand as text
+    # safetensors has its own error class, which holds the system's error number only in its text
     numbers = re.findall(r"(?:os error|code:) (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else []
     return any(int(number) in FULL for number in numbers)
 
 
 def free_bytes(folder: Path) -> int:
-    """On the disk that the folder is on, or will be."""
+    """Return the free bytes on the disk that holds the folder, or will hold it."""
     return shutil.disk_usage(existing_part(folder)).free
 
 
 def refuse_full_disk(folder: Path, needed: int, what: str) -> None:
-    """Before hours of work: a folder that cannot be made, and what will surely not fit."""
+    """Check before long work that the folder can be made and that `needed` bytes fit on its disk."""
     place = existing_part(folder)
     refuse_place(folder, place)
     if not shutil.disk_usage(place).total:

@@ -1,4 +1,4 @@
-"""Figures of matplotlib without pyplot: no global state, no display, nothing to close."""
+"""Matplotlib figures without pyplot: no global state, no display, nothing to close."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float, *, dpi: int = 150, paper: str = "white") -> "Figure":
-    """An empty figure, width and height in inches."""
+    """Return an empty figure; width and height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -20,13 +20,13 @@ def new_figure(width: float, height: float, *, dpi: int = 150, paper: str = "whi
 
 
 def save_figure(figure: "Figure", path: Path, **options: Any) -> None:
-    """Write the figure as its suffix says, as a whole file in the place of an old one."""
+    """Write the figure as an atomic file; the suffix of `path` gives the format."""
     with atomic_file(path) as aside:
         figure.savefig(aside, format=path.suffix.removeprefix("."), **options)
 
 
 def tidy(axes: Any, *, grid: str = "both") -> None:
-    """A pale grid behind the lines, and no frame above or to the right."""
+    """Draw a pale grid behind the lines, and no frame above or to the right."""
     axes.grid(axis=grid, color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

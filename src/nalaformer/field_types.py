@@ -1,4 +1,4 @@
-"""Fields of a configuration hold what their annotations say: "no" is no truth value, 2.5 no number of tokens."""
+"""Type and range checks for the fields of configurations."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,16 +7,16 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-# of an image: 64 million pixels are the most that are decoded
+# the longest side of an image; at most 64 million pixels are decoded
 LARGEST_SIDE = 8192
 WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", NoneType: "None"}
 
 
 def check_field_types(config: Any) -> None:
-    """Refuse a dataclass whose fields hold values of other types.
+    """Reject a dataclass whose fields hold values of other types than their annotations say.
 
-    Looks at truth values, numbers, text, dictionaries, and tuples of those; lists pass for tuples, as JSON has them, and whole
-    numbers for numbers. A float must be finite.
+    Checks truth values, numbers, text, dictionaries, and tuples of those. Lists pass as tuples, since JSON has no tuples, and
+    whole numbers pass as floats. A float must be finite.
     """
     for field in fields(config):
         value = getattr(config, field.name)
@@ -34,7 +34,7 @@ def check_ranges(
     shares: Sequence[str] = (),
     sides: Sequence[str] = (),
 ) -> None:
-    """Refuse a dataclass whose numbers leave their range: above 0, 0 or above, 0 <= x < 1, 0 <= x <= 1; sides: see below."""
+    """Reject a dataclass with numbers out of range: above 0, 0 or above, 0 <= x < 1, 0 <= x <= 1; sides: see `check_side`."""
     rules: tuple[tuple[Sequence[str], str, Callable[[float], bool]], ...] = (
         (positive, "be positive", lambda x: x > 0),
         (not_negative, "not be negative", lambda x: x >= 0),
@@ -50,21 +50,21 @@ def check_ranges(
 
 
 def check_side(name: str, value: Any) -> None:
-    """Refuse the side of an image, or one of several, that is too long to compute with; other values pass."""
+    """Reject a side of an image, or one of several, that is above LARGEST_SIDE; values of other types pass."""
     for side in value if isinstance(value, tuple | list) else (value,):
         if isinstance(side, int | float) and side > LARGEST_SIDE:
             raise ValueError(f"{name} must be at most {LARGEST_SIDE}, got {value}; choose a smaller image")
 
 
 def is_known(kind: Any) -> bool:
-    """Whether we can tell values of this type from others."""
+    """True if `holds` can check values of this type."""
     if isinstance(kind, UnionType) or get_origin(kind) is tuple:
         return all(part is Ellipsis or is_known(part) for part in get_args(kind))
     return kind in WORDS or get_origin(kind) is dict
 
 
 def holds(value: object, kind: Any) -> bool:
-    """Whether the value is of a known type."""
+    """True if the value has this type."""
     if isinstance(kind, UnionType):
         return any(holds(value, part) for part in get_args(kind))
     if get_origin(kind) is tuple:
@@ -75,7 +75,7 @@ def holds(value: object, kind: Any) -> bool:
         return len(parts) == len(value) and all(holds(each, part) for each, part in zip(value, parts, strict=True))
     if get_origin(kind) is dict:
         return isinstance(value, Mapping)
-    # a truth value is a number to Python
+    # bool is a subclass of int in Python
     if kind in (int, float) and isinstance(value, bool):
         return False
     if kind is int:

@@ -1,7 +1,7 @@
-"""One writer at a time: what a process writes over minutes or days is locked while it does.
+"""A lock that lets one process at a time write a file or folder.
 
-The lock is the kernel's (flock), so it ends with its process, however that ends. The text in its file names the holder for
-people; it also stands in for the lock on file systems that have none, and names holders on other machines.
+The lock is the kernel's (flock), so it ends with its process. The text in the lock file names the holder for people; it
+also replaces the lock on file systems without locks, and names holders on other machines.
 """
 
 import json
@@ -17,26 +17,26 @@ LOCK = ".lock"
 
 
 class InUse(ValueError):
-    """Another process writes there."""
+    """Raised when another process writes to the same place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The process that has a lock."""
+    """A process that holds a lock."""
 
     host: str
     pid: int
     started: str
-    """When the process started, as the system counts: a later process may get the same pid."""
+    """The start time in the system's clock ticks, since a later process may get the same pid."""
     since: str
-    """When it took the lock."""
+    """The time when it took the lock."""
 
 
 @contextmanager
 def only_writer(path: str | Path, *, beside: bool = False) -> Iterator[None]:
-    """Refuse (InUse) a folder that another process writes, or lock it until the end of the block.
+    """Lock the folder until the end of the block; raise InUse if another process writes it.
 
-    beside: the lock lies beside `path` and not in it: for a file, and for a folder that appears when it is whole.
+    beside: put the lock beside `path` instead of in it: for a file, and for a folder that appears when it is complete.
     """
     path = Path(path)
     file = lock_file(path, beside=beside)
@@ -45,7 +45,7 @@ def only_writer(path: str | Path, *, beside: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        # removed while it is held, so nobody can have taken it in between
+        # remove the file before the lock is released, so that no other process can take the lock in between
         with suppress(FileNotFoundError):
             file.unlink()
         os.close(descriptor)
@@ -56,7 +56,7 @@ def lock_file(path: Path, *, beside: bool = False) -> Path:
 
 
 def refuse_in_use(path: str | Path, *, beside: bool = False) -> None:
-    """InUse where another process writes there now; nothing is created."""
+    """Raise InUse if another process writes there now; creates nothing."""
     if lock_file(Path(path), beside=beside).exists():
         with only_writer(path, beside=beside):
             pass
@@ -68,7 +68,7 @@ def _take(path: Path, file: Path) -> int:
         try:
             is_locked = _try_lock(descriptor)
             if is_locked and not _is_at(descriptor, file):
-                # its holder removed it after we had opened it
+                # the holder removed the file after we had opened it
                 os.close(descriptor)
                 continue
             _refuse_holder(path, file, _read_holder(descriptor), is_locked)
@@ -83,7 +83,7 @@ def _take(path: Path, file: Path) -> int:
 
 def _refuse_holder(path: Path, file: Path, holder: Holder | None, is_locked: bool | None) -> None:
     if holder is not None and holder.host != socket.gethostname():
-        # whether a lock reaches other machines depends on how the file system is mounted, so ours proves nothing
+        # locks may not reach other machines, depending on the file system, so holding ours proves nothing
         raise InUse(
             f"{path} is written by process {holder.pid} on the host {holder.host} (since {holder.since}), which cannot be seen "
             f"from here; if it has ended, remove {file}, else choose another folder"
@@ -94,7 +94,7 @@ def _refuse_holder(path: Path, file: Path, holder: Holder | None, is_locked: boo
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Whether the lock is ours; None where there are no locks."""
+    """True if we got the lock; None on systems without locks."""
     try:
         import fcntl
     except ModuleNotFoundError:
@@ -117,7 +117,7 @@ def _is_at(descriptor: int, file: Path) -> bool:
 
 
 def _read_holder(descriptor: int) -> Holder | None:
-    """The holder; None if the file is new, or if its holder was killed before it wrote its name."""
+    """Return the holder; None if the file is new, or if its holder was killed before it wrote its name."""
     try:
         return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
     except (ValueError, TypeError):
@@ -131,7 +131,7 @@ def _this_process() -> Holder:
 
 
 def is_running(pid: int, started: str) -> bool:
-    """Whether the process of that pid and start still runs."""
+    """True if the process with that pid and start time still runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -143,9 +143,9 @@ def is_running(pid: int, started: str) -> bool:
 
 
 def process_start(pid: int) -> str:
-    """Clock ticks from boot to the start of the process; empty where the system does not tell."""
+    """Return the clock ticks from boot to the start of the process, or "" where the system does not tell."""
     try:
-        # the name of the program stands in brackets and may hold anything
+        # the name of the program stands in brackets and may contain spaces
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""

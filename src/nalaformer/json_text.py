@@ -1,11 +1,11 @@
-"""JSON from files that anybody may have written."""
+"""A JSON parser for untrusted files."""
 
 import json
 from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What the text says. ValueError for all else: no JSON, no UTF-8, numbers of thousands of digits, nesting without end."""
+    """Return the parsed JSON. Every failure is a ValueError: no JSON, no UTF-8, numbers too long, nesting too deep."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""What the figures were measured with: versions, devices, the state of the source, and which extras are installed."""
+"""Facts about the machine: versions, devices, commit of the source, and installed extras."""
 
 import platform
 import re
@@ -11,13 +11,13 @@ import torch
 
 PACKAGE = Path(__file__).parent
 UNKNOWN = "unknown"
-# made of other extras
+# these extras only combine others
 COLLECTIONS = ("all", "dev")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Facts that belong to every figure."""
+    """The versions, commit and devices that a measurement ran with."""
 
     python: str
     torch: str
@@ -33,14 +33,14 @@ class Machine:
         return self.gpus[torch.cuda.current_device()] if device == "cuda" else self.cpu
 
     def columns(self, device: str) -> dict[str, str]:
-        """What every row of results says of the machine."""
+        """Return the columns about the machine, which every row of results has."""
         versions = {"torch": self.torch, "triton": self.triton, "nalaformer": self.nalaformer, "commit": self.commit}
         return {"device": self.device_name(device), **versions}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """An optional part of the package."""
+    """An optional dependency group of the package."""
 
     name: str
     present: tuple[str, ...]
@@ -79,18 +79,18 @@ def commit_of(folder: Path) -> str:
 
     It is marked "+dirty" if a file in the folder differs, or other Python code of the same checkout.
     """
-    # an installed package may lie inside somebody else's checkout: only a tracked one has a commit
+    # an installed package may lie inside an unrelated checkout: only a tracked one has a commit
     if not git(folder, "ls-files", "--", "."):
         return UNKNOWN
     commit = git(folder, "rev-parse", "--short=12", "HEAD")
     if not commit:
         return UNKNOWN
-    # what measures may lie beside the package
+    # the scripts that measure may lie beside the package
     return f"{commit}+dirty" if git(folder, "status", "--porcelain", "--", ".", ":(top)*.py") else commit
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What git says, or nothing if it cannot."""
+    """Return the output of git, or "" if it fails."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -106,7 +106,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def extras() -> list[Extra]:
-    """The extras that the installed package declares."""
+    """Return the extras that the installed package declares."""
     try:
         requirements = metadata.requires("nalaformer") or []
     except metadata.PackageNotFoundError:

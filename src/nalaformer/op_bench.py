@@ -1,4 +1,4 @@
-"""Linear attention beside torch's softmax attention, timed on this machine."""
+"""A benchmark of linear attention against torch's softmax attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from .timing import median_ms
 
 # |ours - float64| / |float64|
 LARGEST_ERROR = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
-# float64 attention of all tokens would take longer than the measurement
+# computing more tokens in float64 would take longer than the measurement
 CHECKED_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Milliseconds of one call of each."""
+    """Milliseconds per call of linear and of softmax attention."""
 
     linear_ms: float
     softmax_ms: float
 
 
 def default_tokens(device: str) -> list[int]:
-    """Return the numbers of tokens that show where the two cross."""
+    """Return sequence lengths around the crossover of linear and softmax attention."""
     return [256, 1024, 4096, 16_384] + ([65_536] if device == "cuda" else [])
 
 
@@ -42,10 +42,10 @@ def compare_with_softmax(
     device: str = "cpu",
     seconds: float = 0.5,
 ) -> Timing:
-    """Return the time of one row of `tokens` tokens, in bfloat16 on a GPU and float32 on a CPU.
+    """Return the time of one sequence of `tokens` tokens, in bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
-        ArithmeticError: the output is further from float64 than its type allows; then its time means nothing.
+        ArithmeticError: if the output is further from float64 than its dtype allows, which makes its time meaningless.
     """
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens}")
@@ -81,6 +81,6 @@ def _check(linear: Callable[..., Tensor], phi: FeatureMap, inputs: list[Tensor],
     phi.float()
     error = float((linear(*inputs).double() - truth).norm() / truth.norm())
     largest = LARGEST_ERROR[inputs[0].dtype]
-    # written so that NaN is wrong too
+    # written so that NaN fails too
     if not error <= largest:
         raise ArithmeticError(f"linear attention is off by {error:.2g} of float64, more than {largest:g}; please report it")

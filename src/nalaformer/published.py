@@ -1,4 +1,4 @@
-"""The authors' released checkpoints, by their own parameter names: read without running code, translated, loaded."""
+"""The authors' released checkpoints: read without running code, translated to our parameter names, and loaded."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,11 +29,11 @@ __all__ = ["FAMILIES", "convert_file", "load", "load_dit", "read", "translate"]
 
 
 def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any) -> "Backbone":
-    """The backbone with published weights: a file (see `read`) or a state dict, in the authors' names.
+    """Return the backbone with published weights: a file (see `read`) or a state dict, in the authors' names.
 
-    `config`: what differs from the family's tiny model, as fields of models.BackboneConfig; classes are counted on the
-    weights. The published variants have names: timm.create_model("nalaformer_s", checkpoint_path=file) does the same.
-    The file of a detector or segmenter gives the backbone without a head; a warning says what else was in it.
+    `config`: fields of models.BackboneConfig in which the model differs from the family's tiny one; the number of classes is
+    read off the weights. The published variants have names: timm.create_model("nalaformer_s", checkpoint_path=file) does the
+    same. The file of a detector or segmenter gives the backbone without a head; a warning names its other parts.
     """
     from .models.vision import LAYOUTS
     from .models.vision.variants import build_from
@@ -57,9 +57,9 @@ def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any)
 
 
 def load_dit(weights: Mapping[str, Tensor] | str | Path, *, num_heads: int = 0, **config: Any) -> "NaLaDiT":
-    """The softmax NaLaDiT with published DiT weights: a file (see `read`) or a state dict, in the names of the DiT repository.
+    """Return the softmax NaLaDiT with published DiT weights: a file (see `read`) or a state dict with DiT's names.
 
-    Sizes are read off the weights. num_heads: 0 where the width is one of DiT-S, B, L or XL. `config`: other arguments of
+    Sizes are read off the weights. num_heads: 0 if the width is one of DiT-S, B, L or XL. `config`: other arguments of
     NaLaDiT, such as class_names.
     """
     from .models.diffusion import NaLaDiT
@@ -98,19 +98,19 @@ def load_dit(weights: Mapping[str, Tensor] | str | Path, *, num_heads: int = 0, 
 
 
 def facts_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What weights with our names say of their network: classes, head, norms of what the stages give out."""
+    """Return the fields that translated weights determine: classes, head, output norms."""
     facts: dict[str, Any] = {}
     if "head.fc.weight" in weights:
         facts["num_classes"] = weights["head.fc.weight"].shape[0]
     elif not any(name.startswith(("head.", "projection.")) for name in weights):
-        # as in detection and segmentation: the stages alone
+        # checkpoints of detectors and segmenters hold the stages alone
         has_norms = any(name.startswith("output_norms.") for name in weights)
         facts |= {"num_classes": 0, "projection": None, "output_norms": has_norms}
     return facts
 
 
 def convert_file(source: str | Path, out: str | Path, family: str, *, model: str = "") -> list[str]:
-    """Translate a published checkpoint into a safetensors file with our names; those names are returned.
+    """Translate a published checkpoint into a safetensors file with our names; return those names.
 
     `model`: a backbone (a name of models.VARIANTS) that the weights must fit, tensor for tensor.
     """

@@ -1,7 +1,7 @@
-"""The authors' parameter names, turned into ours.
+"""Translation of the authors' parameter names into ours.
 
-`translate` works on whole models as well as on single layers: first the frame of a model (stem, stages, head) where there
-is one, then each attention layer, which is found by the last dot-separated parts of its names, whatever stands before.
+`translate` accepts whole models and single layers. It first translates the frame of a model (stem, stages, head), if there
+is one, then each attention layer, which it finds by the last dot-separated parts of its names, with any prefix.
 """
 
 import re
@@ -18,7 +18,7 @@ Weights = dict[str, Tensor]
 
 
 def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
-    """Published names -> ours, for "nalaformer", "polaformer", "polaformerpp", "flatten", "rala" or "mala"."""
+    """Translate published names into ours, for "nalaformer", "polaformer", "polaformerpp", "flatten", "rala" or "mala"."""
     if family not in FAMILIES:
         raise unknown_name("family of published weights", family, FAMILIES)
     weights = dict(state_dict)
@@ -27,7 +27,7 @@ def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
         if is_model:
             weights = _frame(weights)
         ours = FAMILIES[family](weights)
-    # torch's words for a tensor that lacks dimensions, or has other sizes
+    # torch raises these for a tensor that lacks dimensions or has other sizes
     except (IndexError, RuntimeError) as error:
         raise ValueError(
             f"weights of the family {family} must have the shapes that its authors' code gives them, got others: {error}"
@@ -48,7 +48,7 @@ def translate(state_dict: Mapping[str, Tensor], family: str) -> Weights:
 
 
 def fitting_families(weights: Weights) -> str:
-    """The families whose rules turn every name of a framed model or a layer into one of ours, in words."""
+    """Name the families whose rules translate every name of a framed model or a layer."""
     found = []
     for family, rename in FAMILIES.items():
         try:
@@ -59,7 +59,7 @@ def fitting_families(weights: Weights) -> str:
     return f"the family that they are of: {' or '.join(found)}" if found else "the family that they are of"
 
 
-# our own names, which every published one becomes
+# these patterns match our own names
 _LINEAR = r"(weight|bias)"
 _NORM = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
 _ATTENTION = (
@@ -71,25 +71,25 @@ _STAGE = rf"(downsampling\.(reduction\.{_LINEAR}|norm\.{_NORM})|positions\.table
 OUR_MODEL = re.compile(
     rf"^(stem\.\d+\.{_NORM}|stages\.\d+\.{_STAGE}|norm\.{_LINEAR}|output_norms\.\d\.{_LINEAR}|projection\.\d\.{_NORM}|head\.fc\.{_LINEAR})$"
 )
-# a layer by itself, whatever stands before it, or a model that has our names already
+# this matches single layers with any prefix, and models that have our names already
 OUR_LAYER = re.compile(rf"(^|\.){_ATTENTION}$|{OUR_MODEL.pattern}")
 
 
 def is_published_model(names: Iterable[str]) -> bool:
-    """Whether these are the names of a whole published model: all of them begin with a patch embedding, ours with a stem."""
+    """True if these are the names of a whole published model: it has a patch embedding, ours has a stem."""
     return any(name.startswith("patch_embed") for name in names)
 
 
-# what stands before the first names of a backbone, the authors' or ours: a detector's `backbone.`, `module.` of distributed
-# training, the averaged copy beside the last step's
+# the prefix of a backbone's first names, the authors' or ours: `backbone.` of a detector, `module.` of distributed training,
+# `ema.` of the averaged copy
 BEFORE_BACKBONE = re.compile(r"((?:(?:module|_orig_mod|model|model_ema|ema|backbone)\.)*)(?:patch_embed|stem\.)")
 
 
 def backbone_part(weights: Mapping[str, Tensor]) -> tuple[Weights, dict[str, int]]:
-    """The backbone in the file of a detector, segmenter or training program, and how many tensors each other part of it has.
+    """Return the backbone in a file of a detector, segmenter or training program, and the number of tensors in each other part.
 
-    There its names stand behind others, such as `backbone.`; of several copies the averaged one is taken. The weights of a
-    backbone by itself, or of anything else, come back as they are.
+    The names of the backbone have a prefix there, such as `backbone.`, which is removed; of several copies the averaged one is
+    taken. Weights of a backbone alone, and all others, are returned unchanged.
     """
     fronts = dict.fromkeys(found[1] for name in weights if (found := BEFORE_BACKBONE.match(name)))
     front = next((front for front in fronts if "ema." in front), next(iter(fronts), ""))
@@ -98,20 +98,20 @@ def backbone_part(weights: Mapping[str, Tensor]) -> tuple[Weights, dict[str, int
 
 
 def warn_of_others(others: Mapping[str, int]) -> None:
-    """Say what a file holds besides the backbone; nothing is left out silently."""
+    """Warn about the tensors of a file that are not part of the backbone."""
     if others:
         listed = ", ".join(f"{name} ({count} tensors)" for name, count in others.items())
         warnings.warn(f"only the backbone of the file is used; left out: {listed}", stacklevel=3)
 
 
 def _frame(published: Weights) -> Weights:
-    """Stem, stages and head; attention layers keep their names inside the blocks."""
+    """Translate stem, stages and head; attention layers keep their names inside the blocks."""
     ours = {}
     for name, value in published.items():
-        # rotary angles, window masks and window offsets are computed here, not stored
+        # rotary angles, window masks and window offsets are computed, not stored
         if re.search(r"\.(RoPE(_linear)?\.|attn_mask$|relative_position_index$)", name):
             continue
-        # the published PVT holds a last norm that its forward pass leaves out
+        # the published PVT has a last norm that its forward pass skips
         if name.startswith("norm.") and "pos_embed1" in published:
             continue
         for pattern, replacement in FRAME:
@@ -124,7 +124,7 @@ def _frame(published: Weights) -> Weights:
     return _shaped(ours)
 
 
-# the first rule that fits
+# the first rule that matches applies
 FRAME: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     # the four-stage network
     (r"^patch_embed\.proj\.(\d+)\.", r"stem.\1."),
@@ -157,7 +157,7 @@ INSIDE_BLOCKS = (
 
 
 def _shaped(weights: Weights) -> Weights:
-    """Entries whose shape or place differs: scales [1, C, 1, 1], 1x1 convolutions against linear layers, the last norm."""
+    """Change entries with another shape or place: scales [1, C, 1, 1], 1x1 convolutions versus linear layers, the last norm."""
     ours = {}
     projects = "projection.0.weight" in weights
     for name, value in weights.items():
@@ -179,7 +179,7 @@ def _nalaformer(published: Weights) -> Weights:
 
 
 def _polaformerpp(published: Weights) -> Weights:
-    # the gate of a linear layer is called g, that of a softmax layer o
+    # the gate is called g in a linear layer and o in a softmax layer
     ours = _renamed(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvo": "qkvg"})
     for prefix in _prefixes(published, "s1"):
         ours[f"{prefix}map.same"] = ours.pop(f"{prefix}s1")[0, :, 0]
@@ -188,14 +188,14 @@ def _polaformerpp(published: Weights) -> Weights:
 
 
 def _rala(published: Weights) -> Weights:
-    """Also MALA's. Their linear layers are 1x1 convolutions."""
+    """Translate RALA and MALA. Their linear layers are 1x1 convolutions."""
     ours = _renamed(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvo": "qkvg"})
     is_linear = re.compile(r"(^|\.)(qkvg|projection|feed_forward\.fc[12])\.weight$")
     return {name: value.flatten(1) if is_linear.search(name) else value for name, value in ours.items()}
 
 
 def _flatten(published: Weights) -> Weights:
-    """Also PolaFormer's: it adds a gate and a power per channel to the same layer. Softmax layers lack the conv branch."""
+    """Translate FLatten and PolaFormer, which adds a gate and a power per channel. Softmax layers lack the conv branch."""
     ours = _renamed(published, {"dwc": "local_mix.conv", "proj": "projection"})
     for prefix in _prefixes(published, "dwc.weight"):
         ours[f"{prefix}table.table"] = ours.pop(f"{prefix}positional_encoding")
@@ -210,7 +210,7 @@ def _flatten(published: Weights) -> Weights:
 
 
 def _join_projections(weights: Weights, prefix: str) -> None:
-    """Published: q (or q and gate) and kv apart. Ours: all of them in one, except where keys come from a reduced image."""
+    """Join q (or q and gate) and kv into one projection, except where keys come from a reduced image."""
     reduced = f"{prefix}sr.weight" in weights
     for part in ("weight", "bias"):
         names = [f"{prefix}{name}.{part}" for name in ("q", "qg", "qkv", "qkvg", "kv", "sr", "norm")]
@@ -238,17 +238,17 @@ def _renamed(weights: Weights, modules: dict[str, str]) -> Weights:
 
 
 def _prefixes(names: Iterable[str], ending: str) -> list[str]:
-    """What stands before `ending` in the names that end so; "" for a layer by itself."""
+    """Return the prefixes of the names that end in `ending`; "" for a layer alone."""
     return [name.removesuffix(ending) for name in names if name == ending or name.endswith(f".{ending}")]
 
 
 def is_published_dit(names: Iterable[str]) -> bool:
-    """Whether these are the names of a published diffusion transformer."""
+    """True if these are the names of a published diffusion transformer."""
     return "x_embedder.proj.weight" in set(names)
 
 
 def translate_dit(published: Mapping[str, Tensor]) -> Weights:
-    """DiT's names -> those of our diffusion transformer with softmax attention; its position table is computed here."""
+    """Translate DiT's names into those of our softmax diffusion transformer; its position table is computed, not stored."""
     ours, unknown = {}, []
     for name, value in published.items():
         if name == "pos_embed":
@@ -266,7 +266,7 @@ def translate_dit(published: Mapping[str, Tensor]) -> Weights:
     return ours
 
 
-# each name fits one rule
+# each name matches one rule
 DIT = (
     (r"^x_embedder\.proj\.", "patches."),
     (r"^t_embedder\.mlp\.([02])\.", r"time.\1."),

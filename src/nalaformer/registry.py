@@ -1,4 +1,4 @@
-"""Names that people type, and what to say when a name is wrong."""
+"""A registry of names, and the error for unknown ones."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str], *, compared: Callable[[str], str] = str) -> ValueError:
-    """The error for a name that is not known: the nearest names first, then all of them.
+    """Return the error for an unknown name: the nearest names first, then all of them.
 
-    compared: what of a known name the given one is compared with.
+    compared: returns the part of a known name that `name` is compared with.
     """
     names = sorted(known)
     alike = get_close_matches(str(name), {compared(each) for each in names}, n=3, cutoff=0.5)
@@ -21,7 +21,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str], *, compared: Cal
 
 
 def check_options(maker: Callable[..., object], options: Iterable[str], kind: str) -> None:
-    """Refuse options that the function or class does not take; kind: what it makes, in words."""
+    """Reject options that the function or class does not take; kind: what it makes, in words."""
     taken = inspect.signature(maker).parameters
     for option in options:
         if option not in taken:
@@ -29,14 +29,14 @@ def check_options(maker: Callable[..., object], options: Iterable[str], kind: st
 
 
 class Registry(Generic[T]):
-    """A table from names to things of one kind."""
+    """A table from names to objects of one kind."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: enter the thing under `name`."""
+        """Return a decorator that registers its object under `name`."""
 
         def enter(thing: T) -> T:
             if name in self._entries:
@@ -47,11 +47,11 @@ class Registry(Generic[T]):
         return enter
 
     def __getitem__(self, name: str) -> T:
-        # a list, say, cannot even be looked for
+        # a list, say, cannot be a key of a dict
         if not isinstance(name, str) or name not in self._entries:
             raise unknown_name(self.kind, name, self._entries)
         return self._entries[name]
 
     def names(self) -> list[str]:
-        """All names, in the order in which they were entered."""
+        """Return all names in the order of their registration."""
         return list(self._entries)

@@ -1,4 +1,4 @@
-"""What SIGTERM and Ctrl-C do: work that can be saved is saved first, everything else ends and cleans up."""
+"""Signal handlers: save what can be saved on SIGTERM and Ctrl-C, and clean up."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -11,9 +11,9 @@ Handler = Callable[[int, FrameType | None], Any]
 
 @contextmanager
 def stop_requests(ask: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C call `ask` inside the block, and the work stops when it can; a second Ctrl-C does not wait.
+    """Call `ask` on SIGTERM and Ctrl-C inside the block, so that the work stops when it can; a second Ctrl-C does not wait.
 
-    Ctrl-C is KeyboardInterrupt as ever, at the end of the block.
+    After the block, Ctrl-C raises KeyboardInterrupt as usual.
     """
     by_keyboard = False
 
@@ -35,7 +35,7 @@ def stop_requests(ask: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """Turns SIGTERM into an exception (SystemExit) inside the block, so that everything cleans up."""
+    """Raise SystemExit on SIGTERM inside the block, so that everything cleans up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -46,14 +46,14 @@ def clean_exit() -> Iterator[None]:
 
 @contextmanager
 def handled(handlers: dict[signal.Signals, Handler]) -> Iterator[None]:
-    """Sends the signals to the handlers inside the block; signals that this process was started to ignore stay ignored."""
+    """Install signal handlers inside the block; signals that this process was started to ignore stay ignored."""
     before: dict[signal.Signals, Any] = {}
     try:
         for number, handler in handlers.items():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, handler)
     except ValueError:
-        # only the main thread may listen
+        # only the main thread may install handlers
         pass
     try:
         yield

@@ -1,4 +1,4 @@
-"""How long a call takes."""
+"""Measure the time of a call."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ from .ops.graphs import captured
 
 
 def median_ms(call: Callable[[], object], *, device: str = "cpu", seconds: float = 2.0, capture: bool = True) -> float:
-    """Median milliseconds of a call after warming up; see `times_ms`."""
+    """Return the median milliseconds of a call after warm-up; see `times_ms`."""
     return statistics.median(times_ms(call, device=device, seconds=seconds, capture=capture))
 
 
@@ -23,18 +23,18 @@ def times_ms(
     most: int = 50,
     capture: bool = True,
 ) -> list[float]:
-    """Milliseconds of each of many calls after warming up.
+    """Return the milliseconds of repeated calls after warm-up.
 
-    It is repeated for about `seconds`, but at least `least` and at most `most` times. On a GPU the call is captured once and
-    replayed, and the time is taken between events: it is that of the device, not that of Python, with a cold cache.
-    capture=False: eager calls between events, so that a device that waits for Python waits within the time.
+    The call is repeated for about `seconds`, at least `least` and at most `most` times. On a GPU it is captured once and
+    replayed between events with a cold cache, so the result is device time without Python's overhead.
+    capture=False: eager calls between events, so that the time includes waiting for Python.
     """
     if least < 1 or most < least:
         raise ValueError(f"repetitions must satisfy 1 <= least <= most, got {least} and {most}")
     timed = _timed_on_gpu if device == "cuda" else _timed_on_cpu
     if device == "cuda" and capture:
         call = captured(call)
-    # the first call also builds what is built once: thread pools, compiled code, the allocator's blocks
+    # the first call also builds thread pools, compiled code and the allocator's blocks
     timed(call, 1)
     once = timed(call, 1)
     repeats = min(most, max(least, round(1e3 * seconds / max(once[0], 1e-3))))
@@ -51,7 +51,7 @@ def _timed_on_cpu(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def _timed_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
-    # larger than any cache: a second run over inputs that are still in it would time the cache
+    # larger than any cache; otherwise a second run would read its inputs from the cache
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
     torch.cuda.synchronize()
     events = []

@@ -1,4 +1,4 @@
-"""Tells whether somebody watches a module: then it has to be called, and nothing may take its place."""
+"""Detect hooks on modules: a hooked module must be called and cannot be replaced by a fused kernel."""
 
 from typing import Any
 
@@ -8,17 +8,17 @@ from torch.nn.modules import module as torch_modules
 
 
 def is_watched(module: nn.Module) -> bool:
-    """True if a call does more than the class says: hooks run around it, or another forward was put into its place."""
+    """True if a call runs more than the class's forward: hooks, or a forward set on the instance."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if any(own) or "forward" in module.__dict__:
         return True
-    # the compiler follows the hooks of a module alone
+    # the compiler traces only the hooks of the module itself
     return not torch.compiler.is_compiling() and any(global_hooks())
 
 
 def global_hooks() -> tuple[dict[int, Any], ...]:
-    """The hooks that torch calls around every module."""
-    # torch has no other way to ask for them
+    """Return the hooks that torch calls around every module."""
+    # torch has no public access to them
     return (
         torch_modules._global_forward_pre_hooks,
         torch_modules._global_forward_hooks,

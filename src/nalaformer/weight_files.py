@@ -1,4 +1,4 @@
-"""Files of weights, read without running code."""
+"""Weight files, read without running code."""
 
 import logging
 import math
@@ -15,20 +15,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-# under which key training programs keep the weights of a checkpoint: the averaged ones are those that were evaluated
+# keys under which training programs keep the weights of a checkpoint, the averaged weights first, since those were evaluated
 INSIDE = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")
-# how training programs keep their settings beside the weights: plain containers, read as such and then left aside
+# classes in which training programs keep their settings beside the weights; they are read as plain containers and ignored
 SETTINGS = [Namespace, (OrderedDict, "yacs.config.CfgNode")]
-# what distributed training and torch.compile put in front of names
+# prefixes that distributed training and torch.compile add to names
 FRONTS = ("module.", "_orig_mod.")
-# tensors that an error spells out
+# the number of tensors that an error lists
 MOST_NAMES = 5
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
-    """The weights in a checkpoint file: safetensors, or a .pth file of which nothing but tensors is read, never code.
+    """Return the weights in a checkpoint: a safetensors file, or a .pth file, of which only tensors are read and no code runs.
 
-    Names lose what distributed training and torch.compile put in front of them.
+    Prefixes of distributed training and torch.compile are removed from the names.
     """
     found = read_as_stored(Path(path))
     for front in FRONTS:
@@ -37,7 +37,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
 
 
 def read_as_stored(path: Path) -> dict[str, Tensor]:
-    """The same by the names of the file."""
+    """Return the weights under the names in the file."""
     found = _tensors_of(path)
     check_finite(found, path)
     return found
@@ -63,7 +63,7 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 def weights_in(content: Any, where: str) -> dict[str, Tensor]:
-    """The state dict that a checkpoint is or holds; where: what errors call it."""
+    """Return the state dict that a checkpoint is or holds; where: its name in errors."""
     for key in INSIDE:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -76,16 +76,16 @@ def weights_in(content: Any, where: str) -> dict[str, Tensor]:
 def reason_of(path: Path, error: Exception) -> str:
     with path.open("rb") as file:
         start = file.read(2)
-    # a zip archive, or a pickle with its version: what torch.save writes
+    # torch.save writes a zip archive, or a pickle with its version
     if start not in (b"PK", b"\x80\x02"):
         return "it is no file of torch.save"
     return " ".join(str(error).split())[:200]
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str | PathLike[str]) -> None:
-    """Refuse weights with NaN or infinity in them, which everything computed from them would have too: one pass, no copy."""
+    """Reject weights with NaN or infinity, in one pass and without a copy."""
     for name, tensor in tensors.items():
-        # whole numbers are finite, and types of one byte have no minimum in torch
+        # whole numbers are finite, and torch has no minimum for one-byte types
         if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
             continue
         if not all(math.isfinite(end) for end in torch.stack(torch.aminmax(tensor.detach())).tolist()):
@@ -95,7 +95,7 @@ def check_finite(tensors: Mapping[str, Tensor], where: str | PathLike[str]) -> N
 
 
 def check_names(missing: Iterable[str], unexpected: Iterable[str], where: str | PathLike[str]) -> None:
-    """Refuse weights that lack tensors of their model, which would stay random, or have others that it has no place for."""
+    """Reject weights that lack tensors of their model, which would stay random, or have tensors that it does not know."""
     lacks, has = sorted(missing), sorted(unexpected)
     if lacks or has:
         found = [f"none for {_some(lacks)}"] * bool(lacks) + [f"others: {_some(has)}"] * bool(has)
@@ -106,7 +106,7 @@ def check_names(missing: Iterable[str], unexpected: Iterable[str], where: str | 
 
 
 def load_all(model: nn.Module, tensors: Mapping[str, Tensor], where: str | PathLike[str]) -> None:
-    """Load weights of which each has its place and every place one; tied weights may have been saved once."""
+    """Load weights that must match the model's tensors one to one; tied weights may have been saved once."""
     check_finite(tensors, where)
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
@@ -120,10 +120,10 @@ def load_all(model: nn.Module, tensors: Mapping[str, Tensor], where: str | PathL
 
 @contextmanager
 def without_warnings(logger: str) -> Iterator[None]:
-    """Silence what a library says of weights that do not fit, which `check_names` makes an error."""
+    """Silence a library's warnings about weights that do not fit; `check_names` raises an error for them."""
     told = logging.getLogger(logger)
     before = told.disabled
-    # not its level: transformers reads that, and says more at higher ones
+    # not the level: transformers reads it, and logs more at higher ones
     told.disabled = True
     try:
         yield

@@ -31,7 +31,7 @@ def test_layers_count_from_the_end_too(model):
 
 
 def test_a_map_of_several_images_is_refused(model):
-    with pytest.raises(ValueError, match="a map is of one image, got 2"):
+    with pytest.raises(ValueError, match="attention_map takes one image, got 2"):
         attention_map(model, torch.stack((IMAGE, IMAGE)))
 
 

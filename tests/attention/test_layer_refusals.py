@@ -58,7 +58,7 @@ def test_a_misspelt_map_option_suggests_the_nearest():
         ({"kernel_size": 4}, "kernel_size must be positive and odd, .*, got 4"),
         ({"kernel_size": -1}, "kernel_size must be .*, got -1"),
         ({"key_reduction": 0}, "key_reduction must be at least 1, got 0"),
-        ({"causal": True}, 'a causal layer cannot look around: use local_mix="none" and key_reduction=1'),
+        ({"causal": True}, 'a causal layer must not see later tokens: use local_mix="none" and key_reduction=1'),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

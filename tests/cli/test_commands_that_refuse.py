@@ -118,8 +118,8 @@ def test_a_used_port_is_refused_before_the_model_is_loaded(image, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         said = refusal("explore", "nalaformer_xt", image, "--port", port)
-    assert f"--port must name a port of 127.0.0.1 that can be had, got {port}" in said
-    assert said.endswith("choose another, or leave the option out for a free one")
+    assert f"--port must name a port of 127.0.0.1 that is free, got {port}" in said
+    assert said.endswith("choose another, or omit the option for a free one")
 
 
 # ---- data, convert

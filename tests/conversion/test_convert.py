@@ -168,7 +168,7 @@ def test_what_cannot_go_stays_with_a_reason():
         ({"attention": "softmax"}, "name a linear method"),
         ({"attention": "nalaforme"}, "did you mean 'nalaformer'"),
         ({"local_mix": "channels"}, "a ViT tells its attention no grid"),
-        ({"window": 7}, "leave causal, key_reduction and window"),
+        ({"window": 7}, "do not set causal, key_reduction or window"),
         ({"directon": "cosine"}, "did you mean 'direction'"),
     ],
 )
@@ -186,7 +186,7 @@ def test_masks_of_keys_are_honoured_and_others_refused():
     mask = torch.ones(2, 1, 1, 10, dtype=torch.bool)
     mask[..., 7:] = False
     assert (layer(x, attn_mask=mask)[:, :7] - layer(x[:, :7])).abs().max() < 1e-5
-    with pytest.raises(ValueError, match="hide a key from all queries alone"):
+    with pytest.raises(ValueError, match="only mask a key for all queries"):
         layer(x, attn_mask=torch.ones(2, 1, 10, 10, dtype=torch.bool).tril())
     with pytest.raises(ValueError, match="is_causal=True"):
         layer(x, is_causal=True)
@@ -204,7 +204,7 @@ def test_masks_that_are_added_to_scores_hide_where_they_are_negative():
 )
 def test_biases_of_keys_are_refused_and_hide_nothing(mask):
     layer = nalaformer.convert(timm_vit()).blocks[0].attn
-    with pytest.raises(ValueError, match="no place for a bias of keys"):
+    with pytest.raises(ValueError, match="does not support a key bias"):
         layer(torch.randn(2, 10, 32), attn_mask=mask)
 
 
@@ -229,10 +229,10 @@ def test_attention_weights_of_a_converted_model_are_refused(name):
     model.set_attn_implementation("eager")
     images = torch.zeros(1, 3, SIDES.get(name, 32), SIDES.get(name, 32))
     nalaformer.convert(model)
-    with pytest.raises(ValueError, match=r"makes no weights, got output_attentions=True; leave it out"):
+    with pytest.raises(ValueError, match=r"computes no weights, got output_attentions=True; omit it"):
         model(images, output_attentions=True)
     model.config.output_attentions = True
-    with pytest.raises(ValueError, match="makes no weights"):
+    with pytest.raises(ValueError, match="computes no weights"):
         model(images)
     assert model(images, output_attentions=False)[0].isfinite().all()
 

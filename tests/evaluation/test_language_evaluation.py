@@ -99,11 +99,11 @@ def test_rotary_positions_beyond_those_of_training_are_noted(run, tmp_path, toke
     tokens = len(tokenizer("Ada")["input_ids"])
     write = ("generate", "text", "--model", folder, "--prompt", "Ada", "--device", "cpu", "--max-new-tokens")
     assert "was made for" not in run(*write, 9 - tokens).output
-    assert "the model was made for 8 tokens, got 9: expect less" in run(*write, 10 - tokens).output
+    assert "the model was trained for 8 tokens, got 9: expect lower quality" in run(*write, 10 - tokens).output
     (tmp_path / "a.txt").write_text("Ada took the red box and went home.")
     score = ("eval", "language", "--model", folder, "--text", tmp_path / "a.txt", "--device", "cpu")
     assert "was made for" not in run(*score).output
-    assert "the model was made for 8 tokens, got 9: expect less" in run(*score, "--window", 9).output
+    assert "the model was trained for 8 tokens, got 9: expect lower quality" in run(*score, "--window", 9).output
 
 
 # ---- perplexity

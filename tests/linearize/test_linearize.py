@@ -196,7 +196,7 @@ def test_what_came_before_a_cache_cannot_be_recorded(model, tokens):
 
 
 def test_weights_that_nobody_makes_are_refused(model, tokens):
-    with pytest.raises(ValueError, match="hybrid attention makes no weights"):
+    with pytest.raises(ValueError, match="hybrid attention computes no weights"):
         model(tokens, output_attentions=True)
 
 

@@ -1,4 +1,4 @@
-"""Diagnostics: how sharply each method attends, what the query norm has to do with it, and images side by side."""
+"""Diagnostics: how sharply each method attends, how that depends on the query norm, and attention images side by side."""
 
 from .compare import ComparedMethod, Row, compare_methods, methods
 from .crops import draw_crops

@@ -1,4 +1,4 @@
-"""Softmax and every feature map side by side, on tokens whose query norms sweep two decades."""
+"""A comparison of softmax and every feature map, on tokens whose query norms sweep two decades."""
 
 import math
 import statistics
@@ -23,14 +23,14 @@ from .entropy import (
 )
 
 NUM_HEADS, HEAD_DIM, SEEDS = 4, 64, 8
-# Below this many nats an order is an order of rounding errors: a constant curve has a rank correlation too.
+# Below this many nats the order of entropies is that of rounding errors: a constant curve has a rank correlation too.
 LEAST_DROP = 0.02
-# Long enough for the work itself to show, whatever the comparison's own number of tokens.
+# Enough tokens to hide the overhead of a call, whatever the comparison's own number of tokens.
 TIMED_TOKENS = 4096
 TIMED_CALLS = 7
 CURVE_POINTS = 32
 
-# Maps that deserve more than one row, by the options that differ.
+# Maps with several rows, by the options that differ.
 VARIANTS: dict[str, tuple[dict[str, object], ...]] = {
     "norm_aware": (
         {"direction": "split"},
@@ -43,12 +43,12 @@ VARIANTS: dict[str, tuple[dict[str, object], ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedMethod:
-    """One row to be: softmax, or a feature map with its options."""
+    """A method of the comparison: softmax, or a feature map with its options."""
 
     map_name: str | None
-    """Name in the registry of feature maps; None is softmax."""
+    """The name in the registry of feature maps; None is softmax."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """Options of the map; the label shows their values."""
+    """The options of the map; the label shows their values."""
 
     @property
     def label(self) -> str:
@@ -57,7 +57,7 @@ class ComparedMethod:
         return " ".join((self.map_name, *map(str, self.options.values())))
 
     def make(self, dtype: torch.dtype, *, seed: int = 0) -> FeatureMap | None:
-        """The map with parameters of that type, random ones from `seed`; None for softmax."""
+        """Build the map with parameters of that dtype, random ones from `seed`; None for softmax."""
         if self.map_name is None:
             return None
         with torch.random.fork_rng(devices=()):
@@ -67,26 +67,26 @@ class ComparedMethod:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What the comparison says about one method; means over heads and seeds."""
+    """The results of one method; means over heads and seeds."""
 
     label: str
     spearman: float
-    """Rank correlation of query norm and entropy; 0 where the entropy changes by less than 0.02 nats."""
+    """Rank correlation of query norm and entropy; 0 if the entropy changes by less than 0.02 nats."""
     entropy_drop: float
     """Entropy at the 10th norm percentile minus that at the 90th, nats."""
     channel_entropy_falls: bool | None
-    """Whether PSE(phi_q) falls monotonically in the norm for every direction tried; None for softmax, which has no phi."""
+    """True if PSE(phi_q) falls monotonically in the norm for every direction tried; None for softmax, which has no phi."""
     smallest_weight: float
     effective_rank: float
     milliseconds: float | None
-    """Median time of one forward call on [1, 4096, 4, 64], float32; None where it was left out."""
+    """Median time of one forward call on [1, 4096, 4, 64], float32; None if it was not measured."""
     norms: tuple[float, ...]
     entropy: tuple[float, ...]
-    """The curve for the picture: mean entropy (nats) in bins of the norm, at the bins' geometric centres."""
+    """The curve of the plot: mean entropy (nats) in bins of the norm, at the bins' geometric centers."""
 
 
 def methods() -> list[ComparedMethod]:
-    """Softmax, then every registered map in the order of the registry."""
+    """Return softmax, then every registered map in the order of the registry."""
     found = [ComparedMethod(map_name=None)]
     for name in FEATURE_MAPS.names():
         found.extend(ComparedMethod(map_name=name, options=options) for options in VARIANTS.get(name, ({},)))
@@ -94,7 +94,7 @@ def methods() -> list[ComparedMethod]:
 
 
 def compare_methods(chosen: list[ComparedMethod], *, num_tokens: int = 256, seed: int = 0, timed: bool = True) -> Iterator[Row]:
-    """A row for each method, as it is ready; `timed=False` leaves the time out."""
+    """Yield a row for each method once it is ready; `timed=False` skips the time."""
     norms, q, k = norm_sweep(num_tokens, num_heads=NUM_HEADS, head_dim=HEAD_DIM, seeds=SEEDS, seed=seed)
     for method in chosen:
         yield compare_one(method, norms, q, k, seed=seed, timed=timed)
@@ -102,10 +102,10 @@ def compare_methods(chosen: list[ComparedMethod], *, num_tokens: int = 256, seed
 
 @torch.no_grad()
 def compare_one(method: ComparedMethod, norms: Tensor, q: Tensor, k: Tensor, *, seed: int = 0, timed: bool = True) -> Row:
-    """norms [N], q and k [S, N, H, D] from `norm_sweep`."""
+    """Return the row of one method; norms [N], q and k [S, N, H, D] from `norm_sweep`."""
     phi = method.make(q.dtype, seed=seed)
     entropies, smallest, rank = [], math.inf, []
-    # one seed at a time: the weights of all of them would take S * H * N^2
+    # one seed at a time, since the weights of all would take S * H * N^2
     for q_seed, k_seed in zip(q.split(1), k.split(1), strict=True):
         weights = weights_of(phi, q_seed, k_seed)[0]  # [H, N, N]
         entropies.append(attention_entropy(weights))
@@ -130,26 +130,26 @@ def compare_one(method: ComparedMethod, norms: Tensor, q: Tensor, k: Tensor, *, 
 
 
 def weights_of(phi: FeatureMap | None, q: Tensor, k: Tensor) -> Tensor:
-    """[B, H, N, M]; of two streams the first."""
+    """Return the attention weights, [B, H, N, M]; those of the first stream if there are two."""
     if phi is None:
         return torch.einsum("bihd,bjhd->bhij", q * q.shape[-1] ** -0.5, k).softmax(dim=-1)
     return attention_weights(q, k, feature_map=phi)
 
 
 def channels_sharpen(phi: FeatureMap, *, directions: int = 64, steps: int = 64, seed: int = 0) -> bool:
-    """Whether the channel entropy of phi_q falls whenever a query grows and keeps its direction."""
+    """True if the channel entropy of phi_q falls whenever a query grows and keeps its direction."""
     _, q, k = norm_sweep(directions, num_heads=NUM_HEADS, head_dim=HEAD_DIM, seed=seed)
     unit = q / q.norm(dim=-1, keepdim=True)
     scales = torch.logspace(-1, 1, steps, dtype=q.dtype)
     grown = scales[:, None, None, None] * unit  # [P, N, H, D]
-    # a map that looks at all tokens must see one and the same set at every step
+    # a map that uses statistics of all tokens must see the same tokens at every step
     mapped = phi.given(unit, k, key_mask=None, causal=False)
     entropy = channel_entropy(mapped.query_streams(grown)[0].value)  # the scale of the features cancels
     return falls_monotonically(entropy.movedim(0, -1), least_fall=LEAST_DROP)
 
 
 def time_of_call(phi: FeatureMap | None, *, num_tokens: int = TIMED_TOKENS) -> float:
-    """Median milliseconds of a forward call in float32 on this machine's CPU; softmax by torch's fused attention."""
+    """Return the median milliseconds of a forward call in float32 on the CPU; softmax by torch's fused attention."""
     _, q, k = norm_sweep(num_tokens, num_heads=NUM_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
     v = k.flip(1)
     q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""Crops of images side by side, so that the eye can compare what figures cannot say."""
+"""Crops of images side by side, to compare by eye what metrics cannot show."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ CAPTION, GAP = 18, 6
 
 
 def draw_crops(rows: Sequence[tuple[Box, Mapping[str, "Image"]]], path: str | Path, *, zoom: int = 3) -> Path:
-    """Write a PNG: a row for each box, with the same crop of each of its images, enlarged without smoothing, under its name."""
+    """Write a PNG: a row for each box, with the same enlarged crop of each of its images under the image's name."""
     from PIL import Image, ImageDraw
 
     if not rows or not all(images for _, images in rows):

@@ -3,27 +3,27 @@
 import torch
 from torch import Tensor
 
-# Rounding may push a weight of zero below it by this part of the largest one; anything lower is a signed weight.
+# Rounding may push a zero weight below zero by this fraction of the largest one; lower weights are signed.
 ROUNDING = 1e-6
 
 
 def attention_entropy(weights: Tensor) -> Tensor:
-    """-sum_j w_j log w_j of each row in nats, rows scaled to sum to one: [..., M] -> [...].
+    """Return -sum_j w_j log w_j of each row in nats, rows scaled to sum to one: [..., M] -> [...].
 
-    0 for all weight on one token, log M for equal weights. A row without any weight counts as 0.
+    It is 0 for all weight on one token, log M for equal weights, and 0 for a row without any weight.
     """
     if weights.numel() and weights.min() < -ROUNDING * weights.max():
         raise ValueError(
             f"entropy needs weights >= 0, got {weights.min().item():.3g}; rotary positions in the numerator alone make "
-            "signed weights: leave the rotary out or make it with normalised=True"
+            "signed weights: omit the rotary or make it with normalised=True"
         )
     return _entropy(weights.clamp(min=0))
 
 
 def channel_entropy(features: Tensor) -> Tensor:
-    """PSE(x) = -sum_c (x_c / s) log(x_c / s), s = sum_c x_c, in nats: [..., F] -> [...].
+    """Return PSE(x) = -sum_c (x_c / s) log(x_c / s), s = sum_c x_c, in nats: [..., F] -> [...].
 
-    The positive sequence entropy of PolaFormer and NaLaFormer. Features with signs enter by absolute value.
+    This is the positive sequence entropy of PolaFormer and NaLaFormer. Signed features enter by absolute value.
     """
     return _entropy(features.abs())
 
@@ -34,9 +34,9 @@ def _entropy(x: Tensor) -> Tensor:
 
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:
-    """Spearman's rank correlation along the last dimension, ties by their mean rank: [..., N], [..., N] -> [...].
+    """Return Spearman's rank correlation along the last dimension, ties by their mean rank: [..., N], [..., N] -> [...].
 
-    0 where one of them is constant: then there is no order to agree with.
+    It is 0 if one of them is constant.
     """
     x, y = (rank - rank.mean(dim=-1, keepdim=True) for rank in (ranks(x), ranks(y)))
     spread = (x.square().sum(-1) * y.square().sum(-1)).sqrt()
@@ -44,9 +44,9 @@ def spearman(x: Tensor, y: Tensor) -> Tensor:
 
 
 def ranks(x: Tensor) -> Tensor:
-    """1 for the smallest entry of the last dimension; equal entries share the mean of their ranks. float64.
+    """Return the ranks of the last dimension from 1, float64; equal entries share the mean of their ranks.
 
-    NaN beside an entry that is not a number: nothing is in order then.
+    All ranks of a row with NaN are NaN.
     """
     ordered = x.sort(dim=-1).values
     below = torch.searchsorted(ordered, x.contiguous())
@@ -56,10 +56,10 @@ def ranks(x: Tensor) -> Tensor:
 
 
 def entropy_drop(norms: Tensor, entropy: Tensor, *, low: float = 0.1, high: float = 0.9, width: float = 0.1) -> Tensor:
-    """Entropy at the 10th norm percentile minus that at the 90th, in nats: [N], [..., N] -> [...].
+    """Return the entropy at the 10th norm percentile minus that at the 90th, in nats: [N], [..., N] -> [...].
 
-    Each end is the mean over the `width` of the tokens around its percentile, so that the random directions even out. NaN
-    beside a norm or an entropy that is not a number.
+    Each end is the mean over the `width` of the tokens around its percentile, which averages over random directions. The result
+    is NaN if a norm or an entropy is.
     """
     num_tokens = norms.shape[-1]
     by_norm = entropy[..., norms.argsort()]
@@ -74,19 +74,19 @@ def entropy_drop(norms: Tensor, entropy: Tensor, *, low: float = 0.1, high: floa
 
 
 def effective_rank(weights: Tensor) -> Tensor:
-    """exp of the entropy of the singular values scaled to sum to one (Roy and Vetterli, 2007): [..., N, M] -> [...].
+    """Return exp of the entropy of the singular values scaled to sum to one (Roy and Vetterli, 2007): [..., N, M] -> [...].
 
-    n for the identity of size n, 1 for a matrix whose rows are all alike, NaN for one that is not finite.
+    It is n for the identity of size n, 1 for a matrix with equal rows, NaN for one that is not finite.
     """
     is_finite = weights.isfinite().all(dim=(-2, -1))
-    # the decomposition refuses the whole batch for one entry
+    # the decomposition raises an error for the whole batch if one entry is not finite
     values = torch.linalg.svdvals(weights.masked_fill(~is_finite[..., None, None], 0.0))
     return _entropy(values).exp().masked_fill(~is_finite, torch.nan)
 
 
 def falls_monotonically(curve: Tensor, *, least_fall: float) -> bool:
-    """Whether every curve [..., P] never rises along the last dimension and falls by `least_fall` in all."""
-    # a curve that has flattened out may still tremble in its last digits
+    """True if every curve [..., P] never rises along the last dimension and falls by `least_fall` in total."""
+    # a flat curve may vary in its last digits
     trembling = 1e-9 * (1 + curve.abs().max())
     never_rises = (curve.diff(dim=-1) <= trembling).all()
     return bool(never_rises) and bool((curve[..., 0] - curve[..., -1] >= least_fall).all())
@@ -101,16 +101,16 @@ def norm_sweep(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random tokens whose query norms run from 0.1 to 10 in equal logarithmic steps: (norms [N], q, k [S, N, H, D]).
+    """Draw random tokens whose query norms run from 0.1 to 10 in equal logarithmic steps: (norms [N], q, k [S, N, H, D]).
 
-    The directions are uniform and independent, the same norm serves all heads of a token; keys are standard normal. The
-    global random state stays untouched.
+    The directions are uniform and independent, all heads of a token have the same norm, and keys are standard normal. The
+    global random state is not changed.
     """
     if num_tokens < 16:
         raise ValueError(f"a sweep over norms needs at least 16 tokens, got {num_tokens}")
     generator = torch.Generator().manual_seed(seed)
     norms = torch.logspace(-1, 1, num_tokens, dtype=torch.float64)
-    # drawn in float64 whatever the type asked for: the same seed means the same tokens
+    # drawn in float64 for every dtype, so that the same seed means the same tokens
     q, k = torch.randn(2, seeds, num_tokens, num_heads, head_dim, generator=generator, dtype=torch.float64)
     q = q / q.norm(dim=-1, keepdim=True) * norms[:, None, None]
     return norms.to(dtype), q.to(dtype), k.to(dtype)

@@ -1,4 +1,4 @@
-"""Which places of an image a decision rests on."""
+"""Explanations of a decision by the places of an image that support it."""
 
 from typing import Any
 
@@ -23,24 +23,24 @@ def explain(
     steps: int = 32,
     baseline: float = 0.0,
 ) -> Tensor:
-    """How much each place of an image speaks for a class: [h, w], or [B, h, w] for a batch; not negative, summing to one.
+    """Return how much each place of an image supports a class: [h, w], or [B, h, w] for a batch; not negative, sum one.
 
-    image: [3, H, W] or [B, 3, H, W], as the model takes it. target: the class, or one per image; None is the model's answer.
+    image: [3, H, W] or [B, 3, H, W], as the model takes it. target: the class, or one per image; None is the predicted class.
     The map has the grid of the first attention layer. Methods:
-    decision_aware: sum over layers and heads of max(0, <v_j, sum_i A_ij g_i>), g_i the gradient of the class's logit by what
-        query i gathered: the part of the logit, to first order, that comes from token j by being attended.
+    decision_aware: sum over layers and heads of max(0, <v_j, sum_i A_ij g_i>), g_i the gradient of the class's logit by the
+        attention output of query i: to first order, the part of the logit that comes from attending to token j.
     gradient_rollout: v <- v + v E, E the mean over heads of max(0, A_ij <g_i, v_j>) (Chefer et al., 2021).
-    rollout: attention alone, whatever the class; see `rollout`.
-    integrated_gradients: Captum's, over `steps` images between one whose pixels are all `baseline` and this one.
+    rollout: attention alone, independent of the class; see `rollout`.
+    integrated_gradients: Captum's, over `steps` images between one with all pixels at `baseline` and this one.
     """
     if method not in EXPLANATIONS:
         raise unknown_name("method of explanation", method, EXPLANATIONS)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     images = as_images(image).detach()
-    # gradients are needed, whatever the caller switched off
+    # gradients are needed even if the caller disabled them
     with torch.inference_mode(False):
-        # a copy, for what inference mode made knows no gradients
+        # clone, since tensors made in inference mode have no gradients
         images = images.clone()
         if method == "rollout":
             records = record(model, images)
@@ -53,19 +53,19 @@ def explain(
 
 
 def start_of(last: LayerRecord) -> str:
-    """Which token of the last layer the classifier reads."""
+    """Return the token of the last layer that the classifier reads."""
     return "class" if last.prefix else "mean"
 
 
 def targets_of(logits: Tensor, target: int | Tensor | None) -> Tensor:
-    """[B] classes."""
+    """Return the classes as a tensor [B]."""
     if target is None:
         return logits.argmax(-1)
     rule = f"target must be the number of a class below {logits.shape[-1]}, or one for each of {len(logits)} images"
     try:
         classes = torch.as_tensor(target, device=logits.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{rule}, got {target!r}; names of classes are known to the data alone") from error
+        raise ValueError(f"{rule}, got {target!r}; only the data knows names of classes") from error
     if classes.is_floating_point() or classes.dtype == torch.bool or classes.shape not in ((), (1,), (len(logits),)):
         raise ValueError(f"{rule}, got {target!r}")
     classes = classes.long().expand(len(logits))
@@ -75,12 +75,12 @@ def targets_of(logits: Tensor, target: int | Tensor | None) -> Tensor:
 
 
 def logits_of(output: Any) -> Tensor:
-    """transformers wraps them."""
+    """Return the logits of an output, which transformers wraps."""
     return getattr(output, "logits", output)
 
 
 def _by_flow(model: nn.Module, images: Tensor, target: int | Tensor | None, method: str) -> Tensor:
-    # the images ask for gradients, so that a frozen model has a graph too
+    # the images require gradients, so that a frozen model has a graph too
     images.requires_grad_()
     with torch.enable_grad():
         with Recorder(model, image=(images.shape[2], images.shape[3]), keep_values=True) as recorder:
@@ -91,7 +91,7 @@ def _by_flow(model: nn.Module, images: Tensor, target: int | Tensor | None, meth
         gradients = torch.autograd.grad(score, gathered, retain_graph=True, allow_unused=True)
         flows = []
         for found, out, gradient in zip(records, gathered, gradients, strict=True):
-            # a layer behind which the class does not look
+            # the class may not depend on a layer
             gradient = torch.zeros_like(out) if gradient is None else gradient
             flows.append(decision_flow(found, gradient) if method == "decision_aware" else gradient)
     amounts = torch.zeros_like(start_at(records[-1], "mean"))
@@ -107,22 +107,22 @@ def _by_flow(model: nn.Module, images: Tensor, target: int | Tensor | None, meth
 
 
 def decision_flow(found: LayerRecord, gradient: Tensor) -> Tensor:
-    """sum_h max(0, <v_j, sum_i A_ij g_i>) of each key, [B, M]; gradient g as the layer's gathered values.
+    """Return sum_h max(0, <v_j, sum_i A_ij g_i>) of each key, [B, M]; gradient g in the layout of the layer's outputs.
 
-    Gathering is linear in the values, so sum_i A_ij g_i is its own gradient: no weight is ever computed.
+    The output is linear in the values, so sum_i A_ij g_i is its gradient: no weight is ever computed.
     """
     assert found.values is not None
     assert found.gathered is not None
     (pulled,) = torch.autograd.grad(found.gathered, found.values, gradient, retain_graph=True)
     products = (pulled * found.values).sum(-1).detach()  # [., S, H] or [., H, S]
     flow = products.clamp(min=0).sum(1 if found.heads_first else 2)
-    # some layers cut values into windows before we see them, some after
+    # some layers split values into windows before they are recorded, some after
     return found.from_pieces(flow) if len(flow) == len(found.q) else flow
 
 
 @torch.no_grad()
 def gradient_pull(found: LayerRecord, gradient: Tensor, amounts: Tensor) -> Tensor:
-    """sum_i amounts_i mean_h max(0, A_ij <g_i, v_j>) of each key, some queries at a time: [B, N] -> [B, M]."""
+    """Return sum_i amounts_i mean_h max(0, A_ij <g_i, v_j>) of each key, some queries at a time: [B, N] -> [B, M]."""
     assert found.values is not None
     gradient, values = (_in_pieces(found, x) for x in (gradient, found.values))
     values = for_heads(values, gradient)
@@ -135,7 +135,7 @@ def gradient_pull(found: LayerRecord, gradient: Tensor, amounts: Tensor) -> Tens
 
 
 def _in_pieces(found: LayerRecord, x: Tensor) -> Tensor:
-    """Values or gathered as [P, T, H, V]."""
+    """Return values or outputs as [P, T, H, V]."""
     x = x.transpose(1, 2) if found.heads_first else x
     if found.windows is None or len(x) == len(found.q):
         return x

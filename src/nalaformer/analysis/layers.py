@@ -1,4 +1,4 @@
-"""Where a model attends, and what its attention layers did in a pass."""
+"""Find the attention layers of a model, and record them in a pass."""
 
 import math
 import sys
@@ -28,7 +28,7 @@ class AttentionLayer:
     """An attention layer of a model."""
 
     name: str
-    """Where it is in the model."""
+    """The name of the layer in the model."""
     kind: str
     """"softmax", "linear" or "hybrid"."""
     method: str
@@ -37,12 +37,12 @@ class AttentionLayer:
 
 
 def attention_layers(model: nn.Module) -> list[AttentionLayer]:
-    """Attention of a model in the order of its modules: ours, converted, and softmax of timm, transformers and others.
+    """Return the attention layers of a model in the order of its modules: ours, converted, and softmax of other libraries.
 
-    Delta rules are none: what they remember of a token depends on later ones, so they have no weights.
+    Delta rules are not listed: what they store of a token depends on later ones, so they have no weights.
     """
     found = [layer for name, module in model.named_modules() if (layer := _layer_of(name, module)) is not None]
-    # of a wrapper and what it wraps, the latter attends; a converted attention has its old one inside, which does not
+    # of nested attention modules only the innermost attends, except for the original inside a converted one
     hybrids = tuple(f"{layer.name.partition('.hybrid.groups.')[0]}." for layer in found if layer.kind == "hybrid")
     return [
         layer
@@ -64,20 +64,20 @@ def _layer_of(name: str, module: nn.Module) -> AttentionLayer | None:
 
 
 def _is_foreign(module: nn.Module) -> bool:
-    """Whether it is attention of another library, by its name and its projections."""
+    """True if it is attention of another library, by its name and its projections."""
     if type(module).__module__.startswith("nalaformer.") or "attention" not in type(module).__name__.lower():
         return False
     return any(isinstance(layer, nn.Linear) for layer in module.modules())
 
 
 def _is_mixer(module: nn.Module, name: str) -> bool:
-    """Whether it is a mixer of our language models; a model that has one has imported them."""
+    """True if it is a mixer of our language models; a model with one has imported them."""
     mixers = sys.modules.get("nalaformer.models.language.mixers")
     return mixers is not None and isinstance(module, getattr(mixers, name))
 
 
 def refuse_earlier_tokens(layer: AttentionLayer, count: int) -> None:
-    """Of tokens in a state queries and keys are gone."""
+    """Reject a cache with tokens, since a state does not hold their queries and keys."""
     if count:
         raise ValueError(
             f"attention is recorded of whole sequences, got a cache whose state in {layer.name} holds {count} tokens already; "
@@ -86,10 +86,10 @@ def refuse_earlier_tokens(layer: AttentionLayer, count: int) -> None:
 
 
 def record(model: nn.Module, inputs: Inputs, layers: Sequence[str] | None = None) -> list[LayerRecord]:
-    """Run the model once, in evaluation mode and without gradients, and keep what its attention layers did.
+    """Run the model once, in evaluation mode and without gradients, and return a record of each attention layer.
 
     inputs: a tensor, a sequence of positional arguments, or a mapping of keyword arguments. layers: names, all by default.
-    Memory is that of the queries and keys: linear in the number of tokens.
+    Memory is that of the queries and keys, linear in the number of tokens.
     """
     with torch.no_grad(), Recorder(model, layers, image=_image_of(inputs)) as recorder:
         call(model, inputs)
@@ -103,7 +103,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 class Recorder(TorchFunctionMode):
-    """Listens to the attention layers of a model while it is entered; the model is in evaluation mode meanwhile."""
+    """A context that records the attention layers of a model, which is in evaluation mode meanwhile."""
 
     def __init__(
         self, model: nn.Module, layers: Sequence[str] | None = None, *, image: Grid | None = None, keep_values: bool = False
@@ -164,7 +164,7 @@ class Recorder(TorchFunctionMode):
             self._replace(module, "forward", self._listen_to_exact_mixer(module.forward))
         elif isinstance(module, HybridAttention):
             self._replace(module, "forward", self._listen_to_hybrid(layer, module.forward))
-        # exact attention by torch's fused function, which __torch_function__ sees
+        # torch's fused function is seen by __torch_function__
         if isinstance(module, nn.MultiheadAttention):
             self._replace(module, "forward", fused_forward(module))
         if getattr(module, "fused_attn", None) is False:
@@ -190,7 +190,7 @@ class Recorder(TorchFunctionMode):
         self._undo.append(lambda: module.__dict__.__setitem__(name, before) if known else module.__dict__.pop(name, None))
 
     def _note_swin(self, layer: AttentionLayer, block: Any, x: Tensor) -> None:
-        """Which tokens stand in the windows of timm's Swin: it rolls first and pads then."""
+        """Record which tokens lie in the windows of timm's Swin, which rolls first and pads then."""
         grid = (x.shape[1], x.shape[2])
         numbers = torch.arange(grid[0] * grid[1], device=x.device).view(grid)
         numbers = numbers.roll((-block.shift_size[0], -block.shift_size[1]), dims=(0, 1))
@@ -199,7 +199,7 @@ class Recorder(TorchFunctionMode):
         cells = numbers.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
         self._windows[layer.name] = (cells.flatten(2).flatten(0, 1), grid)
 
-    # --- what layers do ------------------------------------------------------------------------------------------------------
+    # --- recorders of layers -------------------------------------------------------------------------------------------------
 
     def _listen_to_ours(self, layer: AttentionLayer, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         module: Any = layer.module
@@ -213,14 +213,14 @@ class Recorder(TorchFunctionMode):
             if module.config.window:
                 layout = Windows(grid, size=module.config.window, shifted=module.config.shifted)
                 groups, key_mask = layout.groups(q), layout.visible(key_mask, q)
-                # from 1, so that padding, which is 0, becomes -1
+                # number from 1, so that padding, which is 0, becomes -1
                 windows = layout.split(torch.arange(1, grid[0] * grid[1] + 1, device=q.device)[None, :, None])[..., 0] - 1
                 q, k = layout.split(q), layout.split(k)
             if module.map is None:
                 for found in self.records[seen:]:
                     assert isinstance(found, SoftmaxRecord)
                     found.windows, found.heads_first, found.key_mask = windows, False, key_mask
-                    # the mask hides these pairs already; whoever counts the keys that a query sees asks here
+                    # the mask hides these pairs already, but counts of visible keys read these fields
                     found.causal, found.block = module.config.causal, module.config.block
                     if self.keep_values:
                         found.values, found.gathered = v, out
@@ -287,7 +287,7 @@ class Recorder(TorchFunctionMode):
             seen = len(self.records)
             out = forward(x, tokens, cache)
             for found in self.records[seen:]:
-                # its mask lets padding see itself, so the bias does not tell
+                # its mask lets padding see itself, so the bias does not mark padding
                 found.key_mask = tokens.key_mask
             return out
 
@@ -368,7 +368,7 @@ class Recorder(TorchFunctionMode):
         self.records.append(found)
 
     def _place(self, found: LayerRecord, layer: AttentionLayer, grid: Grid | None, key_grid: Grid | None) -> None:
-        """Where the tokens lie in the image."""
+        """Set the grids of the tokens and keys in the image."""
         found.prefix = 0
         if layer.name in self._windows:
             found.windows, found.grid = self._windows[layer.name]
@@ -387,7 +387,7 @@ class Recorder(TorchFunctionMode):
 
 
 def grid_of(tokens: int, image: Grid) -> Grid | None:
-    """Rows and columns of so many tokens with the proportions of the image; None where none fit."""
+    """Return rows and columns of so many tokens with the proportions of the image; None if none fit."""
     if tokens < 1:
         return None
     height = math.isqrt(round(tokens * image[0] / image[1]))
@@ -398,7 +398,7 @@ def grid_of(tokens: int, image: Grid) -> Grid | None:
 
 
 def _image_of(inputs: Inputs) -> Grid | None:
-    """Height and width, if the inputs are images."""
+    """Return height and width if the inputs are images."""
     if isinstance(inputs, Mapping):
         inputs = inputs.get("pixel_values", next(iter(inputs.values()), torch.empty(0)))
     elif not isinstance(inputs, Tensor):
@@ -407,14 +407,14 @@ def _image_of(inputs: Inputs) -> Grid | None:
 
 
 def packed_sequences(sequence: Tensor | None) -> Groups | None:
-    """Packed sequences as groups of tokens: sequence [B, N], their numbers, rising along a row; None: each row is one."""
+    """Return packed sequences as groups of tokens: sequence [B, N], numbers that rise along a row; None: each row is one."""
     if sequence is None:
         return None
-    # counted anew in each row: then there are as many groups as the fullest row has, and not as all rows have together
+    # number them from 0 in each row, so that there are only as many groups as the fullest row has
     of_tokens = sequence - sequence[:, :1]
     return Groups(of_tokens, range(int(of_tokens.max()) + 1))
 
 
 def for_heads(k: Tensor, q: Tensor) -> Tensor:
-    """Keys [B, M, K, D], or numbers of them [B, M, K], repeated for the heads of q that share them."""
+    """Repeat keys [B, M, K, D], or values per key [B, M, K], for the heads of q that share them."""
     return k if k.shape[2] == q.shape[2] else k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)

@@ -1,4 +1,4 @@
-"""Where a token of an image looks: in one layer, and through all layers."""
+"""Attention maps of a token over the image: in one layer, and through all layers."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ Token = tuple[int, int] | int | str
 def attention_map(
     model: nn.Module, image: Tensor, *, token: Token = "mean", layer: str | int = -1, head: int | None = None
 ) -> Tensor:
-    """Shares of its attention that a token gives to each place of the image: [h, w], summing to one without the prefix's part.
+    """Return the shares of attention that a token gives to each place of the image: [h, w], sum one without the prefix.
 
     image: [3, H, W] or [1, 3, H, W]. layer: a name, or a number in the order of `attention_layers`. head: None is the mean.
     """
     images = as_images(image)
     if len(images) != 1:
-        raise ValueError(f"a map is of one image, got {len(images)}; map_of gives those of a record")
+        raise ValueError(f"attention_map takes one image, got {len(images)}; record them and use map_of")
     layers = attention_layers(model)
     if isinstance(layer, int) and not -len(layers) <= layer < len(layers):
         raise ValueError(
@@ -34,7 +34,7 @@ def attention_map(
 
 
 def as_images(image: Tensor) -> Tensor:
-    """[B, channels, H, W] of an image or a batch."""
+    """Return an image or a batch as [B, channels, H, W]."""
     if not isinstance(image, Tensor) or not image.is_floating_point():
         kind = image.dtype if isinstance(image, Tensor) else type(image).__name__
         raise ValueError(
@@ -47,7 +47,7 @@ def as_images(image: Tensor) -> Tensor:
 
 
 def map_of(found: LayerRecord, token: Token, *, head: int | None = None) -> Tensor:
-    """The same of a record: [B, h, w]."""
+    """Return the attention map of a token in a record: [B, h, w]."""
     if head is not None and not 0 <= head < found.num_heads:
         raise ValueError(f"head must be below the {found.num_heads} heads of {found.name}, got {head}")
     pulled = found.pull(start_at(found, token))  # [B, H, M]
@@ -55,11 +55,11 @@ def map_of(found: LayerRecord, token: Token, *, head: int | None = None) -> Tens
 
 
 def rollout(records: Sequence[LayerRecord], token: Token = "mean") -> Tensor:
-    """What reaches a token of the last layer from each place of the first, through attention and residuals: [B, h, w].
+    """Return the flow to a token of the last layer from each place of the first, through attention and residuals: [B, h, w].
 
     From the last layer to the first, v <- (v A + v) / 2, A the mean of the heads' shares (Abnar and Zuidema, 2020): one vector
-    per sample, never a matrix. Between grids of different size the amount of a coarse cell is spread evenly over the fine cells
-    that it covers. `token` is one of the last layer. The map has the grid of the first layer, without its prefix.
+    per sample, never a matrix. Between grids of different size the amount of a coarse cell is spread evenly over its fine
+    cells. `token` belongs to the last layer. The map has the grid of the first layer, without its prefix.
     """
     if not records:
         raise ValueError("a rollout needs the records of at least one layer, got none")
@@ -72,7 +72,7 @@ def rollout(records: Sequence[LayerRecord], token: Token = "mean") -> Tensor:
 
 
 def start_at(found: LayerRecord, token: Token) -> Tensor:
-    """[B, N] with 1 at the token, or shared by all tokens of the grid."""
+    """Return [B, N] with 1 at the token, or shared by all tokens of the grid."""
     amounts = torch.zeros(found.batch, found.num_tokens, dtype=compute_dtype(found.q), device=found.q.device)
     if token == "mean":
         amounts[:, found.prefix :] = 1 / (found.num_tokens - found.prefix)
@@ -91,7 +91,7 @@ def start_at(found: LayerRecord, token: Token) -> Tensor:
 
 
 def spread_keys(amounts: Tensor, found: LayerRecord) -> Tensor:
-    """[B, M] on the keys -> [B, N] on the tokens that they were made of."""
+    """Move amounts on the keys [B, M] to the tokens [B, N] that the keys were made of."""
     if found.num_keys == found.num_tokens:
         return amounts
     if found.grid is None or found.key_grid is None:
@@ -102,7 +102,7 @@ def spread_keys(amounts: Tensor, found: LayerRecord) -> Tensor:
 
 
 def moved(amounts: Tensor, after: LayerRecord, before: LayerRecord) -> Tensor:
-    """Amounts [B, N] of a later layer's tokens, on the tokens of the layer before."""
+    """Move amounts [B, N] from a later layer's tokens to those of the layer before."""
     if after.num_tokens == before.num_tokens and after.prefix == before.prefix:
         return amounts
     if after.grid is None or before.grid is None:
@@ -118,7 +118,7 @@ def moved(amounts: Tensor, after: LayerRecord, before: LayerRecord) -> Tensor:
 def spread(amounts: Tensor, coarse: Grid, fine: Grid) -> Tensor:
     """Share the amount of each coarse cell evenly among the fine cells that it covers: [B, n] -> [B, N], same sum.
 
-    A fine cell belongs to the coarse cell that holds its centre; strides round up, so the last cells may cover fewer.
+    A fine cell belongs to the coarse cell that holds its center; strides round up, so the last cells may cover fewer.
     """
     strides = [max(1, -(-f // c)) for c, f in zip(coarse, fine, strict=True)]
     rows, columns = (
@@ -131,7 +131,7 @@ def spread(amounts: Tensor, coarse: Grid, fine: Grid) -> Tensor:
 
 
 def as_map(amounts: Tensor, grid: Grid | None, found: LayerRecord) -> Tensor:
-    """[B, N] -> [B, h, w], without the prefix, scaled to sum to one."""
+    """Return [B, N] as a map [B, h, w], without the prefix, scaled to sum to one."""
     if grid is None:
         raise ValueError(f"{found.name} has no grid: its tokens are no image; use rows")
     inside = amounts[:, found.prefix :]
@@ -139,5 +139,5 @@ def as_map(amounts: Tensor, grid: Grid | None, found: LayerRecord) -> Tensor:
 
 
 def enlarge(heat: Tensor, size: Grid) -> Tensor:
-    """A map [B, h, w] on the pixels of the image, [B, H, W]: each cell as it is."""
+    """Enlarge a map [B, h, w] to the pixels of the image, [B, H, W], without smoothing."""
     return F.interpolate(heat[:, None], size=size, mode="nearest")[:, 0]

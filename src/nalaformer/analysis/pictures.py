@@ -1,4 +1,4 @@
-"""Pictures of the comparison."""
+"""Plots of the comparison."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from ..charts import save_figure
 from .compare import Row
 
-# Okabe and Ito's colours, which the colour-blind tell apart; lines that share one differ in their dashes.
+# Okabe and Ito's colors are distinct for the color-blind; lines of the same color differ in their dashes.
 BLACK, VERMILION, BLUE = "#000000", "#D55E00", "#0072B2"
 OTHER_COLOURS = ("#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
 GREY = "#767676"
@@ -27,7 +27,7 @@ Style = dict[str, Any]
 def draw_entropy_against_norm(rows: Sequence[Row], path: str | Path, *, num_tokens: int) -> Path:
     """Write a PNG or SVG: entropy of attention (nats) against query norm, a line per method, log N as reference."""
     if not rows:
-        raise ValueError("a picture needs at least one row, got none")
+        raise ValueError("a plot needs at least one row, got none")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -47,11 +47,11 @@ def draw_entropy_against_norm(rows: Sequence[Row], path: str | Path, *, num_toke
     styles = line_styles([row.label for row in rows])
     for row, style in zip(rows, styles, strict=True):
         axes.plot(row.norms, row.entropy, **style)
-    # labels at the lines' ends: a legend of this length sends the eye to and fro
+    # labels at the ends of lines, since a legend of this length is slow to read
     heights = spread([row.entropy[-1] for row in rows], gap=1.02 * margin, highest=highest + margin / 2)
     for row, style, height in zip(rows, styles, heights, strict=True):
         strong = style["linewidth"] > 2
-        # from the end of the line to its label, then a sample of the line before the words
+        # a thin line from the end of the curve to its label, then a sample of the curve before the text
         axes.plot(
             (row.norms[-1], 11.2), (row.entropy[-1], height), color=style["color"], linewidth=0.7, alpha=0.8, clip_on=False
         )
@@ -62,7 +62,7 @@ def draw_entropy_against_norm(rows: Sequence[Row], path: str | Path, *, num_toke
             row.label,
             verticalalignment="center",
             fontsize=FONT,
-            # pale letters are hard to read: only the strong colours reach the words
+            # pale text is hard to read, so only strong colors are used for text
             color=style["color"] if strong else "#333333",
             fontweight="bold" if strong else "normal",
         )
@@ -82,7 +82,7 @@ def draw_entropy_against_norm(rows: Sequence[Row], path: str | Path, *, num_toke
 
 
 def line_styles(labels: Sequence[str]) -> list[Style]:
-    """Softmax black, norm-aware maps in two strong colours, all others thinner, each with colour and dashes of its own."""
+    """Return the styles: softmax black, norm-aware maps in two strong colors, all others thinner, each distinct."""
     styles: list[Style] = []
     for label in labels:
         if label == "softmax":
@@ -99,9 +99,9 @@ def line_styles(labels: Sequence[str]) -> list[Style]:
 
 
 def spread(heights: Sequence[float], *, gap: float, highest: float) -> list[float]:
-    """Where to put labels that belong at these heights: in the same order, at least `gap` apart, none above `highest`."""
+    """Return positions of labels near these heights: in the same order, at least `gap` apart, none above `highest`."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    # groups that touch move together, each around the mean of what its labels want (least squares)
+    # groups of touching labels move together, around the mean of their targets (least squares)
     groups: list[list[float]] = []
     for place, i in enumerate(order):
         groups.append([heights[i] - place * gap])

@@ -1,7 +1,7 @@
-"""What one attention layer did in one pass: exact rows of its weights, and products with them, never all pairs at once.
+"""Records of attention layers in one pass: exact rows of their weights, and products with them, never all pairs at once.
 
-A record keeps queries and keys in pieces: one per image, or one per window of an image. Weights are computed from them for some
-queries at a time.
+A record holds queries and keys by window: one per image, or several with window attention. Weights are computed from them for
+some queries at a time.
 """
 
 from abc import abstractmethod
@@ -23,52 +23,52 @@ from ..ops.linear_form import LinearForm
 if TYPE_CHECKING:
     from .statistics import HeadStatistics
 
-# Queries whose weights exist at the same time.
+# The number of queries whose weights exist at the same time.
 CHUNK = 256
 
 
 @dataclass(kw_only=True, eq=False)
 class LayerRecord:
-    """Queries and keys of a layer, after projection and position, and how its weights follow from them.
+    """Queries and keys of a layer, after projection and position, from which its weights follow.
 
-    q: [P, T, H, D], k: [P, S, H, D]: P pieces of T queries and S keys. Without windows a piece is an image, P = B, T = N.
+    q: [P, T, H, D], k: [P, S, H, D]: P windows of T queries and S keys. Without windows P = B and T = N.
     """
 
     name: str
-    """Where the layer is in the model."""
+    """The name of the layer in the model."""
     method: str
     """"softmax", "hybrid", or the name of the feature map."""
     q: Tensor = field(repr=False)
     k: Tensor = field(repr=False)
     grid: Grid | None = None
-    """Height and width of the tokens behind the prefix; None where they are no image."""
+    """Height and width of the tokens behind the prefix; None if they are no image."""
     key_grid: Grid | None = None
-    """The same of the keys, which are fewer where a layer reduces them."""
+    """Height and width of the keys, which are fewer if a layer reduces them."""
     prefix: int = 0
-    """Tokens in front of the grid, such as a class token."""
+    """The number of tokens before the grid, such as a class token."""
     windows: Tensor | None = field(default=None, repr=False)
-    """[count, T]: which token of the image stands at each place of each window, -1 for padding; None: no windows."""
+    """The token of the image at each place of each window, [count, T], -1 for padding; None: no windows."""
     key_mask: Tensor | None = field(default=None, repr=False)
-    """[P, S] bool, or of the new tokens alone after a cache, False where a token is padding; None: none is."""
+    """False for padding, [P, S] bool, or of the new tokens alone after a cache; None: no padding."""
     values: Tensor | None = field(default=None, repr=False)
-    """What the queries gather, as the layer passed it; kept for explanations alone."""
+    """The values in the layer's layout; recorded only for explanations."""
     gathered: Tensor | None = field(default=None, repr=False)
-    """What they got, in the same layout: gathered = weights @ values."""
+    """The outputs in the same layout: gathered = weights @ values."""
     heads_first: bool = False
-    """Whether values and gathered are [P, H, T, V] and not [P, T, H, V]."""
+    """True if values and gathered are [P, H, T, V] instead of [P, T, H, V]."""
 
     kind = ""
 
     @abstractmethod
     def piece_weights(self, places: Tensor) -> Tensor:
-        """Weights of the queries at these places of every piece, as they meet the values: [P, H, R, S]."""
+        """Return the weights of the queries at these places of every window: [P, H, R, S]."""
 
     @abstractmethod
     def log_denominators(self) -> Tensor:
-        """Logarithm of what the weights of each query are divided by: [P, H, T], or more of them where a map has streams."""
+        """Return the log of the denominator of each query: [P, H, T], or more of them if a map has streams."""
 
     def seen_keys(self, places: Tensor) -> Tensor:
-        """True where a query at these places of every piece sees a key that is a token: [P or 1, H or 1, R, S]."""
+        """Return a mask that is True if a query at these places of every window sees a real key: [P or 1, H or 1, R, S]."""
         seen = torch.ones(1, 1, len(places), self.k.shape[1], dtype=torch.bool, device=self.k.device)
         if self.key_mask is not None and self.key_mask.shape[1] == self.k.shape[1]:
             seen = seen & self.key_mask[:, None, None]
@@ -86,7 +86,7 @@ class LayerRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of an image or a text, the prefix included."""
+        """The number of tokens of an image or a text, including the prefix."""
         if self.windows is not None:
             return int(self.windows.max()) + 1
         return self.q.shape[1]
@@ -96,10 +96,10 @@ class LayerRecord:
         return self.num_tokens if self.windows is not None else self.k.shape[1]
 
     def rows(self, queries: Tensor) -> Tensor:
-        """Exact attention of some tokens: queries [R], numbers of tokens -> [B, H, R, M] in float32 or wider.
+        """Return exact attention of some tokens: queries [R], token indices -> [B, H, R, M] in float32 or wider.
 
-        Rows sum to one, but for eps of linear attention and the padding of windows. Keys that a query does not see have 0.
-        With rotary positions in the numerator alone, as published, weights can be negative; `shares` are not.
+        Rows sum to one, except for eps of linear attention and the padding of windows. Keys that a query does not see have 0.
+        With rotary positions in the numerator alone, as published, weights can be negative; `shares` cannot.
         """
         queries = torch.as_tensor(queries, device=self.q.device)
         if queries.dim() != 1 or queries.is_floating_point() or not bool(((queries >= 0) & (queries < self.num_tokens)).all()):
@@ -116,24 +116,24 @@ class LayerRecord:
         number = torch.arange(len(queries), device=flat.device)
         pieces = self.piece_weights(place).unflatten(0, (self.batch, -1))  # [B, count, H, R, T]
         found = pieces.permute(1, 3, 0, 2, 4)[window, number].permute(1, 2, 0, 3)  # [B, H, R, T]
-        # padding goes into a column of its own, which is cut off
+        # padding goes into an extra column, which is cut off
         index = torch.where(self.windows < 0, self.num_tokens, self.windows)[window].expand_as(found)
         out = found.new_zeros(*found.shape[:3], self.num_tokens + 1).scatter_(-1, index, found)
         return out[..., :-1]
 
     def shares(self, queries: Tensor) -> Tensor:
-        """Rows as shares of what a query gathers: absolute weights that sum to one, [B, H, R, M]."""
+        """Return absolute weights that sum to one over the keys, [B, H, R, M]."""
         return as_shares(self.rows(queries))
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """All queries of the pieces, some at a time: places [R], weights [P, H, R, S]."""
+        """Yield all queries of the windows, some at a time: places [R], weights [P, H, R, S]."""
         for places in torch.arange(self.q.shape[1], device=self.q.device).split(CHUNK):
             yield places, self.piece_weights(places)
 
     def pull(self, amounts: Tensor) -> Tensor:
-        """Hand what stands at the queries to the keys that they looked at, by their shares: [B, N] -> [B, H, M].
+        """Distribute amounts at the queries to the keys by their shares: [B, N] -> [B, H, M].
 
-        pulled_j = sum_i amounts_i share_ij for each head: a product with the whole matrix, which never exists.
+        pulled_j = sum_i amounts_i share_ij for each head: a product with the whole matrix, which is never materialized.
         """
         inside = self.to_pieces(amounts)
         total = sum(torch.einsum("pr,phrs->phs", inside[:, places], as_shares(weights)) for places, weights in self.chunks())
@@ -141,14 +141,14 @@ class LayerRecord:
         return self.from_pieces(total)
 
     def to_pieces(self, amounts: Tensor) -> Tensor:
-        """[B, N] -> [P, T]; padding of windows has 0."""
+        """Split amounts into windows, [B, N] -> [P, T]; padding of windows has 0."""
         if self.windows is None:
             return amounts
         padded = torch.cat((amounts, amounts.new_zeros(len(amounts), 1)), dim=1)
         return padded[:, self.windows].flatten(0, 1)
 
     def from_pieces(self, amounts: Tensor) -> Tensor:
-        """[P, ..., S] -> [B, ..., M]; what lies on padding is dropped."""
+        """Join the windows, [P, ..., S] -> [B, ..., M]; values of padding are dropped."""
         if self.windows is None:
             return amounts
         split = amounts.unflatten(0, (self.batch, -1)).movedim(1, -2).flatten(-2)  # [B, ..., count * T]
@@ -157,13 +157,13 @@ class LayerRecord:
         return out.index_add_(-1, index, split)[..., :-1]
 
     def statistics(self) -> "list[HeadStatistics]":
-        """The statistics of each head over all queries; see `HeadStatistics`."""
+        """Return the statistics of each head over all queries; see `HeadStatistics`."""
         from .statistics import head_statistics
 
         return head_statistics(self)
 
     def token_at(self, y: int, x: int) -> int:
-        """The number of the token at a row and column of the grid."""
+        """Return the number of the token at a row and column of the grid."""
         if self.grid is None:
             raise ValueError(f"{self.name} has no grid: its tokens are no image; name a token by its number")
         if not (0 <= y < self.grid[0] and 0 <= x < self.grid[1]):
@@ -173,20 +173,20 @@ class LayerRecord:
 
 @dataclass(kw_only=True, eq=False)
 class SoftmaxRecord(LayerRecord):
-    """weights = softmax(scale q k^T + bias)."""
+    """A record with weights = softmax(scale q k^T + bias)."""
 
     scale: float
     bias: Tensor | None = field(default=None, repr=False)
-    """[P or 1, H or 1, T or 1, S], added to the logits; -inf hides."""
+    """A bias added to the logits, [P or 1, H or 1, T or 1, S]; -inf masks."""
     causal: bool = False
     block: int = 1
-    """Of causal attention: tokens that see each other."""
+    """The size of blocks of tokens that see each other in causal attention."""
     kind = "softmax"
 
     def seen_keys(self, places: Tensor) -> Tensor:
         seen, bias = super().seen_keys(places), self.bias_at(places)
         if bias is not None:
-            # some models hide by a number that leaves a weight of e^-100
+            # some models mask by a finite number, which leaves a weight of e^-100
             seen = seen & (bias > HIDDEN)
         return seen & up_to_block_of(places, self.k, self.block) if self.causal else seen
 
@@ -207,7 +207,7 @@ class SoftmaxRecord(LayerRecord):
     @torch.no_grad()
     def piece_weights(self, places: Tensor) -> Tensor:
         logits = self.logits(places)
-        # a query that sees nothing has no weights; one that is not a number keeps saying so
+        # a query without visible keys has no weights, while NaN stays NaN
         sees_nothing = (logits == -torch.inf).all(-1, keepdim=True)
         return logits.softmax(-1).masked_fill(sees_nothing, 0.0)
 
@@ -218,27 +218,27 @@ class SoftmaxRecord(LayerRecord):
 
 @dataclass(kw_only=True, eq=False)
 class LinearRecord(LayerRecord):
-    """weights = phi(q) phi(k)^T / (phi(q) sum phi(k) + eps n); of maps with two streams the mean, which a mean value meets.
+    """A record with weights = phi(q) phi(k)^T / (phi(q) sum phi(k) + eps n); those of maps with two streams are averaged.
 
-    A contrast is in the weights, which may then be negative, and not in ranks and denominators; weights of keys are in all,
-    and so is how far keys have faded.
+    A contrast is included in the weights, which may then be negative, but not in ranks and denominators; key weights and decay
+    are included in all of them.
     """
 
     feature_map: FeatureMap = field(repr=False)
     rotary: "Rotary | tuple[Rotary, Rotary] | None" = field(default=None, repr=False)
     causal: bool = False
     block: int = 1
-    """Of causal attention: tokens that see each other."""
+    """The size of blocks of tokens that see each other in causal attention."""
     groups: Groups | None = field(default=None, repr=False)
-    """Tokens that see those of their group alone: parts of a shifted window, or packed sequences."""
+    """Groups of tokens that see only each other: parts of a shifted window, or packed sequences."""
     contrast: Tensor | str | None = field(default=None, repr=False)
-    """As linear_attention takes it."""
+    """The contrast as linear_attention takes it."""
     weigh_keys: "Callable[[Tensor, Tensor, Tensor | None], Tensor | None] | None" = field(default=None, repr=False)
-    """Weights of the keys, of q, k and the visible tokens."""
+    """Computes the weights of the keys from q, k and the visible tokens."""
     mixing: Tensor | None = field(default=None, repr=False)
-    """[T, S]: how much each key counts for each query beside the features, where blocks of tokens have states of their own."""
+    """The factor of each key for each query, [T, S], if blocks of tokens have their own states."""
     log_decay: Tensor | None = field(default=None, repr=False)
-    """[P, S, H], where keys fade."""
+    """The log decay at each key, [P, S, H]; None: no decay."""
     eps: float = 1e-6
     kind = "linear"
 
@@ -253,7 +253,7 @@ class LinearRecord(LayerRecord):
         return seen & up_to_block_of(places, self.k, self.block) if self.causal else seen
 
     def visible(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Pairs (queries [P, T], keys [P, S]) that see each other; None: all."""
+        """Return pairs of masks (queries [P, T], keys [P, S]) that see each other; None: all."""
         if self.groups is None:
             return [(None, self.key_mask)]
         pairs: list[tuple[Tensor | None, Tensor | None]] = []
@@ -272,14 +272,14 @@ class LinearRecord(LayerRecord):
             streams = [self._weights(places, keys, stream) for stream in range(self.feature_map.streams)]
             weights = sum(streams[1:], streams[0]) / len(streams)
             if queries is not None:
-                # no product: what is not a number in one group stays there
+                # torch.where instead of a product, so that NaN stays in its group
                 weights = torch.where(queries[:, None, places, None], weights, 0.0)
             total = weights if total is None else total + weights
         assert total is not None
         return total
 
     def _weights(self, places: Tensor, keys: Tensor | None, stream: int) -> Tensor:
-        """Of one stream, [P, H, R, S]; keys: those that are visible."""
+        """Return the weights of one stream, [P, H, R, S]; keys: the mask of visible ones."""
         asked: dict[str, Any] = {
             **{"feature_map": self.feature_map, "rows": places, "stream": stream, "causal": self.causal, "block": self.block},
             **{"key_mask": keys, "query_mask": None if self.causal else keys, "contrast": self.contrast, "eps": self.eps},
@@ -290,12 +290,12 @@ class LinearRecord(LayerRecord):
             return found
         plain = found if self.rotary is None else attention_weights(self.q, self.k, rotary=self.unturned, **asked)
         mixing = self.mixing[places].to(found.dtype)
-        # what is missing from one is the share of eps in the denominators, which blocks do not change
+        # the weights miss one by the share of eps in the denominators, which mixing does not change
         return found * mixing / ((plain * mixing).sum(-1, keepdim=True) + 1 - plain.sum(-1, keepdim=True))
 
     @property
     def unturned(self) -> "Rotary | tuple[Rotary, Rotary] | None":
-        """The positions by which denominators turn: those that turn the numerator alone are left out."""
+        """The rotary positions of the denominators; None if only the numerator rotates."""
         first = self.rotary[0] if isinstance(self.rotary, tuple) else self.rotary
         return self.rotary if first is not None and first.normalised else None
 
@@ -313,9 +313,9 @@ class LinearRecord(LayerRecord):
 
 @dataclass(kw_only=True, eq=False)
 class HybridRecord(LayerRecord):
-    """Exact for the near and the salient, linear for the rest; weights are found as the gradient of the output by the values.
+    """A record of hybrid attention; its weights are the gradient of the output by the values.
 
-    A gate of channels counts by its mean.
+    A gate per channel counts by its mean.
     """
 
     feature_map: FeatureMap = field(repr=False)
@@ -329,7 +329,7 @@ class HybridRecord(LayerRecord):
         return super().seen_keys(places) & up_to_block_of(places, self.k, 1)
 
     def piece_weights(self, places: Tensor) -> Tensor:
-        # gathered[i, r] = sum_j w_ij values[j, r]: the gradient of gathered[place r, r] by the values is row r
+        # gathered[i, r] = sum_j w_ij values[j, r], so the gradient of gathered[place r, r] by the values is row r
         rows = len(places)
         shape = (*self.k.shape[:3], rows)
         with torch.enable_grad():
@@ -350,30 +350,30 @@ class HybridRecord(LayerRecord):
         return found.permute(0, 2, 3, 1)
 
     def log_denominators(self) -> Tensor:
-        """NaN: a hybrid layer knows the size of the logits only for its exact part."""
+        """Return NaN, since only the exact branch of a hybrid layer has logits of known size."""
         return torch.full((self.q.shape[0], self.num_heads, self.q.shape[1]), torch.nan, device=self.q.device)
 
 
 def up_to_block_of(places: Tensor, k: Tensor, block: int) -> Tensor:
-    """True for keys up to the end of the block of each place, which is what causal attention sees: [R, S]."""
+    """Return a mask of the keys up to the end of the block of each place, which causal attention sees: [R, S]."""
     keys = torch.arange(k.shape[1], device=places.device)
     return keys // block <= places[:, None] // block
 
 
 def as_shares(weights: Tensor) -> Tensor:
-    """Absolute weights scaled to sum to one over the keys; a row without weight stays zero."""
+    """Return absolute weights scaled to sum to one over the keys; a row without weight stays zero."""
     size = weights.abs()
     total = size.sum(-1, keepdim=True)
     return size / torch.where(total == 0, 1.0, total)
 
 
 def linear_forms(record: LinearRecord, keys: Tensor | None) -> list[LinearForm]:
-    """The factors of the weights of each stream. keys: [P, S], those that are visible; see `LinearRecord.visible`."""
+    """Return the factors of the weights of each stream. keys: the mask of visible ones [P, S]; see `LinearRecord.visible`."""
     forms = _forms(record, record.rotary, keys)
     if record.mixing is None:
         return forms
     mixing = record.mixing.to(forms[0].queries.dtype)
-    # as many features for each different column as there are: one for each block of keys
+    # one set of features for each distinct column, so for each block of keys
     columns, of_keys = mixing.unique(dim=1, return_inverse=True)
     own = torch.nn.functional.one_hot(of_keys, columns.shape[1]).to(mixing.dtype)
     mixed = []
@@ -387,7 +387,7 @@ def linear_forms(record: LinearRecord, keys: Tensor | None) -> list[LinearForm]:
 
 
 def _forms(record: LinearRecord, rotary: "Rotary | tuple[Rotary, Rotary] | None", keys: Tensor | None) -> list[LinearForm]:
-    """Without what blocks mix."""
+    """Return the factors without the mixing of blocks."""
     turns = rotary if isinstance(rotary, tuple) else (rotary, rotary)
     return linear_form.linear_forms(
         record.q,

@@ -1,4 +1,4 @@
-"""Figures of each head of a recorded layer, computed over some queries at a time."""
+"""Statistics of each head of a recorded layer, computed over some queries at a time."""
 
 from dataclasses import dataclass
 
@@ -11,21 +11,21 @@ from .entropy import attention_entropy, effective_rank, entropy_drop, spearman
 from .records import LayerRecord, LinearRecord, as_shares, linear_forms
 
 CURVE_POINTS = 24
-# Pieces and rows that ranks are taken of: a singular value decomposition each.
+# The numbers of windows and rows for effective ranks, each of which needs a singular value decomposition.
 RANKED_PIECES, RANKED_ROWS = 8, 128
-# Opposite signs are lost where they get less than this part of the weight of equal ones.
+# Opposite signs count as lost if they get less than this fraction of the weight of equal ones.
 LEAST_RESPONSE = 1e-3
 PROBES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadStatistics:
-    """What one head of one layer did, over all queries of all samples. Entropies in nats."""
+    """Statistics of one head of one layer, over all queries of all samples. Entropies in nats."""
 
     entropy: float
-    """Mean entropy of the shares: 0 for one token, log of the number of keys for all alike."""
+    """Mean entropy of the shares: 0 for one token, log of the number of keys for equal shares."""
     spearman: float
-    """Rank correlation of query norm and entropy; 0 where the entropy changes by less than 0.02 nats."""
+    """Rank correlation of query norm and entropy; 0 if the entropy changes by less than 0.02 nats."""
     entropy_drop: float
     """Entropy at the 10th percentile of the query norms minus that at the 90th."""
     key_norm_correlation: float
@@ -33,40 +33,39 @@ class HeadStatistics:
     effective_rank: float
     """exp of the entropy of the singular values of the weights, mean over samples; see `head_statistics`."""
     lost_products: float
-    """Share of |q_c k_c|, over all pairs that see each other and all channels, whose factors differ in sign and that the map
-    does not see."""
+    """Fraction of |q_c k_c|, over all visible pairs and all channels, whose factors differ in sign and that the feature map
+    ignores."""
     smallest_weight: float
-    """Over all pairs that see each other."""
+    """The smallest weight of all visible pairs."""
     negative_share: float
-    """Share of the weights' size that is negative: rotary positions in the numerator alone make such weights."""
+    """The negative fraction of the weights' size: rotary positions in the numerator alone make such weights."""
     log_denominators: tuple[float, float]
-    """Smallest and largest logarithm of what weights are divided by."""
+    """Smallest and largest log of the denominators."""
     query_norm: float
-    """Mean."""
+    """The mean norm."""
     query_norm_spread: float
-    """Standard deviation over the mean."""
+    """The standard deviation over the mean."""
     key_norm: float
     norms: tuple[float, ...]
-    """The curve: mean query norm in bins of as many queries each ..."""
+    """The curve: mean query norm in bins with equally many queries ..."""
     entropies: tuple[float, ...]
     """... and the mean entropy there."""
 
 
 @torch.no_grad()
 def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
-    """One entry per head.
+    """Return the statistics of each head.
 
-    The effective rank of linear attention that sees all keys follows from its features: a QR decomposition of those of the
-    queries (divided by the denominators) and of the keys, and the singular values of the product of both triangles. Of other
-    attention it is taken of at most 128 rows, evenly spaced, and cannot exceed that. Rows of padding count as zeros, and
-    samples of nothing else do not count.
+    The effective rank of linear attention that sees all keys follows from its features: QR decompositions of those of the
+    queries (divided by the denominators) and of the keys, then the singular values of the product of both triangles. For other
+    attention at most 128 evenly spaced rows are used, which bounds the rank. Rows of padding count as zeros, and samples of
+    only padding do not count.
     """
     pieces, places, heads, _ = record.q.shape
     real = _real_queries(record)
     if not bool(real.any()):
         raise ValueError(
-            f"statistics are of tokens that the mask shows, got {record.name} with all {real.numel()} hidden; pass a mask with "
-            "some tokens"
+            f"statistics need visible tokens, got {record.name} with all {real.numel()} masked; pass a mask with some tokens"
         )
     entropy = torch.zeros(pieces, heads, places, dtype=torch.float64, device=record.q.device)
     received = torch.zeros(pieces, heads, record.k.shape[1], dtype=torch.float64, device=record.q.device)
@@ -76,7 +75,7 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
         shares = as_shares(weights)
         entropy[:, :, chunk] = attention_entropy(shares).double()
         negative[:, :, chunk] = (shares * (weights < 0)).sum(-1).double()
-        # a key that a query does not see has no weight that could be small
+        # a key that a query does not see has no weight
         visible = torch.where(real[:, None, chunk, None] & record.seen_keys(chunk), weights, torch.inf)
         smallest = torch.minimum(smallest, visible.amin((0, 2, 3)).double())
         received += (shares * real[:, None, chunk, None]).sum(2).double()
@@ -116,7 +115,7 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
 
 
 def _real_queries(record: LayerRecord) -> Tensor:
-    """[P, T] bool: which queries are tokens and no padding."""
+    """Return which queries are real tokens, [P, T] bool."""
     real = torch.ones(record.q.shape[:2], dtype=torch.bool, device=record.q.device)
     if record.key_mask is not None and record.key_mask.shape == real.shape:
         real = real & record.key_mask
@@ -126,8 +125,8 @@ def _real_queries(record: LayerRecord) -> Tensor:
 
 
 def _effective_rank(record: LayerRecord, real: Tensor) -> Tensor:
-    """[H]."""
-    # the rank of a piece that is all padding would be 1, and is none
+    """Return the effective rank of each head, [H]."""
+    # a window of only padding has no rank, but 1 would be computed
     shown = real.any(dim=1).nonzero()[:, 0]
     places = torch.linspace(0, len(shown) - 1, min(RANKED_PIECES, len(shown))).round().long().unique()
     pieces = shown[places.to(shown.device)]
@@ -141,23 +140,23 @@ def _effective_rank(record: LayerRecord, real: Tensor) -> Tensor:
 
 
 def _rank_of_product(form: LinearForm, pieces: Tensor, real: Tensor) -> Tensor:
-    """exp of the entropy of the singular values of queries keys^T: those of the product of the triangles of both. [H]."""
+    """Return exp of the entropy of the singular values of queries keys^T, from the product of both triangles, [H]."""
     visible = torch.where(real[:, None, :, None], form.queries[pieces], 0.0)
     queries, keys = (torch.linalg.qr(x.double(), mode="r").R for x in (visible, form.keys[pieces]))
     return effective_rank(queries @ keys.mT).mean(0)
 
 
 def _lost_products(record: LayerRecord, real: Tensor) -> Tensor:
-    """[H]: share of the size of opposite products, if the map maps them to nothing.
+    """Return the fraction of the size of opposite products, if the feature map ignores them, [H].
 
-    The size over all pairs follows from sums per channel: of the positive and of the negative parts of q and of k.
+    The size over all pairs follows from sums per channel of the positive and of the negative parts of q and k.
     """
     if not isinstance(record, LinearRecord):
         return torch.zeros(record.num_heads, dtype=torch.float64)
     opposite = total = torch.zeros(record.num_heads, dtype=torch.float64, device=record.q.device)
     for queries, keys in record.visible():
         q_up, q_down = _parts(record.q, real if queries is None else real & queries)
-        # of each query, or of all of them: the keys that it sees
+        # the sums over the keys that each query sees
         k_up, k_down = (_sum_of_seen(x, record) for x in _parts(record.k, keys))
         if not record.causal:
             q_up, q_down = q_up.sum(1, keepdim=True), q_down.sum(1, keepdim=True)
@@ -167,13 +166,13 @@ def _lost_products(record: LayerRecord, real: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sizes of the positive and of the negative entries, [P, T, H, D]; 0 at hidden tokens, whatever stands there."""
+    """Return the sizes of the positive and of the negative entries, [P, T, H, D]; 0 at masked tokens."""
     x = x.double() if visible is None else torch.where(visible[:, :, None, None], x.double(), 0.0)
     return x.clamp(min=0), (-x).clamp(min=0)
 
 
 def _sum_of_seen(x: Tensor, record: LinearRecord) -> Tensor:
-    """Over all tokens, [P, 1, H, D], or in causal attention up to the end of the block of each, [P, T, H, D]."""
+    """Sum over all tokens, [P, 1, H, D], or in causal attention up to the end of each token's block, [P, T, H, D]."""
     if not record.causal:
         return x.sum(1, keepdim=True)
     tokens = torch.arange(x.shape[1], device=x.device)
@@ -182,9 +181,9 @@ def _sum_of_seen(x: Tensor, record: LinearRecord) -> Tensor:
 
 
 def _sees_opposites(record: LinearRecord, real: Tensor) -> Tensor:
-    """[H] bool: whether keys that differ from a query in the sign of every channel get any weight, beside the query itself.
+    """True if keys that differ from a query in the sign of every channel get any weight beside the query itself, [H] bool.
 
-    Tried on random signs in all channels, of the size that queries and keys have in the record.
+    Tested on random signs in all channels, with the sizes of queries and keys in the record.
     """
     shape = (1, PROBES, record.num_heads, record.q.shape[-1])
     signs = 2.0 * torch.randint(2, shape, generator=torch.Generator().manual_seed(0)).double().to(record.q.device) - 1
@@ -193,6 +192,6 @@ def _sees_opposites(record: LinearRecord, real: Tensor) -> Tensor:
     size_of_query, size_of_key = (x.double().square().mean().sqrt() for x in tokens)
     same, opposite = (mapped.key(sign * size_of_key * signs) for sign in (1.0, -1.0))
     streams = [stream.value for stream in mapped.query_streams(size_of_query * signs)]
-    # of two streams one sees equal signs and one opposite ones
+    # one stream sees equal signs, the other opposite ones
     products = torch.stack([torch.stack([(x * y).sum(-1)[0] for y in (same, opposite)]) for x in streams])  # [., 2, probes, H]
     return (products[:, 1].abs().amax(0) > LEAST_RESPONSE * products.abs().amax((0, 1))).any(0)

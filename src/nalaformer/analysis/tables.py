@@ -19,7 +19,7 @@ CAPTION = (
 
 
 def comparison_table(rows: Iterable[Row], *, num_tokens: int) -> "Table":
-    """One line per method."""
+    """Return a table with one line per method."""
     from rich import box
     from rich.table import Table
 
@@ -48,7 +48,7 @@ def comparison_table(rows: Iterable[Row], *, num_tokens: int) -> "Table":
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The row as text."""
+    """Return the row as text."""
     falls = {True: "yes", False: "no", None: "-"}[row.channel_entropy_falls]
     return (
         row.label,

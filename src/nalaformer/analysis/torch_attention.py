@@ -1,4 +1,4 @@
-"""torch's nn.MultiheadAttention by the fused function, which a recorder sees; its own code keeps queries and keys to itself."""
+"""torch's nn.MultiheadAttention through the fused function, which a recorder can see, unlike the layer's own code."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 
 def is_readable(module: nn.Module) -> bool:
-    """True for torch's layer as torch runs it, whose keys are all those of tokens."""
+    """True for torch's layer without overrides, if all keys are those of tokens."""
     is_plain = type(module).forward is nn.MultiheadAttention.forward
     return is_plain and getattr(module, "bias_k", None) is None and not getattr(module, "add_zero_attn", False)
 
 
 def fused_forward(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return what computes the same as the layer's forward in evaluation mode."""
+    """Return a function that computes the layer's forward in evaluation mode."""
 
     def forward(
         query: Tensor,
@@ -34,7 +34,7 @@ def fused_forward(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
             F.linear(x, weight, bias).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
             for x, weight, bias in zip(inputs, *projections(module), strict=True)
         )
-        # is_causal only says what attn_mask, which must be there, looks like
+        # is_causal only describes attn_mask, which must be given
         mask = merged_mask(attn_mask, key_padding_mask, q)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
         out = module.out_proj(out)
@@ -59,7 +59,7 @@ def projections(module: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, .
 
 
 def merged_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return both masks as one that is added to the logits of q [B, H, N, D]; True hides in torch's layer."""
+    """Return both masks as one that is added to the logits of q [B, H, N, D]; True masks in torch's layer."""
     masks = []
     if attn_mask is not None:
         # [N, M], or [B * H, N, M]

@@ -1,4 +1,4 @@
-"""Attention layers: one shell, and the published methods as configurations of it."""
+"""Attention layers: one layer class, and the published methods as its configurations."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .local_mix import DepthwiseConv
 
 
 def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:
-    """The attention layer of a method: "softmax", "linear", "flatten", "polaformer", "polaformerpp", "nalaformer", "rala",
+    """Build an attention layer by method: "softmax", "linear", "flatten", "polaformer", "polaformerpp", "nalaformer", "rala",
     "mala", "mirrorla".
 
     Options change its parts (the fields of AttentionConfig); any other option goes to its feature map:

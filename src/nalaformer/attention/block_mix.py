@@ -1,4 +1,4 @@
-"""How blocks of queries mix the states of blocks of keys (MHLA)."""
+"""Learned mixing of the states of key blocks for each query block (MHLA)."""
 
 import math
 
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 
 class BlockMix(nn.Module):
-    """A positive number for each pair of blocks, learned and shared by the heads: [M, M].
+    """A learned positive weight for each pair of blocks, shared by the heads: [M, M].
 
     It starts as published: the cosine of the distance, pi / 4 between the blocks that lie farthest apart, scaled to equal sums
-    over the blocks of queries. The published code lets the numbers be negative, or clamps them; here they are the exponential
-    of what is learned.
+    over the blocks of queries. The published code lets the weights be negative, or clamps them; here they are the exponential
+    of the learned parameter.
     """
 
     def __init__(self, shape: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""What an attention layer is made of, and the published methods as such descriptions."""
+"""The parts of an attention layer as a configuration, and the published methods as such configurations."""
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -10,22 +10,22 @@ from ..registry import unknown_name
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """The parts of an attention layer. The methods differ in nothing else."""
+    """The parts of an attention layer, in which alone the methods differ."""
 
     feature_map: str | None
-    """Name of the feature map; None is exact softmax attention."""
+    """Name of the feature map; None is softmax attention."""
     map_options: dict[str, Any] = field(default_factory=dict)
     """Options of the feature map."""
     contrast: str = "none"
     """Moves outputs away from the mean value, o + z (o - mean v): "none", "mean_score" (z = D^-1/2 phi(q) . mean phi(k), MALA)
     or "learned" (z = softplus(a + b |q| / sqrt D), a and b per head)."""
     contrast_offset: float = 0.0
-    """Where a of a learned contrast starts: with 0 queries of unit variance have z = 1.3, with -3 they have 0.13."""
+    """Initial value of a in a learned contrast: at 0, queries of unit variance have z = 1.3, at -3 they have 0.13."""
     key_weight: str = "none"
     """Factor of each key: "none" or "global_query" (a softmax over the keys for the mean of all queries, RALA)."""
     mixed_blocks: tuple[int, int] = (1, 1)
-    """Rows and columns of blocks of the grid, each with a state of its own; a learned matrix says how the queries of each block
-    mix them (MHLA). A single row of tokens has as many blocks side by side. (1, 1): one state."""
+    """Rows and columns of blocks of the grid, each with its own state; a learned matrix mixes the states for the queries of
+    each block (MHLA). A single row of tokens is cut into as many blocks. (1, 1): one state."""
     position: str = "none"
     """"none", "rotary" (2-D rotation of the features), "table" (learned, added to the keys, interpolated to any grid) or
     "relative" (learned bias per offset inside a window; softmax only)."""
@@ -46,22 +46,22 @@ class AttentionConfig:
     qkv_bias: bool = True
     """Bias of the input projection."""
     key_reduction: int = 1
-    """Keys and values from an image that many times smaller, as in PVT."""
+    """Ratio by which the image for keys and values is smaller, as in PVT."""
     value_upsampling: str = "grid"
     """How reduced values reach the local mix: "grid" (2-D) or "flat" (along the flattened tokens, as published)."""
     window: int = 0
     """Side of the windows inside which tokens attend; 0: all tokens see each other."""
     shifted: bool = False
-    """Windows moved by half their side, as in every second block of Swin; linear attention takes a pass per part of one."""
+    """Shift windows by half their side, as in every second block of Swin; linear attention then runs once per part of one."""
     causal: bool = False
     """Token i sees tokens 0..i."""
     forgets: bool = False
-    """Of a causal layer: each head forgets at each token by a factor that it learns of the token, as Mamba 2 does; linear
-    attention only."""
+    """Data-dependent decay: each head of a causal layer multiplies its state at each token by a learned factor, as in Mamba 2;
+    linear attention only."""
     block: int = 1
-    """Of a causal layer: token i sees all of its own block of so many tokens and of earlier blocks; 1 is plain causal."""
+    """Causal layers: token i sees all tokens of its own block of this size and of earlier blocks; 1 is plain causal."""
     weight_dropout: float = 0.0
-    """Chance that a weight is dropped in training; softmax only, linear attention has no weight for each pair."""
+    """Probability of dropping an attention weight in training; softmax only, since linear attention computes no weights."""
 
     def __post_init__(self) -> None:
         if self.feature_map is not None:
@@ -77,13 +77,13 @@ class AttentionConfig:
         if self.key_reduction < 1:
             raise ValueError(f"key_reduction must be at least 1, got {self.key_reduction}")
         if self.causal and (self.local_mix != "none" or self.key_reduction > 1):
-            raise ValueError('a causal layer cannot look around: use local_mix="none" and key_reduction=1')
+            raise ValueError('a causal layer must not see later tokens: use local_mix="none" and key_reduction=1')
         if self.feature_map is None and (self.contrast != "none" or self.key_weight != "none"):
             raise ValueError(
                 f"contrast and key_weight are parts of linear attention, got {self.contrast!r} and {self.key_weight!r} without "
                 'a feature map; use "none" for both, or name a feature_map'
             )
-        # frozen: a list, as configuration files give it
+        # configuration files give a list, and the dataclass is frozen
         object.__setattr__(self, "mixed_blocks", tuple(self.mixed_blocks))
         if min(self.mixed_blocks) < 1:
             raise ValueError(f"mixed_blocks must be rows and columns of blocks, both positive, got {self.mixed_blocks}")
@@ -142,7 +142,7 @@ class AttentionConfig:
 
     @property
     def num_states(self) -> int:
-        """Of a head: one for each of the mixed blocks."""
+        """Number of states of a head, one for each of the mixed blocks."""
         return self.mixed_blocks[0] * self.mixed_blocks[1]
 
 
@@ -169,7 +169,7 @@ METHODS = {
         feature_map="elu", key_weight="global_query", position="rotary", local_mix="channels", gate="linear"
     ),
     "mala": AttentionConfig(feature_map="elu", contrast="mean_score", position="rotary", local_mix="channels", gate="linear"),
-    # a reconstruction: position, local mix and gate are not in the published material
+    # a reconstruction: the published material does not name position, local mix and gate
     "mirrorla": AttentionConfig(
         feature_map="reflection",
         map_options={"variance": True},
@@ -181,7 +181,7 @@ METHODS = {
 
 
 def configure(name: str, options: dict[str, Any]) -> AttentionConfig:
-    """The method of that name with some parts changed; an option that is no part of a layer goes to the feature map."""
+    """Return the configuration of a method with some parts changed; other options go to the feature map."""
     if not isinstance(name, str) or name not in METHODS:
         raise unknown_name("attention", name, METHODS)
     config = METHODS[name]
@@ -193,7 +193,7 @@ def configure(name: str, options: dict[str, Any]) -> AttentionConfig:
     for option in for_map:
         if option not in known:
             raise unknown_name(f"option of {name} attention:", option, known)
-    # another map comes with its own defaults
+    # another feature map uses its own default options
     kept = {} if "feature_map" in changed else config.map_options
     given = changed.pop("map_options", {})
     if not isinstance(given, dict):

@@ -1,4 +1,4 @@
-"""How much a head forgets at each token: log_decay = -exp(rate) softplus(W x + step), as in Mamba 2 (arXiv 2405.21060)."""
+"""Data-dependent decay of each head: log_decay = -exp(rate) softplus(W x + step), as in Mamba 2 (arXiv 2405.21060)."""
 
 import math
 
@@ -9,9 +9,9 @@ from ..ops import compute_dtype
 
 
 def start_of_decay(num_heads: int) -> tuple[Tensor, Tensor]:
-    """Where rate and step begin, [H] each: rates of 1 to 16, time steps of 0.001 to 0.1 on a logarithmic scale.
+    """Return the initial rate and step, [H] each: rates of 1 to 16, time steps of 0.001 to 0.1 on a logarithmic scale.
 
-    So heads begin with memories from one token to a thousand.
+    The memories of the heads then last from one token to a thousand.
     """
     rate = 1 + 15 * torch.rand(num_heads)
     step = torch.exp(math.log(1e-3) + math.log(100.0) * torch.rand(num_heads))
@@ -20,16 +20,16 @@ def start_of_decay(num_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def log_decay_of(projected: Tensor, rate: Tensor, step: Tensor) -> Tensor:
-    """-exp(rate) softplus(projected + step), <= 0: projected [B, N, H], rate and step [H]."""
-    # float32: a decay near 1 is raised to the power of thousands of tokens
+    """Return -exp(rate) softplus(projected + step), <= 0: projected [B, N, H], rate and step [H]."""
+    # float32, since a decay near 1 is raised to the power of thousands of tokens
     dtype = compute_dtype(projected)
     steps = projected.to(dtype) + step.to(dtype)
-    # softplus, whose own gradient tells torch.compile a wrong memory layout
+    # this is softplus, whose own gradient makes torch.compile choose a wrong memory layout
     return -rate.to(dtype).exp() * torch.logaddexp(steps, steps.new_zeros(()))
 
 
 class Fading(nn.Module):
-    """The decays that each head learns of a token: x [B, N, C] -> log_decay [B, N, H]."""
+    """The learned log decay of each head and token: x [B, N, C] -> log_decay [B, N, H]."""
 
     def __init__(self, *, dim: int, num_heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The one attention layer: project, map, attend, mix nearby, normalise, gate, project."""
+"""The attention layer: project, apply the feature map, attend, convolve, normalize, gate, project."""
 
 from dataclasses import replace
 
@@ -29,14 +29,14 @@ from .local_mix import LocalMix, resize_values
 from .position_table import PositionTable
 from .windows import Groups, RelativeBias, Windows, held_to_sizes
 
-# layers of one stage share their positions, and the next step asks for them again
+# layers of one stage share their rotary table, also across steps
 kept_rotary = kept(Rotary.grid, maxsize=32)
 
 
 class Attention(nn.Module):
-    """Attention over tokens [B, N, C]; `config` says of which parts.
+    """Attention over tokens [B, N, C], with the parts that `config` names.
 
-    A grid (height, width) tells how the tokens lie in an image, row by row; without one they are a single row.
+    grid: (height, width) of the image whose tokens x holds, row by row; without it they are a single row.
     """
 
     def __init__(self, config: AttentionConfig, *, dim: int, num_heads: int) -> None:
@@ -103,13 +103,12 @@ class Attention(nn.Module):
         groups: Tensor | None = None,
         num_groups: int | None = None,
     ) -> Tensor:
-        """x: [B, N, C] -> [B, N, C]. key_mask: [B, N] bool, True = a real token; padding reaches no other token.
+        """Attend: x [B, N, C] -> [B, N, C]. key_mask: [B, N] bool, True = a real token; padding reaches no other token.
 
-        groups: [B, N] integers >= 0; a token sees those of its group alone, in attention and in the local mix, at the cost of
-        a pass for each group (the parts of a shifted window are such groups).
-        num_groups: all of them are below it. The host then need not wait for the device to learn how many there are; a number
-        that breaks the promise makes its token NaN in linear attention.
-        A position table covers the whole grid: there, padding changes where the real tokens stand.
+        groups: [B, N] integers >= 0. A token sees only its own group, in attention and in the local mix, at the cost of one
+        pass per group (the parts of a shifted window are such groups).
+        num_groups: an upper bound on the groups, which saves a wait for the device. A group above it makes its token NaN in
+        linear attention. A position table covers the whole grid, so padding changes the positions of the real tokens.
         """
         grid = self._checked_grid(x, grid)
         check_key_mask(key_mask, x)
@@ -120,7 +119,7 @@ class Attention(nn.Module):
         log_decay = None if self.fading is None else self.fading(x)
         out = self.attend(q, k, v, grid, key_grid, key_mask, parts, log_decay).flatten(2)
         if self.local_mix is not None:
-            # padding must not reach its neighbours through the convolution either
+            # the convolution must not mix padding into its neighbors either
             v = hide(v, key_mask)
             if self.config.key_reduction > 1:
                 v = resize_values(v, key_grid, grid, self.config.value_upsampling)
@@ -128,7 +127,7 @@ class Attention(nn.Module):
         return self._output(out, gate)
 
     def forward_at(self, x: Tensor, grid: Grid, places: Tensor) -> Tensor:
-        """The same for some tokens of a grid: x [B, n, C] stand in the cells `places` [B, n], the other cells are empty."""
+        """Attend among some tokens of a grid: x [B, n, C] lie in the cells `places` [B, n], the other cells are empty."""
         if self.config.window or self.config.key_reduction > 1 or self.config.causal or self.block_mix is not None:
             raise ValueError(
                 "some tokens of a grid attend globally: use window=0, key_reduction=1, causal=False and mixed_blocks=(1, 1)"
@@ -157,14 +156,14 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def received(self, x: Tensor, grid: Grid | None = None, *, prefix: int = 0) -> Tensor:
-        """How much attention each token gets, [B, N], by `ops.received_attention`; x: [B, N, C]."""
+        """Return the attention that each token receives, [B, N], by `ops.received_attention`; x: [B, N, C]."""
         if self.config.window or self.config.key_reduction > 1 or self.config.causal or self.block_mix is not None:
             raise ValueError(
                 "received attention needs tokens that all see each other alike: use window=0, key_reduction=1, causal=False "
                 "and mixed_blocks=(1, 1)"
             )
         grid = self._checked_grid(x, grid)
-        # queries and keys alone: no values, no gate
+        # project queries and keys alone; values and gate are not needed
         bias = None if self.qkvg.bias is None else self.qkvg.bias[: 2 * self.dim]
         both = F.linear(x, self.qkvg.weight[: 2 * self.dim], bias)
         q, k = both.unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
@@ -173,7 +172,7 @@ class Attention(nn.Module):
         return received_attention(q, k, feature_map=self.map, key_weight=self.key_weights(q, k, None), prefix=prefix)
 
     def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
-        """[B, N, C]: norm, gate and the last projection."""
+        """Apply norm, gate and the last projection: [B, N, C]."""
         norm = self.norm
         if norm is not None and self.config.gate == "silu":
             return self.projection(norm(out, gate))
@@ -184,14 +183,14 @@ class Attention(nn.Module):
         return self.projection(out)
 
     def project(self, x: Tensor, grid: Grid, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Grid]:
-        """Views q, k, v [B, N, H, D] of one projection, the gate [B, N, C], and the grid of the keys."""
+        """Return views q, k, v [B, N, H, D] of one projection, the gate [B, N, C], and the grid of the keys."""
 
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (self.num_heads, self.head_dim))
 
         size = self.config.key_reduction
         if size == 1:
-            # one view and one cut: each costs the host as much as a small kernel
+            # one view and one split, since each costs the host as much as a small kernel
             q, k, v, *gate = self.qkvg(x).unflatten(-1, (-1, self.num_heads, self.head_dim)).unbind(2)
             return q, k, v, gate[0].flatten(2) if gate else None, grid
         if key_mask is not None:
@@ -200,7 +199,7 @@ class Attention(nn.Module):
                 "keys; use key_reduction=1 or pad the image instead"
             )
         q, *gate = self.qg(x).split(self.dim, dim=-1)
-        # a grid that does not divide is padded at its end, so that no pixel is lost
+        # pad a grid that does not divide, so that no pixel is lost
         image = x.unflatten(1, grid).permute(0, 3, 1, 2)
         image = self.reduce(F.pad(image, (0, -grid[1] % size, 0, -grid[0] % size)))
         key_grid = (image.shape[2], image.shape[3])
@@ -218,7 +217,7 @@ class Attention(nn.Module):
         groups: Groups | None,
         log_decay: Tensor | None = None,
     ) -> Tensor:
-        """The values [B, N, H, D] that queries gather by their weights; `nalaformer.analysis` listens here."""
+        """Return the attention outputs [B, N, H, D]; `nalaformer.analysis` records this call."""
         if not self.config.window:
             return self._attend_globally(q, k, v, grid, key_grid, key_mask, groups, log_decay)
         if is_jit_tracing():
@@ -250,7 +249,7 @@ class Attention(nn.Module):
         blocks = None if self.block_mix is None else self.blocks(grid, key_grid, q)
         if groups is None:
             return self._linear(q, k, v, rotary, key_mask, blocks, log_decay)
-        # the state sums over keys and cannot tell queries apart: one pass for each group
+        # the state sums over keys and cannot separate queries, so each group takes one pass
 
         def attend(inside: Tensor) -> Tensor:
             return self._linear(q, k, v, rotary, inside if key_mask is None else inside & key_mask, blocks, log_decay)
@@ -258,13 +257,13 @@ class Attention(nn.Module):
         return groups.join(attend, q)
 
     def blocks(self, grid: Grid, key_grid: Grid, like: Tensor) -> tuple[Blocks, Blocks]:
-        """Blocks of the queries and of the keys."""
+        """Return the blocks of the queries and of the keys."""
         of_queries, of_keys = (blocks_of(*side, *self.config.mixed_blocks, device=like.device) for side in (grid, key_grid))
         return of_queries, of_keys
 
     @torch.no_grad()
     def mixing_of_pairs(self, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor | None:
-        """[N, M], how much each key counts for each query beside the features; None: all alike."""
+        """Return the mixing weight of each query and key, [N, M]; None: all alike."""
         if self.block_mix is None:
             return None
         of_queries, of_keys = self.blocks(grid, key_grid, like)
@@ -280,7 +279,7 @@ class Attention(nn.Module):
         blocks: tuple[Blocks, Blocks] | None = None,
         log_decay: Tensor | None = None,
     ) -> Tensor:
-        """Self-attention by the map, with the layer's contrast and weights: a token that is no key is no query either."""
+        """Compute linear attention with the layer's contrast and key weights; masked tokens are neither keys nor queries."""
         mapped = self.map
         assert mapped is not None
         if self.block_mix is not None and blocks is not None:
@@ -301,13 +300,13 @@ class Attention(nn.Module):
         )
 
     def key_weights(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor | None:
-        """[B, N, H], what each key counts beside its features; None: all alike."""
+        """Return the weight of each key beside its features, [B, N, H]; None: all alike."""
         if self.map is None or self.config.key_weight == "none":
             return None
         return global_query_weight(q, k, feature_map=self.map, key_mask=visible, query_mask=visible)
 
     def contrast_of(self, q: Tensor) -> Tensor | str | None:
-        """The contrast in the form that linear_attention takes."""
+        """Return the contrast in the form that linear_attention takes."""
         if self.contrast is not None:
             return self.contrast(q)
         return None if self.config.contrast == "none" else self.config.contrast
@@ -320,7 +319,7 @@ class Attention(nn.Module):
             k = self._rotary(key_grid, self.head_dim, k).rotate(k.to(compute_dtype(k))).to(k.dtype)
         mask = None
         if key_mask is not None:
-            # what a hidden token holds must not reach others as 0 * NaN
+            # NaN in a masked token would reach others as 0 * NaN
             k, v = hide(k, key_mask), hide(v, key_mask)
             mask = key_mask[:, None, None, :]
         if groups is not None:
@@ -339,7 +338,7 @@ class Attention(nn.Module):
         return out.transpose(1, 2)
 
     def _not_later(self, tokens: int, device: torch.device) -> Tensor:
-        """[N, N] bool: whether the block of key j is that of query i, or an earlier one."""
+        """Return an [N, N] bool mask that is True if the block of key j is that of query i or an earlier one."""
         number = torch.arange(tokens, device=device) // self.config.block
         return number <= number[:, None]
 
@@ -351,7 +350,7 @@ class Attention(nn.Module):
         return out + groups.join(lambda inside: mix(hide(v, inside), grid), out)
 
     def _rotary(self, grid: Grid, channels: int, like: Tensor) -> Rotary:
-        # weights of softmax sum to one as they are, and turning is all that it is given
+        # softmax weights sum to one without normalization, so rotation is all that is needed
         normalised = self.config.normalised_rotary and self.map is not None
         return kept_rotary(*grid, channels, normalised=normalised, device=like.device)
 
@@ -369,7 +368,7 @@ class Attention(nn.Module):
             raise ValueError(f"x must hold at least one token, got shape {tuple(x.shape)}")
         if grid is None:
             return 1, x.shape[1]
-        # a list serves as a tuple does; sides are no ints while a program is exported
+        # accept lists too; sides are no ints while a program is exported
         is_pair = isinstance(grid, tuple | list) and len(grid) == 2 and not any(isinstance(side, float | str) for side in grid)
         if not is_pair or grid[0] < 1 or grid[1] < 1:
             raise ValueError(f"grid must be (height, width), two positive whole numbers, got {grid!r}")
@@ -391,7 +390,7 @@ class Attention(nn.Module):
             raise ValueError("groups need a key for each token of the grid; use window=0 and key_reduction=1")
         if num_groups is not None:
             if num_groups < 1:
-                raise ValueError(f"num_groups must be at least 1, got {num_groups}; leave it out to have the groups counted")
+                raise ValueError(f"num_groups must be at least 1, got {num_groups}; omit it to count the groups")
             return Groups(groups, range(num_groups))
         numbers = groups.unique().tolist()
         if numbers and numbers[0] < 0:
@@ -403,7 +402,7 @@ class Attention(nn.Module):
 
     @property
     def is_foldable(self) -> bool:
-        """Whether `fold` gives the same outputs."""
+        """True if `fold` keeps the outputs."""
         mapped = self.map
         if not isinstance(mapped, Reflection) or mapped.variance:
             return False
@@ -411,13 +410,13 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def fold(self) -> "Attention":
-        """Fold a static reflection into the projection, in place: the same outputs with plain ReLU features. For inference."""
+        """Fold a static reflection into the projection, in place: same outputs with plain ReLU features. For inference."""
         if not isinstance(self.map, Reflection):
             raise ValueError(f"only a reflection folds into the projection, got {self.config.feature_map} features")
         if not self.is_foldable and not self.map.variance:
             raise ValueError(
                 'contrast="learned" takes the norms of the queries before they are reflected across heads, which changes them, '
-                "got a layer with both, which cannot be folded; build it with cross_head=False or another contrast"
+                "got a layer with both; build it with cross_head=False or another contrast"
             )
         parts = [(self.qkvg, 0), (self.qkvg, 1)] if self.config.key_reduction == 1 else [(self.qg, 0), (self.kv, 0)]
         for linear, index in parts:
@@ -427,7 +426,7 @@ class Attention(nn.Module):
             if bias is not None:
                 linear.bias[rows] = bias
         if self.table is not None:
-            # added to the keys after the projection; a reflection of channels commutes with the interpolation of cells
+            # added to the keys after the projection; a reflection of channels commutes with interpolation over cells
             self.table.table[0] = self.map.fold(self.table.table[0].T)[0].T
         self.map = feature_map("relu", num_heads=self.num_heads, head_dim=self.head_dim)
         return self

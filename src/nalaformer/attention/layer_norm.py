@@ -1,4 +1,4 @@
-"""torch's LayerNorm over the channels, with the gate that may follow it."""
+"""LayerNorm over the channels with an optional gate."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from ..ops import layer_norm
 
 
 class LayerNorm(nn.LayerNorm):
-    """[..., C] -> [..., C]: normalised, scaled and shifted; times silu(gate) where one is passed."""
+    """[..., C] -> [..., C]: normalized, scaled and shifted; times silu(gate) if a gate is passed."""
 
     def __init__(self, channels: int, *, eps: float = 1e-5) -> None:
         super().__init__(channels, eps=eps)

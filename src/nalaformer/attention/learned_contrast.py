@@ -1,4 +1,4 @@
-"""A contrast whose strength is learned from the norm of the query."""
+"""A contrast whose scale is learned from the norm of the query."""
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,8 @@ from ..ops import compute_dtype
 class LearnedContrast(nn.Module):
     """z = softplus(a + b |q| / sqrt D), a and b learned per head: q [B, N, H, D] -> [B, N, H].
 
-    A form of our own. MALA's strength, the mean score, grows with the width of a head and is not learned; this one starts
-    at 1.3 for queries of unit variance (a = `offset`, 0 by default), and b decides whether a larger query attends more sharply.
+    Our own form. MALA's scale, the mean score, grows with the head size and is not learned; this one starts at 1.3 for queries
+    of unit variance (a = `offset`, 0 by default), and b sets how much more sharply a larger query attends.
     """
 
     def __init__(self, *, num_heads: int, offset: float = 0.0) -> None:

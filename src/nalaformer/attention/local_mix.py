@@ -1,4 +1,4 @@
-"""Depth-wise convolution of the values: what linear attention lacks nearby."""
+"""Depth-wise convolution of the values, which adds the locality that linear attention lacks."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,9 +7,8 @@ from ..ops import depthwise_conv
 
 
 class DepthwiseConv(nn.Conv2d):
-    """A kernel per channel, on tokens [B, N, C] of a grid, and `plus` added; more channels than kernels share them in turn.
-
-    residual: the input is added. gelu: gelu(x) stands for x.
+    """A kernel per channel, on tokens [B, N, C] of a grid, then `plus` is added; if there are more channels than kernels, the
+    kernels repeat. residual: add the input. gelu: apply GELU to x first.
     """
 
     def __init__(self, channels: int, kernel_size: int) -> None:
@@ -22,7 +21,7 @@ class DepthwiseConv(nn.Conv2d):
 
 
 class LocalMix(nn.Module):
-    """Values [B, N, H, V] of a grid -> [B, N, C], each channel convolved over its neighbours, and `plus` added.
+    """Convolve values [B, N, H, V] of a grid depth-wise and add `plus`: [B, N, C].
 
     One kernel per channel, or (`shared`) one per channel of a head, used by every head.
     """
@@ -37,9 +36,9 @@ class LocalMix(nn.Module):
 
 
 def resize_values(v: Tensor, from_grid: tuple[int, int], to_grid: tuple[int, int], how: str) -> Tensor:
-    """Bring values [B, n, H, V] of a reduced grid to the tokens of the full one.
+    """Resize values [B, n, H, V] of a reduced grid to the tokens of the full one.
 
-    "flat" interpolates along the flattened tokens, across row ends, as the published code does; "grid" in two dimensions.
+    "flat" interpolates along the flattened tokens, across row ends, as the published code does; "grid" interpolates in 2-D.
     """
     batch, _, heads, size = v.shape
     channels = v.flatten(2).transpose(1, 2)  # [B, C, n]

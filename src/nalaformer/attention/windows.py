@@ -1,4 +1,4 @@
-"""Attention inside windows of a grid, shifted or not, and a learned bias for each offset inside a window (Swin)."""
+"""Attention inside windows of a grid, shifted or not, with a learned bias for each offset (Swin)."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from .cells import Grid
 
-MOST_PARTS = 4  # of a shifted window, which do not see each other
+MOST_PARTS = 4  #  parts of a shifted window that do not see each other
 
 
 class Groups(NamedTuple):
-    """Tokens that see those of their group alone: the group of each token [B, N], and the numbers that stand there."""
+    """Tokens that see only their own group: the group of each token [B, N], and the group numbers that occur."""
 
     of_tokens: Tensor
     numbers: Sequence[int]
 
     def join(self, compute: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """compute(the tokens of a group, [B, N] bool) -> [B, N, ...], for each group by itself; its tokens take its result."""
-        # a token of no group must not look like a result
+        """Run compute(mask of a group, [B, N] bool) -> [B, N, ...] for each group; each token takes the result of its group."""
+        # a token without a group must not look like a result
         out = torch.full_like(like, torch.nan)
         for number in self.numbers:
             inside = self.of_tokens == number
@@ -29,11 +29,10 @@ class Groups(NamedTuple):
 
 
 class Windows:
-    """A grid of tokens cut into windows of at most `size` x `size`.
+    """A partition of a grid of tokens into windows of at most `size` x `size`.
 
-    Shifted: the grid is rolled by half a window first, so that the windows straddle the borders of unshifted ones. What
-    wraps around, and what pads a grid that does not divide, is visible to no token of the grid. A side that fits into one
-    window is neither padded nor shifted.
+    Shifted: the grid is rolled by half a window first, so that windows straddle the borders of unshifted ones. Wrapped tokens
+    and padding are masked from all other tokens. A side that fits into one window is neither padded nor shifted.
     """
 
     def __init__(self, grid: Grid, *, size: int, shifted: bool) -> None:
@@ -45,16 +44,16 @@ class Windows:
 
     @property
     def count(self) -> int:
-        """Windows of one image."""
+        """The number of windows of one image."""
         return self.counts[0] * self.counts[1]
 
     @property
     def tokens(self) -> int:
-        """Tokens of one window."""
+        """The number of tokens of one window."""
         return self.shape[0] * self.shape[1]
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, N, ...] -> [B * count, tokens, ...]; padding holds zeros (False)."""
+        """Split tokens into windows: [B, N, ...] -> [B * count, tokens, ...]; padding holds zeros (False)."""
         image = x.unflatten(1, self.grid)
         if any(self.padding):
             image = F.pad(image, (0, 0) * (x.dim() - 2) + (0, self.padding[1], 0, self.padding[0]))
@@ -64,7 +63,7 @@ class Windows:
         return cells.transpose(2, 3).flatten(3, 4).flatten(0, 2)
 
     def join(self, x: Tensor) -> Tensor:
-        """[B * count, tokens, ...] -> [B, N, ...]: the inverse of `split`."""
+        """Join windows, the inverse of `split`: [B * count, tokens, ...] -> [B, N, ...]."""
         cells = x.unflatten(1, self.shape).unflatten(0, (-1, *self.counts))
         image = cells.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         if any(self.shift):
@@ -72,7 +71,7 @@ class Windows:
         return image[:, : self.grid[0], : self.grid[1]].flatten(1, 2)
 
     def visible(self, key_mask: Tensor | None, like: Tensor) -> Tensor | None:
-        """[B * count, tokens] bool: which tokens of each window are real; None: all. `like` is [B, N, ...]."""
+        """Return which tokens of each window are real, [B * count, tokens] bool; None: all. `like` is [B, N, ...]."""
         if key_mask is None:
             if not any(self.padding):
                 return None
@@ -80,21 +79,21 @@ class Windows:
         return self.split(key_mask)
 
     def groups(self, like: Tensor) -> Groups | None:
-        """The parts of each window, for tokens [B * count, tokens]; None: all see each other."""
+        """Return the parts of each window as groups [B * count, tokens]; None: all tokens see each other."""
         if not any(self.shift):
             return None
         rows, columns = (
             torch.arange(side, device=like.device) < shift for side, shift in zip(self.grid, self.shift, strict=True)
         )
-        # a token is one of four kinds: it wrapped around vertically, horizontally, both ways or not
+        # a token wrapped around vertically, horizontally, both ways or not at all
         kind = 2 * rows[:, None].long() + columns
         return Groups(self.split(kind.flatten().expand(like.shape[0], -1)), range(MOST_PARTS))
 
 
 def held_to_sizes(grid: Grid, x: Tensor) -> tuple[Grid, Tensor]:
-    """The grid as numbers, and x in a traced program that fails on every other grid.
+    """Return the grid as ints, and x in a traced program that fails on every other grid.
 
-    torch.jit.trace keeps how the windows of its example are cut, padded and shifted: on other sizes that would be wrong.
+    torch.jit.trace records how the windows of its example are split, padded and shifted, which is wrong for other sizes.
     """
     known = (int(grid[0]), int(grid[1]))
     zero = sum(x.new_zeros((side,)).view(number).sum() for side, number in zip(grid, known, strict=True))
@@ -102,7 +101,7 @@ def held_to_sizes(grid: Grid, x: Tensor) -> tuple[Grid, Tensor]:
 
 
 class RelativeBias(nn.Module):
-    """A learned number for each head and offset (rows, columns) between a query and a key: [1, H, tokens, tokens]."""
+    """A learned bias for each head and offset (rows, columns) between a query and a key: [1, H, tokens, tokens]."""
 
     def __init__(self, *, num_heads: int, size: int) -> None:
         super().__init__()
@@ -116,5 +115,5 @@ class RelativeBias(nn.Module):
         row_offset = (rows[:, None] - rows + self.size - 1)[:, None, :, None]
         column_offset = (columns[:, None] - columns + self.size - 1)[None, :, None, :]
         index = (row_offset * (2 * self.size - 1) + column_offset).flatten(2).flatten(0, 1)  # [tokens, tokens]
-        # a lookup whose gradient adds up: indexing with a tensor would be slow in the backward pass on a GPU
+        # F.embedding, since the backward pass of indexing with a tensor is slow on a GPU
         return F.embedding(index, self.bias).permute(2, 0, 1)[None]

@@ -1,4 +1,4 @@
-"""Put linear attention into a model that somebody else built, keeping its projection weights."""
+"""Put linear attention into a pretrained model, keeping its projection weights."""
 
 from .adapters import DiffusersAttention, TimmAttention, TimmWindowAttention, TransformersAttention
 from .folding import fold

@@ -1,4 +1,4 @@
-"""Our attention, called as the models call theirs."""
+"""Adapters: our attention with the call signature of the layer that it replaces."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from ..attention import Attention
 from ..attention.windows import MOST_PARTS
 
-# what hides a key where it is added to scores
+# a value at or below this masks a key when it is added to scores
 HIDDEN = -50.0
 
 
 class Adapter(nn.Module):
-    """Our attention, and the dropout of the layer whose place it takes; None: it has none behind its attention."""
+    """Our attention and the dropout of the replaced layer; None: that layer has no dropout after attention."""
 
     config: Any = None
-    """The settings of that layer, of models of transformers: they may ask for attention weights."""
+    """The settings of the replaced layer in models of transformers, which may ask for attention weights."""
 
     def __init__(self, attention: Attention, dropout: nn.Module | None = None) -> None:
         super().__init__()
@@ -24,20 +24,20 @@ class Adapter(nn.Module):
 
 
 class TimmAttention(Adapter):
-    """Called as timm's ViT and EVA call their attention."""
+    """An adapter for the attention of timm's ViT and EVA."""
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Tensor | None = None
     ) -> Tensor:
         if rope is not None:
-            raise ValueError("this attention was converted in a model without rotary positions, got some")
+            raise ValueError("this attention was converted in a model without rotary positions, got rope")
         if is_causal:
             raise ValueError("this attention was converted for images and sees all tokens, got is_causal=True")
         return self.dropout(self.attention(x, key_mask=key_mask_of(attn_mask, x)))
 
 
 class TimmWindowAttention(Adapter):
-    """Called as timm's Swin calls its attention: windows [B * count, tokens, C], with the mask of shifted ones."""
+    """An adapter for the attention of timm's Swin: windows [B * count, tokens, C], with the mask of shifted ones."""
 
     def __init__(self, attention: Attention, dropout: nn.Module | None, window_size: tuple[int, int]) -> None:
         super().__init__(attention, dropout)
@@ -48,19 +48,19 @@ class TimmWindowAttention(Adapter):
         return self.dropout(self.attention(x, self.window_size, groups=groups, num_groups=MOST_PARTS))
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
-        """Set another image size; learned tables of our attention interpolate."""
+        """Set the window of another image size; learned tables of our attention are interpolated."""
         self.window_size = (window_size[0], window_size[1])
 
 
 class TimmGridAttention(Adapter):
-    """Called as timm's PVT calls its attention: tokens of a grid."""
+    """An adapter for the attention of timm's PVT: tokens of a grid."""
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         return self.dropout(self.attention(x, (feat_size[0], feat_size[1])))
 
 
 class TorchAttention(Adapter):
-    """Called as torchvision's ViT calls torch's layer, with the same tokens three times; there are no weights to return."""
+    """An adapter for torch's layer in torchvision's ViT, called with the same tokens three times; it returns no weights."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
         if key is not query or value is not query or need_weights:
@@ -69,7 +69,7 @@ class TorchAttention(Adapter):
 
 
 class TransformersAttention(Adapter):
-    """Called as transformers' ViT calls its attention; the weights that it should return as well do not exist here."""
+    """An adapter for the attention of transformers' ViT; it returns None for the attention weights."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
         refuse_weights(unused, self.config)
@@ -79,7 +79,7 @@ class TransformersAttention(Adapter):
 
 
 class TransformersWindowAttention(TimmWindowAttention):
-    """Called as transformers' Swin calls its attention: windows, with the mask of shifted ones."""
+    """An adapter for the attention of transformers' Swin: windows, with the mask of shifted ones."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any
@@ -89,7 +89,7 @@ class TransformersWindowAttention(TimmWindowAttention):
 
 
 class TorchvisionWindowAttention(Adapter):
-    """Called as torchvision's Swin calls its attention: whole images [B, H, W, C], which the layer cuts into windows."""
+    """An adapter for the attention of torchvision's Swin: images [B, H, W, C], which the layer splits into windows."""
 
     def forward(self, x: Tensor) -> Tensor:
         grid = (x.shape[1], x.shape[2])
@@ -97,14 +97,14 @@ class TorchvisionWindowAttention(Adapter):
 
 
 class TransformersNestedAttention(TransformersAttention):
-    """The same for the attention of transformers that returns no weights."""
+    """An adapter for attention in transformers that returns no weights."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> Tensor:  # type: ignore[override]
         return super().forward(hidden_states, attention_mask)[0]
 
 
 class DiffusersAttention(Adapter):
-    """Called as the blocks of diffusers' transformers call their attention over an image's own tokens."""
+    """An adapter for self-attention over image tokens in the transformers of diffusers."""
 
     def forward(
         self,
@@ -115,13 +115,13 @@ class DiffusersAttention(Adapter):
     ) -> Tensor:
         if encoder_hidden_states is not None:
             raise ValueError("this attention was converted for the tokens of the image alone, got encoder_hidden_states")
-        # the mask is [batch, 1, tokens] here
+        # here the mask is [batch, 1, tokens]
         mask = attention_mask[:, None] if attention_mask is not None and attention_mask.dim() == 3 else attention_mask
         return self.dropout(self.attention(hidden_states, key_mask=key_mask_of(mask, hidden_states)))
 
 
 class TransformersGridAttention(TransformersAttention):
-    """The same for SegFormer, whose tokens lie on a grid."""
+    """An adapter for SegFormer, whose tokens lie on a grid."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, height: int, width: int, attention_mask: Tensor | None = None, **unused: Any
@@ -133,19 +133,19 @@ class TransformersGridAttention(TransformersAttention):
 
 
 def refuse_weights(asked: dict[str, Any], config: Any) -> None:
-    """Raise ValueError if a model of transformers is called for attention weights, which it would return without ours."""
+    """Raise ValueError if attention weights are requested, which a model of transformers returns before conversion."""
     wanted = asked.get("output_attentions")
     if wanted if wanted is not None else getattr(config, "output_attentions", False):
         raise ValueError(
-            "converted attention makes no weights, got output_attentions=True; leave it out, or look at the layers with "
+            "converted attention computes no weights, got output_attentions=True; omit it, or look at the layers with "
             "nalaformer.analysis.record"
         )
 
 
 def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """[B, N] bool from an attention mask that hides keys from all queries alike, bool or added to scores.
+    """Return a key mask [B, N] bool from an attention mask, bool or added to scores, that masks keys for all queries alike.
 
-    mask: [B or 1, 1, 1, N], or with equal rows for all queries, as transformers writes it for padded texts.
+    mask: [B or 1, 1, 1, N], or with equal rows for all queries, as transformers builds it for padded texts.
     """
     if mask is None:
         return None
@@ -153,24 +153,24 @@ def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
         mask = mask[:, :, :1]
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
         raise ValueError(
-            "linear attention can hide a key from all queries alone: a mask must be [batch, 1, 1, tokens] or have equal rows, "
+            "linear attention can only mask a key for all queries: a mask must be [batch, 1, 1, tokens] or have equal rows, "
             f"got {tuple(mask.shape)}"
         )
     if mask.dtype == torch.bool:
         visible = mask
     else:
         visible = mask == 0
-        # a compiled program has no numbers to look at
+        # values are unknown while compiling
         if not torch.compiler.is_compiling() and not bool((visible | (mask < HIDDEN)).all()):
             raise ValueError(
-                "linear attention has no place for a bias of keys: a mask must be bool, or 0 at visible keys and below "
-                f"{HIDDEN:g} at hidden ones, got numbers from {mask.min().item():g} to {mask.max().item():g}"
+                "linear attention does not support a key bias: a mask must be bool, or 0 at visible keys and below "
+                f"{HIDDEN:g} at masked ones, got numbers from {mask.min().item():g} to {mask.max().item():g}"
             )
     return visible[:, 0, 0].expand(x.shape[0], -1)
 
 
 def groups_of(mask: Tensor) -> Tensor:
-    """[count, tokens]: the parts of each window, from Swin's mask [count, tokens, tokens] that is 0 inside a part."""
+    """Return the parts of each window, [count, tokens], from Swin's mask [count, tokens, tokens] that is 0 inside a part."""
     visible = mask == 0
     first = visible.int().argmax(dim=-1)  # the first token of a part names it
     leads = first == torch.arange(first.shape[1], device=first.device)

@@ -1,4 +1,4 @@
-"""Models for inference with fewer passes over their tokens: factors per channel move into the layer before them."""
+"""Fold factors per channel into the layers before them, for inference."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..attention import Attention
 from ..watched_modules import is_watched
 
-# these alone, not what is derived from them: a subclass may standardise its weight, or be a norm and an activation in one
+# exactly these types: a subclass may standardize its weight, or be a norm and an activation in one
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """A copy for inference: batch norms, layer scales and static reflections are part of the layers before them.
+    """Return a copy for inference with batch norms, layer scales and static reflections folded into the layers before them.
 
     norm(W x + b) = (f W) x + (f (b - mean) + shift), f = weight / sqrt(var + eps); a layer scale is an f alone. Outputs are
-    the same but for rounding. `folded` of the copy names what went where; the given model is not changed. Fold before you
-    convert to half precision: the new weights are then rounded once.
+    the same except for rounding. `folded` of the copy lists the folds; the input model is unchanged. Fold before you convert
+    to half precision, so that the new weights are rounded once.
     """
     learning = [name or "the model itself" for name, module in model.named_modules() if module.training]
     if learning:
@@ -49,13 +49,13 @@ Found = tuple[tuple[str, nn.Module], tuple[nn.Module, str, str], Tensor, Tensor 
 
 
 def factors_in(model: nn.Module) -> Iterator[Found]:
-    """The layer before a factor, where the factor's module stands, and the factor and shift [C] of its channels."""
+    """Yield the layer before a factor, the place of the factor's module, and factor and shift [C]."""
     names = {module: name for name, module in model.named_modules()}
-    # not children() and parameters(), which say once what a module has twice
+    # children() and parameters() would list shared modules once
     uses = Counter(id(part) for module in names for part in (*module._modules.values(), *module._parameters.values()))
 
     def is_alone(module: nn.Module) -> bool:
-        """True if nothing else uses or watches the layer: others must find it as it was."""
+        """True if nothing else uses or hooks the layer, so that it may change."""
         is_free = not is_watched(module) and not is_parametrized(module)
         return is_free and all(uses[id(part)] == 1 for part in (module, *module.parameters()))
 
@@ -75,7 +75,7 @@ def factors_in(model: nn.Module) -> Iterator[Found]:
 
 
 def of_batch_norm(norm: Any) -> tuple[Tensor, Tensor]:
-    """Factor and shift [C] of a batch norm that no longer learns."""
+    """Return factor and shift [C] of a batch norm in evaluation mode."""
     factor = (exact(norm.running_var) + norm.eps).rsqrt()
     factor = factor if norm.weight is None else factor * exact(norm.weight)
     shift = -exact(norm.running_mean) * factor
@@ -83,7 +83,7 @@ def of_batch_norm(norm: Any) -> tuple[Tensor, Tensor]:
 
 
 def scale_outputs(layer: Any, factor: Tensor, shift: Tensor | None) -> None:
-    """Make a linear layer or convolution give factor * output + shift, in place; both [C]."""
+    """Make a linear layer or convolution return factor * output + shift, in place; both [C]."""
     factor = exact(factor)
     layer.weight.copy_(exact(layer.weight) * factor.view(-1, *[1] * (layer.weight.dim() - 1)))
     if layer.bias is not None:
@@ -93,5 +93,5 @@ def scale_outputs(layer: Any, factor: Tensor, shift: Tensor | None) -> None:
 
 
 def exact(x: Tensor) -> Tensor:
-    """The tensor in float64, so that only the result is rounded; on the host, since not every device has float64."""
+    """Return the tensor in float64, so that only the result is rounded; on the CPU, since not every device has float64."""
     return x.detach().to("cpu", torch.float64)

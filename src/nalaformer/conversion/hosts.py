@@ -1,4 +1,4 @@
-"""How attention sits in each kind of model: how it is recognised, what stands in the way, how ours takes its place."""
+"""The supported attention layers of other libraries: how to recognize them, why one must stay, and how to replace it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ from .adapters import (
     TransformersWindowAttention,
 )
 
-# parts that would need weights which the model does not have
+# options that would need weights which the model does not have
 WITHOUT_NEW_PROJECTIONS = {"gate": "none", "norm": False}
-# a class token lies on no grid, so attention of a plain ViT is told none: its positions are in its input
+# a plain ViT passes no grid to its attention, since a class token lies on none; its input holds the positions
 WITHOUT_GRID = {"position": "none", "local_mix": "none"}
 TRANSFORMERS_KINDS = (
     "ViTAttention",
@@ -38,14 +38,14 @@ TRANSFORMERS_KINDS = (
     "ViTMAEAttention",
     "ViTMSNAttention",
 )
-# plain attention; any other processor computes something else
+# plain attention; other processors compute something else
 DIFFUSERS_PROCESSORS = ("AttnProcessor", "AttnProcessor2_0")
-# vision and text encoders alike
+# these classes serve vision and text encoders
 TRANSFORMERS_TWO_ENCODERS = ("CLIPAttention", "SiglipAttention", "Siglip2Attention")
 BIASED = "adds a learned bias for each pair of tokens, its positions, which linear attention cannot have"
 SCALED = "compares directions with a learned scale for each head, which linear attention has no place for"
 ROTARY = "turns queries and keys by rotary positions that its model gives to it, and ours takes none from outside"
-# known, and why they stay: by package and class
+# known layers that cannot be converted, by package and class, with the reason
 OBSTACLES = {
     ("timm.models.beit", "Attention"): BIASED,
     ("timm.models.vision_transformer_sam", "Attention"): BIASED,
@@ -59,12 +59,12 @@ HEADS = ("num_heads", "num_attention_heads", "heads")
 
 @dataclass(frozen=True)
 class Host:
-    """A kind of attention layer: why one may have to stay (empty: it need not), and its replacement."""
+    """A kind of attention layer: the reason why a layer must stay ("" if none), and its replacement."""
 
     obstacle: Callable[[Any], str]
     convert: Callable[[Any, str, dict[str, Any]], nn.Module]
     record: str = ""
-    """Where a converted layer keeps what it became: a part that has a weight in the original, which then refuses to load it."""
+    """The part that holds a converted layer's record: it has a weight in the original layer, whose loading then fails."""
 
     @staticmethod
     def num_heads(module: nn.Module) -> int:
@@ -72,11 +72,11 @@ class Host:
 
 
 def hosts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, Host]]:
-    """The attention layers of a model: name, layer and kind."""
+    """Yield the attention layers of a model: name, layer and kind."""
     has_rotary = any(type(module).__name__.startswith("RotaryEmbedding") for module in model.modules())
     whole = None
     for name, module in model.named_modules():
-        # what is inside of a known layer is a part of it
+        # modules inside of a known layer are parts of it
         if whole is not None and name.startswith(whole):
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -89,7 +89,7 @@ def hosts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, Host]]:
 
 
 def host_of(module: nn.Module, parent: nn.Module) -> Host | None:
-    """The kind of an attention layer inside of that module; None for a module that is none."""
+    """Return the kind of an attention layer; None for other modules. parent: the module around it."""
     kind, package = type(module).__name__, type(module).__module__
     if isinstance(module, Attention):
         return OURS
@@ -102,7 +102,7 @@ def host_of(module: nn.Module, parent: nn.Module) -> Host | None:
     if kind == "Attention" and package == "timm.models.pvt_v2":
         return TIMM_PVT
     if isinstance(module, nn.MultiheadAttention):
-        # torch's layer is given keys of other tokens elsewhere: only a layer that is known to call it with its own is converted
+        # torch's layer may get keys of other tokens: convert it only in a model that is known to use self-attention
         is_known = type(parent).__module__ == "torchvision.models.vision_transformer"
         return TORCH_IN_VIT if is_known else UNKNOWN
     if (package, kind) in OBSTACLES:
@@ -132,7 +132,7 @@ def staying(reason: str) -> Host:
     return Host(lambda module: reason, lambda module, attention, options: module)
 
 
-# --- our layer in the place of another -----------------------------------------------------------------------------------
+# --- our layer replaces another ------------------------------------------------------------------------------------------
 
 
 def settled(attention: str, options: dict[str, Any], defaults: dict[str, Any], *, bias: bool) -> AttentionConfig:
@@ -140,7 +140,7 @@ def settled(attention: str, options: dict[str, Any], defaults: dict[str, Any], *
     if config.feature_map is None:
         raise ValueError(f"{attention!r} is the softmax attention that the model has already; name a linear method")
     if config.causal or config.key_reduction > 1 or config.window:
-        raise ValueError("conversion keeps which tokens attend to which: leave causal, key_reduction and window as they are")
+        raise ValueError("conversion must not change which tokens attend to which: do not set causal, key_reduction or window")
     return config
 
 
@@ -155,17 +155,17 @@ def settled_without_grid(attention: str, options: dict[str, Any], *, bias: bool)
 
 
 def settled_with_grid(attention: str, options: dict[str, Any], *, bias: bool) -> AttentionConfig:
-    """No positions unless asked for: these networks learn positions in their convolutions."""
+    """Use no positions by default: these networks learn positions in their convolutions."""
     return settled(attention, options, WITHOUT_NEW_PROJECTIONS | {"position": "none"}, bias=bias)
 
 
 def filled(config: AttentionConfig, num_heads: int, qkv: tuple[nn.Linear, ...], output: nn.Linear) -> Attention:
-    """Our layer with the weights of theirs, on the same device and in the same type."""
+    """Build our layer with the weights of theirs, on the same device and in the same dtype."""
     dim, like = output.in_features, output.weight
     with torch.device(like.device):
         layer = Attention(config, dim=dim, num_heads=num_heads).to(like.dtype)
     with torch.no_grad():
-        # a gate, where asked for, lies behind q, k and v and stays new
+        # a gate lies behind q, k and v and keeps its new weights
         layer.qkvg.weight[: 3 * dim] = torch.cat([linear.weight for linear in qkv])
         if layer.qkvg.bias is not None:
             layer.qkvg.bias[: 3 * dim] = torch.cat([linear.bias for linear in qkv])
@@ -186,14 +186,14 @@ def filled_on_grid(
     norm: nn.LayerNorm | None,
     output: nn.Linear,
 ) -> Attention:
-    """The same where keys come from a smaller image, made by a convolution and a norm; None: from the tokens themselves."""
+    """Build our layer for keys of a smaller image, made by a convolution and a norm; None: keys of the tokens themselves."""
     if smaller is None or norm is None:
         return filled(config, num_heads, (q, *kv), output)
     config = replace(config, key_reduction=smaller.kernel_size[0])
     with torch.device(output.weight.device):
         layer = Attention(config, dim=output.in_features, num_heads=num_heads).to(output.weight.dtype)
     with torch.no_grad():
-        # a gate, where asked for, lies behind q and stays new
+        # a gate lies behind q and keeps its new weights
         layer.qg.weight[: len(q.weight)] = q.weight
         layer.kv.weight.copy_(torch.cat([linear.weight for linear in kv]))
         if q.bias is not None:
@@ -207,7 +207,7 @@ def filled_on_grid(
 
 
 def start_without_local_mix(layer: Attention) -> None:
-    """It begins as attention alone."""
+    """Zero the local mix, so that the layer begins as attention alone."""
     if layer.local_mix is not None:
         for parameter in layer.local_mix.parameters():
             parameter.zero_()
@@ -215,7 +215,7 @@ def start_without_local_mix(layer: Attention) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """Where a kind of layer keeps its number of heads, its projections (all of q, k, v, or one for each) and its dropout."""
+    """The names of a layer's number of heads, its projections (all of q, k, v, or one for each) and its dropout."""
 
     heads: str
     qkv: tuple[str, ...]
@@ -223,7 +223,7 @@ class Parts:
     dropout: str = ""
 
     def obstacle(self, module: Any) -> str:
-        """What its sizes have against our layer; empty: nothing."""
+        """Return why the sizes do not fit our layer, or an empty string."""
         inside, output = (module.get_submodule(name) for name in (self.qkv[0], self.output))
         return projections_obstacle(attrgetter(self.heads)(module), inside.in_features, output)
 
@@ -231,12 +231,12 @@ class Parts:
         return module.get_submodule(self.qkv[0]).bias is not None
 
     def filled(self, module: Any, config: AttentionConfig) -> Attention:
-        """Our layer with its weights."""
+        """Build our layer with the weights of the module."""
         qkv = tuple(module.get_submodule(name) for name in self.qkv)
         return filled(config, attrgetter(self.heads)(module), qkv, module.get_submodule(self.output))
 
     def host(self, adapter: type[Adapter], record: str, *, more: Callable[[Any], str] = lambda module: "") -> Host:
-        """A kind whose attention is told no grid; more: what else may stand in the way."""
+        """Return a kind whose attention gets no grid; more: returns another reason why a layer must stay."""
 
         def convert(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
             config = settled_without_grid(attention, options, bias=self.has_bias(module))
@@ -254,17 +254,17 @@ def projections_obstacle(heads: int, dim: int, output: nn.Linear) -> str:
     return ""
 
 
-# --- the kinds -----------------------------------------------------------------------------------------------------------
+# --- the kinds of layers -------------------------------------------------------------------------------------------------
 
 
 TIMM = Parts("num_heads", ("qkv",), "proj", "proj_drop")
 TRANSFORMERS = Parts("num_attention_heads", ("q_proj", "k_proj", "v_proj"), "o_proj")
 TRANSFORMERS_TWO = Parts("num_heads", ("q_proj", "k_proj", "v_proj"), "out_proj")
-# DINOv2 in older transformers (5.17): a layer for q, k and v and one for the output, and no weights returned
+# DINOv2 in older transformers (5.17) has a layer for q, k and v and one for the output, and returns no weights
 NESTED_NAMES = ("attention.query", "attention.key", "attention.value")
 TRANSFORMERS_NESTED = Parts("attention.num_attention_heads", NESTED_NAMES, "output.dense")
-# DiT has no set_attn_processor for the whole model, and a processor has no place for projections of a gate: the module itself
-# is replaced
+# DiT has no set_attn_processor for the whole model, and a processor cannot hold the projection of a gate, so the module
+# itself is replaced
 DIFFUSERS_PARTS = Parts("heads", ("to_q", "to_k", "to_v"), "to_out.0", "to_out.1")
 
 
@@ -280,7 +280,7 @@ def timm_vit_obstacle(module: Any) -> str:
 def settled_in_windows(
     parts: Parts, module: Any, window: tuple[int, int], attention: str, options: dict[str, Any]
 ) -> AttentionConfig:
-    """A window is a grid: position and local mix are those of the method, in the place of the relative bias."""
+    """Configure attention in windows, where position and local mix of the method replace the relative bias."""
     return settled(attention, options, WITHOUT_NEW_PROJECTIONS | {"table_grid": window}, bias=parts.has_bias(module))
 
 
@@ -297,7 +297,7 @@ def convert_transformers_swin(module: Any, attention: str, options: dict[str, An
 
 
 def convert_torchvision_swin(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    """It cuts its windows itself, and so does ours; the local mix sees the whole image."""
+    """Convert a layer that splits images into windows itself, as ours does; the local mix sees the whole image."""
     window = (module.window_size[0], module.window_size[1])
     config = settled_in_windows(TIMM, module, window, attention, options)
     config = replace(config, window=window[0], shifted=any(module.shift_size))
@@ -349,7 +349,7 @@ def convert_torch_in_vit(module: Any, attention: str, options: dict[str, Any]) -
 
 
 def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A layer of these numbers, to read them from."""
+    """Build a layer around these weights, to read them from."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach())
     if bias is not None:
@@ -384,7 +384,7 @@ def timm_eva_obstacle(module: Any) -> str:
 
 
 def convert_timm_eva(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    """Queries and values have a bias, keys have none."""
+    """Convert a layer whose queries and values have a bias and whose keys have none."""
     if module.qkv is None:
         parts = [(linear.weight, linear.bias) for linear in (module.q_proj, module.k_proj, module.v_proj)]
     else:
@@ -405,7 +405,7 @@ def our_obstacle(module: Attention) -> str:
 
 
 def convert_ours(module: Attention, attention: str, options: dict[str, Any]) -> nn.Module:
-    """Every part stays; only the feature map is new."""
+    """Convert our own layer: only the feature map is new."""
     method = settled(attention, options, {}, bias=True)
     known = [*map_options_of(method.feature_map or ""), "feature_map", "rotary_over", "contrast", "key_weight"]
     for option in options:
@@ -418,7 +418,7 @@ def convert_ours(module: Attention, attention: str, options: dict[str, Any]) -> 
         rotary_over=method.rotary_over,
         contrast=method.contrast,
         key_weight=method.key_weight,
-        # linear attention has no weight for each pair that could be dropped
+        # linear attention computes no weights that could be dropped
         weight_dropout=0.0,
     )
     like = module.projection.weight

@@ -1,6 +1,6 @@
-"""Which layers of a model are softmax attention, and their replacement.
+"""Find the layers of a model that are softmax attention, and replace them.
 
-Anything that looks like attention and cannot be replaced is listed with the reason why it stays; docs/backbones.md has a table.
+Layers that look like attention and cannot be replaced are listed with the reason; docs/backbones.md has a table.
 """
 
 import re
@@ -16,25 +16,24 @@ from .records import attach_record, keep_names_when_saved
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """An attention layer of a model, and what stands in the way of replacing it."""
+    """An attention layer of a model, and the reason if it cannot be replaced."""
 
     name: str
-    """Where it is in the model."""
+    """The name of the layer in the model."""
     kind: str
-    """Its class."""
+    """The class of the layer."""
     dim: int
     num_heads: int
     obstacle: str
-    """Why it stays; empty: it is replaced."""
+    """The reason why the layer stays; empty: it is replaced."""
 
 
 def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", **options: Any) -> nn.Module:
-    """Replace softmax attention by the linear attention of that method, in place; the model itself is returned.
+    """Replace softmax attention by the linear attention of a method, in place, and return the model.
 
-    The weights of the projections stay; the parameters of the feature map are new, so the model wants fine-tuning. `only`: a
-    regular expression that the names of the layers to replace must contain. Options as in attention.build; gates and norms
-    are off unless asked for. See `plan_conversion` for what would be replaced, and `load_converted` for the way back from a
-    file.
+    The weights of the projections stay; the parameters of the feature map are new, so the model needs fine-tuning. `only`: a
+    regular expression that the names of the layers to replace must contain. Options as in attention.build; gates and norms are
+    off by default. `plan_conversion` lists what would be replaced, and `load_converted` loads a saved model.
     """
     plan = plan_conversion(model, only=only)
     replacements = [found for found in plan if not found.obstacle]
@@ -45,7 +44,7 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
             f"found no attention that can be replaced{chosen}{reason}; plan_conversion(model) lists what looks like it and why "
             "it stays"
         )
-    # all of them are made before the first is put in: an error leaves the model as it was
+    # all layers are built before the first is inserted, so that an error leaves the model unchanged
     made = {}
     names = {found.name for found in replacements}
     for name, module, host in hosts_in(model):
@@ -63,7 +62,7 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
 
 
 def plan_conversion(model: nn.Module, *, only: str = "") -> list[Replacement]:
-    """What `convert` would replace, and what it would leave, with the reason; changes nothing."""
+    """List the layers that `convert` would replace and those that stay, with the reason; the model is not changed."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}; timm.create_model makes one by its name")
     try:

@@ -1,4 +1,4 @@
-"""The way back: converted layers carry a record of what they became in the state dict, and a saved model is loaded by it."""
+"""Records of conversion in the state dict, by which a saved model is converted and loaded again."""
 
 import json
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from .hosts import Host, hosts_in
 class ConversionRecord(nn.Module):
     """The config of a converted layer as a vector of characters, under the name of a weight that the original layer has.
 
-    So the record travels with every way to save weights, and a model that was not converted refuses them for its shape.
+    All ways to save weights then save the record, and an unconverted model rejects the weights for their shape.
     """
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
-        # floats: an average of weights over training steps must leave them as they are
+        # floats, since averaging weights over training steps must not change them
         self.register_buffer("weight", torch.tensor(list(json.dumps(asdict(config)).encode()), dtype=torch.float32))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -47,7 +47,7 @@ class ConversionRecord(nn.Module):
 
 
 def attach_record(module: nn.Module, place: str) -> None:
-    """Put the record of a converted layer at that place inside of it."""
+    """Put the record of a converted layer at a place inside of it."""
     layer = module if isinstance(module, Attention) else module.attention
     assert isinstance(layer, Attention)
     *parents, name = place.split(".")
@@ -59,18 +59,18 @@ def attach_record(module: nn.Module, place: str) -> None:
 
 
 def keep_names_when_saved(model: nn.Module) -> None:
-    """transformers writes weights under the names of older versions: not for layers that those versions never had."""
+    """Keep transformers from saving weights under names of older versions, which never had converted layers."""
     for module in model.modules():
         if hasattr(module, "save_pretrained"):
             setattr(module, "_weight_conversions", [])  # noqa: B010 (not a tensor or module, which types would want)
 
 
 def load_converted(model: nn.Module, source: Mapping[str, Tensor] | str | PathLike[str]) -> nn.Module:
-    """Convert the layers that were converted when the weights were saved, load the weights, and return the model.
+    """Convert the layers that were converted in the saved model, load the weights, and return the model.
 
     model: the original, built without `convert`. source: a state dict, a file of torch.save or safetensors, or a folder that
-    save_pretrained wrote. Names that distributed training and torch.compile begin with "module." and "_orig_mod." are known,
-    and so is a checkpoint that holds the state dict beside other things. An error leaves the model as it was.
+    save_pretrained wrote. The prefixes "module." and "_orig_mod." are removed, and a checkpoint may hold the state dict beside
+    other entries. An error leaves the model unchanged.
     """
     state = weights_in(source, "the weights") if isinstance(source, Mapping) else read_weights(Path(source))
     state = with_names_of(model, state)
@@ -106,12 +106,12 @@ def load_converted(model: nn.Module, source: Mapping[str, Tensor] | str | PathLi
 
 
 def converted_by_record(module: nn.Module, host: Host, options: dict[str, Any]) -> nn.Module:
-    # these follow from the original, and are no choice
+    # the original layer determines these
     fixed = ("key_reduction", "window", "shifted")
     options = {name: value for name, value in options.items() if name not in fixed}
     options["table_grid"] = tuple(options["table_grid"])
     is_ours = isinstance(module, Attention)
-    # our own layers keep their parts: the map alone is new
+    # our own layers keep their parts except for the feature map
     parts = ("feature_map", "rotary_over", "contrast", "key_weight")
     kept = {name: options[name] for name in parts if name in options} | options["map_options"] if is_ours else options
     new = host.convert(module, "linear", kept)
@@ -120,7 +120,7 @@ def converted_by_record(module: nn.Module, host: Host, options: dict[str, Any]) 
 
 
 def read_record(record: Tensor, place: str) -> dict[str, Any]:
-    """The fields of the AttentionConfig."""
+    """Return the fields of the AttentionConfig in a record."""
     try:
         found = json.loads(bytes(record.detach().float().round().to(torch.uint8).tolist()))
         if not isinstance(found, dict):
@@ -131,7 +131,7 @@ def read_record(record: Tensor, place: str) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, or of the files in a folder that save_pretrained wrote."""
+    """Return all tensors of a file, or of the files in a folder that save_pretrained wrote."""
     if not path.is_dir():
         return read_as_stored(path)
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
@@ -141,7 +141,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def with_names_of(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names without the prefixes of distributed training and torch.compile, unless the model has such names itself."""
+    """Remove the prefixes of distributed training and torch.compile, unless the model has such names itself."""
     own = model.state_dict().keys()
     for front in ("", *FRONTS, "".join(FRONTS)):
         found = {name.removeprefix(front): value for name, value in state.items()}

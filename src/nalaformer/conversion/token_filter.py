@@ -1,4 +1,4 @@
-"""Fewer tokens for the blocks of a vision model: the least attended are left out, and keep the values that they had."""
+"""Token filters: blocks of a vision model skip the least attended tokens, which keep their values."""
 
 import inspect
 import math
@@ -18,33 +18,34 @@ from ..registry import unknown_name
 from .adapters import TimmAttention
 
 RULES = ("attention", "random")
-# blocks of timm whose attention is given norm1(x), and x
+# blocks of timm whose attention gets norm1(x), then those whose attention gets x
 NORM_FIRST = ("timm.models.vision_transformer.Block", "timm.models.eva.EvaBlock")
 NORM_LAST = ("timm.models.vision_transformer.ResPostBlock", "timm.models.eva.EvaBlockPostNorm")
 PLAIN_ATTENTION = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
 
 
 class TokenFilter:
-    """The filter of a model: `remove` takes it off, and `kept` tells which tokens each stage or block kept in the last pass."""
+    """The filter of a model: `remove` removes it, `kept` holds the tokens that each stage or block kept in the last pass."""
 
     def __init__(self, *, by: str) -> None:
         self.by = by
         self.kept: dict[int, Tensor] = {}
-        """Numbers of the kept tokens, [B, n] in ascending order, by stage or block."""
+        """Indices of the kept tokens, [B, n] in ascending order, by stage or block."""
         self._handles: list[Any] = []
         self._choices = Choices()
 
     def remove(self) -> None:
-        """The model is as it was before."""
+        """Restore the model without the filter."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 class Choices:
-    """The kept tokens of every tensor that is still in memory: gradient checkpointing runs a block again with the tensor of
-    its pass, when other passes may have chosen since. A tensor is known by its place in memory, which copies without history
-    share.
+    """The kept tokens of every tensor that is still in memory.
+
+    Gradient checkpointing runs a block again with the tensor of its first pass, while other passes may have chosen since. A
+    tensor is found by its memory address, which copies without history share.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class Choices:
 
     def of(self, x: Tensor) -> Tensor | None:
         memory = _memory_of(x)
-        # the reference keeps the address from being given to another tensor
+        # the weak reference keeps the address from being reused for another tensor
         known = None if memory is None else self._known.get((memory.cdata, int(x.storage_offset())))
         return None if known is None else known[1]
 
@@ -67,7 +68,7 @@ class Choices:
 
 
 def _memory_of(x: Tensor) -> StorageWeakRef | None:
-    """The tensor's memory; None for stand-ins of compiled code and torch.func, which never run a block twice on their own."""
+    """Return the tensor's memory; None in compiled code and torch.func, which never run a block twice on their own."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return None
     return StorageWeakRef(x.untyped_storage())
@@ -79,7 +80,7 @@ def _is_in_backward() -> bool:
 
 @dataclass
 class FilteredBlock:
-    """What happens around one block: tokens are chosen or taken over from an earlier one, and put back behind it."""
+    """Hooks around one block: choose tokens or reuse an earlier choice, and scatter them back after the block."""
 
     filter: TokenFilter
     start: int
@@ -87,11 +88,11 @@ class FilteredBlock:
     share: float
     prefix: int
     score: Callable[..., Tensor] | None
-    """The attention that each token gets; None: follow the choice that was made before."""
+    """Computes the attention that each token receives; None: reuse the earlier choice."""
     is_ours: bool
-    """Our blocks take the kept tokens as an argument: they look around with convolutions."""
+    """True for our blocks, which take the kept tokens as an argument, since their convolutions see all tokens."""
     running: tuple[Tensor, Tensor] | None = None
-    """All tokens, and the numbers of those that are inside the block."""
+    """All tokens, and the indices of those inside the block."""
 
     def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, *rest = args
@@ -101,7 +102,7 @@ class FilteredBlock:
 
     def after(self, block: nn.Module, args: tuple[Any, ...], out: Tensor | None) -> Tensor | None:
         running, self.running = self.running, None
-        # checkpointing leaves a block by an exception once it has what it needs
+        # checkpointing stops a block by an exception once it has what it needs
         if running is None or out is None:
             return out
         whole, kept = running
@@ -110,7 +111,7 @@ class FilteredBlock:
         return out
 
     def kept_of(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
-        """The tokens that this block chooses or takes over; in a backward pass, those of the forward pass of the same x."""
+        """Return the tokens that this block chooses or reuses; in a backward pass, those of the forward pass of the same x."""
         is_again = _is_in_backward()
         kept = self.filter._choices.of(x) if is_again or self.score is None else None
         if kept is None and self.score is not None:
@@ -129,7 +130,7 @@ class FilteredBlock:
 
     @torch.no_grad()
     def chosen(self, x: Tensor, score: Tensor | None) -> Tensor:
-        """[B, n] in ascending order, at random without scores; prefix tokens are always kept."""
+        """Choose tokens, [B, n] in ascending order, at random without scores; prefix tokens are always kept."""
         tokens = x.shape[1] - self.prefix
         count = max(1, math.ceil(self.share * tokens))
         if score is None:
@@ -140,15 +141,15 @@ class FilteredBlock:
 
 
 def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "attention") -> TokenFilter:
-    """Let the blocks of a vision model work on the most attended tokens alone, in place; the filter that is returned undoes it.
+    """Run the blocks of a vision model on the most attended tokens only, in place; the returned filter undoes it.
 
-    keep: which share of the tokens goes on, by stage for our backbones (all blocks of that stage), by block for timm's plain
-    ViTs (from that block on, until the next one named). Chosen are the tokens that get the most attention in the first of
-    those blocks, mean over heads: from the class token, or from all tokens where there is none. Class tokens always stay.
+    keep: the fraction of tokens to keep, by stage for our backbones (all blocks of that stage), by block for timm's plain
+    ViTs (from that block on, until the next one named). The tokens that receive the most attention in the first of those
+    blocks are kept, mean over heads: from the class token, or from all tokens if there is none. Class tokens always stay.
     by="random" is the baseline.
 
-    The other tokens keep the values that they had and are put back behind every block, so feature maps stay whole, and a later
-    choice may take them in again. Works without training; trained so, the model gets used to it. State dicts do not change.
+    The other tokens keep their values and return after every block, so feature maps stay complete, and a later choice may
+    include them again. This works without training; training with it lets the model adapt. State dicts do not change.
     """
     if by not in RULES:
         raise unknown_name("rule of a token filter", by, RULES)
@@ -166,7 +167,7 @@ def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "att
     found = TokenFilter(by=by)
     prefix = int(getattr(model, "num_prefix_tokens", 0))
     current: int | None = None
-    # checked before the first hook: an error leaves the model as it was
+    # everything is checked before the first hook, so that an error leaves the model unchanged
     plan: list[tuple[nn.Module, FilteredBlock]] = []
     for number, blocks in enumerate(groups):
         if number in keep:
@@ -187,12 +188,12 @@ def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "att
 
 
 def is_filtered(block: nn.Module) -> bool:
-    """Whether a token filter chooses the tokens of that block."""
+    """True if a token filter chooses the tokens of that block."""
     return any(isinstance(getattr(hook, "__self__", None), FilteredBlock) for hook in block._forward_pre_hooks.values())
 
 
 def _groups_of(model: nn.Module) -> tuple[list[list[nn.Module]], bool]:
-    """Blocks by stage and True for our backbones; single blocks and False for plain ViTs."""
+    """Return blocks by stage and True for our backbones; single blocks and False for plain ViTs."""
     stages, blocks = getattr(model, "stages", None), getattr(model, "blocks", None)
     if stages is not None and all(hasattr(stage, "blocks") for stage in stages):
         groups = [list(stage.blocks) for stage in stages]
@@ -204,7 +205,7 @@ def _groups_of(model: nn.Module) -> tuple[list[list[nn.Module]], bool]:
 
 
 def _score_of(block: Any, is_ours: bool, prefix: int) -> Callable[..., Tensor]:
-    """score(block, x, ...) -> [B, N]."""
+    """Return a function score(block, x, ...) -> [B, N]."""
     if is_ours:
         config = block.attention.config
         if config.window or config.key_reduction > 1:
@@ -222,7 +223,7 @@ def _score_of(block: Any, is_ours: bool, prefix: int) -> Callable[..., Tensor]:
 
 
 def _attended_in(block: nn.Module) -> Callable[[Any, Tensor], Tensor]:
-    """attended(block, x): the tokens that the attention of such a block is given."""
+    """Return a function attended(block, x) that gives the input of the block's attention."""
     if _is_one_of(block, NORM_LAST):
         return lambda block, x: x
     if _is_one_of(block, NORM_FIRST):
@@ -244,7 +245,7 @@ def _received_by_timm(block: Any, x: Tensor, *_: Any, attended: Callable[[Any, T
     x = attended(block, x)
     width = attention.qkv.out_features // 3
     sides = []
-    # queries and keys alone, and no more queries than are asked
+    # project queries and keys alone, and only the queries that are needed
     for number, tokens in enumerate((x[:, :prefix] if prefix else x, x)):
         rows = slice(number * width, (number + 1) * width)
         bias = None if attention.qkv.bias is None else attention.qkv.bias[rows]

@@ -40,7 +40,7 @@ class Focused(SameForBoth):
 
 def focus(x: Tensor, power: float, dim: tuple[int, ...] = (-1,)) -> Tensor:
     """Sharpen a positive vector and keep its length: x^p * |x| / |x^p|, norms over `dim`."""
-    # the largest entry becomes 1 before the power: it neither overflows nor underflows, and cancels exactly
+    # divide by the largest entry before the power, so that it neither overflows nor underflows; the factor cancels exactly
     peak = x.detach().amax(dim=dim, keepdim=True)
     powered = (x / peak) ** power
     return powered * (norm(x / peak, dim) * peak / norm(powered, dim))

@@ -11,9 +11,9 @@ from ..ops.kept_tensors import kept
 from .base import FeatureMap, both_signs, by_sign, check_flag, check_number, excess, power_of
 from .registry import FEATURE_MAPS
 
-# Below this norm a query has no direction that gradients could trust: it fades into a query that favours no channel.
+# Below this norm gradients cannot trust the direction of a query: it is blended into one that favors no channel.
 SMALLEST_NORM = 1e-5
-# A query beyond it points where it does and no further: the square of 1e20 fits into no float32.
+# Queries are shortened to this norm, since the square of 1e20 does not fit into float32.
 LARGEST_NORM = 1e15
 
 
@@ -25,8 +25,8 @@ class NormAware(FeatureMap):
     - direction="split" (the released code):  phi_q = [relu(u)^p ; relu(-u)^p],  phi_k = [relu(k)^3 ; relu(-k)^3]
     - direction="cosine" (the paper, with a safe angle):  a(x) = pi/4 tanh(alpha x / |x|),
       phi_q = |u|^p [cos a(q) ; sin a(q)],  phi_k = |k|^3 [cos a(k) ; sin a(k)]; approaches the split map as alpha grows.
-      Both are turned by 45 degrees, [cos a + sin a ; cos a - sin a] / sqrt 2: the products are the same, and no feature is
-      negative, so that opposite directions cancel in no sum and keep their digits
+      Both are rotated by 45 degrees, [cos a + sin a ; cos a - sin a] / sqrt 2: the products stay the same, and no feature is
+        negative, so that no sum cancels digits between opposite directions
 
     norm_scale: with the published 1 the power is saturated at |q| = 3, while unit-variance queries of 64 channels have
         |q| = 8; "head" stands for 1/sqrt(head_dim), which leaves room on both sides.
@@ -35,8 +35,8 @@ class NormAware(FeatureMap):
         powers near 1 at first.
     start_gain: softplus(a) and softplus(b) at first; 2.5 starts about as sharp as published.
 
-    A query of norm below 1e-5 has no direction; the published code gives NaN at zero. Ours fades it into a query that weighs
-    all channels alike, so outputs and gradients stay bounded.
+    A query of norm below 1e-5 has no direction, and the published code gives NaN at zero. Ours is blended into a query that
+    weighs all channels alike, so outputs and gradients stay bounded.
     """
 
     queries_are_bounded = True
@@ -90,7 +90,7 @@ class NormAware(FeatureMap):
         elif learnable:
             self.lambda_ = nn.Parameter(torch.full((num_heads,), float(lambda_)))
             self.tau = nn.Parameter(torch.full((num_heads,), float(tau)))
-        # the power of a key is a parameter of each head then
+        # each head then learns the power of its keys
         self.heads_have_own_keys = powers == "mild"
 
     def query(self, q: Tensor) -> Tensor:
@@ -98,17 +98,17 @@ class NormAware(FeatureMap):
         norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
         unit = q / norm
         features = self.spread(power_of(unit.abs(), self.query_power(norm)), unit)
-        # 1 for a zero query, 0 from SMALLEST_NORM on; without gradient, which would be steep and point nowhere
+        # 1 for a zero query, 0 from SMALLEST_NORM on; no gradient, since it would be steep and have no meaningful direction
         if cheap_to_look_at(size) and bool((size >= SMALLEST_NORM**2).all()):
             return features
         fading = (1 - size.detach() / SMALLEST_NORM**2).clamp(min=0) * self.head_dim**-0.75
-        # the cosine map fades into [1 ; 0], which is turned as its features are
+        # the cosine map blends into [1 ; 0], rotated as its features are
         return features + (fading if self.direction == "split" else fading * 0.5**0.5)
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
         power = self.key_power(k)
         scaled = k * (-log_scale / power).exp() if isinstance(log_scale, Tensor) else k
-        # the published power by multiplication, several times as fast as a general power
+        # cubing by multiplication is several times as fast as a general power
         is_cube = isinstance(power, float) and power == 3.0
         if self.direction == "split" and is_cube:
             return both_signs(scaled * scaled * scaled)
@@ -138,13 +138,13 @@ class NormAware(FeatureMap):
         """Put the magnitudes on the two halves of the features by the direction of the input."""
         if self.direction == "split":
             return by_sign(magnitude, unit)
-        # cos a + sin a = sqrt 2 sin(pi/4 + a), and 1 + tanh x = 2 sigmoid(2 x), which keeps its digits near zero
+        # cos a + sin a = sqrt 2 sin(pi/4 + a); 1 + tanh x is written as 2 sigmoid(2 x), which keeps its digits near zero
         turn = 2 * self.alpha * unit
         halves = [magnitude * (math.pi / 2 * side.sigmoid()).sin() for side in (turn, -turn)]
         return torch.cat(halves, dim=-1)
 
     def query_power(self, norm: Tensor) -> Tensor:
-        """p of a query norm [B, N, H, 1]."""
+        """Return the power p for a query norm [B, N, H, 1]."""
         turn = (self.norm_scale * norm).tanh()
         if self.powers == "mild":
             return 1 + F.softplus(self.per_head(self.query_gain, norm))[:, None] * turn
@@ -154,7 +154,7 @@ class NormAware(FeatureMap):
         return self.fixed_lambda * (self.fixed_tau + turn)
 
     def key_power(self, k: Tensor) -> Tensor | float:
-        """The power of the keys: a number, or [H, 1] where it is learned."""
+        """Return the power of the keys: a float, or [H, 1] if it is learned."""
         if self.powers == "mild":
             return 1 + F.softplus(self.per_head(self.key_gain, k))[:, None]
         return self.fixed_key_power
@@ -164,17 +164,17 @@ class NormAware(FeatureMap):
 
 
 def with_size(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x and its squared norm over the channels, [..., 1]; rows whose square would overflow are shortened, direction kept."""
+    """Return x and its squared norm over the channels, [..., 1]; rows whose square would overflow are shortened."""
     size = x.square().sum(-1, keepdim=True)
     if cheap_to_look_at(size) and bool((size < torch.inf).all()):
         return x, size
-    # the factor has no gradient: what is made of the direction does not change with the length, and tanh has saturated
+    # the factor needs no gradient: results depend on the direction alone, and tanh has saturated
     x = x * (LARGEST_NORM / x.detach().abs().amax(-1, keepdim=True).clamp(min=LARGEST_NORM))
     return x, x.square().sum(-1, keepdim=True)
 
 
 def constant_row(values: tuple[float, ...], *, device: torch.device) -> Tensor:
-    """One row of numbers on the device; filled there, since a CUDA graph cannot hold a copy from the host."""
+    """Return one row of values on the device; filled there, since a CUDA graph cannot hold a copy from the host."""
     row = torch.empty(1, len(values), dtype=torch.float32, device=device)
     for place, value in enumerate(values):
         row[:, place] = value

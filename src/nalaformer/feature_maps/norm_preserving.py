@@ -1,4 +1,4 @@
-"""STILL's NP-Map (arXiv 2602.02180): turn the direction freely, keep the norm."""
+"""STILL's NP-Map (arXiv 2602.02180): rotate the direction freely, keep the norm."""
 
 from functools import partial
 
@@ -45,24 +45,24 @@ class NormPreserving(FeatureMap):
         return KernelSpec("softmax", parts=2, before=before)
 
     def turn(self, x: Tensor, weight: Tensor, normal: Tensor) -> Tensor:
-        """x in another direction with the same norm: a reflection, then W, then the old norm."""
-        # the reflection goes into the matrix: one product per token, and nothing of the size of x in between
+        """Change the direction of x and keep its norm: a reflection, then W, then the old norm."""
+        # the reflection is folded into the matrix: one product per token and no temporary of the size of x
         matrix = reflected(self.per_head(weight, x), self.per_head(normal, x))
         turned = torch.einsum("bnhd,hed->bnhe", x, matrix)
         return turned * (norm(x) / norm(turned))
 
     def query_matrix(self) -> Tensor:
-        """[H, D, D]: what turns queries, reflection and W in one; for kernels that compute the map of one token."""
+        """Return reflection and W of the queries as one matrix, [H, D, D], for kernels that map one token."""
         return reflected(self.query_weight.float(), self.query_normal.float())
 
 
 def reflected(weight: Tensor, normal: Tensor) -> Tensor:
-    """W (1 - 2 n n^T) for n of any length. weight: [H, D, D]; normal: [H, D]."""
+    """Return W (1 - 2 n n^T) for n of any length. weight: [H, D, D]; normal: [H, D]."""
     unit = nn.functional.normalize(normal, dim=-1, eps=SMALLEST_NORM)
     return weight - 2 * torch.einsum("hed,hd,hf->hef", weight, unit, unit)
 
 
 def norm(x: Tensor) -> Tensor:
-    """Over the channels and away from zero."""
-    # in units of 2^40: the square of 1e20 fits into no float32, and a power of two costs no digit
+    """Return the norm over the channels, clamped away from zero."""
+    # computed in units of 2^40, which is exact, since the square of 1e20 does not fit into float32
     return length_of(x * 2.0**-40)[..., None].clamp(min=SMALLEST_NORM * 2.0**-40) * 2.0**40

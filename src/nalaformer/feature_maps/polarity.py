@@ -13,7 +13,7 @@ from .registry import FEATURE_MAPS
 class Polarity(FeatureMap):
     """phi(x)_c = [x+ ; x-]^p_c with p_c = 1 + alpha * sigmoid(w_c), after x / softplus(scale); F = 2 D, two streams.
 
-    The second stream asks with [q- ; q+]: it collects the keys of opposite sign and reads the second half of the values.
+    The second stream reads [q- ; q+]: it collects the keys of opposite sign and the second half of the values.
     w and scale are learned, w per head and channel (the same for q, k and both signs), scale per channel; zero at first.
     """
 
@@ -51,13 +51,13 @@ class Polarity(FeatureMap):
 
 
 def log_scale_of_power(size: Tensor, power: Tensor) -> Tensor:
-    """[B, N, H, 1]: how far the largest of size^power lies above what we want, as a logarithm."""
+    """Return how far the log of the largest size^power exceeds LOG_LARGEST_FEATURE, [B, N, H, 1]."""
     with torch.no_grad():
         return excess((power * size.log()).amax(dim=-1, keepdim=True))
 
 
 def scaled_power(size: Tensor, power: Tensor, log_scale: Tensor | float) -> Tensor:
-    """size^power * exp(-log_scale), with the scale taken off before the power so that nothing overflows."""
+    """Return size^power * exp(-log_scale), with the scale applied before the power so that nothing overflows."""
     if isinstance(log_scale, Tensor):
         size = size * (-log_scale / power).exp()
     return power_of(size, power)
@@ -68,7 +68,7 @@ class PolarityExp(FeatureMap):
     """PolaFormer++: phi_q = exp(t * [q+ ; q-]) - 1, phi_k = exp([k+ ; k-]) - 1; F = 2 D, two streams.
 
     t = sigmoid(s): one learned vector of 2 D temperatures per head for the same-sign stream and one for the opposite-sign
-    stream, which asks with [q- ; q+].
+    stream, which reads [q- ; q+].
     """
 
     streams = 2
@@ -99,9 +99,9 @@ class PolarityExp(FeatureMap):
 
 
 def scaled_expm1(x: Tensor, log_scale: Tensor | float) -> Tensor:
-    """(exp(x) - 1) * exp(-log_scale) for x >= 0."""
+    """Return (exp(x) - 1) * exp(-log_scale) for x >= 0."""
     if not isinstance(log_scale, Tensor):
         return torch.expm1(x)
-    # (1 - exp(-x)) keeps the digits of small x where features are scaled
+    # (1 - exp(-x)) keeps the digits of small x when features are scaled
     plain = torch.expm1(x.clamp(max=LOG_LARGEST_FEATURE + 1))
     return torch.where(log_scale > 0, torch.exp(x - log_scale) * -torch.expm1(-x), plain)

@@ -1,6 +1,6 @@
 """MirrorLA (arXiv 2602.04346): reflect queries and keys so that little is lost to ReLU.
 
-A reconstruction from the abstract and a figure of the paper: its code is not public.
+This is a reconstruction from the abstract and a figure of the paper, whose code is not public.
 """
 
 import math
@@ -12,7 +12,7 @@ from ..ops import FeatureMapLike, KernelSpec, ScaledFeatures
 from .base import FeatureMap, check_flag, within_reach
 from .registry import FEATURE_MAPS
 
-# how ops.kernels.common.compiled.maps calls the reflections, by cross_head and blockwise
+# names of the reflections in ops.kernels.common.compiled.maps, by (cross_head, blockwise)
 KERNEL_NAMES = {
     (True, True): "reflection",
     (True, False): "reflection_across",
@@ -30,11 +30,11 @@ class Reflection(FeatureMap):
     (a) blockwise: on each channel pair (2i, 2i+1) of a head, I - 2 u_i u_i^T with u_i = (cos t_i, sin t_i);
     (b) variance: the angles of (a) move with the variance of the input, t = theta + delta,
         delta = pi/4 tanh(a) tanh(b (s - mean of s over the blocks)), s = log of the variance of a block over the tokens
-        of q and k; a and b are learned per head, a = 0 at first. Bidirectional only: it looks at all tokens, so that
-        padding among the queries must be named (query_mask) where there is a key_mask.
+        of q and k; a and b are learned per head, a = 0 at first. Bidirectional only, since it uses all tokens: with a
+            key_mask it also needs a query_mask for padding among the queries.
 
-    Each reflection is symmetric and its own inverse; together they keep products, (R q).(R k) = q.k. Training starts at a
-    swap of channels, which is plain ReLU attention.
+    Each reflection is symmetric and its own inverse, and keeps products: (R q).(R k) = q.k. Training starts at a swap of
+    channels, which is plain ReLU attention.
     """
 
     heads_have_own_keys = True
@@ -71,11 +71,11 @@ class Reflection(FeatureMap):
         return self.phi(k, self.angles(k))
 
     def phi(self, x: Tensor, angles: Tensor | None) -> Tensor:
-        """relu(R x); angles broadcast to [B, N, H, D/2]."""
+        """Compute relu(R x); angles broadcast to [B, N, H, D/2]."""
         return self.reflect(x, angles).relu()
 
     def angles(self, x: Tensor) -> Tensor | None:
-        """The block angles at rest, [H, D/2]."""
+        """Return the block angles without the shift by the variance, [H, D/2]."""
         if not self.blockwise:
             return None
         if self.variance:
@@ -86,7 +86,7 @@ class Reflection(FeatureMap):
         return self.per_head(self.theta, x)
 
     def reflect(self, x: Tensor, angles: Tensor | None) -> Tensor:
-        """R x."""
+        """Compute R x."""
         x = self.reflect_across_heads(x)
         if angles is None:
             return x
@@ -96,7 +96,7 @@ class Reflection(FeatureMap):
         return torch.stack((-cos * even - sin * odd, cos * odd - sin * even), dim=-1).flatten(-2)
 
     def unit_normal(self, dtype: torch.dtype) -> Tensor:
-        """[H, D], of length 1 over all heads."""
+        """Return the normal, [H, D], of length 1 over all heads."""
         normal = self.normal.to(dtype)
         return (normal / normal.norm().clamp(min=1e-12)).unflatten(0, (self.num_heads, self.head_dim))
 
@@ -118,7 +118,7 @@ class Reflection(FeatureMap):
         return None if self.variance else self.kernel_spec_at(self.theta if self.blockwise else None, device)
 
     def kernel_spec_at(self, angles: Tensor | None, device: torch.device) -> KernelSpec:
-        """The kernel spec for block angles [H, D/2], or for those of each sample [B, H, D/2]."""
+        """Return the kernel spec for block angles [H, D/2], or for those of each sample [B, H, D/2]."""
         name = KERNEL_NAMES[self.cross_head, self.blockwise]
         if name == "relu":
             return KernelSpec(name, parts=1)
@@ -134,7 +134,7 @@ class Reflection(FeatureMap):
     def given(
         self, q: Tensor, k: Tensor, *, key_mask: Tensor | None, causal: bool, query_mask: Tensor | None = None
     ) -> FeatureMapLike:
-        # the kernels reflect without asking
+        # the kernels do not check the heads
         self.check_heads(q)
         self.check_heads(k)
         if not self.variance:
@@ -158,14 +158,14 @@ class Reflection(FeatureMap):
         spread = self.block_variance(q, k, key_mask, query_mask)
         log_variance = (spread + 1e-6).log()
         relative = log_variance - log_variance.mean(dim=-1, keepdim=True)
-        # in the dtype of the statistics: angles rounded to half precision would cost the gradients most of their digits
+        # keep the dtype of the statistics: angles in half precision would cost the gradients most of their digits
         like = q.to(spread.dtype)
         strength = math.pi / 4 * self.per_head(self.strength, like).tanh()
         delta = strength[:, None] * (self.per_head(self.sensitivity, like)[:, None] * relative).tanh()
         return _ReflectionAt(self, (self.per_head(self.theta, like) + delta)[:, None])
 
     def block_variance(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> Tensor:
-        """[B, H, D/2]: the variance of each channel pair over the tokens of q and k pooled, hidden tokens left out."""
+        """Return the variance of each channel pair over the pooled tokens of q and k that are visible, [B, H, D/2]."""
         total = mean = moment = torch.zeros((), device=q.device)
         for x, mask in ((q, query_mask), (k, key_mask)):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -178,7 +178,7 @@ class Reflection(FeatureMap):
                 count = 2 * shown.sum(dim=(1, 4)).to(dtype)  # [B, 1, 1]
                 piece_mean = pairs.sum(dim=(1, 4)) / count.clamp(min=1)
                 off = torch.where(shown, pairs - piece_mean[:, None, :, :, None], 0)
-                # means and squared deviations of two sets combine exactly, without the cancellation of E[x^2] - E[x]^2
+                # means and squared differences of two sets combine exactly, without the cancellation of E[x^2] - E[x]^2
                 after = (total + count).clamp(min=1)
                 step = piece_mean - mean
                 moment = moment + off.square().sum(dim=(1, 4)) + step.square() * total * count / after
@@ -187,9 +187,9 @@ class Reflection(FeatureMap):
         return moment / total.clamp(min=1)
 
     def fold(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """R applied to the rows of a query or key projection, [H*D, in] and [H*D]: then plain `relu` gives the same features.
+        """Fold R into the rows of a query or key projection, [H*D, in] and [H*D], so that plain `relu` gives the same features.
 
-        Only without (b), which depends on the input.
+        Not for variance=True, which depends on the input.
         """
         if self.variance:
             raise ValueError("a variance-aware reflection depends on the input and cannot be folded; train with variance=False")
@@ -205,7 +205,7 @@ class Reflection(FeatureMap):
 
 
 class _ReflectionAt:
-    """A reflection whose angles are known for each sample, [B, 1, H, D/2]; lives for one call of the op."""
+    """A reflection with known angles for each sample, [B, 1, H, D/2]; lives for one call of the op."""
 
     streams = 1
     heads_have_own_keys = True

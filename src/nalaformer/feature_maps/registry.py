@@ -1,4 +1,4 @@
-"""Feature maps by name."""
+"""The registry of feature maps."""
 
 from inspect import Parameter, signature
 
@@ -9,13 +9,13 @@ FEATURE_MAPS: Registry[type[FeatureMap]] = Registry("feature map")
 
 
 def map_options_of(name: str) -> list[str]:
-    """The options that the feature map of that name takes."""
+    """Return the names of the options that a feature map takes."""
     parameters = signature(FEATURE_MAPS[name]).parameters.values()
     return [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY and p.name not in ("num_heads", "head_dim")]
 
 
 def feature_map(name: str, *, num_heads: int, head_dim: int, **options: object) -> FeatureMap:
-    """Make the feature map of that name; the options are those of its class."""
+    """Build the feature map of that name; the options are those of its class."""
     known = map_options_of(name)
     for option in options:
         if option not in known:

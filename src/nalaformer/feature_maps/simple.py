@@ -1,4 +1,4 @@
-"""The plain maps: baselines that everything else is compared with."""
+"""Simple feature maps, the baselines of the others."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from .registry import FEATURE_MAPS
 
 
 class SameForBoth(FeatureMap):
-    """A map that treats queries and keys alike."""
+    """A feature map that is the same for queries and keys."""
 
     def phi(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -79,7 +79,7 @@ class Hedgehog(FeatureMap):
         return softmax_of_both_signs(self.turn(k, self.key_weight))
 
     def turn(self, x: Tensor, weight: Tensor) -> Tensor:
-        """W_h x."""
+        """Compute W_h x."""
         return torch.einsum("bnhd,hed->bnhe", x, self.per_head(weight, x))
 
     def kernel_spec(self, device: torch.device) -> KernelSpec:
@@ -89,11 +89,11 @@ class Hedgehog(FeatureMap):
 
 @FEATURE_MAPS.register("channel_softmax")
 class ChannelSoftmax(SameForBoth):
-    """phi(x) = [softmax(gain x) ; softmax(-gain x)] over the channels, for queries and keys; F = 2 D. A map of our own.
+    """phi(x) = [softmax(gain x) ; softmax(-gain x)] over the channels, for queries and keys; F = 2 D. Our own map.
 
-    A longer query has fewer, larger features, without a bound, so its norm steers how sharp attention is; the features of a key
-    sum to two, so no key outweighs the others. Hedgehog without its matrices, which the projections before attention contain,
-    and with a gain: at gain 1 random keys share too much of each query's weight for recall to be learned.
+    A longer query has fewer, larger features, without a bound, so its norm sets how sharp attention is. The features of a key
+    sum to two, so no key outweighs the others. It is Hedgehog without its matrices, which the projections before attention
+    contain, and with a gain: at gain 1, random keys get too much of each query's weight to learn recall.
     """
 
     queries_are_bounded = True
@@ -114,5 +114,5 @@ class ChannelSoftmax(SameForBoth):
 
 
 def softmax_of_both_signs(x: Tensor) -> Tensor:
-    """[softmax(x) ; softmax(-x)] over the channels."""
+    """Return [softmax(x) ; softmax(-x)] over the channels."""
     return torch.cat((x.softmax(-1), (-x).softmax(-1)), dim=-1)

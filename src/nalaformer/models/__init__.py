@@ -1,4 +1,4 @@
-"""Whole networks, found by name in the registries that their users know: backbones in timm, language models in transformers.
+"""Whole networks, registered where their users look: backbones in timm, language models in transformers.
 
-Nothing is imported here: each part needs packages that users of the others may not have.
+This package imports none of them, since each needs packages that users of the others may not have.
 """

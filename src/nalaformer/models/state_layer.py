@@ -1,4 +1,4 @@
-"""A layer of transformers' caches that keeps a state in place of keys and values of all tokens."""
+"""A layer of transformers' caches that holds a state instead of the keys and values of all tokens."""
 
 from abc import abstractmethod
 
@@ -7,7 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class StateLayer(CacheLayerMixin):
-    """What all such layers answer alike; those that inherit hold the state, and say how rows of it are chosen."""
+    """The common interface of such layers; subclasses hold the state and select rows of it."""
 
     is_compileable = False
     is_croppable = False
@@ -17,10 +17,10 @@ class StateLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0
-        """Tokens with their padding: where the next one stands in the batch."""
+        """The number of tokens with their padding, which is the place of the next one in the batch."""
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
-        """Nothing to do: the model puts its state here after the first tokens."""
+        """Do nothing: the model stores its state here after the first tokens."""
 
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         raise ValueError(
@@ -42,7 +42,7 @@ class StateLayer(CacheLayerMixin):
 
     def crop(self, *args: object) -> None:
         raise ValueError(
-            "a state cannot forget its last tokens, so it cannot be cropped; copy the cache (copy.deepcopy) before the tokens "
+            "a state cannot be cropped, since it cannot remove tokens; copy the cache (copy.deepcopy) before the tokens "
             "that you may want to take back"
         )
 
@@ -54,7 +54,7 @@ class StateLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def offload(self) -> None:
-        """Nothing to do: a state is small and read at every token."""
+        """Do nothing: a state is small and read at every token."""
 
     def prefetch(self) -> None:
-        """Nothing to do, as in `offload`."""
+        """Do nothing, as in `offload`."""

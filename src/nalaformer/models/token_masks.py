@@ -1,10 +1,10 @@
-"""Tokens with their masks and positions, as transformers gives them to a model."""
+"""Checks of tokens, masks and positions in the form that transformers passes them."""
 
 from torch import Tensor
 
 
 def check_input_ids(input_ids: Tensor) -> None:
-    """Refuse token numbers that are not [batch, tokens]."""
+    """Reject token ids that are not [batch, tokens]."""
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise ValueError(
             f"input_ids must be [batch, tokens] with at least one token, got shape {tuple(input_ids.shape)}; "
@@ -13,7 +13,7 @@ def check_input_ids(input_ids: Tensor) -> None:
 
 
 def check_mask(attention_mask: Tensor, batch: int, total: int) -> None:
-    """Refuse a mask that is not [batch, total]: earlier and new tokens."""
+    """Reject a mask that is not [batch, total]: earlier and new tokens."""
     if attention_mask.shape != (batch, total):
         raise ValueError(
             f"attention_mask must be [batch, earlier and new tokens] = {(batch, total)}, got {tuple(attention_mask.shape)}; "
@@ -22,9 +22,9 @@ def check_mask(attention_mask: Tensor, batch: int, total: int) -> None:
 
 
 def begins_again(key_mask: Tensor, starts: Tensor, position_ids: Tensor | None) -> bool:
-    """Whether the real tokens of a row belong to several sequences, also where the first token of one is hidden.
+    """True if the real tokens of a row belong to several sequences, even if the first token of one is masked.
 
-    key_mask, starts: [B, N] bool, where a sequence begins. position_ids: [B or 1, N], if they tell where; padding may have any.
+    key_mask, starts: [B, N] bool, True where a sequence begins. position_ids: [B or 1, N] or None; padding may have any.
     """
     if position_ids is None:
         sequence = starts.flatten().cumsum(0).view_as(starts)

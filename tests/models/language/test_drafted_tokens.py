@@ -45,7 +45,7 @@ def test_drafts_after_a_filled_cache_are_refused(drafts):
     model, prompt, cache = make(), text(1, 9), NaLaCache(make().config)
     empty = model.generate(prompt, **GREEDY, past_key_values=cache, **{drafts: llama() if drafts == "assistant_model" else 3})
     assert torch.equal(empty, model.generate(prompt, **GREEDY))
-    with pytest.raises(ValueError, match="drafts need an empty cache, got past_key_values of 20 tokens"):
+    with pytest.raises(ValueError, match="drafting needs an empty cache, got past_key_values of 20 tokens"):
         model.generate(empty, **GREEDY, past_key_values=cache, **{drafts: llama() if drafts == "assistant_model" else 3})
 
 

@@ -204,7 +204,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(layout):
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)
     assert model(tokens, use_cache=True).past_key_values is None
     cache = model.eval()(tokens).past_key_values
-    with pytest.raises(ValueError, match="cannot go on from a cache"):
+    with pytest.raises(ValueError, match="cannot continue from a cache"):
         model.train()(tokens, past_key_values=cache)
 
 

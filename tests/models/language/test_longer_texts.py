@@ -149,8 +149,8 @@ def test_parameters_given_to_a_model_later_mean_what_they_mean_at_first(given):
         ({"rope_type": "linear"}, "need a positive 'factor', got None"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "need a positive 'high_freq_factor', got None"),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor must be above 0"),
-        ({"partial_rotary_factor": 0.1}, "turn an even number of channels, got 0.1 of 32 channels"),
-        ({"partial_rotary_factor": 0.01}, "turn an even number of channels, got 0.01 of 32 channels"),
+        ({"partial_rotary_factor": 0.1}, "rotate an even number of channels, got 0.1 of 32 channels"),
+        ({"partial_rotary_factor": 0.01}, "rotate an even number of channels, got 0.01 of 32 channels"),
     ],
 )
 def test_positions_that_cannot_be_followed_are_refused(settings, message):

@@ -80,9 +80,9 @@ def test_there_is_room_for_the_longest_call_so_far():
 
 def test_a_static_cache_takes_no_token_back():
     model = make("hybrid")
-    with pytest.raises(ValueError, match=r"a static cache cannot take tokens back, got crop\(-1\); use a NaLaCache"):
+    with pytest.raises(ValueError, match=r"a static cache cannot remove tokens, got crop\(-1\); use a NaLaCache"):
         NaLaStaticCache(model.config, 9).crop(-1)
-    with pytest.raises(ValueError, match="drafts need a cache that takes tokens back"):
+    with pytest.raises(ValueError, match="drafting needs a cache that can remove tokens"):
         model.generate(text(1, 5), prompt_lookup_num_tokens=2, past_key_values=NaLaStaticCache(model.config, 30), **GREEDY)
 
 

@@ -61,7 +61,7 @@ def test_an_attention_that_would_not_be_called_is_refused(name, monkeypatch):
 
 
 def test_recurrent_layers_say_where_their_weights_are_to_be_had():
-    with pytest.raises(ValueError, match=r"output_attentions needs a layer with exact attention.*attention_weights"):
+    with pytest.raises(ValueError, match=r"output_attentions needs a layer with softmax attention.*attention_weights"):
         make("linear")(text(1, 5), output_attentions=True)
 
 

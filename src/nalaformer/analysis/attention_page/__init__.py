@@ -1,4 +1,4 @@
-"""See inside: one page that shows where a model's attention looks, in a folder or served on this machine."""
+"""The attention page: a model's attention maps in one HTML page, in a folder or served on this machine."""
 
 from .look import Look, look_into, read_images
 from .report import PAGE_NAME, explorer_of, write_report

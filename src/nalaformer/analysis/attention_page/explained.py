@@ -1,4 +1,4 @@
-"""What the answer of a classifier rests on: explanations of each image as pictures, for the page."""
+"""Explanations of a classifier's answers, drawn over each image for the page."""
 
 import html
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .subject import Subject
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# method of `explain`, and what its map shows
+# methods of `explain`, and the meaning of their maps
 SHOWN = (
     ("rollout", "attention through all layers"),
     ("decision_aware", "what speaks for the answer"),
@@ -28,18 +28,18 @@ class Explanation:
     """One map over one image."""
 
     image: str
-    """Name of the image."""
+    """The name of the image."""
     method: str
     meaning: str
     picture: str
-    """A data address."""
+    """The image as a data URL."""
     largest: float
-    """Share of the cell that counts most."""
+    """The share of the largest cell."""
     even: float
-    """Share of every cell, if all counted alike."""
+    """The share of every cell if all were equal."""
 
     def figure(self) -> str:
-        """The explanation as HTML; names come from users and are escaped."""
+        """Return the explanation as HTML; names come from users and are escaped."""
         words = (
             f"{self.image}, {self.method.replace('_', '-')}: {self.meaning}. Largest cell {100 * self.largest:.2g}%, all alike "
             f"would be {100 * self.even:.2g}%."
@@ -50,7 +50,7 @@ class Explanation:
 
 
 def explanations_of(subject: Subject, names: Sequence[str], images: Tensor) -> list[Explanation]:
-    """Explanations of a classifier for images [N, 3, H, W] as it takes them; none for a model that names no class."""
+    """Return explanations of a classifier for images [N, 3, H, W] as it takes them; none for a model without classes."""
     if not subject.names_classes:
         return []
     try:
@@ -68,7 +68,7 @@ def explanations_of(subject: Subject, names: Sequence[str], images: Tensor) -> l
 
 
 def overlaid(picture: "Image", heat: Tensor) -> "Image":
-    """The map [h, w] in colour over the grey picture, each cell as it is."""
+    """Draw the map [h, w] in color over the gray image, without smoothing."""
     from matplotlib import colormaps
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""A look into one model: what its attention layers did with some images."""
+"""The results of one model: what its attention layers did with some images."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -53,21 +53,21 @@ def bits(nats: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """Records of a model on some images, with their figures."""
+    """Records of a model on some images, with their statistics."""
 
     subject: Subject
     first: "Image"
     """The first image, as the model saw it."""
     images: Sequence[dict[str, Any]]
-    """name, picture and answer of each, as the page has them."""
+    """The name, image and answer of each, as the page has them."""
     records: Sequence[LayerRecord]
     layers: Sequence[Layer]
     statistics: Sequence[Sequence[HeadStatistics]]
-    """For each layer, of each head."""
+    """The statistics of each head of each layer."""
     explanations: Sequence[Explanation] = ()
 
     def curves(self) -> list[Curve]:
-        """Entropy against query norm of each layer."""
+        """Return entropy against query norm of each layer."""
         return [
             Curve(
                 name=layer.name,
@@ -80,15 +80,15 @@ class Look:
         ]
 
     def relative_entropy(self) -> list[list[float]]:
-        """A number for each head of each layer: 1 if it looks at all tokens alike."""
+        """Return the entropy of each head of each layer as a fraction of the largest: 1 if it attends to all tokens equally."""
         return [
-            # one token has all the weight and an entropy of 0 whatever the layer does: it is not sharp
+            # a single token has all the weight, so that its entropy of 0 says nothing
             [head.entropy / math.log(layer.keys) if layer.keys > 1 else 1.0 for head in heads]
             for layer, heads in zip(self.layers, self.statistics, strict=True)
         ]
 
     def preview(self) -> list[tuple[str, Any]]:
-        """For each layer its name, and where the middle patch of the first image looks, mean of the heads: [height, width]."""
+        """Return each layer's name and the map of the first image's middle patch, mean of the heads: [height, width]."""
         maps = [
             maps_of(found, layer, torch.tensor([layer.query_at(0.5, 0.5)])).cells[0].mean(0)
             for found, layer in zip(self.records, self.layers, strict=True)
@@ -96,7 +96,7 @@ class Look:
         return [(f"{layer.name}\n{layer.kind}", each) for layer, each in zip(self.layers, maps, strict=True)]
 
     def on_page(self, layers: Sequence[dict[str, Any]]) -> ModelOnPage:
-        """The look with its layers as the page shows them."""
+        """Return the model for the page, with its layers as the page shows them."""
         columns = [
             Column(name=name, meaning=meaning, heads=[[value(head) for head in heads] for heads in self.statistics])
             for name, meaning, value in COLUMNS
@@ -118,7 +118,7 @@ class Look:
 
 
 def read_images(paths: Sequence[Path]) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Images by name, and why the others are left out."""
+    """Return the readable images by name, and the errors of the others."""
     found, left_out = [], []
     for path in paths:
         try:
@@ -131,7 +131,7 @@ def read_images(paths: Sequence[Path]) -> tuple[list[tuple[str, Any]], list[str]
 
 
 def look_into(subject: Subject, images: Sequence[tuple[str, Any]], *, advance: Callable[[str], None] = lambda _: None) -> Look:
-    """Run the model once over the images and take the figures of every layer; `advance` gets the name of each layer."""
+    """Run the model once over the images and compute statistics of every layer; `advance` gets the name of each layer."""
     if not attention_layers(subject.model):
         raise ValueError(
             f"a model to look into must have attention, got {subject.name} with no attention layer that is known here; name "

@@ -1,4 +1,4 @@
-"""Rows of attention as maps over the image: whole for the server, small enough to travel inside a page."""
+"""Rows of attention as maps over the image: exact for the server, compressed for a page."""
 
 import base64
 import math
@@ -12,54 +12,54 @@ from torch import Tensor
 from ...attention.cells import Grid
 from .. import LayerRecord, attention_entropy
 
-# a map on the page needs no finer cells
+# finer cells would not be visible on the page
 MOST_CELLS = 28
-# bytes of all maps of a page; base64 makes four of three
+# bytes of all maps of a page; base64 adds a third
 MOST_BYTES = 6_000_000
 QUERY_SIDES = (16, 14, 12, 10, 8, 7, 6, 5, 4)
 CELL_SIDES = (MOST_CELLS, 14, 7)
-# queries whose rows exist at the same time
+# the number of queries whose rows exist at the same time
 CHUNK = 64
 ACCURACY = 1 / 255
-"""Largest error of a stored weight, as a part of the largest weight of its map: |u^2 - v^2| <= 1/255 for |u - v| <= 1/510."""
+"""Largest error of a stored weight, relative to the largest weight of its map: |u^2 - v^2| <= 1/255 for |u - v| <= 1/510."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Maps:
-    """Attention of R queries in all heads, as parts of one."""
+    """Attention of R queries in all heads, as fractions of one."""
 
     entropy: Tensor
-    """[R, H], bits, of the whole row."""
+    """The entropy of the whole row in bits, [R, H]."""
     beside: Tensor
-    """[R, H, prefix]: on tokens that are no patches."""
+    """The attention to tokens that are no patches, [R, H, prefix]."""
     cells: Tensor
-    """[R, H, height, width]: on the cells of the image; a cell sums its tokens."""
+    """The attention to the cells of the image, [R, H, height, width]; a cell sums its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """How one layer is shown."""
+    """The layout of one layer's maps."""
 
     name: str
     kind: str
     heads: int
     grid: Grid
-    """The grid of the patches that ask."""
+    """The grid of the query patches."""
     key_grid: Grid
-    """The grid of the patches that are asked: smaller where the layer reduces its keys."""
+    """The grid of the key patches, which is smaller if the layer reduces its keys."""
     prefix: int
-    """Tokens in front of both."""
+    """The number of tokens before both grids."""
     queries: Grid
-    """Patches whose rows are stored, evenly over the grid."""
+    """The patches whose rows are stored, evenly over the grid."""
     cells: Grid
-    """Rows and columns of a map."""
+    """The rows and columns of a map."""
 
     @property
     def beside(self) -> list[str]:
         return ["class token", *(f"register {number}" for number in range(1, self.prefix))][: self.prefix]
 
     def stored_queries(self) -> Tensor:
-        """Token numbers: the middle patch of each part of the grid, then the tokens in front."""
+        """Return token indices: the middle patch of each part of the grid, then the tokens before the grid."""
         rows, columns = (
             torch.tensor([math.floor((part + 0.5) * side / count) for part in range(count)])
             for side, count in zip(self.grid, self.queries, strict=True)
@@ -68,7 +68,7 @@ class Layer:
         return torch.cat((patches, torch.arange(self.prefix)))
 
     def query_at(self, y: float, x: float) -> int:
-        """The token of the patch at these parts of height and width."""
+        """Return the token of the patch at these fractions of height and width."""
         row, column = (min(side - 1, max(0, math.floor(part * side))) for part, side in zip((y, x), self.grid, strict=True))
         return self.prefix + row * self.grid[1] + column
 
@@ -81,13 +81,13 @@ class Layer:
         return (math.prod(self.queries) + self.prefix) * self.heads * (4 * (2 + self.prefix) + math.prod(self.cells))
 
     def described(self) -> dict[str, Any]:
-        """What the page needs to know of the maps."""
+        """Return the layout as the page reads it."""
         shown = {name: list(getattr(self, name)) for name in ("grid", "queries", "cells", "beside")}
         return {"name": self.name, "kind": self.kind, "heads": self.heads, "keys": self.keys, **shown}
 
 
 def layer_of(record: LayerRecord) -> Layer:
-    """Whole: every patch may ask, and a cell is a patch."""
+    """Return the full layout of a record: every patch is a query, and a cell is a patch."""
     grid, key_grid = record.grid, record.key_grid or record.grid
     assert grid is not None
     assert key_grid is not None
@@ -105,7 +105,7 @@ def layer_of(record: LayerRecord) -> Layer:
 
 
 def fitting(layers: Sequence[Layer], *, images: int, most_bytes: int = MOST_BYTES) -> list[Layer]:
-    """The same layers with as many stored queries, and then as fine cells, as the page has room for."""
+    """Reduce the stored queries, and then the cells, until the maps of all layers fit into the page."""
     for cells in CELL_SIDES:
         for queries in QUERY_SIDES:
             chosen = [
@@ -124,7 +124,7 @@ def at_most(grid: Grid, side: int) -> Grid:
 
 @torch.no_grad()
 def maps_of(record: LayerRecord, layer: Layer, queries: Tensor, *, image: int = 0) -> Maps:
-    """Rows of these tokens [R], some at a time, summed over the cells of the map."""
+    """Return rows of these tokens [R], some at a time, summed over the cells of the map."""
     height, width = (pooling(*sides) for sides in zip(layer.key_grid, layer.cells, strict=True))
     parts = []
     for some in queries.split(CHUNK):
@@ -137,7 +137,7 @@ def maps_of(record: LayerRecord, layer: Layer, queries: Tensor, *, image: int = 
 
 
 def pooling(side: int, cells: int) -> Tensor:
-    """[cells, side]: which part of each token lies in each of `cells` equal parts of the side; columns sum to one."""
+    """Return the fraction of each token in each of `cells` equal parts of the side, [cells, side]; columns sum to one."""
     ends = torch.arange(cells + 1, dtype=torch.float64) * side / cells
     start = torch.arange(side, dtype=torch.float64)
     overlap = torch.minimum(ends[1:, None], start + 1) - torch.maximum(ends[:-1, None], start)
@@ -145,9 +145,9 @@ def pooling(side: int, cells: int) -> Tensor:
 
 
 def packed(maps: Maps) -> str:
-    """For the page, in base64: float32 [R, H, 2 + prefix] (largest weight, entropy, tokens beside), then codes [R, H, cells].
+    """Encode maps in base64: float32 [R, H, 2 + prefix] (largest weight, entropy, prefix), then codes [R, H, cells].
 
-    code = round(255 sqrt(weight / largest)) in a byte: small weights keep their differences.
+    code = round(255 sqrt(weight / largest)) in a byte, which keeps the differences of small weights.
     """
     largest = maps.cells.flatten(2).amax(-1)
     facts = torch.cat((largest[..., None], maps.entropy[..., None], maps.beside), dim=-1)
@@ -156,6 +156,6 @@ def packed(maps: Maps) -> str:
 
 
 def whole(maps: Maps) -> bytes:
-    """For the server: float32 [H, 1 + prefix + cells] of one query."""
+    """Return the map of one query for the server: float32 [H, 1 + prefix + cells]."""
     facts = torch.cat((maps.entropy[..., None], maps.beside, maps.cells.flatten(2)), dim=-1)
     return facts[0].numpy().astype("<f4").tobytes()

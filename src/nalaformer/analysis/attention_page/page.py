@@ -1,4 +1,4 @@
-"""One page that needs no other file and loads nothing: style, program, figures and maps are inside."""
+"""One self-contained HTML page with style, script, plots and maps inside."""
 
 import base64
 import hashlib
@@ -21,25 +21,25 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A figure of every head of every layer."""
+    """A statistic of every head of every layer."""
 
     name: str
     meaning: str
     heads: Sequence[Sequence[float]]
-    """For each layer a number for each head; NaN where there is none."""
+    """A value for each head of each layer; NaN for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOnPage:
-    """What the page shows of one model."""
+    """The content of the page about one model."""
 
     name: str
     notes: Sequence[str]
     is_random: bool
     images: Sequence[dict[str, Any]]
-    """name, picture (a data address), answer."""
+    """The name, image (a data URL) and answer of each."""
     layers: Sequence[dict[str, Any]]
-    """As `Layer.described`, with rows for each image where the page holds them."""
+    """The layers as in `Layer.describe`, with rows for each image if the page holds them."""
     columns: Sequence[Column] = ()
     figures: Sequence[str] = ()
     """SVG elements, one for each layer."""
@@ -49,20 +49,20 @@ class ModelOnPage:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """All that is on it."""
+    """The content of the page."""
 
     models: Sequence[ModelOnPage]
     lead: str
     accuracy: str
     is_live: bool = False
-    """Whether the maps are asked of the server that the page comes from."""
+    """True if the page requests maps from its server."""
     start: int = 0
-    """The place of the slider at first."""
+    """The initial place of the slider."""
     depth_figure: str = ""
     footer: Sequence[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """The document. Whatever comes from a user is escaped."""
+        """Return the HTML document. All text from users is escaped."""
         script, style = (HERE / "page.js").read_text(), (HERE / "page.css").read_text()
         heading = " beside ".join(model.name for model in self.models)
         return Template((HERE / "page.html").read_text()).substitute(
@@ -82,7 +82,7 @@ class Page:
 
 
 def policy(script: str, *, is_live: bool) -> str:
-    """What the browser may do for this page: run this one program, show pictures that are inside, and nothing else."""
+    """Return the content security policy: the browser may run this one script, show embedded images, and nothing else."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     connect = "connect-src 'self'; " if is_live else ""
     return (
@@ -92,7 +92,7 @@ def policy(script: str, *, is_live: bool) -> str:
 
 
 def as_script_data(value: Any) -> str:
-    """JSON that cannot end its script element, whatever the text in it."""
+    """Return JSON that cannot end its script element, whatever text it holds."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
@@ -108,7 +108,7 @@ def notes_of(model: ModelOnPage) -> str:
 
 
 def explanations_of(page: Page) -> str:
-    """The section of explanations; empty where no model names classes."""
+    """Return the section of explanations; empty if no model has classes."""
     if not any(model.explanations for model in page.models):
         return ""
     parts = [
@@ -146,7 +146,7 @@ def figures_of(page: Page) -> str:
 
 
 def table_of(model: ModelOnPage, number: int) -> str:
-    """A row for each layer: the mean of its heads, below it lowest and highest; each head in a table of its own."""
+    """Return a table with a row for each layer: the mean of its heads, then lowest and highest, and a table of all heads."""
     names = [column.name for column in model.columns]
     head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in ("layer", "attention", "tokens", "heads", *names))
     rows, details = [], []
@@ -182,12 +182,12 @@ def cell_of(values: Sequence[float]) -> str:
 def number_of(value: float) -> str:
     if value != value:
         return "-"
-    # no minus in front of a rounded zero
+    # avoid a minus before a rounded zero
     return f"{value:.3g}" if abs(value) >= 5e-4 or value == 0 else f"{value:.1e}"
 
 
 def as_address(picture: "Image") -> str:
-    """The picture inside an address: small ones to the last bit, photographs as JPEG."""
+    """Return the image as a data URL: small ones as PNG, photographs as JPEG."""
     buffer = io.BytesIO()
     is_small = max(picture.size) <= 128
     picture.save(buffer, **({"format": "PNG"} if is_small else {"format": "JPEG", "quality": 90}))

@@ -1,4 +1,4 @@
-"""Figures of a model's attention: for the page, and as PNG and SVG beside it."""
+"""Plots of a model's attention: for the page, and as PNG and SVG beside it."""
 
 import io
 import re
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL.Image import Image
 
-# drawn where the page puts its own colour of text, so that dark and light pages can both be read
+# the page replaces this color by that of its text, so that plots are readable on dark and light pages
 INK, PAPER = "#101010", "#fefefe"
 HEAD_COLOURS = (BLUE, *OTHER_COLOURS[:4])
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -32,15 +32,15 @@ class Curve:
     name: str
     kind: str
     norms: Tensor
-    """[H, P]: mean norm of the queries in each of P parts of equal size, in order of their norm."""
+    """The mean norm of the queries in each of P bins of equal size, ordered by norm, [H, P]."""
     entropy: Tensor
-    """[H, P]: mean entropy of their attention, bits."""
+    """The mean entropy of their attention in bits, [H, P]."""
     largest: float
-    """Entropy of equal weights, bits."""
+    """The entropy of equal weights in bits."""
 
 
 def draw_curve(axes: Any, curve: Curve) -> None:
-    """One layer: a line with markers of its own for each head, and equal weights as a dotted line."""
+    """Draw one layer: a line with its own markers for each head, and equal weights as a dotted line."""
     for head, (norms, entropy) in enumerate(zip(curve.norms.tolist(), curve.entropy.tolist(), strict=True)):
         axes.plot(
             norms,
@@ -51,7 +51,7 @@ def draw_curve(axes: Any, curve: Curve) -> None:
             linewidth=1.1,
             alpha=0.9,
         )
-        # the number of the head at the end of its line: colour is not the only code
+        # the number of the head at the end of its line, so that color is not the only code
         axes.annotate(
             str(head + 1),
             (norms[-1], entropy[-1]),
@@ -62,9 +62,9 @@ def draw_curve(axes: Any, curve: Curve) -> None:
             color=INK,
         )
     axes.axhline(curve.largest, color=INK, linewidth=0.8, linestyle=":")
-    # a tenth of the scale at least: a magnified tremble would look like a fall
+    # show at least a tenth of the scale, since a magnified variation would look like a fall
     lowest = min(curve.entropy.min().item(), 0.9 * curve.largest)
-    # of one token it is 0
+    # the entropy of a single token is 0
     if curve.largest > 0:
         axes.set_ylim(lowest - 0.02 * curve.largest, 1.02 * curve.largest)
     axes.set_title(f"{curve.name}\n{curve.kind}", loc="left", fontsize=8.5, color=INK)
@@ -81,7 +81,7 @@ def finish(axes: Any) -> None:
 
 
 def draw_curves(curves: Sequence[Curve], title: str) -> "Figure":
-    """All layers of a model on one sheet."""
+    """Draw all layers of a model on one sheet."""
     columns = min(COLUMNS, len(curves))
     rows = -(-len(curves) // columns)
     figure = new_figure(2.7 * columns + 0.4, 2.15 * rows + 0.6, **SHEET)
@@ -103,16 +103,16 @@ def draw_one_curve(curve: Curve) -> "Figure":
 
 
 def draw_depth(models: Sequence[tuple[str, Sequence[Sequence[float]]]]) -> "Figure":
-    """Entropy as a part of its largest value in each layer: a mark for each head, a line through the means.
+    """Draw entropy relative to its largest value in each layer: a mark for each head, a line through the means.
 
-    models: a name and, for each layer, a number for each head.
+    models: a name and, for each layer, a value for each head.
     """
     figure = new_figure(8, 2.9, **SHEET)
     axes = figure.add_subplot()
     deepest = max(len(each) for _, each in models) - 1
     for number, (name, layers) in enumerate(models):
         colour, marker, line = ((VERMILION, "o", "-"), (BLUE, "s", "--"))[number % 2]
-        # as on the slider: the same part of the depth stands at the same place
+        # as on the slider, the same relative depth has the same place
         places = [1 + deepest * layer / max(1, len(layers) - 1) for layer in range(len(layers))]
         for place, heads in zip(places, layers, strict=True):
             axes.plot([place] * len(heads), heads, linestyle="none", marker=marker, color=colour, markersize=4, alpha=0.45)
@@ -129,7 +129,7 @@ def draw_depth(models: Sequence[tuple[str, Sequence[Sequence[float]]]]) -> "Figu
 
 
 def draw_maps(picture: "Image", maps: Sequence[tuple[str, Tensor]], title: str) -> "Figure":
-    """The picture, and for each (name, map [height, width]) the map over it; each map has its own scale, with numbers."""
+    """Draw the image, and each (name, map [height, width]) over it; each map has its own scale, with numbers."""
     columns = min(5, len(maps) + 1)
     rows = -(-(len(maps) + 1) // columns)
     figure = new_figure(2.1 * columns, 2.6 * rows + 0.8, **SHEET)
@@ -154,7 +154,7 @@ def draw_maps(picture: "Image", maps: Sequence[tuple[str, Tensor]], title: str) 
 
 
 def as_written(figure: "Figure") -> "Figure":
-    """Names come from users: a dollar in them begins no formula."""
+    """Disable formulas in texts, since names from users may hold dollars."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
@@ -164,13 +164,13 @@ def as_written(figure: "Figure") -> "Figure":
 
 
 def as_inline_svg(figure: "Figure", label: str) -> str:
-    """The figure as an element of a page: text in the page's colour and fonts, no background, no links."""
+    """Return the plot as an element of a page: text in the page's color and fonts, no background, no links."""
     from html import escape
 
     from matplotlib import rc_context
 
     buffer = io.StringIO()
-    # clip paths are named by content and salt: two figures of a page must not share a name
+    # clip paths are named by content and salt, and two plots of a page must not share a name
     with rc_context({**FONTS, "svg.hashsalt": label}):
         as_written(figure).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
@@ -180,7 +180,7 @@ def as_inline_svg(figure: "Figure", label: str) -> str:
 
 
 def save_png_and_svg(figure: "Figure", path: Path) -> list[Path]:
-    """Both files, by their suffix."""
+    """Write both files, named by their suffix."""
     from matplotlib import rc_context
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`analyze`: the page in a folder, with its figures as PNG and SVG beside it. `explore`: the same page, served."""
+"""Commands: `analyze` writes the page into a folder, with its plots as PNG and SVG beside it; `explore` serves the page."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,13 +27,13 @@ LIVE_ACCURACY = "Weights are computed exactly for every patch that you choose, b
 
 
 def write_report(looks: Sequence[Look], out: Path, *, advance: Advance = lambda _: None) -> list[Path]:
-    """index.html and the pictures beside it; all files, the page first."""
+    """Write index.html and the plots beside it; return all files, the page first."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / PAGE_NAME
     write_atomically(path, stored_page(looks, advance=advance).text().encode())
     files = [path, *save_png_and_svg(depth_figure(looks), out / "entropy_by_layer")]
     for number, look in enumerate(looks):
-        # two models of one name differ in nothing but their place
+        # two models of the same name differ only in their order
         end = "" if number == 0 else "_beside"
         title = f"Does attention sharpen as the query grows? {look.subject.name}"
         files += save_png_and_svg(draw_curves(look.curves(), title), out / f"entropy_against_norm{end}")
@@ -43,7 +43,7 @@ def write_report(looks: Sequence[Look], out: Path, *, advance: Advance = lambda 
 
 
 def stored_page(looks: Sequence[Look], *, advance: Advance = lambda _: None) -> Page:
-    """The page with its maps inside, quantised."""
+    """Build the page with its maps inside, quantized."""
     images = len(looks[0].images)
     layers = iter(fitting([layer for look in looks for layer in look.layers], images=images))
     models = []
@@ -60,7 +60,7 @@ def stored_page(looks: Sequence[Look], *, advance: Advance = lambda _: None) -> 
 
 
 def explorer_of(looks: Sequence[Look]) -> Explorer:
-    """A server's answers: the page without maps, which are computed when they are asked for."""
+    """Build the server's content: the page without maps, which are computed on request."""
     models = [look.on_page([layer.described() for layer in look.layers]) for look in looks]
     page = page_of(looks, models, accuracy=LIVE_ACCURACY, is_live=True)
     return Explorer(looks, page.text())
@@ -87,7 +87,7 @@ def depth_figure(looks: Sequence[Look]) -> "Figure":
 
 
 def sharpest_layer(looks: Sequence[Look]) -> int:
-    """The first place of the slider: at the depth of the layer that looks most sharply in the first model."""
+    """Return the initial place of the slider: at the depth of the layer with the lowest entropy in the first model."""
     means = [sum(heads) / len(heads) for heads in looks[0].relative_entropy()]
     deepest = max(len(look.layers) for look in looks) - 1
     return round(means.index(min(means)) * deepest / max(1, len(means) - 1))

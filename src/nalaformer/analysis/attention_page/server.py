@@ -1,4 +1,4 @@
-"""The page with exact maps on request, for this machine alone."""
+"""A server of the page with exact maps on request, for this machine alone."""
 
 import socket
 import threading
@@ -14,9 +14,9 @@ from .look import Look
 from .maps import maps_of, whole
 
 ADDRESS = "127.0.0.1"
-# of the path with its query: ours are shorter
+# limit of the path with its query; ours are shorter
 MOST_CHARACTERS = 300
-# a client that says nothing for so long is gone
+# a client that sends nothing for this long is disconnected
 PATIENCE_SECONDS = 30
 HEADERS = {
     "Cache-Control": "no-store",
@@ -28,7 +28,7 @@ HEADERS = {
 
 
 class Refused(Exception):
-    """A request that is not answered, with the status and the reason."""
+    """A request that is rejected, with the status and the reason."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 
 class Explorer:
-    """Answers for some models and images that are held in memory; nothing else can be reached."""
+    """Answers to requests about some models and images in memory; nothing else can be reached."""
 
     def __init__(self, looks: Sequence[Look], page: str) -> None:
         self.looks = list(looks)
@@ -45,7 +45,7 @@ class Explorer:
         self._one_at_a_time = threading.Lock()
 
     def rows(self, question: dict[str, str]) -> bytes:
-        """float32 for all layers of a model: from the patch at y, x (parts of height and width), or from a token in front."""
+        """Return the maps of all layers as float32: from the patch at y, x (fractions), or from a token before the grid."""
         look = self.looks[whole_number(question, "model", len(self.looks))]
         image = whole_number(question, "image", len(look.images))
         token = whole_number(question, "token", 64) if "token" in question else None
@@ -77,7 +77,7 @@ def part(question: dict[str, str], name: str) -> float:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Two addresses: the page, and rows."""
+    """A handler of two addresses: the page, and rows."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "nalaformer", ""
@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.BAD_REQUEST, "the address cannot be read")
 
     def _check(self) -> None:
-        # a page of another site may make this browser ask here under a name of its own (DNS rebinding): the name gives it away
+        # a page of another site may make this browser send requests under its own host name (DNS rebinding)
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].lower() not in self.server.names:
             raise Refused(HTTPStatus.MISDIRECTED_REQUEST, f"the host must be {self.server.names[0]}")
@@ -112,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a request has no body")
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
-        # what else the client has sent is not read
+        # the rest of the request is not read
         self.close_connection = True
         self._answer(status, "text/plain; charset=utf-8", reason.encode())
 
@@ -127,11 +127,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Log nothing: every movement of the patch would be a line."""
+        """Log nothing, since every movement of the patch would be a line."""
 
 
 class ExploreServer(ThreadingHTTPServer):
-    """Listens on this machine alone; port 0: a free one."""
+    """A server on this machine alone; port 0: a free one."""
 
     daemon_threads = True
 
@@ -143,7 +143,7 @@ class ExploreServer(ThreadingHTTPServer):
         self.url = f"http://{self.names[0]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle is no news; anything else is."""
+        """Ignore a client that disconnects; report all other errors."""
         import sys
 
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
@@ -151,18 +151,18 @@ class ExploreServer(ThreadingHTTPServer):
 
 
 def refuse_used_port(port: int) -> None:
-    """Before a model is loaded; 0 is always free."""
+    """Check that the port is free before a model is loaded; 0 is always free."""
     try:
         socket.create_server((ADDRESS, port)).close()
     except OSError as error:
         raise ValueError(
-            f"--port must name a port of {ADDRESS} that can be had, got {port}: {error.strerror}; choose another, or leave the "
-            "option out for a free one"
+            f"--port must name a port of {ADDRESS} that is free, got {port}: {error.strerror}; choose another, or omit the "
+            "option for a free one"
         ) from error
 
 
 def serve(explorer: Explorer, *, port: int, say: Callable[[str], None]) -> None:
-    """Answer until Ctrl-C; `say` gets the address once it can be opened."""
+    """Answer requests until Ctrl-C; `say` gets the address once it is open."""
     with ExploreServer(explorer, port=port) as server:
         try:
             say(server.url)

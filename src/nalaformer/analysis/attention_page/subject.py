@@ -1,4 +1,4 @@
-"""The model that a user wants to see inside, and how it looks at an image."""
+"""The model that the attention page shows, loaded from the user's text, with its image transform."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ from ...tasks import task_name
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# of the images that backbones of detectors and segmenters are shown
+# side of the images for backbones of detectors and segmenters
 SIDE = 224
-# the same of super-resolution
+# side of the images for super-resolution
 PIXEL_SIDE = 64
 GRAMMAR = (
     "give the folder of a run, the NAME of a backbone or of timm's models, NAME@FILE for weights, NAME:ATTENTION to convert "
@@ -32,28 +32,28 @@ GRAMMAR = (
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to look into."""
+    """A model for the attention page."""
 
     name: str
-    """As the user named it."""
+    """The name as the user wrote it."""
     model: nn.Module
     prepare: "Callable[[Image], Tensor]"
-    """An image as the model's input, [3, height, width]."""
+    """Transforms an image to the model's input, [3, height, width]."""
     mean: tuple[float, ...]
     """Subtracted from each channel by `prepare`."""
     spread: tuple[float, ...]
     """`prepare` divides each channel by this."""
     notes: list[str] = field(default_factory=list)
-    """Where its weights are from."""
+    """Remarks, such as the origin of the weights."""
     is_random: bool = False
-    """True: it has learned nothing."""
+    """True if the model is untrained."""
     names_classes: bool = False
-    """True: its output is a score for each class."""
+    """True if its output is a score for each class."""
     answer: "Callable[[Image], str] | None" = None
-    """What it says of an image, where it names images."""
+    """Returns the model's answer for an image, if it is a classifier."""
 
     def picture(self, pixels: Tensor) -> "Image":
-        """The input [3, height, width] as an image again: what the model saw, cut as it was."""
+        """Return the input [3, height, width] as an image again, cropped as the model saw it."""
         from PIL import Image
 
         mean, spread = (torch.tensor(each, device=pixels.device)[:, None, None] for each in (self.mean, self.spread))
@@ -62,19 +62,19 @@ class Subject:
 
 
 def as_text(name: str) -> str:
-    """A name may hold bytes that are no text: they are spelt out."""
+    """Return a name with bytes that are no text escaped."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def load_subject(text: str, *, device: torch.device | str = "cpu") -> Subject:
-    """The model that the text names: a run's folder, or NAME with @FILE and :ATTENTION after it, in either order."""
+    """Load the model that the text names: a run's folder, or NAME with @FILE and :ATTENTION after it, in either order."""
     subject = subject_of_run(Path(text)) if Path(text).is_dir() else subject_of_name(text)
     subject.model.eval().to(device)
     return subject
 
 
 def subject_of_run(folder: Path) -> Subject:
-    """A trained model; of detectors, segmenters and the like their backbone."""
+    """Load a trained model, or the backbone of a detector, segmenter and the like."""
     run = load_run(folder)
     task: Any = run.task
     name, notes = as_text(str(folder)), [f"trained: {run.recipe.model}, {run.step_name}"]
@@ -90,7 +90,7 @@ def subject_of_run(folder: Path) -> Subject:
         notes.append(f"its backbone, on images of {SIDE} pixels")
         network = backbone_of(task, run.model)
         return Subject(name=name, model=network, prepare=eval_transform(SIDE), notes=notes, **image_net_numbers())
-    # generated images are not scaled by ImageNet's numbers
+    # generated images are not normalized by ImageNet's statistics
     numbers = {"mean": (0.5,) * 3, "spread": (1.0,) * 3} if task.is_generated else image_net_numbers()
 
     def answer(image: "Image") -> str:
@@ -100,14 +100,14 @@ def subject_of_run(folder: Path) -> Subject:
 
 
 def unscaled(image: "Image") -> Tensor:
-    """The image as super-resolution reads it: [3, 64, 64], from 0 to 1."""
+    """Return the image as super-resolution reads it: [3, 64, 64], from 0 to 1."""
     from torchvision.transforms.functional import pil_to_tensor
 
     return pil_to_tensor(image.resize((PIXEL_SIDE, PIXEL_SIDE))) / 255
 
 
 def subject_of_name(text: str) -> Subject:
-    """A model of timm by its name, with weights of a file and converted as the text asks."""
+    """Create a timm model by its name, with weights of a file and conversion as the text says."""
     import timm
     from timm.data import create_transform, resolve_model_data_config
 
@@ -146,7 +146,7 @@ def subject_of_name(text: str) -> Subject:
 
 
 def parse(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Name, and what to do with it in order: NAME@FILE:ATTENTION -> [("weights", FILE), ("attention", ATTENTION)]."""
+    """Parse name and actions in order: NAME@FILE:ATTENTION -> [("weights", FILE), ("attention", ATTENTION)]."""
     start, at, file = text.partition("@")
     name, colon, attention = start.partition(":")
     actions = [("attention", attention)] if colon else []

@@ -1,4 +1,4 @@
-"""STILL (arXiv 2602.02180): exact attention for what is near or salient, linear attention for the rest."""
+"""STILL (arXiv 2602.02180): softmax attention to near and salient tokens, linear attention to the rest."""
 
 from .distant import distant_attention
 from .function import empty_state, hybrid_attention, recurrent_hybrid_attention

@@ -1,7 +1,7 @@
-"""The two branches of hybrid attention, and how they are joined, in plain torch.
+"""The two branches of hybrid attention and their merge, in plain torch.
 
-Sizes: B samples, K heads of keys, G queries for each (H = K G), R groups of T queries, W keys in a window, E salient tokens,
-D head size, V value size, F features. Everything here is float32 (float64 for float64 inputs).
+Sizes: B samples, K key heads, G queries for each (H = K G), R groups of T queries, W keys in a window, E salient tokens,
+D head size, V value size, F features. All tensors here are float32 (float64 for float64 inputs).
 """
 
 from collections.abc import Sequence
@@ -43,11 +43,11 @@ def exact_branch(
     salient_values: Tensor,
     salient_visible: Tensor,
 ) -> Exact:
-    """sum_j exp(s_j - m) v_j, sum_j exp(s_j - m) and m = max_j s_j over the visible keys of window and store.
+    """Compute sum_j exp(s_j - m) v_j, sum_j exp(s_j - m) and m = max_j s_j over the visible keys of window and store.
 
     queries: [B, K, G, R, T, D], scaled; window: keys [B, K, R, W, D], values [B, K, R, W, V], visible [B or 1, R, T, W];
     salient, with X = G or 1 (shared by the heads of a group): keys [B, K, X, E, D], values, visible [B, K, X, R, E].
-    A row that sees nothing (padding) has zeros.
+    A row without visible keys (padding) is zero.
     """
     near = window_logits(queries, window_keys).masked_fill(~window_visible[:, None, None], -torch.inf)
     row_max = near.amax(-1)
@@ -69,12 +69,12 @@ def exact_branch(
 
 
 def window_logits(queries: Tensor, window_keys: Tensor) -> Tensor:
-    """[B, K, G, R, T, W]."""
+    """Return the logits of queries and window keys, [B, K, G, R, T, W]."""
     return torch.einsum("bkgrtd,bkrwd->bkgrtw", queries, window_keys)
 
 
 class ChunkSums(NamedTuple):
-    """Sums before each group of queries: state [B, H, R, F, V], key_sum [B, H, R, F]; and those after the call."""
+    """The state before each group of queries, [B, H, R, F, V] and key_sum [B, H, R, F], and the state after the call."""
 
     state: Tensor
     key_sum: Tensor
@@ -83,7 +83,7 @@ class ChunkSums(NamedTuple):
 
 
 def chunk_sums(state: Tensor, key_sum: Tensor, leaving: Sequence[tuple[Tensor, Tensor]], *, groups: int) -> ChunkSums:
-    """Prefix sums over what leaves chunk by chunk: group r has all of it before chunk r.
+    """Compute prefix sums over the tokens that leave chunk by chunk: group r has all tokens that left before chunk r.
 
     state: [B, H, F, V]; key_sum: [B, H, F]; leaving: key features [B, H, m, *, F], zero where a token does not count, and
     values [B, H, m, *, V].
@@ -96,20 +96,20 @@ def chunk_sums(state: Tensor, key_sum: Tensor, leaving: Sequence[tuple[Tensor, T
     if last >= groups - 1:
         before, before_sum = states[:, :, :groups], key_sums[:, :, :groups]
     else:
-        # groups that hold nothing but padding
+        # these groups hold nothing but padding
         index = torch.arange(groups, device=states.device).clamp(max=last)
         before, before_sum = states[:, :, index], key_sums[:, :, index]
-    # copies: views would keep the sums of all chunks
+    # copies, since views would keep the sums of all chunks alive
     return ChunkSums(before, before_sum, states[:, :, last].clone(), key_sums[:, :, last].clone())
 
 
 def linear_branch(query_features: Tensor, state: Tensor, key_sum: Tensor) -> Linear:
-    """phi(q) . S and phi(q) . z. query_features: [B, H, R, T, F]; state: [B, H, R, F, V]; key_sum: [B, H, R, F]."""
+    """Return phi(q) . S and phi(q) . z. query_features: [B, H, R, T, F]; state: [B, H, R, F, V]; key_sum: [B, H, R, F]."""
     return Linear(query_features @ state, (query_features @ key_sum[..., None])[..., 0])
 
 
 def bounded(linear: Linear, share: Tensor | None) -> Linear:
-    """Both sums times share [B or 1, R]."""
+    """Multiply both sums by share [B or 1, R]."""
     if share is None:
         return linear
     share = share[:, None, :, None]
@@ -117,9 +117,9 @@ def bounded(linear: Linear, share: Tensor | None) -> Linear:
 
 
 def merge(exact: Exact, linear: Linear | None, gate: Tensor | None, *, kind: str, eps: float) -> Tensor:
-    """(sum exp(s-m) v + g phi(q).S) / (sum exp(s-m) + phi(q).z + eps), [..., V]; both branches of the same shape.
+    """Return (sum exp(s-m) v + g phi(q).S) / (sum exp(s-m) + phi(q).z + eps), [..., V]; both branches of the same shape.
 
-    kind "released" takes the linear sums as they are; "exact" scales them by exp(-m), as a softmax over both would.
+    kind "released" uses the linear sums unscaled; "exact" scales them by exp(-m), as a softmax over both would.
     """
     total, weighted = exact.total, exact.weighted
     if linear is None:
@@ -129,7 +129,7 @@ def merge(exact: Exact, linear: Linear | None, gate: Tensor | None, *, kind: str
         linear_weighted = linear_weighted * gate
     scale = torch.ones_like(total)
     if kind == "exact":
-        # relative to the larger of exp(m) and 1, so that neither factor overflows
+        # scale relative to the larger of exp(m) and 1, so that neither factor overflows
         top = exact.row_max.clamp(min=0)
         scale, linear_scale = (exact.row_max - top).exp(), (-top).exp()
         linear_weighted, linear_total = linear_weighted * linear_scale[..., None], linear_total * linear_scale
@@ -138,7 +138,7 @@ def merge(exact: Exact, linear: Linear | None, gate: Tensor | None, *, kind: str
 
 
 class Piece(NamedTuple):
-    """Some chunks of a call, and what their queries see.
+    """Some chunks of a call, with the keys and state that their queries see.
 
     rows: queries [B, R, T, H, D]; keys, values by slot, [B, slots, K, *]; gate: [B, R, T, H, V or 1].
     """
@@ -154,7 +154,7 @@ class Piece(NamedTuple):
 
 
 def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [B, R, T, H, V] of one piece, and the linear sums after it: state [B, H, F, V], key_sum [B, H, F]."""
+    """Return the outputs [B, R, T, H, V] of a `Piece`, and the linear state after it: state [B, H, F, V], key_sum [B, H, F]."""
     rows, keys, values, gate, layout, store, leaving, before = piece
     dtype = before.state.dtype
     heads = (keys.shape[2], -1)
@@ -182,24 +182,24 @@ def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, s
 
 
 def windows(slots: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """[B, slots, K, D] -> [B, K, R, W, D]: what each group has in its window."""
+    """Return the window of each group: [B, slots, K, D] -> [B, K, R, W, D]."""
     size = layout.chunk_size
     return slots.to(dtype).unfold(1, 2 * size, size).permute(0, 2, 1, 4, 3)
 
 
 def by_key_head(rows: Tensor, key_heads: int) -> Tensor:
-    """[B, R, T, H, D] -> [B, K, G, R, T, D]."""
+    """Group the query heads by their key head: [B, R, T, H, D] -> [B, K, G, R, T, D]."""
     return rows.permute(0, 3, 1, 2, 4).unflatten(1, (key_heads, -1))
 
 
 def sums_before(
     before: LinearState, leaving: Sequence[Leaving], feature_map: FeatureMap, *, chunks: int, groups: int
 ) -> ChunkSums:
-    """The linear sums before each group of queries, and after the chunks that leave the window."""
+    """Return the linear state before each group of queries, and after the chunks that leave the window."""
     if not chunks:
         state, key_sum = before.state[:, :, None], before.key_sum[:, :, None]
         repeats = (-1, -1, groups)
-        # copies: steps write into the state after the call, and the one before belongs to somebody else
+        # copies: steps write into the state after the call, while the caller owns the one before it
         return ChunkSums(
             state.expand(*repeats, -1, -1), key_sum.expand(*repeats, -1), before.state.clone(), before.key_sum.clone()
         )

@@ -1,4 +1,4 @@
-"""What may be passed to hybrid attention. Each error states the rule, what came instead, and what to do."""
+"""Input checks of hybrid attention. Each error states the rule, the value, and the fix."""
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ def check_inputs(
     scores: Tensor | None,
     key_mask: Tensor | None,
 ) -> None:
-    """All rules for a call."""
+    """Check the inputs of a call."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or not x.is_floating_point():
             raise ValueError(f"{name} must be floats [batch, tokens, heads, channels], got {tuple(x.shape)} {x.dtype}")
@@ -35,7 +35,7 @@ def check_inputs(
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same head size, got {q.shape[3]} and {k.shape[3]}")
     if feature_map.streams != 1:
-        raise ValueError(f"feature_map must have one stream, got {feature_map.streams}; polarity maps do not serve here")
+        raise ValueError(f"feature_map must have one stream, got {feature_map.streams}; polarity maps are unsupported here")
     check_key_mask(key_mask, k)
     if gate is not None and (gate.shape[:3] != q.shape[:3] or gate.shape[3] not in (1, v.shape[3])):
         raise ValueError(f"gate must be {(*q.shape[:3], v.shape[3])}, or 1 in the last place, got {tuple(gate.shape)}")

@@ -1,4 +1,4 @@
-"""What distant queries want: the attention that tokens receive after they have left the window."""
+"""Attention from distant queries, which tokens receive after they have left the window."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ WORKSPACE = 2**26
 
 @torch.no_grad()
 def distant_attention(q: Tensor, k: Tensor, *, chunk_size: int, scale: float | None = None) -> Tensor:
-    """The largest softmax weight that any query two chunks later or more gives to each key: [B, N, K], 0 to 1.
+    """Return the largest softmax weight that any query at least two chunks later gives to each key: [B, N, K], 0 to 1.
 
-    q: [B, N, H, D]; k: [B, N, K, D]. Time grows with N^2; memory does not: rows are computed some at a time and not kept.
+    q: [B, N, H, D]; k: [B, N, K, D]. Time grows with N^2, memory does not: rows are computed in batches and discarded.
     """
     batch, tokens, heads, head_dim = q.shape
     key_heads = k.shape[2]

@@ -1,4 +1,4 @@
-"""Hybrid attention of heads that keep every token: softmax, by torch's own kernels, over a state like any other."""
+"""Hybrid attention of heads that keep every token: torch's softmax attention with the same state as other heads."""
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +8,12 @@ from ...ops import LinearState
 from .settings import HybridSettings, salient_tokens
 from .state import HybridState
 
-# queries that see a mask of their own at once
+# the number of queries that share one mask
 ROWS = 2048
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, state: HybridState, settings: HybridSettings, key_mask: Tensor | None) -> bool:
-    """True if all samples are as long as each other and nothing is masked, so that keys can simply be appended."""
+    """True if all samples have the same length and nothing is masked, so that keys can simply be appended."""
     is_uniform = key_mask is None and len(set(state.lengths)) == 1
     return settings.keeps_all and is_uniform and q.dtype == k.dtype == v.dtype == state.keys.dtype
 
@@ -23,7 +23,7 @@ def attend(
 ) -> tuple[Tensor, HybridState]:
     """Return softmax attention [B, N, H, V] over all tokens so far, and the state after them.
 
-    The store holds its tokens in the order of their coming, as equal scores leave them.
+    The store holds its tokens in order of arrival, as it does for equal scores.
     """
     before, tokens, size = state.lengths[0], q.shape[1], settings.chunk_size
     keys, values = (

@@ -1,7 +1,7 @@
-"""Hybrid attention as a function: one implementation for training and prompts; stepping.py has single tokens in place.
+"""Hybrid attention as a function, for training and prompts; stepping.py decodes single tokens in place.
 
-A call of any length is cut into pieces of some chunks; each piece is computed at once from the state before it. Nothing of size
-tokens x tokens exists, salient keys are never copied for each chunk, and the workspace of a piece is bounded.
+A call of any length is split into segments of some chunks, each computed at once from the state before it. No tensor has
+tokens x tokens elements, salient keys are never copied per chunk, and the workspace of a segment is bounded.
 """
 
 import math
@@ -23,9 +23,9 @@ from .selection import Selection
 from .settings import HybridSettings
 from .state import HybridState
 
-# of one piece: chunks, numbers per head, and numbers over all heads and samples
+# limits of a segment: chunks, elements per head, and elements over all heads and samples
 MOST_CHUNKS, HEAD_WORKSPACE, WORKSPACE = 32, 2**20, 2**26
-# of one piece on the kernels: numbers over all heads and samples
+# limit of a segment on the kernels: elements over all heads and samples
 FUSED_WORKSPACE = 2**28
 
 
@@ -41,10 +41,10 @@ def hybrid_attention(
     key_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention, exact for the near and the salient and linear for the rest, over whole sequences.
+    """Compute causal attention of whole sequences: exact for near and salient tokens, linear for the rest.
 
     q: [B, N, H, D]; k: [B, N, K, D]; v: [B, N, K, V], H a multiple of K, rotary applied -> [B, N, H, V] in the dtype of q.
-    gate: [B, N, H, V or 1], factor of the linear branch; scores: [B, N, K or H] for rules that are told them;
+    gate: [B, N, H, V or 1], factor of the linear branch; scores: [B, N, K or H] for rules that take them;
     key_mask: [B, N] bool, True = a real token; scale of the exact scores, D^-0.5 by default.
     """
     return recurrent_hybrid_attention(
@@ -65,7 +65,7 @@ def recurrent_hybrid_attention(
     key_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, HybridState]:
-    """The same for the tokens that follow `state`, and the state after them; pieces of any sizes give the same outputs."""
+    """Attend from the tokens that follow `state`; return outputs and the next state, whatever the lengths of the calls."""
     check_inputs(q, k, v, feature_map=feature_map, settings=settings, gate=gate, scores=scores, key_mask=key_mask)
     if state is None:
         state = empty_state(q, k, v, feature_map=feature_map, settings=settings)
@@ -74,7 +74,7 @@ def recurrent_hybrid_attention(
     if settings.largest_store is not None and state.capacity > settings.largest_store:
         raise ValueError(
             f"the state has room for {state.capacity} salient tokens of a head, more than max_salient "
-            f"({settings.largest_store}); go on with the settings that it was made with"
+            f"({settings.largest_store}); continue with the settings that it was made with"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with outside_autocast(q):
@@ -88,14 +88,14 @@ def recurrent_hybrid_attention(
         for start in range(0, q.shape[1], size):
             given = (None if x is None else x[:, start : start + size] for x in (q, k, v, gate, scores, key_mask))
             arguments: tuple[Any, ...] = (*given, state, feature_map, settings, scale, is_fused)
-            # between pieces only states are kept for the backward pass
+            # the backward pass keeps only the states between segments
             out, state = checkpoint(_piece, *arguments, use_reentrant=False) if needs_memory else _piece(*arguments)
             outputs.append(out)
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], state
 
 
 def empty_state(q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap, settings: HybridSettings) -> HybridState:
-    """The state before the first token, for inputs like these."""
+    """Return the state before the first token, for inputs with these shapes."""
     batch, _, heads, head_dim = q.shape
     key_heads, values, dtype = k.shape[2], v.shape[-1], compute_dtype(q, k, v)
     window = 2 * settings.chunk_size if settings.exact else 0
@@ -118,15 +118,15 @@ def empty_state(q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap, set
 
 
 def piece_size(q: Tensor, state: HybridState, settings: HybridSettings, *, is_fused: bool) -> int:
-    """Tokens that are computed at once: whole chunks, as many as the workspace allows."""
+    """Return how many tokens are computed at once: whole chunks, as many as the workspace allows."""
     chunk, tokens = settings.chunk_size, q.shape[1]
     heads = max(1, q.shape[0] * q.shape[2])
     features, values = state.linear.state.shape[-2:]
     if is_fused:
-        # features of queries and keys on their way, and the sums of both branches: nothing that grows with the salient tokens
+        # memory for features of queries and keys and the sums of both branches; none of it grows with the salient tokens
         most = FUSED_WORKSPACE // (heads * chunk * (4 * features + 3 * values))
         pieces = -(-tokens // (chunk * max(1, most)))
-        # pieces of one size: a short last one would leave most of a GPU idle
+        # equal segments, since a short last one would leave most of a GPU idle
         return chunk * max(1, -(-tokens // (chunk * pieces)))
     longest = max(state.lengths, default=0) + tokens
     salient = settings.salient_per_chunk * (longest // chunk)
@@ -149,9 +149,9 @@ def _piece(
     scale: float,
     is_fused: bool,
 ) -> tuple[Tensor, HybridState]:
-    """Outputs [B, N, H, V] of one piece in the dtype of q, and the state after it.
+    """Return outputs [B, N, H, V] of one segment in the dtype of q, and the state after it.
 
-    What is bad in it reaches later tokens alone, and padding is zero.
+    Non-finite tokens reach only later tokens, and padding is zero.
     """
     k, v, is_poisoned = _without_poison(k, v, key_mask, state)
     if every_token.serves(q, k, v, state, settings, key_mask):
@@ -192,14 +192,14 @@ def _piece(
 
 
 def _beside(near: Tensor, salient: Tensor) -> Tensor:
-    """The window [B, 2l, K, D], then the store [B, S, E, D]: [B, S, 2l + E, D]."""
+    """Join the window [B, 2l, K, D] and the store [B, S, E, D]: [B, S, 2l + E, D]."""
     return torch.cat((repeated_for(near, salient.shape[1]).transpose(1, 2), salient), dim=2).contiguous()
 
 
 def _scores(
     state: HybridState, layout: Layout, keys: Tensor, given: Tensor | None, rows: Tensor, settings: HybridSettings, scale: float
 ) -> Tensor:
-    """[B, slots, heads]: what the rule knows of every token by now."""
+    """Return the current score of every token, [B, slots, heads]."""
     rule, size = settings.rule, layout.chunk_size
     if not settings.salient_per_chunk:
         return state.scores
@@ -207,7 +207,7 @@ def _scores(
         assert given is not None
         return layout.align(state.scores, given.float())
     if not rule.needs_window:
-        # known of tokens by themselves, so whenever they are asked for
+        # these scores depend on the token alone and can be computed lazily
         return rule.of_tokens(keys, layout.positions) if layout.leaving else state.scores
     batch, _, heads = state.scores.shape
     scores = layout.align(state.scores, state.scores.new_zeros(batch, layout.tokens, heads))
@@ -225,7 +225,7 @@ def _scores(
 def _scores_in_window(
     rows: Tensor, keys: Tensor, layout: Layout, rule: Selection, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What Selection.in_window finds, some groups at a time: logits of all of them at once need not exist."""
+    """Compute Selection.in_window for some groups at a time, so that the logits of all groups never exist at once."""
     windows = branches.windows(keys, layout, dtype)
     numbers = rows.shape[0] * rows.shape[2] * rows.shape[3] * 2 * layout.chunk_size
     some = max(1, WORKSPACE // max(1, numbers))
@@ -250,7 +250,7 @@ def _linear_alone(
     gate: Tensor | None,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, HybridState]:
-    # the state is that of the query heads, whether or not the map tells those that share keys apart
+    # the state has one part per query head, whether or not the map differs between heads that share keys
     k, v = (repeated_for(x, q.shape[2]) for x in (k, v))
     out, linear = recurrent_linear_attention(q, k, v, feature_map=feature_map, state=state.linear, key_mask=key_mask)
     counts = (q.shape[1],) * len(q) if key_mask is None else key_mask.sum(1).tolist()
@@ -263,9 +263,9 @@ def _linear_alone(
 
 
 def _without_poison(k: Tensor, v: Tensor, key_mask: Tensor | None, state: HybridState) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values with bad tokens zeroed, and [B, N]: whether this token or one before it is bad.
+    """Return keys and values with non-finite tokens zeroed, and [B, N] bool: True from the first non-finite token on.
 
-    Zero times NaN is NaN: a bad token would reach the rows of its chunk that do not see it.
+    Zero times NaN is NaN, so such a token would reach rows of its chunk that do not see it.
     """
     is_bad = ~(k.isfinite().flatten(2).all(-1) & v.isfinite().flatten(2).all(-1))
     hidden = is_bad if key_mask is None else is_bad | ~key_mask

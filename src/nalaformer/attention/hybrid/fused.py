@@ -1,4 +1,4 @@
-"""The two branches of hybrid attention, and how they are joined, on fused kernels; branches.py has the same in plain torch."""
+"""The two branches of hybrid attention and their merge, on fused kernels; branches.py has the same in plain torch."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ from .state import HybridState
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, state: HybridState) -> bool:
-    """Whether the kernels can compute this call; plain torch can compute any. One token has nothing to tile."""
+    """True if the kernels support this call; plain torch supports all. One token has nothing to tile."""
     sums = state.linear.state
     return (
         q.shape[1] > 1
@@ -27,15 +27,15 @@ def serves(q: Tensor, k: Tensor, v: Tensor, state: HybridState) -> bool:
 
 
 def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What branches.attend computes, with outputs in the type of the queries."""
-    # imported where used: Triton may be missing
+    """Compute the same as branches.attend, with outputs in the dtype of the queries."""
+    # imported here, since Triton may be missing
     from ...ops.kernels.hybrid import exact_op, merge_op
 
     rows, keys, values, gate, layout, store, leaving, before = piece
     queries = rows.flatten(1, 2)
     is_released = settings.merge == "released" and settings.linear
-    # the row maximum has a gradient, which belongs to the highest key; with merge="exact" one of the size of eps, which
-    # bfloat16 does not feel
+    # the gradient of the row maximum belongs to the highest key; with merge="exact" it is of the size of eps, which bfloat16
+    # cannot resolve
     keep_best = torch.is_grad_enabled() and any(x.requires_grad for x in (rows, keys, store.keys))
     keep_best = keep_best and (is_released or rows.dtype != torch.bfloat16)
     row_max, total, weighted = exact_op.attend(
@@ -57,14 +57,14 @@ def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, s
 def _linear(
     queries: Tensor, leaving: Sequence[Leaving], before: LinearState, feature_map: FeatureMap, groups: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """phi(q) . S, phi(q) . z, and the sums after the call: the state and the key sum."""
+    """Return phi(q) . S, phi(q) . z, and the state and key sum after the call."""
     from ...ops.kernels.hybrid import linear_op
 
     spec = feature_map.kernel_spec(queries.device)
     maps: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
     name, maps = "identity", (feature_map.query, feature_map.key)
     if spec is not None and spec.name == "softmax" and spec.before is not None:
-        # the kernels go on from a matrix product
+        # the kernels continue from a matrix product
         name, maps = spec.name, spec.before
     of_queries, of_keys = maps
     mapped = of_queries(queries.float())
@@ -74,7 +74,7 @@ def _linear(
         keys = of_keys(repeated_for(tokens.keys.float(), mapped.shape[2]))
         arguments = (mapped, keys, tokens.values, tokens.counts, initial, groups, tokens.per_chunk, name)
         found.append(linear_op.attend(*arguments))
-        # the first of them has what was there before
+        # only the first call adds the initial state
         initial = None
     weighted, total, sums = (
         found[0] if len(found) == 1 else (sum(more, start=first) for first, *more in zip(*found, strict=True))

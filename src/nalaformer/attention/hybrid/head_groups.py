@@ -1,4 +1,4 @@
-"""A budget for each head of the keys: a few heads look up what is far away and keep everything, the others need little."""
+"""A budget for each key head: few heads keep every token to look up what is far away, the others need little memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "window": {"salient_per_chunk": 0},
     "linear": {"exact": False},
 }
-"""What a head may keep, as changes of HybridSettings: all tokens; window, salient tokens and linear state; window and linear
+"""Budgets of heads, as changes of HybridSettings: all tokens; window, salient tokens and linear state; window and linear
 state; the linear state alone."""
 
 
@@ -42,7 +42,7 @@ def check_budget(budget: Sequence[str], key_heads: int) -> None:
 
 @dataclass(eq=False)
 class GroupedState:
-    """The states of heads with different budgets; it answers what HybridState answers."""
+    """The states of heads with different budgets, with the interface of HybridState."""
 
     parts: tuple[HybridState, ...]
 
@@ -57,12 +57,12 @@ class GroupedState:
 
     @property
     def keys(self) -> Tensor:
-        """The keys of the first group, for their type and device."""
+        """The keys of the first group, for their dtype and device."""
         return self.parts[0].keys
 
     @property
     def values(self) -> Tensor:
-        """The values of the first group, for their type."""
+        """The values of the first group, for their dtype."""
         return self.parts[0].values
 
     @property
@@ -100,14 +100,14 @@ class GroupedState:
             own.load_(other)
 
     def advance(self) -> bool:
-        """Count a step on the host, after it; True: a roll must follow."""
-        # every part counts
+        """Count a step on the host after it has run; return True if a roll must follow."""
+        # build the list first, so that every part counts
         is_full = [part.advance() for part in self.parts]
         return any(is_full)
 
 
 class HeadGroups(nn.Module):
-    """Hybrid attention whose key heads have budgets of their own; called like HybridAttention.
+    """Hybrid attention with a budget for each key head; called like HybridAttention.
 
     budget: a name in BUDGETS for each key head; None: "salient" for all. Heads of one budget attend together.
     """
@@ -126,7 +126,7 @@ class HeadGroups(nn.Module):
         budget = ("salient",) * num_key_heads if budget is None else tuple(budget)
         check_budget(budget, num_key_heads)
         self.settings, self.budget, self.group = settings, budget, num_heads // num_key_heads
-        # slices of neighbours and not indices: they need no tensor on the device, and no copy where a group is one run
+        # slices instead of indices need no tensor on the device, and no copy if the heads of a group are adjacent
         runs = [(name, len(list(same))) for name, same in groupby(budget)]
         self._runs: dict[str, list[slice]] = {name: [] for name in BUDGETS if name in budget}
         self._order: list[tuple[int, slice]] = []
@@ -153,12 +153,12 @@ class HeadGroups(nn.Module):
 
     @property
     def has_steps(self) -> bool:
-        """True if single tokens can be taken in place."""
+        """True if single tokens can be decoded in place."""
         return all(part.has_steps for part in self.parts)
 
     @property
     def is_bounded(self) -> bool:
-        """True if no head remembers more of a longer text."""
+        """True if no head needs more memory for a longer text."""
         return all(part.settings.is_bounded for part in self.parts)
 
     def forward(
@@ -211,9 +211,9 @@ class HeadGroups(nn.Module):
             part.make_room_(own)
 
     def stepping_state(self, state: GroupedState, capacity: int | None) -> GroupedState:
-        """Return a copy that steps never move, with room for texts of `capacity` tokens; None where memory is bounded."""
+        """Return a copy at fixed addresses, with room for texts of `capacity` tokens; None if memory is bounded."""
         if capacity is None and not self.is_bounded:
-            raise ValueError("some heads remember more of a longer text; say for how many tokens there is room: capacity=...")
+            raise ValueError("capacity must be set, since some heads grow with the text, got None; pass capacity=...")
         if capacity is not None and max(state.lengths) > capacity:
             raise ValueError(f"capacity must hold the {max(state.lengths)} tokens of the state, got {capacity}")
         return GroupedState(
@@ -228,7 +228,7 @@ class HeadGroups(nn.Module):
         )
 
     def query_matrix(self) -> tuple[Tensor | None, ...]:
-        """Return what captured steps keep of each group's feature map."""
+        """Return the matrix of each group's feature map that captured steps use."""
         return tuple(part.query_matrix() for part in self.parts)
 
     def scorer_loss(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None = None) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""Where the tokens of a call stand among the chunks of each sample.
+"""The positions of a call's tokens among the chunks of each sample.
 
 Chunks begin at a sample's first real token, so samples of a padded batch are at different places of their chunks. A call works
-on slots: two chunks that the state has kept (the one before the current chunk, then the current one as far as it is filled),
-then the new tokens, all samples padded to whole chunks:
+on slots: first the two chunks of the state (the previous chunk, then the current one as far as it is filled), then the new
+tokens; all samples are padded to whole chunks:
 
     slot   0 .. l-1           l .. l+filled-1        l+filled .. l+filled+count-1
     token  previous chunk     current chunk so far   new
@@ -21,7 +21,7 @@ from ...ops.kept_tensors import kept
 
 
 class Layout:
-    """The places of N new tokens after `lengths` real ones. Everything that decides a shape is known without the device."""
+    """The slots of N new tokens after `lengths` real ones. All shapes are known on the host."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Layout:
         return tuple(length + count for length, count in zip(self.lengths, self.counts, strict=True))
 
     def _per_sample(self, values: Sequence[int]) -> Tensor:
-        """[B, 1], or [1, 1] where all are alike."""
+        """Return the values as a tensor [B, 1], or [1, 1] if all are equal."""
         if self.is_uniform:
             values = values[:1]
         return torch.tensor(values, dtype=torch.int64, device=self.device)[:, None]
@@ -57,78 +57,78 @@ class Layout:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[B or 1, slots]: the place of each slot's token in its sample; negative before the beginning."""
+        """The position of each slot's token in its sample, [B or 1, slots]; negative before the beginning."""
         before = self._per_sample([(length // self.chunk_size - 1) * self.chunk_size for length in self.lengths])
         return before + torch.arange(self.slots, device=self.device)
 
     @cached_property
     def chunks_before(self) -> Tensor:
-        """[B or 1, R]: chunks of the sample before each group of queries."""
+        """The number of chunks of the sample before each group of queries, [B or 1, R]."""
         return torch.div(self.positions[:, self.chunk_size :: self.chunk_size], self.chunk_size, rounding_mode="floor")
 
     @cached_property
     def first_slots(self) -> Tensor:
-        """[B] int32: the first slot of each sample that exists; its first chunk has none before it."""
+        """The first existing slot of each sample, [B] int32; the first chunk has no previous one."""
         slots = [0 if length >= self.chunk_size else self.chunk_size for length in self.lengths]
         return torch.tensor(slots, dtype=torch.int32, device=self.device)
 
     @cached_property
     def leaves(self) -> Tensor:
-        """[B or 1, leaving]: whether this sample has the chunk and it leaves the window."""
+        """True if this sample has the chunk and it leaves the window, [B or 1, leaving]."""
         chunk = torch.arange(self.leaving, device=self.device)
         exists = self.positions[:, : self.leaving * self.chunk_size : self.chunk_size] >= 0
         return exists & (chunk < self._per_sample(self.left))
 
     @cached_property
     def query_slots(self) -> Tensor:
-        """[1, R, T]."""
+        """The slots of the queries, [1, R, T]."""
         return torch.arange(self.chunk_size, self.slots, device=self.device).view(1, self.groups, self.chunk_size)
 
     @cached_property
     def key_slots(self) -> Tensor:
-        """[R, W]: the slots that the queries of a group may see."""
+        """The slots that the queries of a group may see, [R, W]."""
         first = torch.arange(self.groups, device=self.device)[:, None] * self.chunk_size
         return first + torch.arange(2 * self.chunk_size, device=self.device)
 
     @cached_property
     def visible(self) -> Tensor:
-        """[B or 1, R, T, W]: keys up to the query's own, from the beginning of the sample on."""
+        """The visibility mask: keys up to the query's own, from the beginning of the sample on, [B or 1, R, T, W]."""
         exists = self.positions[:, self.key_slots] >= 0  # [B or 1, R, W]
         return (self.key_slots[:, None] <= self.query_slots[..., None]) & exists[:, :, None]
 
     @cached_property
     def is_query(self) -> Tensor:
-        """[B or 1, R, T, 1]: whether a new token stands there; the other rows are padding or were queries before."""
+        """True for new tokens, [B or 1, R, T, 1]; the other rows are padding or earlier queries."""
         return self._is_new.unflatten(1, (self.groups, self.chunk_size))[..., None]
 
     @cached_property
     def _is_new(self) -> Tensor:
-        """[B or 1, slots - l]: whether a new token stands in each slot after the previous chunk."""
+        """True if a slot after the previous chunk holds a new token, [B or 1, slots - l]."""
         place = torch.arange(self.slots - self.chunk_size, device=self.device) - self._filled
         return (place >= 0) & (place < self._per_sample(self.counts))
 
     @cached_property
     def is_self(self) -> Tensor:
-        """[1, R, T, W]."""
+        """True if the key is the query's own, [1, R, T, W]."""
         return self.key_slots[:, None] == self.query_slots[..., None]
 
     @cached_property
     def is_near(self) -> Tensor:
-        """[1, R, T, W]: among the last chunk_size keys."""
+        """True for the last chunk_size keys, [1, R, T, W]."""
         return self.key_slots[:, None] > self.query_slots[..., None] - self.chunk_size
 
     @cached_property
     def _new_tokens(self) -> Tensor:
-        """[B, slots - l]: which new token stands in each slot after the previous chunk; anything where none does."""
+        """The index of the new token in each slot after the previous chunk, [B, slots - l]; arbitrary in empty slots."""
         place = torch.arange(self.slots - self.chunk_size, device=self.device) - self._filled
         place = place.clamp(0, self.tokens - 1).expand(len(self.lengths), -1)
         if self.key_mask is not None:
-            # real tokens first, in their order
+            # real tokens come first, in their order
             place = self.key_mask.logical_not().to(torch.uint8).sort(dim=1, stable=True).indices.gather(1, place)
         return place
 
     def place(self, new: Tensor) -> Tensor:
-        """New tokens [B, N, ...] in the slots after the previous chunk, zeros elsewhere."""
+        """Put new tokens [B, N, ...] into the slots after the previous chunk, zeros elsewhere."""
         if self.is_uniform:
             filled = self.filled[0] if self.filled else 0
             after = self.slots - self.chunk_size - filled - self.tokens
@@ -138,19 +138,19 @@ class Layout:
         return torch.where(_like(self._is_new, new), _take(new, self._new_tokens), 0)
 
     def align(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Kept [B, 2l, ...] and new [B, N, ...] tokens in their slots, zeros where there is none."""
-        # kept tokens and new ones never share a slot, and both are zero where they are not
+        """Put tokens of the state [B, 2l, ...] and new ones [B, N, ...] into their slots, zeros elsewhere."""
+        # both are zero in the slots of the other, so they can be added
         placed = self.place(new)
         kept = kept.to(placed.dtype)
         current = placed[:, : self.chunk_size] + kept[:, self.chunk_size :]
         return torch.cat((kept[:, : self.chunk_size], current, placed[:, self.chunk_size :]), dim=1)
 
     def queries(self, new: Tensor) -> Tensor:
-        """[B, N, ...] -> [B, R, T, ...]."""
+        """Group new tokens by chunk: [B, N, ...] -> [B, R, T, ...]."""
         return self.place(new).unflatten(1, (self.groups, self.chunk_size))
 
     def collect(self, rows: Tensor) -> Tensor:
-        """[B, R, T, ...] -> [B, N, ...], zero for padding."""
+        """Return the rows of the new tokens: [B, R, T, ...] -> [B, N, ...], zero for padding."""
         if self.is_uniform:
             filled = self.filled[0] if self.filled else 0
             return rows.flatten(1, 2)[:, filled : filled + self.tokens]
@@ -159,26 +159,26 @@ class Layout:
         return new if self.key_mask is None else torch.where(_like(self.key_mask, new), new, 0)
 
     def window_after(self, aligned: Tensor) -> Tensor:
-        """[B, slots, ...] -> [B, 2l, ...]: what the next call needs of the tokens."""
+        """Return the tokens that the next call needs: [B, slots, ...] -> [B, 2l, ...]."""
         size = self.chunk_size
         behind = (0, 0) * (aligned.dim() - 2)
         if self.is_uniform:
             part = aligned[:, self.leaving * size : (self.leaving + 2) * size]
-            # a copy: a view would keep all tokens of the call
+            # a copy, since a view would keep all tokens of the call alive
             return F.pad(part, (*behind, 0, 2 * size - part.shape[1])) if part.shape[1] < 2 * size else part.clone()
         index = self._per_sample(self.left) * size + torch.arange(2 * size, device=self.device)
         return _take(F.pad(aligned, (*behind, 0, size)), index)
 
 
-# without a mask all layers of a model ask for the same one in turn
+# without a mask all layers of a model use the same layout
 kept_layout = kept(Layout, maxsize=16)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """x[b, index[b, i], ...]."""
+    """Return x[b, index[b, i], ...]."""
     return x.gather(1, _like(index, x).expand(*index.shape, *x.shape[2:]))
 
 
 def _like(mask: Tensor, x: Tensor) -> Tensor:
-    """[B, N] -> [B, N, 1, ...] with as many axes as x."""
+    """Add axes to a mask until it has as many as x: [B, N] -> [B, N, 1, ...]."""
     return mask.view(*mask.shape, *(1,) * (x.dim() - 2))

@@ -1,4 +1,4 @@
-"""Hybrid attention with its parameters: the feature map, the gate, and the scorer where tokens are chosen by a learned one."""
+"""Hybrid attention with its parameters: the feature map, the gate, and the scorer of learned selection."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ SCORER_WIDTH = 64
 
 
 class HybridAttention(nn.Module):
-    """STILL's attention over given queries, keys and values; converted models use it behind their own projections.
+    """STILL's attention over queries, keys and values from outside; converted models use it behind their own projections.
 
-    dim: channels of the tokens, which gate and scorer look at.
+    dim: channels of the tokens, which are the inputs of gate and scorer.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class HybridAttention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The gate starts half open for every token."""
+        """Set the gate to one half for every token."""
         if self.gate is not None:
             nn.init.zeros_(self.gate.weight)
             nn.init.zeros_(self.gate.bias)
@@ -63,7 +63,7 @@ class HybridAttention(nn.Module):
         scale: float | None = None,
         state: HybridState | None = None,
     ) -> tuple[Tensor, HybridState]:
-        """q: [B, N, H, D], k, v: [B, N, K, D], rotary applied; x: [B, N, dim] -> [B, N, H, D], and the state after them."""
+        """Attend: q [B, N, H, D], k, v [B, N, K, D], rotary applied; x [B, N, dim] -> [B, N, H, D], and the next state."""
         given = self._given(q, k, x, scale, state)
         return recurrent_hybrid_attention(q, k, v, **given, key_mask=key_mask, state=state)
 
@@ -78,39 +78,39 @@ class HybridAttention(nn.Module):
         scale: float | None = None,
         query_matrix: Tensor | None = None,
     ) -> Tensor:
-        """The same for one token, [B, 1, H, D], with a state that is written in place; see `hybrid_step_`."""
+        """Decode one token, [B, 1, H, D], with a state that is written in place; see `hybrid_step_`."""
         return hybrid_step_(q, k, v, **self._given(q, k, x, scale, state), state=state, query_matrix=query_matrix)
 
     def _given(self, q: Tensor, k: Tensor, x: Tensor, scale: float | None, state: HybridState | None) -> dict[str, Any]:
-        """What the functions take beside the tokens and the state."""
+        """Return the other arguments of the attention functions."""
         scores = self.scores(q, k, x, scale=scale, state=state)
         return {"feature_map": self.map, "settings": self.settings, "gate": self.gates(x), "scores": scores, "scale": scale}
 
     @property
     def has_steps(self) -> bool:
-        """True if single tokens can be taken in place."""
+        """True if single tokens can be decoded in place."""
         return self.settings.exact and self.settings.selection != "oracle"
 
     def make_room_(self, state: HybridState) -> None:
-        """Make room for one more token of each sample."""
+        """Grow the state if needed for one more token of each sample."""
         state.make_room_(self.settings)
 
     def roll_(self, state: HybridState) -> None:
-        """What follows a step that fills a chunk; see stepping.py."""
+        """Move the window after a step that fills a chunk; see stepping.py."""
         roll_(state, feature_map=self.map, settings=self.settings)
 
     def query_matrix(self) -> Tensor | None:
-        """What steps that are captured keep of the feature map; see `query_matrix_of`."""
+        """Return the matrix of the feature map that captured steps use; see `query_matrix_of`."""
         return query_matrix_of(self.map, self.num_heads)
 
     def gates(self, x: Tensor) -> Tensor | None:
-        """[B, N, H, D or 1], the factor of the linear branch; None: there is none."""
+        """Return the factor of the linear branch, [B, N, H, D or 1]; None without a gate."""
         if self.gate is None:
             return None
         return torch.sigmoid(self.gate(_as_weights_of(self.gate, x))).unflatten(-1, (self.num_heads, -1))
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None, state: HybridState | None) -> Tensor | None:
-        """[B, N, K] for the rules that are told the scores, else None."""
+        """Return scores [B, N, K] for the rules that take them, else None."""
         if self.scorer is not None:
             return self._learned_scores(x)
         if self.settings.selection != "oracle" or not self.settings.keeps_scores:
@@ -120,17 +120,17 @@ class HybridAttention(nn.Module):
         return distant_attention(q, k, chunk_size=self.settings.chunk_size, scale=scale)
 
     def scorer_loss(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None = None) -> Tensor | None:
-        """How badly the scorer foresees what distant queries want: cross-entropy against the largest weight that they give.
+        """Return the cross-entropy of the scorer against the largest weight that distant queries give to each token.
 
-        Choosing has no gradient, so the scorer learns from what it is to foresee. Tokens that no query is far enough from
-        say nothing. None: there is no scorer.
+        The choice of tokens has no gradient, so the scorer learns to predict this weight. Tokens without a distant query do
+        not count. None: there is no scorer.
         """
         if self.scorer is None:
             return None
         size = self.settings.chunk_size
         known = max(0, -(-q.shape[1] // size) - 2) * size
         if not known:
-            # zero, but in the graph: data parallelism waits for the gradient of every parameter
+            # zero, but part of the graph: data parallelism waits for the gradient of every parameter
             return self._learned_scores(x[:, :0]).float().sum()
         wanted = distant_attention(q, k, chunk_size=size, scale=scale)[:, :known]
         return F.binary_cross_entropy_with_logits(self._learned_scores(x[:, :known]).float(), wanted)
@@ -144,5 +144,5 @@ class HybridAttention(nn.Module):
 
 
 def _as_weights_of(module: nn.Module, x: Tensor) -> Tensor:
-    """Return x in the type of the module's weights; a module that was quantized has no such type and takes x as it is."""
+    """Return x in the dtype of the module's weights, or unchanged if the module is quantized."""
     return x.to(next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), x.dtype))

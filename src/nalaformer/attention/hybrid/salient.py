@@ -1,4 +1,4 @@
-"""The store of salient tokens: who enters when a chunk leaves the window, who is seen when, who has to go."""
+"""The store of salient tokens: which ones enter it when a chunk leaves the window, which groups see them, which are evicted."""
 
 from typing import NamedTuple
 
@@ -10,18 +10,18 @@ from .selection import for_heads, rank_descending
 from .settings import HybridSettings, most_salient
 from .state import HybridState
 
-# beyond every group of a call
+# larger than the number of groups of any call
 NEVER = 2**30
-# of tokens with each other at once, over all heads and samples
+# comparisons between tokens at once, over all heads and samples
 COMPARISONS = 2**26
 
 
 class Store(NamedTuple):
-    """Salient tokens before the call and those that enter in it, in the order of their coming.
+    """Salient tokens before the call, and those that enter it, in order of arrival.
 
-    keys, values: [B, S, E, *]; scores: [B, S, E], -inf where there is no token.
-    Group r of the queries sees the first `old + r * per_chunk` of them, but for those that had to go: with `until`, [B, S, E],
-    groups up to until - 1 see a token and the sums of the linear branch hold it from there on; None: nobody has to go.
+    keys, values: [B, S, E, *]; scores: [B, S, E], -inf for empty entries.
+    Group r of the queries sees the first `old + r * per_chunk` of them, except for evicted ones: with `until`, [B, S, E],
+    groups up to until - 1 see a token, and later the linear state holds it; None: no eviction.
     is_left_out: [B, S, m, l], tokens of leaving chunks that did not enter.
     """
 
@@ -34,12 +34,12 @@ class Store(NamedTuple):
     is_left_out: Tensor
 
     def seen_until(self) -> Tensor:
-        """[B, S, E]: the first group that a token is hidden from, 0 where there is no token."""
+        """Return the first group from which a token is masked, [B, S, E]; 0 for empty entries."""
         last = NEVER if self.until is None else self.until
         return torch.where(self.scores > -torch.inf, last, 0)
 
     def is_salient(self, groups: int) -> Tensor:
-        """[B, S, R, E]: which token each group sees."""
+        """Return which tokens each group sees, [B, S, R, E]."""
         if not self.per_chunk:
             return (self.scores > -torch.inf)[:, :, None].expand(-1, -1, groups, -1)
         group = torch.arange(groups, device=self.scores.device)[:, None]
@@ -47,14 +47,14 @@ class Store(NamedTuple):
         return (place < self.old + group * self.per_chunk) & (group < self.seen_until()[:, :, None])
 
     def departures(self) -> tuple[Tensor, Tensor] | None:
-        """Who has to go as each chunk leaves: entries [B, S, m * per_chunk], and whether there is one.
+        """Return the evicted entries as each chunk leaves, [B, S, m * per_chunk], and which of them are real.
 
-        Never more go than come, and a chunk brings per_chunk tokens.
+        A chunk brings per_chunk tokens, so it evicts at most as many.
         """
         if self.until is None:
             return None
         chunks = self.is_left_out.shape[2]
-        # before group r, so with chunk r - 1; those that stay go to a last place that is cut off
+        # a token leaves before group r, so with chunk r - 1; those that stay go to an extra last place that is cut off
         chunk = torch.where((self.until > 0) & (self.until <= chunks), self.until - 1, chunks)
         chunk, order = chunk.sort(dim=-1, stable=True)
         rank = torch.arange(chunk.shape[2], device=chunk.device) - torch.searchsorted(chunk, chunk)
@@ -76,9 +76,9 @@ class Chosen(NamedTuple):
 
 
 def choose_salient(scores: Tensor, positions: Tensor, leaves: Tensor, *, heads: int, settings: HybridSettings) -> Chosen:
-    """The best salient_per_chunk tokens of each chunk for each of `heads` heads; of equals the older wins.
+    """Choose the best salient_per_chunk tokens of each chunk for each of `heads` heads; the older token wins a tie.
 
-    scores: [B, m, l, heads of the rule]; positions: [B or 1, m, l]; leaves: [B or 1, m], whether the chunk leaves the window.
+    scores: [B, m, l, heads of the rule]; positions: [B or 1, m, l]; leaves: [B or 1, m], True if the chunk leaves the window.
     """
     rule = settings.rule
     compared = rule.comparable(for_heads(rule.finish(scores), heads))
@@ -94,7 +94,7 @@ def choose_salient(scores: Tensor, positions: Tensor, leaves: Tensor, *, heads: 
 def updated_store(
     state: HybridState, layout: Layout, keys: Tensor, values: Tensor, scores: Tensor, settings: HybridSettings
 ) -> Store:
-    """Choose salient_per_chunk tokens of every chunk that leaves. keys, values: [B, slots, K, *]; scores: [B, slots, heads]."""
+    """Choose salient_per_chunk tokens of every leaving chunk. keys, values: [B, slots, K, *]; scores: [B, slots, heads]."""
     batch, heads = state.salient_scores.shape[:2]
     size, chosen, leaving = settings.chunk_size, settings.salient_per_chunk, layout.leaving
     old = min(state.capacity, most_salient(state.lengths, settings))
@@ -116,7 +116,7 @@ def updated_store(
     store_scores = torch.cat((kept_scores, choice.scores.flatten(2)), dim=2)
     until = None
     if settings.largest_store is not None and store_scores.shape[2] > settings.largest_store:
-        # seen from the second chunk after its own on; group r holds the queries of chunk r + 1
+        # tokens are seen from the second chunk after their own on; group r holds the queries of chunk r + 1
         place = torch.arange(store_scores.shape[2], device=keys.device)
         born = (torch.div(place - old, chosen, rounding_mode="floor") + 1).clamp(min=0)
         until = _until(store_scores, born, settings.largest_store)
@@ -124,13 +124,13 @@ def updated_store(
 
 
 def best(scores: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """Entries [B, S, *] of a store that stay, in falling order of their scores [B, S, E], and those that have to go."""
+    """Return the entries [B, S, *] of a store that stay, by descending score [B, S, E], and the evicted ones."""
     order = rank_descending(scores)
     return order[..., :room], order[..., room:]
 
 
 def store_after(store: Store, layout: Layout, settings: HybridSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and scores that the next call finds."""
+    """Return keys, values and scores of the store for the next call."""
     if not store.per_chunk:
         return store.keys, store.values, store.scores
     stays, _ = best(store.scores, most_salient(layout.lengths_after, settings))
@@ -138,7 +138,7 @@ def store_after(store: Store, layout: Layout, settings: HybridSettings) -> tuple
 
 
 class Leaving(NamedTuple):
-    """Tokens that join the linear sums as chunks leave, the same number with each: keys, values [B, m * i, heads, *];
+    """Tokens that join the linear state as chunks leave, the same number with each: keys, values [B, m * i, heads, *];
     counts: [B, m * i, S] bool."""
 
     keys: Tensor
@@ -148,7 +148,7 @@ class Leaving(NamedTuple):
 
 
 def leaving_tokens(store: Store, layout: Layout, keys: Tensor, values: Tensor) -> list[Leaving]:
-    """The tokens of chunks that leave and did not enter the store, then those that lost their place in it."""
+    """Return the tokens of leaving chunks that did not enter the store, then the evicted ones."""
     tokens = slice(0, layout.leaving * layout.chunk_size)
     found = [Leaving(keys[:, tokens], values[:, tokens], store.is_left_out.flatten(2).transpose(1, 2), layout.chunk_size)]
     departures = store.departures()
@@ -160,30 +160,30 @@ def leaving_tokens(store: Store, layout: Layout, keys: Tensor, values: Tensor) -
 
 
 def repeated_for(x: Tensor, heads: int) -> Tensor:
-    """[B, N, K, ...] -> [B, N, heads, ...]."""
+    """Repeat key heads for the query heads: [B, N, K, ...] -> [B, N, heads, ...]."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def entries(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, S, E, D], index [B, S, i] -> [B, S, i, D]."""
+    """Gather entries: x [B, S, E, D], index [B, S, i] -> [B, S, i, D]."""
     return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
 
 
 def _until(scores: Tensor, born: Tensor, most: int) -> Tensor:
-    """[B, S, E]: a token stays until the group before which the `most`-th better one comes; of equals the older is better."""
+    """Return the group before which a token has `most` better ones, [B, S, E]; the older token wins a tie."""
     place = torch.arange(scores.shape[-1], device=scores.device)
     some = max(1, COMPARISONS // max(1, scores.numel()))
     last = []
     for first in range(0, scores.shape[-1], some):
         mine, own = scores[..., first : first + some, None], place[first : first + some, None]
         is_better = (scores[..., None, :] > mine) | ((scores[..., None, :] == mine) & (place < own))
-        # tokens stand in the order of their coming
+        # tokens are in order of arrival
         last.append((is_better.cumsum(-1, dtype=torch.int32) < most).sum(-1))
     until = torch.cat((born, born.new_full((1,), NEVER)))[torch.cat(last, dim=-1)]
-    # a token that is not among the best when it comes is never seen
+    # a token that is not among the best on arrival is never seen
     return torch.where(scores > -torch.inf, torch.maximum(until, born), 0)
 
 
 def _gathered(x: Tensor, slot: Tensor) -> Tensor:
-    """x [B, A, K, D], slot [B, S, E] -> [B, S, E, D], S a multiple of K."""
+    """Gather slots for the heads of the store: x [B, A, K, D], slot [B, S, E] -> [B, S, E, D], S a multiple of K."""
     return entries(repeated_for(x, slot.shape[1]).transpose(1, 2), slot)

@@ -1,4 +1,4 @@
-"""What a hybrid attention keeps exact, what it sums up, and how the two are joined."""
+"""The settings of hybrid attention: what stays exact, what joins the linear state, and how the branches are merged."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,24 +19,24 @@ SELECT_PER = ("key_head", "query_head")
 
 @dataclass(frozen=True, kw_only=True)
 class HybridSettings:
-    """STILL's attention (arXiv 2602.02180), its baselines, and what lies between them."""
+    """STILL's attention (arXiv 2602.02180), its baselines, and combinations of them."""
 
     chunk_size: int = 64
     """Tokens of a chunk; a query sees its own chunk and the one before exactly."""
     salient_per_chunk: int = 4
     """Tokens of each older chunk and head that stay exact; 0: a sliding window and linear attention (the LoLCATs form)."""
     max_salient: int = 0
-    """Most salient tokens of a head over the whole sequence: the best so far are kept, the others join the linear state, and
-    cost is truly linear; 0: no limit, the salient tokens grow with the sequence."""
+    """Maximum number of salient tokens of a head over the whole sequence: the best so far stay, the others join the linear
+    state, and the cost is truly linear; 0: no limit, the salient tokens grow with the sequence."""
     selection: str = "key_norm"
     """Which tokens are salient: a name in SELECTIONS. The paper's is "self_saliency"."""
     select_per: str = "key_head"
     """"query_head" as published, or "key_head": heads that share keys share salient tokens, for that much less memory."""
     keep_first: bool = True
-    """Token 0 is salient whatever its score."""
+    """Make token 0 salient whatever its score."""
     merge: str = "exact"
-    """"exact": linear weights are scaled by exp(-row maximum) as the exact ones are; "released": they are not, as published.
-    Our default is the one that recovers more."""
+    """"exact": linear weights are scaled by exp(-row maximum) like the exact ones; "released": unscaled, as published. The
+    default is the one that recovers more."""
     linear_mass: int | None = 128
     """The linear branch counts as this many tokens at most: both of its sums are multiplied by min(1, linear_mass / n), n the
     tokens in them. Without it the branch outgrows the exact one on texts longer than those of training. None: as published."""
@@ -49,7 +49,7 @@ class HybridSettings:
     exact: bool = True
     """False: no exact branch at all, pure linear attention."""
     linear: bool = True
-    """False: no linear branch; what is neither salient nor in the window is forgotten."""
+    """False: no linear branch; tokens that are neither salient nor in the window are dropped."""
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -65,10 +65,10 @@ class HybridSettings:
             raise ValueError(f"linear_mass must be at least 1, got {self.linear_mass}; None means no limit")
         if not self.exact and not self.linear:
             raise ValueError("exact and linear must not both be off: nothing would be left to attend with")
-        # an unknown name is answered with the nearest ones
+        # an unknown name raises an error with the nearest ones
         SELECTIONS[self.selection]
         if FEATURE_MAPS[self.feature_map].streams != 1:
-            raise ValueError(f"feature_map must have one stream, got {self.feature_map!r}; polarity maps do not serve here")
+            raise ValueError(f"feature_map must have one stream, got {self.feature_map!r}; polarity maps are unsupported here")
         for option in self.map_options:
             if option not in map_options_of(self.feature_map):
                 raise unknown_name(f"option of {self.feature_map}:", option, map_options_of(self.feature_map))
@@ -82,32 +82,32 @@ class HybridSettings:
 
     @property
     def largest_store(self) -> int | None:
-        """Most salient tokens that a head may hold; None: no limit."""
+        """The most salient tokens that a head may hold; None: no limit."""
         return self.max_salient or None
 
     @property
     def is_bounded(self) -> bool:
-        """True if a head remembers no more of a longer text."""
+        """True if a head needs no more memory for a longer text."""
         return not self.exact or not self.salient_per_chunk or self.max_salient > 0
 
     @property
     def keeps_all(self) -> bool:
-        """True if every token stays exact and there is nothing else: softmax attention."""
+        """True if every token stays exact without a linear branch: softmax attention."""
         return self.exact and not self.linear and self.salient_per_chunk == self.chunk_size and not self.max_salient
 
     @property
     def rule(self) -> Selection:
-        """The rule that `selection` names; where every token is salient nothing is to be chosen."""
+        """The rule that `selection` names; if every token is salient, all scores are equal."""
         return EveryToken() if self.keeps_all else SELECTIONS[self.selection]()
 
     @property
     def stores_per_query_head(self) -> bool:
-        """True if query heads that share keys have stores of their own; where every token is kept these would be the same."""
+        """True if query heads that share keys have their own stores; if every token is kept these would be equal."""
         return self.select_per == "query_head" and not self.keeps_all
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether the scores of tokens in the window are part of the state: those that cannot be had from the token alone."""
+        """True if the state holds scores of the window's tokens, since they depend on more than the token."""
         return self.exact and self.salient_per_chunk > 0 and (self.rule.needs_window or self.rule.needs_scores)
 
 
@@ -117,11 +117,11 @@ HYBRID_METHODS: dict[str, dict[str, Any]] = {
     "linear": {"exact": False},
     "softmax": {"salient_per_chunk": -1, "linear": False, "gate": "none"},
 }
-"""Names of whole methods as changes of HybridSettings; -1 salient tokens stand for all of a chunk."""
+"""Whole methods as changes of HybridSettings; salient_per_chunk=-1 stands for all tokens of a chunk."""
 
 
 def hybrid_settings(method: str = "still", **changes: Any) -> HybridSettings:
-    """The settings of a method: "still", "window" (+ linear), "linear", "softmax"; any field may be changed."""
+    """Return the settings of a method: "still", "window" (+ linear), "linear", "softmax"; any field may be changed."""
     if not isinstance(method, str) or method not in HYBRID_METHODS:
         raise unknown_name("method", method, HYBRID_METHODS)
     known = {each.name for each in fields(HybridSettings)}
@@ -147,11 +147,11 @@ def linear_share(chunks: Tensor, settings: HybridSettings, dtype: torch.dtype) -
 
 
 def salient_tokens(length: int, settings: HybridSettings) -> int:
-    """Salient tokens of each head after `length` tokens, from all complete chunks except the one in the window."""
+    """Return the number of salient tokens of each head after `length` tokens; the two chunks of the window have none."""
     number = max(0, length // settings.chunk_size - 1) * settings.salient_per_chunk
     return number if settings.largest_store is None else min(number, settings.largest_store)
 
 
 def most_salient(lengths: Sequence[int], settings: HybridSettings) -> int:
-    """Salient tokens of a head in the longest of the samples."""
+    """Return the number of salient tokens of a head in the longest of the samples."""
     return max((salient_tokens(length, settings) for length in lengths), default=0)

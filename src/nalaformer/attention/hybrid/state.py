@@ -1,4 +1,4 @@
-"""What hybrid attention remembers: the window, the salient tokens, and the sums over all others."""
+"""The state of hybrid attention: the window, the salient tokens, and the linear state of all others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,15 +16,15 @@ class HybridState:
     """The state after `lengths` real tokens of each sample; l = chunk_size, S heads of the store, room for E salient tokens.
 
     keys, values: [B, S, 2l + E, D or V]   the window, then the store, so that a query meets both in one product. The window is
-                                           the chunk before the current one, and the current one; zeros where there is no token.
-                                           Heads of a group that choose for themselves have a window each
-    scores: [B, 2l, heads]                 of the window's tokens, where the rule cannot have them from the token alone
-    salient_scores: [B, S, E]              falling, -inf where there is no token
-    linear: sums over all older tokens that are not salient; its count is that of all tokens, `lengths` on the device
-    is_poisoned: [B] bool                  a token held NaN or infinity: nothing after it can be trusted
+                                           the previous chunk, then the current one; empty slots are zero. Heads that share
+                                           keys but have their own store have a window each
+    scores: [B, 2l, heads]                 of the window's tokens, if the rule needs more than the token
+    salient_scores: [B, S, E]              descending, -inf for empty entries
+    linear: state of all older tokens that are not salient; its count is that of all tokens, `lengths` on the device
+    is_poisoned: [B] bool                  a token held NaN or infinity, so all later outputs are NaN
     key_heads: heads of the keys, S or a divisor of it
 
-    Prompts make a new state and leave the old one alone; steps (stepping.py) write into the tensors where they are.
+    Prompts build a new state and leave the old one unchanged; steps (stepping.py) write into the tensors in place.
     """
 
     keys: Tensor
@@ -38,37 +38,37 @@ class HybridState:
 
     @property
     def count(self) -> Tensor:
-        """[B] int64, `lengths` on the device."""
+        """`lengths` on the device, [B] int64."""
         return self.linear.count
 
     @property
     def capacity(self) -> int:
-        """Salient tokens of a head that there is room for."""
+        """The number of salient tokens that a head has room for."""
         return self.salient_scores.shape[-1]
 
     @property
     def window(self) -> int:
-        """Places of the window: two chunks."""
+        """The number of slots of the window: two chunks."""
         return self.keys.shape[2] - self.capacity
 
     @property
     def salient_keys(self) -> Tensor:
-        """[B, S, E, D]."""
+        """The keys of the store, [B, S, E, D]."""
         return self.keys[:, :, self.window :]
 
     @property
     def salient_values(self) -> Tensor:
-        """[B, S, E, V]."""
+        """The values of the store, [B, S, E, V]."""
         return self.values[:, :, self.window :]
 
     @property
     def window_keys(self) -> Tensor:
-        """[B, 2l, K, D]."""
+        """The keys of the window, [B, 2l, K, D]."""
         return self._near(self.keys)
 
     @property
     def window_values(self) -> Tensor:
-        """[B, 2l, K, V]."""
+        """The values of the window, [B, 2l, K, V]."""
         return self._near(self.values)
 
     def _near(self, both: Tensor) -> Tensor:
@@ -79,12 +79,12 @@ class HybridState:
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
+        """Return all tensors by name."""
         return self._own() | {f"linear.{name}": tensor for name, tensor in self.linear.tensors().items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is remembered, including the room for what is to come."""
+        """The size of the state in bytes, including empty entries."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "HybridState":
@@ -92,19 +92,19 @@ class HybridState:
         return replace(self, **own, linear=LinearState(*map(change, self.linear.tensors().values())))
 
     def select(self, samples: Tensor | Sequence[int]) -> "HybridState":
-        """The states of some samples, in the given order and with repetitions: beam search reorders with it."""
+        """Return the states of some samples, in the given order and with repetitions, as beam search needs."""
         index = torch.as_tensor(samples, dtype=torch.int64, device=self.keys.device)
-        # where all are alike, which samples are taken is not asked of the device
+        # if all lengths are equal, the device is not asked which samples are taken
         is_uniform = len(set(self.lengths)) == 1
         lengths = self.lengths[:1] * len(index) if is_uniform else tuple(self.lengths[i] for i in index.tolist())
         return replace(self._mapped(lambda tensor: tensor.index_select(0, index)), lengths=lengths)
 
     def select_(self, samples: Tensor | Sequence[int]) -> None:
-        """The same in place, for as many samples as there are."""
+        """Select samples in place, as many as there are."""
         self.load_(self.select(samples))
 
     def detach(self) -> "HybridState":
-        """Cut the gradient between pieces of a sequence."""
+        """Return a state without gradients, to cut backpropagation through a sequence."""
         return self._mapped(torch.Tensor.detach)
 
     def clone(self) -> "HybridState":
@@ -114,7 +114,7 @@ class HybridState:
         return self._mapped(lambda tensor: tensor.to(device))
 
     def with_room(self, capacity: int) -> "HybridState":
-        """A copy with room for `capacity` salient tokens of a head; those beyond are cut off."""
+        """Return a copy with room for `capacity` salient tokens of a head; further ones are dropped."""
         linear = LinearState(*map(torch.clone, self.linear.tensors().values()))
         copy = replace(self, scores=self.scores.clone(), linear=linear, is_poisoned=self.is_poisoned.clone())
         copy._resize_(capacity)
@@ -126,7 +126,7 @@ class HybridState:
         self.salient_scores = _resized(self.salient_scores, capacity, -torch.inf)
 
     def load_(self, state: "HybridState") -> None:
-        """Go on from another state of as many samples, in the same memory: graphs that were captured stay right."""
+        """Copy another state of as many samples into the same memory, so that captured graphs stay valid."""
         new = state if state.capacity == self.capacity else state.with_room(self.capacity)
         pairs = list(zip(self.tensors().values(), new.tensors().values(), strict=True))
         for kept, value in pairs:
@@ -140,24 +140,24 @@ class HybridState:
         self.lengths = state.lengths
 
     def salient_after_step(self, settings: HybridSettings) -> int:
-        """Salient tokens of a head after one more token of each sample."""
+        """Return the number of salient tokens of a head after one more token of each sample."""
         return most_salient([length + 1 for length in self.lengths], settings)
 
     def make_room_(self, settings: HybridSettings) -> None:
-        """Room for one more token of each sample: a store that is full grows by an eighth, or to its cap."""
+        """Grow a full store by an eighth, or to its limit, if one more token of each sample needs room."""
         needed = self.salient_after_step(settings)
         if needed > self.capacity:
             larger = max(needed + settings.salient_per_chunk, self.capacity + self.capacity // 8)
             self._resize_(larger if settings.largest_store is None else min(larger, settings.largest_store))
 
     def advance(self) -> bool:
-        """Count a step on the host, after it; True: a roll must follow."""
+        """Count a step on the host after it has run; return True if a roll must follow."""
         self.lengths = tuple(length + 1 for length in self.lengths)
         return any(length % (self.window // 2) == 0 for length in self.lengths)
 
 
 def _resized(x: Tensor, places: int, empty: float) -> Tensor:
-    """x [B, S, E, ...] -> [B, S, places, ...]."""
+    """Return x with another number of entries: [B, S, E, ...] -> [B, S, places, ...]."""
     new = x.new_full((*x.shape[:2], places, *x.shape[3:]), empty)
     common = min(places, x.shape[2])
     new[:, :, :common] = x[:, :, :common]

@@ -1,15 +1,15 @@
-"""Decoding with hybrid attention in place: steps that write into a state where it is, fit for CUDA graphs.
+"""In-place decoding with hybrid attention: steps that write into the state and fit into CUDA graphs.
 
-`hybrid_step_` is one token of each sample, `roll_` what happens when chunks leave the window. Both ask nothing of the device
-and change no shape, so each can be captured once and replayed. When a roll is due is known from the lengths, on the host:
+`hybrid_step_` decodes one token of each sample; `roll_` moves the window when a chunk is full. Neither synchronizes with the
+device or changes a shape, so each can be captured once and replayed. The host knows from the lengths when a roll is due:
 
     state.make_room_(settings)  # or a state of fixed size, see `stepping_state`
     out = hybrid_step_(q, k, v, state=state, **given)  # or the replay of its graph
     if state.advance():
         roll_(state, **given)  # or the replay of its graph
 
-Samples may have different lengths; a roll then serves those whose chunk is full and leaves the others alone. The outputs are
-those of `recurrent_hybrid_attention`.
+Samples may have different lengths; a roll then changes only those whose chunk is full. The outputs are those of
+`recurrent_hybrid_attention`.
 """
 
 import torch
@@ -28,10 +28,10 @@ from .state import HybridState
 
 
 def stepping_state(state: HybridState, *, settings: HybridSettings, capacity: int | None = None) -> HybridState:
-    """A copy that steps never move. capacity: salient tokens of a head that there is room for.
+    """Return a copy of the state at fixed addresses. capacity: the salient tokens that a head has room for.
 
-    With `max_salient` set that is the room, and capacity may be left out; without, a longer text needs a larger capacity
-    (`salient_tokens` says which).
+    With `max_salient` set, that is the capacity, which may be omitted; without it, a longer text needs a larger capacity (see
+    `salient_tokens`).
     """
     if not settings.exact:
         raise ValueError("stepping is for hybrid attention, got exact=False; pure linear attention has recurrent_step_")
@@ -40,9 +40,11 @@ def stepping_state(state: HybridState, *, settings: HybridSettings, capacity: in
     if capacity is None:
         capacity = settings.largest_store
     if capacity is None:
-        raise ValueError("without max_salient the salient tokens grow with the text; say for how many of a head: capacity=...")
+        raise ValueError(
+            "capacity must be set if max_salient is not, since the store grows with the text, got None; pass capacity=..."
+        )
     if settings.largest_store not in (None, capacity):
-        raise ValueError(f"max_salient ({settings.largest_store}) is the capacity, got {capacity}; leave it out")
+        raise ValueError(f"max_salient ({settings.largest_store}) is the capacity, got {capacity}; omit capacity")
     held = most_salient(state.lengths, settings)
     if held > capacity:
         raise ValueError(f"capacity must hold the {held} salient tokens of the state, got {capacity}")
@@ -62,10 +64,10 @@ def hybrid_step_(
     scale: float | None = None,
     query_matrix: Tensor | None = None,
 ) -> Tensor:
-    """One token of each sample: the window takes it in, and its output is returned. Arguments as in `hybrid_attention`, N = 1.
+    """Decode one token of each sample into the window and return its output. Arguments as in `hybrid_attention`, N = 1.
 
-    `state.advance()` belongs after every step and, if it says so, `roll_` after that. There is no gradient.
-    query_matrix: what `query_matrix_of` says, for those who keep it; computed anew where it is needed and None.
+    Call `state.advance()` after every step and, if it returns True, `roll_`. There is no gradient.
+    query_matrix: the cached result of `query_matrix_of`; None: computed here if needed.
     """
     check_inputs(q, k, v, feature_map=feature_map, settings=settings, gate=gate, scores=scores, key_mask=None)
     if q.shape[1] != 1 or len(q) != len(state.lengths) or k.shape[2] != state.key_heads:
@@ -75,10 +77,10 @@ def hybrid_step_(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad(), outside_autocast(q):
-        # the step counts its token, and scores are noted of a window that holds it
+        # take the slot first, since the step counts its token
         before = _place(state, settings) if settings.keeps_scores else None
         if runs_kernels(q) and _fits_kernel(state):
-            # imported where used: Triton may be missing
+            # imported here, since Triton may be missing
             from ...ops.kernels.hybrid.step_op import hybrid_step
 
             sums: tuple[Tensor | None, ...] = (None, None, None, None)
@@ -100,7 +102,7 @@ def hybrid_step_(
 
 
 def query_matrix_of(feature_map: FeatureMap, heads: int) -> Tensor | None:
-    """[H, D, D]: what the kernel turns queries with, as the map's parameters are now; None: it does not compute this map."""
+    """Return the matrix with which the kernel maps queries, [H, D, D]; None: the kernel does not support this map."""
     if not isinstance(feature_map, NormPreserving) or feature_map.num_heads != heads:
         return None
     return feature_map.query_matrix().detach().contiguous()
@@ -120,7 +122,7 @@ def _plain(
     gate: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """The definition of a step, in plain torch."""
+    """Compute a step in plain torch."""
     dtype, heads = compute_dtype(q, k, v), state.keys.shape[1]
     slot, visible = _place(state, settings)
     for kept, new in ((state.keys, k), (state.values, v)):
@@ -146,7 +148,7 @@ def _plain(
 
 
 def _place(state: HybridState, settings: HybridSettings) -> tuple[Tensor, Tensor]:
-    """[B]: the slot of the token that comes; [B, 2l + E]: what it sees, the window from the sample's first and the store."""
+    """Return the slot of the new token, [B], and the slots that it sees in window and store, [B, 2l + E] bool."""
     size, count = settings.chunk_size, state.linear.count
     chunk, slot = (count // size)[:, None], size + count % size
     place = torch.arange(state.keys.shape[2], device=slot.device)
@@ -158,7 +160,7 @@ def _place(state: HybridState, settings: HybridSettings) -> tuple[Tensor, Tensor
 def _note_scores(
     state: HybridState, settings: HybridSettings, q: Tensor, scale: float, slot: Tensor, visible: Tensor, given: Tensor | None
 ) -> None:
-    """What the rule learns of the window's tokens from this one."""
+    """Add what this token contributes to the scores of the window's tokens."""
     rule, size = settings.rule, settings.chunk_size
     if rule.needs_scores:
         assert given is not None
@@ -179,9 +181,9 @@ def _note_scores(
 
 
 def roll_(state: HybridState, *, feature_map: FeatureMap, settings: HybridSettings) -> None:
-    """Chunks that leave the window: their salient tokens enter the store, all others the linear state, and the window moves on.
+    """Move the window on: salient tokens of leaving chunks enter the store, all others the linear state.
 
-    Of samples whose last token has filled its chunk; after the others nothing has changed.
+    Only samples whose last token has filled its chunk change.
     """
     size, count = settings.chunk_size, state.linear.count
     with torch.no_grad(), outside_autocast(state.keys):
@@ -211,12 +213,12 @@ def roll_(state: HybridState, *, feature_map: FeatureMap, settings: HybridSettin
 
 
 def _leaving(keys: Tensor, values: Tensor, counts: Tensor) -> Leaving:
-    """Tokens [B, S, n, *] of which some count, [B, S, n]."""
+    """Return tokens [B, S, n, *], of which those with counts [B, S, n] are real."""
     return Leaving(keys.transpose(1, 2), values.transpose(1, 2), counts.transpose(1, 2), keys.shape[2])
 
 
 def _enter_store(state: HybridState, keys: Tensor, values: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The best of old and new stay, in falling order; the others are returned, with whether each of them is a token."""
+    """Keep the best of old and new entries, in descending order; return the others, and which of them are tokens."""
     together = torch.cat((state.salient_scores, scores), dim=-1)
     stays, goes = best(together, state.capacity)
     gone = []

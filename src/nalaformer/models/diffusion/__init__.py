@@ -1,4 +1,4 @@
-"""Diffusion transformers: the network, which needs torch alone, and what diffusers makes of it."""
+"""Diffusion transformers: the network, which needs only torch, and its diffusers model and pipeline."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .model import NaLaDiT
     from .pipeline import NaLaDiTPipeline
 
-# made of parts of diffusers, which takes seconds to import and which training does without
+# these import diffusers, which takes seconds and which training does not need
 WITH_DIFFUSERS = {"NaLaDiT": "model", "NaLaDiTPipeline": "pipeline"}
 
 
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
 
 def need_diffusers() -> None:
-    """Say what brings diffusers where it is missing."""
+    """Raise ModuleNotFoundError with the install command if diffusers is missing."""
     try:
         import diffusers  # noqa: F401
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The diffusion transformer as diffusers knows models: with a config, saved and loaded, called with its argument names."""
+"""The diffusion transformer as a diffusers model: configured, saved, loaded and called like its own."""
 
 from os import PathLike
 from typing import Any
@@ -14,11 +14,11 @@ from .objectives import OBJECTIVES
 
 
 class NaLaDiT(ModelMixin, DiffusionTransformer, ConfigMixin):
-    """A DiffusionTransformer that diffusers saves, loads and calls; the arguments are those of the network, and
+    """A DiffusionTransformer that diffusers saves, loads and calls. Arguments are those of the network, and
 
-    objective: what it was trained for, "ddpm" or "flow"; it decides which samplers fit, and learned_variance.
-    height, width: of the images that it makes unless told, in its own pixels (those of latents where it makes latents).
-    class_names: of its labels, so that images can be asked for by name.
+    objective: the training objective, "ddpm" or "flow"; it decides which samplers fit, and learned_variance.
+    height, width: the default size of its images, in its own pixels (those of latents if it generates latents).
+    class_names: names of its labels, by which images can be requested.
     """
 
     _supports_gradient_checkpointing = True
@@ -44,7 +44,7 @@ class NaLaDiT(ModelMixin, DiffusionTransformer, ConfigMixin):
         width: int = 32,
         class_names: list[str] | None = None,
     ) -> None:
-        # ModelMixin's own initialiser would go on to the network's without its arguments
+        # ModelMixin's initializer would call the network's without its arguments
         DiffusionTransformer.__init__(
             self,
             depth=depth,
@@ -65,14 +65,14 @@ class NaLaDiT(ModelMixin, DiffusionTransformer, ConfigMixin):
 
     @classmethod
     def from_size(cls, name: str, **options: Any) -> "NaLaDiT":
-        """The published layout of that name, "dit_s2" .. "dit_xl8"; options change it."""
+        """Build the published layout of that name, "dit_s2" .. "dit_xl8"; options change it."""
         return cls(**(layout_of(name) | options))
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | PathLike[str], *, output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """Load as diffusers does, but refuse weights that are missing, unexpected or not finite."""
+        """Load as diffusers does, but reject weights that are missing, unexpected or not finite."""
         with without_warnings("diffusers.models.modeling_utils"):
             model, found = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **options)
         check_names(found["missing_keys"], found["unexpected_keys"], pretrained_model_name_or_path)
@@ -82,7 +82,7 @@ class NaLaDiT(ModelMixin, DiffusionTransformer, ConfigMixin):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor, return_dict: bool = True
     ) -> Transformer2DModelOutput | tuple[Tensor]:
-        """As diffusers' DiT is called: images [B, C, H, W], times in 0..1000 [] or [B], labels [B]."""
+        """Predict with diffusers' DiT signature: images [B, C, H, W], times in 0..1000 [] or [B], labels [B]."""
         times = timestep.expand(len(hidden_states))
         sample = self.predict(hidden_states, times, class_labels)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)

@@ -1,4 +1,4 @@
-"""The diffusion transformer (DiT): patches of a noisy image, told its time and class, with any attention of the library."""
+"""The diffusion transformer (DiT) on patches of a noisy image, given time and class, with any attention of the library."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,24 +22,24 @@ LAYOUTS: dict[str, dict[str, int]] = {
     for patch in PATCH_SIZES
 }
 TIME_FREQUENCIES = 256
-# sin-cos positions and noise times turn at 10000^-t
+# sin-cos positions and times rotate at speeds BASE^-t
 BASE = 10000.0
 
 
 def layout_of(name: str) -> dict[str, int]:
-    """Depth, channels, heads and patch size of a name such as "dit_s2"."""
+    """Return depth, channels, heads and patch size of a name such as "dit_s2"."""
     if name not in LAYOUTS:
         raise unknown_name("diffusion transformer", name, LAYOUTS)
     return dict(LAYOUTS[name])
 
 
 class DiffusionTransformer(nn.Module):
-    """Noisy images [B, C, H, W], times [B] in 0..1000 and labels [B] -> [B, C or 2 C, H, W].
+    """Predict from noisy images [B, C, H, W], times [B] in 0..1000 and labels [B] -> [B, C or 2 C, H, W].
 
     tokens = patches W + sin-cos positions; blocks with adaLN-Zero, c = embed(time) + embed(label); a linear layer back to
-    pixels. H and W are any multiples of the patch size. With learned_variance the second C channels say where the variance
-    of a denoising step lies between its bounds. In training each label becomes "no class" with probability class_dropout,
-    for classifier-free guidance; class_dropout=0 leaves "no class" out.
+    pixels. H and W are any multiples of the patch size. With learned_variance the second C channels interpolate the variance
+    of a denoising step between its bounds. In training each label becomes "no class" with probability class_dropout, for
+    classifier-free guidance; class_dropout=0 removes "no class".
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DiffusionTransformer(nn.Module):
             raise ValueError(f"class_dropout must be at least 0 and below 1, got {class_dropout}; DiT has 0.1")
         config = configure(attention, dict(attention_options or {}))
         if config.causal:
-            raise ValueError("every patch of an image sees every other: leave causal at False in attention_options")
+            raise ValueError("attention over an image must not be causal, got causal=True; remove it from attention_options")
         self.patch_size, self.channels, self.num_classes, self.class_dropout = patch_size, channels, num_classes, class_dropout
         self.out_channels = channels * (2 if learned_variance else 1)
         self.gradient_checkpointing = False
@@ -89,12 +89,12 @@ class DiffusionTransformer(nn.Module):
 
     @property
     def no_class(self) -> int | None:
-        """The label of images of no class; None if the network was made without."""
+        """The label of images without a class; None if the network has no such label."""
         return self.num_classes if self.class_dropout else None
 
     @torch.no_grad()
     def _start(self) -> None:
-        """Initialise as DiT does: every block is the identity, and the output is zero."""
+        """Initialize as DiT does: every block is the identity, and the output is zero."""
         for linear in (module for module in self.modules() if isinstance(module, nn.Linear)):
             nn.init.xavier_uniform_(linear.weight)
             if linear.bias is not None:
@@ -112,11 +112,11 @@ class DiffusionTransformer(nn.Module):
         return self.predict(images, times, labels)
 
     def predict(self, images: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """What the class describes. Samplers call this, since a subclass may have another forward."""
+        """Predict as the class describes. Samplers call this, since a subclass may have another forward."""
         grid = self._checked_grid(images, times, labels)
         tokens = self.patches(images).flatten(2).transpose(1, 2)
         positions = kept_positions(*grid, tokens.shape[-1], device=tokens.device)
-        # under autocast the sum over the blocks stays in the precision of the weights
+        # under autocast the sum over the blocks keeps the precision of the weights
         tokens = tokens + positions.to(self.patches.weight.dtype)
         condition = self.time(time_waves(times).to(self.classes.weight.dtype)) + self.classes(self._dropped(labels))
         for block in self.blocks:
@@ -128,15 +128,15 @@ class DiffusionTransformer(nn.Module):
         return as_pixels(self.pixels(modulated(tokens, shift, scale)), grid, self.patch_size)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass instead of keeping what they computed."""
+        """Recompute blocks in the backward pass instead of retaining their activations."""
         self.gradient_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Position tables and the parameters of feature maps (powers, scales, angles)."""
+        """Return the names of position tables and of parameters of feature maps (powers, scales, angles)."""
         return {name for name, _ in self.named_parameters() if set(name.split(".")[:-1]) & {"table", "map"}}
 
     def check_labels(self, labels: Tensor) -> None:
-        """Refuse labels out of range. Reads them, so a device must finish first: samplers ask once, training never."""
+        """Reject labels out of range. This waits for the device, so samplers call it once and training never."""
         rows = self.classes.num_embeddings
         if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < rows:
             also = f", or {self.no_class} for no class" if self.class_dropout else ""
@@ -163,7 +163,7 @@ class DiffusionTransformer(nn.Module):
 
 
 class ModulatedBlock(nn.Module):
-    """x += gate1 * attention(modulated norm x); x += gate2 * feed_forward(modulated norm x): adaLN-Zero, tokens [B, N, C]."""
+    """x += gate1 * attention(modulate(norm x)); x += gate2 * feed_forward(modulate(norm x)): adaLN-Zero, tokens [B, N, C]."""
 
     def __init__(self, attention: AttentionConfig, *, dim: int, num_heads: int, hidden: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class ModulatedBlock(nn.Module):
 
 
 class Modulation(nn.Module):
-    """Condition [B, C] -> so many vectors [B, 1, C]; all zero at the start."""
+    """Map a condition [B, C] to `count` vectors [B, 1, C], all zero at initialization."""
 
     def __init__(self, dim: int, count: int) -> None:
         super().__init__()
@@ -192,26 +192,26 @@ class Modulation(nn.Module):
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """norm(x) (1 + scale) + shift over the channels."""
+    """Return norm(x) (1 + scale) + shift over the channels."""
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
 def as_pixels(tokens: Tensor, grid: tuple[int, int], patch_size: int) -> Tensor:
-    """[B, N, p p C] -> [B, C, H p, W p]; the channels of a pixel lie side by side in its token, as DiT has them."""
+    """Return tokens as images, [B, N, p p C] -> [B, C, H p, W p]; a pixel's channels are adjacent in its token, as in DiT."""
     image = tokens.unflatten(2, (patch_size, patch_size, -1)).unflatten(1, grid)  # [B, H, W, p, q, C]
     return image.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
 def time_waves(times: Tensor) -> Tensor:
-    """cos and sin of the times [B] at 128 speeds, float32 [B, 256]."""
+    """Return cos and sin of the times [B] at 128 frequencies, float32 [B, 256]."""
     speeds = BASE ** (-torch.arange(TIME_FREQUENCIES // 2, device=times.device, dtype=torch.float32) / (TIME_FREQUENCIES // 2))
     angles = times.float()[:, None] * speeds
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 def sin_cos_positions(height: int, width: int, dim: int, *, device: torch.device | str | None = None) -> Tensor:
-    """[height * width, dim]: sines and cosines of the column in the first half, of the row in the second, as DiT has them."""
-    # float64, as the published tables were made; Apple GPUs lack it
+    """Return [height * width, dim]: sines and cosines of the column in the first half, of the row in the second, as in DiT."""
+    # the published tables were computed in float64, which Apple GPUs lack
     precise = torch.float32 if device is not None and torch.device(device).type == "mps" else torch.float64
     speeds = BASE ** (-torch.arange(dim // 4, dtype=precise, device=device) / (dim // 4))
 
@@ -224,7 +224,7 @@ def sin_cos_positions(height: int, width: int, dim: int, *, device: torch.device
     return both.flatten(0, 1).float()
 
 
-# every step of a sampler asks for them
+# every step of a sampler uses them
 kept_positions: Callable[..., Tensor] = kept(sin_cos_positions, maxsize=16)
 
 

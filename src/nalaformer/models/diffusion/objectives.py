@@ -1,4 +1,4 @@
-"""What a diffusion transformer is trained for: to predict noise (DDPM, with a learned variance as in DiT) or a flow."""
+"""Training objectives: prediction of noise (DDPM, with a learned variance as in DiT) or of a flow."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """For each image [B]: what is minimised, and the mean squares of the prediction's error and of its target."""
+    """For each image [B]: the loss, and the mean squares of the prediction's error and of its target."""
 
     loss: Tensor
     error: Tensor
@@ -27,15 +27,15 @@ class Errors:
 
 
 class Objective(Protocol):
-    """How noise of a level is added, and what the network is to say of it."""
+    """A noise schedule and the loss of the network's prediction."""
 
     learned_variance: bool
-    """True: the network's output is twice as wide."""
+    """True if the network's output is twice as wide."""
     samplers: tuple[str, ...]
-    """Those that fit, the usual one first."""
+    """The samplers that fit, the default first."""
 
     def errors(self, predict: Predict, images: Tensor, labels: Tensor, noise: Tensor, levels: Tensor) -> Errors:
-        """images and noise [B, C, H, W]; levels [B] in 0..1, from clean to noise."""
+        """Return the errors for images and noise [B, C, H, W]; levels [B] in 0..1, from clean to noise."""
 
 
 OBJECTIVES: Registry[Objective] = Registry("objective")
@@ -65,7 +65,7 @@ class NoisePrediction:
         apart = mean_weight * (predicted.detach() - noise)
         bound = gaussian_divergence(apart, smallest, log_variance)
         likelihood = -eight_bit_log_likelihood(images, apart, log_variance)
-        # the last step gives pixels, and is judged by their likelihood
+        # the last step gives pixels, so its bound is their likelihood
         bound = torch.where((times == 0)[:, None, None, None], likelihood, bound)
         loss = error + bound.mean((1, 2, 3)) / math.log(2)
         return Errors(loss=loss, error=error, power=noise.square().mean((1, 2, 3)))
@@ -89,14 +89,14 @@ OBJECTIVES.register("flow")(FlowMatching())
 
 
 def noise_tables(*, device: torch.device) -> Tensor:
-    """[5, 1000] float32: sqrt(a), sqrt(1 - a), weight of noise in the posterior mean, log beta, log posterior variance."""
+    """Return sqrt(a), sqrt(1 - a), weight of noise in the posterior mean, log beta, log posterior variance: [5, 1000]."""
     betas = torch.linspace(FIRST_BETA, LAST_BETA, TRAINED_STEPS, dtype=torch.float64)
     signal = (1 - betas).cumprod(0)
     before = torch.cat((torch.ones(1, dtype=torch.float64), signal[:-1]))
-    # x_0 = (x_t - sqrt(1 - a) noise) / sqrt(a), and the posterior mean holds beta sqrt(a before) / (1 - a) of it
+    # x_0 = (x_t - sqrt(1 - a) noise) / sqrt(a), with the factor beta sqrt(a before) / (1 - a) in the posterior mean
     mean_weight = betas * before.sqrt() / (1 - signal) * (1 / signal - 1).sqrt()
     posterior = betas * (1 - before) / (1 - signal)
-    # the first is zero; its neighbour stands for it, as in DiT
+    # the first is zero and is replaced by its neighbor, as in DiT
     posterior[0] = posterior[1]
     rows = (signal.sqrt(), (1 - signal).sqrt(), mean_weight, betas.log(), posterior.log())
     return torch.stack(rows).float().to(device)
@@ -106,17 +106,17 @@ kept_noise_tables: Callable[..., Tensor] = kept(noise_tables, maxsize=4)
 
 
 def gaussian_divergence(apart: Tensor, log_variance: Tensor, other: Tensor) -> Tensor:
-    """KL divergence of normal distributions in nats, from one to the other, whose means are so far apart."""
+    """Return the KL divergence in nats between normal distributions whose means are `apart`."""
     return 0.5 * (other - log_variance - 1 + (log_variance - other).exp() + apart.square() * (-other).exp())
 
 
 def eight_bit_log_likelihood(images: Tensor, apart: Tensor, log_variance: Tensor) -> Tensor:
-    """Log probability of each pixel's bin, 2 / 255 wide, under a normal distribution whose mean lies `apart` below the pixel.
+    """Return the log probability of each pixel's bin, 2 / 255 wide, under a normal distribution with mean pixel - `apart`.
 
-    The outermost bins have no end.
+    The outermost bins are unbounded.
     """
     sharpness, half = (-0.5 * log_variance).exp(), 1 / 255
-    # by symmetry both ends lie in the lower tail, where small probabilities keep their digits
+    # by symmetry both ends can lie in the lower tail, where small probabilities keep their digits
     far = apart.abs()
     inner = normal_cdf(sharpness * (half - far)) - normal_cdf(sharpness * (-half - far))
     white, black = normal_cdf(sharpness * (half - apart)), normal_cdf(sharpness * (half + apart))
@@ -125,5 +125,5 @@ def eight_bit_log_likelihood(images: Tensor, apart: Tensor, log_variance: Tensor
 
 
 def normal_cdf(x: Tensor) -> Tensor:
-    """Probability below x; torch's ndtr is 1 + erf, which has no digits left at -5 in float32."""
+    """Return the probability below x; torch's ndtr is 1 + erf, which has no digits left at -5 in float32."""
     return 0.5 * torch.erfc(-x / math.sqrt(2))

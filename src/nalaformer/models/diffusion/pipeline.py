@@ -1,4 +1,4 @@
-"""Images by label, from a trained network: saved and loaded as diffusers' pipelines are."""
+"""A diffusers pipeline that generates images by label from a trained network."""
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -15,16 +15,16 @@ from .model import NaLaDiT
 from .samplers import denoise, to_rgb
 
 INDEX = "model_index.json"
-# which class each part of a pipeline is of, as save_pretrained names them in the index; a part that is not there has none
+# the library and class of each part, as save_pretrained writes them into the index; a missing part has none
 PARTS: dict[str, tuple[str, str]] = {"transformer": ("nalaformer", "NaLaDiT"), "vae": ("diffusers", "AutoencoderKL")}
 
 
 class NaLaDiTPipeline(DiffusionPipeline):
-    """A NaLaDiT and, where it makes latents, the autoencoder that turns them into images.
+    """A NaLaDiT and, if it generates latents, the autoencoder that decodes them into images.
 
-    save_pretrained(folder) writes both; NaLaDiTPipeline.from_pretrained(folder) reads them, and nothing else: no code of the
-    folder, and nothing from the network. diffusers' own DiffusionPipeline.from_pretrained looks for classes in diffusers alone
-    and does not find this one.
+    save_pretrained(folder) writes both; NaLaDiTPipeline.from_pretrained(folder) reads them, runs no code of the folder and
+    downloads nothing. diffusers' own DiffusionPipeline.from_pretrained looks for classes in diffusers alone and does not find
+    this one.
     """
 
     _optional_components = ["vae"]
@@ -37,12 +37,12 @@ class NaLaDiTPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> "NaLaDiTPipeline":
-        """The pipeline that save_pretrained wrote there; options as in diffusers."""
+        """Load the pipeline that save_pretrained wrote to a local folder; options as in diffusers."""
         check_pipeline_folder(Path(folder))
         return super().from_pretrained(folder, **{"local_files_only": True, **options})
 
     def __call__(self, labels: Sequence[int | str] | Tensor, **options: Any) -> ImagePipelineOutput:
-        """`sample` with Pillow's images, as diffusers' pipelines give them: pipeline(["circle"]).images[0].save(...)."""
+        """Sample images for Pillow, as diffusers' pipelines do: pipeline(["circle"]).images[0].save(...)."""
         from PIL import Image
 
         pixels = self.sample(labels, **options).permute(0, 2, 3, 1).numpy()
@@ -60,10 +60,10 @@ class NaLaDiTPipeline(DiffusionPipeline):
         width: int = 0,
         advance: Callable[[float], object] = lambda images: None,
     ) -> Tensor:
-        """uint8 RGB [N, 3, H, W] on the host, an image for each label, by number or name.
+        """Sample an image for each label, by number or name: uint8 RGB [N, 3, H, W] on the CPU.
 
-        Image i follows from (seed, i), whatever is made beside it. height, width: 0 as trained; of a latent model those of the
-        latents. The other options as in `samplers.denoise`.
+        Image i depends on (seed, i) alone. height, width: 0 for the trained size; a latent model counts latents. The other
+        options are those of `samplers.denoise`.
         """
         config = self.transformer.config
         if seed < 0:
@@ -87,13 +87,13 @@ class NaLaDiTPipeline(DiffusionPipeline):
         return to_rgb(images).cpu()
 
     def numbers_of(self, labels: Sequence[int | str] | Tensor) -> list[int]:
-        """The numbers of classes that are given by number or name."""
+        """Return the numbers of classes that are given by number or name."""
         if isinstance(labels, str | Integral) or (isinstance(labels, Tensor) and labels.dim() != 1):
             raise ValueError(f"labels must be a list with one for each image, got {labels!r}; write [{labels!r}] for one image")
         return [self.number_of(label) for label in (labels.tolist() if isinstance(labels, Tensor) else labels)]
 
     def number_of(self, label: int | str) -> int:
-        """The number of a class, given by number or name."""
+        """Return the number of a class, given by number or name."""
         names = self.transformer.config.class_names or []
         if label in names:
             return names.index(label)
@@ -104,14 +104,14 @@ class NaLaDiTPipeline(DiffusionPipeline):
 
 @torch.no_grad()
 def decode(autoencoder: AutoencoderKL, latents: Tensor) -> Tensor:
-    """Scaled latents [N, C, h, w] -> images [N, 3, H, W], about in -1..1, one by one: pixels take more memory than latents."""
+    """Decode scaled latents [N, C, h, w] to images [N, 3, H, W], about in -1..1, one by one, since pixels need more memory."""
     config = autoencoder.config
     shift = config.shift_factor or 0.0
     return torch.cat([autoencoder.decode(each[None] / config.scaling_factor + shift).sample for each in latents])
 
 
 def check_channels(autoencoder: AutoencoderKL | None, channels: int) -> None:
-    """Refuse an autoencoder whose latents are not those of the network; without one the network must make pixels."""
+    """Reject an autoencoder with other channels than the network's latents; without one the network must generate pixels."""
     if autoencoder is None:
         if channels not in (1, 3):
             raise ValueError(
@@ -132,7 +132,7 @@ def check_channels(autoencoder: AutoencoderKL | None, channels: int) -> None:
 
 
 def check_pipeline_folder(folder: Path) -> None:
-    """Refuse a folder by which diffusers would run code: some of its releases import what the index names, or files beside."""
+    """Reject a folder from which some releases of diffusers would run code: modules in the index, or .py files."""
     index = folder / INDEX
     if not index.is_file():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a sampler asks of a network: its prediction under guidance, as a CUDA graph where the host would be the limit."""
+"""The prediction of a network under guidance, as a CUDA graph if launches would be the limit."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,16 @@ from ...ops.graphs import NotCapturable, captured
 from ...watched_modules import is_watched
 from .network import DiffusionTransformer
 
-# up to so many tokens Python is slower than a GPU; capturing a graph costs about four steps
+# up to this many tokens Python is slower than a GPU; capturing a graph costs about four steps
 MOST_TOKENS_OF_GRAPH, FEWEST_CALLS_OF_GRAPH = 16_384, 10
 
 
 def prediction(
     network: DiffusionTransformer, images: Tensor, labels: Tensor, guidance: float, *, calls: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """guided for images like these, to be called with images and a time: a CUDA graph where the host would be the limit.
+    """Return a function of images and a time that predicts with guidance, as a CUDA graph if launches would be the limit.
 
-    calls: how many will follow.
+    calls: the number of calls that will follow.
     """
 
     def eager(images: Tensor, time: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def prediction(
 
     tokens = images[:, 0].numel() // network.patch_size**2 * (1 if guidance == 1 else 2)
     is_worth_it = calls >= FEWEST_CALLS_OF_GRAPH and tokens <= MOST_TOKENS_OF_GRAPH
-    # a replay calls no hooks, draws no dropout and reads no weights that autocast converts for a while
+    # a replay calls no hooks, draws no dropout and does not see weights that autocast converts
     is_plain = not (network.training or any(map(is_watched, network.modules())) or torch.is_autocast_enabled("cuda"))
     if images.device.type != "cuda" or not is_worth_it or not is_plain:
         return eager
@@ -44,14 +44,14 @@ def prediction(
         kept_images.copy_(images)
         kept_time.copy_(time)
         replay()
-        # multistep samplers keep what they are given
+        # clone: multistep samplers retain the predictions
         return outputs[0].clone()
 
     return replayed
 
 
 def guided(network: DiffusionTransformer, images: Tensor, time: Tensor, labels: Tensor, guidance: float) -> Tensor:
-    """The network's prediction under guidance; a variance is that of the class."""
+    """Return the network's prediction under guidance, with the variance of the class."""
     times = time.expand(len(images))
     if guidance == 1:
         return network.predict(images, times, labels)

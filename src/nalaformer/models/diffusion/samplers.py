@@ -1,4 +1,4 @@
-"""Samplers of diffusers by name, and images from a network: noise, denoised step by step under guidance."""
+"""Samplers of diffusers by name, and the loop that denoises images under guidance."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ from .network import DiffusionTransformer, check_size
 from .objectives import FIRST_BETA, LAST_BETA, OBJECTIVES, TRAINED_STEPS
 from .prediction import prediction
 
-# one latent image of 65,536 tokens is as much as 64 small ones
+# one latent image of 65,536 tokens costs as much as 64 small ones
 MOST_TOKENS_AT_ONCE = 65_536
 
 
 class LearnedRangeDDPM(diffusers.DDPMScheduler):
     """diffusers' ancestral sampler with the learned variance in its bounds for any number of steps.
 
-    The upper bound is the beta of the step that is taken, 1 - a_t / a_before; diffusers takes that of a step of 1000 always.
-    The last step, which gives the image, adds no noise; diffusers leaves it out at time 0 alone, which only 1000 steps reach.
+    The upper bound is the beta of the current step, 1 - a_t / a_before, while diffusers always uses that of a step of 1000. The
+    last step adds no noise, while diffusers skips the noise only at time 0, which only 1000 steps reach.
     """
 
     def _get_variance(self, t: int, predicted_variance: Tensor | None = None, variance_type: str | None = None) -> Tensor:
@@ -41,9 +41,9 @@ class LearnedRangeDDPM(diffusers.DDPMScheduler):
 
 
 class ConnectedDDIM(diffusers.DDIMScheduler):
-    """diffusers' deterministic sampler with steps that end where the next begins, however many there are.
+    """diffusers' deterministic sampler whose steps end where the next begins, for any number of steps.
 
-    diffusers goes back by 1000 // steps each time: 1 of 600 steps, whose times lie 5/3 apart, so that noise stays.
+    diffusers always goes back by 1000 // steps: by 1 with 600 steps, whose times lie 5/3 apart, so that noise stays.
     x_before = sqrt(a_before) x_0 + sqrt(1 - a_before) noise, x_0 = (x_t - sqrt(1 - a_t) noise) / sqrt(a_t).
     """
 
@@ -59,7 +59,7 @@ class ConnectedDDIM(diffusers.DDIMScheduler):
 
 
 def make_sampler(name: str, objective: str, *, clip: bool) -> Any:
-    """The sampler of that name for networks of the objective; clip: keep the estimated image in -1..1 on the way."""
+    """Build the sampler of that name for networks of the objective; clip: clamp the estimated image to -1..1 in each step."""
     fitting = OBJECTIVES[objective].samplers
     if name not in fitting:
         owner = next((each for each in OBJECTIVES.names() if name in OBJECTIVES[each].samplers), None)
@@ -74,7 +74,7 @@ def make_sampler(name: str, objective: str, *, clip: bool) -> Any:
         "beta_start": FIRST_BETA,
         "beta_end": LAST_BETA,
         "beta_schedule": "linear",
-        # the first step starts from noise alone, however few there are
+        # the first step starts from pure noise, however few steps there are
         "timestep_spacing": "trailing",
     }
     if name == "ddpm":
@@ -104,11 +104,11 @@ def denoise(
     seeds: Sequence[Sequence[int]],
     advance: Callable[[float], object] = lambda images: None,
 ) -> Tensor:
-    """Images [N, C, height, width] of the labels [N], float32; each follows from its own seed, whatever is made beside it.
+    """Sample images [N, C, height, width] of the labels [N], float32; each depends on its own seed, not on the others.
 
-    guidance: prediction = p(no class) + guidance (p(class) - p(no class)); 1 asks for the class alone, in half the time.
-    sampler: a name; empty: the usual one. advance: told after each step how many more images are done, in fractions. Devices
-    sum in orders of their own: another device, or another number of images at once, gives the same images up to rounding.
+    guidance: prediction = p(no class) + guidance (p(class) - p(no class)); 1 uses the class alone, in half the time.
+    sampler: a name; empty: the default. advance: called after each step with the fraction of images that it completes. Devices
+    sum in different orders: another device, or another batch size, gives the same images up to rounding.
     """
     check_size(height, width, network.patch_size)
     network.check_labels(labels)
@@ -145,7 +145,7 @@ def _denoised(
 ) -> Tensor:
     parameter = next(network.parameters())
     device, labels = parameter.device, labels.to(parameter.device)
-    # drawn on the host, one stream an image: the same on every device and in every batch
+    # drawn on the CPU with one generator per image, so that they are the same on every device and in every batch
     generators = [torch.Generator().manual_seed(first_word(seed)) for seed in seeds]
     images = torch.stack([torch.randn(shape, generator=each) for each in generators]).to(device)
     set_times(schedule, steps, device)
@@ -158,31 +158,31 @@ def _denoised(
         # only the ancestral sampler reads the variance
         told = output if is_random else output[:, : network.channels]
         images = schedule.step(told, time, images, **options).prev_sample
-        # some samplers ask the network twice a step
+        # some samplers call the network twice a step
         advance(len(images) / len(schedule.timesteps))
     return images.float()
 
 
 def set_times(schedule: Any, steps: int, device: torch.device) -> None:
-    """Tell a sampler of diffusers its steps, of times from 999 (of a flow 1000) down to 0 or above."""
+    """Set the steps of a diffusers sampler, with times from 999 (of a flow 1000) down to 0 or above."""
     if isinstance(schedule, diffusers.FlowMatchEulerDiscreteScheduler):
-        # equal ones; diffusers' go to 0.001 in all but the last, which then has nothing to do: two steps were one
+        # equal steps; diffusers' reach 0.001 one step early, so that the last does nothing and two steps are one
         schedule.set_timesteps(sigmas=[1 - step / steps for step in range(steps)], device=device)
         return
     if isinstance(schedule, diffusers.FlowMatchHeunDiscreteScheduler):
-        # the same; the last is an Euler step, since nobody knows a velocity at time 0
+        # equal steps here too; the last is an Euler step, since the velocity at time 0 is unknown
         schedule.sigma_min = 1 / steps
     schedule.set_timesteps(steps, device=device)
     if schedule.timesteps.min() < 0:
-        # 1000 - steps * (1000 / steps) is above zero by rounding, as of 61 steps, and became a time of -1
+        # 1000 - steps * (1000 / steps) can round to above zero, as for 61 steps, and would become a time of -1
         schedule.set_timesteps(steps * (1 - 1e-12), device=device)
 
 
 def first_word(seed: Sequence[int]) -> int:
-    """A seed for torch from several whole numbers, at least 0."""
+    """Return a seed for torch from several whole numbers, at least 0."""
     return int(np.random.SeedSequence(tuple(seed)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def to_rgb(images: Tensor) -> Tensor:
-    """[N, 1 or 3, H, W] in -1..1 -> uint8 [N, 3, H, W]."""
+    """Convert images [N, 1 or 3, H, W] in -1..1 to uint8 [N, 3, H, W]."""
     return ((images + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).expand(-1, 3, -1, -1)

@@ -1,6 +1,6 @@
-"""Pretrained decoders with hybrid attention in place of theirs, as transformers loads and runs them.
+"""Pretrained decoders with hybrid attention in place of their own, loaded and run by transformers.
 
-Importing this package registers them: AutoConfig and AutoModelForCausalLM then know their folders.
+Importing this package registers them, so that AutoConfig and AutoModelForCausalLM load their folders.
 """
 
 from .config import HybridConfig

@@ -1,9 +1,8 @@
 """Hybrid attention inside a pretrained attention module.
 
-The module goes on to project, normalise and rotate as its authors wrote it; what it calls with queries, keys and values is
-ours. So one wrapper serves all families, and nothing of theirs is repeated here. Two doors of transformers make that possible:
-the function that attends and the function that makes masks are looked up by name, and arguments that a module does not know
-go through to the former.
+The module still projects, normalizes and rotates as its authors wrote it, and then calls our attention with queries, keys and
+values. One wrapper thus supports all families without repeating their code. Two interfaces of transformers allow this: it
+looks up the attention function and the mask function by name, and a module passes unknown arguments on to the former.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,27 +21,27 @@ from ...ops import compute_dtype
 from .cache import HybridCache
 
 INTERFACE = "nala_hybrid"
-# attention that ours does not compute, by the arguments in which modules pass it on
+# variants that our attention does not support, by the argument in which modules pass them
 FOREIGN = {"softcap": "capped logits", "s_aux": "sinks", "sliding_window": "a sliding window of its own"}
 
 
 @dataclass
 class Transfer:
-    """What a layer's student makes of its teacher in one pass."""
+    """The losses of a layer's student against its teacher in one pass."""
 
     squared_error: Tensor
-    """Mean over head outputs, with gradient."""
+    """The mean squared error over head outputs, with gradient."""
     teacher_square: Tensor
-    """Mean square of the teacher's outputs: what the error is a part of."""
+    """The mean square of the teacher's outputs, by which the error is divided."""
     scorer_loss: Tensor | None
     """The loss of the scorer; None without a learned selection."""
 
 
 class ConvertedAttention(nn.Module):
-    """A pretrained attention module whose tokens attend by hybrid attention.
+    """A pretrained attention module that attends by hybrid attention.
 
-    mode "hybrid": as converted; "softmax": as it was, without a cache; "transfer": as it was, and the hybrid beside it is
-    compared (`transferred`).
+    mode "hybrid": as converted; "softmax": the original without a cache; "transfer": the original, with the hybrid compared to
+    it (`transferred`).
     """
 
     def __init__(self, original: nn.Module, hybrid: HeadGroups, *, layer: int) -> None:
@@ -51,10 +50,10 @@ class ConvertedAttention(nn.Module):
         self.mode = "hybrid"
         self.transferred: Transfer | None = None
         self.observer: Callable[[ConvertedAttention, Tensor, Tensor, float], None] | None = None
-        """Sees queries, keys and scale of each pass in the mode "softmax"."""
+        """Called with queries, keys and scale of each pass in the mode "softmax"."""
 
     def forward(self, hidden_states: Tensor, *args: Any, past_key_values: HybridCache | None = None, **kwargs: Any) -> Any:
-        """Called like the original; its cache is ours."""
+        """Call the original module; the cache is ours."""
         call = AttentionPass(self, hidden_states, past_key_values)
         out = self.original(hidden_states, *args, past_key_values=None, hybrid_call=call, **kwargs)
         if not call.has_attended:
@@ -67,7 +66,7 @@ class ConvertedAttention(nn.Module):
 
 @dataclass
 class AttentionPass:
-    """One pass through one attention: what the function that attends needs beyond queries, keys and values."""
+    """One pass through one attention: the inputs of our attention function beyond queries, keys and values."""
 
     attention: ConvertedAttention
     tokens: Tensor
@@ -75,11 +74,11 @@ class AttentionPass:
     has_attended: bool = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-        """q: [B, N, H, D]; k, v: [B, N, K, D] -> [B, N, H, D]."""
+        """Attend by the current mode: q [B, N, H, D]; k, v [B, N, K, D] -> [B, N, H, D]."""
         owner = self.attention
         if self.has_attended:
             raise ValueError(
-                f"{type(owner.original).__name__} attends more than once in a pass, and a layer remembers one sequence of keys "
+                f"{type(owner.original).__name__} attends more than once in a pass, and a layer caches one sequence of keys "
                 "and values; it cannot be converted"
             )
         self.has_attended = True
@@ -110,11 +109,11 @@ class AttentionPass:
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-    """Exact causal attention, [B, N, H, D]."""
+    """Compute causal softmax attention, [B, N, H, D]."""
     mask = None
     if key_mask is not None:
         mask = key_mask[:, None, None, :] & torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
-        # a row of padding sees itself: it must be finite, nobody reads it
+        # a row of padding sees itself, so that it is finite; its values are never read
         mask = mask | torch.eye(q.shape[1], dtype=torch.bool, device=q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
@@ -126,7 +125,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """The function under the name INTERFACE: transformers' layout [B, H, N, D] in, [B, N, H, D] out."""
+    """Attend as transformers' function named INTERFACE: layout [B, H, N, D] in, [B, N, H, D] out."""
     call = arguments.get("hybrid_call")
     if call is None:
         raise ValueError(f"{type(module).__name__} was not converted; use nalaformer.linearize, not attn_implementation alone")
@@ -137,7 +136,7 @@ def attend(
             )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
-            f"attention_mask must be [batch, tokens], got {tuple(attention_mask.shape)}; masks of pairs are not kept"
+            f"attention_mask must be [batch, tokens], got {tuple(attention_mask.shape)}; masks of pairs are unsupported"
         )
     scale = arguments.get("scaling") or query.shape[-1] ** -0.5
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -145,7 +144,7 @@ def attend(
 
 
 def key_mask_of(q_length: int, *, attention_mask: Tensor | None = None, mask_function: Any = None, **_: Any) -> Tensor | None:
-    """The mask under the name INTERFACE: which of the new tokens are real, [B, N] bool; None: all of them."""
+    """Return the mask for transformers' name INTERFACE: which of the new tokens are real, [B, N] bool; None: all of them."""
     if mask_function is not None and mask_function is not causal_mask_function:
         raise ValueError(
             "hybrid attention runs from the first token of a sample to its last, got packed sequences or a mask of pairs; "
@@ -162,14 +161,14 @@ AttentionMaskInterface.register(INTERFACE, key_mask_of)
 
 
 def converted_attentions(model: nn.Module) -> list[ConvertedAttention]:
-    """The converted attentions of a model, in the order of its layers."""
+    """Return the converted attentions of a model, in the order of its layers."""
     found = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
     return sorted(found, key=lambda module: module.layer)
 
 
 @contextmanager
 def attention_mode(model: nn.Module, mode: str, layers: range | None = None) -> Iterator[list[ConvertedAttention]]:
-    """Sets the mode in which the model attends inside the block; `layers` are those that "transfer" compares."""
+    """Set the attention mode of the model inside the block; `layers` are those that "transfer" compares."""
     if mode not in ("hybrid", "softmax", "transfer"):
         raise ValueError(f'mode must be "hybrid", "softmax" or "transfer", got {mode!r}')
     found = converted_attentions(model)

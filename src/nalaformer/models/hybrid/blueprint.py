@@ -1,4 +1,4 @@
-"""What a captured step takes from a model without asking again, and which models are not to be captured."""
+"""The part of a model that a captured step depends on, and the reasons why a model cannot be captured."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +13,14 @@ from ...ops import get_backend
 from ...watched_modules import global_hooks
 from .attention import ConvertedAttention, converted_attentions
 
-# hooks of theirs do nothing unless hidden states are asked for, and then nothing is replayed
+# its hooks do nothing unless hidden states are requested, and then nothing is replayed
 HARMLESS_HOOKS = "transformers.utils.output_capturing"
 
 
 class Blueprint:
-    """A model as it was when steps were captured. A graph reads weights by their address, so changes in place are no change.
+    """A model as it was when steps were captured. A graph reads weights by address, so changes in place are allowed.
 
-    Parts are referred to weakly, so that what is replaced is freed at once, and not with the next step.
+    Parts are referenced weakly, so that replaced ones are freed at once, not with the next step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,19 +28,19 @@ class Blueprint:
         owns = list(map(vars, modules))
         parts = _parts(owns)
         self._modules, self._attentions, self._parts = _weakly(modules), _weakly(attentions), _weakly(parts)
-        # these hold no part of the model, and asking the modules for them takes longer
+        # these hold no part of the model, and collecting them from the modules takes longer
         self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
         self.is_bounded = all(attention.hybrid.is_bounded for attention in attentions)
         groups = [group for attention in attentions for group in attention.hybrid.parts]
         self.map_parameters = [parameter for group in groups for parameter in group.map.parameters()]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         self.refusal = why_not(modules, tensors)
-        """Why the model's steps cannot be captured; None: they can."""
+        """The reason why the model's steps cannot be captured; None: they can."""
         self._addressed = _weakly([tensor for tensor in tensors if _is_plain(tensor)])
         self._seen = self._look(modules, owns)
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model still is this one. Asked before every step, so it takes some microseconds a layer."""
+        """True if the model is unchanged. This runs before every step, so it takes only microseconds per layer."""
         modules = [reference() for reference in self._modules]
         if modules[0] is not model or any(map(is_, modules, repeat(None))):
             return False
@@ -53,13 +53,13 @@ class Blueprint:
         )
 
     def _look(self, modules: Sequence[Any], owns: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """What is followed besides the parts themselves: how they are, where, and settings of layers and of the process."""
+        """Return what is compared besides the parts: their types and addresses, and settings of layers and the process."""
         attentions: list[Any] = [reference() for reference in self._attentions]
         return [
             list(map(type, modules)),
             ["forward" in own or own.get("training") for own in owns],
             [reference().data_ptr() for reference in self._addressed],
-            # by numbers that are given once
+            # handles of hooks have unique ids
             list(chain.from_iterable(self._hooks)),
             list(chain.from_iterable(global_hooks())),
             [(attention.mode, [group.settings for group in attention.hybrid.parts]) for attention in attentions],
@@ -70,13 +70,13 @@ class Blueprint:
 
 
 def _parts(owns: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Children, parameters and buffers, with those that are None. owns: vars of modules."""
+    """Return children, parameters and buffers, including those that are None. owns: vars of modules."""
     helds = [held for own in owns for name in ("_modules", "_parameters", "_buffers") if (held := own[name])]
     return [part for held in helds for part in held.values()]
 
 
 def _weakly(parts: Sequence[Any]) -> list[Callable[[], Any]]:
-    """References; the type of None is one to None."""
+    """Return weak references; type(None) serves as one to None."""
     return [type(part) if part is None else weakref.ref(part) for part in parts]
 
 
@@ -85,7 +85,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def why_not(modules: list[nn.Module], tensors: list[Tensor]) -> str | None:
-    """The first thing that a replay would pass over, in words."""
+    """Return the first reason against a replay, in words."""
     if any(global_hooks()):
         return "all modules have hooks (torch.nn.modules.module.register_module_forward_hook)"
     for module in modules:
@@ -105,7 +105,7 @@ def why_not(modules: list[nn.Module], tensors: list[Tensor]) -> str | None:
             return "this kind of attention has no step in place"
     for tensor in tensors:
         if not _is_plain(tensor) or tensor.is_inference():
-            return f"a weight is a {type(tensor).__name__} of a kind that is not followed"
+            return f"a weight is a {type(tensor).__name__} whose changes cannot be tracked"
         if tensor.device != tensors[0].device:
             return f"weights are on {tensors[0].device} and on {tensor.device}"
     return None

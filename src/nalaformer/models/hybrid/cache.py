@@ -1,4 +1,4 @@
-"""What generation remembers of a converted model: one hybrid state for each layer."""
+"""The cache of a converted model: one hybrid state for each layer."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,22 +17,22 @@ class HybridCacheLayer(StateLayer):
     def __init__(self) -> None:
         super().__init__()
         self.held: GroupedState | None = None
-        """The state wherever it is, to look at."""
+        """The current state, wherever it is stored; read only."""
         self._lock: AbstractContextManager[object] | None = None
-        """Taken by whoever reads or changes a state in a decoder's memory; None: the state is in its own."""
+        """The lock around reads and changes of a state in a decoder's memory; None: the state is in its own."""
 
     @property
     def is_lent(self) -> bool:
-        """Whether the state is in the memory of a decoder, which may pass on to another cache."""
+        """True if the state is in the memory of a decoder, which may move on to another cache."""
         return self._lock is not None
 
     def access(self) -> AbstractContextManager[object]:
-        """Inside the block no other thread changes `held`."""
+        """Return a context in which no other thread changes `held`."""
         return nullcontext() if (lock := self._lock) is None else lock
 
     @property
     def state(self) -> GroupedState | None:
-        """A copy, which steps leave alone; what is put here is the layer's own, and ends a loan."""
+        """A copy of the state, which steps do not change; an assigned state is the layer's own and ends a loan."""
         with self.access():
             return None if self.held is None else self.held.clone()
 
@@ -42,7 +42,7 @@ class HybridCacheLayer(StateLayer):
             self.held, self._lock = state, None
 
     def lend(self, state: GroupedState, lock: AbstractContextManager[object]) -> None:
-        """Let the state live in a decoder's memory from now on."""
+        """Store the state in a decoder's memory from now on."""
         self.held, self._lock = state, lock
 
     def take_back(self) -> None:
@@ -52,16 +52,16 @@ class HybridCacheLayer(StateLayer):
                 self.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        # copies have a state of their own
+        # copies own their state
         return vars(self) | {"held": self.state, "_lock": None}
 
     def put(self, state: GroupedState, tokens: int) -> None:
-        """What the attention remembers after `tokens` more."""
-        # a cache outlives the graph of its tokens
+        """Store the state after `tokens` more."""
+        # detach, since a cache outlives the autograd graph of its tokens
         self.state, self.seen = state.detach(), self.seen + tokens
 
     def attend(self, hybrid: HeadGroups, *tokens: Tensor, key_mask: Tensor | None, scale: float | None) -> Tensor:
-        """Outputs of new tokens after the state, which becomes the one after them. Arguments as in HeadGroups.forward."""
+        """Return the outputs of new tokens and advance the state. Arguments as in HeadGroups.forward."""
         self.take_back()
         state = self.held
         if state is None or not _is_step(hybrid, state, tokens, key_mask):
@@ -69,7 +69,7 @@ class HybridCacheLayer(StateLayer):
             self.put(state, out.shape[1])
             return out
         if state.keys.is_inference() and not torch.is_inference_mode_enabled():
-            # of a prompt in inference mode, whose tensors cannot be written outside of it
+            # the state of a prompt in inference mode cannot be written outside of it
             state = state.clone()
         hybrid.make_room_(state)
         out = hybrid.step_(*tokens, state=state, scale=scale)
@@ -94,25 +94,25 @@ class HybridCacheLayer(StateLayer):
 
 
 class HybridCache(Cache):
-    """One layer for each attention of the model."""
+    """The cache of a converted model, one layer for each attention."""
 
     layers: list[HybridCacheLayer]  # type: ignore[assignment]
 
     def __init__(self, config: Any) -> None:
-        """config: the model's."""
+        """Create an empty cache. config: the model's."""
         number = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[HybridCacheLayer() for _ in range(number)])
         self.single_steps = 0
-        """Steps that the model has taken by itself and a decoder could have taken; see `Stepping`."""
+        """The number of eager steps that a decoder could have taken; see `Stepping`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """The bytes of all states."""
         return sum(state.nbytes for state in (layer.held for layer in self.layers) if state is not None)
 
 
 def _is_step(hybrid: HeadGroups, state: GroupedState, tokens: tuple[Tensor, ...], key_mask: Tensor | None) -> bool:
-    """Whether the state can be written in place: one real token of each sample, without gradients, of the state's own type."""
+    """True if the state can be written in place: one real token of each sample, no gradients, and the dtypes of the state."""
     _, k, v, _ = tokens
     return (
         k.shape[1] == 1

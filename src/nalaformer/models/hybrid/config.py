@@ -1,4 +1,4 @@
-"""A converted model's description: that of the model it was, and its attention."""
+"""The config of a converted model: that of the original model and its attention."""
 
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from ...attention.hybrid import HybridSettings
 
 
 class HybridConfig(PreTrainedConfig):
-    """Any decoder of the Llama family (`text_config`, the name under which transformers looks for it) with hybrid attention."""
+    """A decoder of the Llama family (`text_config`, the name under which transformers looks for it) with hybrid attention."""
 
     model_type = "nala_hybrid"
     keys_to_ignore_at_inference = ["past_key_values"]
@@ -21,11 +21,11 @@ class HybridConfig(PreTrainedConfig):
     hybrid: dict[str, Any] | None = None
     """Fields of nalaformer.attention.hybrid.HybridSettings."""
     budget: list[list[str]] | None = None
-    """For each layer and key head what it keeps, a name in nalaformer.attention.hybrid.BUDGETS; None: "salient" for all."""
+    """The budget of each layer and key head, a name in nalaformer.attention.hybrid.BUDGETS; None: "salient" for all."""
     use_cache: bool = True
     """Return a cache, outside training."""
     tie_word_embeddings: bool = False
-    """As in text_config, which decides."""
+    """Copied from text_config, which decides."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):

@@ -1,4 +1,4 @@
-"""Decoding of converted models that does not wait for the host: a whole step is one CUDA graph."""
+"""Decoding of converted models in CUDA graphs, one per step, so that launch latency does not matter."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SteppingLayer(StateLayer):
-    """The state of one attention in memory that stays where it is; the decoder counts its steps."""
+    """The state of one attention at fixed addresses; the decoder counts its steps."""
 
     def __init__(self, hybrid: HeadGroups, state: GroupedState, seen: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class SteppingLayer(StateLayer):
         self.query_matrix = hybrid.query_matrix()
 
     def attend(self, hybrid: HeadGroups, *tokens: Tensor, key_mask: None, scale: float | None) -> Tensor:
-        """One token of each sample; see HeadGroups.step_."""
+        """Decode one token of each sample; see HeadGroups.step_."""
         return hybrid.step_(*tokens, state=self.state, scale=scale, query_matrix=self.query_matrix)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -34,18 +34,18 @@ class SteppingLayer(StateLayer):
 
 
 class SteppingCache(Cache):
-    """What a decoder remembers. Calls of the model refuse it; `to_cache` makes one for them."""
+    """The states of a decoder. The model rejects this cache; `to_cache` converts it."""
 
     layers: list[SteppingLayer]  # type: ignore[assignment]
 
     def __init__(self, cache: HybridCache, attentions: Sequence[HeadGroups], *, capacity: int | None = None) -> None:
-        """Starts from a copy of `cache`. attentions: the model's, in the order of layers; capacity: see SteppingDecoder."""
+        """Copy the states of `cache`. attentions: the model's, in the order of layers; capacity: see SteppingDecoder."""
         self.capacity = None if all(hybrid.is_bounded for hybrid in attentions) else capacity
         layers: list[Any] = []
         for layer, hybrid in zip(cache.layers, attentions, strict=True):
             with layer.access():
                 if layer.held is None:
-                    raise ValueError("stepping goes on from a prompt, got an empty cache; pass one that the model has filled")
+                    raise ValueError("stepping continues from a prompt, got an empty cache; pass one that the model has filled")
                 state = hybrid.stepping_state(layer.held, self.capacity)
             layers.append(SteppingLayer(hybrid, state, layer.seen))
         super().__init__(layers=layers)
@@ -63,7 +63,7 @@ class SteppingCache(Cache):
         return self.capacity is None or max(self.layers[0].state.lengths) < self.capacity
 
     def load_(self, cache: HybridCache) -> None:
-        """Go on from what another cache remembers of as many samples, in the same memory."""
+        """Copy another cache of as many samples into the same memory."""
         for own, layer in zip(self.layers, cache.layers, strict=True):
             with layer.access():
                 assert layer.held is not None
@@ -72,17 +72,17 @@ class SteppingCache(Cache):
         self.refresh_()
 
     def refresh_(self) -> None:
-        """Take over what the parameters of the feature maps are now."""
+        """Copy the current parameters of the feature maps."""
         for layer in self.layers:
             for kept, matrix in zip(layer.query_matrix, layer.hybrid.query_matrix(), strict=True):
                 if kept is not None and matrix is not None:
                     kept.copy_(matrix)
 
     def advance(self) -> bool:
-        """Count a step of all layers; True: their roll must follow."""
+        """Count a step of all layers; return True if their roll must follow."""
         first, *others = self.states
         is_full = first.advance()
-        # all layers have seen the same tokens: asking each of them would take the host longer than the device may wait
+        # all layers have seen the same tokens; counting in each of them would take longer than the device may wait
         for state in others:
             state.lengths = first.lengths
         for layer in self.layers:
@@ -90,7 +90,7 @@ class SteppingCache(Cache):
         return is_full
 
     def to_cache(self, config: Any) -> HybridCache:
-        """A copy that takes prompts, padding and beams again. config: the model's."""
+        """Return a copy for calls of the model, with padding and beams. config: the model's."""
         cache = HybridCache(config)
         for layer, own in zip(cache.layers, self.layers, strict=True):
             layer.put(own.state.clone(), own.seen)
@@ -98,10 +98,10 @@ class SteppingCache(Cache):
 
 
 class SteppingDecoder:
-    """A converted model that goes on after a prompt, one token of each sample at a time, in memory of fixed size.
+    """A converted model that decodes after a prompt, one token of each sample at a time, in memory of fixed size.
 
-    On a GPU, embedding to logits are captured once and replayed, and so is what happens when chunks leave the window; elsewhere
-    the same functions are called. The model must not be changed meanwhile. `generate` does the same by itself, see `Stepping`.
+    On a GPU, the step from embedding to logits and the roll of the window are each captured once and replayed; elsewhere the
+    same functions run eagerly. The model must not be changed meanwhile. `generate` uses this by itself, see `Stepping`.
 
         prompt = model(tokens, use_cache=True)
         decoder = SteppingDecoder(model, prompt.past_key_values)
@@ -113,9 +113,9 @@ class SteppingDecoder:
     def __init__(
         self, model: "HybridForCausalLM", cache: HybridCache, *, capacity: int | None = None, capture: bool | None = None
     ) -> None:
-        """cache: after the prompt, left as it is. capture: on a GPU by default.
+        """Create a decoder. cache: after the prompt, not changed. capture: True on a GPU by default.
 
-        capacity: tokens of the longest text that there is room for; not needed where every head's memory is bounded.
+        capacity: tokens of the longest text that there is room for; not needed if every head's memory is bounded.
         """
         attentions = [attention.hybrid for attention in converted_attentions(model)]
         self.model, self.cache = model, SteppingCache(cache, attentions, capacity=capacity)
@@ -131,7 +131,7 @@ class SteppingDecoder:
             self._replays = tuple(captured(call, restore=changed, device=count.device) for call in calls)
 
     def step(self, tokens: Tensor, *, positions: Tensor | None = None) -> Tensor:
-        """The next token of each sample, [B] -> logits [B, vocabulary], in memory that the next step writes over.
+        """Decode the next token of each sample, [B] -> logits [B, vocabulary], in memory that the next step overwrites.
 
         positions: [B, 1] or [1, 1], of the tokens; by default the number of real tokens before each.
         """
@@ -147,7 +147,7 @@ class SteppingDecoder:
             )
         self.tokens.copy_(tokens.reshape(-1, 1))
         self.positions.copy_(first.count[:, None] if positions is None else positions)
-        # methods are not kept: in a cycle, states would outlive their last user
+        # bound methods are not stored: in a cycle, states would outlive their last user
         run_step, run_roll = self._replays or (self.run_step, self.run_roll)
         run_step()
         if self.cache.advance():
@@ -157,17 +157,17 @@ class SteppingDecoder:
 
     @torch.no_grad()
     def run_step(self) -> None:
-        """The step of `tokens` itself, uncaptured: `logits` and the states after it."""
+        """Run the step of `tokens` eagerly: set `logits` and update the states."""
         given = {"position_ids": self.positions, "past_key_values": self.cache}
-        # the host: the model itself would ask whether a decoder takes this step
+        # call the host, since the model itself would look for a decoder
         out = self.model.host(input_ids=self.tokens, **given, use_cache=True, logits_to_keep=1)
         if self.logits is None:
-            # later steps may be taken outside of inference mode
+            # later steps may run outside of inference mode
             with torch.inference_mode(False):
                 self.logits = torch.empty_like(out.logits[:, -1], memory_format=torch.contiguous_format)
         self.logits.copy_(out.logits[:, -1])
 
     def run_roll(self) -> None:
-        """What follows a step that fills a chunk, uncaptured."""
+        """Move the windows eagerly after a step that fills a chunk."""
         for layer in self.cache.layers:
             layer.hybrid.roll_(layer.state)

@@ -21,13 +21,13 @@ from .support import check_config, decoder_layers, head_sizes
 
 
 class HybridForCausalLM(PreTrainedModel, GenerationMixin):
-    """`host`, a decoder of the Llama family, whose attention modules are converted.
+    """A decoder of the Llama family, `host`, whose attention modules are converted.
 
-    from_pretrained and save_pretrained as any model; `convert` makes one of a pretrained model in memory.
+    from_pretrained and save_pretrained work as for any model; `convert` wraps a pretrained model in memory.
     """
 
     stepping: Stepping | None
-    """Takes the steps of `generate` on a GPU; None: the model takes them all itself."""
+    """Runs the steps of `generate` on a GPU; None: the model runs them all itself."""
 
     config_class = HybridConfig
     base_model_prefix = "host"
@@ -53,7 +53,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
     def convert(
         cls, model: PreTrainedModel, settings: HybridSettings, *, budget: list[list[str]] | None = None
     ) -> "HybridForCausalLM":
-        """The model with hybrid attention: its weights are taken over, not copied, and maps and gates are new.
+        """Return the model with hybrid attention: its weights are shared, not copied, and maps and gates are new.
 
         budget: for each layer and key head a name in BUDGETS; None: "salient" for all.
         """
@@ -61,7 +61,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         own_config_(model)
         hybrid = cls(HybridConfig(text_config=model.config, hybrid=asdict(settings), budget=budget), host=model)
         for attention in converted_attentions(hybrid):
-            # what is new is to learn, and in bfloat16 it would in steps too large
+            # new parameters stay in float32, since bfloat16 is too coarse to train them
             attention.hybrid.to(dtype=torch.promote_types(model.dtype, torch.float32))
         return hybrid
 
@@ -77,7 +77,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Called like the host's forward; the cache is a HybridCache."""
+        """Call the host's forward; the cache is a HybridCache."""
         if input_ids is not None:
             check_input_ids(input_ids)
         if use_cache is None:
@@ -92,7 +92,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         asks_for_weights = kwargs.get("output_attentions")
         if asks_for_weights if asks_for_weights is not None else getattr(self.host.config, "output_attentions", False):
             raise ValueError(
-                "hybrid attention makes no weights, got output_attentions=True; leave it out, or look at the layers with "
+                "hybrid attention computes no weights, got output_attentions=True; omit it, or look at the layers with "
                 "nalaformer.analysis.record"
             )
         if attention_mask is not None and attention_mask.dim() == 2:
@@ -105,7 +105,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
                     position_ids = positions(attention_mask)[:, past:]
         if (
             self.stepping is not None
-            # first: what follows is not for tracing
+            # first, since the following conditions cannot be traced
             and not torch.compiler.is_compiling()
             and past_key_values is not None
             and input_ids is not None
@@ -133,7 +133,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def _wants_logits_alone(self, options: dict[str, Any]) -> bool:
-        """Whether nothing else is asked of a call, in its own arguments or by the config."""
+        """True if neither the arguments nor the config request other outputs."""
         defaults = {name: getattr(self.host.config, name, None) for name in ("output_attentions", "output_hidden_states")}
         asked = defaults | {"return_dict": self.host.config.return_dict} | options
         if asked.pop("return_dict") is False:
@@ -147,12 +147,12 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             return
         if generation_config.cache_implementation not in (None, "dynamic"):
             asked = generation_config.cache_implementation
-            raise ValueError(f"a converted model has a cache of its own, got cache_implementation={asked!r}; leave it out")
+            raise ValueError(f"a converted model has a cache of its own, got cache_implementation={asked!r}; omit it")
         model_kwargs["past_key_values"] = HybridCache(self.config)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "HybridForCausalLM":
-        """`to`, `half` and the like also drop the decoders, whose memory would stay behind."""
-        # there is none yet while a model is made
+        """Also drop the decoders, whose memory would stay on the old device."""
+        # it does not exist yet while a model is built
         if (stepping := getattr(self, "stepping", None)) is not None:
             stepping.forget()
         return super()._apply(fn, recurse)
@@ -171,12 +171,12 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def refuse_packing(position_ids: Tensor | None, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
-    """transformers looks for packed sequences only where there is neither a cache nor a mask, and passes bounds on unread."""
+    """Reject packed sequences; transformers only detects them without cache and mask, and passes their bounds on unread."""
     bounds, numbers = options.get("cu_seq_lens_q"), options.get("seq_idx")
     is_packed = bounds is not None and len(bounds) > 2
     if numbers is not None and not torch.compiler.is_compiling() and not numbers.is_meta:
         is_packed = is_packed or bool((numbers != numbers[..., :1]).any())
-    # a program that is traced has no numbers to look at
+    # a traced program cannot read values
     if not is_packed and position_ids is not None and position_ids.dim() == 2 and not torch.compiler.is_compiling():
         length = position_ids.shape[1]
         if length > 1 and not position_ids.is_meta:
@@ -192,12 +192,12 @@ def refuse_packing(position_ids: Tensor | None, attention_mask: Tensor | None, o
 
 
 def positions(visible: Tensor) -> Tensor:
-    """[B, N], the number of real tokens before each of its row."""
+    """Return the number of real tokens before each of its row, [B, N]."""
     return (visible.long().cumsum(1) - 1).clamp(min=0)
 
 
 def own_config_(model: PreTrainedModel) -> None:
-    """Give the model a copy of its config: ours names another attention, and models made from one config share it."""
+    """Give the model a copy of its config, which names our attention; models made from one config share it."""
     shared, own = model.config, deepcopy(model.config)
     for module in model.modules():
         if getattr(module, "config", None) is shared:
@@ -215,22 +215,22 @@ def convert_attention_(model: nn.Module, settings: HybridSettings, budget: list[
         hybrid = HeadGroups(settings, None if budget is None else budget[number], **head_sizes(config, original))
         like = next(original.parameters())
         hybrid = hybrid.to(device=like.device, dtype=like.dtype)
-        # the feature maps compute in float32 whatever the model does
+        # the feature maps compute in float32 whatever the model's dtype is
         for part in hybrid.parts:
             part.map.to(dtype=torch.promote_types(like.dtype, torch.float32))
         for module in hybrid.modules():
-            # transformers would draw the weights of linear layers anew
+            # transformers would initialize the weights of linear layers again
             module._is_hf_initialized = True  # type: ignore[assignment]
         layer.self_attn = ConvertedAttention(original, hybrid, layer=number)
 
 
 def restore_attention_(model: nn.Module) -> None:
-    """Take the wrappers off again."""
+    """Remove the wrappers again."""
     for layer in decoder_layers(model):
         if isinstance(layer.self_attn, ConvertedAttention):
             layer.self_attn = layer.self_attn.original
 
 
 AutoModelForCausalLM.register(HybridConfig, HybridForCausalLM, exist_ok=True)
-# by this table transformers' Trainer knows that labels are the next tokens, where it smooths them itself
+# transformers' Trainer looks up in this table that labels are the next tokens, for its label smoothing
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HybridConfig.model_type] = HybridForCausalLM.__name__

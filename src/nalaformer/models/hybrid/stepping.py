@@ -1,4 +1,4 @@
-"""The steps of `generate` on a GPU: once a text is long enough, a decoder takes them over from the model."""
+"""The steps of `generate` on a GPU: once a text is long enough, a decoder with CUDA graphs runs them."""
 
 import threading
 import warnings
@@ -17,25 +17,25 @@ from .decoder import SteppingDecoder
 if TYPE_CHECKING:
     from .model import HybridForCausalLM
 
-# decoders that a model keeps: a batch, and the smaller last one of a list
+# decoders that a model keeps: for a batch size, and for the smaller last batch
 KEPT = 2
-# tokens of text
+# in tokens of text
 SMALLEST_CAPACITY = 1024
 
 
 class Stepping:
-    """Lets a SteppingDecoder take the single steps of a converted model, in `generate` and in calls with a HybridCache.
+    """Run the single steps of a converted model by a SteppingDecoder, in `generate` and in calls with a HybridCache.
 
-    The first steps of a text are the model's own; then its cache is lent to a decoder, whose graphs are replayed. Graphs are
-    kept with the model and serve the texts that follow; a cache that is asked for its state, reordered, copied or passed to
-    any other call has it as ever. Whatever a replay would pass over (hooks, adapters, autocast, a model that was changed) goes
-    to the model itself; `refusal` says why. What cannot be followed are plain attributes of modules, such as the epsilon of a
-    norm: call `forget()` after changing one. Decoders keep their memory: `forget()` and moving the model give it back,
-    `model.stepping = None` does and turns all this off, `model.stepping = Stepping()` turns it on again.
+    The model runs the first steps of a text itself. Then its cache is lent to a decoder, whose graphs are replayed. Graphs stay
+    with the model and serve later texts; a cache can be read, reordered, copied or passed to any other call as usual. The model
+    itself runs steps that a replay would get wrong (hooks, adapters, autocast, a changed model); `refusal` holds the reason.
+    Plain attributes of modules, such as the epsilon of a norm, are not tracked: call `forget()` after changing one. Decoders
+    retain their memory until `forget()`, or until the model moves. `model.stepping = None` frees it too and disables
+    decoders, `model.stepping = Stepping()` enables them again.
     """
 
     def __init__(self, *, after: int = 8, capture: bool | None = None) -> None:
-        """after: steps that the model takes by itself before graphs are captured, which costs about as many.
+        """Configure stepping. after: eager steps before graphs are captured, which costs about as much.
 
         capture: None for graphs on a GPU and nothing elsewhere; False for the same steps without graphs, on any device.
         """
@@ -49,21 +49,21 @@ class Stepping:
 
     @property
     def decoders(self) -> list[SteppingDecoder]:
-        """The decoders that are kept; the last one was used last."""
+        """The decoders that are alive, ordered by last use."""
         return [place.decoder for place in self._places]
 
     @property
     def refusal(self) -> str | None:
-        """Why the model's steps are left to it, all or those of some batches; None: they are not, or it was not asked yet."""
+        """The reason why the model runs all steps itself, or those of some batches; None: none so far."""
         if self._blueprint is not None and self._blueprint.refusal is not None:
             return self._blueprint.refusal
-        # the last one
+        # the most recent failure
         return next((told for _, told in reversed(self._failures.values())), None)
 
     def step(
         self, model: "HybridForCausalLM", tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: HybridCache
     ) -> Tensor | None:
-        """Logits [B, 1, vocabulary] after one more token of each sample, [B, 1]; None: the model must take the step itself."""
+        """Return logits [B, 1, vocabulary] after a token of each sample, [B, 1]; None: the model must run the step itself."""
         if not self._may_step(tokens, positions, mask, cache):
             return None
         with self._lock:
@@ -71,9 +71,9 @@ class Stepping:
             if place is None:
                 return None
             if positions is None:
-                # as the hosts count where nobody says
+                # without position_ids the hosts count tokens too
                 positions = torch.full_like(tokens[:1], cache.get_seq_length())
-            # its own memory: the next step writes over the decoder's
+            # clone, since the next step overwrites the decoder's memory
             logits = place.step(tokens, positions).clone()
             for layer in cache.layers:
                 layer.seen += 1
@@ -87,7 +87,7 @@ class Stepping:
             self._places, self._blueprint, self._failures = [], None, {}
 
     def _may_step(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: HybridCache) -> bool:
-        """Whether this is one token of each sample after a prompt, under circumstances that a graph can be replayed in."""
+        """True if this is one token of each sample after a prompt, and a graph can be replayed."""
         device, held = tokens.device, cache.layers[0].held
         return (
             (device.type == "cuda" or self.capture is False)
@@ -105,10 +105,10 @@ class Stepping:
         )
 
     def _place(self, model: "HybridForCausalLM", cache: HybridCache) -> "_Place | None":
-        """The decoder that goes on with this cache; None: there is none, or none yet."""
+        """Return the decoder for this cache; None: there is none, or none yet."""
         if self._blueprint is not None and not self._blueprint.holds(model):
             self.forget()
-            # a model that changes all the time is not captured all the time
+            # start counting again, so that a model that keeps changing is not captured each time
             cache.single_steps = 0
         state = cache.layers[0].held
         assert state is not None
@@ -130,7 +130,7 @@ class Stepping:
         fitting = [place for place in self._places if place.fits(kind, needed)]
         free = [place for place in fitting if not place.is_lent()]
         place = None
-        # texts that alternate would take one decoder from each other at every step
+        # alternating texts would otherwise take one decoder from each other at every step
         if not free and (not fitting or sum(place.is_lent() for place in self._places) < KEPT):
             if is_early:
                 cache.single_steps += 1
@@ -152,26 +152,26 @@ class Stepping:
         if kind[0] != model.get_input_embeddings().weight.dtype or (failed is not None and (capacity or 0) >= failed[0]):
             return None
         while len(self._places) >= KEPT:
-            # the one that was used last is the last
+            # the last one was used last
             place = next((place for place in self._places if not place.is_lent()), self._places[0])
             place.give_back()
             self._places.remove(place)
-        # weakly: the model holds the decoder, and would outlive its last user
+        # weakly, since the model holds the decoder and would outlive its last user
         held: Any = weakref.proxy(model)
         try:
-            # tensors that may be written outside of inference mode too
+            # allow writing the tensors outside of inference mode too
             with torch.inference_mode(False), torch.no_grad():
                 decoder = SteppingDecoder(held, cache, capacity=capacity, capture=self.capture)
         except Exception as failure:
-            # of any kind: those of Triton have no class of their own
-            told = f"steps of {kind[-1]} samples cannot be captured and wait for Python instead: {failure}"
+            # catch any exception, since Triton's have no class of their own
+            told = f"steps of {kind[-1]} samples cannot be captured and run eagerly instead: {failure}"
             self._failures[kind] = (capacity or 0, told)
             warnings.warn(told, stacklevel=2)
             return None
         return _Place(decoder, kind, self._blueprint.map_parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        # graphs stay with the model that they were captured of
+        # graphs belong to the model that they were captured from
         return {"after": self.after, "capture": self.capture}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
@@ -182,22 +182,22 @@ Kind = tuple[torch.dtype, torch.device, int, int]
 
 
 class _Place:
-    """A decoder, and the cache that it goes on with."""
+    """A decoder, and the cache that it decodes for."""
 
     def __init__(self, decoder: SteppingDecoder, kind: Kind, map_parameters: list[nn.Parameter]) -> None:
         self.decoder, self.kind = decoder, kind
         self._map_parameters, self._map_versions = map_parameters, _versions(map_parameters)
-        # weakly: a cache that nobody needs any more is not given back
+        # weakly, so that an unused cache is not given back
         self._borrowers: list[weakref.ref[HybridCacheLayer]] = []
         device = kind[1]
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def has(self, cache: HybridCache) -> bool:
-        """Whether it holds the states of all layers."""
+        """True if the decoder holds the states of all layers."""
         return all(layer.held is state for layer, state in zip(cache.layers, self.decoder.cache.states, strict=True))
 
     def _lent(self) -> list[HybridCacheLayer]:
-        """Layers that are still there and have their states here."""
+        """Return the layers that still exist and have their states here."""
         states = {id(state) for state in self.decoder.cache.states}
         return [layer for borrower in self._borrowers if (layer := borrower()) is not None and id(layer.held) in states]
 
@@ -209,18 +209,18 @@ class _Place:
         return kind == self.kind and (capacity is None or needed <= capacity)
 
     def load(self, cache: HybridCache) -> None:
-        """Go on with another cache; the one before gets its states back."""
+        """Load another cache; the previous one gets its states back."""
         self.give_back()
         self.decoder.cache.load_(cache)
 
     def take(self, cache: HybridCache, lock: AbstractContextManager[object]) -> None:
-        """What the decoder was given is no longer the cache's own."""
+        """Lend the cache's states to the decoder."""
         self._borrowers = [weakref.ref(layer) for layer in cache.layers]
         for layer, state in zip(cache.layers, self.decoder.cache.states, strict=True):
             layer.lend(state, lock)
 
     def give_back(self) -> None:
-        """States are the cache's own again, to be used on the stream that wrote them and on the current one."""
+        """Give the states back to the cache, for use on the stream that wrote them and on the current one."""
         lent, self._borrowers = self._lent(), []
         # after the steps that write them, and before any that follow
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -235,7 +235,7 @@ class _Place:
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         versions = _versions(self._map_parameters)
         if versions != self._map_versions:
-            # the only weights that are kept in another form, which must follow them
+            # these weights are cached in another form, which must be updated
             self.decoder.cache.refresh_()
             self._map_versions = versions
         return self.decoder.step(tokens, positions=positions)
@@ -247,7 +247,7 @@ def capacity_for(needed: int) -> int:
 
 
 def _kind(state: GroupedState) -> Kind:
-    """What a decoder must have been made for to go on from a state."""
+    """Return the properties of a state that its decoder must share."""
     device = state.keys.device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return state.keys.dtype, device, stream, len(state.lengths)

@@ -1,4 +1,4 @@
-"""Which models can be converted, and why another one cannot."""
+"""Checks whether a model can be converted, with the reason if not."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .config import HybridConfig
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a decoder, each with its attention under `self_attn`; ValueError with the reason where there are none."""
+    """Return the layers of a decoder, each with its attention under `self_attn`; raise ValueError if there are none."""
     inner = getattr(model, "model", None)
     layers = getattr(inner, "layers", None)
     name = type(model).__name__
@@ -28,14 +28,14 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def check_config(config: Any) -> None:
-    """Refuse attention that hybrid attention cannot stand in for."""
+    """Reject attention that hybrid attention cannot replace."""
     name = config.model_type
     if isinstance(config, HybridConfig):
         raise ValueError(f"this model is converted already ({name}); give the pretrained one that it was made from")
     for field in ("num_attention_heads", "num_key_value_heads", "hidden_size", "num_hidden_layers"):
         number = getattr(config, field, None)
         if number is not None and (not isinstance(number, int) or number < 1):
-            raise ValueError(f"{field} of {name} must be a positive whole number, got {number!r}; mend its config.json")
+            raise ValueError(f"{field} of {name} must be a positive whole number, got {number!r}; fix its config.json")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder and a decoder; only decoders can be converted")
     window = getattr(config, "sliding_window", None)
@@ -43,7 +43,7 @@ def check_config(config: Any) -> None:
     if any(kind != "full_attention" for kind in types):
         odd = sorted(set(types) - {"full_attention"})
         raise ValueError(f"{name} has layers of other kinds ({', '.join(odd)}); only full attention can be converted")
-    # Qwen2 writes a window into its config and does not use it
+    # Qwen2 has a window in its config and does not use it
     if window is not None and getattr(config, "use_sliding_window", True) and not types:
         raise ValueError(
             f"{name} attends within a sliding window of {window} tokens; set sliding_window to null in its config.json if it "
@@ -54,7 +54,7 @@ def check_config(config: Any) -> None:
 
 
 def head_sizes(config: Any, attention: nn.Module) -> dict[str, int]:
-    """Arguments of HybridAttention for an attention module."""
+    """Return the arguments of HybridAttention for an attention module."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(attention, "head_dim", None) or config.hidden_size // heads

@@ -1,6 +1,6 @@
-"""Language models in transformers: a decoder whose layers mix tokens by linear attention, delta rules or exact attention.
+"""Language models in transformers: a decoder whose layers mix tokens by linear attention, delta rules or softmax attention.
 
-Importing this package registers them: AutoConfig and AutoModelForCausalLM then know their folders.
+Importing this package registers them, so that AutoConfig and AutoModelForCausalLM load their folders.
 """
 
 from .cache import NaLaCache, RecurrentLayer

@@ -1,4 +1,4 @@
-"""What generation remembers: a state of constant size for each recurrent layer, keys and values for each exact one."""
+"""The cache of generation: a state of constant size for each recurrent layer, keys and values for each softmax layer."""
 
 import json
 from collections.abc import Callable
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from .tokens import Tokens
 
 
-# tokens that a recording layer can take back; assistants draft about twenty
+# tokens that a recording layer can remove; assistants draft about twenty
 RECORDED_TOKENS = 64
 
 
 class Recorded(NamedTuple):
-    """Tokens that came at once: the state before them, and how to add the first so many of them again."""
+    """Tokens of one call: the state before them, and a function that adds the first of them again."""
 
     tensors: dict[str, Tensor]
     seen: int
     length: int
     add: Callable[["RecurrentLayer", int], Tensor]
-    """Into that layer: copies of a cache share this function."""
+    """Takes the layer, since copies of a cache share this function."""
 
 
 class RecurrentLayer(StateLayer):
-    """The state of one recurrent mixer: named tensors, batch first, whose sizes do not depend on how many tokens were seen.
+    """The state of one recurrent mixer: named tensors, batch first, whose sizes do not depend on the number of tokens.
 
-    While it records (generation with drafts), it keeps copies of the state before the last tokens, and `crop` goes back.
+    While it records (generation with drafts), it retains copies of the state before the last tokens, to which `crop` returns.
     """
 
     is_croppable = True
@@ -57,15 +57,15 @@ class RecurrentLayer(StateLayer):
         self.recorded = []
 
     def activate_past_recording(self) -> None:
-        """From now on `crop` can take back the last tokens, at most RECORDED_TOKENS."""
+        """Let `crop` remove the last tokens from now on, at most RECORDED_TOKENS."""
         self.record_past = True
 
     def mix(self, mixer: Callable[[Tensor, "Tokens", "RecurrentLayer"], Tensor], x: Tensor, tokens: "Tokens") -> Tensor:
-        """mixer(x, tokens, self), recorded if asked for. x [B, N, C]."""
+        """Return mixer(x, tokens, self), recorded if recording is active. x [B, N, C]."""
         self.leave_inference_mode()
         if not self.record_past:
             if self.recorded:
-                # what comes now is not recorded: nothing before it can be taken back any more
+                # these tokens are not recorded, so no earlier ones can be removed any more
                 self.recorded = []
             return mixer(x, tokens, self)
         length = x.shape[1]
@@ -85,12 +85,12 @@ class RecurrentLayer(StateLayer):
         return torch.cat([*out, mixer(x, tokens, self)], dim=1)
 
     def leave_inference_mode(self) -> None:
-        """Copy what was made in inference mode and is used outside: steps in place cannot change it there."""
+        """Copy tensors made in inference mode for use outside, where steps cannot change them in place."""
         if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
             self.tensors = {name: y.clone() if y.is_inference() else y for name, y in self.tensors.items()}
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Refuse what cannot be taken back."""
+        """Reject a removal of tokens that are not recorded."""
         if not self.record_past:
             super().crop(tokens_to_remove)
         known = sum(each.length for each in self.recorded)
@@ -114,12 +114,12 @@ class RecurrentLayer(StateLayer):
 
 
 class LanguageCache(Cache):
-    """What the caches of a language model share."""
+    """The common base of the caches of a language model."""
 
     layers: list[RecurrentLayer | DynamicLayer | StaticLayer]  # type: ignore[assignment]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that is remembered, by name."""
+        """Return all tensors by name."""
         found = {}
         for number, layer in enumerate(self.layers):
             pair = {} if layer.keys is None or layer.values is None else {"keys": layer.keys, "values": layer.values}
@@ -129,31 +129,31 @@ class LanguageCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 class NaLaCache(LanguageCache, DynamicCache):
-    """The cache of a language model: constant in size but for `softmax` mixers, which keep every key and value."""
+    """The cache of a language model: constant in size except for `softmax` mixers, which retain every key and value."""
 
     layers: list[RecurrentLayer | DynamicLayer]  # type: ignore[assignment]
 
     def __init__(self, config: NaLaConfig) -> None:
         recurrent = [mixer in RECURRENT_MIXERS for mixer in config.mixer_of_layers]
         Cache.__init__(self, layers=[RecurrentLayer() if is_recurrent else DynamicLayer() for is_recurrent in recurrent])
-        # compiled programs make caches too, and cannot follow json: the rest is done when a file is written or read
+        # compiled programs build caches too and cannot trace json, so the rest is done when a file is written or read
         self._made_for = (list(config.mixer_of_layers), config.feature_map, dict(config.map_options or {}), config.contrast)
 
     @property
     def kind(self) -> dict[str, Any]:
-        """What of the model its states mean something to, as a file says it."""
+        """The model's fields that give its states their meaning, as files store them."""
         mixers, feature_map, map_options, contrast = self._made_for
         found = {"mixers": mixers, "feature_map": feature_map, "map_options": json.loads(json.dumps(map_options))}
-        # files of models without say nothing of it
+        # files of models without a contrast have no entry for it
         return found if contrast == "none" else found | {"contrast": contrast}
 
     def crop(self, tokens_to_remove: int) -> None:
-        # before any layer has changed
+        # check all layers before any changes
         for layer in self.layers:
             if isinstance(layer, RecurrentLayer):
                 layer.check_crop(tokens_to_remove)
@@ -164,11 +164,11 @@ class NaLaCache(LanguageCache, DynamicCache):
             if isinstance(layer, RecurrentLayer):
                 layer.reset()
             else:
-                # transformers 5.17 zeroes the keys of a dynamic layer and keeps their number
+                # transformers 5.17 zeroes the keys of a dynamic layer and retains their number
                 self.layers[number] = type(layer)()
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a safetensors file; `load` goes on from it."""
+        """Write a safetensors file; `load` resumes from it."""
         from safetensors.torch import save_file
 
         seen = [layer.get_seq_length() for layer in self.layers]
@@ -177,7 +177,7 @@ class NaLaCache(LanguageCache, DynamicCache):
 
     @classmethod
     def load(cls, path: str | PathLike[str], config: NaLaConfig, *, device: str | torch.device = "cpu") -> "NaLaCache":
-        """Read what `save` wrote, for a model of that config."""
+        """Read a file of `save`, for a model of that config."""
         from safetensors import SafetensorError, safe_open
 
         cache = cls(config)

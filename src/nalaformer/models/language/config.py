@@ -1,4 +1,4 @@
-"""What a language model is made of, as transformers keeps it, and the sizes by name."""
+"""The config of language models in transformers' form, and named sizes."""
 
 from dataclasses import fields
 from typing import Any
@@ -10,12 +10,12 @@ from ...feature_maps import FEATURE_MAPS, map_options_of
 from ...registry import unknown_name
 
 RECURRENT_MIXERS = ("linear", "forgetting", "delta", "gated_delta")
-# those whose state fades
+# mixers whose state decays
 FADING_MIXERS = ("forgetting", "gated_delta")
 MIXER_NAMES = (*RECURRENT_MIXERS, "softmax")
 CONTRASTS = ("none", "learned")
 
-# transformers' kinds of rotary positions, and what each needs beside rope_theta
+# transformers' kinds of rotary positions, and the fields that each needs beside rope_theta
 ROTARY_KINDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -24,7 +24,7 @@ ROTARY_KINDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 
-# parameters are those of `linear` mixers with tied embeddings of 32,000 tokens, counted
+# the names count the parameters of `linear` mixers with tied embeddings of 32,000 tokens
 SIZES: dict[str, dict[str, int]] = {
     "nano": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 2},
     "tiny": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -32,7 +32,7 @@ SIZES: dict[str, dict[str, int]] = {
     "340m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16},
     "1.3b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 32},
 }
-"""Width, depth and heads by name; `NaLaConfig.from_size` takes them."""
+"""Width, depth and heads by name, for `NaLaConfig.from_size`."""
 
 
 class NaLaConfig(PreTrainedConfig):
@@ -59,56 +59,56 @@ class NaLaConfig(PreTrainedConfig):
     head_dim: int | None = None
     """Channels of a head; None: hidden_size / num_attention_heads."""
     mixers: str | list[str] = "linear"
-    """What mixes tokens: "linear", "forgetting", "delta", "gated_delta" or "softmax", one name for all layers or a list with
-    one for each."""
+    """The mixer of tokens: "linear", "forgetting" (with decay), "delta", "gated_delta" or "softmax", one name for all layers or
+    a list with one for each."""
     feature_map: str = "norm_aware"
-    """Feature map of every mixer but `softmax`, a name of nalaformer.FEATURE_MAPS."""
+    """Feature map of every mixer except `softmax`, a name of nalaformer.FEATURE_MAPS."""
     map_options: dict[str, Any] | None = None
     """Options of the feature map."""
     contrast: str = "none"
     """Moves outputs of `linear` and `forgetting` mixers away from the mean of the values that they see, o + z (o - mean v):
     "learned", z = softplus(a + b |q| / sqrt D) with a and b of each head, or "none"."""
     contrast_offset: float = 0.0
-    """Where a of a learned contrast starts; -0.75 is our recommendation."""
+    """Initial value of a in a learned contrast; -0.75 is our recommendation."""
     short_convolution: int = 4
-    """Tokens that a causal depth-wise convolution of q, k and v sees before every mixer but `softmax`; 0: no convolution."""
+    """Kernel size of the causal depth-wise convolution of q, k and v before every mixer except `softmax`; 0: no convolution."""
     linear_rotary: bool = False
     """Rotary positions in `linear` and `forgetting` mixers too (numerator only, as published); `softmax` mixers always have
     them."""
     rotary_base: float = 10000.0
-    """Base of the rotary frequencies; the same as "rope_theta" in rope_parameters, which counts if both are given."""
+    """Base of the rotary frequencies; "rope_theta" in rope_parameters is the same and takes precedence."""
     rope_parameters: dict[str, Any] | None = None
-    """How rotary positions serve texts longer than those of training, in transformers' words: "rope_type" ("default", "linear",
-    "dynamic", "yarn" or "llama3") with its numbers ("factor", ...), and "partial_rotary_factor", the part of the channels that
-    turns. None: "default", all channels; without such mixers it stays None."""
+    """Scaling of rotary positions for texts longer than those of training, in transformers' terms: "rope_type" ("default",
+    "linear", "dynamic", "yarn" or "llama3") with its fields ("factor", ...), and "partial_rotary_factor", the fraction of the
+    channels that rotate. None: "default", all channels; without rotary mixers it stays None."""
     rms_norm_eps: float = 1e-6
     """The eps of every RMSNorm."""
     initializer_range: float = 0.02
     """Standard deviation of new weights."""
     max_position_embeddings: int = 2048
-    """Length that the model is trained for; nothing in it ends there. Evaluation tools read it."""
+    """Length that the model is trained for, which evaluation tools read; the model itself has no limit."""
     use_cache: bool = True
     """Return a cache, outside training."""
     logits_in_training: bool = False
-    """Return logits beside the loss in training too, for whoever reads them there. Without, a training step with labels gives
-    the loss alone and never holds the logits of all tokens. Evaluation always returns them."""
+    """Return logits beside the loss in training too. By default a training step with labels returns only the loss and never
+    holds the logits of all tokens. Evaluation always returns them."""
     tie_word_embeddings: bool = True
     """One matrix for the embedding and the output."""
     pad_token_id: int | None = None
-    """The tokenizer's padding."""
+    """The token id of the tokenizer's padding."""
     bos_token_id: int | None = None
-    """The tokenizer's begin of a text."""
+    """The token id that begins a text."""
     eos_token_id: int | list[int] | None = None
-    """The tokenizer's end of a text; generation stops there."""
+    """The token id that ends a text, where generation stops."""
 
     @classmethod
     def from_size(cls, name: str, **changes: Any) -> "NaLaConfig":
-        """The layout of that name in SIZES, with some fields changed."""
+        """Return the layout of that name in SIZES, with some fields changed."""
         if name not in SIZES:
             raise unknown_name("size", name, SIZES)
         known = {field.name for field in fields(cls)}
         for key in changes:
-            # transformers would keep it and use it nowhere
+            # transformers would store it and use it nowhere
             if key not in known and not hasattr(cls, key):
                 raise unknown_name("setting", key, known)
         return cls(**(SIZES[name] | changes))
@@ -146,7 +146,7 @@ class NaLaConfig(PreTrainedConfig):
         if self.short_convolution < 0:
             raise ValueError(f"short_convolution must be a number of tokens, or 0 for none, got {self.short_convolution}")
         if self.head_dim % 2 and self.has_rotary:
-            raise ValueError(f"rotary positions turn channel pairs and need an even head_dim, got {self.head_dim}")
+            raise ValueError(f"rotary positions rotate channel pairs and need an even head_dim, got {self.head_dim}")
         older = {name: kwargs.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in kwargs}
         given = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
         self.rope_parameters = older | given
@@ -154,7 +154,7 @@ class NaLaConfig(PreTrainedConfig):
         self.check_rotary()
         super().__post_init__(**kwargs)
         if not self.has_rotary:
-            # transformers asks whoever has them for an even head_dim
+            # transformers requires an even head_dim of models with rope_parameters
             self.rope_parameters = None
 
     def __setattr__(self, key: str, value: Any) -> None:
@@ -167,13 +167,13 @@ class NaLaConfig(PreTrainedConfig):
 
     @property
     def rotary(self) -> dict[str, Any]:
-        """rope_parameters, and what they leave out."""
+        """rope_parameters, filled up with defaults."""
         given = self.rope_parameters or {}
         start = {"rope_type": given.get("type", "default"), "rope_theta": self.rotary_base, "partial_rotary_factor": 1.0}
         return start | given
 
     def check_rotary(self) -> None:
-        """Refuse rope_parameters that cannot be followed."""
+        """Reject rope_parameters that are not supported."""
         if self.rope_parameters is None:
             return
         assert self.head_dim is not None
@@ -192,7 +192,7 @@ class NaLaConfig(PreTrainedConfig):
         turning = int(self.head_dim * part)
         if not 0 < part <= 1 or (self.has_rotary and (turning % 2 or turning == 0)):
             raise ValueError(
-                f"partial_rotary_factor must be above 0, at most 1, and turn an even number of channels, got {part} of "
+                f"partial_rotary_factor must be above 0, at most 1, and rotate an even number of channels, got {part} of "
                 f"{self.head_dim} channels"
             )
 
@@ -239,12 +239,12 @@ class NaLaConfig(PreTrainedConfig):
 
     @property
     def has_rotary(self) -> bool:
-        """Whether a layer turns its queries and keys with the position."""
+        """True if a layer rotates its queries and keys."""
         return "softmax" in self.mixer_of_layers or self.linear_rotary
 
     @property
     def layer_types(self) -> list[str]:
-        """The mixers in transformers' words: "full_attention" for `softmax`, "linear_attention" for the others."""
+        """The mixers in transformers' terms: "full_attention" for `softmax`, "linear_attention" for the others."""
         return ["full_attention" if name == "softmax" else "linear_attention" for name in self.mixer_of_layers]
 
 

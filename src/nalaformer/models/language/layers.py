@@ -1,4 +1,4 @@
-"""The small parts of a block: norm, SwiGLU network and short convolution."""
+"""Small parts of a block: norm, SwiGLU network and short convolution."""
 
 import math
 
@@ -14,13 +14,13 @@ from .tokens import Tokens
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight over the channels, times silu(gate) where one is passed."""
+    """x / sqrt(mean(x^2) + eps) * weight over the channels, times silu(gate) if a gate is passed."""
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         return rms_norm(x, self.weight, eps=self._eps, gate=gate)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y, and its norm."""
+        """Return x + y, and its norm."""
         if is_as_torch_made_it(self):
             return add_rms_norm(x, y, self.weight, eps=self._eps)
         total = x + y
@@ -33,7 +33,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """The feed-forward network down(silu(gate(x)) * up(x))."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class SwiGLU(nn.Module):
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether the product with its weight is all that a call does: no adapter, hook, shard or quantised weight."""
+    """True if a call only multiplies by the weight: no adapter, hook, shard or quantized weight."""
     return type(linear) is nn.Linear and linear.bias is None and is_as_torch_made_it(linear)
 
 
@@ -59,26 +59,26 @@ def is_as_torch_made_it(module: nn.Module) -> bool:
 
 
 class ShortConvolution(nn.Module):
-    """Each channel mixes its last few tokens: y_t = sum_s w_s x_{t-s}, s = 0 .. size - 1, within the sequence of t."""
+    """A causal convolution of each channel: y_t = sum_s w_s x_{t-s}, s = 0 .. size - 1, within the sequence of t."""
 
     def __init__(self, parts: tuple[int, int, int], size: int, *, silu: int = 0) -> None:
-        """parts: the channels of q, k and v; silu: so many of them, counted from v, pass through SiLU."""
+        """Build the layer. parts: the channels of q, k and v; silu: how many of the three pass through SiLU, counted from v."""
         super().__init__()
         self.parts, self.size, self.silu = parts, size, silu
         self.weight = nn.Parameter(torch.empty(sum(parts), size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # outputs about as large as inputs; transformers' helper leaves weights alone that came from a file
+        # outputs are about as large as inputs; transformers' helper does not change weights that came from a file
         bound = 1 / math.sqrt(self.size)
         initialization.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, N, C], zero where a token is padding -> q, k, v; the layer keeps the last size - 1 real tokens."""
+        """Convolve x [B, N, C], zero at padding -> q, k, v; the layer retains the last size - 1 real tokens."""
         kept = None if layer is None else layer.tensors.get("tail")
         closed = tokens.closed
         if closed is not None:
-            # padding between real tokens would stand where earlier ones are to be seen
+            # close the gaps, since padding between real tokens would take the places of earlier ones
             x = torch.zeros_like(x).scatter(1, closed[..., None].expand_as(x), x)
         with_gradients = torch.is_grad_enabled()
         if kept is not None and x.shape[1] == 1 and tokens.key_mask is None and not with_gradients and self.size > 1:
@@ -91,7 +91,7 @@ class ShortConvolution(nn.Module):
             if kept is None or with_gradients:
                 layer.tensors["tail"] = tail
             else:
-                # in its place, as the states of single tokens: a CUDA graph of a step goes on
+                # copy in place, so that a CUDA graph of a step stays valid
                 kept.copy_(tail)
         if closed is not None:
             q, k, v = (part.gather(1, closed[..., None].expand_as(part)) for part in parts)
@@ -99,10 +99,10 @@ class ShortConvolution(nn.Module):
         return parts
 
     def _tail(self, x: Tensor, kept: Tensor | None, tokens: Tokens) -> Tensor:
-        """A copy of the last size - 1 real tokens; behind those of a row that ends with padding lie zeros."""
+        """Return a copy of the last size - 1 real tokens; rows that end with padding have zeros behind them."""
         before = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if kept is None else kept.to(x.dtype)
         if tokens.key_mask is None:
-            # what a longer piece holds before its end is not copied
+            # copy only the end of a longer input
             joined = torch.cat((before, x[:, max(0, x.shape[1] - self.size + 1) :]), dim=1)
             return joined[:, joined.shape[1] - self.size + 1 :].clone()
         padded = torch.cat((before, x), dim=1)

@@ -1,4 +1,4 @@
-"""The loss of the next token from hidden states, without the logits of all tokens."""
+"""The next-token loss from hidden states, without the logits of all tokens."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .layers import is_plain
 
 
 def can_do_without_logits(head: nn.Module, loss_function: object) -> bool:
-    """Whether the loss is transformers' own of a plain head: one of the user's own wants to see the logits."""
+    """True if the loss is transformers' own of a plain head; a loss of the user needs the logits."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return loss_function is ForCausalLMLoss and is_plain(head)
@@ -26,12 +26,12 @@ def next_token_loss(
     ignore_index: int = -100,
     **unused: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss of hidden [B, N, C] weight^T, with its options: a sum divided by the number of labels.
+    """Return transformers' ForCausalLMLoss of hidden [B, N, C] weight^T, with its options: a sum over the number of labels.
 
     labels: [B, N], the tokens themselves; shift_labels: the token after each instead. num_items_in_batch: divides the sum.
     """
     if shift_labels is None:
-        # the labels move, not the hidden states: a row less would leave matrix products with an odd number
+        # shift the labels, not the hidden states: one row less would give matrix products an odd size
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     total = linear_cross_entropy(hidden, weight, shift_labels, ignore_index=ignore_index)
     if num_items_in_batch is None:

@@ -1,4 +1,4 @@
-"""What mixes tokens: normalised linear attention, the delta rules, exact attention. All take and give [B, N, C]."""
+"""The mixers of tokens: linear attention, delta rules, softmax attention. All map [B, N, C] to [B, N, C]."""
 
 import math
 from functools import cache
@@ -31,10 +31,10 @@ from .tokens import Tokens
 
 
 class RecurrentMixer(nn.Module):
-    """projection(norm(mix(convolution(q, k, v))) * silu(gate)); the norm is over the channels of each head."""
+    """A mixer with a state: projection(norm(mix(convolution(q, k, v))) * silu(gate)), with a norm per head."""
 
     activates_values = False
-    """Whether v passes through SiLU."""
+    """True if v passes through SiLU."""
 
     def __init__(self, config: NaLaConfig, *, key_heads: int) -> None:
         super().__init__()
@@ -70,22 +70,22 @@ class RecurrentMixer(nn.Module):
         return self.o_proj(self.norm(out, gate).flatten(2))
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
-        """q [B, N, H, D]; k, v [B, N, K, D] -> [B, N, H, D]."""
+        """Mix tokens: q [B, N, H, D]; k, v [B, N, K, D] -> [B, N, H, D]."""
         raise NotImplementedError
 
     def log_decay(self, x: Tensor) -> Tensor | None:
-        """[B, N, K], or None where nothing fades."""
+        """Return the log decay of each token, [B, N, K], or None for no decay."""
         return None
 
 
 class FadingMixer(RecurrentMixer):
-    """A mixer whose heads forget: log_decay = -exp(A_log) softplus(W x + dt_bias) at each token, as in Mamba 2.
+    """A mixer with decay: log_decay = -exp(A_log) softplus(W x + dt_bias) at each token, as in Mamba 2.
 
-    x [B, N, C] -> [B, N, K], <= 0. A class names this one before the mixer that it lets fade, and calls `add_decay` last.
+    x [B, N, C] -> [B, N, K], <= 0. Inherit from this class before the mixer that decays, and call `add_decay` last.
     """
 
     def add_decay(self, *, dim: int, heads: int) -> None:
-        """Make the parameters of the decay, under the names that Mamba 2 and Gated DeltaNet give them."""
+        """Create the parameters of the decay, with the names of Mamba 2 and Gated DeltaNet."""
         self.a_proj = nn.Linear(dim, heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
@@ -101,7 +101,7 @@ class FadingMixer(RecurrentMixer):
 
 
 class LinearMixer(RecurrentMixer):
-    """Normalised causal linear attention, with a contrast if the config asks for one."""
+    """Normalized causal linear attention, with a contrast if the config has one."""
 
     def __init__(self, config: NaLaConfig) -> None:
         assert config.num_key_value_heads is not None
@@ -140,7 +140,7 @@ class LinearMixer(RecurrentMixer):
 
 @cache
 def even_map(num_heads: int) -> FeatureMap:
-    """Of attention whose keys all weigh the same: it gives the mean of the values."""
+    """Return a map that weighs all keys equally, so that attention gives the mean of the values."""
     return feature_map("relu", num_heads=num_heads, head_dim=1)
 
 
@@ -155,19 +155,19 @@ def continued(
     name: str = "",
     **given: Any,
 ) -> Tensor:
-    """Causal linear attention after the tokens of a cache, which then holds these too, in tensors whose names begin so."""
+    """Attend from tokens after those of a cache and update the cache; its tensors have names that begin with `name`."""
     known = {field: layer.tensors[name + field] for field in LinearState.__dataclass_fields__ if name + field in layer.tensors}
     state = LinearState(**known) if known else None
     if state is not None and q.shape[1] == 1 and key_mask is None and not torch.is_grad_enabled():
         return recurrent_step_(state, q, k, v, log_decay=log_decay, **given)
     out, state = recurrent_linear_attention(q, k, v, state=state, key_mask=key_mask, log_decay=log_decay, **given)
-    # contiguous: the kernel of a single token updates them in place
+    # contiguous, since the kernel of a single token updates them in place
     layer.tensors.update({name + field: tensor.contiguous() for field, tensor in state.tensors().items()})
     return out
 
 
 class ForgettingMixer(FadingMixer, LinearMixer):
-    """Normalised causal linear attention that forgets: for query i, key j weighs exp(sum of log_decay from j + 1 to i)."""
+    """Normalized causal linear attention with decay: for query i, key j weighs exp(sum of log_decay from j + 1 to i)."""
 
     def __init__(self, config: NaLaConfig) -> None:
         super().__init__(config)
@@ -176,7 +176,7 @@ class ForgettingMixer(FadingMixer, LinearMixer):
 
 
 class DeltaMixer(RecurrentMixer):
-    """DeltaNet with a feature map in place of SiLU on q and k: unit features, corrections weighted by beta = sigmoid(W x)."""
+    """DeltaNet with a feature map instead of SiLU on q and k: unit features, corrections weighted by beta = sigmoid(W x)."""
 
     activates_values = True
 
@@ -202,7 +202,7 @@ class DeltaMixer(RecurrentMixer):
 
 
 class GatedDeltaMixer(FadingMixer, DeltaMixer):
-    """Gated DeltaNet: the delta rule with a state that fades by exp(log_decay) at each token."""
+    """Gated DeltaNet: the delta rule with a state that decays by exp(log_decay) at each token."""
 
     def __init__(self, config: NaLaConfig) -> None:
         super().__init__(config)
@@ -210,7 +210,7 @@ class GatedDeltaMixer(FadingMixer, DeltaMixer):
 
 
 class SoftmaxMixer(nn.Module):
-    """Exact attention with rotary positions: torch's scaled_dot_product_attention, or written out (attn_implementation)."""
+    """Softmax attention with rotary positions: torch's scaled_dot_product_attention, or eager (attn_implementation)."""
 
     def __init__(self, config: NaLaConfig) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class SoftmaxMixer(nn.Module):
 
     @property
     def is_eager(self) -> bool:
-        """Read at every call: model.set_attn_implementation may change it."""
+        """True for eager attention; read at every call, since model.set_attn_implementation may change it."""
         chosen = self.config._attn_implementation
         if chosen not in (None, "sdpa", "eager"):
             raise ValueError(
@@ -238,20 +238,20 @@ class SoftmaxMixer(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens, layer: CacheLayerMixin | None) -> Tensor:
         parts = self.qkv_proj(x).split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        # in full precision, with the turn
+        # apply RoPE in float32
         queries = widened(q) if tokens.sharpness is None else widened(q) * tokens.sharpness
         q, k = (tokens.rotary.rotate(y).to(part.dtype) for y, part in ((queries, q), (widened(k), k)))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if layer is not None:
             k, v = layer.update(k, v)
-        # torch 2.11 pads the mask of its fused attention on a GPU, so that a program would serve multiples of 8 tokens alone
+        # torch 2.11 pads the mask of its fused attention on a GPU, so that a program would only support multiples of 8 tokens
         is_padded = tokens.pairs is not None and q.is_cuda and is_recorded()
         if self.is_eager or tokens.weights is not None or is_padded:
             out, weights = eager_attention(q, k, v, tokens.pairs)
             if tokens.weights is not None:
                 tokens.weights.append(weights)
         else:
-            # without a mask there is nothing before these tokens, or one token that sees all
+            # without a mask there are no earlier tokens, or one token that sees all
             is_causal = tokens.pairs is None and tokens.past == 0
             mask = tokens.pairs if tokens.pairs is None or tokens.pairs.dtype == torch.bool else tokens.pairs.to(q.dtype)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=self.is_grouped)
@@ -259,7 +259,7 @@ class SoftmaxMixer(nn.Module):
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(D)) v and its weights. q [B, H, N, D]; k, v [B, K, M, D]; pairs as in Tokens."""
+    """Return softmax(q k^T / sqrt(D)) v and its weights. q [B, H, N, D]; k, v [B, K, M, D]; pairs as in Tokens."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     if pairs is None:
@@ -272,7 +272,7 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor | None) -> tu
 
 
 def widened(x: Tensor) -> Tensor:
-    """The tensor in float32; float64 stays float64."""
+    """Return the tensor in float32; float64 stays float64."""
     return x.to(compute_dtype(x))
 
 

@@ -43,7 +43,7 @@ from .static_cache import NaLaStaticCache
 from .tokens import Masks, Tokens, describe_tokens, static_masks
 
 logger = logging.get_logger(__name__)
-# what generation, the trainer and collators of transformers pass to every model, and losses read
+# arguments that transformers' generation, trainer and collators pass to every model, and that losses read
 KNOWN_ARGUMENTS = {
     *TransformersKwargs.__annotations__,
     *("return_dict", "cache_position", "shift_labels", "ignore_index", "next_sequence_length", "is_first_iteration"),
@@ -51,7 +51,7 @@ KNOWN_ARGUMENTS = {
 
 
 class NaLaBlock(GradientCheckpointingLayer):
-    """x += mixer(norm x); x += feed_forward(norm x)."""
+    """A decoder block: x += mixer(norm x); x += feed_forward(norm x)."""
 
     def __init__(self, config: NaLaConfig, number: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class NaLaBlock(GradientCheckpointingLayer):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.number = number
 
-    # transformers looks for the cache by this name where it recomputes blocks
+    # transformers looks up the cache by this name when it recomputes blocks
     def forward(self, x: Tensor, tokens: Tokens, past_key_values: LanguageCache | None = None) -> Tensor:
         layer = None if past_key_values is None else past_key_values.layers[self.number]
         y = self.mixer_norm(x)
@@ -71,7 +71,7 @@ class NaLaBlock(GradientCheckpointingLayer):
 
 
 class NaLaPreTrainedModel(PreTrainedModel):
-    """What the models share: how weights begin, and what transformers may do with them."""
+    """The common base of the models: initialization of weights, and the features that transformers may use."""
 
     config_class = NaLaConfig
     config: NaLaConfig
@@ -105,18 +105,18 @@ class NaLaPreTrainedModel(PreTrainedModel):
 
 
 def begin_as(module: nn.Module, fresh: nn.Module) -> None:
-    """Give the parameters of a module the values of a new one."""
+    """Copy the parameters of a new module into this one."""
     for parameter, start in zip(module.parameters(), fresh.parameters(), strict=True):
         initialization.copy_(parameter, start)
 
 
 class NaLaModel(NaLaPreTrainedModel):
-    """Embedding, blocks and a last norm: token numbers [B, N] -> hidden states [B, N, C]."""
+    """Embedding, blocks and a last norm: token ids [B, N] -> hidden states [B, N, C]."""
 
     def __init__(self, config: NaLaConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        # the name by which transformers' tools look for it
+        # transformers' tools look it up by this name
         self.rotary_emb = RotaryPositions(config)
         self.layers = nn.ModuleList(NaLaBlock(config, number) for number in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -135,11 +135,11 @@ class NaLaModel(NaLaPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """attention_mask: [B, earlier and new tokens], 0 = padding, on either side; or what describe_tokens says.
+        """Compute hidden states. attention_mask: [B, earlier and new tokens], 0 = padding on either side; see describe_tokens.
 
-        Packed sequences, as DataCollatorWithFlattening gives them: position_ids that begin again with 0, or cu_seq_lens_q.
-        past_key_values: a NaLaCache or NaLaStaticCache of the tokens before; it is changed.
-        output_hidden_states: True, or a list of numbers, as transformers counts them. output_attentions: of `softmax` mixers.
+        Packed sequences, as from DataCollatorWithFlattening: position_ids that restart at 0, or cu_seq_lens_q.
+        past_key_values: a NaLaCache or NaLaStaticCache of the earlier tokens, which is changed.
+        output_hidden_states: True, or a list of layers as transformers counts them. output_attentions: of `softmax` mixers.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("the tokens must come either as input_ids or as inputs_embeds, got both or none of them")
@@ -161,11 +161,13 @@ class NaLaModel(NaLaPreTrainedModel):
         )
         if tokens.cu_seqlens is not None and cache is not None:
             if past_key_values is not None or use_cache:
-                raise ValueError("packed sequences leave no state to go on from, got use_cache with them; use use_cache=False")
+                raise ValueError(
+                    "packed sequences leave no state to continue from, got a cache or use_cache=True; pass neither"
+                )
             cache = None
         for block in self.layers:
             hidden = block(hidden, tokens=tokens, past_key_values=cache)
-        # None for a recurrent layer, as models of other kinds give it; releases of transformers differ in what they declare
+        # None for a recurrent layer, as in other models; releases of transformers differ in the declared type
         weights: Any = None if tokens.weights is None else tuple(tokens.weights)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache, attentions=weights)
 
@@ -173,18 +175,18 @@ class NaLaModel(NaLaPreTrainedModel):
         wanted = self.config.output_attentions if output_attentions is None else output_attentions
         if wanted and "softmax" not in self.config.mixer_of_layers:
             raise ValueError(
-                "output_attentions needs a layer with exact attention, got none: recurrent mixers have no weight for each "
+                "output_attentions needs a layer with softmax attention, got none: recurrent mixers have no weight for each "
                 "pair; nalaformer.attention_weights computes rows of the weights that linear attention amounts to"
             )
         return bool(wanted)
 
     def _cache(self, given: LanguageCache | None, use_cache: bool | None) -> LanguageCache | None:
         if self.gradient_checkpointing and self.training:
-            # a block that runs twice would count its tokens twice
+            # a block that runs twice would add its tokens to the cache twice
             if given is not None and given.get_seq_length() > 0:
-                raise ValueError("gradient checkpointing cannot go on from a cache, got a filled one; use model.eval()")
+                raise ValueError("gradient checkpointing cannot continue from a cache, got a filled one; use model.eval()")
             if given is not None or use_cache:
-                logger.warning_once("Gradient checkpointing keeps no cache; going on with use_cache=False.")
+                logger.warning_once("Gradient checkpointing returns no cache; using use_cache=False.")
             return None
         if given is None:
             wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
@@ -194,7 +196,7 @@ class NaLaModel(NaLaPreTrainedModel):
 
 
 class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
-    """The next token: logits [B, N, vocabulary], and the loss where labels are given."""
+    """The decoder with a language head: logits [B, N, vocabulary], and the loss if labels are given."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -218,10 +220,11 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As NaLaModel; labels [B, N] are the tokens themselves (shifted here), -100 where none is asked for.
+        """Compute logits, and the loss if labels are given; other arguments as in NaLaModel.
 
-        logits_to_keep: logits of the last so many tokens alone (0: of all), or of the tokens of that index.
-        In training, with labels, there is a loss and no logits, which would take most of the memory: config.logits_in_training.
+        labels [B, N] are the tokens themselves (shifted here), -100 for none. logits_to_keep: logits of the last so many tokens
+        (0: all), or of the tokens with that index. Training with labels returns no logits by default, since they take most
+        of the memory; see config.logits_in_training.
         """
         check_known(kwargs)
         refuse_numbered_sequences(kwargs, position_ids, cu_seq_lens_q)
@@ -255,7 +258,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
 
     @property
     def trains_without_logits(self) -> bool:
-        """Whether a training step with labels gives the loss alone."""
+        """True if a training step with labels returns only the loss."""
         return not self.config.logits_in_training and can_do_without_logits(self.lm_head, self.loss_function)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
@@ -266,7 +269,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Put a cache of ours where generation looks for one; transformers would make one that knows no states."""
+        """Give generation one of our caches; transformers would build one without states."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "static"):
             raise ValueError(
@@ -277,18 +280,18 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         if given is not None:
             check_cache(given)
             if generation_mode == GenerationMode.ASSISTED_GENERATION and given.get_seq_length() > 0:
-                # transformers would give the model the whole text after a cache that holds a part of it
+                # transformers would pass the whole text to the model after a cache that holds a part of it
                 raise ValueError(
-                    f"drafts need an empty cache, got past_key_values of {int(given.get_seq_length())} tokens with an "
-                    "assistant or prompt lookup; leave out one of them"
+                    f"drafting needs an empty cache, got past_key_values of {int(given.get_seq_length())} tokens with an "
+                    "assistant or prompt lookup; omit one of them"
                 )
             given._is_user_defined = True
         elif self.model.gradient_checkpointing and self.training:
-            logger.warning_once("Gradient checkpointing keeps no cache; generating with use_cache=False.")
+            logger.warning_once("Gradient checkpointing returns no cache; generating with use_cache=False.")
             generation_config.use_cache = model_kwargs["use_cache"] = False
         elif generation_config.use_cache is not False and kind == "static":
             asked = getattr(generation_config, "max_cache_len", None) or 0
-            # room as in the longest call so far: another size would be compiled anew
+            # use the size of the longest call so far, since another size would compile again
             self._static_length = max(max_cache_length, asked, getattr(self, "_static_length", 0))
             model_kwargs["past_key_values"] = NaLaStaticCache(self.config, self._static_length)
         elif generation_config.use_cache is not False:
@@ -304,7 +307,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         past_key_values: NaLaStaticCache,
         **kwargs: Any,
     ) -> Masks:
-        """Masks of one size for the steps of a static cache; generation asks for them outside of what it compiles."""
+        """Return masks of one size for the steps of a static cache; generation calls this outside of what it compiles."""
         past = past_key_values.get_seq_length()
         return static_masks(config, inputs_embeds, attention_mask, past, past_key_values.max_cache_len)
 
@@ -314,12 +317,12 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
             "padded on the left"
         )
 
-    # every way there; the first of them is in transformers' own too
+    # all entry points; transformers' own models have the first of them too
     generate_batch = continuous_batching_context_manager = init_continuous_batching
 
 
 class NaLaForSequenceClassification(NaLaPreTrainedModel):
-    """A class of each row, from the hidden state of its last real token: logits [B, labels]."""
+    """The decoder with a head for a class of each row, from its last real token: logits [B, labels]."""
 
     def __init__(self, config: NaLaConfig) -> None:
         super().__init__(config)
@@ -340,7 +343,7 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """The last real token is that of the attention_mask, else the last one that is not pad_token_id, else the last one."""
+        """Compute logits. The last real token: by attention_mask, else the last that is not pad_token_id, else the last."""
         check_known(kwargs)
         refuse_numbered_sequences(kwargs, position_ids, None)
         outputs = self.model(
@@ -374,22 +377,22 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
 
 
 class NaLaForTokenClassification(GenericForTokenClassification, NaLaPreTrainedModel):
-    """A class of each token, which has seen the tokens before it alone: logits [B, N, labels]."""
+    """The decoder with a head for a class of each token, which sees only earlier tokens: logits [B, N, labels]."""
 
 
 class NaLaForQuestionAnswering(GenericForQuestionAnswering, NaLaPreTrainedModel):
-    """Where the answer begins and ends in a text that holds question and answer: start_logits and end_logits [B, N]."""
+    """The decoder with a head for begin and end of an answer in the text: start_logits and end_logits [B, N]."""
 
 
 def check_known(arguments: dict[str, Any]) -> None:
-    """transformers hands on what its tools may say to any model; a misspelt name is none of that."""
+    """Reject misspelled arguments; those that transformers' tools pass to any model are allowed."""
     for name in arguments:
         if name not in KNOWN_ARGUMENTS:
             raise unknown_name("argument", name, [*KNOWN_ARGUMENTS, *inspect.signature(NaLaForCausalLM.forward).parameters])
 
 
 def refuse_numbered_sequences(arguments: dict[str, Any], position_ids: Tensor | None, cu_seq_lens_q: Tensor | None) -> None:
-    """Collators may number packed sequences (seq_idx) and say nothing else of where they begin."""
+    """Reject packed sequences that are only numbered (seq_idx), so that their beginnings are unknown."""
     if arguments.get("seq_idx") is not None and position_ids is None and cu_seq_lens_q is None:
         raise ValueError(
             "packed sequences must come with position_ids that begin again or with cu_seq_lens_q, got seq_idx alone; use "
@@ -398,7 +401,7 @@ def refuse_numbered_sequences(arguments: dict[str, Any], position_ids: Tensor | 
 
 
 def outputs_asked_for(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a head asks its decoder for, taken out of its arguments; None leaves it to the config."""
+    """Remove the arguments that a head passes to its decoder, and return them; None leaves them to the config."""
     asked = {name: arguments.pop(name, None) for name in ("output_hidden_states", "output_attentions")}
     return {name: value for name, value in asked.items() if value is not None} | {"return_dict": True}
 
@@ -416,5 +419,5 @@ AutoModelForCausalLM.register(NaLaConfig, NaLaForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(NaLaConfig, NaLaForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(NaLaConfig, NaLaForTokenClassification, exist_ok=True)
 AutoModelForQuestionAnswering.register(NaLaConfig, NaLaForQuestionAnswering, exist_ok=True)
-# by this table transformers' Trainer knows that labels are the next tokens, where it smooths them itself
+# transformers' Trainer looks up in this table that labels are the next tokens, for its label smoothing
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NaLaConfig.model_type] = NaLaForCausalLM.__name__

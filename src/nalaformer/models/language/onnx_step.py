@@ -1,4 +1,4 @@
-"""One step of a language model as an ONNX program: a token and the states in, logits and the states after it out."""
+"""A decoding step of a language model as an ONNX program: from a token and the states to logits and the next states."""
 
 import warnings
 from os import PathLike
@@ -12,9 +12,9 @@ from .model import NaLaForCausalLM
 
 
 class LanguageStep(nn.Module):
-    """Tokens [B, 1], positions [B, 1] and the states -> logits [B, vocabulary] and the states after the token.
+    """One decoding step: tokens [B, 1], positions [B, 1] and the states -> logits [B, vocabulary] and the next states.
 
-    The states are in the order of `names`, as `first_states` makes them before the first token.
+    The states are in the order of `names`, as in `first_states`.
     """
 
     def __init__(self, model: NaLaForCausalLM) -> None:
@@ -30,9 +30,9 @@ class LanguageStep(nn.Module):
 
     @torch.no_grad()
     def first_states(self, batch: int) -> dict[str, Tensor]:
-        """States before the first token, by name."""
+        """Return the states before the first token, by name."""
         cache = NaLaCache(self.model.config)
-        # one token shows the sizes
+        # run one token to learn the sizes
         self.model(torch.zeros(batch, 1, dtype=torch.int64, device=self.model.device), past_key_values=cache)
         return {name: torch.zeros_like(tensor) for name, tensor in cache.tensors().items()}
 
@@ -42,7 +42,7 @@ class LanguageStep(nn.Module):
             _, number, part = name.split(".")
             layer = cache.layers[int(number)]
             assert isinstance(layer, RecurrentLayer)
-            # a copy: steps write into the state, and a program must leave its inputs alone
+            # clone, since steps write into the state, and a program must not change its inputs
             layer.tensors[part] = state.clone()
             layer.seen = 1
         out = self.model(tokens, position_ids=positions, past_key_values=cache)
@@ -51,11 +51,11 @@ class LanguageStep(nn.Module):
 
 
 def export_step(model: NaLaForCausalLM, path: str | PathLike[str]) -> list[str]:
-    """Write a step as ONNX, for any batch; the names of the states.
+    """Write a step as ONNX, for any batch size; return the names of the states.
 
     Inputs: `tokens`, `positions`, and the states under their names. Outputs: `logits`, and the states as `after.<name>`.
     """
-    # asked for first: torch says less about what is missing
+    # checked first, since torch's error says less about what is missing
     import onnx  # noqa: F401
     import onnxscript  # noqa: F401
 
@@ -64,7 +64,7 @@ def export_step(model: NaLaForCausalLM, path: str | PathLike[str]) -> list[str]:
     inputs = (torch.ones(2, 1, dtype=torch.int64), torch.ones(2, 1, dtype=torch.int64), *states.values())
     batch = torch.export.Dim("batch", min=1, max=4096)
     with torch.no_grad(), warnings.catch_warnings():
-        # all inputs share one batch, which is what is wanted
+        # all inputs share one batch size, which is intended
         warnings.filterwarnings("ignore", message="# The axis name: batch will not be used", module=r"torch\.onnx")
         program = torch.onnx.export(
             step,

@@ -1,4 +1,4 @@
-"""Rotary positions of the mixers that have them, and how they change for texts longer than those of training."""
+"""Rotary positions, and their scaling for texts longer than those of training."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from .config import NaLaConfig
 
 
 class RotaryPositions(nn.Module):
-    """How channel pairs turn with the position, as config.rope_parameters says. It has no weights.
+    """The angles by which channel pairs rotate at each position, from config.rope_parameters. It has no weights.
 
     Frequencies are those of transformers for the same rope_parameters, in float64.
     """
@@ -23,23 +23,23 @@ class RotaryPositions(nn.Module):
         self.config = config
 
     def at(self, positions: Tensor) -> Rotary:
-        """positions [B, N]."""
+        """Return the rotation at positions [B, N]."""
         return Rotary(positions[..., None], self.frequencies(positions.device, positions))
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles [B, N, D / 2], times the temperature, in the type of x, as transformers calls it."""
+        """Return cosine and sine of the angles [B, N, D / 2], times the temperature, in the dtype of x, for transformers."""
         cos, sin = self.at(position_ids).cos_sin(x.dtype)
         temperatures = self.temperatures(x)
         return (cos, sin) if temperatures is None else (cos * temperatures, sin * temperatures)
 
     @property
     def inv_freq(self) -> Tensor:
-        """Turning speeds of the channel pairs [D / 2], up to the trained length."""
+        """The frequencies of the channel pairs [D / 2], up to the trained length."""
         return self.frequencies(torch.get_default_device(), None)
 
     @property
     def temperature(self) -> float:
-        """What "yarn" multiplies turned channels by, so that attention over more tokens stays as sharp; 1 otherwise."""
+        """The factor of "yarn" on rotated channels, which keeps attention over more tokens as sharp; 1 otherwise."""
         settings = self._settings
         if settings["rope_type"] != "yarn":
             return 1.0
@@ -53,14 +53,14 @@ class RotaryPositions(nn.Module):
         return _sharpness(settings["factor"], 1.0)
 
     def temperatures(self, like: Tensor) -> Tensor | None:
-        """The temperature of each channel pair [D / 2], 1 for those that do not turn; None: 1 for all."""
+        """Return the temperature of each channel pair [D / 2], 1 for those that do not rotate; None: 1 for all."""
         if self.temperature == 1.0:
             return None
         turning, still = self._pairs
         return F.pad(like.new_full((turning,), self.temperature), (0, still), value=1.0)
 
     def frequencies(self, device: torch.device, positions: Tensor | None) -> Tensor:
-        """[D / 2]; positions: those of the call, by which "dynamic" knows how long the longest row is."""
+        """Return the frequencies [D / 2]; positions: those of the call, from which "dynamic" takes the longest row."""
         settings = self._settings
         turning, still = self._pairs
         speeds = rotary_frequencies(turning, base=settings["rope_theta"], device=device)
@@ -69,14 +69,14 @@ class RotaryPositions(nn.Module):
 
     @property
     def _pairs(self) -> tuple[int, int]:
-        """Channel pairs that turn, and those behind them that do not."""
+        """The numbers of channel pairs that rotate, and of the last ones that do not."""
         assert self.config.head_dim is not None
         turning = int(self.config.head_dim * self._settings["partial_rotary_factor"]) // 2
         return turning, self.config.head_dim // 2 - turning
 
     @property
     def _settings(self) -> dict[str, Any]:
-        # read at every call: the config may have been given others
+        # read at every call, since the config may have changed
         self.config.check_rotary()
         return self.config.rotary
 
@@ -90,10 +90,10 @@ def _slower(speeds: Tensor, settings: dict[str, Any], _: NaLaConfig, __: Tensor 
 
 
 def _slower_for_long_rows(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, positions: Tensor | None) -> Tensor:
-    """NTK: base' = base (factor length / trained - factor + 1)^(D / (D - 2)) from the trained length on."""
+    """Scale by NTK: base' = base (factor length / trained - factor + 1)^(D / (D - 2)) from the trained length on."""
     if positions is None or len(speeds) < 2:
         return speeds
-    # a tensor: to read it would make the host wait, and freeze it in a traced program
+    # keep a tensor: reading it would wait for the device, and freeze it in a traced program
     length = (positions.max() + 1).clamp(min=config.max_position_embeddings).to(speeds.dtype)
     growth = settings["factor"] * length / config.max_position_embeddings - (settings["factor"] - 1)
     # base'^-t with t = i / pairs and D / (D - 2) = pairs / (pairs - 1)
@@ -102,7 +102,7 @@ def _slower_for_long_rows(speeds: Tensor, settings: dict[str, Any], config: NaLa
 
 
 def _slower_where_slow(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, _: Tensor | None) -> Tensor:
-    """YaRN: pairs that turn often in the trained length stay, those that turn less than once are slowed, a ramp between."""
+    """Scale as YaRN: fast pairs stay, those with less than one rotation in the trained length are slowed, a ramp between."""
     trained = settings.get("original_max_position_embeddings") or config.max_position_embeddings
     pairs = len(speeds)
 
@@ -119,7 +119,7 @@ def _slower_where_slow(speeds: Tensor, settings: dict[str, Any], config: NaLaCon
 
 
 def _slower_by_wavelength(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, _: Tensor | None) -> Tensor:
-    """Llama 3: as YaRN, with the ramp over the turns in the trained length."""
+    """Scale as Llama 3: like YaRN, with the ramp over the rotations in the trained length."""
     trained = settings.get("original_max_position_embeddings") or config.max_position_embeddings
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     turns = trained * speeds / (2 * math.pi)
@@ -139,4 +139,4 @@ SCALINGS: dict[str, Scaling] = {
     "yarn": _slower_where_slow,
     "llama3": _slower_by_wavelength,
 }
-"""What becomes of the turning speeds, by the names of config.ROTARY_KINDS."""
+"""Functions that scale the frequencies, by the names of config.ROTARY_KINDS."""

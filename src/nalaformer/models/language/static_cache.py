@@ -1,4 +1,4 @@
-"""A cache whose tensors stay where they are from the first token on: one compiled step, or one CUDA graph, serves them all."""
+"""A cache with tensors at fixed addresses, so that one compiled step, or one CUDA graph, serves all tokens."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StaticRecurrentLayer(RecurrentLayer):
-    """A state that every token changes in its place. How many were seen is a tensor: a compiled step takes it as an input."""
+    """A state that every token changes in place. The number of tokens is a tensor, an input of a compiled step."""
 
     is_compileable = True
     is_croppable = False
@@ -60,22 +60,22 @@ class NaLaStaticCache(LanguageCache, StaticCache):
 
     @property
     def max_cache_len(self) -> int:
-        """Tokens that there is room for; some versions of transformers ask the layers, of which recurrent ones have no end."""
+        """The capacity in tokens; some versions of transformers ask the layers, of which recurrent ones have no limit."""
         return self._room
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(
-            f"a static cache cannot take tokens back, got crop({tokens_to_remove}); use a NaLaCache, the default of generate"
+            f"a static cache cannot remove tokens, got crop({tokens_to_remove}); use a NaLaCache, the default of generate"
         )
 
     def activate_past_recording(self) -> None:
         raise ValueError(
-            "drafts need a cache that takes tokens back, got a static one; leave out cache_implementation, or use a NaLaCache"
+            "drafting needs a cache that can remove tokens, got a static one; omit cache_implementation, or use a NaLaCache"
         )
 
 
 def keep_in_place(tensor: Tensor) -> Tensor:
-    """The tensor, marked for torch.compile as one whose address does not change."""
+    """Mark the tensor for torch.compile as one with a fixed address, and return it."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""Where the tokens of a forward pass stand: positions, padding, packed sequences. Made once, read by every layer."""
+"""Positions, padding and packed sequences of a forward pass, computed once for all layers."""
 
 from dataclasses import dataclass, replace
 
@@ -14,12 +14,12 @@ from .config import RECURRENT_MIXERS, NaLaConfig
 from .positions import RotaryPositions
 
 Masks = dict[str, Tensor | None]
-"""Masks made before the call, by the kind of layer: "full_attention" as Tokens.pairs, "linear_attention" as Tokens.key_mask."""
+"""Precomputed masks by the kind of layer: "full_attention" as Tokens.pairs, "linear_attention" as Tokens.key_mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """N new tokens of B rows, after `past` earlier ones that a cache remembers."""
+    """N new tokens of B rows, after `past` earlier ones in a cache."""
 
     rotary: Rotary
     """Positions [B, N, 1]."""
@@ -28,23 +28,22 @@ class Tokens:
     key_mask: Tensor | None
     """[B, N] bool, False where a new token is padding; None: all are real."""
     sequence: Tensor | None
-    """[B, N], the number of the packed sequence that a token belongs to; None: each row is one sequence."""
+    """The index of each token's packed sequence, [B, N]; None: each row is one sequence."""
     cu_seqlens: Tensor | None
-    """[S + 1] on the CPU, where the packed sequences begin in the B * N tokens, and their end; None: each row is one."""
+    """Offsets of the packed sequences in the B * N tokens, and their end, [S + 1] on the CPU; None: each row is one."""
     pairs: Tensor | None
-    """[B or 1, 1, N, past + N] bool, which keys a token of a `softmax` mixer sees; None: all up to itself. Or numbers that are
-    added to the scores. With a static cache there is a column for each token that it has room for."""
+    """The keys that a token of a `softmax` mixer sees, [B or 1, 1, N, past + N] bool; None: all up to itself. Or values that
+    are added to the scores. With a static cache there is a column for each token that it has room for."""
     sharpness: Tensor | None = None
-    """[D], what the channels of queries of `softmax` mixers are multiplied by: RotaryPositions.temperatures, for queries and
-    keys in one; None: 1."""
+    """The factors of the query channels of `softmax` mixers, [D]: RotaryPositions.temperatures for queries and keys together;
+    None: 1."""
     closed: Tensor | None = None
-    """[B, N]: the place that each new token would have if real ones came first and padding last; None: no padding lies between
-    real tokens."""
+    """The place of each new token with real ones first and padding last, [B, N]; None: no padding between real tokens."""
     weights: list[Tensor] | None = None
-    """Where `softmax` mixers put their weights [B, H, N, past + N]; None: nobody asks for them."""
+    """A list to which `softmax` mixers append their weights [B, H, N, past + N]; None: the weights are not returned."""
 
     def between(self, start: int, stop: int) -> "Tokens":
-        """The tokens start .. stop - 1 for a recurrent mixer; packed sequences cannot be cut."""
+        """Return the tokens start .. stop - 1 for a recurrent mixer; packed sequences cannot be split."""
         mask = None if self.key_mask is None else self.key_mask[:, start:stop]
         past = self.past + start
         closed = None if mask is None else closed_up(mask, past)
@@ -62,9 +61,9 @@ def describe_tokens(
     capacity: int | None = None,
     wants_weights: bool = False,
 ) -> Tokens:
-    """embeddings [B, N, C]; attention_mask [B, past + N]; position_ids [B or 1, N], whose zeros begin packed sequences.
+    """Return the Tokens of a call. embeddings [B, N, C]; attention_mask [B, past + N]; position_ids [B or 1, N], 0 at starts.
 
-    attention_mask may also be [B or 1, 1, N, past + N] where all mixers are `softmax`, or Masks.
+    attention_mask may also be [B or 1, 1, N, past + N] if all mixers are `softmax`, or Masks.
     capacity: tokens that a static cache has room for; None: the cache grows.
     """
     config = places.config
@@ -77,7 +76,7 @@ def describe_tokens(
         pairs = _mask_of_pairs(config, attention_mask)
     else:
         visible = _visible(attention_mask, batch, past + length)
-        # a row padded long ago decodes like any other
+        # only new tokens matter: rows padded long ago need no mask
         key_mask = None if visible is None else none_if_all(visible[:, visible.shape[1] - length :])
     if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
         raise ValueError(
@@ -85,7 +84,7 @@ def describe_tokens(
             f"got shape {tuple(position_ids.shape)}"
         )
     starts = sequence = bounds = None
-    # a cache that counts in a tensor has seen tokens
+    # a cache with a tensor as its count has seen tokens
     is_first = not isinstance(past, Tensor) and past == 0
     if cu_seqlens is not None and not is_first:
         raise ValueError(
@@ -117,7 +116,7 @@ def describe_tokens(
 
 
 def static_masks(config: NaLaConfig, embeddings: Tensor, attention_mask: Tensor | None, past: int, capacity: int) -> Masks:
-    """Masks for a static cache, of one size at every step. attention_mask [B, past + N]; the names as in describe_tokens."""
+    """Return masks of one size at every step of a static cache. attention_mask [B, past + N]; names as in describe_tokens."""
     batch, length = embeddings.shape[:2]
     visible = _visible(attention_mask, batch, past + length)
     key_mask = None if visible is None else none_if_all(visible[:, visible.shape[1] - length :])
@@ -138,31 +137,31 @@ def _mask_of_pairs(config: NaLaConfig, mask: Tensor) -> Tensor:
 
 
 def _visible(attention_mask: Tensor | None, batch: int, total: int) -> Tensor | None:
-    """[B, past + N] bool, or None where nothing is padding."""
+    """Return the mask [B, past + N] as bool, or None without padding."""
     if attention_mask is None:
         return None
-    # where a cache counts in a tensor, the comparison would wait for the device
+    # if a cache counts in a tensor, the comparison would wait for the device
     if not isinstance(total, Tensor):
         check_mask(attention_mask, batch, total)
     return none_if_all(attention_mask.bool())
 
 
 def none_if_all(mask: Tensor) -> Tensor | None:
-    """The mask, or None if it hides nothing: one look here spares every layer the mask. A traced program has no numbers."""
+    """Return the mask, or None if all are visible, which saves every layer the mask. Traced programs keep it."""
     return None if not is_traced(mask) and bool(mask.all()) else mask
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a look at its numbers is impossible, or would be kept for all others."""
+    """True if values cannot be read, or would be frozen into the traced program."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or not has_numbers(x)
 
 
 def has_numbers(x: Tensor) -> bool:
-    """Whether a look at them is possible: tensors of the device "meta" and of FakeTensorMode have a shape alone."""
+    """True if the values can be read: tensors on the "meta" device and of FakeTensorMode have only a shape."""
     return is_ordinary(x) and not x.is_meta
 
 
-# numbers are read on the host: traced, every packing would be another program
+# values are read on the host, so each packing would be traced as another program
 @torch.compiler.disable
 def _packing(
     position_ids: Tensor | None,
@@ -172,9 +171,9 @@ def _packing(
     length: int,
     device: torch.device,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """[B, N] bool, where sequences begin, and the bounds of all of them on the host: read once here, and not in every layer.
+    """Return a mask of the beginnings of sequences, [B, N] bool, and the offsets of all on the host: read once for all layers.
 
-    None, None where each row is one sequence.
+    Return None, None if each row is one sequence.
     """
     if cu_seqlens is not None:
         if int(cu_seqlens[-1]) != batch * length:
@@ -217,7 +216,7 @@ def _refuse_packing_after_cache(position_ids: Tensor, key_mask: Tensor | None, b
 
 
 def closed_up(key_mask: Tensor, past: int) -> Tensor | None:
-    """Tokens.closed of a mask [B, N], False at padding, after `past` earlier tokens."""
+    """Return Tokens.closed of a mask [B, N], False at padding, after `past` earlier tokens."""
     if key_mask.shape[1] == 1:
         return None
     if not is_traced(key_mask):
@@ -232,7 +231,7 @@ def closed_up(key_mask: Tensor, past: int) -> Tensor | None:
 
 
 def _positions(visible: Tensor | None, starts: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
-    """[B or 1, N]: the number of real tokens before each in its sequence."""
+    """Return the number of real tokens before each in its sequence, [B or 1, N]."""
     if visible is not None:
         return (visible.cumsum(1) - 1).clamp(min=0)[:, visible.shape[1] - length :]
     places = (past + torch.arange(length, device=device))[None]
@@ -242,9 +241,9 @@ def _positions(visible: Tensor | None, starts: Tensor | None, past: int, length:
 def _pairs(
     visible: Tensor | None, sequence: Tensor | None, past: int, length: int, device: torch.device, capacity: int | None
 ) -> Tensor | None:
-    """The mask of exact attention, or None where its causal form, or none at all, says the same."""
+    """Return the mask of softmax attention, or None if the causal form or no mask is equivalent."""
     is_open = visible is None and sequence is None and capacity is None
-    # one token sees all that came; a program that is recorded would keep that form of its example for every length
+    # one token sees all earlier ones; but a traced program would use that form of its example for every length
     if is_open and (past == 0 or (length == 1 and not is_recorded())):
         return None
     rows = (past + torch.arange(length, device=device))[:, None]
@@ -253,7 +252,7 @@ def _pairs(
     if visible is not None:
         if capacity is not None:
             visible = F.pad(visible, (0, capacity - visible.shape[1]))
-        # a row of padding sees itself: softmax over nothing is NaN
+        # a row of padding sees itself, since softmax over no keys is NaN
         pairs = (pairs & visible[:, None]) | (columns == rows)
     if sequence is not None:
         pairs = pairs & (sequence[:, :, None] == sequence[:, None])

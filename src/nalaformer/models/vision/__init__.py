@@ -1,4 +1,4 @@
-"""Vision backbones: one four-stage network in several layouts, registered with timm, which they need."""
+"""Vision backbones: one four-stage network in several layouts, registered with timm, which is required."""
 
 try:
     import timm  # noqa: F401  (asked for here, so that the error can say what brings it)

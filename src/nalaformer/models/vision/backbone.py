@@ -1,4 +1,4 @@
-"""The one network of every backbone: stem, stages, head, with timm's conventions around them."""
+"""The network of every backbone: stem, stages and head, with timm's interface."""
 
 import warnings
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from .resolution import ChannelNorm, PatchConv, PatchMerging, make_downsampling,
 
 
 class Backbone(nn.Module):
-    """Images [B, in_chans, H, W] of any size -> logits [B, num_classes]; `config` says of which parts.
+    """Classify images of any size, [B, in_chans, H, W] -> logits [B, num_classes]; `config` names the parts.
 
-    A state dict with the authors' names is translated as it is loaded, so that timm's checkpoint_path takes their files; tables
+    A state dict with the authors' names is translated while loading, so that timm's checkpoint_path accepts their files; tables
     of another image size are resampled.
     """
 
@@ -69,11 +69,11 @@ class Backbone(nn.Module):
         return self.forward_head(self.forward_features(image))
 
     def forward_features(self, image: Tensor) -> Tensor:
-        """[B, C, H / stride, W / stride] after the last stage, rounded up."""
+        """Return the features of the last stage, [B, C, H / stride, W / stride], rounded up."""
         return self.norm(self.stages(self._stem(image)))
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
-        """[B, num_classes]; pre_logits: what the classifier sees, [B, head_hidden_size]."""
+        """Return the logits [B, num_classes], or with pre_logits the input of the classifier, [B, head_hidden_size]."""
         return self.head(self.projection(features), pre_logits=pre_logits)
 
     def forward_intermediates(
@@ -85,9 +85,9 @@ class Backbone(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> Any:
-        """Features after the stages of `indices` (timm's convention), alone or as (features of the end, list).
+        """Return features after the stages of `indices` (timm's convention), alone or as (final features, list).
 
-        output_fmt: "NCHW", "NHWC" or "NLC" (tokens row by row) for the list; the features of the end stay NCHW.
+        output_fmt: "NCHW", "NHWC" or "NLC" (tokens row by row) for the list; the final features stay NCHW.
         """
         arranged = ARRANGED.get(str(getattr(output_fmt, "value", output_fmt)).upper())
         if arranged is None:
@@ -101,7 +101,7 @@ class Backbone(nn.Module):
             x = stage(x)
             is_end = index == len(self.stages) - 1
             if index in taken:
-                # the norm belongs to the last stage: earlier ones have other channels
+                # the norm belongs to the last stage, since earlier ones have other channels
                 found = self.norm(x) if norm and is_end else x
                 found = found if self.output_norms is None else self.output_norms[index](found)
                 intermediates.append(arranged(found))
@@ -110,7 +110,7 @@ class Backbone(nn.Module):
     def get_intermediate_layers(
         self, image: Tensor, n: int | list[int] | tuple[int, ...] = 1, reshape: bool = False, norm: bool = False
     ) -> tuple[Tensor, ...]:
-        """Tokens [B, N, C] after the last `n` stages, or after those of a list; reshape: as images [B, C, H, W]."""
+        """Return tokens [B, N, C] after the last `n` stages, or after those of a list; reshape: as images [B, C, H, W]."""
         indices = n if isinstance(n, int) else list(n)
         form = "NCHW" if reshape else "NLC"
         return tuple(self.forward_intermediates(image, indices, norm=norm, output_fmt=form, intermediates_only=True))
@@ -118,7 +118,7 @@ class Backbone(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop what the features of `indices` do not need; the indices that remain valid."""
+        """Drop the stages that the features of `indices` do not need; return the indices that remain valid."""
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         if self.output_norms is not None:
@@ -134,18 +134,18 @@ class Backbone(nn.Module):
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new classifier, of the type, on the device and in the mode of the network."""
+        """Replace the classifier; the new one has the dtype, device and mode of the network."""
         self.num_classes = num_classes
         like = next(self.stem.parameters())
-        # a head that was reset to nothing no longer knows where it was
+        # a head that was reset to zero classes no longer knows its device
         with torch.device(like.device):
             self.head.reset(num_classes, global_pool)
         self.head.to(like.dtype).train(self.training)
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Resample learned position tables to images of that size, in place, so that training there learns them as they are.
+        """Resample learned position tables to this image size in place, to train them there.
 
-        The network takes every size without this: it interpolates its tables in each pass.
+        The network takes every size without this call, since it interpolates its tables in each pass.
         """
         self.config = replace(self.config, img_size=img_size if isinstance(img_size, int) else (img_size[0], img_size[1]))
         for index, stage in enumerate(self.stages):
@@ -157,23 +157,23 @@ class Backbone(nn.Module):
                 if attention.table is not None:
                     grid = self.config.attention_of(index, number).table_grid
                     attention.table.resample(grid)
-                    # its other parts may have been converted
+                    # the other parts of the layer may have been converted
                     attention.config = replace(attention.config, table_grid=grid)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass instead of keeping what they computed."""
+        """Recompute blocks in the backward pass instead of retaining their activations."""
         for stage in self.stages:
             assert isinstance(stage, Stage)
             stage.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """How parameters group by depth, for layer-wise learning rates."""
+        """Return patterns that group parameters by depth, for layer-wise learning rates."""
         fine = [(r"^stages\.(\d+)\.(?:downsampling|positions)", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
         last = (r"^(?:norm|output_norms|projection)", (99999,))
         return {"stem": r"^stem", "blocks": [(r"^stages\.(\d+)", None), last] if coarse else [*fine, last]}
 
     def no_weight_decay(self) -> set[str]:
-        """Position tables, biases of windows, and the parameters of feature maps (powers, scales, angles)."""
+        """Return the names of position tables, window biases, and parameters of feature maps (powers, scales, angles)."""
         return parameters_without_decay(self)
 
     def _stem(self, image: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Backbone(nn.Module):
 
     def _initialise(self) -> None:
         for module in self.modules():
-            # the published patch layouts leave convolutions at torch's start
+            # the published patch layouts leave convolutions at torch's initialization
             own = (nn.Linear, nn.Conv2d) if self.config.stem == "convolutions" else (nn.Linear,)
             if isinstance(module, own):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -190,7 +190,7 @@ class Backbone(nn.Module):
 
 
 class Stage(nn.Module):
-    """Downsampling (except in the first), a position table where there is one, and blocks: [B, C, H, W] -> [B, C', H', W']."""
+    """Downsampling (except in the first stage), an optional position table, and blocks: [B, C, H, W] -> [B, C', H', W']."""
 
     def __init__(self, config: BackboneConfig, index: int) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Stage(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         image = self.downsampling(image)
         grid = (image.shape[2], image.shape[3])
-        # one copy here spares every layer of the stage a strided read
+        # one copy here saves strided reads in every layer of the stage
         tokens = as_tokens(image).contiguous()
         if self.positions is not None:
             tokens = tokens + self.positions(grid).to(tokens.dtype)
@@ -234,10 +234,10 @@ class Stage(nn.Module):
         return as_image(tokens, grid)
 
 
-# fx cannot follow a check of shapes: it takes the function as one step
+# fx cannot trace a check of shapes, so it takes the function as one step
 @register_notrace_function
 def checked_image(image: Tensor, in_chans: int) -> Tensor:
-    """The image as the stem reads it fastest."""
+    """Check the image and return it in the stem's fastest memory format."""
     if image.dim() != 4 or image.shape[1] != in_chans or 0 in image.shape[2:]:
         raise ValueError(
             f"images must be [batch, {in_chans}, height, width] with at least one pixel, got {tuple(image.shape)}; "
@@ -247,7 +247,7 @@ def checked_image(image: Tensor, in_chans: int) -> Tensor:
     return image.contiguous(memory_format=torch.channels_last)
 
 
-# what decides by shapes or calls kernels is one step of a traced graph
+# modules that branch on shapes or call kernels are one step of a traced graph
 for _part in (Attention, DepthwiseConv, LayerNorm, PatchConv, PatchMerging, PositionTable):
     register_notrace_module(_part)
 register_notrace_function(scaled_residual)
@@ -265,7 +265,7 @@ def _drop_path(config: BackboneConfig, stage: int, block: int) -> float:
 
 
 def fit_weights(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Turn what a file holds into what the network has: its names, and tables of its image size."""
+    """Translate weights in place to the network's names and resample tables to its image size."""
     translate_published_names(model, state_dict, prefix)
     lines = resample_to(model, state_dict, prefix)
     if lines:
@@ -274,8 +274,8 @@ def fit_weights(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 
 
 def translate_published_names(model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace the authors' names by ours, and leave out what training programs put before either."""
-    # only a whole model by itself: inside another module the names have a prefix that no published file has
+    """Replace the authors' names by ours, and remove prefixes of training programs."""
+    # only for a whole model: inside another module the names have a prefix that no published file has
     if prefix:
         return
     inside, others = backbone_part(state_dict)

@@ -1,4 +1,4 @@
-"""The one block of every backbone, and its feed-forward network."""
+"""The transformer block of every backbone, and its feed-forward network."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ Grid = tuple[int, int]
 class Block(nn.Module):
     """x += local(x); x += scale * attention(norm x); x += local(x); x += scale * feed_forward(norm x).
 
-    Tokens [B, N, C] of a grid, same shape out. local: depth-wise 3x3 convolutions, both, the first or none.
+    Tokens [B, N, C] of a grid -> the same shape. local: depth-wise 3x3 convolutions: both, the first or none.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(drop) if drop > 0 else nn.Identity()
 
     def forward(self, x: Tensor, grid: Grid, kept: Tensor | None = None) -> Tensor:
-        """kept: [B, n], the only tokens that this block changes and that see each other; convolutions see all."""
+        """Apply the block. kept: [B, n], the only tokens that it changes and that see each other; convolutions see all."""
         if kept is not None:
             return self._forward_kept(x, grid, kept)
         if self.local1 is not None:
@@ -71,27 +71,27 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def received(self, x: Tensor, grid: Grid) -> Tensor:
-        """How much attention each token would get in this block, [B, N]."""
+        """Return the attention that each token would receive in this block, [B, N]."""
         return self.attention.received(self.norm1(x if self.local1 is None else self.local1(x, grid, plus=x)), grid)
 
     def scaled_layers(self) -> dict[str, nn.Module]:
-        """Which layer each layer scale follows, with dropout alone between them: `nalaformer.fold` puts it in there."""
+        """Return the layer before each layer scale, with only dropout between: `nalaformer.fold` folds the scale into it."""
         return {"scale1": self.attention.projection, "scale2": self.feed_forward.fc2}
 
     def _add(self, x: Tensor, branch: Tensor, scale: nn.Module) -> Tensor:
-        """x + drop_path(scale(branch)) in one pass over the tokens."""
+        """Return x + drop_path(scale(branch)) in one pass over the tokens."""
         if is_watched(scale) or is_watched(self.drop_path):
             return x + self.drop_path(scale(branch))
         keep = None
         if isinstance(self.drop_path, DropPath) and self.training:
-            # the random numbers that timm's module draws
+            # draw the random numbers of timm's module
             kept = 1 - self.drop_path.drop_prob
             keep = branch.new_empty(branch.shape[0]).bernoulli_(kept).div_(kept)
         return scaled_residual(x, branch, scale=scale.gamma if isinstance(scale, LayerScale) else None, keep=keep)
 
 
 class FeedForward(nn.Module):
-    """fc2(y + local(y)), y = activation(fc1(x)); without the convolution where mix is off; dropout before and after fc2."""
+    """fc2(y + local(y)), y = activation(fc1(x)); without the convolution if mix is off; dropout before and after fc2."""
 
     def __init__(self, dim: int, hidden: int, *, mix: bool, activation: str | type[nn.Module], drop: float) -> None:
         super().__init__()
@@ -102,10 +102,10 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(drop) if drop > 0 else nn.Identity()
 
     def forward(self, x: Tensor, grid: Grid, kept: Tensor | None = None) -> Tensor:
-        """kept: the cells of the grid in which the tokens of x stand; the others are empty."""
+        """Apply the network. kept: the cells of the grid that hold the tokens of x; the others are empty."""
         x = self.fc1(x)
         if self.local is not None and kept is None and is_plain_gelu(self.activation):
-            # the convolution computes it where it reads x
+            # the convolution applies GELU as it reads x
             return self.dropout(self.fc2(self.dropout(self.local(x, grid, residual=True, gelu=True))))
         x = self.activation(x)
         if self.local is not None and kept is not None:
@@ -116,20 +116,20 @@ class FeedForward(nn.Module):
 
 
 def is_plain_gelu(activation: nn.Module) -> bool:
-    """Whether a layer is GELU as torch defines it, and nobody watches it."""
+    """True if a layer is torch's exact GELU without hooks."""
     is_gelu = type(activation) is GELU or (type(activation) is nn.GELU and activation.approximate == "none")
     return is_gelu and not is_watched(activation)
 
 
 def make_norm(kind: str | type[nn.Module], dim: int, eps: float) -> nn.Module:
-    # ours is timm's on faster kernels
+    # our LayerNorm is timm's on faster kernels
     return LayerNorm(dim, eps=eps) if kind == "layernorm" else named_layer("norm_layer", get_norm_layer, kind)(dim, eps=eps)
 
 
 def named_layer(
     option: str, find: Callable[[str], type[nn.Module] | None], kind: str | type[nn.Module]
 ) -> Callable[..., nn.Module]:
-    """The class itself, or timm's of that name."""
+    """Return a class as it is, or timm's class of that name."""
     if not isinstance(kind, str):
         return kind
     try:
@@ -142,17 +142,17 @@ def named_layer(
 
 
 def as_image(tokens: Tensor, grid: Grid) -> Tensor:
-    """[B, N, C] -> [B, C, H, W], a view in the memory format channels_last, to a batch of one too."""
+    """Return tokens as an image, [B, N, C] -> [B, C, H, W], a view in the memory format channels_last, for one image too."""
     return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
 
 
 def as_tokens(image: Tensor) -> Tensor:
-    """[B, C, H, W] -> [B, N, C], row by row."""
+    """Return the pixels of an image as tokens row by row, [B, C, H, W] -> [B, N, C]."""
     return image.flatten(2).transpose(1, 2)
 
 
 def parameters_without_decay(model: nn.Module) -> set[str]:
-    """Names of position tables, biases of windows, and parameters of feature maps, contrasts and mixes of blocks."""
+    """Return the names of position tables, window biases, and parameters of feature maps, contrasts and block mixes."""
     return {
         name
         for name, _ in model.named_parameters()

@@ -1,4 +1,4 @@
-"""What each backbone is, in figures."""
+"""Model cards of the backbones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ CAPTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """What a backbone is, in figures: counted on its layers, except for the published accuracy."""
+    """The size, cost and published accuracy of a backbone; size and cost are counted on its layers."""
 
     name: str
     attention: str
-    """Method of the linear stages."""
+    """The method of the linear stages."""
     stages: str
     """"l" linear, "v" softmax, a letter per stage."""
     parameters: int
-    """With 1000 classes."""
+    """The number of parameters with 1000 classes."""
     multiply_adds: int
-    """Of one image of 224 x 224, of 384 x 384 where the name ends so."""
+    """The multiply-adds of one image of 224 x 224, or 384 x 384 if the name ends so."""
     published_top1: float | None
     weights: str
     """"released" or "announced" by the authors, or empty."""
@@ -40,13 +40,13 @@ class ModelCard:
 
 
 def count(name: str) -> tuple[int, int]:
-    """Parameters with 1000 classes and multiply-adds of one image of the name's size, counted on a model without memory."""
+    """Count the parameters with 1000 classes and the multiply-adds of one image of the name's size, on a meta model."""
     model = build(name, device="meta")
     return sum(parameter.numel() for parameter in model.parameters()), count_multiply_adds(model, model.config.input_size)
 
 
 def card(name: str) -> ModelCard:
-    """The card of a backbone."""
+    """Return the card of a backbone."""
     if name not in VARIANTS:
         raise unknown_name("backbone", name, VARIANTS)
     parameters, multiply_adds = KNOWN_COSTS[name] if name in KNOWN_COSTS else count(name)
@@ -66,12 +66,12 @@ def card(name: str) -> ModelCard:
 
 
 def cards() -> list[ModelCard]:
-    """The cards of all backbones."""
+    """Return the cards of all backbones."""
     return [card(name) for name in VARIANTS]
 
 
 def cards_table(shown: Sequence[ModelCard]) -> "Table":
-    """For a terminal; what was counted here and what was published stand apart."""
+    """Return a table for a terminal; counted and published values have their own columns."""
     from rich.table import Table
 
     table = Table(caption=CAPTION, caption_justify="left")
@@ -88,7 +88,7 @@ def cards_table(shown: Sequence[ModelCard]) -> "Table":
 
 
 def notes_of(shown: Sequence[ModelCard]) -> list[str]:
-    """A line for each note of these cards, with the names that share it."""
+    """Return a line for each note of these cards, with the names that share it."""
     names: dict[str, list[str]] = {}
     for found in shown:
         if found.note:

@@ -1,4 +1,4 @@
-"""What a backbone is made of; the published families are such descriptions."""
+"""The configuration of backbones, and the published families as such configurations."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,7 +10,7 @@ from ...field_types import check_field_types, check_ranges
 from ...published_names import FAMILIES
 from ...registry import unknown_name
 
-# what a softmax stage lacks
+# settings of a softmax stage, which has no feature map
 NO_MAP: dict[str, Any] = {
     **{"feature_map": None, "map_options": {}, "contrast": "none", "contrast_offset": 0.0, "key_weight": "none"},
     "mixed_blocks": (1, 1),
@@ -20,10 +20,10 @@ ATTENTION_PARTS = {part.name for part in fields(AttentionConfig)}
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """The parts of a backbone. The families differ in nothing else."""
+    """The parts of a backbone, in which alone the families differ."""
 
     family: str
-    """Whose published parameter names its checkpoints have, a name of nalaformer.published.FAMILIES."""
+    """The family of parameter names in its published checkpoints, a name of nalaformer.published.FAMILIES."""
     embed_dims: tuple[int, ...]
     """Channels of each stage."""
     depths: tuple[int, ...]
@@ -33,19 +33,19 @@ class BackboneConfig:
     mlp_ratios: tuple[float, ...] | float = 4.0
     """Hidden channels of the feed-forward network over the channels, per stage or for all."""
     attention: str = "nalaformer"
-    """Method of the linear stages, a name of nalaformer.attention.METHODS; "softmax" makes every stage exact."""
+    """Method of the linear stages, a name of nalaformer.attention.METHODS; "softmax" makes every stage softmax attention."""
     attention_options: dict[str, Any] = field(default_factory=dict)
     """Parts of the attention layers (all stages), the feature map and its options (linear stages), as attention.build takes."""
     attention_stages: str = "llvv"
     """A letter per stage: "l" linear (the method of `attention`), "v" softmax."""
     softmax_shell: str = "softmax"
-    """The method whose parts (position, local mix, norm, gate) a softmax stage has around its exact attention."""
+    """The method whose parts (position, local mix, norm, gate) surround the softmax attention of a softmax stage."""
     softmax_window: int = 0
     """Side of the windows of softmax stages, with a relative bias, every second block shifted (Swin); 0: global attention."""
     key_reduction: tuple[int, ...] | int = 1
-    """How many times smaller the image of keys and values is in a linear stage."""
+    """Ratio by which the image of keys and values is smaller in a linear stage."""
     softmax_key_reduction: tuple[int, ...] | int = 1
-    """The same in a softmax stage."""
+    """Ratio by which the image of keys and values is smaller in a softmax stage."""
     stem: str = "convolutions"
     """"convolutions" (four 3x3, two of them with stride 2) or "patches" (one of patch_size, with stride patch_size)."""
     patch_size: int = 4
@@ -61,25 +61,25 @@ class BackboneConfig:
     feed_forward_mix: bool = True
     """A depth-wise 3x3 convolution inside the feed-forward network."""
     layer_scale: tuple[float | None, ...] | float | None = None
-    """Start of the learned scale of each residual branch, per stage or for all; None is no such scale."""
+    """Initial value of the learned scale of each residual branch, per stage or for all; None is no such scale."""
     projection: int | None = 1024
-    """Channels of the head before pooling (linear, BatchNorm, SiLU); None, or 0 since timm.create_model passes no None on, is
-    pooling and the classifier alone."""
+    """Channels of the head before pooling (linear, BatchNorm, SiLU); None is pooling and the classifier alone, and so is 0,
+    since timm.create_model passes no None on."""
     final_norm: bool = False
     """LayerNorm after the last stage."""
     output_norms: bool = False
-    """LayerNorm of the features of each stage as they are given out, not of what the next stage sees: the norms that published
-    files of detectors and segmenters have. Logits do not pass them."""
+    """LayerNorm of the output features of each stage, not of the input of the next stage: the norms that published files of
+    detectors and segmenters have. Logits do not pass them."""
     norm_eps: float = 1e-6
-    """Of the LayerNorms of the blocks and the head."""
+    """Epsilon of the LayerNorms of the blocks and the head."""
     img_size: tuple[int, int] | int = 224
     """Height and width at which position tables are learned; the network takes any size."""
     drop_path_rate: float = 0.0
-    """Chance of skipping a residual branch of the last block in training; it grows linearly from 0 at the first."""
+    """Probability of skipping a residual branch of the last block in training; it grows linearly from 0 at the first."""
     proj_drop_rate: float = 0.0
     """Dropout after attention and inside and after the feed-forward network of every block."""
     attn_drop_rate: float = 0.0
-    """Dropout of the weights of softmax stages; linear attention has no weight for each pair that could be dropped."""
+    """Dropout of the weights of softmax stages; linear attention computes no weights that could be dropped."""
     act_layer: str | type[nn.Module] = "gelu"
     """Activation of the feed-forward networks: one of timm's names, or a class."""
     norm_layer: str | type[nn.Module] = "layernorm"
@@ -93,7 +93,7 @@ class BackboneConfig:
             listed = tuple(value) if isinstance(value, tuple | list) else (value,) * stages
             if len(listed) != stages:
                 raise ValueError(f"{name} must have one entry for each of the {stages} stages, got {value!r}")
-            # frozen: lists, as configuration files give them, and single values become one tuple
+            # configuration files give lists, and the dataclass is frozen; single values become one tuple
             object.__setattr__(self, name, listed)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
@@ -111,7 +111,7 @@ class BackboneConfig:
         if self.stem == "convolutions" and self.patch_size != 4:
             raise ValueError(f'the convolution stem has stride 4, got patch_size={self.patch_size}; use stem="patches"')
         check_ranges(self, below_one=("drop_path_rate", "proj_drop_rate", "attn_drop_rate"), sides=("img_size",))
-        # refuses what no stage would take
+        # rejects options that no stage takes
         configure(self.attention, self.attention_options)
         if self.attn_drop_rate and all(map(self.is_linear, range(stages))):
             raise ValueError(
@@ -120,22 +120,22 @@ class BackboneConfig:
             )
 
     def of_stage(self, name: str, stage: int) -> Any:
-        """The entry for a stage of a field that may have been given as one value for all."""
+        """Return the entry for a stage of a field in PER_STAGE."""
         return getattr(self, name)[stage]
 
     def stride(self, stage: int) -> int:
-        """Pixels per token of a stage."""
+        """Return the pixels per token of a stage."""
         return self.patch_size * (1 if self.downsampling == "none" else 2**stage)
 
     @property
     def input_size(self) -> tuple[int, int]:
-        """Height and width of img_size."""
+        """The height and width of img_size."""
         return (self.img_size, self.img_size) if isinstance(self.img_size, int) else (self.img_size[0], self.img_size[1])
 
     def grid(self, stage: int) -> tuple[int, int]:
-        """Height and width in tokens at img_size."""
+        """Return height and width in tokens at img_size."""
         height, width = self.input_size
-        # sizes that do not divide are padded, stage by stage: rounded up each time, which is rounded up once
+        # each stage pads sizes that do not divide; rounding up at each stage equals rounding up once
         return -(-height // self.stride(stage)), -(-width // self.stride(stage))
 
     def is_linear(self, stage: int) -> bool:
@@ -143,7 +143,7 @@ class BackboneConfig:
         return self.attention_stages[stage] == "l" and feature_map is not None
 
     def attention_of(self, stage: int, block: int) -> AttentionConfig:
-        """The attention layer of a block."""
+        """Return the configuration of a block's attention layer."""
         reduction = self.of_stage("key_reduction" if self.is_linear(stage) else "softmax_key_reduction", stage)
         height, width = self.grid(stage)
         parts: dict[str, Any] = {

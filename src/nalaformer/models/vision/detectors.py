@@ -1,4 +1,4 @@
-"""RetinaNet and Mask R-CNN of torchvision over a feature pyramid on any backbone of timm, those of this library included."""
+"""torchvision's RetinaNet and Mask R-CNN over a feature pyramid on any timm backbone, ours included."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from ...registry import unknown_name
 from .features import exempt_from_decay, network_of
 
 KINDS = ("retinanet", "mask_rcnn")
-# height over width of the anchors, as published for both
+# height over width of the anchors, as published for both detectors
 RATIOS = (0.5, 1.0, 2.0)
 
 
@@ -36,25 +36,25 @@ class DetectorConfig:
     kind: str
     """"retinanet" (boxes) or "mask_rcnn" (boxes and masks)."""
     classes: int
-    """Kinds of objects, without background."""
+    """The number of object classes, without background."""
     channels: int = 256
-    """Of the pyramid and the heads."""
+    """Channels of the pyramid and the heads."""
     smallest_anchor: int = 32
     """Side in pixels of the anchors of the finest level; each level doubles it."""
     head_norm: bool = False
-    """GroupNorm in the pyramid and in RetinaNet's heads, which training from nothing needs."""
+    """GroupNorm in the pyramid and in RetinaNet's heads, which training from scratch needs."""
     head_layers: int = 4
-    """RetinaNet: convolutions before scores and offsets, 4 at most; small networks learn sooner with one."""
+    """RetinaNet: convolutions before scores and offsets, 4 at most; small networks learn faster with one."""
     frozen_statistics: bool = False
-    """Batch norms of the backbone keep the statistics they came with: for pre-trained weights and few images at once."""
+    """Keep the initial statistics of the backbone's batch norms: for pre-trained weights and small batches."""
     hidden: int = 1024
-    """Mask R-CNN: width of the two layers that look at a region."""
+    """Mask R-CNN: width of the two layers that classify a region."""
     proposals: int = 1000
-    """Mask R-CNN: regions that are looked at in evaluation, and twice as many to draw from in training."""
+    """Mask R-CNN: regions that are classified in evaluation; training draws from twice as many."""
     regions: int = 512
-    """Mask R-CNN: regions of an image that a training step draws."""
+    """Mask R-CNN: regions of an image that a training step samples."""
     detections: int = 100
-    """Most objects found in an image."""
+    """The largest number of objects found in an image."""
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -68,10 +68,10 @@ class DetectorConfig:
 
 
 def build_detector(config: DetectorConfig, backbone: str, options: dict[str, Any]) -> "Detector":
-    """The detector on the backbone of that name in timm; options are the backbone's."""
+    """Build the detector on a timm backbone; options are the backbone's."""
     levels = 3 if config.kind == "retinanet" else 4
     try:
-        # negative: the last ones, whatever number of finer stages a backbone has
+        # negative: the last ones, however many finer stages a backbone has
         body = timm.create_model(backbone, features_only=True, out_indices=tuple(range(-levels, 0)), **options)
     except (RuntimeError, IndexError, AssertionError) as error:
         raise ValueError(f"the backbone {backbone!r} cannot be created with {levels} levels of features: {error}") from error
@@ -83,24 +83,24 @@ def build_detector(config: DetectorConfig, backbone: str, options: dict[str, Any
 
 
 class Detector(nn.Module):
-    """Images of any sizes -> losses in training, found objects in evaluation.
+    """Images of any sizes -> losses in training, detections in evaluation.
 
     images: list of [3, H, W] in 0..1. targets: for each a dictionary of `boxes` [N, 4] (x1, y1, x2, y2), `labels` [N] from 0,
-    and for Mask R-CNN `masks` [N, H, W]. Found: `boxes`, `labels`, `scores`, and for Mask R-CNN `masks`
-    [N, 28, 28], the probability of each place of the box; `paste` puts them into an image.
+    and for Mask R-CNN `masks` [N, H, W]. Detections: `boxes`, `labels`, `scores`, and for Mask R-CNN `masks` [N, 28, 28],
+    probabilities over the box; `paste` puts them into an image.
     """
 
     def __init__(self, network: nn.Module, config: DetectorConfig) -> None:
         super().__init__()
         self.network, self.config = network, config
-        # label 0 is background in R-CNN alone
+        # label 0 is the background in R-CNN, but not in RetinaNet
         self.first_label = 0 if config.kind == "retinanet" else 1
         for head in heads_of(network):
             head.register_forward_hook(in_float32)
 
     @property
     def backbone(self) -> nn.Module:
-        """timm's network inside, without its classifier; most have the names of their weights in here."""
+        """timm's network inside, without its classifier; its names are those of timm's checkpoints."""
         return network_of(cast(Any, self.network).backbone.body)
 
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
@@ -133,14 +133,14 @@ class Detector(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """Images -> the features of all levels, equally many channels each: {"0": [B, C, H / s, W / s], ...}."""
+    """A feature pyramid: images -> features of all levels with the same channels, {"0": [B, C, H / s, W / s], ...}."""
 
     def __init__(self, body: nn.Module, config: DetectorConfig) -> None:
         super().__init__()
         self.body, self.out_channels = body, config.channels
         features = cast(Any, body)
         self.strides: list[int] = features.feature_info.reduction()
-        # Swin and its like have the channels last
+        # Swin and similar networks return channels last
         self.is_channels_last = str(getattr(features, "output_fmt", "NCHW")).endswith("NHWC")
         last = LastLevelP6P7(config.channels, config.channels) if config.kind == "retinanet" else LastLevelMaxPool()
         self.fpn = FeaturePyramidNetwork(
@@ -155,7 +155,7 @@ class Pyramid(nn.Module):
 
 
 class AsGiven(GeneralizedRCNNTransform):
-    """Normalises and pads images into a batch. Their sizes stay: whoever reads the data knows which size suits it."""
+    """Normalize and pad images into a batch, without resizing them: the data decides their size."""
 
     def __init__(self, *, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__(0, 0, list(mean), list(std))
@@ -164,7 +164,7 @@ class AsGiven(GeneralizedRCNNTransform):
         return image, target
 
     def postprocess(self, result: Any, image_shapes: Any, original_image_sizes: Any) -> Any:
-        # masks stay small until it is known which of them are wanted, and in which size
+        # masks stay small until the caller pastes the needed ones
         return result
 
 
@@ -201,12 +201,12 @@ def mask_rcnn(pyramid: Pyramid, config: DetectorConfig) -> nn.Module:
 
 
 def region_pooling(pyramid: Pyramid, config: DetectorConfig, side: int) -> MultiScaleRoIAlign:
-    """Regions become squares of features; the level follows from a region's size as anchors do."""
+    """Return a pooling of regions to squares of features; the level follows from a region's size as for anchors."""
     pool = MultiScaleRoIAlign([str(level) for level in range(len(pyramid.strides))], side, sampling_ratio=2)
-    # torchvision would infer them from the first batch, and wrongly from images of few pixels
+    # torchvision would infer the scales from the first batch, and wrongly from images of few pixels
     pool.scales = [1 / stride for stride in pyramid.strides]
     finest, coarsest = (stride.bit_length() - 1 for stride in (pyramid.strides[0], pyramid.strides[-1]))
-    # published: 224 pixels lie on the third of the levels whose anchors begin at 32
+    # published: 224 pixels belong to the third level if anchors begin at 32
     pool.map_levels = LevelMapper(finest, coarsest, canonical_scale=7 * config.smallest_anchor, canonical_level=finest + 2)
     return pool
 
@@ -216,23 +216,23 @@ def norm_of(config: DetectorConfig) -> Any:
 
 
 def heads_of(network: Any) -> list[nn.Module]:
-    """The modules that give scores, offsets of boxes, and masks."""
+    """Return the modules that compute scores, box offsets, and masks."""
     if isinstance(network, RetinaNet):
         return [network.head.classification_head, network.head.regression_head]
     return [network.rpn.head, network.roi_heads.box_predictor, network.roi_heads.mask_predictor]
 
 
 def in_float32(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Boxes are decoded in the type of their offsets, and 8 bits cannot tell neighbouring pixels of a large image apart."""
+    """Cast outputs to float32: boxes have the dtype of their offsets, and bfloat16 cannot separate pixels of large images."""
     if isinstance(outputs, Tensor):
         return outputs.float()
     return type(outputs)(in_float32(module, inputs, part) for part in outputs)
 
 
 def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Masks [N, 28, 28] in 0..1, each in its box, as pixels [N, H, W], true or false."""
+    """Paste masks [N, 28, 28] in 0..1 into their boxes, as a boolean image [N, H, W]."""
     pieces = [
-        # a few at once: a hundred images of floats would be large
+        # 8 at once, since a hundred float images would be large
         paste_masks_in_image(masks[start : start + 8, None], boxes[start : start + 8], size)[:, 0] > 0.5
         for start in range(0, len(masks), 8)
     ]

@@ -1,9 +1,8 @@
-"""Parameters and multiply-adds of every backbone, counted once: to build and run all of them takes a quarter of a minute.
-
-A backbone that is not listed here is counted when it is asked for; tests compare the list with the networks.
+"""The parameters and multiply-adds of every backbone, counted in advance, since building all of them takes a quarter of a
+minute. Other backbones are counted when needed; tests compare the list with the networks.
 """
 
-# name: parameters with 1000 classes, multiply-adds of one image of 224 x 224, or of 384 x 384 where the name ends so
+# name: parameters with 1000 classes, multiply-adds of one image of 224 x 224, or 384 x 384 if the name ends so
 KNOWN_COSTS: dict[str, tuple[int, int]] = {
     "nalaformer_xt": (6_142_248, 644_625_280),
     "nalaformer_t": (15_907_752, 2_857_393_152),

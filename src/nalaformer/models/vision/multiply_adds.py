@@ -1,4 +1,4 @@
-"""Multiply-adds of a model for one image, counted exactly from the shapes that its layers see."""
+"""Exact multiply-adds of a model for one image, counted from the shapes of its layers."""
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +8,11 @@ from ...attention.windows import Windows
 
 
 def count_multiply_adds(model: nn.Module, image_size: tuple[int, int]) -> int:
-    """Multiply-adds of convolutions, linear layers and attention products for one image; norms and activations are free.
+    """Count the multiply-adds of convolutions, linear layers and attention products for one image; the rest is free.
 
-    Attention over N queries and M keys with H heads of size D: softmax 2 H N M D; linear H (N + M) F D for the state and
-    its reading, and H N F for each stream's normaliser; weights of keys add H M F, a contrast H N D, states of P blocks that
-    are mixed H P^2 F D. The model lies on any device, "meta" included (no arithmetic then).
+    Attention over N queries and M keys with H heads of size D: softmax 2 H N M D; linear H (N + M) F D to build and read the
+    state, and H N F for each stream's normalizer; key weights add H M F, a contrast H N D, the mixing of P block states
+    H P^2 F D. The model may be on any device, also "meta" (without arithmetic then).
     """
     total = 0
 
@@ -41,7 +41,7 @@ def count_multiply_adds(model: nn.Module, image_size: tuple[int, int]) -> int:
 
 
 def attention_multiply_adds(layer: Attention, height: int, width: int) -> int:
-    """The products of queries, keys and values of one layer on a grid of tokens."""
+    """Return the multiply-adds of the products of queries, keys and values of one layer on a grid of tokens."""
     if layer.config.window:
         windows = Windows((height, width), size=layer.config.window, shifted=layer.config.shifted)
         return windows.count * _pair_multiply_adds(layer, windows.tokens, windows.tokens)
@@ -52,7 +52,7 @@ def attention_multiply_adds(layer: Attention, height: int, width: int) -> int:
 def _pair_multiply_adds(layer: Attention, queries: int, keys: int) -> int:
     if layer.map is None:
         return 2 * queries * keys * layer.dim
-    # ask the map itself: one token of zeros tells its feature size
+    # map one token of zeros to get the feature size
     probe = torch.zeros(1, 1, layer.num_heads, layer.head_dim, device=layer.projection.weight.device)
     features = layer.map.given(probe, probe, key_mask=None, causal=False).key(probe).shape[-1]
     total = (queries + keys) * features * layer.dim + layer.num_heads * queries * features * layer.map.streams
@@ -63,6 +63,6 @@ def _pair_multiply_adds(layer: Attention, queries: int, keys: int) -> int:
 
 
 def _grid(inputs: tuple) -> tuple[int, int]:
-    """Of an attention layer's arguments: the grid, or a single row of tokens."""
+    """Return the grid in an attention layer's arguments, or a single row of tokens."""
     tokens, grid = inputs[0], inputs[1] if len(inputs) > 1 else None
     return grid if grid is not None else (1, tokens.shape[1])

@@ -1,4 +1,4 @@
-"""Enters every named backbone into timm's registry."""
+"""Registration of every named backbone with timm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ __all__: list[str] = []
 
 
 def take_files_of_whole_networks(features: FeatureGetterNet, names: set[str]) -> None:
-    """Let features_only=True load files of the whole network, of our names or the authors', without what timm cut off.
+    """Let features_only=True load files of the whole network, with our names or the authors', and drop what timm cut off.
 
-    names: of the whole network's parameters; others stay in the file, for torch to refuse.
+    names: parameters of the whole network; tensors with other names stay, so that torch rejects them.
     """
 
     def hook(_: Any, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
@@ -33,7 +33,7 @@ def take_files_of_whole_networks(features: FeatureGetterNet, names: set[str]) ->
 
 
 def entry(name: str) -> Callable[..., Backbone]:
-    """timm's entry point for one backbone."""
+    """Return timm's entry point for one backbone."""
 
     def create(pretrained: bool = False, **options: Any) -> Backbone:
         features = {"out_indices": (0, 1, 2, 3), "feature_cls": "getter", "flatten_sequential": True}
@@ -52,7 +52,7 @@ def entry(name: str) -> Callable[..., Backbone]:
             take_files_of_whole_networks(model, names)
         return model
 
-    # timm files a function under its name, and looks for its default_cfgs in its module
+    # timm registers a function under its name, and looks for default_cfgs in its module
     create.__name__ = create.__qualname__ = name
     create.__module__ = __name__
     create.__doc__ = f"{name}: see nalaformer.models.vision.card({name!r})."

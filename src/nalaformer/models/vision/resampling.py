@@ -1,4 +1,4 @@
-"""Weights of another image size: position tables and relative biases resampled to the network's own."""
+"""Resampling of weights of another image size: position tables and relative biases."""
 
 import math
 from typing import Any
@@ -11,10 +11,10 @@ from ...attention.windows import RelativeBias
 
 
 def resample_to(model: nn.Module, weights: dict[str, Any], prefix: str = "") -> list[str]:
-    """Resample the tables among the weights, in place, to the sizes that the model has; a line for each, "name: from -> to".
+    """Resample the tables among the weights in place to the model's sizes; return a line for each, "name: from -> to".
 
-    Tables of positions as `set_input_size` does, relative biases as timm does for its own. Like timm we take the image that
-    they were learned at for square; tables that no square image has stay as they are.
+    Position tables are resampled as by `set_input_size`, relative biases as by timm. Like timm, this assumes that they were
+    learned on square images; tables that fit no square image stay unchanged.
     """
     lines = []
     for name, module in model.named_modules():

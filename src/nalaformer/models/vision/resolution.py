@@ -1,4 +1,4 @@
-"""From pixels to tokens, and from one stage to the next coarser one; any height and width."""
+"""The stem and downsampling layers, for any height and width."""
 
 from collections import OrderedDict
 
@@ -9,7 +9,7 @@ from .config import BackboneConfig
 
 
 def make_stem(config: BackboneConfig, in_chans: int) -> nn.Sequential:
-    """[B, in_chans, H, W] -> [B, C, ceil(H / stride), ceil(W / stride)]."""
+    """Build the stem, [B, in_chans, H, W] -> [B, C, ceil(H / stride), ceil(W / stride)]."""
     dim = config.embed_dims[0]
     if config.stem == "patches":
         norm = [ChannelNorm(dim, eps=1e-5)] if config.stem_norm else []
@@ -22,7 +22,7 @@ def make_stem(config: BackboneConfig, in_chans: int) -> nn.Sequential:
 
 
 def make_downsampling(kind: str, dim_in: int, dim_out: int) -> nn.Module:
-    """[B, C, H, W] -> [B, C', ceil(H / 2), ceil(W / 2)]; "none" keeps both."""
+    """Build a downsampling layer, [B, C, H, W] -> [B, C', ceil(H / 2), ceil(W / 2)]; "none" keeps both."""
     if kind == "convolution":
         return nn.Sequential(
             OrderedDict(reduction=nn.Conv2d(dim_in, dim_out, 3, stride=2, padding=1), norm=nn.BatchNorm2d(dim_out))
@@ -37,7 +37,7 @@ def make_downsampling(kind: str, dim_in: int, dim_out: int) -> nn.Module:
 
 
 class PatchConv(nn.Conv2d):
-    """A convolution whose stride is its size; an image that does not divide is padded with zeros at its end."""
+    """A convolution whose stride is its kernel size; an image that does not divide is zero-padded at its end."""
 
     def __init__(self, channels_in: int, channels_out: int, size: int) -> None:
         super().__init__(channels_in, channels_out, size, stride=size)
@@ -47,7 +47,7 @@ class PatchConv(nn.Conv2d):
 
 
 class PatchMerging(nn.Module):
-    """Swin's way to half the resolution: the four neighbours' channels side by side, LayerNorm, linear."""
+    """Swin's downsampling: concatenate the channels of four neighbors, LayerNorm, linear."""
 
     def __init__(self, dim_in: int, dim_out: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class PatchMerging(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         cells = padded(image, 2).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, C, H/2, 2, W/2, 2]
-        # column by column inside a cell, as published: the order of the weights' inputs
+        # column by column inside a cell, the published order of the weights' inputs
         neighbours = cells.permute(0, 2, 4, 5, 3, 1).flatten(3)  # [B, H/2, W/2, 4C]
         return self.reduction(self.norm(neighbours)).permute(0, 3, 1, 2)
 
@@ -69,5 +69,5 @@ class ChannelNorm(nn.LayerNorm):
 
 
 def padded(image: Tensor, size: int) -> Tensor:
-    """Zeros below and to the right, up to multiples of `size`."""
+    """Pad with zeros below and to the right, up to multiples of `size`."""
     return F.pad(image, (0, -image.shape[3] % size, 0, -image.shape[2] % size))

@@ -1,4 +1,4 @@
-"""Networks that name every pixel: any pyramid backbone of timm under the decoders of segmentation_models_pytorch."""
+"""Semantic segmentation networks: any timm backbone with a pyramid under the decoders of segmentation_models_pytorch."""
 
 from typing import Any
 
@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from ...registry import unknown_name
 from .features import exempt_from_decay, network_of
 
-# the coarsest features have one token for so many pixels a side
+# pixels per side of a token of the coarsest features
 MULTIPLE = 32
 DECODERS = {"semantic_fpn": "FPN", "upernet": "UPerNet"}
 AUXILIARY_CHANNELS = 256
 
 
 class SegmentationNetwork(nn.Module):
-    """Images [B, 3, H, W] of any size -> logits [B, classes, H, W]; in training also those of the auxiliary head.
+    """Segment images of any size, [B, 3, H, W] -> logits [B, classes, H, W]; training adds those of the auxiliary head.
 
-    network: a model of segmentation_models_pytorch; sides are filled up with zeros to multiples of 32 and cut back.
-    auxiliary_channels: of the head on the features before the coarsest (3x3 convolution, BatchNorm, ReLU, 1x1); 0: no head.
+    network: a model of segmentation_models_pytorch; sides are zero-padded to multiples of 32 and cropped back.
+    auxiliary_channels: width of the head on the second-coarsest features (3x3 convolution, BatchNorm, ReLU, 1x1); 0: no head.
     """
 
     def __init__(self, network: nn.Module, *, classes: int, auxiliary_channels: int = 0) -> None:
@@ -36,7 +36,7 @@ class SegmentationNetwork(nn.Module):
             )
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The logits, and in training those of the auxiliary head if there is one."""
+        """Return the logits, and in training those of the auxiliary head if there is one."""
         height, width = images.shape[-2:]
         padded = F.pad(images, (0, -width % MULTIPLE, 0, -height % MULTIPLE))
         try:
@@ -44,7 +44,7 @@ class SegmentationNetwork(nn.Module):
         except ValueError as error:
             if "Expected more than 1 value per channel" not in str(error):
                 raise
-            # UPerNet pools an image to one token, and a crop of 32 pixels is one from the start
+            # UPerNet pools an image to one token, and a crop of 32 pixels has only one
             raise ValueError(
                 f"BatchNorm needs more than one value per channel in training, got {len(images)} image of {height} x {width} "
                 "at once; raise batch_size (over ranks x accumulate) or crop, or choose the decoder semantic_fpn"
@@ -61,7 +61,7 @@ class SegmentationNetwork(nn.Module):
 
     @property
     def backbone(self) -> nn.Module:
-        """timm's model, whose names its checkpoints have."""
+        """The timm model inside, with the names of its checkpoints."""
         network: Any = self.network
         return network_of(network.encoder.model)
 
@@ -75,10 +75,10 @@ class SegmentationNetwork(nn.Module):
 def create_segmentation_network(
     name: str, *, classes: int, decoder_channels: int = 256, **backbone_options: Any
 ) -> SegmentationNetwork:
-    """The network of a name DECODER:BACKBONE, such as "upernet:nalaformer_t"; weights are random.
+    """Build the network DECODER:BACKBONE, such as "upernet:nalaformer_t", with random weights.
 
     Decoders: "semantic_fpn" (Kirillov et al. 2019) and "upernet" (Xiao et al. 2018), the latter with an auxiliary head.
-    decoder_channels: of their pyramids; backbone_options: what timm.create_model takes, `attention` among them for ours.
+    decoder_channels: of their pyramids; backbone_options: options of timm.create_model, and `attention` for ours.
     """
     decoder, colon, backbone = name.partition(":")
     if not colon:
@@ -92,7 +92,7 @@ def create_segmentation_network(
         raise ValueError(f"decoder_channels must be a multiple of 64, got {decoder_channels}")
     smp = import_smp()
     if decoder == "semantic_fpn":
-        # its GroupNorms have 32 groups, and a group of one channel cannot be normalised where there is one token
+        # its GroupNorms have 32 groups, and a group of one channel cannot be normalized over a single token
         segmentation_channels = max(decoder_channels // 2, 64)
         options: dict[str, Any] = {"decoder_pyramid_channels": decoder_channels, "decoder_dropout": 0.1}
         options |= {"decoder_segmentation_channels": segmentation_channels}
@@ -107,7 +107,7 @@ def create_segmentation_network(
 
 
 def refuse_without_pyramid(backbone: str) -> None:
-    """Features at strides 4, 8, 16 and 32 are what the decoders join."""
+    """Check that the backbone has the strides 4, 8, 16 and 32, which the decoders need."""
     import timm
     import torch
 
@@ -115,7 +115,7 @@ def refuse_without_pyramid(backbone: str) -> None:
         with torch.device("meta"):
             features: Any = timm.create_model(backbone, features_only=True)
             strides = features.feature_info.reduction()
-    # timm's ways of saying that it has no such model, or none with features
+    # timm raises these if it has no such model, or none with features
     except (RuntimeError, AttributeError) as error:
         raise ValueError(f"the backbone {backbone!r} cannot be created: {error}") from error
     if strides[-4:] != [4, 8, 16, 32]:

@@ -1,4 +1,4 @@
-"""A light network that enlarges images, in the layout of SwinIR-light, with any attention of the library in its blocks."""
+"""A light super-resolution network in the layout of SwinIR-light, with any attention of the library in its blocks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from ...registry import check_options, unknown_name
 from .block import Block, as_image, as_tokens, parameters_without_decay
 
 SCALES = (2, 3, 4)
-# softmax inside windows, every second block's shifted, with a learned bias for each offset: Swin's attention
+# Swin's attention: softmax inside windows, shifted in every second block, with a learned bias for each offset
 WINDOWS = "softmax_windows"
 WINDOW = 8
 ATTENTIONS = (*METHODS, WINDOWS)
@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def build_super_resolution(name: str, *, scale: int, **options: Any) -> "SuperResolution":
-    """The network of that name; options change its layout."""
+    """Build the network of that name; options change its layout."""
     if name not in LAYOUTS:
         raise unknown_name("super-resolution model", name, LAYOUTS)
     check_options(SuperResolution, options, "super-resolution")
@@ -36,9 +36,9 @@ def build_super_resolution(name: str, *, scale: int, **options: Any) -> "SuperRe
 class SuperResolution(nn.Module):
     """Images [B, 3, H, W] in 0..1 of any size -> [B, 3, scale H, scale W].
 
-    y = base + shuffle(conv(features(x - 1/2))): the last convolution makes the scale^2 pixels of every token side by side.
-    The base is 1/2, or (skip="bicubic") the enlarged image; then the last convolution starts at zero, and the network as
-    bicubic interpolation, which a short run needs.
+    y = base + shuffle(conv(features(x - 1/2))): the last convolution computes the scale^2 pixels of every token.
+    The base is 1/2, or (skip="bicubic") the enlarged image. In the latter case the last convolution starts at zero, so that the
+    network starts as bicubic interpolation, which a short run needs.
     attention: a method of the library, over the whole image, or "softmax_windows".
     """
 
@@ -83,22 +83,22 @@ class SuperResolution(nn.Module):
                 "repeat the channel of a grey image"
             )
         features = self.features(image - 0.5)
-        # bfloat16 has steps of half a grey level near white
+        # float32, since bfloat16 has steps of half a gray level near white
         with torch.autocast(image.device.type, enabled=False):
             pixels = F.pixel_shuffle(self.upsampling(features.to(self.upsampling.weight.dtype)), self.scale)
         if self.skip == "none":
             return pixels + 0.5
-        # antialias takes the cubic of MATLAB and Pillow (a = -1/2); enlarging, it smooths nothing
+        # antialias selects the cubic of MATLAB and Pillow (a = -1/2); it does not smooth when enlarging
         return pixels + F.interpolate(image, scale_factor=self.scale, mode="bicubic", antialias=True)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass instead of keeping what they computed."""
+        """Recompute blocks in the backward pass instead of retaining their activations."""
         for group in self.features.groups:
             assert isinstance(group, ResidualGroup)
             group.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Position tables, biases of windows, and the parameters of feature maps (powers, scales, angles)."""
+        """Return the names of position tables, window biases, and parameters of feature maps (powers, scales, angles)."""
         return parameters_without_decay(self)
 
 
@@ -115,7 +115,7 @@ class Features(nn.Module):
         self.last = nn.Conv2d(dim, dim, 3, padding=1)
 
     def forward(self, image: Tensor) -> Tensor:
-        # a GPU's convolutions are faster with the channels side by side, and tokens are so anyway
+        # a GPU's convolutions are faster with channels last, and tokens have this layout anyway
         shallow = self.first(image.contiguous(memory_format=torch.channels_last))
         grid = (image.shape[2], image.shape[3])
         tokens = as_tokens(shallow).contiguous()
@@ -154,7 +154,7 @@ class ResidualGroup(nn.Module):
 
 
 def attention_of(name: str, options: dict[str, Any], block: int) -> AttentionConfig:
-    """Of the block of that number in its group: where there are windows, those of every second block are shifted."""
+    """Return the attention of a block by its index in the group; windows of every second block are shifted."""
     if name not in ATTENTIONS:
         raise unknown_name("attention", name, ATTENTIONS)
     if name == WINDOWS:

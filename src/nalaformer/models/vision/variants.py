@@ -1,4 +1,4 @@
-"""The named backbones: each is a layout with sizes, and a card that says what it is."""
+"""The named backbones: each is a layout with sizes and published results."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,14 +10,14 @@ from .config import BackboneConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A named backbone: its configuration and what its authors report."""
+    """A named backbone: its configuration and its published accuracy."""
 
     config: BackboneConfig
-    """Of which parts and sizes."""
+    """The parts and sizes of the backbone."""
     published_top1: float | None = None
-    """ImageNet-1K accuracy as its authors publish it at the size of the name, 224 or 384; None: none published for it."""
+    """The published ImageNet-1K accuracy at the size of the name, 224 or 384; None: none is published."""
     note: str = ""
-    """What a user should know before comparing with the paper."""
+    """A remark that matters when comparing with the paper."""
 
     @property
     def weights(self) -> str:
@@ -47,7 +47,7 @@ POLAFORMERPP = replace(
 )
 RAVLT = replace(POLAFORMERPP, family="rala", attention="rala", softmax_shell="rala", projection=1024)
 MAVIT = replace(RAVLT, family="mala", attention="mala", softmax_shell="mala", projection=2048)
-# its published form has a last norm among its weights and does not use it
+# the published network has a last norm among its weights and does not use it
 PVT = BackboneConfig(
     family="polaformer",
     embed_dims=(64, 128, 320, 512),
@@ -139,7 +139,7 @@ SIZES = {
 
 
 def _four_stage() -> dict[str, Variant]:
-    """NaLaFormer as released and as published, all-linear forms, and MirrorLA on the same network."""
+    """Return NaLaFormer as released and as published, all-linear forms, and MirrorLA on the same network."""
     narrow = replace(NALAFORMER, mlp_ratios=3.5)
     released = {
         "xt": replace(narrow, **SIZES["6m"]),
@@ -149,7 +149,7 @@ def _four_stage() -> dict[str, Variant]:
         "l": replace(narrow, **SIZES["l"]),
     }
     published = {"s": 84.3, "b": 85.2, "l": 85.7}
-    # the released sizes of XT and T are not those of the paper's table, whose accuracy belongs to the _paper forms
+    # XT and T were released in other sizes than the paper's table, whose accuracy belongs to the _paper forms
     smaller = {
         "xt": "released size, 6.1M; the paper's 79.1 is for 8M: nalaformer_xt_paper",
         "t": "released size, 15.9M; the paper's 82.6 is for 15M, which mlp ratio 3.5 gives: nalaformer_t_paper",
@@ -180,7 +180,7 @@ def _polaformerpp() -> dict[str, Variant]:
 
 
 def _ravlt_and_mavit() -> dict[str, Variant]:
-    """RALA's and MALA's backbones, and all-linear forms."""
+    """Return RALA's and MALA's backbones, and all-linear forms."""
     published = {
         "ravlt": (RAVLT, {"s": 84.4, "b": 85.5, "l": 85.8}),
         "mavit": (MAVIT, {"s": 84.7, "b": 85.7, "l": 86.0}),
@@ -243,22 +243,22 @@ VARIANTS: dict[str, Variant] = _four_stage() | _polaformerpp() | _ravlt_and_mavi
 
 
 def build(variant: str, **options: Any) -> Backbone:
-    """The backbone of that name; options are fields of BackboneConfig and arguments of Backbone."""
+    """Build the backbone of that name; options are fields of BackboneConfig and arguments of Backbone."""
     if variant not in VARIANTS:
         raise unknown_name("backbone", variant, VARIANTS)
     return build_from(VARIANTS[variant].config, **options)
 
 
 def build_from(config: BackboneConfig, **options: Any) -> Backbone:
-    """A backbone of this configuration with some parts changed."""
+    """Build a backbone of this configuration with some parts changed."""
     arguments = {key: options.pop(key) for key in BACKBONE_ARGUMENTS if key in options}
     known = {part.name for part in fields(BackboneConfig)} | set(BACKBONE_ARGUMENTS)
     for option in options:
         if option not in known:
-            # as for any argument that a function does not have, and as timm's tests of models ask
+            # a TypeError, as for any unknown argument; timm's model tests expect it
             raise TypeError(str(unknown_name("option of a backbone:", option, known)))
     if "attention_options" in options:
-        # what is not named stays: the layout's own options belong to its published form
+        # options that are not named stay: those of the layout belong to its published form
         options["attention_options"] = config.attention_options | options["attention_options"]
     return Backbone(replace(config, **options), **arguments)
 
