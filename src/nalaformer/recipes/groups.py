@@ -1,7 +1,6 @@
 """Recipes by what they need: data of your own first."""
 
 from ..data import GENERATED
-from ..tasks import SequencesConfig
 from .recipe import RECIPES
 
 OWN_DATA = (
@@ -14,21 +13,23 @@ GROUPS = (
     "your own data",
     "generated data: nothing is needed",
     "published settings: a data set is needed",
-    "long sequences and recall",
+    "tasks of other packages",
 )
 
 
 def group_of(name: str) -> str:
-    """The one of GROUPS that the recipe belongs to."""
+    """Return the one of GROUPS that the recipe belongs to."""
     if name in OWN_DATA:
         return GROUPS[0]
     task = RECIPES[name]().task
-    if isinstance(task, SequencesConfig):
+    if not type(task).__module__.startswith("nalaformer."):
         return GROUPS[3]
     return GROUPS[1] if task.data in (*GENERATED.names(), *GENERATED_NAMES) else GROUPS[2]
 
 
 def grouped_recipes() -> dict[str, list[str]]:
-    """The names in each of GROUPS, in the order in which they were entered; data of your own from the simplest on."""
-    names = [*OWN_DATA, *(name for name in RECIPES.names() if name not in OWN_DATA)]
-    return {group: [name for name in names if group_of(name) == group] for group in GROUPS}
+    """Return the names in each of GROUPS that has any, in the order of registration; your own data from the simplest on."""
+    groups: dict[str, list[str]] = {group: [] for group in GROUPS}
+    for name in [*OWN_DATA, *(name for name in RECIPES.names() if name not in OWN_DATA)]:
+        groups[group_of(name)].append(name)
+    return {group: names for group, names in groups.items() if names}
