@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from nalaformer import cli
 from nalaformer.recipes import build_model, changed, evaluate_run, load_run, make_trainer, predict, recipe_with
-from nalaformer.recipes.export import export_classifier
+from nalaformer.recipes.image_programs import writer_of
 from nalaformer.recipes.initial_weights import load_weights
 from nalaformer.tasks import Classification
 from nalaformer.training import Checkpoint, Checkpoints, plan_lines
@@ -277,6 +277,10 @@ def test_a_classifier_becomes_a_program_with_its_logits_without_transformers(mod
     (found,) = session.run(None, {"images": images.numpy()})
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(found), run.model(images), rtol=0, atol=1e-4)
+    about = session.get_modelmeta().custom_metadata_map
+    assert json.loads(about["classes"]) == run.facts["classes"]
+    # generated images are read as they were made
+    assert (json.loads(about["mean"]), json.loads(about["std"])) == ([0.5] * 3, [1.0] * 3)
 
 
 def test_a_model_that_torch_cannot_export_is_refused_in_one_line(run, tmp_path):
@@ -288,5 +292,5 @@ def test_a_model_that_torch_cannot_export_is_refused_in_one_line(run, tmp_path):
     with pytest.raises(
         ValueError, match=r"torch cannot write vit_nala_tiny_patch16 as an ONNX program \(.*choose another model"
     ) as raised:
-        export_classifier(trained, tmp_path / "model.onnx")
+        writer_of(trained)(tmp_path / "model.onnx")
     assert "\n" not in str(raised.value)

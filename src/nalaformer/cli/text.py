@@ -51,13 +51,14 @@ def add_to(app: "typer.Typer") -> None:
     ) -> None:
         """Write a trained language model with its tokenizer as transformers keeps them, or a model as an ONNX program.
 
-        Of a classifier it takes images and gives logits. Of a language model it is one step, which takes tokens, positions and
-        the states, and gives logits and the states after the token.
+        Of a network on images it takes images, and its metadata has the names of the classes and the normalization. Of a
+        language model it is one step, which takes tokens, positions and the states, and gives logits and the states after the
+        token.
         """
         from ..recipes import export_onnx, export_run
 
         is_program = out.suffix == ".onnx"
-        # a classifier of images becomes a program without transformers
+        # a network on images becomes a program without transformers
         if not is_program or (run / "config.json").is_file():
             from transformers.utils.logging import disable_progress_bar
 
@@ -69,8 +70,12 @@ def add_to(app: "typer.Typer") -> None:
         elif tokenizer is not None:
             raise ValueError(f"an ONNX program holds no tokenizer, got --tokenizer {tokenizer}; leave it out")
         else:
-            make_console().print("tracing the network; this takes from seconds to a few minutes")
-            make_console().print(f"ONNX program: {export_onnx(run, out, step=step)}", soft_wrap=True)
+            console = make_console()
+
+            def begin() -> None:
+                console.print("tracing the network; this takes from seconds to a few minutes")
+
+            console.print(f"ONNX program: {export_onnx(run, out, step=step, begin=begin)}", soft_wrap=True)
 
 
 def show_plan(files: list[Path], out: Path, corpus: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A trained language model as a folder that transformers reads, or its step or a classifier as an ONNX program."""
+"""A trained language model as a folder that transformers reads, or its step or a network on images as an ONNX program."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..atomic_files import UNFINISHED, atomic_folder, sync
+from ..atomic_files import UNFINISHED, atomic_folder, refuse_unwritable, sync
 from ..data.text import fingerprint, load_tokenizer
-from ..tasks import Classification, LanguageModelling
+from ..tasks import LanguageModelling
 from ..tasks.language import pretrained_model
+from .image_programs import writer_of
 from .run import LoadedRun, load_run
 
 
@@ -34,15 +35,21 @@ def export_run(folder: str | Path, out: str | Path, *, tokenizer: str | Path | N
     return Path(out)
 
 
-def export_onnx(source: str | Path, out: str | Path, *, step: int | None = None) -> Path:
-    """Write an ONNX program in float32: of a classifier of images, or of one step of a language model with recurrent mixers.
+def export_onnx(
+    source: str | Path, out: str | Path, *, step: int | None = None, begin: Callable[[], None] = lambda: None
+) -> Path:
+    """Write an ONNX program in float32: of a network on images, or of one step of a language model with recurrent mixers.
 
-    A classifier takes images as its task prepares them, [B, 3, size, size], and gives logits [B, classes]. A step takes a token
-    and the states, and gives logits and states.
+    A network on images takes them as its task prepares them, [B, 3, H, W], and gives logits (classification, segmentation),
+    boxes and scores of all anchors (RetinaNet) or larger images (super-resolution). The metadata of the file has the names of
+    the classes and the normalization. A step takes a token and the states, and gives logits and states.
     source: the folder of a run (its best checkpoint, or that of a step), or one that save_pretrained wrote.
+    begin: called before the long work, when everything that can be refused has been.
     """
     out = Path(out)
+    refuse_unwritable(out)
     write = program_of(Path(source), step)
+    begin()
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=UNFINISHED) as aside:
         write(Path(aside) / out.name)
@@ -58,44 +65,17 @@ def program_of(source: Path, step: int | None) -> Callable[[Path], object]:
     """What writes the program of the model in that folder to a file."""
     if not (source / "config.json").is_file():
         run = load_run(source, step=step)
-        if isinstance(run.task, Classification):
-            return partial(export_classifier, run)
+        if hasattr(run.task, "answer"):
+            return writer_of(run)
     from ..models.language import NaLaForCausalLM
-    from ..models.language.onnx_step import export_step
+    from ..models.language.onnx_step import LanguageStep, export_step
 
     model = language_model_of(source, step)
     if not isinstance(model, NaLaForCausalLM):
         raise ValueError(f"a step of a NaLaForCausalLM can be an ONNX program, got {type(model).__name__} in {source}")
+    # refuses what has no states of one size
+    LanguageStep(model)
     return partial(export_step, model.float())
-
-
-def export_classifier(run: LoadedRun, path: Path) -> None:
-    """The program for any number of images of the size that the run has learned from."""
-    # asked for first: torch says less about what is missing
-    import onnx  # noqa: F401
-    import onnxscript  # noqa: F401
-    from PIL import Image
-
-    # two: torch takes a batch of one for a constant
-    images = torch.stack([run.task.prepare(Image.new("RGB", (64, 64)))] * 2)
-    try:
-        torch.onnx.export(
-            run.model.float(),
-            (images,),
-            path,
-            dynamo=True,
-            verbose=False,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-        )
-    except torch.onnx.OnnxExporterError as error:
-        # torch's own words are a page about how to mend torch
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ValueError(
-            f"torch cannot write {run.recipe.model} as an ONNX program ({reason}); choose another model, such as one of "
-            "`nalaformer models`"
-        ) from error
 
 
 def language_model_of(source: Path, step: int | None) -> nn.Module:
@@ -111,6 +91,6 @@ def load_language_run(folder: str | Path, step: int | None) -> LoadedRun:
     if not isinstance(run.task, LanguageModelling):
         raise ValueError(
             f"a run that has learned language can be exported, got {folder}, which has learned something else; "
-            "classifiers of images become ONNX programs (--out model.onnx), others by torch.onnx.export of load_run(...).model"
+            "networks on images become ONNX programs (--out model.onnx), others by torch.onnx.export of load_run(...).model"
         )
     return run

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.models.detection.roi_heads import paste_masks_in_image
@@ -130,6 +131,27 @@ class Detector(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         return exempt_from_decay(self, self.backbone)
+
+
+class DenseRetinaNet(nn.Module):
+    """Normalized images [B, 3, H, W], sides multiples of 32 -> boxes [B, A, 4] and scores [B, A, classes] of every anchor.
+
+    Nothing is chosen among them, so that all sizes are known beforehand.
+    """
+
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self.network = cast(Any, detector.network)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        network, count = self.network, images.shape[0]
+        features = list(network.backbone(images).values())
+        found = network.head(features)
+        # the same for every image
+        (anchors,) = network.anchor_generator(ImageList(images, [(images.shape[2], images.shape[3])]), features)
+        offsets = found["bbox_regression"]
+        boxes = network.box_coder.decode_single(offsets.flatten(0, 1), anchors.repeat(count, 1)).unflatten(0, (count, -1))
+        return boxes, found["cls_logits"].sigmoid()
 
 
 class Pyramid(nn.Module):
