@@ -21,7 +21,7 @@ from nalaformer.attention.hybrid import (
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.pairwise]
 
-TOKENS = 61
+TOKENS = 37
 
 
 @pytest.mark.parametrize("rule", SELECTIONS.names())
@@ -112,10 +112,12 @@ def test_a_state_in_other_memory_is_itself(start):
 @pytest.mark.parametrize("max_salient", [0, 11])
 def test_a_store_without_room_grows_up_to_its_cap(max_salient):
     settings = dataclasses.replace(SMALL, max_salient=max_salient)
-    tensors, given = make_inputs(TOKENS), {"feature_map": make_map(), "settings": settings}
+    # the chunks of 61 tokens fill a store up to its cap
+    tokens = 61
+    tensors, given = make_inputs(tokens), {"feature_map": make_map(), "settings": settings}
     expected, state = recurrent_hybrid_attention(*tensors, **given)
     stepping, ours, rooms = empty_state(*tensors, **given), [], []
-    for place in range(TOKENS):
+    for place in range(tokens):
         stepping.make_room_(settings)
         ours.append(hybrid_step_(*at(tensors, slice(place, place + 1)), state=stepping, **given))
         if stepping.advance():

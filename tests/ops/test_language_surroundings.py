@@ -17,7 +17,7 @@ from nalaformer.ops import (
 )
 from nalaformer.ops.backend import INTERPRETING
 
-pytestmark = [pytest.mark.kernels, pytest.mark.pairwise]
+pytestmark = pytest.mark.kernels
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
 SIZES = (10, 8, 6)

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import nalaformer
+from helpers.products import pairs
 from nalaformer.ops import add_layer_norm, depthwise_conv, layer_norm, scaled_residual
 from nalaformer.ops.backend import INTERPRETING
 
-pytestmark = [pytest.mark.kernels, pytest.mark.pairwise]
+pytestmark = pytest.mark.kernels
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
 # float32 sums of a few thousand products, against float64
@@ -57,11 +58,10 @@ GRIDS = {"odd": (2, (7, 13), 70, 70, 3), "shared": (2, (7, 13), 12, 4, 5), "even
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("plus", ["none", "itself", "other"])
-@pytest.mark.parametrize("shape", GRIDS)
-def test_convolution_and_its_gradients(backend, plus, gelu, shape, has_bias, poisoned_memory):
+@pytest.mark.parametrize(
+    ("shape", "plus", "gelu", "has_bias"), pairs(GRIDS, ["none", "itself", "other"], [False, True], [False, True])
+)
+def test_convolution_and_its_gradients(backend, shape, plus, gelu, has_bias, poisoned_memory):
     batch, grid, channels, kernels, size = GRIDS[shape]
     x, other, upstream = make(*[(batch, grid[0] * grid[1], channels)] * 3)
     weight, bias = make((kernels, 1, size, size), (kernels,))

@@ -72,13 +72,13 @@ def test_fading_keys_of_every_kind_of_map(name, stretches):
 
 @pytest.mark.parametrize(("decay", "stretches"), [(0.01, True), (3.0, True), (3.0, False)], indirect=["stretches"])
 def test_fading_with_rotary_and_key_mask(decay, stretches):
-    arguments = {"rotary": Rotary.sequence(75, 8, device=DEVICE), "key_mask": torch.rand(2, 75, device=DEVICE) > 0.3}
-    check("norm_aware", make(*[(2, 75, 1, 8)] * 3), decay, heads=1, head_dim=8, **arguments)
+    arguments = {"rotary": Rotary.sequence(45, 8, device=DEVICE), "key_mask": torch.rand(2, 45, device=DEVICE) > 0.3}
+    check("norm_aware", make(*[(2, 45, 1, 8)] * 3), decay, heads=1, head_dim=8, **arguments)
 
 
 def test_fading_of_grouped_heads_with_a_contrast(stretches):
-    strength = torch.rand(1, 75, 4, device=DEVICE)
-    tensors = make((1, 75, 4, 20), (1, 75, 2, 20), (1, 75, 2, 12))
+    strength = torch.rand(1, 45, 4, device=DEVICE)
+    tensors = make((1, 45, 4, 20), (1, 45, 2, 20), (1, 45, 2, 12))
     check("channel_softmax", tensors, 0.3, heads=4, head_dim=20, contrast=strength)
 
 
@@ -96,8 +96,8 @@ def test_a_head_that_forgets_everything_sees_its_own_token_on_the_kernels(decay,
 
 @pytest.mark.parametrize(("heads", "stretches"), [(2, False), (4, True)], indirect=["stretches"])
 def test_packed_sequences_fade_by_themselves_on_the_kernels(heads, stretches):
-    bounds = torch.tensor([0, 5, 5, 75, 76], device=DEVICE)
-    tensors = make((76, heads, 20), (76, 2, 20), (76, 2, 12))
+    bounds = torch.tensor([0, 5, 5, 45, 46], device=DEVICE)
+    tensors = make((46, heads, 20), (46, 2, 20), (46, 2, 12))
     rotary = Rotary.packed(bounds, 20)
     check("norm_aware", tensors, 0.3, heads=heads, head_dim=20, cu_seqlens=bounds, rotary=rotary)
 
