@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
+from helpers.products import FULL
 from nalaformer import cli
 from nalaformer.data.text import Tales, fingerprint, train_tokenizer
 from nalaformer.evaluation import HARNESS_TASKS, LanguageModel, evaluate_tasks, load_language_model, score_text, token_losses
@@ -42,7 +43,10 @@ def tokenizer():
     return train_tokenizer(Tales(split="train", documents=50), vocab_size=300)
 
 
-@pytest.fixture(scope="module", params=[ours, llama], ids=["ours", "llama"])
+each_model = pytest.mark.parametrize("folder", [ours, llama], ids=["ours", "llama"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[ours, llama] if FULL else [ours])
 def folder(request, tokenizer, tmp_path_factory):
     """A model that somebody saved."""
     path = tmp_path_factory.mktemp("model")
@@ -152,6 +156,7 @@ def test_strided_losses_are_those_of_each_window_computed_alone(tokenizer):
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-6, atol=1e-6)
 
 
+@each_model
 def test_one_window_over_everything_is_the_plain_perplexity(folder, tmp_path):
     loaded = load_language_model(folder, device="cpu")
     texts = list(Tales(split="val", documents=3))
@@ -270,6 +275,7 @@ def log_likelihood(loaded, context, answer):
     return scores[torch.arange(len(before) - 1, ids.shape[1] - 1), ids[0, len(before) :]].sum().item()
 
 
+@each_model
 def test_every_task_runs_on_local_rows_without_network(folder, rows, no_network):
     pytest.importorskip("lm_eval")
     loaded = load_language_model(folder, device="cpu")

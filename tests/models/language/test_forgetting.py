@@ -62,11 +62,11 @@ def test_each_key_head_forgets_at_its_own_speed(forgetful):
 
 
 @pytest.mark.parametrize("speeds", [(SLOW, FAST), (FAST, 6.0), (150.0, SLOW)], ids=str)
-@pytest.mark.parametrize("make_cache", [NaLaCache, lambda config: NaLaStaticCache(config, 80)], ids=["growing", "static"])
+@pytest.mark.parametrize("make_cache", [NaLaCache, lambda config: NaLaStaticCache(config, 140)], ids=["growing", "static"])
 @torch.no_grad()
 def test_decoding_token_by_token_gives_the_logits_of_the_whole(speeds, make_cache):
-    # more tokens than a chunk has
-    model, tokens = forgetting(*speeds, num_hidden_layers=1), text(2, 80)
+    # more tokens than a chunk of 128
+    model, tokens = forgetting(*speeds, num_hidden_layers=1), text(2, 140)
     cache = make_cache(model.config)
     found = [model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)]
     torch.testing.assert_close(torch.cat(found, dim=1), model(tokens, use_cache=False).logits, rtol=0, atol=1e-9)
