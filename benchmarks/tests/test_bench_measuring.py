@@ -56,7 +56,7 @@ def test_memory_that_was_freed_but_kept_does_not_hide_a_need():
 
 @counts_memory
 def test_a_planted_allocation_is_seen_in_a_fresh_process():
-    found, milliseconds = in_fresh_process(f"{__name__}:plant", {"mebibytes": 200, "keep": False}, seconds=0.1)
+    found, milliseconds = in_fresh_process(f"{__name__}:make_holding_call", {"mebibytes": 200, "keep": False}, seconds=0.1)
     assert milliseconds > 0
     assert 199 < found < 260
 

@@ -121,19 +121,19 @@ def test_every_method_takes_two_steps_on_texts_with_perplexity(file, tmp_path):
 
 
 def test_windows_that_are_kept_serve_the_next_call_though_the_file_has_fewer_than_asked(file, tmp_path):
-    from research.scoreboard.runs import prepared
+    from research.scoreboard.runs import prepare_task
 
     options = json.dumps({"file": file, "vocabulary": 300, "length": 16})
     config = make_board("manuals", methods="relu", seeds=1, settings=[f"data_options={options}"]).recipe.task
     said: list[str] = []
     for _ in range(2):
-        with prepared(config, tmp_path / "kept", 1, said.append) as task:
+        with prepare_task(config, tmp_path / "kept", 1, said.append) as task:
             assert len(task.eval_data) < config.eval_samples
     assert len(said) == 3
     more = json.dumps({"file": file, "vocabulary": 280, "length": 16})
     config = make_board("manuals", methods="relu", seeds=1, settings=[f"data_options={more}"]).recipe.task
     with (
         pytest.raises(ValueError, match=r"must hold 6000 samples of .*280.*got \d+ of .*300.*name another folder"),
-        prepared(config, tmp_path / "kept", 1, said.append),
+        prepare_task(config, tmp_path / "kept", 1, said.append),
     ):
         pass
