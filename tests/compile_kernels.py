@@ -129,7 +129,7 @@ def causal():
     attend("norm_aware", torch.float32, causal=True, options={"direction": "cosine", "learnable": True})
     attend("focused", torch.bfloat16, causal=True, options={"norm_over": "head"}, rotary=Rotary.sequence(80, 20))
     # keys that fade, in several stretches
-    call.FADING_STRETCH = 32
+    call.DECAY_SPLIT = 32
     decay = torch.zeros(1, 80, 2, requires_grad=True)
     attend("norm_aware", torch.bfloat16, size=64, causal=True, log_decay=decay)
     attend("channel_softmax", torch.bfloat16, size=64, heads=4, causal=True, key_mask=visible, log_decay=decay)

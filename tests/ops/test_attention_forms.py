@@ -66,23 +66,23 @@ def test_packed_sequences_of_no_tokens_at_all_give_no_output(make_map):
     assert out.shape == (0, 2, 8)
 
 
-@pytest.mark.parametrize("piece", [1, 3, 64, 150, 1000])
+@pytest.mark.parametrize("chunk", [1, 3, 64, 150, 1000])
 @torch.no_grad()
-def test_bidirectional_result_does_not_depend_on_the_piece_size(kind, piece, make_map, make_qkv):
-    q, k, v = make_qkv(2, 11 if piece == 1 else 150)
+def test_bidirectional_result_does_not_depend_on_the_chunk_size(kind, chunk, make_map, make_qkv):
+    q, k, v = make_qkv(2, 11 if chunk == 1 else 150)
     feature_map = make_map(kind, dtype=torch.float64)
     key_mask = torch.rand(k.shape[:2]) < 0.7
     turn = Rotary.sequence(q.shape[1], 8)
     out = chunked.linear_attention(
-        q, k, v, feature_map=feature_map, rotary=(turn, turn), key_mask=key_mask, eps=1e-6, recompute=False, piece=piece
+        q, k, v, feature_map=feature_map, rotary=(turn, turn), key_mask=key_mask, eps=1e-6, recompute=False, chunk=chunk
     )
     turning = Turning(row_positions(q.shape[1]), row_positions(q.shape[1]), 8, inclusive=False)
     assert distance(out, formula(feature_map, q, k, v, key_mask=key_mask, turning=turning)) < EXACT
 
 
-@pytest.mark.parametrize("piece", [1, 3, 64, 150, 1000])
-def test_causal_result_does_not_depend_on_the_piece_size(kind, piece, make_map, make_qkv):
-    q, k, v = make_qkv(2, 11 if piece == 1 else 150)
+@pytest.mark.parametrize("chunk", [1, 3, 64, 150, 1000])
+def test_causal_result_does_not_depend_on_the_chunk_size(kind, chunk, make_map, make_qkv):
+    q, k, v = make_qkv(2, 11 if chunk == 1 else 150)
     feature_map = make_map(kind, dtype=torch.float64)
     key_mask = torch.rand(k.shape[:2]) < 0.7
     turn = Rotary.sequence(q.shape[1], 8)
@@ -96,21 +96,21 @@ def test_causal_result_does_not_depend_on_the_piece_size(kind, piece, make_map, 
         key_mask=key_mask,
         eps=1e-6,
         recompute=False,
-        piece=piece,
+        chunk=chunk,
     )
     turning = Turning(row_positions(q.shape[1]), row_positions(q.shape[1]), 8, inclusive=False)
     assert distance(out, formula(feature_map, q, k, v, causal=True, key_mask=key_mask, turning=turning)) < EXACT
 
 
-@pytest.mark.parametrize("piece", [3, 64])
-def test_gradients_do_not_depend_on_the_piece_size_or_on_recomputing(kind, causal, piece, make_map, make_qkv):
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_gradients_do_not_depend_on_the_chunk_size_or_on_recomputing(kind, causal, chunk, make_map, make_qkv):
     inputs = [x.requires_grad_() for x in make_qkv(1, 70)]
     feature_map = make_map(kind, dtype=torch.float64)
     upstream = torch.randn_like(inputs[0])
     wanted = [*inputs, *feature_map.parameters()]
     results = []
-    for size, recompute in ((piece, True), (70, False)):
-        arguments = {"rotary": (None, None), "key_mask": None, "eps": 1e-6, "recompute": recompute, "piece": size}
+    for size, recompute in ((chunk, True), (70, False)):
+        arguments = {"rotary": (None, None), "key_mask": None, "eps": 1e-6, "recompute": recompute, "chunk": size}
         if causal:
             out, _ = chunked.causal_linear_attention(*inputs, feature_map=feature_map, state=None, **arguments)
         else:
@@ -125,13 +125,13 @@ def test_recurrent_pieces_equal_one_causal_call(kind, cuts, make_map, make_qkv, 
     feature_map = make_map(kind, dtype=torch.float64)
     key_mask = torch.rand(2, 23) < 0.8
     state, outputs, start = None, [], 0
-    for q_piece, k_piece, v_piece, mask in zip(*(x.split(cuts, 1) for x in (q, k, v, key_mask)), strict=True):
-        rotary = Rotary.sequence(q_piece.shape[1], 8, start=start)
+    for q_chunk, k_chunk, v_chunk, mask in zip(*(x.split(cuts, 1) for x in (q, k, v, key_mask)), strict=True):
+        rotary = Rotary.sequence(q_chunk.shape[1], 8, start=start)
         out, state = recurrent_linear_attention(
-            q_piece, k_piece, v_piece, feature_map=feature_map, state=state, rotary=rotary, key_mask=mask
+            q_chunk, k_chunk, v_chunk, feature_map=feature_map, state=state, rotary=rotary, key_mask=mask
         )
         outputs.append(out)
-        start += q_piece.shape[1]
+        start += q_chunk.shape[1]
     turning = Turning(row_positions(23), row_positions(23), 8, inclusive=False)
     expected = formula(feature_map, q, k, v, causal=True, key_mask=key_mask, turning=turning)
     assert distance(torch.cat(outputs, 1), expected) < EXACT

@@ -8,7 +8,7 @@ from helpers.attention_formula import EXACT, ROUNDING, Turning, distance, row_po
 from helpers.contrast_formula import rala_weight, weighted_and_contrasted
 from nalaformer import Rotary, attention_weights, feature_map, global_query_weight, linear_attention
 from nalaformer.ops import chunked, key_weight
-from nalaformer.ops.features import repeated
+from nalaformer.ops.features import repeat_heads
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 
@@ -20,8 +20,8 @@ MAPS = ("elu", "norm_aware", "polarity")
 def backend(request, monkeypatch):
     # several pieces even of few tokens
     for module in (chunked, key_weight):
-        monkeypatch.setattr(module, "piece_size", lambda *_: 5)
-    monkeypatch.setattr(chunked, "CAUSAL_PIECE", 5)
+        monkeypatch.setattr(module, "chunk_size", lambda *_: 5)
+    monkeypatch.setattr(chunked, "CAUSAL_CHUNK", 5)
     with nalaformer.use_backend(request.param):
         yield request.param
 
@@ -248,5 +248,5 @@ def test_what_is_wrong_with_contrast_and_weights_is_said():
 
 def test_keys_of_as_many_heads_as_queries_are_not_copied():
     q, k = torch.zeros(1, 5, 4, 8), torch.zeros(1, 7, 4, 8)
-    assert repeated(q, k) is k
-    assert repeated(q, k[:, :, :2]).shape == k.shape
+    assert repeat_heads(q, k) is k
+    assert repeat_heads(q, k[:, :, :2]).shape == k.shape

@@ -207,7 +207,7 @@ def test_kernels_that_take_differences_of_running_sums_are_given_no_infinity():
 
     tensors, decay = inputs(5, gated=True)
     decay[:, 2] = -torch.inf
-    delta._fused(SimpleNamespace(chunk_gated_delta_rule=rule), delta.DeltaInputs(*tensors, decay), None, None, 1.0)
+    delta._run_fla(SimpleNamespace(chunk_gated_delta_rule=rule), delta.DeltaInputs(*tensors, decay), None, None, 1.0)
     assert given["g"].isfinite().all()
     assert torch.equal(given["g"][:, 3:], decay[:, 3:].float())
     # what is left of a state: nothing beside what a token writes

@@ -183,9 +183,9 @@ def test_every_operator_with_gradients_is_among_the_calls(monkeypatch):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """More than one piece of tokens, each computed again in the backward pass."""
-    monkeypatch.setattr(chunked, "PIECE_ELEMENTS", 1)
-    monkeypatch.setattr(chunked, "SMALLEST_PIECE", 2)
-    monkeypatch.setattr(chunked, "CAUSAL_PIECE", 2)
+    monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(chunked, "SMALLEST_CHUNK", 2)
+    monkeypatch.setattr(chunked, "CAUSAL_CHUNK", 2)
     monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "LOGITS", 10)
     monkeypatch.setattr(function, "piece_size", lambda *given, **settings: SETTINGS.chunk_size)
 

@@ -218,7 +218,7 @@ def check_key_weight(
     if key_weight is None:
         return
     if isinstance(key_weight, str) and key_weight == "global_query":
-        check_padding_of_queries(q, k, key_mask, query_mask)
+        check_query_padding(q, k, key_mask, query_mask)
         if causal:
             raise ValueError(
                 'key_weight="global_query" reads all queries, later ones too, but got causal=True; '
@@ -238,7 +238,7 @@ def check_key_weight(
         )
 
 
-def check_padding_of_queries(q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
+def check_query_padding(q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
     if key_mask is not None and query_mask is None and q.shape[1] == k.shape[1]:
         raise ValueError(
             "the weight of a key reads all queries, so it needs to know which of them are padding, got a key_mask for as many "

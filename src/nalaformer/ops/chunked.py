@@ -32,15 +32,15 @@ from .rotary import Rotary
 from .state import LinearState
 
 # A chunk's features should stay in the cache of a core: 2^19 floats, 2 MB. Fewer than 64 tokens waste the matrix unit.
-PIECE_ELEMENTS = 2**19
-SMALLEST_PIECE = 64
+CHUNK_ELEMENTS = 2**19
+SMALLEST_CHUNK = 64
 # A causal chunk costs chunk^2 products besides chunk x F, so about the head size is right.
-CAUSAL_PIECE = 128
+CAUSAL_CHUNK = 128
 
 
-def piece_size(batch: int, heads: int, head_dim: int) -> int:
+def chunk_size(batch: int, heads: int, head_dim: int) -> int:
     """Return the tokens of a chunk in the bidirectional form."""
-    return max(SMALLEST_PIECE, PIECE_ELEMENTS // max(1, 2 * batch * heads * head_dim))
+    return max(SMALLEST_CHUNK, CHUNK_ELEMENTS // max(1, 2 * batch * heads * head_dim))
 
 
 def linear_attention(
@@ -55,40 +55,45 @@ def linear_attention(
     recompute: bool,
     contrast: Contrast | None = None,
     key_weight: Tensor | None = None,
-    piece: int | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Compute bidirectional attention; shapes as in the reference, output in the dtype of q."""
     batch, _, heads, head_dim = q.shape
-    piece = piece or piece_size(batch, heads, head_dim)
+    chunk = chunk or chunk_size(batch, heads, head_dim)
     dtype = compute_dtype(q, k, v)
-    run = recomputing if recompute and not is_transformed() else direct
+    run = run_with_checkpoint if recompute and not is_transformed() else run_directly
 
-    def state_of_piece(k: Tensor, v: Tensor, mask: Tensor | None, rotary: Rotary | None, weight: Tensor | None) -> LinearState:
+    def chunk_state(k: Tensor, v: Tensor, mask: Tensor | None, rotary: Rotary | None, weight: Tensor | None) -> LinearState:
         scales = key_log_scale(feature_map, k, mask, dtype)
         scale = None if scales is None or all_zero(scales) else scales.amax(dim=1, keepdim=True)
         keys = key_features(feature_map, k, v, key_mask=mask, rotary=rotary, log_scale=scale, dtype=dtype, weight=weight)
-        return state_of(keys, scale)
+        return make_state(keys, scale)
 
-    def read_piece(
-        q: Tensor, rotary: Rotary | None, strength: Tensor | None, state: LinearState, mean: Tensor | None, out: Tensor | None
+    def read_chunk(
+        q: Tensor,
+        rotary: Rotary | None,
+        contrast_scale: Tensor | None,
+        state: LinearState,
+        mean: Tensor | None,
+        out: Tensor | None,
     ) -> Tensor:
-        against = None if mean is None else Contrast(strength, mean, head_dim)
+        against = None if mean is None else Contrast(contrast_scale, mean, head_dim)
         return read(state, query_features(feature_map, q, rotary, dtype, like=state.key_sum), eps, out, against).to(q.dtype)
 
-    strength, mean = (None, None) if contrast is None else contrast[:2]
+    contrast_scale, mean = (None, None) if contrast is None else contrast[:2]
     state = None
-    for tokens in pieces(piece, k, v, key_mask, rotary[1], key_weight):
-        part = run(state_of_piece, *tokens)
+    for tokens in split_tokens(chunk, k, v, key_mask, rotary[1], key_weight):
+        part = run(chunk_state, *tokens)
         state = part if state is None else LinearState.merge(state, part)
     assert state is not None
-    tokens_of_queries = pieces(piece, q, rotary[0], strength)
+    tokens_of_queries = split_tokens(chunk, q, rotary[0], contrast_scale)
     if recompute or is_transformed() or len(tokens_of_queries) == 1:
-        parts = [run(read_piece, *tokens, state, mean, None) for tokens in tokens_of_queries]
+        parts = [run(read_chunk, *tokens, state, mean, None) for tokens in tokens_of_queries]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     # Without gradients each chunk is written into the output directly, so that no second copy of the output exists.
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    for (q_piece, rotary_piece, strength_piece), place in zip(tokens_of_queries, out.split(piece, dim=1), strict=True):
-        read_piece(q_piece, rotary_piece, strength_piece, state, mean, place)
+    for (q_chunk, rotary_chunk, contrast_scale_chunk), place in zip(tokens_of_queries, out.split(chunk, dim=1), strict=True):
+        read_chunk(q_chunk, rotary_chunk, contrast_scale_chunk, state, mean, place)
     return out
 
 
@@ -106,11 +111,11 @@ def causal_linear_attention(
     contrast: Contrast | None = None,
     key_weight: Tensor | None = None,
     log_decay: Tensor | None = None,
-    piece: int | None = None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Compute causal attention from an earlier state (None: no earlier token) to the state after the last token."""
     dtype = compute_dtype(q, k, v)
-    run = recomputing if recompute and not is_transformed() else direct
+    run = run_with_checkpoint if recompute and not is_transformed() else run_directly
 
     def step(
         q: Tensor,
@@ -119,7 +124,7 @@ def causal_linear_attention(
         mask: Tensor | None,
         rotary_q: Rotary | None,
         rotary_k: Rotary | None,
-        strength: Tensor | None,
+        contrast_scale: Tensor | None,
         mean: Tensor | None,
         weight: Tensor | None,
         log_decay: Tensor | None,
@@ -134,22 +139,22 @@ def causal_linear_attention(
             log_decay = log_decay.to(dtype)
         elif scales is not None and all_zero(scales, state.log_scale):
             scales = None
-        against = None if mean is None else Contrast(strength, mean, q.shape[3])
+        against = None if mean is None else Contrast(contrast_scale, mean, q.shape[3])
         return causal_step(state, queries, keys, scales, mask, eps, q.dtype, against, log_decay)
 
-    size = piece or CAUSAL_PIECE
-    strength, mean = (None, None) if contrast is None else contrast[:2]
-    all_pieces = pieces(size, q, k, v, key_mask, rotary[0], rotary[1], strength, mean, key_weight, log_decay)
-    if recompute or is_transformed() or len(all_pieces) == 1:
+    size = chunk or CAUSAL_CHUNK
+    contrast_scale, mean = (None, None) if contrast is None else contrast[:2]
+    all_chunks = split_tokens(size, q, k, v, key_mask, rotary[0], rotary[1], contrast_scale, mean, key_weight, log_decay)
+    if recompute or is_transformed() or len(all_chunks) == 1:
         parts = []
-        for tokens in all_pieces:
+        for tokens in all_chunks:
             out, state = run(step, *tokens, state)
             parts.append(out)
         assert state is not None
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), state
     # Without gradients each chunk is written into the output directly, so that no second copy of the output exists.
     whole = q.new_empty(*q.shape[:3], v.shape[3])
-    for start, tokens in zip(range(0, q.shape[1], size), all_pieces, strict=True):
+    for start, tokens in zip(range(0, q.shape[1], size), all_chunks, strict=True):
         whole[:, start : start + size], state = run(step, *tokens, state)
     assert state is not None
     return whole, state
@@ -175,7 +180,7 @@ def block_causal_linear_attention(
             f"an exported program cannot count blocks of tokens, got block={block}; export with block=1, or without causal"
         )
     dtype = compute_dtype(q, k, v)
-    run = recomputing if recompute and not is_transformed() else direct
+    run = run_with_checkpoint if recompute and not is_transformed() else run_directly
 
     def step(
         q: Tensor,
@@ -184,7 +189,7 @@ def block_causal_linear_attention(
         mask: Tensor | None,
         rotary_q: Rotary | None,
         rotary_k: Rotary | None,
-        strength: Tensor | None,
+        contrast_scale: Tensor | None,
         mean: Tensor | None,
         weight: Tensor | None,
         state: LinearState | None,
@@ -192,22 +197,22 @@ def block_causal_linear_attention(
         scales = key_log_scale(feature_map, k, mask, dtype)
         scale = None if scales is None or all_zero(scales) else scales.amax(dim=1, keepdim=True)
         keys = key_features(feature_map, k, v, key_mask=mask, rotary=rotary_k, log_scale=scale, dtype=dtype, weight=weight)
-        state = state_of(keys, scale) if state is None else LinearState.merge(state, state_of(keys, scale))
+        state = make_state(keys, scale) if state is None else LinearState.merge(state, make_state(keys, scale))
         # all queries of the block see the same tokens, so they share the running mean at its last token
-        against = None if mean is None else Contrast(strength, mean[:, -1:], q.shape[3])
+        against = None if mean is None else Contrast(contrast_scale, mean[:, -1:], q.shape[3])
         queries = query_features(feature_map, q, rotary_q, dtype, like=state.key_sum)
         return read(state, queries, eps, contrast=against).to(q.dtype), state
 
-    strength, mean = (None, None) if contrast is None else contrast[:2]
+    contrast_scale, mean = (None, None) if contrast is None else contrast[:2]
     state: LinearState | None = None
     parts = []
-    for tokens in pieces(block, q, k, v, key_mask, rotary[0], rotary[1], strength, mean, key_weight):
+    for tokens in split_tokens(block, q, k, v, key_mask, rotary[0], rotary[1], contrast_scale, mean, key_weight):
         out, state = run(step, *tokens, state)
         parts.append(out)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def state_of(keys: Keys, log_scale: Tensor | None) -> LinearState:
+def make_state(keys: Keys, log_scale: Tensor | None) -> LinearState:
     """Return the state of these keys alone; log_scale [B, 1, K, 1]."""
     state = without_infinity(torch.einsum("bjkf,bjkv->bkfv", keys.rotated, keys.values))
     key_sum = keys.plain.sum(dim=1)
@@ -225,11 +230,11 @@ def read(
     """Return the outputs [B, N, H, V] of queries that see every token of the state, written into `out` if there is one."""
     kv_heads = state.state.shape[1]
     places = [None] * len(streams) if out is None else out.chunk(len(streams), dim=-1)
-    contrasts = [None] * len(streams) if contrast is None else contrast.of_streams(len(streams))
+    contrasts = [None] * len(streams) if contrast is None else contrast.split_streams(len(streams))
     outputs = []
     sums = state.state.chunk(len(streams), dim=-1)
     for queries, stream_state, place, against in zip(streams, sums, places, contrasts, strict=True):
-        rotated = grouped(queries.rotated, kv_heads)
+        rotated = group_heads(queries.rotated, kv_heads)
         if queries.plain is queries.rotated:
             # the key sum becomes one more column of the state: a product of its own would read the features again
             with_sum = torch.cat((stream_state, state.key_sum[..., None]), dim=-1)
@@ -237,7 +242,7 @@ def read(
             numerator, denominator = both[..., :-1], both[..., -1]
         else:
             numerator = torch.einsum("bikgf,bkfv->bikgv", rotated, stream_state)
-            denominator = torch.einsum("bikgf,bkf->bikg", grouped(queries.plain, kv_heads), state.key_sum)
+            denominator = torch.einsum("bikgf,bkf->bikg", group_heads(queries.plain, kv_heads), state.key_sum)
         outputs.append(
             normalise(
                 numerator.flatten(2, 3),
@@ -246,7 +251,7 @@ def read(
                 count=state.count[:, None, None],
                 query_scale=None if queries.log_scale is None else queries.log_scale[..., 0],
                 key_scale=state.log_scale.repeat_interleave(rotated.shape[3], dim=1)[:, None],
-                is_turned=queries.rotated is not queries.plain,
+                is_rotated=queries.rotated is not queries.plain,
                 out=place,
                 contrast=against,
             )
@@ -285,12 +290,12 @@ def causal_step(
         count = torch.ones_like(count)
 
     # a row is scaled by the largest key that it sees, never by a later one
-    row_scale = keep_state = keep_keys = token_scale = faded = None
+    row_scale = keep_state = keep_keys = token_scale = decay_sum = None
     if scales is not None:
         token_scale = scales[..., 0]  # [B, n, K]
     if log_decay is not None:
-        faded = log_decay.cumsum(1)  # [B, n, K]
-        token_scale = -faded if token_scale is None else token_scale - faded
+        decay_sum = log_decay.cumsum(1)  # [B, n, K]
+        token_scale = -decay_sum if token_scale is None else token_scale - decay_sum
     if token_scale is not None:
         # the scale is a factor of the whole row, so it has no gradient
         row_scale = torch.maximum(running_maximum(token_scale.detach(), lower), state.log_scale[:, None])
@@ -300,14 +305,14 @@ def causal_step(
         keep_keys = above.exp()  # [B, i, j, K]
         keep_keys = keep_keys.permute(0, 3, 1, 2)[:, :, None]  # [B, K, 1, i, j]
     # exp of this scale divides the features of a row
-    true_scale = row_scale if row_scale is None or faded is None else row_scale + faded
+    true_scale = row_scale if row_scale is None or decay_sum is None else row_scale + decay_sum
 
     outputs = []
     zero = torch.zeros((), dtype=keys.values.dtype, device=device)
-    contrasts = [None] * len(streams) if contrast is None else contrast.of_streams(len(streams))
+    contrasts = [None] * len(streams) if contrast is None else contrast.split_streams(len(streams))
     values = zip(state.state.chunk(len(streams), -1), keys.values.chunk(len(streams), -1), contrasts, strict=True)
     for queries, (stream_state, stream_values, against) in zip(streams, values, strict=True):
-        rotated, plain = grouped(queries.rotated, kv_heads), grouped(queries.plain, kv_heads)
+        rotated, plain = group_heads(queries.rotated, kv_heads), group_heads(queries.plain, kv_heads)
         within = [torch.einsum("bikgf,bjkf->bkgij", x, y) for x, y in ((rotated, keys.rotated), (plain, keys.plain))]
         if keep_keys is not None:
             within = [weights * keep_keys for weights in within]
@@ -325,19 +330,19 @@ def causal_step(
             count=count[..., None],
             query_scale=None if queries.log_scale is None else queries.log_scale[..., 0],
             key_scale=None if true_scale is None else true_scale.repeat_interleave(group, dim=2),
-            is_turned=queries.rotated is not queries.plain,
+            is_rotated=queries.rotated is not queries.plain,
             contrast=against,
         )
         outputs.append(out.to(out_dtype))
 
     if token_scale is None:
-        after = state_of(keys, None)
+        after = make_state(keys, None)
     else:
         assert row_scale is not None
         last = row_scale[:, -1:, :, None]  # [B, 1, K, 1]
-        if faded is not None:
+        if decay_sum is not None:
             # seen from the last token, all decays of the chunk have reduced what came before it
-            end = faded[:, -1]
+            end = decay_sum[:, -1]
             token_scale, last = token_scale + end[:, None], last + end.detach()[:, None, :, None]
             seen_from_end = (end - end.detach()).exp()
             state = LinearState(
@@ -347,7 +352,7 @@ def causal_step(
                 state.log_scale + end.detach(),
             )
         keep = (token_scale[..., None] - last).exp()
-        after = state_of(keys._replace(rotated=keys.rotated * keep, plain=keys.plain * keep), last)
+        after = make_state(keys._replace(rotated=keys.rotated * keep, plain=keys.plain * keep), last)
     return (torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]), LinearState.merge(state, after)
 
 
@@ -359,12 +364,12 @@ def running_maximum(scale: Tensor, lower: Tensor) -> Tensor:
     return scale.cummax(dim=1).values
 
 
-def grouped(features: Tensor, kv_heads: int) -> Tensor:
+def group_heads(features: Tensor, kv_heads: int) -> Tensor:
     """Reshape [B, N, H, F] to [B, N, K, H/K, F]: the query heads that share a key head side by side."""
     return features.unflatten(2, (kv_heads, features.shape[2] // kv_heads))
 
 
-def pieces(size: int, *sequences: Tensor | Rotary | None) -> "list[tuple[Any, ...]]":
+def split_tokens(size: int, *sequences: Tensor | Rotary | None) -> "list[tuple[Any, ...]]":
     """Split tensors [B, N, ...] and rotaries together into chunks of `size` tokens; None stays None."""
     first = next(x for x in sequences if isinstance(x, Tensor))
     num_tokens = first.shape[1]
@@ -389,11 +394,11 @@ def all_zero(*scales: Tensor) -> bool:
     return all(cheap_to_look_at(scale) and bool((scale == 0).all()) for scale in scales)
 
 
-def direct(function: Callable[..., Any], *arguments: Any) -> Any:
+def run_directly(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def recomputing(function: Callable[..., Any], *arguments: Any) -> Any:
+def run_with_checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
     """Store only the arguments for the backward pass and compute the rest again there; transforms of torch.func cannot."""
     if is_jit_tracing():
         # A recorded program is the same with and without gradients; older releases of torch record a checkpoint.

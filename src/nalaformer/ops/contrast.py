@@ -12,41 +12,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .features import FeatureMapLike, compute_dtype, hide, repeated
+from .features import FeatureMapLike, compute_dtype, hide, repeat_heads
 
 MEAN_SCORE = "mean_score"
 # a mean score may be the product of two features that is too large for float32
-LARGEST_STRENGTH = 1e12
+LARGEST_CONTRAST_SCALE = 1e12
 LARGEST_LOG_SCALE = 60.0
 
 
 class Contrast(NamedTuple):
     """Hold what a backend needs for the contrast besides the sums of attention."""
 
-    strength: Tensor | None
+    contrast_scale: Tensor | None
     """z, [B, N, H]; None stands for the mean score."""
     mean: Tensor
     """Mean of the visible values: [B, 1, K, V], or [B, N, K, V] if causal, as each token sees them."""
     head_dim: int
 
-    def of_streams(self, streams: int) -> "list[Contrast]":
+    def split_streams(self, streams: int) -> "list[Contrast]":
         """Return one contrast for each stream, with the values that this stream reads."""
         return [self._replace(mean=mean) for mean in self.mean.chunk(streams, dim=-1)]
 
-    def moved(self, out: Tensor, denominator: Tensor, *, count: Tensor, scales: list[Tensor]) -> Tensor:
+    def apply(self, out: Tensor, denominator: Tensor, *, count: Tensor, scales: list[Tensor]) -> Tensor:
         """Move out [B, N, H, V] away from the mean; denominator = phi_q . sum_j phi_k of features / exp(sum of scales)."""
-        if self.strength is not None:
-            return self.moved_by_strength(out)
-        strength = mean_score(denominator, head_dim=self.head_dim, count=count, scales=scales)
-        return contrasted(out, repeated(out, self.mean), strength)
+        if self.contrast_scale is not None:
+            return self.apply_scale(out)
+        contrast_scale = mean_score(denominator, head_dim=self.head_dim, count=count, scales=scales)
+        return add_contrast(out, repeat_heads(out, self.mean), contrast_scale)
 
-    def moved_by_strength(self, out: Tensor) -> Tensor:
+    def apply_scale(self, out: Tensor) -> Tensor:
         """Move `out` away from the mean by the scale that the caller gave, which needs no sums."""
-        assert self.strength is not None
-        return contrasted(out, repeated(out, self.mean), self.strength)
+        assert self.contrast_scale is not None
+        return add_contrast(out, repeat_heads(out, self.mean), self.contrast_scale)
 
 
-def contrast_of(
+def make_contrast(
     contrast: Tensor | str | None,
     q: Tensor,
     v: Tensor,
@@ -59,10 +59,10 @@ def contrast_of(
     """Convert the argument of a call to the form that backends take. mean: the mean of the values, where it is known."""
     if contrast is None:
         return None
-    strength = contrast.to(dtype) if isinstance(contrast, Tensor) else None
+    contrast_scale = contrast.to(dtype) if isinstance(contrast, Tensor) else None
     if mean is None:
         mean = mean_value(v, key_mask=key_mask, causal=causal, dtype=dtype)
-    return Contrast(strength, mean, q.shape[-1])
+    return Contrast(contrast_scale, mean, q.shape[-1])
 
 
 def running_mean_score(feature_map: FeatureMapLike, q: Tensor, k: Tensor, *, key_mask: Tensor | None) -> Tensor:
@@ -71,7 +71,7 @@ def running_mean_score(feature_map: FeatureMapLike, q: Tensor, k: Tensor, *, key
     (queries,) = feature_map.query_streams(q.to(dtype))
     keys = hide(feature_map.key(hide(k, key_mask).to(dtype)), key_mask)
     visible = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
-    score = (queries.value * repeated(q, keys.cumsum(1))).sum(-1)
+    score = (queries.value * repeat_heads(q, keys.cumsum(1))).sum(-1)
     return mean_score(score, head_dim=q.shape[-1], count=visible.cumsum(1)[..., None], scales=[])
 
 
@@ -87,12 +87,12 @@ def mean_value(v: Tensor, *, key_mask: Tensor | None, causal: bool, dtype: torch
 
 def mean_score(denominator: Tensor, *, head_dim: int, count: Tensor, scales: list[Tensor]) -> Tensor:
     """Return z = D^-1/2 phi_q . mean_j phi_k, from phi_q . sum_j phi_k of features divided by exp(sum of scales)."""
-    strength = denominator * head_dim**-0.5 / count.clamp(min=1)
+    contrast_scale = denominator * head_dim**-0.5 / count.clamp(min=1)
     if scales:
-        strength = strength * sum(scales[1:], scales[0]).clamp(max=LARGEST_LOG_SCALE).exp()
-    return strength.clamp(max=LARGEST_STRENGTH)
+        contrast_scale = contrast_scale * sum(scales[1:], scales[0]).clamp(max=LARGEST_LOG_SCALE).exp()
+    return contrast_scale.clamp(max=LARGEST_CONTRAST_SCALE)
 
 
-def contrasted(out: Tensor, mean: Tensor, strength: Tensor) -> Tensor:
+def add_contrast(out: Tensor, mean: Tensor, contrast_scale: Tensor) -> Tensor:
     """Return out + z (out - mean). out: [..., V]; mean broadcasts to it; strength: [...]."""
-    return out + strength[..., None] * (out - mean)
+    return out + contrast_scale[..., None] * (out - mean)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from .backend import INTERPRETING, get_backend, runs_kernels
 from .checks import check_cu_seqlens, check_key_mask
+from .eager import run_eagerly
 from .exporting import is_exporting, is_jit_tracing
 from .features import compute_dtype, hide, outside_autocast
 from .kept_tensors import is_transformed
-from .untraced import untraced
 
 # Tokens solved for at once: a larger chunk means more work inside it, and fewer sequential steps.
 CHUNK = 64
@@ -42,7 +42,7 @@ class DeltaInputs(NamedTuple):
     beta: Tensor
     log_decay: Tensor | None
 
-    def batch_of_one(self, tokens: slice | None = None) -> "DeltaInputs":
+    def as_single_batch(self, tokens: slice | None = None) -> "DeltaInputs":
         """Return packed sequences, or some of their tokens, as a batch of one."""
         rows = [x if x is None or tokens is None else x[tokens] for x in self]
         return DeltaInputs(*(None if x is None else x[None] for x in rows))  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def delta_rule(
     if cu_seqlens is not None:
         if key_mask is not None:
             raise ValueError("key_mask and cu_seqlens exclude each other, got both; packed sequences have no padding")
-        return _packed(DeltaInputs(q, k, v, beta, log_decay), state, cu_seqlens, scale)
+        return _run_packed(DeltaInputs(q, k, v, beta, log_decay), state, cu_seqlens, scale)
     _check(DeltaInputs(q, k, v, beta, log_decay), state, q.shape[0])
     check_key_mask(key_mask, k)
     if key_mask is not None:
@@ -85,32 +85,32 @@ def delta_rule(
     inputs = DeltaInputs(q, k, v, beta, log_decay)
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay, k, beta, state):
-            return _fused(kernels, inputs, state, None, scale)
+            return _run_fla(kernels, inputs, state, None, scale)
         if _runs_own_kernels(q, v):
             return _on_kernels(inputs, state, scale)
-        return _piece(*inputs, state, scale)
+        return _run_plain(*inputs, state, scale)
 
 
 # The lengths and the longest one are part of the launch: a traced program would be specific to one packing.
-@untraced
-def _packed(inputs: DeltaInputs, state: Tensor | None, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+@run_eagerly
+def _run_packed(inputs: DeltaInputs, state: Tensor | None, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Compute each sequence by itself; the tensors are split, never padded."""
     q, k, v, beta, log_decay = inputs
     lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
     if min(lengths) == 0:
         raise ValueError(f"packed sequences must hold at least one token, got lengths {lengths[:8]}; skip empty ones")
-    _check(inputs.batch_of_one(), state, len(lengths))
+    _check(inputs.as_single_batch(), state, len(lengths))
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay, k, beta, state):
-            out, states = _fused(kernels, inputs.batch_of_one(), state, cu_seqlens, scale)
+            out, states = _run_fla(kernels, inputs.as_single_batch(), state, cu_seqlens, scale)
             return out[0], states
         if _runs_own_kernels(q, v):
-            out, states = _on_kernels(inputs.batch_of_one(), state, scale, lengths)
+            out, states = _on_kernels(inputs.as_single_batch(), state, scale, lengths)
             return out[0], states
         done, start = [], 0
         for number, length in enumerate(lengths):
             before = None if state is None else state[number : number + 1]
-            done.append(_piece(*inputs.batch_of_one(slice(start, start + length)), before, scale))
+            done.append(_run_plain(*inputs.as_single_batch(slice(start, start + length)), before, scale))
             start += length
         return torch.cat([out[0] for out, _ in done]), torch.cat([after for _, after in done])
 
@@ -138,7 +138,7 @@ def delta_step_(
     _check(inputs, state, q.shape[0])
     with outside_autocast(q):
         if kernels := _kernels_for(q, v, log_decay):
-            out, after = _fused(kernels, inputs, state, None, scale)
+            out, after = _run_fla(kernels, inputs, state, None, scale)
             state.copy_(after)
             return out
         dtype = state.dtype
@@ -166,25 +166,27 @@ def _on_kernels(
     """Run the kernels. lengths: the lengths of the sequences that are packed in a batch of one."""
     from .kernels.delta import delta_op
 
-    packing = delta_op.UNPACKED if lengths is None else delta_op.packing_of(lengths, inputs.q.device)
+    packing = delta_op.UNPACKED if lengths is None else delta_op.make_packing(lengths, inputs.q.device)
     out, after = delta_op.attend(*inputs, state, scale, packing)
     return out, after
 
 
-def _piece(
+def _run_plain(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(q, k, v)
     if state is None:
         state = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=dtype, device=q.device)
-    run = _recurrent if get_backend() == "reference" else _chunked
+    run = _run_recurrent if get_backend() == "reference" else _run_chunked
     q, k, value, beta = (x.transpose(1, 2).to(dtype) for x in (q, k, v, beta))  # heads outside tokens: [B, H, N, *]
     decay = None if log_decay is None else log_decay.transpose(1, 2).to(dtype)
     out, state = run(q, k, value, beta, decay, state.to(dtype))
     return (scale * out).transpose(1, 2).to(v.dtype), state
 
 
-def _recurrent(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+def _run_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute the definition, token by token."""
     outputs = []
     for t in range(q.shape[2]):
@@ -196,7 +198,9 @@ def _recurrent(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor 
     return torch.stack(outputs, dim=2), state
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+def _run_chunked(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute chunk by chunk. Inside a chunk, with G the running sum of log_decay, the corrections u solve
 
         u_i + b_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) u_j = b_i (v_i - exp(G_i) k_i^T S)
@@ -231,10 +235,10 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | 
     weights = torch.where(lower, q @ k.mT * decay, 0)
     q, k = q * since_start, k * to_end
     outputs = []
-    for piece in range(q.shape[2]):
-        u = corrections[:, :, piece] - of_state[:, :, piece] @ state
-        outputs.append(q[:, :, piece] @ state + weights[:, :, piece] @ u)
-        state = since_start[:, :, piece, -1:] * state + k[:, :, piece].mT @ u
+    for chunk in range(q.shape[2]):
+        u = corrections[:, :, chunk] - of_state[:, :, chunk] @ state
+        outputs.append(q[:, :, chunk] @ state + weights[:, :, chunk] @ u)
+        state = since_start[:, :, chunk, -1:] * state + k[:, :, chunk].mT @ u
     return torch.cat(outputs, dim=2)[:, :, :length], state
 
 
@@ -266,7 +270,7 @@ def _kernels_for(q: Tensor, v: Tensor, log_decay: Tensor | None, *others: Tensor
     return None if learns else kernels
 
 
-def _fused(
+def _run_fla(
     kernels: ModuleType, inputs: DeltaInputs, state: Tensor | None, cu_seqlens: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Run flash-linear-attention: chunks, or the recurrence for one token; packed sequences as a batch of one."""

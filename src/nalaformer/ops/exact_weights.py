@@ -15,10 +15,10 @@ from .checks import (
     check_query_mask,
     check_rows,
 )
-from .contrast import contrast_of
-from .fading import usable_decay
+from .contrast import make_contrast
+from .decay import usable_decay
 from .features import FeatureMapLike, compute_dtype, heads_for, outside_autocast
-from .key_weight import numbers_of, per_key_for
+from .key_weight import per_key_for, weight_values
 
 
 def attention_weights(
@@ -44,7 +44,7 @@ def attention_weights(
     with two streams. Without rotary and contrast every weight is >= 0; without rotary a row sums to one, up to eps.
     """
     check_block(block, causal=causal, is_packed=False)
-    turns = check_call(
+    rotaries = check_call(
         q, k, k, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps, has_values=False
     )
     if not isinstance(stream, int) or not 0 <= stream < feature_map.streams:
@@ -62,18 +62,18 @@ def attention_weights(
     key_weight, k, _ = per_key_for(q, k, k, key_weight)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
-        weight = numbers_of(key_weight, q, given, feature_map, key_mask, query_mask)
+        weight = weight_values(key_weight, q, given, feature_map, key_mask, query_mask)
         return reference.attention_weights(
             q,
             k,
             feature_map=mapped,
             causal=causal,
-            rotary=turns,
+            rotary=rotaries,
             key_mask=key_mask,
             eps=eps,
             rows=index,
             block=block,
-            contrast=contrast_of(contrast, q, k, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k)),
+            contrast=make_contrast(contrast, q, k, key_mask=key_mask, causal=causal, dtype=compute_dtype(q, k)),
             key_weight=weight,
             log_decay=log_decay,
         )[stream]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # the channels of that key it would leave float32.
 SMALLEST_DIVISOR = 1e-18
 # Where only the numerator is rotated, its largest features may meet a denominator of the smallest ones.
-LARGEST_TURNED_OUTPUT = 1e12
+LARGEST_ROTATED_OUTPUT = 1e12
 
 
 class FeatureMapLike(Protocol):
@@ -76,8 +76,8 @@ def rotate(features: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
     """Return the features for the numerator, rotated, and for the denominator."""
     if rotary is None:
         return features, features
-    turned = rotary.rotate(features)
-    return turned, turned if rotary.normalised else features
+    rotated = rotary.rotate(features)
+    return rotated, rotated if rotary.normalised else features
 
 
 def query_features(
@@ -136,10 +136,10 @@ def heads_for(feature_map: FeatureMapLike, q: Tensor, k: Tensor, v: Tensor) -> t
     """Give every query head its own keys where the map treats heads that share keys differently."""
     if not feature_map.heads_have_own_keys or feature_map.num_heads == k.shape[2]:
         return k, v
-    return repeated(q, k), repeated(q, v)
+    return repeat_heads(q, k), repeat_heads(q, v)
 
 
-def repeated(q: Tensor, x: Tensor) -> Tensor:
+def repeat_heads(q: Tensor, x: Tensor) -> Tensor:
     """Repeat the heads of x [B, M, K, *] to those of q, [B, M, H, *]; return x itself, not a copy, where it has them."""
     group = q.shape[2] // x.shape[2]
     return x if group == 1 else x.repeat_interleave(group, dim=2)
@@ -191,13 +191,13 @@ def normalise(
     count: Tensor,
     query_scale: Tensor | None,
     key_scale: Tensor | None,
-    is_turned: bool,
+    is_rotated: bool,
     out: Tensor | None = None,
     contrast: "Contrast | None" = None,
 ) -> Tensor:
     """Return numerator [..., V] / (denominator [...] + eps * count), eps in the units of the scaled features.
 
-    count and the scales broadcast to the denominator. is_turned: rotary is in the numerator alone.
+    count and the scales broadcast to the denominator. is_rotated: rotary is in the numerator alone.
     A row that sees no key has both sums zero and gives zero.
     `out` is a buffer for the result, in any float dtype, for calls without gradients.
     contrast: moves the result away from the mean value, for the values of this stream.
@@ -211,14 +211,14 @@ def normalise(
         amount = amount * torch.exp(-sum(scales[1:], scales[0]))
     denominator = denominator + amount
     divisor = torch.where(denominator == 0, 1.0, denominator)[..., None]
-    if is_turned and not is_plain:
-        divisor = torch.maximum(divisor, numerator.detach().abs().amax(-1, keepdim=True) / LARGEST_TURNED_OUTPUT)
+    if is_rotated and not is_plain:
+        divisor = torch.maximum(divisor, numerator.detach().abs().amax(-1, keepdim=True) / LARGEST_ROTATED_OUTPUT)
     if out is not None and contrast is None:
         return torch.div(numerator, divisor, out=out)
     result = numerator / divisor if is_plain else quotient_with_bounded_gradient(numerator, divisor)
     if contrast is None:
         return result
-    result = contrast.moved(result, plain_sum, count=count, scales=[] if is_plain else scales)
+    result = contrast.apply(result, plain_sum, count=count, scales=[] if is_plain else scales)
     return result if out is None else out.copy_(result)
 
 

@@ -36,10 +36,10 @@ def captured(
     """
     number = torch.cuda.current_device() if device is None or device.index is None else device.index
     with torch.cuda.device(number), _lock:
-        return _captured(call, restore, *streams(number))
+        return _capture(call, restore, *streams(number))
 
 
-def _captured(
+def _capture(
     call: Callable[[], object], restore: Sequence[Tensor], side: torch.cuda.Stream, own: torch.cuda.Stream
 ) -> Callable[[], None]:
     before = [tensor.clone() for tensor in restore]

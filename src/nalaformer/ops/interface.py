@@ -24,13 +24,13 @@ from .checks import (
     check_state,
     check_tensors,
 )
-from .contrast import contrast_of, running_mean_score
-from .fading import faded_mean, usable_decay
+from .contrast import make_contrast, running_mean_score
+from .decay import decayed_mean, usable_decay
+from .eager import run_eagerly
 from .features import FeatureMapLike, compute_dtype, heads_for, outside_autocast
 from .kept_tensors import is_plain_eager
-from .key_weight import MAPS_IN_KERNELS, numbers_of, per_key_for
+from .key_weight import MAPS_IN_KERNELS, per_key_for, weight_values
 from .state import LinearState
-from .untraced import untraced
 
 # The module known_calls, once a call has run on the kernels: an import inside a function takes a microsecond at each call.
 _known_calls: list[ModuleType] = []
@@ -81,7 +81,7 @@ def linear_attention(
     """
     check_block(block, causal=causal, is_packed=cu_seqlens is not None)
     if cu_seqlens is not None:
-        return _packed(
+        return _attend_packed(
             q, k, v, feature_map, causal, rotary, key_mask, query_mask, cu_seqlens, contrast, key_weight, log_decay, eps
         )
     has_parts = rotary is not None or contrast is not None or key_weight is not None or log_decay is not None or block > 1
@@ -92,7 +92,7 @@ def linear_attention(
         again: Tensor | None = _known_calls[0].attend_again(q, k, v, feature_map, causal, eps)
         if again is not None:
             return again
-    turns = check_call(q, k, v, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
+    rotaries = check_call(q, k, v, feature_map=feature_map, causal=causal, rotary=rotary, key_mask=key_mask, eps=eps)
     check_query_mask(query_mask, q)
     check_contrast(contrast, q)
     check_key_weight(key_weight, q, k, causal=causal, key_mask=key_mask, query_mask=query_mask)
@@ -112,7 +112,7 @@ def linear_attention(
             *(q, k, v),
             feature_map=mapped,
             causal=causal,
-            rotary=turns,
+            rotary=rotaries,
             has_contrast=has_score,
             has_weight=has_weight,
             has_blocks=block > 1,
@@ -121,19 +121,19 @@ def linear_attention(
             contrast, has_score = running_mean_score(mapped, q, k, key_mask=key_mask), False
         # the kernels compute the weights as they read the keys, for the maps that they support and without a mean score
         by_mean_query = isinstance(key_weight, str) and not has_score and spec is not None and spec.name in MAPS_IN_KERNELS
-        weight = None if by_mean_query else numbers_of(key_weight, q, given[1], feature_map, key_mask, query_mask)
+        weight = None if by_mean_query else weight_values(key_weight, q, given[1], feature_map, key_mask, query_mask)
         against = None
         if contrast is not None and (backend != "triton" or not has_score):
             # the value and its mean may cancel in the gradient, so the two are added before they are rounded
             v = v if backend == "triton" else v.to(compute_dtype(q, k, v))
-            dtype, faded = compute_dtype(q, k, v), None
+            dtype, decay_sum = compute_dtype(q, k, v), None
             if log_decay is not None and backend == "triton":
                 from . import kernels
 
-                faded = kernels.faded_mean(v, log_decay, key_mask=key_mask, keep=needs_grad)
+                decay_sum = kernels.decayed_mean(v, log_decay, key_mask=key_mask, keep=needs_grad)
             elif log_decay is not None:
-                faded = faded_mean(v, log_decay, key_mask=key_mask, dtype=dtype)
-            against = contrast_of(contrast, q, v, key_mask=key_mask, causal=causal, dtype=dtype, mean=faded)
+                decay_sum = decayed_mean(v, log_decay, key_mask=key_mask, dtype=dtype)
+            against = make_contrast(contrast, q, v, key_mask=key_mask, causal=causal, dtype=dtype, mean=decay_sum)
         if backend == "triton":
             # imported where used: Triton may be missing
             from . import kernels
@@ -142,7 +142,7 @@ def linear_attention(
                 *(q, k, v),
                 feature_map=mapped,
                 spec=spec,
-                rotary=turns,
+                rotary=rotaries,
                 key_mask=key_mask,
                 eps=eps,
                 has_contrast=has_score,
@@ -157,18 +157,18 @@ def linear_attention(
 
                 known_calls.remember(ready, spec, *given, feature_map, causal, eps)
                 _known_calls[:] = [known_calls]
-            return (out if against is None else against.moved_by_strength(out)).to(q.dtype)
+            return (out if against is None else against.apply_scale(out)).to(q.dtype)
         options: dict[str, Any] = {"contrast": against, "key_weight": weight, "eps": eps, "recompute": needs_grad}
         if block > 1:
             return chunked.block_causal_linear_attention(
-                q, k, v, feature_map=mapped, block=block, rotary=turns, key_mask=key_mask, **options
+                q, k, v, feature_map=mapped, block=block, rotary=rotaries, key_mask=key_mask, **options
             )
         if backend == "reference":
             out = reference.linear_attention(
                 *(q, k, v),
                 feature_map=mapped,
                 causal=causal,
-                rotary=turns,
+                rotary=rotaries,
                 key_mask=key_mask,
                 eps=eps,
                 contrast=against,
@@ -178,9 +178,9 @@ def linear_attention(
             return out.to(q.dtype)
         if causal:
             return chunked.causal_linear_attention(
-                q, k, v, feature_map=mapped, state=None, rotary=turns, key_mask=key_mask, log_decay=log_decay, **options
+                q, k, v, feature_map=mapped, state=None, rotary=rotaries, key_mask=key_mask, log_decay=log_decay, **options
             )[0]
-        return chunked.linear_attention(q, k, v, feature_map=mapped, rotary=turns, key_mask=key_mask, **options)
+        return chunked.linear_attention(q, k, v, feature_map=mapped, rotary=rotaries, key_mask=key_mask, **options)
 
 
 def recurrent_linear_attention(
@@ -200,24 +200,24 @@ def recurrent_linear_attention(
     Shapes as in `linear_attention`, with as many queries as keys. Returns the output and the state after the last token;
     the state passed in is not changed. Rotary positions count on: Rotary.sequence(n, dim, start=tokens_before).
     """
-    turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps)
+    rotaries = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=key_mask, eps=eps)
     check_log_decay(log_decay, q, k, causal=True)
     k, v = heads_for(feature_map, q, k, v)
     log_decay, k, v = per_key_for(q, k, v, usable_decay(log_decay, key_mask))
-    check_state(state, q, k, v, feature_map, turns[1])
+    check_state(state, q, k, v, feature_map, rotaries[1])
     recompute = _needs_grad(q, k, v, feature_map, state, log_decay)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, causal=True)
-        backend, spec = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns)
+        backend, spec = choose(q, k, v, feature_map=mapped, causal=True, rotary=rotaries)
         if backend == "reference":
             return reference.recurrent_linear_attention(
-                q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=key_mask, eps=eps, log_decay=log_decay
+                q, k, v, feature_map=mapped, state=state, rotary=rotaries, key_mask=key_mask, eps=eps, log_decay=log_decay
             )
         if backend == "triton":
             from . import kernels
 
             ready = kernels.prepare(
-                q, k, v, feature_map=mapped, spec=spec, rotary=turns, key_mask=key_mask, eps=eps, log_decay=log_decay
+                q, k, v, feature_map=mapped, spec=spec, rotary=rotaries, key_mask=key_mask, eps=eps, log_decay=log_decay
             )
             out, after = kernels.attend_after(ready, state, keep=recompute)
             return out.to(q.dtype), after
@@ -227,7 +227,7 @@ def recurrent_linear_attention(
             v,
             feature_map=mapped,
             state=state,
-            rotary=turns,
+            rotary=rotaries,
             key_mask=key_mask,
             eps=eps,
             recompute=recompute,
@@ -252,7 +252,7 @@ def recurrent_step_(
     q: [B, 1, H, D]; k: [B, 1, K, D]; v: [B, 1, K, V] -> [B, 1, H, V], without gradients. Start from the state of a prompt or
     from LinearState.empty. On a GPU it is one small kernel that never waits for the host, so a CUDA graph can hold it.
     """
-    turns = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=None, eps=eps)
+    rotaries = check_call(q, k, v, feature_map=feature_map, causal=True, rotary=rotary, key_mask=None, eps=eps)
     if q.shape[1] != 1:
         raise ValueError(f"a step takes one token, got {q.shape[1]}; use recurrent_linear_attention for more")
     if state is None:
@@ -260,33 +260,35 @@ def recurrent_step_(
     check_log_decay(log_decay, q, k, causal=True)
     k, v = heads_for(feature_map, q, k, v)
     log_decay, k, v = per_key_for(q, k, v, usable_decay(log_decay, None))
-    check_state(state, q, k, v, feature_map, turns[1])
+    check_state(state, q, k, v, feature_map, rotaries[1])
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=None, causal=True)
         fits = all(tensor.is_contiguous() for tensor in state.tensors().values()) and state.state.dtype == torch.float32
         choice = Choice("chunked")
         if fits or get_backend() == "reference":
-            choice = choose(q, k, v, feature_map=mapped, causal=True, rotary=turns, is_step=True)
+            choice = choose(q, k, v, feature_map=mapped, causal=True, rotary=rotaries, is_step=True)
         if choice.backend == "triton":
             from . import kernels
 
-            ready = kernels.prepare(q, k, v, feature_map=mapped, spec=choice.spec, rotary=turns, eps=eps, log_decay=log_decay)
+            ready = kernels.prepare(
+                q, k, v, feature_map=mapped, spec=choice.spec, rotary=rotaries, eps=eps, log_decay=log_decay
+            )
             return kernels.step_(ready, state).to(q.dtype)
         if choice.backend == "reference":
             out, after = reference.recurrent_linear_attention(
-                q, k, v, feature_map=mapped, state=state, rotary=turns, key_mask=None, eps=eps, log_decay=log_decay
+                q, k, v, feature_map=mapped, state=state, rotary=rotaries, key_mask=None, eps=eps, log_decay=log_decay
             )
         else:
             given: dict[str, Any] = {"key_mask": None, "eps": eps, "recompute": False, "log_decay": log_decay}
-            out, after = chunked.causal_linear_attention(q, k, v, feature_map=mapped, state=state, rotary=turns, **given)
+            out, after = chunked.causal_linear_attention(q, k, v, feature_map=mapped, state=state, rotary=rotaries, **given)
     for name, tensor in state.tensors().items():
         tensor.copy_(after.tensors()[name])
     return out
 
 
 # The lengths and the longest one are part of the launch: a traced program would be specific to one packing.
-@untraced
-def _packed(
+@run_eagerly
+def _attend_packed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -333,8 +335,8 @@ def _packed(
         of_all = partial(choose, q[None], spread_k, spread_v, causal=causal, rotary=pair, samples=len(lengths))
         of_all = partial(of_all, has_contrast=isinstance(contrast, str), has_weight=weight is not None)
         # a contrast scale and the running mean score belong to each sequence alone
-        has_strength = isinstance(contrast, Tensor) or (causal and contrast is not None)
-        is_one_call = is_same and not has_strength and not isinstance(key_weight, str)
+        has_contrast_scale = isinstance(contrast, Tensor) or (causal and contrast is not None)
+        is_one_call = is_same and not has_contrast_scale and not isinstance(key_weight, str)
         backend, spec = of_all(feature_map=feature_map) if is_one_call else Choice("chunked")
         if backend == "triton":
             from . import kernels
@@ -354,16 +356,16 @@ def _packed(
             keep = _needs_grad(q, k, v, feature_map, key_weight, log_decay)
             return kernels.attend(ready, causal=causal, keep=keep).to(q.dtype)
 
-    def of_sequences(x: Tensor | str | None) -> Sequence[Tensor | str | None]:
+    def split_sequences(x: Tensor | str | None) -> Sequence[Tensor | str | None]:
         """Return each sequence as a batch of one; other values are repeated for each."""
         # split rather than slice: the gradients of n slices are n tensors of full size
         return [part[None] for part in x.split(lengths)] if isinstance(x, Tensor) else [x] * len(lengths)
 
     outputs = []
     start = 0
-    parts = zip(lengths, *(of_sequences(x) for x in (q, k, v, contrast, key_weight, log_decay)), strict=True)
+    parts = zip(lengths, *(split_sequences(x) for x in (q, k, v, contrast, key_weight, log_decay)), strict=True)
     for length, q_part, k_part, v_part, contrast_part, weight_part, decay_part in parts:
-        turns = tuple(None if turn is None else turn.tokens(start, start + length) for turn in pair)
+        rotaries = tuple(None if each_rotary is None else each_rotary.tokens(start, start + length) for each_rotary in pair)
         start += length
         if length:
             out = linear_attention(
@@ -372,7 +374,7 @@ def _packed(
                 v_part,
                 feature_map=feature_map,
                 causal=causal,
-                rotary=turns,  # type: ignore[arg-type]
+                rotary=rotaries,  # type: ignore[arg-type]
                 contrast=contrast_part,
                 key_weight=weight_part,
                 log_decay=decay_part,

@@ -25,7 +25,7 @@ class MapSettings(NamedTuple):
     """True if keys have weights."""
     by_mean_query: bool = False
     """True if the kernels compute the weights of keys, by their products with the mean query."""
-    fades: bool = False
+    has_decay: bool = False
     """True if keys decay (causal attention)."""
 
 
@@ -60,11 +60,11 @@ class KernelSpec(NamedTuple):
         contrast: float = 0.0,
         has_weight: bool = False,
         by_mean_query: bool = False,
-        fades: bool = False,
+        has_decay: bool = False,
     ) -> MapSettings:
         plain = (self.norm_scale, self.alpha, eps, self.log2_key_shift, self.is_guarded, self.is_cube)
         contrast *= 2.0**self.log2_key_shift
-        return MapSettings(self.name, self.parts, streams, *plain, contrast, has_weight, by_mean_query, fades)
+        return MapSettings(self.name, self.parts, streams, *plain, contrast, has_weight, by_mean_query, has_decay)
 
     @property
     def is_written_out(self) -> bool:

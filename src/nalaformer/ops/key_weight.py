@@ -7,9 +7,18 @@ import torch
 from torch import Tensor
 
 from .backend import LARGEST_HEAD, MOST_ROWS, get_backend, runs_kernels
-from .checks import check_call, check_cu_seqlens, check_padding_of_queries, check_query_mask
-from .chunked import direct, piece_size, pieces, recomputing
-from .features import FeatureMapLike, compute_dtype, heads_for, hide, key_features, key_log_scale, outside_autocast, repeated
+from .checks import check_call, check_cu_seqlens, check_query_mask, check_query_padding
+from .chunked import chunk_size, run_directly, run_with_checkpoint, split_tokens
+from .features import (
+    FeatureMapLike,
+    compute_dtype,
+    heads_for,
+    hide,
+    key_features,
+    key_log_scale,
+    outside_autocast,
+    repeat_heads,
+)
 from .kept_tensors import is_transformed
 
 # maps without parameters, the same for queries and keys, with features >= 0
@@ -40,10 +49,10 @@ def global_query_weight(
     The weight reads all queries, so causal attention cannot use it.
     """
     if cu_seqlens is not None:
-        return _of_packed(q, k, feature_map, cu_seqlens)
+        return _weigh_packed(q, k, feature_map, cu_seqlens)
     check_call(q, k, k, feature_map=feature_map, causal=False, rotary=None, key_mask=key_mask, eps=0.0, has_values=False)
     check_query_mask(query_mask, q)
-    check_padding_of_queries(q, k, key_mask, query_mask)
+    check_query_padding(q, k, key_mask, query_mask)
     k, _ = heads_for(feature_map, q, k, k)
     with outside_autocast(q):
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=False)
@@ -52,13 +61,13 @@ def global_query_weight(
 
             spec = mapped.kernel_spec(q.device)
             if spec is not None and spec.name in MAPS_IN_KERNELS:
-                logits = global_query_op.key_logits(q, repeated(q, k), query_mask, key_mask, spec.name, spec.parts)
+                logits = global_query_op.key_logits(q, repeat_heads(q, k), query_mask, key_mask, spec.name, spec.parts)
                 return softmax_over_keys(logits, key_mask)
         mean = mean_query(mapped, q, query_mask, compute_dtype(q, k))
         return softmax_over_keys(key_logits(mapped, mean, k, key_mask), key_mask)
 
 
-def numbers_of(
+def weight_values(
     key_weight: Tensor | str | None,
     q: Tensor,
     k: Tensor,
@@ -75,22 +84,24 @@ def numbers_of(
 def per_key_for(q: Tensor, k: Tensor, v: Tensor, per_key: Any) -> tuple[Any, Tensor, Tensor]:
     """Expand values per key (weights, decays), keys and values to the same heads: the query heads where either has those."""
     if isinstance(per_key, str):
-        return per_key, repeated(q, k), repeated(q, v)
+        return per_key, repeat_heads(q, k), repeat_heads(q, v)
     if per_key is None or per_key.shape[2] == k.shape[2]:
         return per_key, k, v
-    return repeated(q, per_key), repeated(q, k), repeated(q, v)
+    return repeat_heads(q, per_key), repeat_heads(q, k), repeat_heads(q, v)
 
 
 def mean_query(feature_map: FeatureMapLike, q: Tensor, query_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return D^-1/2 mean_i phi_q(q_i) over the tokens that the mask shows, [B, H, F]."""
 
-    def sum_of_piece(q: Tensor, mask: Tensor | None) -> Tensor:
+    def sum_chunk(q: Tensor, mask: Tensor | None) -> Tensor:
         features = feature_map.query_streams(hide(q, mask).to(dtype))[0]
-        return hide(bounded(features.value, features.log_scale), mask).sum(1)
+        return hide(clamp_features(features.value, features.log_scale), mask).sum(1)
 
-    run = direct if get_backend() == "reference" or not torch.is_grad_enabled() or is_transformed() else recomputing
-    size = piece_size(q.shape[0], q.shape[2], q.shape[3])
-    parts = [run(sum_of_piece, *piece) for piece in pieces(size, q, query_mask)]
+    run = (
+        run_directly if get_backend() == "reference" or not torch.is_grad_enabled() or is_transformed() else run_with_checkpoint
+    )
+    size = chunk_size(q.shape[0], q.shape[2], q.shape[3])
+    parts = [run(sum_chunk, *chunk) for chunk in split_tokens(size, q, query_mask)]
     count = q.shape[1] if query_mask is None else query_mask.sum(1).clamp(min=1)[:, None, None]
     return sum(parts[1:], parts[0]) / count * q.shape[3] ** -0.5
 
@@ -99,18 +110,20 @@ def key_logits(feature_map: FeatureMapLike, mean: Tensor, k: Tensor, key_mask: T
     """Return mean . phi_k(k_j), [B, M, H]; mean: [B, H, F]."""
     dtype = mean.dtype
 
-    def logits_of_piece(k: Tensor, mask: Tensor | None, mean: Tensor) -> Tensor:
+    def chunk_logits(k: Tensor, mask: Tensor | None, mean: Tensor) -> Tensor:
         scales = key_log_scale(feature_map, k, mask, dtype)
         keys = key_features(feature_map, k, k, key_mask=mask, rotary=None, log_scale=scales, dtype=dtype)
         by_key_head = mean.unflatten(1, (k.shape[2], -1))
-        return torch.einsum("bjkf,bkgf->bjkg", bounded(keys.plain, scales), by_key_head).flatten(2)
+        return torch.einsum("bjkf,bkgf->bjkg", clamp_features(keys.plain, scales), by_key_head).flatten(2)
 
-    run = direct if get_backend() == "reference" or not torch.is_grad_enabled() or is_transformed() else recomputing
-    size = piece_size(k.shape[0], mean.shape[1], k.shape[3])
-    return torch.cat([run(logits_of_piece, *piece, mean) for piece in pieces(size, k, key_mask)], dim=1)
+    run = (
+        run_directly if get_backend() == "reference" or not torch.is_grad_enabled() or is_transformed() else run_with_checkpoint
+    )
+    size = chunk_size(k.shape[0], mean.shape[1], k.shape[3])
+    return torch.cat([run(chunk_logits, *chunk, mean) for chunk in split_tokens(size, k, key_mask)], dim=1)
 
 
-def bounded(features: Tensor, log_scale: Tensor | None) -> Tensor:
+def clamp_features(features: Tensor, log_scale: Tensor | None) -> Tensor:
     """Return the true features, clamped so that their products stay finite."""
     if log_scale is not None:
         features = features * log_scale.clamp(max=math.log(LARGEST_FEATURE)).exp()
@@ -127,7 +140,7 @@ def softmax_over_keys(logits: Tensor, key_mask: Tensor | None) -> Tensor:
     return torch.where(shown, weights * key_mask.sum(1)[:, None, None], 0.0)
 
 
-def _of_packed(q: Tensor, k: Tensor, feature_map: FeatureMapLike, cu_seqlens: Tensor) -> Tensor:
+def _weigh_packed(q: Tensor, k: Tensor, feature_map: FeatureMapLike, cu_seqlens: Tensor) -> Tensor:
     """Compute the weights of each sequence by itself."""
     lengths = check_cu_seqlens(cu_seqlens, q.shape[0])
     parts = zip(q.split(lengths), k.split(lengths), strict=True)

@@ -21,7 +21,7 @@ def layer_norm(
     if fits_norm(x):
         from .kernels.tokenwise.norm_op import normalise
 
-        rows, gates = rows_of_all(x, gate)
+        rows, gates = to_dense_rows(x, gate)
         out, _ = normalise(rows, None, gates, weight, bias, eps, dtype)
         return out if rows is x else out.view(x.shape)
     # torch needs one type for both on a GPU
@@ -37,7 +37,7 @@ def add_layer_norm(
     if fits_norm(x) and torch.promote_types(x.dtype, y.dtype) == x.dtype and x.shape == y.shape:
         from .kernels.tokenwise.norm_op import normalise
 
-        rows, added = rows_of_all(x, y)
+        rows, added = to_dense_rows(x, y)
         out, total = normalise(rows, added, None, weight, bias, eps, dtype or x.dtype)
         return (total, out) if rows is x else (total.view(x.shape), out.view(x.shape))
     total = x + y
@@ -49,17 +49,17 @@ def fits_norm(x: Tensor) -> bool:
     return runs_kernels(x) and x.shape[-1] <= MOST_CHANNELS and x.numel() > 0
 
 
-def rows_of_all(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def to_dense_rows(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return both tensors as the kernels take them: unchanged if they have no gaps, else as rows [R, C].
 
     A view has a gradient of its own, which costs the host as much as that of the norm.
     """
     if x.is_contiguous() and (y is None or y.is_contiguous()):
         return x, y
-    return rows_of(x), None if y is None else rows_of(y)
+    return to_rows(x), None if y is None else to_rows(y)
 
 
-def rows_of(x: Tensor) -> Tensor:
+def to_rows(x: Tensor) -> Tensor:
     """Reshape to [R, C]: a view where the rows lie at even distances, as in a slice of a projection."""
     rows = x.flatten(0, -2)
     return rows if rows.stride(-1) == 1 else rows.contiguous()

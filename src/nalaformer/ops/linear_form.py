@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .fading import faded_sums, usable_decay
+from .decay import decayed_sums, usable_decay
 from .features import FeatureMapLike, compute_dtype, key_features, key_log_scale, outside_autocast, query_features
 from .reference import last_of_block
 from .rotary import Rotary
@@ -52,8 +52,10 @@ def linear_forms(
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=causal)
         scales = key_log_scale(mapped, k, key_mask, dtype)
         scale = None if scales is None else scales.amax(dim=1, keepdim=True)  # [B, 1, H, 1]
-        turn = rotary[1]
-        keys = key_features(mapped, k, k, key_mask=key_mask, rotary=turn, log_scale=scale, dtype=dtype, weight=key_weight)
+        each_rotary = rotary[1]
+        keys = key_features(
+            mapped, k, k, key_mask=key_mask, rotary=each_rotary, log_scale=scale, dtype=dtype, weight=key_weight
+        )
         seen, count = keys.plain.sum(1, keepdim=True), keys.visible[:, None]
         if causal:
             last = last_of_block(torch.arange(k.shape[1], device=k.device), block, k.shape[1])
@@ -63,7 +65,7 @@ def linear_forms(
         if log_decay is not None:
             decay = usable_decay(log_decay, key_mask)
             assert decay is not None
-            seen, count = faded_sums(keys.plain, decay.to(dtype)), torch.ones_like(count)
+            seen, count = decayed_sums(keys.plain, decay.to(dtype)), torch.ones_like(count)
         forms = []
         for queries in query_features(mapped, q[:, :asked], rotary[0], dtype, like=keys.plain):
             log_scale = seen.new_zeros(())

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .features import FeatureMapLike, compute_dtype, key_features, key_log_scale, outside_autocast, query_features, repeated
+from .features import FeatureMapLike, compute_dtype, key_features, key_log_scale, outside_autocast, query_features, repeat_heads
 from .kept_tensors import kept
 from .rotary import Rotary
 
@@ -45,7 +45,7 @@ def make_blocks(height: int, width: int, rows: int, columns: int, *, device: tor
     if height == 1:
         rows, columns = 1, rows * columns
     (from_row, row, tall), (from_column, column, wide) = (
-        _cut(size, parts, device) for size, parts in ((height, rows), (width, columns))
+        _split_side(size, parts, device) for size, parts in ((height, rows), (width, columns))
     )
     y = from_row[:-1, None] + torch.arange(tall, device=device)  # [rows, tall]
     x = from_column[:-1, None] + torch.arange(wide, device=device)
@@ -57,7 +57,7 @@ def make_blocks(height: int, width: int, rows: int, columns: int, *, device: tor
     return Blocks(places, slots.flatten())
 
 
-def _cut(size: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+def _split_side(size: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Return where each part of a side begins (and the last ends), the part of each cell, and the size of the largest part."""
     begins = -(-torch.arange(parts + 1, device=device) * size // parts)
     return begins, torch.arange(size, device=device) * parts // size, -(-size // parts)
@@ -86,7 +86,7 @@ def mixed_linear_attention(
 
     blocks: of the queries and of the keys. Masks, rotary and eps as in `linear_attention`.
     """
-    k, v = repeated(q, k), repeated(q, v)
+    k, v = repeat_heads(q, k), repeat_heads(q, v)
     with outside_autocast(q):
         dtype = compute_dtype(q, k, v)
         mapped = feature_map.given(q, k, key_mask=key_mask, query_mask=query_mask, causal=False)

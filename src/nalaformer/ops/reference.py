@@ -2,7 +2,7 @@
 
     out_i = rot(phi_q(q_i)) . sum_j rot(phi_k(k_j)) v_j^T  /  ( phi_q(q_i) . sum_j phi_k(k_j)  +  eps * n )
 
-n = number of keys that token i sees. Weights of keys multiply their features, keys may decay (fading.py; then eps stands
+n = number of keys that token i sees. Weights of keys multiply their features, keys may decay (decay.py; then eps stands
 alone), and a contrast (contrast.py) may follow. Tests judge every other backend against this one in float64. The causal form
 computes the whole matrix of weights, which is quadratic, and clear.
 """
@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .contrast import Contrast, contrasted, mean_score
+from .contrast import Contrast, add_contrast, mean_score
 from .features import (
     FeatureMapLike,
     compute_dtype,
@@ -21,7 +21,7 @@ from .features import (
     key_log_scale,
     normalise,
     query_features,
-    repeated,
+    repeat_heads,
     weighted_values,
     without_infinity,
 )
@@ -57,7 +57,7 @@ def linear_attention(
             key_weight=key_weight,
             log_decay=log_decay,
         )
-        values = repeated(q, hide(v, key_mask).to(weights[0].dtype))
+        values = repeat_heads(q, hide(v, key_mask).to(weights[0].dtype))
         lower = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
         outputs = [
             weighted_values(w[:, :, None], x, lower)[..., 0, :]
@@ -77,7 +77,7 @@ def linear_attention(
 
     outputs = []
     values_of_stream = state.chunk(feature_map.streams, dim=-1)
-    contrasts = [None] * feature_map.streams if contrast is None else contrast.of_streams(feature_map.streams)
+    contrasts = [None] * feature_map.streams if contrast is None else contrast.split_streams(feature_map.streams)
     streams = query_features(feature_map, q, rotary[0], dtype, like=keys.plain)
     for queries, stream_state, stream_contrast in zip(streams, values_of_stream, contrasts, strict=True):
         query_scale = None if queries.log_scale is None else queries.log_scale[..., 0]
@@ -94,7 +94,7 @@ def linear_attention(
                 count=count,
                 query_scale=query_scale,
                 key_scale=scale,
-                is_turned=queries.rotated is not queries.plain,
+                is_rotated=queries.rotated is not queries.plain,
                 contrast=stream_contrast,
             )
         )
@@ -122,19 +122,19 @@ def recurrent_linear_attention(
     outputs = []
     for token in range(q.shape[1]):
         now = slice(token, token + 1)
-        turns = tuple(None if turn is None else turn.tokens(token, token + 1) for turn in rotary)
+        rotaries = tuple(None if each_rotary is None else each_rotary.tokens(token, token + 1) for each_rotary in rotary)
         mask = None if key_mask is None else key_mask[:, now]
         if state is not None and log_decay is not None:
             keep = log_decay[:, token].to(state.state.dtype).exp()
             state = replace(state, state=state.state * keep[..., None, None], key_sum=state.key_sum * keep[..., None])
-        state = seen(state, k[:, now], v[:, now], feature_map, turns[1], mask)
+        state = update_state(state, k[:, now], v[:, now], feature_map, rotaries[1], mask)
         count = state.count if log_decay is None else torch.ones_like(state.count)
-        outputs.append(answered(replace(state, count=count), q[:, now], feature_map, turns[0], eps).to(q.dtype))
+        outputs.append(read_state(replace(state, count=count), q[:, now], feature_map, rotaries[0], eps).to(q.dtype))
     assert state is not None
     return torch.cat(outputs, dim=1), state
 
 
-def seen(
+def update_state(
     state: LinearState | None,
     k: Tensor,
     v: Tensor,
@@ -158,7 +158,7 @@ def seen(
     )
 
 
-def answered(state: LinearState, q: Tensor, feature_map: FeatureMapLike, rotary: Rotary | None, eps: float) -> Tensor:
+def read_state(state: LinearState, q: Tensor, feature_map: FeatureMapLike, rotary: Rotary | None, eps: float) -> Tensor:
     """Return the output [B, 1, H, V] of one query [B, 1, H, D] that reads the state."""
     group = q.shape[2] // state.state.shape[1]
     sums, key_sum, scale = (x.repeat_interleave(group, dim=1) for x in (state.state, state.key_sum, state.log_scale))
@@ -172,7 +172,7 @@ def answered(state: LinearState, q: Tensor, feature_map: FeatureMapLike, rotary:
             count=state.count[:, None],
             query_scale=None if queries.log_scale is None else queries.log_scale[:, 0, :, 0],
             key_scale=scale,
-            is_turned=queries.rotated is not queries.plain,
+            is_rotated=queries.rotated is not queries.plain,
         )
         outputs.append(out[:, None])
     return torch.cat(outputs, dim=-1)
@@ -218,11 +218,11 @@ def attention_weights(
         visible = visible & (torch.arange(k.shape[1], device=k.device) <= last[:, None])
     count = visible.sum(-1)  # [B, 1, R or 1]
     # the decay factor of each key for each row
-    left: Tensor = visible
+    decay_factor: Tensor = visible
     if log_decay is not None:
-        faded = log_decay.to(dtype).cumsum(1).transpose(1, 2).repeat_interleave(group, dim=1)  # [B, H, M]
-        passed = faded.index_select(2, positions)[..., None] - faded[:, :, None, :]
-        left = torch.where(visible, torch.where(visible, passed, 0.0).exp(), 0.0)
+        decay_sum = log_decay.to(dtype).cumsum(1).transpose(1, 2).repeat_interleave(group, dim=1)  # [B, H, M]
+        passed = decay_sum.index_select(2, positions)[..., None] - decay_sum[:, :, None, :]
+        decay_factor = torch.where(visible, torch.where(visible, passed, 0.0).exp(), 0.0)
         count = torch.ones_like(count)
 
     key_scale = shrink = None
@@ -246,7 +246,7 @@ def attention_weights(
         zero = torch.zeros((), dtype=dtype, device=q.device)
         rotated, plain = torch.where(visible, rotated, zero), torch.where(visible, plain, zero)
         if log_decay is not None:
-            rotated, plain = rotated * left, plain * left
+            rotated, plain = rotated * decay_factor, plain * decay_factor
         query_scale = None if queries.log_scale is None else queries.log_scale[..., 0].transpose(1, 2)  # [B, H, R]
         found = normalise(
             rotated,
@@ -255,16 +255,16 @@ def attention_weights(
             count=count,
             query_scale=query_scale,
             key_scale=key_scale,
-            is_turned=queries.rotated is not queries.plain,
+            is_rotated=queries.rotated is not queries.plain,
         )
         if contrast is not None:
             scales_of_rows = [x for x in (query_scale, key_scale) if x is not None]
-            if contrast.strength is None:
-                strength = mean_score(plain.sum(-1), head_dim=contrast.head_dim, count=count, scales=scales_of_rows)
+            if contrast.contrast_scale is None:
+                contrast_scale = mean_score(plain.sum(-1), head_dim=contrast.head_dim, count=count, scales=scales_of_rows)
             else:
-                strength = contrast.strength.index_select(1, positions).transpose(1, 2)
-            total = left.sum(-1, keepdim=True)
-            found = contrasted(found, left.to(dtype) / torch.where(total == 0, 1, total), strength)
+                contrast_scale = contrast.contrast_scale.index_select(1, positions).transpose(1, 2)
+            total = decay_factor.sum(-1, keepdim=True)
+            found = add_contrast(found, decay_factor.to(dtype) / torch.where(total == 0, 1, total), contrast_scale)
         weights.append(found)
     return weights
 

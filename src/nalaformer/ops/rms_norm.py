@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layer_norm import fits_norm, rows_of_all
+from .layer_norm import fits_norm, to_dense_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gate: Tensor | None = None) -> Tensor:
@@ -16,10 +16,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gate: Tensor | None = Non
     if fits_norm(x):
         from .kernels.tokenwise.norm_op import normalise
 
-        rows, gates = rows_of_all(x, gate)
+        rows, gates = to_dense_rows(x, gate)
         out, _ = normalise(rows, None, gates, weight, None, eps, dtype)
         return out if rows is x else out.view(x.shape)
-    out = _plain(x, weight, eps)
+    out = _normalize(x, weight, eps)
     return (out if gate is None else out * F.silu(gate)).to(dtype)
 
 
@@ -28,7 +28,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, *, eps: float) -> tuple[T
     if fits_norm(x) and torch.promote_types(x.dtype, y.dtype) == x.dtype and x.shape == y.shape:
         from .kernels.tokenwise.norm_op import normalise
 
-        rows, added = rows_of_all(x, y)
+        rows, added = to_dense_rows(x, y)
         out, total = normalise(rows, added, None, weight, None, eps, product_dtype(x))
         return (total, out) if rows is x else (total.view(x.shape), out.view(x.shape))
     total = x + y
@@ -43,6 +43,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind)
 
 
-def _plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # one type for both: torch warns about two, and is slow in them
     return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)

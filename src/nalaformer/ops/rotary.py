@@ -194,7 +194,7 @@ class Rotary:
         cos, sin = cos[..., None, None, :], sin[..., None, None, :]  # [(B,) N, 1, 1, dim/2]
         pairs = features.unflatten(-1, (features.shape[-1] // self.dim, self.dim // 2, 2))
         even, odd = pairs.unbind(-1)
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-3)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-3)
         if not self.normalised:
-            return turned
-        return torch.cat((turned, length_of(pairs).flatten(-2)), dim=-1)
+            return rotated
+        return torch.cat((rotated, length_of(pairs).flatten(-2)), dim=-1)

@@ -45,14 +45,14 @@ def short_convolution(
     if sequence is None:
         out = F.conv1d(padded.transpose(1, 2), weight.flip(1)[:, None], groups=x.shape[2]).transpose(1, 2)
     else:
-        out = _packed(padded, weight, sequence)
+        out = _convolve_packed(padded, weight, sequence)
     if bias is not None:
         out = out + bias.to(x.dtype)
     q, k, v = (F.silu(part) if number >= 3 - silu else part for number, part in enumerate(out.split(sizes, dim=-1)))
     return q, k, v
 
 
-def _packed(padded: Tensor, weight: Tensor, sequence: Tensor) -> Tensor:
+def _convolve_packed(padded: Tensor, weight: Tensor, sequence: Tensor) -> Tensor:
     """Convolve packed sequences: a token of another sequence does not count."""
     size = weight.shape[1]
     numbers = F.pad(sequence, (size - 1, 0), value=-1)

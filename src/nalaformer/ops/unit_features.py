@@ -6,7 +6,7 @@ from torch import Tensor
 from .backend import LARGEST_HEAD, runs_kernels
 from .features import FeatureMapLike, compute_dtype, outside_autocast
 from .kernel_spec import KernelSpec
-from .layer_norm import rows_of
+from .layer_norm import to_rows
 
 # shorter features go to zero: a unit vector would only show how they were rounded
 SMALLEST_LENGTH = 1e-6
@@ -45,5 +45,5 @@ def _on_kernels(spec: KernelSpec, x: Tensor, *, is_query: bool) -> Tensor:
     # a single token is multiplied with a state in float32
     dtype = x.dtype if x.shape[1] > 1 else torch.float32
     settings = spec.settings(streams=1, eps=0.0)
-    out = unit_features_op.make(rows_of(x), parameters, settings, is_query, SMALLEST_LENGTH, dtype)
+    out = unit_features_op.make(to_rows(x), parameters, settings, is_query, SMALLEST_LENGTH, dtype)
     return out.view(*x.shape[:-1], -1)

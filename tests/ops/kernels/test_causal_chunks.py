@@ -104,7 +104,7 @@ def test_chunks_of_bfloat16_stay_near_float64(mean, is_packed, monkeypatch):
 
     teach_bfloat16(monkeypatch)
     # a walk of larger steps than the tiles that it writes sums of keys for
-    tiles = {name: {128: call.Tile(64 if name == "walk" else 32, 8, 1)} for name in call.TILES}
+    tiles = {name: {128: call.Tile(64 if name == "scan" else 32, 8, 1)} for name in call.TILES}
     monkeypatch.setattr(call, "TILES", tiles)
     batch = () if is_packed else (1,)
     tensors = [x.bfloat16() for x in make((*batch, 150, 2, 28), (*batch, 150, 1, 28), (*batch, 150, 1, 20))]

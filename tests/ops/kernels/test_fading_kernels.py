@@ -26,11 +26,11 @@ def poisoned(poisoned_memory):
     """Memory that nothing wrote is NaN: a missing store fails."""
 
 
-@pytest.fixture(params=[False, True], ids=["one stretch", "several stretches"])
-def stretches(request, monkeypatch):
+@pytest.fixture(params=[False, True], ids=["one stretch", "several splits"])
+def splits(request, monkeypatch):
     from nalaformer.ops.kernels.linear import call
 
-    monkeypatch.setattr(call, "FADING_STRETCH", 32 if request.param else 256)
+    monkeypatch.setattr(call, "DECAY_SPLIT", 32 if request.param else 256)
     # compiled launches remember how the tokens were spread
     monkeypatch.setattr(call, "CALLS", {})
 
@@ -64,26 +64,26 @@ def check(name, tensors, decay, *, heads, head_dim, **arguments):
 
 
 @pytest.mark.parametrize(
-    ("name", "stretches"), [*((name, True) for name in CAUSAL_KINDS), ("norm_aware", False)], indirect=["stretches"]
+    ("name", "splits"), [*((name, True) for name in CAUSAL_KINDS), ("norm_aware", False)], indirect=["splits"]
 )
-def test_fading_keys_of_every_kind_of_map(name, stretches):
+def test_fading_keys_of_every_kind_of_map(name, splits):
     check(name, make(*[(1, 75, 2, 8)] * 3), 0.2, heads=2, head_dim=8)
 
 
-@pytest.mark.parametrize(("decay", "stretches"), [(0.01, True), (3.0, True), (3.0, False)], indirect=["stretches"])
-def test_fading_with_rotary_and_key_mask(decay, stretches):
+@pytest.mark.parametrize(("decay", "splits"), [(0.01, True), (3.0, True), (3.0, False)], indirect=["splits"])
+def test_fading_with_rotary_and_key_mask(decay, splits):
     arguments = {"rotary": Rotary.sequence(45, 8, device=DEVICE), "key_mask": torch.rand(2, 45, device=DEVICE) > 0.3}
     check("norm_aware", make(*[(2, 45, 1, 8)] * 3), decay, heads=1, head_dim=8, **arguments)
 
 
-def test_fading_of_grouped_heads_with_a_contrast(stretches):
+def test_fading_of_grouped_heads_with_a_contrast(splits):
     strength = torch.rand(1, 45, 4, device=DEVICE)
     tensors = make((1, 45, 4, 20), (1, 45, 2, 20), (1, 45, 2, 12))
     check("channel_softmax", tensors, 0.3, heads=4, head_dim=20, contrast=strength)
 
 
 @pytest.mark.parametrize("decay", [-90.0, -1e30, -torch.inf])
-def test_a_head_that_forgets_everything_sees_its_own_token_on_the_kernels(decay, stretches):
+def test_a_head_that_forgets_everything_sees_its_own_token_on_the_kernels(decay, splits):
     # elu: no feature is zero, so a token has weight for itself
     q, k, v = (x.requires_grad_() for x in make(*[(1, 75, 1, 8)] * 3))
     feature_map = nalaformer.feature_map("elu", num_heads=1, head_dim=8)
@@ -94,8 +94,8 @@ def test_a_head_that_forgets_everything_sees_its_own_token_on_the_kernels(decay,
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.square().sum(), (q, k, v, log_decay)))
 
 
-@pytest.mark.parametrize(("heads", "stretches"), [(2, False), (4, True)], indirect=["stretches"])
-def test_packed_sequences_fade_by_themselves_on_the_kernels(heads, stretches):
+@pytest.mark.parametrize(("heads", "splits"), [(2, False), (4, True)], indirect=["splits"])
+def test_packed_sequences_fade_by_themselves_on_the_kernels(heads, splits):
     bounds = torch.tensor([0, 5, 5, 45, 46], device=DEVICE)
     tensors = make((46, heads, 20), (46, 2, 20), (46, 2, 12))
     rotary = Rotary.packed(bounds, 20)
@@ -103,7 +103,7 @@ def test_packed_sequences_fade_by_themselves_on_the_kernels(heads, stretches):
 
 
 @pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
-def test_outputs_of_fading_keys_ignore_later_tokens_whatever_they_hold(spoilt, stretches):
+def test_outputs_of_fading_keys_ignore_later_tokens_whatever_they_hold(spoilt, splits):
     *tensors, log_decay = [*make(*[(1, 75, 1, 8)] * 3), -0.1 * torch.rand(1, 75, 1, device=DEVICE)]
     feature_map = nalaformer.feature_map("norm_aware", num_heads=1, head_dim=8)
     with nalaformer.use_backend("triton"):
@@ -115,7 +115,7 @@ def test_outputs_of_fading_keys_ignore_later_tokens_whatever_they_hold(spoilt, s
     assert not found[:, 41:].isfinite().any()
 
 
-def test_a_state_of_fading_keys_goes_on_in_pieces_and_steps(stretches):
+def test_a_state_of_fading_keys_goes_on_in_pieces_and_steps(splits):
     *tensors, log_decay = [*make(*[(1, 76, 2, 8)] * 3), -0.3 * torch.rand(1, 76, 2, device=DEVICE)]
 
     def run(backend, dtype):
@@ -138,9 +138,9 @@ def test_a_state_of_fading_keys_goes_on_in_pieces_and_steps(stretches):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "stretches"), [((72, 72), False), ((128, 20), True), ((20, 128), True)], indirect=["stretches"], ids=str
+    ("sizes", "splits"), [((72, 72), False), ((128, 20), True), ((20, 128), True)], indirect=["splits"], ids=str
 )
-def test_fading_keys_of_large_heads(sizes, stretches):
+def test_fading_keys_of_large_heads(sizes, splits):
     size, of_values = sizes
     arguments = {"rotary": Rotary.sequence(45, size, device=DEVICE), "key_mask": torch.rand(1, 45, device=DEVICE) > 0.3}
     tensors = make((1, 45, 2, size), (1, 45, 1, size), (1, 45, 1, of_values))
@@ -184,24 +184,24 @@ def test_a_compiled_program_of_fading_keys_is_the_same():
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_what_is_rounded_in_one_stretch_stays_out_of_the_gradients_of_earlier_ones(is_packed):
     """Added up from the end of a text without a halt, the roundings of all tokens would outgrow the gradient of one decay."""
-    from nalaformer.ops.kernels.linear.fading_stretches import Stretches, sums_over_later_tokens
+    from nalaformer.ops.kernels.linear.decay_splits import Splits, sums_over_later_tokens
 
-    # two samples of 5 and 3 tokens, or 2 of 4, in stretches of two tokens, with three key heads
+    # two samples of 5 and 3 tokens, or 2 of 4, in splits of two tokens, with three key heads
     starts, stops = ([[0, 2, 4], [5, 7, 8]], [[2, 4, 5], [7, 8, 8]]) if is_packed else ([0, 2], [2, 4])
     of_token = [0, 0, 1, 1, 2, 3, 3, 4] if is_packed else [0, 0, 1, 1]
-    stretches = Stretches(torch.tensor(starts), torch.tensor(stops), torch.tensor(of_token))
+    splits = Splits(torch.tensor(starts), torch.tensor(stops), torch.tensor(of_token))
     count, shape = (3, (3, 8)) if is_packed else (2, (2, 3, 4))
     before, after = torch.randn(2, count, 6, 2, 4, 5).unbind()
     by_token = torch.randn(shape)
-    found = sums_over_later_tokens(stretches, by_token, before, after, 3)
-    # the last token of the first sample's first stretch: itself, and what the sums say of all later stretches
+    found = sums_over_later_tokens(splits, by_token, before, after, 3)
+    # the last token of the first sample's first stretch: itself, and what the sums say of all later splits
     products = (after[0, :3, ..., :-1] * before[1, :3, ..., :-1]).sum((1, 2, 3))
     first = (slice(None), 1) if is_packed else (0, slice(None), 1)
     torch.testing.assert_close(found[first], by_token[first] + products)
     torch.testing.assert_close(found[..., 0], by_token[..., 0] + found[..., 1])
     spoilt = by_token.clone()
     spoilt[..., 2:] += 100
-    torch.testing.assert_close(sums_over_later_tokens(stretches, spoilt, before, after, 3)[..., :2], found[..., :2])
+    torch.testing.assert_close(sums_over_later_tokens(splits, spoilt, before, after, 3)[..., :2], found[..., :2])
 
 
 if INTERPRETING:
@@ -212,8 +212,8 @@ if INTERPRETING:
         from nalaformer.ops.kernels.linear import call
 
         teach_bfloat16(monkeypatch)
-        # the gradients of decays add up over stretches
-        monkeypatch.setattr(call, "FADING_STRETCH", 64)
+        # the gradients of decays add up over splits
+        monkeypatch.setattr(call, "DECAY_SPLIT", 64)
         monkeypatch.setattr(call, "CALLS", {})
         tensors = [x.bfloat16() for x in make((1, 150, 2, 28), (1, 150, 1, 28), (1, 150, 1, 20))]
         tensors.append((-0.1 * torch.rand(1, 150, 1)).bfloat16())

@@ -102,9 +102,9 @@ def test_a_chunk_larger_than_a_tile():
 
 
 def test_a_stretch_of_chunks_after_another():
-    from nalaformer.ops.kernels.hybrid.linear_op import stretches
+    from nalaformer.ops.kernels.hybrid.linear_op import split_groups
 
-    assert stretches(1, 1, 9, torch.device("cpu")) == (2, 5) or not INTERPRETING
+    assert split_groups(1, 1, 9, torch.device("cpu")) == (2, 5) or not INTERPRETING
     check(make(35, heads=1), HybridSettings(chunk_size=4, salient_per_chunk=1))
 
 

@@ -27,11 +27,11 @@ def poisoned(poisoned_memory):
 
 
 def test_products_in_float32_do_not_slow_the_kernels_down():
-    from nalaformer.ops.kernels.linear.call import types_of
+    from nalaformer.ops.kernels.linear.call import call_dtypes
 
     product, value = torch.empty(1), torch.empty(1, dtype=torch.bfloat16)
-    assert types_of("softmax", product, product, value) == (torch.bfloat16, torch.bfloat16)
-    assert types_of("relu", product, product, value) == (torch.float32, torch.float32)
+    assert call_dtypes("softmax", product, product, value) == (torch.bfloat16, torch.bfloat16)
+    assert call_dtypes("relu", product, product, value) == (torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("longest_whole", [2048, 10])
@@ -219,7 +219,7 @@ def test_tiles_follow_the_wider_of_head_and_values_and_what_the_chip_holds(call,
 
     monkeypatch.setattr(calls, "reads_ahead", lambda device: reads_ahead)
     for value_dim, size in ((8, 64), (100, 128)):
-        for pairs, tiles in ((0, calls.TILES), (4, calls.TURNED_TILES)):
+        for pairs, tiles in ((0, calls.TILES), (4, calls.ROTARY_TILES)):
             entry = tiles["dk"][size]
             chosen = replace(call, operand=torch.bfloat16, value_dim=value_dim, pairs=pairs).tile("dk")
             assert chosen == (entry if reads_ahead else replace(entry, stages=1))

@@ -60,7 +60,7 @@ if INTERPRETING:
         teach_bfloat16(monkeypatch)
         monkeypatch.setattr(call, "CALLS", {})
         monkeypatch.setattr(call, "TILES", {name: {128: call.Tile(32, 8, 1)} for name in call.TILES})
-        monkeypatch.setattr(call, "TURNED_TILES", {})
+        monkeypatch.setattr(call, "ROTARY_TILES", {})
         tensors = [x.bfloat16() for x in make((1, 90, 2, 72), (1, 90, 1, 72), (1, 90, 1, 66))]
         arguments = {"heads": 2, "head_dim": 72, "causal": True, "key_mask": torch.rand(1, 90) > 0.3}
         if case == "rotary":

@@ -60,7 +60,7 @@ def prepare(
     contrast = q.shape[-1] ** -0.5 if has_contrast else 0.0
     if spec is None:
         is_normalised = rotary[0] is not None and rotary[0].normalised
-        q, k = mapped(feature_map, q, k, rotary if is_normalised else (None, None), key_mask)
+        q, k = compute_features(feature_map, q, k, rotary if is_normalised else (None, None), key_mask)
         rotary = (None, None) if is_normalised else rotary
         spec = KernelSpec("identity", parts=1, log2_key_shift=LOG2_KEY_SHIFT if is_normalised else 0.0)
     elif spec.before is not None:
@@ -86,7 +86,7 @@ def prepare(
         contrast=contrast,
         has_weight=key_weight is not None,
         by_mean_query=by_mean_query,
-        fades=log_decay is not None,
+        has_decay=log_decay is not None,
     )
     weight = None
     per_token = key_weight if log_decay is None else log_decay
@@ -110,7 +110,7 @@ def attend_after(ready: Prepared, state: LinearState | None, *, keep: bool) -> t
     """Compute causal attention of a batch after `state`, and the state after the last token."""
     q, k, v, parameters, layout, settings, log_decay = ready
     unit = 2.0**settings.log2_key_shift
-    initial = None if state is None else sums_of(state, settings.parts, unit)
+    initial = None if state is None else to_sums(state, settings.parts, unit)
     out, total = causal_op.attend(q, k, v, parameters, initial, log_decay, layout, settings, True, keep)
     (batch, tokens, kv_heads), key_mask = k.shape[:3], layout.key_mask
     new = torch.full((batch,), tokens, device=total.device) if key_mask is None else key_mask.sum(1)
@@ -123,14 +123,14 @@ def attend_after(ready: Prepared, state: LinearState | None, *, keep: bool) -> t
     return out, LinearState(sums[..., :-2] * unit, sums[..., -2] * unit, count, sums.new_zeros(batch, kv_heads))
 
 
-def faded_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, keep: bool) -> Tensor:
+def decayed_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, keep: bool) -> Tensor:
     """Return the mean value that each token sees with decay, [B, N, K, V]: attention whose only feature is one."""
     alike = torch.ones_like(v[..., :1])
     layout = TokenLayout(None, None, None, None, None if key_mask is None else key_mask.contiguous(), None, 0)
-    settings = KernelSpec("identity", parts=1).settings(streams=1, eps=0.0, fades=True)
-    fade = log_decay.float().transpose(-2, -1).contiguous()
+    settings = KernelSpec("identity", parts=1).settings(streams=1, eps=0.0, has_decay=True)
+    decay_rows = log_decay.float().transpose(-2, -1).contiguous()
     parameters = alike.new_empty(1, 0, dtype=torch.float32)
-    return causal_op.attend(alike, alike, readable(v), parameters, None, fade, layout, settings, False, keep)[0]
+    return causal_op.attend(alike, alike, readable(v), parameters, None, decay_rows, layout, settings, False, keep)[0]
 
 
 def step_(ready: Prepared, state: LinearState) -> Tensor:
@@ -139,7 +139,7 @@ def step_(ready: Prepared, state: LinearState) -> Tensor:
     return step(*ready[:4], *ready.layout[:4], *sums, ready.weight, *ready.settings)
 
 
-def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:
+def to_sums(state: LinearState, parts: int, unit: float) -> Tensor:
     """Convert a state to the layout of the kernels' sums, [B * K, PARTS, D, V + 2]; `unit`: the divisor of their features."""
     grow = state.log_scale.exp() / unit
     count = state.count.to(state.state.dtype)[:, None, None].expand_as(state.key_sum)
@@ -148,7 +148,7 @@ def sums_of(state: LinearState, parts: int, unit: float) -> Tensor:
     return sums.flatten(0, 1).unflatten(1, (parts, -1)).contiguous()
 
 
-def mapped(
+def compute_features(
     feature_map: FeatureMapLike, q: Tensor, k: Tensor, rotary: RotaryPair, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute features for maps that the kernels do not support; in the type of the inputs, float32 for float16.
@@ -166,12 +166,12 @@ def mapped(
     phi_k = feature_map.key(hide(k, key_mask).to(dtype))
     check_widths(feature_map, phi_q, phi_k)
     if rotary[0] is not None and rotary[1] is not None:
-        phi_q, phi_k = rotated(phi_q, rotary[0], 1.0), rotated(phi_k, rotary[1], 2.0**-LOG2_KEY_SHIFT)
+        phi_q, phi_k = rotate_scaled(phi_q, rotary[0], 1.0), rotate_scaled(phi_k, rotary[1], 2.0**-LOG2_KEY_SHIFT)
     phi_q, phi_k = phi_q.to(q.dtype), phi_k.to(k.dtype)
     return (phi_q, phi_k) if has_batch else (phi_q[0], phi_k[0])
 
 
-def rotated(features: Tensor, rotary: Rotary, factor: float) -> Tensor:
+def rotate_scaled(features: Tensor, rotary: Rotary, factor: float) -> Tensor:
     """Return factor * rotary.rotate(features); rows are at most 1 in between, since float32 has no square of 1e20."""
     largest = features.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
     return rotary.rotate(features / largest) * (largest * factor)

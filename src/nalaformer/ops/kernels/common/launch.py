@@ -48,17 +48,17 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
         return
     grid, numbers, constants = describe()
     taken = {name: value for name, value in constants.items() if name in kernel.arg_names or name in OPTIONS}
-    with on_device_of(tensors[0]):
+    with use_device(tensors[0]):
         if machine_code.IS_FOUND_HERE and not INTERPRETING:
             taken = sound_form(kernel, (*tensors, *numbers), grid, taken)
         compiled = kernel[grid](*tensors, *numbers, **taken)
     if not INTERPRETING:
         in_order = kernel.arg_names[len(tensors) + len(numbers) :]
         rest = (*numbers, *(taken[name] for name in in_order))
-        launches[key] = runner_of(compiled, (*grid, 1, 1)[:3], rest, tensors[0].get_device())
+        launches[key] = make_runner(compiled, (*grid, 1, 1)[:3], rest, tensors[0].get_device())
 
 
-def runner_of(compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...], device: int) -> Callable[[Sequence[Tensor]], None]:
+def make_runner(compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...], device: int) -> Callable[[Sequence[Tensor]], None]:
     """Return a function that launches a compiled kernel with tensors and the `rest` of its arguments, on the current stream.
 
     Triton's own runner calls its hooks and describes the launch for them each time; this one skips that without hooks.
@@ -103,7 +103,7 @@ def sound_form(kernel: Any, arguments: Sequence[Any], grid: tuple[int, ...], con
 HERE = nullcontext()
 
 
-def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+def use_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device current: Triton launches on the current device, whatever device its tensors are on."""
     return HERE if is_current(tensor) else torch.cuda.device(tensor.device)
 

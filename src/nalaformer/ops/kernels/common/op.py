@@ -52,7 +52,7 @@ def is_bundle(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-def spread(arguments: Sequence[Any]) -> list[Any]:
+def flatten_tuples(arguments: Sequence[Any]) -> list[Any]:
     """Expand named tuples to their fields, since an operator of torch takes no tuples."""
     return [leaf for x in arguments for leaf in (x if isinstance(x, tuple) else (x,))]
 
@@ -64,16 +64,16 @@ def gatherer(run: Run) -> Run:
     if not any(parts):
         return lambda leaves: leaves
 
-    def gathered(leaves: Sequence[Any]) -> list[Any]:
+    def gather(leaves: Sequence[Any]) -> list[Any]:
         rest = iter(leaves)
         return [next(rest) if part is None else part[0](islice(rest, part[1])) for part in parts]
 
-    return gathered
+    return gather
 
 
-def flattened(run: Run) -> Run:
+def flatten_run(run: Run) -> Run:
     """Return `run` with expanded arguments and empty tensors for outputs that are None, and its signature."""
-    plain, gathered = signature(run), gatherer(run)
+    plain, gather = signature(run), gatherer(run)
     leaves: list[Parameter] = []
     for parameter in plain.parameters.values():
         kind = parameter.annotation
@@ -88,7 +88,7 @@ def flattened(run: Run) -> Run:
         given_back = GenericAlias(tuple, tuple(Tensor if kind == Tensor | None else kind for kind in kinds))
 
     def flat(*given: Any) -> Any:
-        return run(*gathered(given))
+        return run(*gather(given))
 
     flat.__signature__ = plain.replace(parameters=leaves, return_annotation=given_back)  # type: ignore[attr-defined]
     return flat
@@ -97,11 +97,11 @@ def flattened(run: Run) -> Run:
 def without_none(run: Run) -> Run:
     """Return `run` with an empty float32 tensor for each output that is None; the first is not."""
 
-    def filled(*given: Any) -> Any:
+    def fill(*given: Any) -> Any:
         outputs = run(*given)
         return tuple(torch.empty(0, device=outputs[0].device) if x is None else x for x in outputs)
 
-    return filled
+    return fill
 
 
 def custom_op(name: str, run: Run, shapes: Run, *, mutates: Sequence[str]) -> Any:
@@ -109,14 +109,14 @@ def custom_op(name: str, run: Run, shapes: Run, *, mutates: Sequence[str]) -> An
 
     This operator and plain_op take expanded arguments.
     """
-    made, gathered = torch.library.custom_op(f"nalaformer::{name}", flattened(run), mutates_args=mutates), gatherer(run)
-    made.register_fake(lambda *given: shapes(*gathered(given)))
+    made, gather = torch.library.custom_op(f"nalaformer::{name}", flatten_run(run), mutates_args=mutates), gatherer(run)
+    made.register_fake(lambda *given: shapes(*gather(given)))
     return made
 
 
 def plain_op(name: str, run: Run, shapes: Run) -> Any:
     """Register a `run` that changes nothing and returns new tensors. It has no gradient."""
-    flat, gathered = flattened(run), gatherer(run)
+    flat, gather = flatten_run(run), gatherer(run)
 
     def without_gradients(*given: Any) -> Any:
         # torch's own operators inside `run` would be recorded; compiled programs run it where nothing is
@@ -127,7 +127,7 @@ def plain_op(name: str, run: Run, shapes: Run) -> Any:
 
     LIBRARY.define(name + torch.library.infer_schema(flat, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, without_gradients, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"nalaformer::{name}", lambda *given: shapes(*gathered(given)), lib=LIBRARY)
+    torch.library.register_fake(f"nalaformer::{name}", lambda *given: shapes(*gather(given)), lib=LIBRARY)
     return getattr(torch.ops.nalaformer, name).default
 
 
@@ -153,17 +153,17 @@ def operator(
         named tuple and the tensors, so that both passes reuse it.
     """
     eager_forward, eager_backward = eager or (run[0], run_backward[0])
-    gathered = gatherer(run[0])
+    gather = gatherer(run[0])
     forward_op, backward_op = plain_op(name, *run), plain_op(f"{name}_backward", *run_backward)
     run_op = plain_op(f"{name}_forward", *run)
 
-    def given(output: Any) -> Any:
+    def caller_outputs(output: Any) -> Any:
         if not isinstance(output, tuple):
             return output
         return output[0] if outputs == 1 else output[:outputs]
 
-    def derived(by: Run) -> Run:
-        def of_inputs(ctx: Any, *of_outputs: Any) -> Any:
+    def make_backward(by: Run) -> Run:
+        def backward(ctx: Any, *of_outputs: Any) -> Any:
             # enabled only for create_graph=True, which builds a graph of the backward pass
             if torch.is_grad_enabled():
                 with torch.no_grad():
@@ -176,25 +176,25 @@ def operator(
             of_first = [x if is_asked else None for x, is_asked in zip(found, asked, strict=False)]
             return *of_first, *(None,) * (len(asked) - len(of_first))
 
-        return of_inputs
+        return backward
 
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             output = eager_forward(*inputs)
             save(ctx, inputs, output)
-            return given(output)
+            return caller_outputs(output)
 
-        backward = staticmethod(derived(eager_backward))
+        backward = staticmethod(make_backward(eager_backward))
 
     class Traced(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *leaves: Any) -> Any:
             output = run_op(*leaves)
-            save(ctx, gathered(leaves), output)
+            save(ctx, gather(leaves), output)
             return output
 
-        backward = staticmethod(derived(lambda *arguments: backward_op(*spread(arguments))))
+        backward = staticmethod(make_backward(lambda *arguments: backward_op(*flatten_tuples(arguments))))
 
     def differentiable(*leaves: Any) -> Any:
         is_learned = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
@@ -205,8 +205,8 @@ def operator(
 
     def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return given(forward_op(*spread(inputs)))
+            return caller_outputs(forward_op(*flatten_tuples(inputs)))
         # a function with gradients costs more than a small kernel
-        return with_gradients(*inputs) if torch.is_grad_enabled() else given(eager_forward(*inputs))
+        return with_gradients(*inputs) if torch.is_grad_enabled() else caller_outputs(eager_forward(*inputs))
 
     return call, forward_op, backward_op

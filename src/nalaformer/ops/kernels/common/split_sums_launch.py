@@ -79,7 +79,7 @@ def prefix(launches: Launches, sums: Tensor, initial: Tensor | None, *, reverse:
             (sums.shape[0], total.numel(), total[0].numel()),
             {
                 **{"V": sums.shape[-1] - 2, "BLOCK": PREFIX_BLOCK},
-                **{"REVERSE": reverse, "HAS_INITIAL": initial is not None, "FADES": keep is not None},
+                **{"REVERSE": reverse, "HAS_INITIAL": initial is not None, "HAS_DECAY": keep is not None},
             },
         ),
     )

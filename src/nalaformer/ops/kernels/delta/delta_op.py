@@ -48,7 +48,7 @@ class Packing(NamedTuple):
 UNPACKED = Packing(None, None)
 
 
-def packing_of(lengths: Sequence[int], device: torch.device) -> Packing:
+def make_packing(lengths: Sequence[int], device: torch.device) -> Packing:
     owners: list[int] = []
     sequences, row = [], 0
     for number, length in enumerate(lengths):
@@ -66,10 +66,10 @@ class DeltaCall(NamedTuple):
     heads: int
     features: int
     width: int
-    pieces: int
+    chunks: int
     sequences: int
     packing: Packing
-    fades: bool
+    has_decay: bool
     dtype: torch.dtype
     device: torch.device
 
@@ -92,7 +92,7 @@ class DeltaCall(NamedTuple):
             "LEVELS": LEVELS,
             "BF": features if is_scan else min(BLOCK, features),
             "BV": self.columns(features, values) if is_scan else min(BLOCK, values),
-            "FADES": self.fades,
+            "HAS_DECAY": self.has_decay,
             "PACKED": self.packing.owners is not None,
             "PRECISION": PRECISION[self.dtype],
             "num_warps": 8 if is_wide else warps,
@@ -100,7 +100,7 @@ class DeltaCall(NamedTuple):
             **flags,
         }
         grid = (
-            (self.sequences * self.heads, triton.cdiv(self.width, constants["BV"])) if is_scan else (self.pieces * self.heads,)
+            (self.sequences * self.heads, triton.cdiv(self.width, constants["BV"])) if is_scan else (self.chunks * self.heads,)
         )
         return grid, (self.tokens, self.heads, *numbers), constants
 
@@ -120,18 +120,18 @@ class DeltaCall(NamedTuple):
         return self.empty(self.rows, self.heads, size)
 
 
-def call_of(q: Tensor, v: Tensor, log_decay: Tensor | None, packing: Packing) -> DeltaCall:
+def make_call(q: Tensor, v: Tensor, log_decay: Tensor | None, packing: Packing) -> DeltaCall:
     batch, tokens, heads, features = q.shape
-    pieces, sequences = sizes_of(q, packing)
+    chunks, sequences = count_chunks(q, packing)
     return DeltaCall(
-        *(batch * tokens, tokens, heads, features, v.shape[3], pieces, sequences, packing),
-        fades=log_decay is not None,
+        *(batch * tokens, tokens, heads, features, v.shape[3], chunks, sequences, packing),
+        has_decay=log_decay is not None,
         dtype=v.dtype,
         device=v.device,
     )
 
 
-def sizes_of(q: Tensor, packing: Packing) -> tuple[int, int]:
+def count_chunks(q: Tensor, packing: Packing) -> tuple[int, int]:
     """Return the numbers of chunks and of sequences."""
     if packing.owners is None or packing.sequences is None:
         return q.shape[0] * ((q.shape[1] + SIZE - 1) // SIZE), q.shape[0]
@@ -149,13 +149,13 @@ def run_forward(
     packing: Packing,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output [B, N, H, V], the last states [sequences, H, F, V] in float32, and for gradients the states and u."""
-    call = call_of(q, v, log_decay, packing)
+    call = make_call(q, v, log_decay, packing)
     q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
     log_decay = None if log_decay is None else log_decay.contiguous()
     u = call.per_head(call.width)
     w, since, to_end, _ = solve(call, (q, k, v, beta, log_decay), u, scale, is_gradient=False)
     initial = None if state is None else state.float().contiguous()
-    states = call.empty(call.pieces, call.heads, call.features, call.width)
+    states = call.empty(call.chunks, call.heads, call.features, call.width)
     final = call.empty(call.sequences, call.heads, call.features, call.width, dtype=torch.float32)
     call.start(
         "scan",
@@ -174,7 +174,7 @@ def solve(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Compute w, s, e and, for gradients, T; the kernel also writes u."""
     w = call.per_head(call.features)
-    since, to_end = (call.empty(call.rows, call.heads, dtype=torch.float32) if call.fades else None for _ in range(2))
+    since, to_end = (call.empty(call.rows, call.heads, dtype=torch.float32) if call.has_decay else None for _ in range(2))
     inverse = call.per_head(SIZE) if is_gradient else None
     given = (*tensors, *call.packing, u, w, since, to_end, inverse)
     call.start("solve", solve_kernel, given, (scale,), GRADIENT=is_gradient)
@@ -183,9 +183,9 @@ def solve(
 
 def shapes(q: Any, k: Any, v: Any, beta: Any, log_decay: Any, state: Any, scale: Any, packing: Any) -> Any:
     batch, tokens, heads, features = q.shape
-    pieces, sequences = sizes_of(q, packing)
+    chunks, sequences = count_chunks(q, packing)
     final = q.new_empty(sequences, heads, features, v.shape[3], dtype=torch.float32)
-    states = v.new_empty(pieces, heads, features, v.shape[3])
+    states = v.new_empty(chunks, heads, features, v.shape[3])
     return v.new_empty(v.shape), final, states, v.new_empty(batch * tokens, heads, v.shape[3])
 
 
@@ -203,7 +203,7 @@ def run_backward(
     packing: Packing,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, beta, log_decay (empty without one) and the state."""
-    call = call_of(q, v, log_decay, packing)
+    call = make_call(q, v, log_decay, packing)
     q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
     log_decay = None if log_decay is None else log_decay.contiguous()
     dout = torch.zeros_like(v) if dout is None else dout.contiguous()
@@ -230,7 +230,7 @@ def gradient_shapes(
     dout: Any, dfinal: Any, q: Any, k: Any, v: Any, beta: Any, log_decay: Any, states: Any, u: Any, scale: Any, packing: Any
 ) -> Any:
     ddecay = q.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape)
-    dinitial = q.new_empty(sizes_of(q, packing)[1], q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+    dinitial = q.new_empty(count_chunks(q, packing)[1], q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (q, k, v, beta)), ddecay, dinitial
 
 

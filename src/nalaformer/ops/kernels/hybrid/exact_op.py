@@ -9,7 +9,7 @@ from ..common.launch import Description, kind, processors, start, strides
 from ..common.op import operator
 from .compiled.exact import exact_dq_kernel, exact_kernel
 from .compiled.exact_keys import exact_store_kernel, exact_window_kernel
-from .launch import LAUNCHES, operand, operand_constants, padded, tile_of, with_rows_of_numbers
+from .launch import LAUNCHES, operand, operand_constants, pad_size, tile_for, with_dense_rows
 
 LOG2_E = 1.4426950408889634
 # programs per multiprocessor that share the gradients of a small store
@@ -89,7 +89,7 @@ def run_backward(
 
     def describe_window() -> Description:
         constants = _constants("exact_window", inputs, chunk, is_capped, keep_best)
-        constants["BN"] = min(constants["BN"], padded(chunk))
+        constants["BN"] = min(constants["BN"], pad_size(chunk))
         grid = ((groups + 1) * -(-chunk // constants["BN"]), k.shape[0] * k.shape[2])
         numbers = (groups, chunk, heads, heads // k.shape[2], *strides(q), *strides(k), *strides(v), scale * LOG2_E)
         return grid, numbers, constants
@@ -102,8 +102,8 @@ def run_backward(
     entries, owners = store_k.shape[2], store_k.shape[0] * store_k.shape[1]
     blocks = -(-entries // constants["BN"])
     wanted = max(1, min(groups, STORE_PROGRAMS * processors(q.device) // (blocks * owners)))
-    stretch = -(-groups // wanted)
-    splits = -(-groups // stretch)
+    split_size = -(-groups // wanted)
+    splits = -(-groups // split_size)
     # partial sums are float32
     partial = [
         torch.empty(splits, *x.shape, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
@@ -111,7 +111,7 @@ def run_backward(
     ]
 
     def describe_store() -> Description:
-        numbers = (groups, stretch, chunk, entries, old, per_chunk, heads, heads // store_k.shape[1])
+        numbers = (groups, split_size, chunk, entries, old, per_chunk, heads, heads // store_k.shape[1])
         return (blocks, owners, splits), (*numbers, *strides(q), scale * LOG2_E), constants
 
     start(LAUNCHES, ("exact store", *key), exact_store_kernel, (q, store_k, store_v, until, *rows, *partial), describe_store)
@@ -122,18 +122,18 @@ def run_backward(
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, store_k: Tensor, store_v: Tensor) -> tuple[Tensor, ...]:
-    return *(with_rows_of_numbers(x) for x in (q, k, v)), store_k.contiguous(), store_v.contiguous()
+    return *(with_dense_rows(x) for x in (q, k, v)), store_k.contiguous(), store_v.contiguous()
 
 
 def _constants(kernel: str, inputs: tuple[Tensor, ...], chunk: int, is_capped: bool, keep_best: bool) -> dict[str, Any]:
     dtype, head, values = operand(*inputs), inputs[0].shape[-1], inputs[2].shape[-1]
-    tile = tile_of(kernel, max(padded(head), padded(values)), dtype)
+    tile = tile_for(kernel, max(pad_size(head), pad_size(values)), dtype)
     return {
         "D": head,
         "V": values,
-        "BD": padded(head),
-        "BV": padded(values),
-        "BM": min(tile.queries, padded(chunk)),
+        "BD": pad_size(head),
+        "BV": pad_size(values),
+        "BM": min(tile.queries, pad_size(chunk)),
         "BN": tile.keys,
         "CAPPED": is_capped,
         "KEEP_BEST": keep_best,

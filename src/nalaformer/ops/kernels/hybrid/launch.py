@@ -36,7 +36,7 @@ TILES = {
 WIDE = HybridTile(SMALLEST, SMALLEST, 8, 1)
 
 
-def padded(size: int) -> int:
+def pad_size(size: int) -> int:
     return max(SMALLEST, triton.next_power_of_2(size))
 
 
@@ -47,7 +47,7 @@ def operand(*tensors: Tensor) -> torch.dtype:
     return torch.bfloat16 if is_half else torch.float32
 
 
-def tile_of(kernel: str, width: int, dtype: torch.dtype) -> HybridTile:
+def tile_for(kernel: str, width: int, dtype: torch.dtype) -> HybridTile:
     """Return the tile for heads of `width` channels."""
     if dtype != torch.bfloat16:
         return WIDE
@@ -58,6 +58,6 @@ def operand_constants(dtype: torch.dtype) -> dict[str, object]:
     return {"DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PRECISION": PRECISION[dtype]}
 
 
-def with_rows_of_numbers(x: Tensor) -> Tensor:
+def with_dense_rows(x: Tensor) -> Tensor:
     """Return x with its channels side by side, as the kernels read them."""
     return x if x.stride(-1) == 1 else x.contiguous()

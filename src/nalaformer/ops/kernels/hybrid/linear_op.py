@@ -15,8 +15,8 @@ from ..common.launch import Description, kind, processors, start, strides
 from ..common.op import operator
 from ..common.split_sums_launch import prefix
 from .compiled.features import signed_softmax_gradient_kernel, signed_softmax_kernel
-from .compiled.linear import stretch_sums_kernel, walk_kernel
-from .launch import LAUNCHES, HybridTile, operand, operand_constants, padded, tile_of, with_rows_of_numbers
+from .compiled.linear import linear_scan_kernel, split_sums_kernel
+from .launch import LAUNCHES, HybridTile, operand, operand_constants, pad_size, tile_for, with_dense_rows
 
 # the target of programs per multiprocessor, and the steps below which a program costs more than its sums
 PROGRAMS, FEWEST_STEPS = 2, 4
@@ -26,11 +26,11 @@ COLUMNS, SUMS_SIDE = 64, 128
 BLOCK = 4096
 
 
-def stretches(owners: int, tiles: int, groups: int, device: torch.device) -> tuple[int, int]:
+def split_groups(owners: int, tiles: int, groups: int, device: torch.device) -> tuple[int, int]:
     """Return how many programs share the groups, and how many groups each takes."""
     wanted = PROGRAMS * processors(device) // max(1, owners * tiles)
-    stretch = -(-groups // max(1, min(wanted, groups // FEWEST_STEPS)))
-    return -(-groups // stretch), stretch
+    split_size = -(-groups // max(1, min(wanted, groups // FEWEST_STEPS)))
+    return -(-groups // split_size), split_size
 
 
 def run_forward(
@@ -45,18 +45,18 @@ def run_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return phi(q) . S [B, R * T, H, V], phi(q) . z [B, R * T, H], the sums after all, and before each split; float32."""
     batch, rows, heads, _ = queries.shape
-    dtype, values, counts = operand(values), with_rows_of_numbers(values), counts.contiguous()
+    dtype, values, counts = operand(values), with_dense_rows(values), counts.contiguous()
     query_features, key_features = (_features(x, name, dtype) for x in (queries, keys))
     weighted = torch.empty(batch, rows, heads, values.shape[-1], dtype=torch.float32, device=values.device)
     total = torch.empty(batch, rows, heads, dtype=torch.float32, device=values.device)
-    count, stretch = stretches(batch * heads, -(-values.shape[-1] // COLUMNS), groups, values.device)
+    count, split_size = split_groups(batch * heads, -(-values.shape[-1] // COLUMNS), groups, values.device)
     chunks = key_features.shape[1] // per_chunk
-    before = _stretch_sums(dtype, key_features, values, counts, count, stretch, chunks, per_chunk, are_counts=True)
+    before = _split_sums(dtype, key_features, values, counts, count, split_size, chunks, per_chunk, are_counts=True)
     after = prefix(LAUNCHES, before, None if initial is None else initial.contiguous(), reverse=False)
-    _walk(
+    _scan(
         *("forward", dtype),
         *(query_features, key_features, values, counts, total, before, weighted, total),
-        steps=(groups, stretch, groups, chunks),
+        steps=(groups, split_size, groups, chunks),
         rows=(rows // groups, per_chunk),
         total=True,
     )
@@ -77,7 +77,7 @@ def run_backward(
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys, values and initial sums."""
-    dtype, values = operand(values), with_rows_of_numbers(values)
+    dtype, values = operand(values), with_dense_rows(values)
     # recomputing the features is cheaper than saving them
     query_features, key_features = (_features(x, name, dtype) for x in (queries, keys))
     # the gradient is read several times, and is converted to the type of an operand anyway
@@ -85,26 +85,26 @@ def run_backward(
     rows, heads = query_features.shape[1] // groups, query_features.shape[2]
     chunks = key_features.shape[1] // per_chunk
     count = before.shape[0]
-    stretch = -(-groups // count)
+    split_size = -(-groups // count)
     dquery, dkey = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (query_features, key_features))
-    _walk(
+    _scan(
         *("dquery", dtype),
         *(dweighted, values, key_features, counts, dtotal, before, dquery, dtotal),
-        steps=(groups, stretch, groups, chunks),
+        steps=(groups, split_size, groups, chunks),
         rows=(rows, per_chunk),
         inner_is_value=True,
         rank_one=True,
     )
-    later = _stretch_sums(dtype, query_features, dweighted, dtotal, count, stretch, groups, rows, are_counts=False)
+    later = _split_sums(dtype, query_features, dweighted, dtotal, count, split_size, groups, rows, are_counts=False)
     dinitial = prefix(LAUNCHES, later, None if dafter is None else dafter.contiguous(), reverse=True)
     group = heads // values.shape[2]
     # by query head: the heads that share values are added up, in float32
     shape, kept_in = (*key_features.shape[:3], values.shape[-1]), values.dtype if group == 1 else torch.float32
     dvalues = torch.empty(shape, dtype=kept_in, device=values.device)
     if chunks:
-        back: dict[str, Any] = {"steps": (groups, stretch, chunks, groups), "rows": (per_chunk, rows), "back": True}
-        _walk("dvalues", dtype, key_features, query_features, dweighted, counts, dtotal, later, dvalues, dtotal, **back)
-        _walk(
+        back: dict[str, Any] = {"steps": (groups, split_size, chunks, groups), "rows": (per_chunk, rows), "back": True}
+        _scan("dvalues", dtype, key_features, query_features, dweighted, counts, dtotal, later, dvalues, dtotal, **back)
+        _scan(
             *("dkey", dtype),
             *(values, dweighted, query_features, counts, dtotal, later, dkey, dtotal),
             inner_is_value=True,
@@ -119,9 +119,9 @@ def run_backward(
 def _features(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """Return the features [B, N, H, F] in the type in which they are multiplied."""
     if name == "identity":
-        return with_rows_of_numbers(x.to(dtype))
+        return with_dense_rows(x.to(dtype))
     out = torch.empty(*x.shape[:3], 2 * x.shape[3], dtype=dtype, device=x.device)
-    _map(signed_softmax_kernel, with_rows_of_numbers(x), out)
+    _map(signed_softmax_kernel, with_dense_rows(x), out)
     return out
 
 
@@ -129,7 +129,7 @@ def _gradient(x: Tensor, dfeatures: Tensor, name: str) -> Tensor:
     if name == "identity":
         return dfeatures.to(x.dtype)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _map(signed_softmax_gradient_kernel, with_rows_of_numbers(x), dfeatures, dx)
+    _map(signed_softmax_gradient_kernel, with_dense_rows(x), dfeatures, dx)
     return dx
 
 
@@ -139,7 +139,7 @@ def _map(kernel: Any, x: Tensor, *tensors: Tensor) -> None:
         return
 
     def describe() -> Description:
-        width = padded(head_dim)
+        width = pad_size(head_dim)
         rows = BLOCK // width
         constants = {"D": head_dim, "BD": width, "BN": rows, "num_warps": 4, "num_stages": 1}
         return (-(-tokens // rows), batch * heads), (tokens, heads, *strides(x)), constants
@@ -147,13 +147,13 @@ def _map(kernel: Any, x: Tensor, *tensors: Tensor) -> None:
     start(LAUNCHES, ("features", kernel, kind(x, *tensors)), kernel, (x, *tensors), describe)
 
 
-def _stretch_sums(
+def _split_sums(
     dtype: torch.dtype,
     inner: Tensor,
     outer: Tensor,
     numbers: Tensor,
     count: int,
-    stretch: int,
+    split_size: int,
     steps: int,
     rows: int,
     *,
@@ -164,19 +164,19 @@ def _stretch_sums(
     sums = torch.empty(count, batch * heads, width, columns + 1, dtype=torch.float32, device=inner.device)
 
     def describe() -> Description:
-        side, other = min(SUMS_SIDE, padded(width)), min(SUMS_SIDE, padded(columns))
-        tile = tile_of("linear", 128, dtype)
+        side, other = min(SUMS_SIDE, pad_size(width)), min(SUMS_SIDE, pad_size(columns))
+        tile = tile_for("linear", 128, dtype)
         constants = {"ROWS": rows, "I": width, "O": columns, "BI": side, "BO": other, "BN": tile.keys, "COUNTS": are_counts}
-        sizes = (steps, stretch, heads, heads // outer.shape[2], heads // numbers.shape[2])
+        sizes = (steps, split_size, heads, heads // outer.shape[2], heads // numbers.shape[2])
         grid = (count, batch * heads, -(-width // side) * -(-columns // other))
         return grid, (*sizes, *strides(inner), *strides(outer)), _options(constants, tile, dtype)
 
-    key = ("stretch sums", count, stretch, steps, rows, are_counts, dtype, kind(inner, outer, numbers))
-    start(LAUNCHES, key, stretch_sums_kernel, (inner, outer, numbers, sums), describe)
+    key = ("split sums", count, split_size, steps, rows, are_counts, dtype, kind(inner, outer, numbers))
+    start(LAUNCHES, key, split_sums_kernel, (inner, outer, numbers, sums), describe)
     return sums
 
 
-def _walk(
+def _scan(
     name: str,
     dtype: torch.dtype,
     read: Tensor,
@@ -199,16 +199,16 @@ def _walk(
     batch, _, heads, columns = out.shape
 
     def describe() -> Description:
-        tile = tile_of("linear", 128, dtype)
+        tile = tile_for("linear", 128, dtype)
         constants: dict[str, Any] = {
             "READ_ROWS": rows[0],
             "ADD_ROWS": rows[1],
             "I": read.shape[-1],
             "O": columns,
-            "BI": padded(read.shape[-1]),
-            "BO": min(_columns(dtype), padded(columns)),
-            "BR": min(tile.queries, padded(rows[0])),
-            "BA": min(tile.queries, padded(rows[1])),
+            "BI": pad_size(read.shape[-1]),
+            "BO": min(_columns(dtype), pad_size(columns)),
+            "BR": min(tile.queries, pad_size(rows[0])),
+            "BA": min(tile.queries, pad_size(rows[1])),
             "INNER_IS_VALUE": inner_is_value,
             "TOTAL": total,
             "RANK_ONE": rank_one,
@@ -221,7 +221,7 @@ def _walk(
 
     tensors = (read, inner, outer, counts, dtotal, sums, out, total_out)
     key = (name, steps, rows, dtype, kind(*tensors))
-    start(LAUNCHES, key, walk_kernel, tensors, describe)
+    start(LAUNCHES, key, linear_scan_kernel, tensors, describe)
 
 
 def _columns(dtype: torch.dtype) -> int:
@@ -235,7 +235,7 @@ def _options(constants: dict[str, Any], tile: HybridTile, dtype: torch.dtype) ->
 def shapes(queries: Any, keys: Any, values: Any, counts: Any, initial: Any, groups: Any, per_chunk: Any, name: Any) -> Any:
     batch, rows, heads, features = queries.shape
     features = features if name == "identity" else 2 * features
-    count, _ = stretches(batch * heads, -(-values.shape[-1] // COLUMNS), groups, values.device)
+    count, _ = split_groups(batch * heads, -(-values.shape[-1] // COLUMNS), groups, values.device)
     total = queries.new_empty(batch, rows, heads, dtype=torch.float32)
     before = total.new_empty(count, batch * heads, features, values.shape[-1] + 1)
     return total.new_empty(batch, rows, heads, values.shape[-1]), total, torch.empty_like(before[0]), before

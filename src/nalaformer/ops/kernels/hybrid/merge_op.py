@@ -8,7 +8,7 @@ from torch import Tensor
 from ..common.launch import Description, kind, start
 from ..common.op import operator
 from .compiled.merge import merge_branches_kernel, merge_gradient_kernel
-from .launch import LAUNCHES, padded
+from .launch import LAUNCHES, pad_size
 
 # elements that a program holds at once
 BLOCK = 4096
@@ -89,7 +89,7 @@ def _start(
         return
 
     def describe() -> Description:
-        columns = padded(values)
+        columns = pad_size(values)
         size = max(1, BLOCK // columns)
         constants = {"V": values, "BR": size, "BV": columns, "HAS_LINEAR": has_linear, "GATE": numbers}
         constants |= {"RELEASED": is_released, "BOUNDED": share is not None, "num_warps": 4, "num_stages": 1}

@@ -7,12 +7,12 @@ import triton
 from torch import Tensor
 
 from ...backend import INTERPRETING
-from ..common.launch import on_device_of
+from ..common.launch import use_device
 from ..common.op import custom_op
-from .compiled.step import join_kernel, piece_kernel
+from .compiled.step import join_kernel, split_kernel
 
 # the target of programs on a GPU, the most splits of a head, and places of a tile
-PROGRAMS, MOST_PIECES, TILE = 512, 64, 64
+PROGRAMS, MOST_SPLITS, TILE = 512, 64, 64
 # more tokens than any text has
 UNLIMITED = 2**31 - 1
 
@@ -49,18 +49,18 @@ def run_step(
     group = heads // store_heads
     padded_group, padded_head, padded_value = (max(16, triton.next_power_of_2(size)) for size in (group, head_dim, value_dim))
     all_tiles = -(-places // TILE)
-    pieces = min(all_tiles, MOST_PIECES, max(1, PROGRAMS // (batch * store_heads)))
-    tiles = -(-all_tiles // pieces)
-    pieces = -(-all_tiles // tiles)
+    splits = min(all_tiles, MOST_SPLITS, max(1, PROGRAMS // (batch * store_heads)))
+    tiles = -(-all_tiles // splits)
+    splits = -(-all_tiles // tiles)
     # the interpreter's products of bfloat16 are wrong
     is_half = not INTERPRETING and q.dtype == keys.dtype == values.dtype != torch.float32
-    row_max, total = (torch.empty(batch, heads, pieces, dtype=torch.float32, device=q.device) for _ in range(2))
+    row_max, total = (torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     share = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
-    weighted = torch.empty(batch, heads, pieces, value_dim, dtype=torch.float32, device=q.device)
-    with on_device_of(q):
-        piece_kernel[(batch * store_heads, pieces)](
+    weighted = torch.empty(batch, heads, splits, value_dim, dtype=torch.float32, device=q.device)
+    with use_device(q):
+        split_kernel[(batch * store_heads, splits)](
             *(q, k, v, keys, values, count, is_poisoned, row_max, total, weighted, share),
-            *(store_heads, store_heads // k.shape[2], places, pieces, tiles, chunk_size, salient_per_chunk),
+            *(store_heads, store_heads // k.shape[2], places, splits, tiles, chunk_size, salient_per_chunk),
             *(UNLIMITED if largest_store is None else largest_store, UNLIMITED if linear_mass is None else linear_mass, scale),
             *(q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
             G=group,
@@ -78,18 +78,18 @@ def run_step(
     # any tensor can stand for one that the kernel does not read
     absent = [row_max if x is None else x for x in (matrix, features, state, key_sum, gate)]
     gate_strides = (0, 0, 0) if gate is None else (gate.stride(0), gate.stride(2), gate.stride(3) if gate.shape[3] > 1 else 0)
-    with on_device_of(q):
+    with use_device(q):
         join_kernel[(batch * heads,)](
             *(row_max, total, weighted, share, q, *absent, count, out),
-            *(heads, pieces, 0 if key_sum is None else key_sum.shape[-1], eps, q.stride(0), q.stride(2), *gate_strides),
+            *(heads, splits, 0 if key_sum is None else key_sum.shape[-1], eps, q.stride(0), q.stride(2), *gate_strides),
             D=head_dim,
             V=value_dim,
             BD=padded_head,
             BV=padded_value,
-            BP=triton.next_power_of_2(pieces),
+            BP=triton.next_power_of_2(splits),
             BF=64,
             LINEAR=state is not None,
-            TURN=matrix is not None,
+            HAS_MATRIX=matrix is not None,
             GATED=gate is not None,
             EXACT=is_exact,
             num_warps=4,

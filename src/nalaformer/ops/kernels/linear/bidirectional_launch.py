@@ -27,12 +27,12 @@ def forward(
     """Return the output, and for a backward pass: the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K] where they
     have one, 1 / denominator, and the mean query where it weighs keys."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
-    out = torch.empty(call.shape_of_output, dtype=call.output, device=call.device)
+    out = torch.empty(call.output_shape, dtype=call.output, device=call.device)
     inverse = torch.empty(call.per_row, dtype=torch.float32, device=call.device) if keep else None
     # unused pointers point to other tensors of their type
     weights, inverses = parameters if weight is None else weight, parameters if inverse is None else inverse
     if call.is_whole:
-        sums = torch.empty(call.shape_of_all_sums, dtype=torch.float32, device=call.device) if keep else None
+        sums = torch.empty(call.all_sums_shape, dtype=torch.float32, device=call.device) if keep else None
         scale = sums.new_empty(len(sums)) if sums is not None and call.has_scale else None
         if call.is_short:
             # the sums stay empty: the backward pass needs none
@@ -60,18 +60,18 @@ def forward(
         )
         return out, sums, scale, inverse, None
 
-    count, stretch = call.splits(call.state_kernel, call.num_keys, call.kv_heads)
+    count, split_size = call.splits(call.state_kernel, call.num_keys, call.kv_heads)
     query_sums = mean = None
     if call.settings.by_mean_query:
-        mean = torch.empty(mean_query_launch.shape_of_mean(call), dtype=torch.float32, device=call.device)
-        query_sums = mean_query_launch.sums_of_queries(call, q, weight)
-    partial, partial_scale = sums_of_keys(call, k, v, parameters, weights, layout, count, stretch, query_sums, mean)
+        mean = torch.empty(mean_query_launch.mean_shape(call), dtype=torch.float32, device=call.device)
+        query_sums = mean_query_launch.sum_queries(call, q, weight)
+    partial, partial_scale = sum_keys(call, k, v, parameters, weights, layout, count, split_size, query_sums, mean)
     if call.has_scale:
         sums, scale = merge_scaled(call.launches, partial, partial_scale, counts_weights=call.settings.by_mean_query)
     else:
         sums, scale = merge(call.launches, partial), None
 
-    count, stretch_q = call.splits("output", call.num_queries, call.heads)
+    count, query_split = call.splits("output", call.num_queries, call.heads)
     call.start(
         ("output", keep),
         output_kernel,
@@ -80,7 +80,7 @@ def forward(
             "output",
             (count, call.samples * call.heads),
             (
-                *call.query_sizes(stretch_q),
+                *call.query_sizes(query_split),
                 *(*strides(q), *strides(out), angle_stride(layout.cos_q)),
                 *parameter_row(call.heads, parameters),
                 *(*call.scalars, call.settings.contrast),
@@ -111,7 +111,7 @@ def short_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, parameters: Tenso
     )
 
 
-def sums_of_keys(
+def sum_keys(
     call: Call,
     k: Tensor,
     v: Tensor,
@@ -119,7 +119,7 @@ def sums_of_keys(
     weight: Tensor,
     layout: TokenLayout,
     count: int,
-    stretch: int,
+    split_size: int,
     query_sums: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -133,14 +133,14 @@ def sums_of_keys(
     scale = sums.new_empty(sums.shape[:2]) if call.has_scale else sums
     given = sums if query_sums is None else query_sums
     call.start(
-        ("state", stretch),
+        ("state", split_size),
         state_kernel,
         (k, v, mask, weight, given, sums if mean is None else mean, bounds, parameters, cos, sin, sums, scale),
         lambda: (
             call.state_kernel,
             (count, call.samples * call.kv_heads),
             (
-                *(call.num_key_rows, call.num_keys, call.kv_heads, stretch, len(given)),
+                *(call.num_key_rows, call.num_keys, call.kv_heads, split_size, len(given)),
                 *(*strides(k), *strides(v), angle_stride(layout.cos_k)),
                 *parameter_row(call.kv_heads, parameters),
                 call.scalars[1],
@@ -185,7 +185,7 @@ def short_backward(
     )
 
 
-def sums_of_gradients(
+def sum_gradients(
     call: Call,
     q: Tensor,
     dout: Tensor,
@@ -197,7 +197,7 @@ def sums_of_gradients(
     drop: Tensor,
     kind_of_dout: object,
     count: int,
-    stretch: int,
+    split_size: int,
     kernel: str = "dsums",
 ) -> Tensor:
     """Return the gradients of the sums by each of `count` splits of queries, [count, B * H, PARTS, D, V + 2].
@@ -207,14 +207,14 @@ def sums_of_gradients(
     cos, sin, _, _, _, bounds = layout.pointers(q)
     dsums = call.sums(count, call.heads)
     call.start(
-        (kernel, kind_of_dout, stretch),
+        (kernel, kind_of_dout, split_size),
         dsums_kernel,
         (q, dout, bounds, parameters, cos, sin, sums, scale, inverse, drop, dsums),
         lambda: (
             kernel,
             (count, call.samples * call.heads),
             (
-                *call.query_sizes(stretch),
+                *call.query_sizes(split_size),
                 *(*strides(q), *strides(dout), angle_stride(layout.cos_q)),
                 *parameter_row(call.heads, parameters),
                 *(*call.scalars, call.settings.contrast),
@@ -284,31 +284,29 @@ def backward(
             )
         of_parameters = (dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None)
         return dq, dk, dv, dweight, *of_parameters
-    sum_count, sum_stretch = call.splits("dsums", call.num_queries, call.heads)
-    partial = sums_of_gradients(
-        call, q, dout, parameters, layout, sums, scale, inverse, drop, kind_of_dout, sum_count, sum_stretch
-    )
+    sum_count, sum_split = call.splits("dsums", call.num_queries, call.heads)
+    partial = sum_gradients(call, q, dout, parameters, layout, sums, scale, inverse, drop, kind_of_dout, sum_count, sum_split)
     dsums = merge(call.launches, partial, group=call.group)
     del partial
 
-    count, stretch = call.splits("dq", call.num_queries, call.heads)
+    count, split_size = call.splits("dq", call.num_queries, call.heads)
     dquery = parameter_buffer(count, call.heads, 4)
-    key_count, key_stretch = call.splits("dk", call.num_keys, call.kv_heads)
+    key_count, key_split = call.splits("dk", call.num_keys, call.kv_heads)
     dkey = parameter_buffer(key_count, call.kv_heads, 2)
     # the gradient of the mean query, by each split of keys
     dmean = means.new_empty((key_count, means.shape[0], means.shape[1] - 1)) if by_mean else scale
 
-    def of_queries() -> Tensor:
+    def query_gradients() -> Tensor:
         dq = empty_as(q)
         call.start(
-            ("dq", kind_of_dout, mean_query_launch.kind_of_mask(call, weight)),
+            ("dq", kind_of_dout, mean_query_launch.mask_kind(call, weight)),
             dq_kernel,
             (q, dout, inverse, drop, weights, means, dmean, bounds, parameters, cos_q, sin_q, sums, dq, dquery),
             lambda: (
                 "dq",
                 (count, call.samples * call.heads),
                 (
-                    *(*call.query_sizes(stretch), len(dmean)),
+                    *(*call.query_sizes(split_size), len(dmean)),
                     *(*strides(q), *strides(dout), *strides(dq), angle_stride(layout.cos_q)),
                     *parameter_row(call.heads, parameters),
                     *(*call.scalars, call.settings.contrast),
@@ -318,7 +316,7 @@ def backward(
         )
         return dq
 
-    def of_keys() -> tuple[Tensor, Tensor, Tensor | None]:
+    def key_gradients() -> tuple[Tensor, Tensor, Tensor | None]:
         dk, dv = empty_as(k), empty_as(v)
         dweight = empty_as(weights) if call.settings.has_weight else None
         call.start(
@@ -332,7 +330,7 @@ def backward(
                 "dk",
                 (key_count, call.samples * call.kv_heads),
                 (
-                    *(call.num_key_rows, call.num_keys, call.kv_heads, key_stretch),
+                    *(call.num_key_rows, call.num_keys, call.kv_heads, key_split),
                     *(*strides(k), *strides(v), *strides(dk), *strides(dv), angle_stride(layout.cos_k)),
                     *parameter_row(call.kv_heads, parameters),
                     call.scalars[1],
@@ -344,13 +342,13 @@ def backward(
 
     if by_mean:
         # keys come first: queries need the gradient of their mean
-        dk, dv, dweight = of_keys()
-        dq = of_queries()
+        dk, dv, dweight = key_gradients()
+        dq = query_gradients()
     else:
-        dq = of_queries()
+        dq = query_gradients()
         # freed before the next gradients are allocated: less memory at the peak
         del drop
-        dk, dv, dweight = of_keys()
+        dk, dv, dweight = key_gradients()
     if not is_learned:
         return dq, dk, dv, dweight, None, None
     return dq, dk, dv, dweight, dquery.sum((0, 1)), dkey.sum((0, 1))

@@ -37,9 +37,9 @@ def run_forward(
 
 def shapes(q: Any, k: Any, v: Any, parameters: Any, weight: Any, layout: Any, settings: Any, keep: Any) -> Any:
     call = new_call(q, k, v, layout, settings)
-    sums, of_mean = call.shape_of_all_sums, mean_query_launch.shape_of_mean(call)
+    sums, of_mean = call.all_sums_shape, mean_query_launch.mean_shape(call)
     kept = (sums, sums[0] if call.has_scale else 0, call.per_row, of_mean) if keep else (0,) * 4
-    return q.new_empty(call.shape_of_output, dtype=call.output), *(q.new_empty(x, dtype=torch.float32) for x in kept)
+    return q.new_empty(call.output_shape, dtype=call.output), *(q.new_empty(x, dtype=torch.float32) for x in kept)
 
 
 def run_backward(
@@ -161,9 +161,9 @@ def attend_as(
     keep: bool,
 ) -> Tensor:
     """Run a known call outside compiled programs."""
-    run = with_gradients if keep else first_of_forward
+    run = with_gradients if keep else first_output
     return run(q, k, v, parameters, weight, layout, call, keep)
 
 
-def first_of_forward(*inputs: Any) -> Any:
+def first_output(*inputs: Any) -> Any:
     return bidirectional_launch.forward(*inputs)[0]

@@ -80,10 +80,10 @@ TILES = {
     # the last three in one launch, if a single short scan suffices
     "causal_whole_gradient": {64: Tile(32, 4, 3)},
     # causal attention in chunks (CHUNKS)
-    "walk": {128: Tile(128, 8, 2)},
+    "scan": {128: Tile(128, 8, 2)},
     "chunk": {128: Tile(64, 4, 2)},
     "chunk_dq": {128: Tile(64, 4, 1)},
-    "walk_back": {128: Tile(64, 8, 3)},
+    "scan_back": {128: Tile(64, 8, 3)},
     "chunk_dk": {128: Tile(64, 4, 2)},
     "chunk_dv": {128: Tile(64, 4, 2)},
 }
@@ -92,7 +92,7 @@ TILES = {
 CHUNKS: dict[int, int] = {128: 128}
 # With rotary, where it differs: rotated features beside plain ones need registers, and tables the memory for reading ahead.
 # The entries for heads of 128 were not timed; they are what fits on chip.
-TURNED_TILES = {
+ROTARY_TILES = {
     **{kernel: {64: Tile(64, 4, 2), 128: Tile(64, 8, 1)} for kernel in ("output", "dq")},
     **{kernel: {64: Tile(32, 4, 2)} for kernel in ("causal_dq", "causal_dk", "causal_dv", "causal_whole_gradient")},
     **{kernel: {64: Tile(64, 4, 2)} for kernel in ("dsums", "whole_gradient")},
@@ -103,9 +103,9 @@ TURNED_TILES = {
 }
 # Tokens of a split with decay. The gradient of a decay adds up rounded gradients of the tokens after it; for whole splits the
 # sums of the splits give that total without such rounding.
-FADING_STRETCH = 256
+DECAY_SPLIT = 256
 # with decay, features are weighted once more and take the registers of half a tile
-FADING_TILES = {"causal": {64: Tile(32, 4, 2)}, "causal_dv": {64: Tile(32, 4, 2)}}
+DECAY_TILES = {"causal": {64: Tile(32, 4, 2)}, "causal_dv": {64: Tile(32, 4, 2)}}
 # the mean query weighs the keys: gradients of its products lie beside the rest; not timed
 BY_MEAN_TILES = {"dk": {128: Tile(64, 8, 1)}}
 # By kernel: programs per multiprocessor that run there at once, each of which reads ahead, and the steps below which a program
@@ -118,7 +118,7 @@ SPREAD = {
     "dsums": (2, 8),
     "dk": (2, 2),
     "causal": (2, 8),
-    "walk": (2, 8),
+    "scan": (2, 8),
 }
 
 
@@ -187,17 +187,17 @@ class Call:
         return self.is_whole and is_small and is_one_tile and is_plain
 
     @cached_property
-    def is_one_walk(self) -> bool:
+    def is_single_scan(self) -> bool:
         """True if one program can scan a whole (sample, head) of causal attention, so that launch latency dominates."""
         is_small = max(self.block_d, self.block_v) <= 64 and self.num_queries <= WHOLE_TOKENS
-        is_plain = self.heads == self.kv_heads and not self.is_packed and not self.chunk and not self.settings.fades
+        is_plain = self.heads == self.kv_heads and not self.is_packed and not self.chunk and not self.settings.has_decay
         return is_small and is_plain and self.samples * self.heads <= WHOLE_PROGRAMS and self.causal_splits()[0] == 1
 
     @cached_property
     def chunk(self) -> int:
         """Tokens of a chunk in causal attention; 0 if the scan holds its state in registers."""
         has_kernels = (self.operand == torch.bfloat16 or INTERPRETING) and reads_ahead(self.device)
-        is_plain = not self.pairs and not self.settings.fades
+        is_plain = not self.pairs and not self.settings.has_decay
         return CHUNKS.get(max(self.block_d, self.block_v), 0) if has_kernels and is_plain else 0
 
     @cached_property
@@ -207,7 +207,7 @@ class Call:
         return torch.Size((self.settings.streams, *batch, self.heads, self.num_rows))
 
     @cached_property
-    def shape_of_output(self) -> tuple[int, ...]:
+    def output_shape(self) -> tuple[int, ...]:
         """Shape of the output: [B, N, H, V], or [T, H, V] if packed."""
         return *(() if self.is_packed else (self.samples,)), self.num_rows, self.heads, self.value_dim
 
@@ -216,9 +216,9 @@ class Call:
         """True if sums have a scale of their own."""
         return self.settings.is_guarded or self.settings.by_mean_query
 
-    def query_sizes(self, stretch: int) -> tuple[int, ...]:
+    def query_sizes(self, split_size: int) -> tuple[int, ...]:
         """Return the size of a row and of a stream, queries, heads, those per key head, queries of a program."""
-        return self.num_rows, self.per_row[1:].numel(), self.num_queries, self.heads, self.group, stretch
+        return self.num_rows, self.per_row[1:].numel(), self.num_queries, self.heads, self.group, split_size
 
     @property
     def state_kernel(self) -> str:
@@ -228,8 +228,8 @@ class Call:
     def tile(self, kernel: str) -> Tile:
         """Return the entry of the tables."""
         largest = max(self.block_d, self.block_v)
-        table = TILES[kernel] | (TURNED_TILES.get(kernel, {}) if self.pairs else {})
-        table |= FADING_TILES.get(kernel, {}) if self.settings.fades else {}
+        table = TILES[kernel] | (ROTARY_TILES.get(kernel, {}) if self.pairs else {})
+        table |= DECAY_TILES.get(kernel, {}) if self.settings.has_decay else {}
         table |= BY_MEAN_TILES.get(kernel, {}) if self.settings.by_mean_query else {}
         chosen = next(entry for size, entry in table.items() if largest <= size)
         if self.operand != torch.bfloat16:
@@ -239,16 +239,16 @@ class Call:
 
     def causal_splits(self) -> tuple[int, int]:
         """Like `splits`, over the programs that scan in causal attention."""
-        if self.settings.fades:
-            return -(-self.num_queries // FADING_STRETCH), FADING_STRETCH
+        if self.settings.has_decay:
+            return -(-self.num_queries // DECAY_SPLIT), DECAY_SPLIT
         if not self.chunk:
             return self.splits("causal", self.num_queries, self.heads)
-        return self.splits("walk", self.num_queries, self.kv_heads * self.settings.parts)
+        return self.splits("scan", self.num_queries, self.kv_heads * self.settings.parts)
 
     def most_causal_splits(self) -> int:
-        if self.settings.fades:
-            return self.num_queries // FADING_STRETCH + 2
-        return self.most_splits("walk" if self.chunk else "causal", self.num_queries)
+        if self.settings.has_decay:
+            return self.num_queries // DECAY_SPLIT + 2
+        return self.most_splits("scan" if self.chunk else "causal", self.num_queries)
 
     def splits(self, kernel: str, tokens: int, heads: int) -> tuple[int, int]:
         """Return how many programs share the tokens of a sample and head, and how many tokens each takes."""
@@ -262,7 +262,7 @@ class Call:
         at_once = SPREAD[kernel][0] * processors(self.device)
         rows = max(1, self.samples * heads)
         tiles = -(-tokens // step)
-        most = max(1, tokens // self.smallest_stretch(kernel))
+        most = max(1, tokens // self.smallest_split(kernel))
 
         def time(count: int) -> int:
             """Return the time in tiles: programs run in rounds, and each takes its tiles and the time to begin and end."""
@@ -271,19 +271,19 @@ class Call:
         # Programs fill 1, 2, .. rounds: one more program would take as long as another round. A list: the tokens may be a
         # symbol of torch.compile, which has no hash.
         count = min([min(most, max(1, rounds * at_once // rows)) for rounds in range(1, 5)], key=lambda n: (time(n), n))
-        stretch = -(-tiles // count) * step
-        return -(-tokens // stretch), stretch
+        split_size = -(-tiles // count) * step
+        return -(-tokens // split_size), split_size
 
     def step(self, kernel: str) -> int:
         """Return the tokens that stay together."""
-        return self.chunk if kernel == "walk" else self.tile(kernel).tokens
+        return self.chunk if kernel == "scan" else self.tile(kernel).tokens
 
     def most_splits(self, kernel: str, tokens: int) -> int:
         """Return an upper bound of `splits` without a search: the tokens may be a symbol of torch.compile."""
         # never one: torch.compile would specialize on it
-        return tokens // self.smallest_stretch(kernel) + 2
+        return tokens // self.smallest_split(kernel) + 2
 
-    def smallest_stretch(self, kernel: str) -> int:
+    def smallest_split(self, kernel: str) -> int:
         # sums of large heads take as long as many tokens, however small the tiles that such heads leave room for
         return SPREAD[kernel][1] * max(self.step(kernel), self.block_v // 4)
 
@@ -303,8 +303,8 @@ class Call:
             "CUBE": self.settings.is_cube,
             "HAS_MASK": self.has_mask,
             # decayed keys are weighted where a split of them is summed
-            "HAS_WEIGHT": self.settings.has_weight or self.settings.fades,
-            "FADES": self.settings.fades,
+            "HAS_WEIGHT": self.settings.has_weight or self.settings.has_decay,
+            "HAS_DECAY": self.settings.has_decay,
             "BY_MEAN": self.settings.by_mean_query,
             "CONTRAST": self.settings.contrast > 0,
             "PACKED": self.is_packed,
@@ -316,18 +316,18 @@ class Call:
         }
 
     def sums(self, splits: int, heads: int) -> Tensor:
-        return torch.empty((splits, self.samples * heads, *self.shape_of_sums), dtype=torch.float32, device=self.device)
+        return torch.empty((splits, self.samples * heads, *self.sums_shape), dtype=torch.float32, device=self.device)
 
     @cached_property
-    def shape_of_sums(self) -> tuple[int, ...]:
+    def sums_shape(self) -> tuple[int, ...]:
         """Shape of the sums of a sample and head: [PARTS, D, V + 2], or with a contrast these values and V more in one row."""
         shape = self.settings.parts, self.head_dim, self.value_dim + 2
         return shape if not self.settings.contrast else (math.prod(shape) + self.value_dim,)
 
     @cached_property
-    def shape_of_all_sums(self) -> tuple[int, ...]:
+    def all_sums_shape(self) -> tuple[int, ...]:
         """Shape of the sums of all samples and key heads."""
-        return self.samples * self.kv_heads, *self.shape_of_sums
+        return self.samples * self.kv_heads, *self.sums_shape
 
     def start(
         self,
@@ -384,7 +384,7 @@ def call_for(q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, layout: TokenL
     return known
 
 
-def types_of(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, torch.dtype]:
+def call_dtypes(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """Return the types of matrix operands and of the output. Operands have the type of the inputs, or float32 for mixed types.
     The softmax map's queries and keys are float32 products (KernelSpec.before), which do not show the type of the inputs."""
     if name == "softmax":
@@ -395,7 +395,7 @@ def types_of(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, t
 
 def new_call(q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, settings: MapSettings) -> Call:
     bounds, longest = layout.cu_seqlens, layout.longest
-    operand, output = types_of(settings.name, q, k, v)
+    operand, output = call_dtypes(settings.name, q, k, v)
     return Call(
         settings=settings,
         samples=q.shape[0] if bounds is None else bounds.shape[0] - 1,

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ..common.launch import strides
 from ..common.split_sums_launch import prefix
-from .bidirectional_launch import sums_of_gradients, sums_of_keys
+from .bidirectional_launch import sum_gradients, sum_keys
 from .call import Call, TokenLayout, parameter_row
-from .compiled.causal_chunks import chunk_kernel, walk_kernel
+from .compiled.causal_chunks import chunk_kernel, chunk_scan_kernel
 from .compiled.causal_chunks_gradient import chunk_dq_kernel
-from .compiled.causal_chunks_gradient_of_keys import chunk_dk_kernel, walk_back_kernel
+from .compiled.causal_chunks_gradient_of_keys import chunk_dk_kernel, chunk_scan_back_kernel
 
 # keys at once in tiles of queries, which may be larger, by kernel
 KEYS_AT_ONCE = {"chunk": 32, "chunk_dq": 32}
@@ -43,7 +43,7 @@ def keys_at_once(call: Call, kernel: str) -> int:
     return min(call.tile(kernel).tokens, KEYS_AT_ONCE[kernel])
 
 
-def digits_of(call: Call) -> int:
+def digit_count(call: Call) -> int:
     """Return how many operands represent a sum, in products whose result nearly cancels."""
     return 2 if call.operand == torch.bfloat16 else 1
 
@@ -64,14 +64,14 @@ def forward(
     """Run the forward pass; arguments and results are those of causal_launch.forward."""
     _, _, _, _, mask, bounds = layout.pointers(q)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
-    count, stretch = call.causal_splits()
+    count, split_size = call.causal_splits()
     if count > 1:
-        sums, _ = sums_of_keys(call, k, v, parameters, parameters, layout, count, stretch)
+        sums, _ = sum_keys(call, k, v, parameters, parameters, layout, count, split_size)
         total = prefix(call.launches, sums, initial, reverse=False)
     else:
         sums = call.sums(1, call.kv_heads).zero_() if initial is None else initial.reshape(1, *initial.shape).clone()
         total = torch.empty_like(sums[0]) if want_total else sums[0]
-    chunks = walk(call, k, v, parameters, mask, bounds, sums, total, has_total=count == 1 and want_total)
+    chunks = scan(call, k, v, parameters, mask, bounds, sums, total, has_total=count == 1 and want_total)
     tile = call.tile("chunk")
     call.start(
         ("chunk", keep),
@@ -83,7 +83,7 @@ def forward(
             (
                 *(call.num_rows, call.num_queries, call.heads, call.group),
                 *(*strides(q), *strides(k), *strides(v), *strides(out)),
-                *parameters_of_both(call, parameters),
+                *parameter_layout(call, parameters),
                 *call.scalars,
             ),
             {"KEEP": keep, "CHUNK": call.chunk, "BK": keys_at_once(call, "chunk")},
@@ -92,7 +92,7 @@ def forward(
     return total, sums, inverse
 
 
-def walk(
+def scan(
     call: Call,
     k: Tensor,
     v: Tensor,
@@ -106,18 +106,18 @@ def walk(
     has_total: bool = False,
 ) -> Chunks:
     """Return the sums before each chunk, for the outputs or for the gradients of queries; fills `total` if has_total."""
-    count, stretch = call.causal_splits()
-    num_digits, step = (1, call.chunk) if is_forward else (digits_of(call), call.tile("chunk_dq").tokens)
+    count, split_size = call.causal_splits()
+    num_digits, step = (1, call.chunk) if is_forward else (digit_count(call), call.tile("chunk_dq").tokens)
     chunks = empty_chunks(call, num_digits, step)
     call.start(
-        ("walk", is_forward, has_total),
-        walk_kernel,
+        ("scan", is_forward, has_total),
+        chunk_scan_kernel,
         (k, v, mask, bounds, parameters, before, total, *chunks),
         lambda: (
-            "walk",
+            "scan",
             (count * call.settings.parts, call.samples * call.kv_heads),
             (
-                *(call.num_queries, call.kv_heads, stretch),
+                *(call.num_queries, call.kv_heads, split_size),
                 *(*strides(k), *strides(v)),
                 *parameter_row(call.kv_heads, parameters),
                 call.scalars[1],
@@ -149,8 +149,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, None]:
     """Run the backward pass; arguments and results are those of causal_launch.backward."""
     _, _, _, _, mask, bounds = layout.pointers(q)
-    group, digits = call.group, digits_of(call)
-    count, stretch = call.causal_splits()
+    group, digits = call.group, digit_count(call)
+    count, split_size = call.causal_splits()
     kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned)
     constants: dict[str, object] = {"CHUNK": call.chunk, "DIGITS": digits, "GROUPED": group > 1, "LEARNED": is_learned}
     drop = torch.empty_like(inverse)
@@ -161,7 +161,7 @@ def backward(
             torch.empty((tiles[kernel], call.samples, heads, 2, call.head_dim), dtype=torch.float32, device=call.device)
             for kernel, heads in (("chunk_dq", call.heads), ("chunk_dk", call.kv_heads))
         )
-    chunks = walk(call, k, v, parameters, mask, bounds, before, before, is_forward=False)
+    chunks = scan(call, k, v, parameters, mask, bounds, before, before, is_forward=False)
     dq = torch.empty(q.shape, dtype=q.dtype, device=call.device)
     call.start(
         ("chunk dq", kind_of_dout),
@@ -173,15 +173,15 @@ def backward(
             (
                 *(call.num_rows, call.num_queries, call.heads, group),
                 *(*strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq)),
-                *parameters_of_both(call, parameters),
+                *parameter_layout(call, parameters),
                 *call.scalars,
             ),
             constants | {"BK": keys_at_once(call, "chunk_dq")},
         ),
     )
     if count > 1:
-        by_query = sums_of_gradients(
-            *(call, q, dout, parameters, layout, before, before, inverse, drop, kind_of_dout, count, stretch),
+        by_query = sum_gradients(
+            *(call, q, dout, parameters, layout, before, before, inverse, drop, kind_of_dout, count, split_size),
             kernel="causal_dsums",
         )
         after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
@@ -192,14 +192,14 @@ def backward(
     has_total = count == 1 and moves_initial
     # their gradients reuse the memory of the chunks: less at the peak
     call.start(
-        ("walk back", kind_of_dout, has_total, after.data_ptr() % 16),
-        walk_back_kernel,
+        ("scan back", kind_of_dout, has_total, after.data_ptr() % 16),
+        chunk_scan_back_kernel,
         (q, dout, inverse, drop, bounds, parameters, after, dinitial, *chunks),
         lambda: (
-            "walk_back",
+            "scan_back",
             (count * call.settings.parts, call.samples * call.kv_heads),
             (
-                *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
+                *(call.num_rows, call.num_queries, call.kv_heads, group, split_size),
                 *(*strides(q), *strides(dout)),
                 *parameter_row(call.heads, parameters),
                 *call.scalars[:2],
@@ -216,7 +216,7 @@ def backward(
             (
                 *(call.num_rows, call.num_queries, call.kv_heads, group),
                 *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv)),
-                *parameters_of_both(call, parameters),
+                *parameter_layout(call, parameters),
                 *call.scalars[:2],
             ),
             constants | {"WHICH": which},
@@ -234,7 +234,7 @@ def backward(
     return dq, dk, dv, dinitial, dquery.sum((0, 1)), dkey.sum((0, 1)), None
 
 
-def parameters_of_both(call: Call, parameters: Tensor) -> tuple[int, ...]:
+def parameter_layout(call: Call, parameters: Tensor) -> tuple[int, ...]:
     """Return query and key heads per row of parameters, and the length of a row."""
     query_group, num_params = parameter_row(call.heads, parameters)
     return query_group, parameter_row(call.kv_heads, parameters)[0], num_params

@@ -5,14 +5,14 @@ from torch import Tensor
 
 from ..common.launch import empty_as, strides
 from ..common.split_sums_launch import prefix
-from .bidirectional_launch import sums_of_gradients, sums_of_keys
+from .bidirectional_launch import sum_gradients, sum_keys
 from .call import Call, TokenLayout, angle_stride, is_aligned, parameter_row
 from .compiled.causal import causal_kernel
 from .compiled.causal_gradient import causal_dq_kernel
 from .compiled.causal_gradient_of_keys import causal_dk_kernel
 from .compiled.causal_gradient_of_values import causal_dv_kernel
 from .compiled.causal_whole_gradient import causal_whole_gradient_kernel
-from .fading_stretches import Stretches, factors_of_keys, left_of_stretches, sums_over_later_tokens
+from .decay_splits import Splits, key_factors, split_factors, sums_over_later_tokens
 
 
 def forward(
@@ -34,19 +34,19 @@ def forward(
     """
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
-    count, stretch = call.causal_splits()
+    count, split_size = call.causal_splits()
     has_total = count > 1 or want_total
     sums = total = None
     if has_total:
-        weight, keep_of_stretch = parameters, None
+        weight, split_decay = parameters, None
         if log_decay is not None:
-            weight, keep_of_stretch = factors_of_keys(Stretches.of(call, layout, count, stretch), log_decay)
-        sums, _ = sums_of_keys(call, k, v, parameters, weight, layout, count, stretch)
-        total = prefix(call.launches, sums, initial, reverse=False, keep=keep_of_stretch)
+            weight, split_decay = key_factors(Splits.build(call, layout, count, split_size), log_decay)
+        sums, _ = sum_keys(call, k, v, parameters, weight, layout, count, split_size)
+        total = prefix(call.launches, sums, initial, reverse=False, keep=split_decay)
     else:
         # nothing comes before the only split: a caller with a state before it also needs the one after it, which takes sums
         assert initial is None
-        if not call.is_one_walk:
+        if not call.is_single_scan:
             sums = call.sums(1, call.kv_heads).zero_()
     has_before = sums is not None
     call.start(
@@ -61,9 +61,9 @@ def forward(
             "causal",
             (count, call.samples * call.heads),
             (
-                *(call.num_rows, call.num_queries, call.heads, call.group, stretch),
+                *(call.num_rows, call.num_queries, call.heads, call.group, split_size),
                 *(*strides(q), *strides(k), *strides(v), *strides(out)),
-                *parameters_of_both(call, parameters, layout),
+                *parameter_layout(call, parameters, layout),
                 *call.scalars,
             ),
             {"KEEP": keep, "HAS_BEFORE": has_before, "HAS_TOTAL": has_total, "BN": tokens_at_once(call, q, k, v)},
@@ -99,7 +99,7 @@ def backward(
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     group = call.group
-    count, stretch = call.causal_splits()
+    count, split_size = call.causal_splits()
     same_angles = cos_q.data_ptr() == cos_k.data_ptr()
     constants: dict[str, object] = {"SAME_ANGLES": same_angles, "LEARNED": is_learned}
     kind_of_dout = (dout.stride(), dout.data_ptr() % 16, is_learned, same_angles)
@@ -122,10 +122,10 @@ def backward(
                 "causal_whole_gradient",
                 (1, call.samples * call.heads),
                 (
-                    *(call.num_queries, call.heads, stretch),
+                    *(call.num_queries, call.heads, split_size),
                     *(*strides(q), *strides(k), *strides(v), *strides(out)),
                     *(*strides(dout), *strides(dq), *strides(dk), *strides(dv)),
-                    *parameters_of_both(call, parameters, layout),
+                    *parameter_layout(call, parameters, layout),
                     *call.scalars,
                 ),
                 constants,
@@ -133,20 +133,39 @@ def backward(
         )
         return dq, dk, dv, None, *((dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None)), None
     constants |= {"HAS_BEFORE": True, "HAS_AFTER": True, "GROUPED": group > 1}
-    fade = inverse if log_decay is None else log_decay
-    dfade = inverse if log_decay is None else torch.empty_like(log_decay)
-    stretches = None if log_decay is None else Stretches.of(call, layout, count, stretch)
+    decay_pointer = inverse if log_decay is None else log_decay
+    dlog_decay = inverse if log_decay is None else torch.empty_like(log_decay)
+    splits = None if log_decay is None else Splits.build(call, layout, count, split_size)
     call.start(
         ("causal dq", kind_of_dout),
         causal_dq_kernel,
-        (q, k, v, out, dout, inverse, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, before, fade, dq, drop, dquery),
+        (
+            q,
+            k,
+            v,
+            out,
+            dout,
+            inverse,
+            mask,
+            bounds,
+            parameters,
+            cos_q,
+            sin_q,
+            cos_k,
+            sin_k,
+            before,
+            decay_pointer,
+            dq,
+            drop,
+            dquery,
+        ),
         lambda: (
             "causal_dq",
             (count, call.samples * call.heads),
             (
-                *(call.num_rows, call.num_queries, call.heads, group, stretch),
+                *(call.num_rows, call.num_queries, call.heads, group, split_size),
                 *(*strides(q), *strides(k), *strides(v), *strides(out), *strides(dout), *strides(dq)),
-                *parameters_of_both(call, parameters, layout),
+                *parameter_layout(call, parameters, layout),
                 *call.scalars,
             ),
             constants,
@@ -157,28 +176,47 @@ def backward(
         after = call.sums(1, call.kv_heads).zero_()
         dinitial = after[0]
     else:
-        far_inverse, keep_of_stretch = inverse, None
-        if stretches is not None and log_decay is not None:
+        far_inverse, split_decay = inverse, None
+        if splits is not None and log_decay is not None:
             # queries read the sums before their split with the decay since
-            left = stretches.since_start(log_decay).exp().float().repeat_interleave(group, dim=-2)
-            far_inverse, keep_of_stretch = inverse * left, left_of_stretches(stretches, log_decay)
-        by_query = sums_of_gradients(
-            *(call, q, dout, parameters, layout, before, before, far_inverse, drop, kind_of_dout, count, stretch),
+            decay_factor = splits.since_start(log_decay).exp().float().repeat_interleave(group, dim=-2)
+            far_inverse, split_decay = inverse * decay_factor, split_factors(splits, log_decay)
+        by_query = sum_gradients(
+            *(call, q, dout, parameters, layout, before, before, far_inverse, drop, kind_of_dout, count, split_size),
             kernel="causal_dsums",
         )
         after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
-        dinitial = prefix(call.launches, after, dtotal, reverse=True, keep=keep_of_stretch)
+        dinitial = prefix(call.launches, after, dtotal, reverse=True, keep=split_decay)
     call.start(
         ("causal dk", kind_of_dout),
         causal_dk_kernel,
-        (q, k, v, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, drop, after, fade, dfade, dk, dkey),
+        (
+            q,
+            k,
+            v,
+            dout,
+            mask,
+            bounds,
+            parameters,
+            cos_q,
+            sin_q,
+            cos_k,
+            sin_k,
+            inverse,
+            drop,
+            after,
+            decay_pointer,
+            dlog_decay,
+            dk,
+            dkey,
+        ),
         lambda: (
             "causal_dk",
             (count, call.samples * call.kv_heads),
             (
-                *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
+                *(call.num_rows, call.num_queries, call.kv_heads, group, split_size),
                 *(*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk)),
-                *parameters_of_both(call, parameters, layout),
+                *parameter_layout(call, parameters, layout),
                 *call.scalars[:2],
             ),
             constants,
@@ -187,34 +225,34 @@ def backward(
     call.start(
         ("causal dv", kind_of_dout),
         causal_dv_kernel,
-        (q, k, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, after, fade, dv),
+        (q, k, dout, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k, inverse, after, decay_pointer, dv),
         lambda: (
             "causal_dv",
             (count, call.samples * call.kv_heads),
             (
-                *(call.num_rows, call.num_queries, call.kv_heads, group, stretch),
+                *(call.num_rows, call.num_queries, call.kv_heads, group, split_size),
                 *(*strides(q), *strides(k), *strides(dout), *strides(dv)),
-                *parameters_of_both(call, parameters, layout),
+                *parameter_layout(call, parameters, layout),
                 *call.scalars[:2],
             ),
             constants,
         ),
     )
     of_parameters = (dquery.sum((0, 1)), dkey.sum((0, 1))) if is_learned else (None, None)
-    if stretches is None:
+    if splits is None:
         return dq, dk, dv, dinitial, *of_parameters, None
     # with less decay of all its keys, a query would change only through eps
     through_eps = -drop[0] * inverse[0] * call.scalars[2]
-    by_token = through_eps.unflatten(-2, (-1, group)).sum(-2) - dfade
+    by_token = through_eps.unflatten(-2, (-1, group)).sum(-2) - dlog_decay
     if dtotal is None:
-        ddecay = sums_over_later_tokens(stretches, by_token, before, after, call.kv_heads)
+        ddecay = sums_over_later_tokens(splits, by_token, before, after, call.kv_heads)
     else:
         # one sequence after a state: those products do not include the gradient of the total
         ddecay = by_token.flip(-1).cumsum(-1).flip(-1)
     return dq, dk, dv, dinitial, *of_parameters, ddecay
 
 
-def parameters_of_both(call: Call, parameters: Tensor, layout: TokenLayout) -> tuple[int, ...]:
+def parameter_layout(call: Call, parameters: Tensor, layout: TokenLayout) -> tuple[int, ...]:
     """Return strides of the angles, query and key heads per row of parameters, and the length of a row."""
     query_group, num_params = parameter_row(call.heads, parameters)
     key_group, _ = parameter_row(call.kv_heads, parameters)

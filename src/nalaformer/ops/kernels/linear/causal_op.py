@@ -24,11 +24,11 @@ def run_forward(
     settings: MapSettings,
     want_total: bool,
     keep: bool,
-    is_roomy: bool,
+    is_padded: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Return the output, the sums of all tokens (with want_total), those before each split and, with `keep`, 1 / denominator.
 
-    is_roomy: allocate the sums of as many splits as there may be. A search over the tokens chooses the actual number, which
+    is_padded: allocate the sums of as many splits as there may be. A search over the tokens chooses the actual number, which
     would specialize a graph of torch.compile to some numbers of tokens.
     """
     call = call_for(q, k, v, parameters, layout, settings)
@@ -36,7 +36,7 @@ def run_forward(
     if before is None:
         # an operator returns the outputs that `shapes` promises, and its backward pass needs zeros for them
         before = call.sums(1, call.kv_heads).zero_()
-    if is_roomy:
+    if is_padded:
         with_room = before.new_empty(call.most_causal_splits(), *before.shape[1:])
         with_room[: len(before)] = before
         before = with_room
@@ -56,7 +56,7 @@ def run_known(
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Run a known call; a single short scan has no sums before it."""
-    out = torch.empty(call.shape_of_output, dtype=call.output, device=call.device)
+    out = torch.empty(call.output_shape, dtype=call.output, device=call.device)
     launch = causal_chunks_launch if call.chunk else causal_launch
     total, before, inverse = launch.forward(call, q, k, v, parameters, layout, initial, log_decay, out, want_total, keep)
     return out, total if want_total else None, before, inverse
@@ -73,16 +73,16 @@ def shapes(
     settings: Any,
     want_total: Any,
     keep: Any,
-    is_roomy: Any,
+    is_padded: Any,
 ) -> Any:
     call = new_call(q, k, v, layout, settings)
-    if is_roomy:
+    if is_padded:
         count = call.most_causal_splits()
     else:
         count, _ = call.causal_splits()
-    out = q.new_empty(call.shape_of_output, dtype=call.output)
-    per_stretch = (count, call.samples * call.kv_heads, settings.parts, q.shape[-1], v.shape[-1] + 2)
-    before = q.new_empty(per_stretch, dtype=torch.float32)
+    out = q.new_empty(call.output_shape, dtype=call.output)
+    per_split = (count, call.samples * call.kv_heads, settings.parts, q.shape[-1], v.shape[-1] + 2)
+    before = q.new_empty(per_split, dtype=torch.float32)
     inverse = before.new_empty(call.per_row if keep else 0)
     return out, torch.empty_like(before[0]) if want_total else before.new_empty(0), before, inverse
 
@@ -107,7 +107,7 @@ def run_backward(
     log_decay."""
     call = call_for(q, k, v, parameters, layout, settings)
     count, _ = call.causal_splits()
-    # drops the padding of is_roomy
+    # drops the padding of is_padded
     before = before[:count]
     return run_known_backward(
         dout, dtotal, q, k, v, parameters, log_decay, layout, call, out, before, inverse, is_learned, moves_initial

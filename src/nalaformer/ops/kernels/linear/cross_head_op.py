@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ...kernel_spec import KernelSpec
-from ..common.launch import on_device_of, processors, readable, strides
+from ..common.launch import processors, readable, strides, use_device
 from ..common.op import operator
 from .bidirectional_op import parameter_gradient
 from .compiled.cross_head import features_gradient_kernel, features_kernel
@@ -34,8 +34,8 @@ def features(x: Tensor, spec: KernelSpec) -> Tensor:
 
 def run_forward(x: Tensor, parameters: Tensor, name: str, alpha: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    samples, tiles, constants = sizes_of(x)
-    with on_device_of(x):
+    samples, tiles, constants = tile_sizes(x)
+    with use_device(x):
         features_kernel[(tiles, samples)](
             x, parameters, out, *numbers(x, parameters, alpha), **constants, MAP=name, num_warps=WARPS
         )
@@ -47,12 +47,12 @@ def run_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return dx and the gradient of the parameters (if they are learned)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    samples, tiles, constants = sizes_of(x)
+    samples, tiles, constants = tile_sizes(x)
     # few programs with long scans: each adds up its own part of the parameters' gradient
     programs = min(tiles, max(1, PROGRAMS_PER_PROCESSOR * processors(x.device) // samples))
     shape = (programs, samples, 2, constants["C"]) if is_learned else (0,)
     partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-    with on_device_of(x):
+    with use_device(x):
         features_gradient_kernel[(programs, samples)](
             *(x, dout.contiguous(), parameters, dx, partial),
             *numbers(x, parameters, alpha),
@@ -67,7 +67,7 @@ def run_backward(
     return dx, parameter_gradient(name, parameters, total, torch.zeros_like(total))
 
 
-def sizes_of(x: Tensor) -> tuple[int, int, dict[str, int]]:
+def tile_sizes(x: Tensor) -> tuple[int, int, dict[str, int]]:
     """Return samples, tiles of tokens in each, and the sizes that the kernels are compiled for."""
     tokens, heads, head_dim = x.shape[-3:]
     channels = heads * head_dim

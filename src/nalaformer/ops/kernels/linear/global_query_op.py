@@ -34,8 +34,8 @@ def launch(
     tile = max(16, TILE_NUMBERS // padded)
     tiles = -(-tokens // tile)
     splits = max(1, min(tiles, PROGRAMS_PER_PROCESSOR * processors(x.device) // (batch * heads)))
-    stretch = -(-tiles // splits) * tile
-    splits = -(-tokens // stretch)
+    split_size = -(-tiles // splits) * tile
+    splits = -(-tokens // split_size)
     sums = x.new_empty((splits if has_sums else 0, batch, heads, parts, head_dim), dtype=torch.float32)
     given: list[Any] = [x if mask is None else mask]
     if kernel is feature_sums_kernel:
@@ -57,7 +57,7 @@ def launch(
             "HAS_NUMBERS": numbers is not None,
             "num_warps": 4,
         }
-        return (splits, batch * heads), (tokens, heads, stretch, *strides(x), *more), constants
+        return (splits, batch * heads), (tokens, heads, split_size, *strides(x), *more), constants
 
     start(_launches, (name, kernel.__name__, kind(x, mask, row, numbers, out)), kernel, (x, *given), describe)
     return sums.sum(0)
@@ -68,7 +68,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return D^-1/2 mean_i phi(q_i) . phi(k_j), float32 [B, H, M], and that mean with its factor, [B, H, PARTS, D]."""
     total = launch(feature_sums_kernel, q, query_mask, None, None, None, name, parts=parts, has_sums=True)
-    mean = total * share_of_query(q, query_mask)
+    mean = total * query_share(q, query_mask)
     logits = k.new_empty((k.shape[0], k.shape[2], k.shape[1]), dtype=torch.float32)
     launch(feature_products_kernel, k, key_mask, mean, None, logits, name, parts=parts, has_sums=False)
     return logits, mean
@@ -88,12 +88,12 @@ def run_backward(
     dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     numbers = dlogits.contiguous()
     dmean = launch(feature_gradient_kernel, k, key_mask, mean, numbers, dk, name, parts=parts, has_sums=True)
-    row = dmean * share_of_query(q, query_mask)
+    row = dmean * query_share(q, query_mask)
     launch(feature_gradient_kernel, q, query_mask, row, None, dq, name, parts=parts, has_sums=False)
     return dq, dk
 
 
-def share_of_query(q: Tensor, query_mask: Tensor | None) -> Tensor | float:
+def query_share(q: Tensor, query_mask: Tensor | None) -> Tensor | float:
     """Return D^-1/2 / n for the n visible queries of each sample."""
     factor = q.shape[3] ** -0.5
     return factor / q.shape[1] if query_mask is None else factor / query_mask.sum(1).clamp(min=1)[:, None, None, None]

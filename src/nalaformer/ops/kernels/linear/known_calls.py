@@ -25,20 +25,20 @@ class KnownCall(NamedTuple):
 
     call: Call
     spec: KernelSpec
-    of_map: tuple[object, ...]
+    other_facts: tuple[object, ...]
     """Other facts about its feature map."""
 
 
 def attend_again(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, causal: bool, eps: float) -> Tensor | None:
     """Return the output [B, N, H, V] of a plain call, or None without an earlier one like it; not in tracers or transforms."""
-    known: KnownCall | None = calls.CALLS.get(key_of(q, k, v, feature_map, causal, eps))
+    known: KnownCall | None = calls.CALLS.get(call_key(q, k, v, feature_map, causal, eps))
     if known is None or feature_map.given(q, k, key_mask=None, query_mask=None, causal=causal) is not feature_map:
         return None
     spec = feature_map.kernel_spec(q.device)
     # the map may have changed since, and the values of its parameters may always differ
     if spec is None or not (spec is known.spec or is_same_but_for_numbers(spec, known.spec)):
         return None
-    if asked_of(feature_map) != known.of_map:
+    if other_facts(feature_map) != known.other_facts:
         return None
     parameters = spec.parameters
     if parameters is None:
@@ -66,11 +66,11 @@ def remember(
     if spec.parameters is not None and spec.parameters.requires_grad:
         # a cached spec must not hold the graph of a learned map
         spec = spec._replace(parameters=spec.parameters.detach())
-    calls.CALLS[key_of(q, k, v, feature_map, causal, eps)] = KnownCall(made, spec, asked_of(feature_map))
+    calls.CALLS[call_key(q, k, v, feature_map, causal, eps)] = KnownCall(made, spec, other_facts(feature_map))
 
 
-def key_of(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, causal: bool, eps: float) -> tuple[object, ...]:
-    """Return what the checks, the choice and the launches depend on; for the map, see `asked_of` and its KernelSpec."""
+def call_key(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, causal: bool, eps: float) -> tuple[object, ...]:
+    """Return what the checks, the choice and the launches depend on; for the map, see `other_facts` and its KernelSpec."""
     return (
         *(id(feature_map), type(feature_map), causal, eps, get_backend()),
         *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
@@ -78,7 +78,7 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, causal:
     )
 
 
-def asked_of(feature_map: FeatureMapLike) -> tuple[object, ...]:
+def other_facts(feature_map: FeatureMapLike) -> tuple[object, ...]:
     return feature_map.num_heads, feature_map.head_dim, feature_map.streams, feature_map.heads_have_own_keys
 
 

@@ -14,19 +14,19 @@ PROGRAMS_PER_PROCESSOR = 8
 MOST_SPLITS = 64
 
 
-def shape_of_mean(call: Call) -> tuple[int, ...]:
+def mean_shape(call: Call) -> tuple[int, ...]:
     """Return the shape of the mean query's features with D^-1/2 / n behind them; empty where it weighs no keys."""
     if not call.settings.by_mean_query:
         return (0,)
     return call.samples * call.heads, call.settings.parts * call.head_dim + 1
 
 
-def kind_of_mask(call: Call, mask: Tensor | None) -> object:
+def mask_kind(call: Call, mask: Tensor | None) -> object:
     """Return what a launch depends on of the mask of queries, which the caller provides."""
     return call.settings.by_mean_query and mask is not None and (mask.data_ptr() % 16,)
 
 
-def sums_of_queries(call: Call, q: Tensor, mask: Tensor | None) -> Tensor:
+def sum_queries(call: Call, q: Tensor, mask: Tensor | None) -> Tensor:
     """Sum features of queries over splits of them, and count them: [splits, B * H, PARTS * D + 1].
 
     mask: [B, N], or None.
@@ -35,17 +35,17 @@ def sums_of_queries(call: Call, q: Tensor, mask: Tensor | None) -> Tensor:
     tile = max(16, TILE_NUMBERS // call.block_d)
     tiles = -(-call.num_queries // tile)
     most = min(MOST_SPLITS, PROGRAMS_PER_PROCESSOR * processors(call.device) // rows)
-    stretch = -(-tiles // max(1, min(tiles, most))) * tile
-    splits = -(-call.num_queries // stretch)
-    sums = torch.empty((splits, *shape_of_mean(call)), dtype=torch.float32, device=call.device)
+    split_size = -(-tiles // max(1, min(tiles, most))) * tile
+    splits = -(-call.num_queries // split_size)
+    sums = torch.empty((splits, *mean_shape(call)), dtype=torch.float32, device=call.device)
     call.start(
-        ("query_sums", kind_of_mask(call, mask)),
+        ("query_sums", mask_kind(call, mask)),
         query_sums_kernel,
         (q, sums if mask is None else mask, sums),
         lambda: (
             call.state_kernel,
             (splits, rows),
-            (call.num_queries, call.heads, stretch, *strides(q)),
+            (call.num_queries, call.heads, split_size, *strides(q)),
             {
                 **{"BN": tile, "HAS_QUERY_MASK": mask is not None, "AHEAD": AHEAD},
                 **{"num_warps": WARPS, "num_stages": AHEAD},

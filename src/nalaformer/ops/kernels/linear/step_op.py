@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from ...kernel_spec import MapSettings
-from ..common.launch import on_device_of
+from ..common.launch import use_device
 from ..common.op import custom_op
 from .compiled.step import step_kernel
 
@@ -34,7 +34,7 @@ def run_step(
     out = torch.empty(batch, 1, heads, value_dim, dtype=q.dtype, device=q.device)
     rows = max(1, parameters.shape[0])
     angles = [q if x is None else x for x in (cos_q, sin_q, cos_k, sin_k)]
-    with on_device_of(q):
+    with use_device(q):
         step_kernel[(batch * kv_heads,)](
             *(q, k, v, parameters, *angles, state, key_sum, count, log_scale),
             *(log_scale if log_decay is None else log_decay, out),
@@ -53,7 +53,7 @@ def run_step(
             PAIRS=0 if cos_q is None else cos_q.shape[-1],
             CUBE=settings.is_cube,
             GUARD=settings.is_guarded,
-            FADES=log_decay is not None,
+            HAS_DECAY=log_decay is not None,
             num_warps=4,
         )
     return out

@@ -30,7 +30,7 @@ class Tiling(NamedTuple):
     is_even: bool
 
 
-def tiling(x: Tensor, width: int, size: int, choices: tuple[int, ...]) -> Tiling:
+def choose_tiling(x: Tensor, width: int, size: int, choices: tuple[int, ...]) -> Tiling:
     """Choose strips for tokens [B, N, C] in rows of `width`: those that read the fewest columns, neighbours included."""
     batch, _, channels = x.shape
     columns = min(choices, key=lambda count: (-(-width // count) * (count + size - 1), -count))
@@ -41,7 +41,7 @@ def tiling(x: Tensor, width: int, size: int, choices: tuple[int, ...]) -> Tiling
     return Tiling(columns, groups, strips, block, -(-groups // strips), -(-channels // block), is_even)
 
 
-def constants_of(cut: Tiling, weight: Tensor, channels: int) -> dict[str, Any]:
+def tiling_constants(cut: Tiling, weight: Tensor, channels: int) -> dict[str, Any]:
     return {
         # without it one compiled kernel serves all channels
         "WEIGHTS": weight.shape[0] if weight.shape[0] != channels else 0,
@@ -71,14 +71,14 @@ def run_forward(
 
     def describe() -> Description:
         size, channels = weight.shape[-1], x.shape[2]
-        cut = tiling(x, width, size, STRIPS[size])
-        stretch = rows_of_a_walk(height, cut.tiles * cut.blocks, PROGRAMS * processors(x.device))
+        cut = choose_tiling(x, width, size, STRIPS[size])
+        split_size = rows_per_scan(height, cut.tiles * cut.blocks, PROGRAMS * processors(x.device))
         strides = (*x.stride()[:2], *added.stride()[:2], *out.stride()[:2])
         parts = {"PLUS": plus is not None, "RESIDUAL": is_residual, "GELU": is_activated, "HAS_BIAS": bias is not None}
         return (
-            (cut.tiles * -(-height // stretch), cut.blocks),
-            (cut.groups, height, width, channels, stretch, *strides),
-            constants_of(cut, weight, channels) | parts,
+            (cut.tiles * -(-height // split_size), cut.blocks),
+            (cut.groups, height, width, channels, split_size, *strides),
+            tiling_constants(cut, weight, channels) | parts,
         )
 
     key = (height, is_residual, is_activated, kind(x, plus, weight, bias))
@@ -86,7 +86,7 @@ def run_forward(
     return out
 
 
-def rows_of_a_walk(height: int, tiles: int, programs: int) -> int:
+def rows_per_scan(height: int, tiles: int, programs: int) -> int:
     """Return the rows of the grid that each program scans: few enough for `programs` programs."""
     rows = max(LEAST_ROWS, -(-height * tiles // programs))
     return -(-height // -(-height // rows))
@@ -97,17 +97,17 @@ class Shares(NamedTuple):
 
     cut: Tiling
     rows: int
-    walks: int
+    scans: int
     programs: int
 
 
 def shares(x: Tensor, height: int, width: int, size: int) -> Shares:
-    cut = tiling(x, width, size, GRADIENT_STRIPS[size])
+    cut = choose_tiling(x, width, size, GRADIENT_STRIPS[size])
     most = max(1, GRADIENT_PROGRAMS * processors(x.device) // cut.blocks)
-    rows = rows_of_a_walk(height, cut.tiles, most)
-    walks = cut.tiles * -(-height // rows)
-    of_program = -(-walks // most)
-    return Shares(cut, rows, of_program, -(-walks // of_program))
+    rows = rows_per_scan(height, cut.tiles, most)
+    scans = cut.tiles * -(-height // rows)
+    of_program = -(-scans // most)
+    return Shares(cut, rows, of_program, -(-scans // of_program))
 
 
 def shapes(x: Any, plus: Any, weight: Any, bias: Any, height: Any, width: Any, is_residual: Any, is_activated: Any) -> Any:
@@ -135,13 +135,13 @@ def run_backward(
     partial = torch.empty(shared.programs if moves_weight else 0, count + 1, channels, dtype=torch.float32, device=x.device)
 
     def describe() -> Description:
-        cut, rows, walks, programs = shared
+        cut, rows, scans, programs = shared
         strides = (*x.stride()[:2], *dout.stride()[:2], *(dx.stride()[:2] if moves_input else (0, 0)))
         asked = {"MOVES_INPUT": moves_input, "MOVES_WEIGHT": moves_weight}
         return (
             (programs, cut.blocks),
-            (cut.groups, height, width, channels, rows, walks, *strides),
-            constants_of(cut, weight, channels) | {"RESIDUAL": is_residual, "GELU": is_activated, **asked},
+            (cut.groups, height, width, channels, rows, scans, *strides),
+            tiling_constants(cut, weight, channels) | {"RESIDUAL": is_residual, "GELU": is_activated, **asked},
         )
 
     key = ("gradient", height, is_residual, is_activated, moves_input, moves_weight, kind(x, dout, weight))

@@ -23,7 +23,7 @@ def rows_at_once(classes: int) -> int:
     return max(64, LOGITS // max(classes, 1) // 64 * 64)
 
 
-def losses_of(logits: Tensor, targets: Tensor, ignored: int, keep: bool) -> Tensor:
+def row_losses(logits: Tensor, targets: Tensor, ignored: int, keep: bool) -> Tensor:
     """Return the losses [R] float32; with `keep` the logits become the gradients of the losses."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
 
@@ -56,7 +56,7 @@ def run_forward(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, k
     for first in range(0, rows + missing, size):
         some = hidden[first : first + size]
         logits = some @ weight.t()
-        total += losses_of(logits, targets[first : first + size], ignored, keep).sum()
+        total += row_losses(logits, targets[first : first + size], ignored, keep).sum()
         if keep:
             torch.mm(logits, weight, out=dhidden[first : first + size])
             part = product_in_float32(logits.t(), some)

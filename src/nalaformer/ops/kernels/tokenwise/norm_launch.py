@@ -33,7 +33,7 @@ def rows_readable(x: Tensor) -> Tensor:
     return x if x.dim() == 2 and x.stride(-1) == 1 else x.contiguous()
 
 
-def normalised(
+def normalize(
     x: Tensor,
     y: Tensor | None,
     gate: Tensor | None,
@@ -73,8 +73,8 @@ def norm_gradients(
     dx, dgate = empty_as(x), None if gate is None else empty_as(gate)
     size, columns = blocks(channels, BLOCK // 2)
     steps = -(-rows // size)
-    stretch = -(-steps // (GRADIENT_PROGRAMS * processors(x.device)))
-    programs = -(-steps // stretch)
+    split_size = -(-steps // (GRADIENT_PROGRAMS * processors(x.device)))
+    programs = -(-steps // split_size)
     partial = torch.empty(programs, *moments.shape[:-1], channels, dtype=torch.float32, device=x.device)
     gates, added, shift = x if gate is None else gate, x if dtotal is None else dtotal, weight if bias is None else bias
 
@@ -82,7 +82,7 @@ def norm_gradients(
         parts = {"CENTRED": bias is not None, "ADDS": dtotal is not None, "GATED": gate is not None}
         return (
             (programs,),
-            (rows, stretch, row_stride(x), row_stride(gates), row_stride(dout), row_stride(added)),
+            (rows, split_size, row_stride(x), row_stride(gates), row_stride(dout), row_stride(added)),
             {"C": channels, "BR": size, "BC": columns, **parts, "STAGES": GRADIENT_STAGES, "num_warps": 4},
         )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..common.launch import empty_as
 from ..common.op import operator
-from .norm_launch import norm_gradients, normalised
+from .norm_launch import norm_gradients, normalize
 
 
 def run_forward(
@@ -16,7 +16,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the output in `dtype`, x + y (if there is a y), and moments: [R], or [2, R] with a bias."""
     total = None if y is None else empty_as(x)
-    out, moments = normalised(x, y, gate, weight, bias, eps, dtype, total)
+    out, moments = normalize(x, y, gate, weight, bias, eps, dtype, total)
     return out, total, moments
 
 

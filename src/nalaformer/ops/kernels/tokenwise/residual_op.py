@@ -35,14 +35,14 @@ def run_backward(dout: Tensor, y: Tensor, scale: Tensor | None, keep: Tensor | N
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     size, columns = blocks(channels, BLOCK // 2)
     steps = -(-batch * tokens // size)
-    stretch = -(-steps // (GRADIENT_PROGRAMS * processors(y.device)))
-    programs = -(-steps // stretch)
+    split_size = -(-steps // (GRADIENT_PROGRAMS * processors(y.device)))
+    programs = -(-steps // split_size)
     partial = torch.empty(programs if scale is not None else 0, channels, dtype=torch.float32, device=y.device)
     tensors = (y, y if scale is None else scale, y if keep is None else keep, dout, dy, partial)
 
     def describe() -> Description:
         constants = {"C": channels, "BR": size, "BC": columns, "SCALED": scale is not None, "DROPPED": keep is not None}
-        return (programs,), (batch * tokens, tokens, stretch), {**constants, "STAGES": GRADIENT_STAGES, "num_warps": 4}
+        return (programs,), (batch * tokens, tokens, split_size), {**constants, "STAGES": GRADIENT_STAGES, "num_warps": 4}
 
     start(_launches, ("backward", kind(dout, y, scale, keep)), residual_gradient_kernel, tensors, describe)
     return dy, partial.sum(0).to(scale.dtype) if scale is not None else y.new_empty(0)

@@ -22,12 +22,12 @@ STEP_CHANNELS = 256
 _launches = Launches()
 
 
-def parts_of(channels: int, q_size: int, k_size: int) -> list[tuple[int, int]]:
+def part_bounds(channels: int, q_size: int, k_size: int) -> list[tuple[int, int]]:
     """Return the first and last channel of q, k and v."""
     return [(0, q_size), (q_size, q_size + k_size), (q_size + k_size, channels)]
 
 
-def block_of(channels: int, most: int) -> int:
+def block_size(channels: int, most: int) -> int:
     return min(most, 1 << (channels - 1).bit_length())
 
 
@@ -45,7 +45,7 @@ def run_forward(
     made = []
     batch, tokens, channels = x.shape
     size = weight.shape[1]
-    for first, last in parts_of(channels, q_size, k_size):
+    for first, last in part_bounds(channels, q_size, k_size):
         out = torch.empty(batch, tokens, last - first, dtype=x.dtype, device=x.device)
         made.append(out)
         if first == last:
@@ -58,7 +58,7 @@ def run_forward(
         def describe(
             part: Tensor = part, past: Tensor = past, channels: int = last - first, has_silu: bool = first >= silu_from
         ) -> Description:
-            block = block_of(channels, CHANNELS)
+            block = block_size(channels, CHANNELS)
             return (
                 (batch * -(-tokens // TOKENS), -(-channels // block)),
                 (tokens, channels, *part.stride()[:2], *past.stride()[:2]),
@@ -81,7 +81,7 @@ def run_forward(
 
 
 def shapes(x: Any, weight: Any, bias: Any, before: Any, sequence: Any, q_size: Any, k_size: Any, silu_from: Any) -> Any:
-    return tuple(x.new_empty(*x.shape[:2], last - first) for first, last in parts_of(x.shape[2], q_size, k_size))
+    return tuple(x.new_empty(*x.shape[:2], last - first) for first, last in part_bounds(x.shape[2], q_size, k_size))
 
 
 def run_backward(
@@ -100,10 +100,10 @@ def run_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tiles = batch * -(-tokens // GRADIENT_TOKENS)
     blocks = -(-channels // GRADIENT_CHANNELS)
-    stretch = -(-tiles * blocks // (GRADIENT_PROGRAMS * processors(x.device)))
-    splits = -(-tiles // stretch)
+    split_size = -(-tiles * blocks // (GRADIENT_PROGRAMS * processors(x.device)))
+    splits = -(-tiles // split_size)
     partial = torch.empty(splits, size + 1, channels, dtype=torch.float32, device=x.device)
-    parts = parts_of(channels, dq.shape[2], dk.shape[2])
+    parts = part_bounds(channels, dq.shape[2], dk.shape[2])
     for (first, last), dout in zip(parts, (dq, dk, dv), strict=True):
         if first == last:
             continue
@@ -119,10 +119,10 @@ def run_backward(
             own: int = last - first,
             has_silu: bool = first >= silu_from,
         ) -> Description:
-            block = block_of(own, GRADIENT_CHANNELS)
+            block = block_size(own, GRADIENT_CHANNELS)
             return (
                 (splits, -(-own // block)),
-                (batch, tokens, own, channels, stretch, *part.stride()[:2], *dout.stride()[:2], *into.stride()[:2]),
+                (batch, tokens, own, channels, split_size, *part.stride()[:2], *dout.stride()[:2], *into.stride()[:2]),
                 {
                     "SIZE": size,
                     "SILU": has_silu,
@@ -169,7 +169,7 @@ def run_step(x: Tensor, weight: Tensor, tail: Tensor, silu_from: int) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
     def describe() -> Description:
-        block = block_of(channels, STEP_CHANNELS)
+        block = block_size(channels, STEP_CHANNELS)
         return (
             (batch, -(-channels // block)),
             (channels, silu_from, x.stride(0), tail.stride(0)),

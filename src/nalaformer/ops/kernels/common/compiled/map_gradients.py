@@ -13,18 +13,18 @@ from .maps import (
     SMALLEST_SIZE,
     inside,
     is_same_for_both,
-    norm_of,
+    load_parameters,
+    norms,
     phi_query,
-    row_of,
     sides,
     tanh,
     unit_and_norm,
 )
-from .row_maps import focused_gradient, reflected, reflected_gradient, softmax_of_both_signs_gradient
+from .row_maps import focus_gradient, reflect, reflect_gradient, signed_softmax_gradient
 
 
 @triton.jit
-def sign_of(x):
+def sign(x):
     return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
 
 
@@ -33,15 +33,15 @@ def power_gradient(x, p, inverse, log_y, log_scale, dmagnitude):
     """Return dx, dp and d inverse of magnitude = y^p 2^-log_scale with y = |x| * inverse."""
     dy = dmagnitude * p * exp2((p - 1.0) * log_y - log_scale)
     dp = dmagnitude * exp2(p * log_y - log_scale) * log_y * LN_2
-    return sign_of(x) * dy * inverse, dp, dy * tl.abs(x)
+    return sign(x) * dy * inverse, dp, dy * tl.abs(x)
 
 
 @triton.jit
-def relu_of_reflected_gradient(x, da, param_ptr, channels, D: tl.constexpr, MAP: tl.constexpr):
-    normal = row_of(param_ptr, 0, channels, D)
-    turns = row_of(param_ptr, D, channels, D)
-    dy = tl.where(reflected(x, normal, turns, MAP) > 0, da, 0.0)
-    return reflected_gradient(x, normal, turns, dy, MAP)
+def reflected_relu_gradient(x, da, param_ptr, channels, D: tl.constexpr, MAP: tl.constexpr):
+    normal = load_parameters(param_ptr, 0, channels, D)
+    rotations = load_parameters(param_ptr, D, channels, D)
+    dy = tl.where(reflect(x, normal, rotations, MAP) > 0, da, 0.0)
+    return reflect_gradient(x, normal, rotations, dy, MAP)
 
 
 @triton.jit
@@ -58,16 +58,16 @@ def is_one_sided(MAP):
 
 @triton.jit
 def along_query(
-    x, da, db, param_ptr, channels, norm_scale, alpha, of_fading, D: tl.constexpr, MAP: tl.constexpr, PARTS: tl.constexpr
+    x, da, db, param_ptr, channels, norm_scale, alpha, zero_query_sum, D: tl.constexpr, MAP: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Sum da and db times the query features of one stream over each row, [BN, 1]; of_fading is that sum for small norms."""
+    """Sum da and db times the query features of one stream over each row, [BN, 1]; zero_query_sum is that for small norms."""
     if MAP == "norm_aware_split":
         # as phi_query_gradient writes it, so that the power is taken once
-        size, norm, inverse = norm_of(x)
+        size, norm, inverse = norms(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
         signed = inside(tl.where(x > 0, da, -db), channels, D)
         total = tl.sum(signed * power_below(p, log2(x), log2(inverse)) * x, axis=1)[:, None] * inverse
-        total = tl.where(size < SMALLEST_SIZE, of_fading, total)
+        total = tl.where(size < SMALLEST_SIZE, zero_query_sum, total)
     else:
         a, b, log_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, 0)
         both = a * da
@@ -78,7 +78,7 @@ def along_query(
 
 
 @triton.jit
-def phi_of_both_gradient(x, da, db, param_ptr, channels, alpha, D: tl.constexpr, MAP: tl.constexpr):
+def shared_phi_gradient(x, da, db, param_ptr, channels, alpha, D: tl.constexpr, MAP: tl.constexpr):
     """Compute what phi_query_gradient returns, for maps that are the same for queries and keys."""
     g0 = tl.zeros_like(x)
     g1 = tl.zeros_like(x)
@@ -91,13 +91,13 @@ def phi_of_both_gradient(x, da, db, param_ptr, channels, alpha, D: tl.constexpr,
     elif MAP == "split":
         dx = tl.where(x > 0, da, tl.where(x < 0, -db, 0.0))
     elif MAP == "softmax":
-        dx = softmax_of_both_signs_gradient(x, da, db, channels[None, :] < D)
+        dx = signed_softmax_gradient(x, da, db, channels[None, :] < D)
     elif MAP == "channel_softmax":
-        dx = alpha * softmax_of_both_signs_gradient(alpha * x, da, db, channels[None, :] < D)
+        dx = alpha * signed_softmax_gradient(alpha * x, da, db, channels[None, :] < D)
     elif MAP == "focused":
-        dx, g0 = focused_gradient(x, row_of(param_ptr, 0, channels, D), alpha, da)
+        dx, g0 = focus_gradient(x, load_parameters(param_ptr, 0, channels, D), alpha, da)
     else:
-        dx, g0, g1 = relu_of_reflected_gradient(x, da, param_ptr, channels, D, MAP)
+        dx, g0, g1 = reflected_relu_gradient(x, da, param_ptr, channels, D, MAP)
     return dx, g0, g1
 
 
@@ -113,12 +113,12 @@ def phi_query_gradient(
     g0 = tl.zeros_like(x)
     g1 = tl.zeros_like(x)
     if is_same_for_both(MAP):
-        dx, g0, g1 = phi_of_both_gradient(x, da, db, param_ptr, channels, alpha, D, MAP)
+        dx, g0, g1 = shared_phi_gradient(x, da, db, param_ptr, channels, alpha, D, MAP)
     elif MAP == "norm_aware_split":
-        size, norm, inverse = norm_of(x)
+        size, norm, inverse = norms(x)
         slope = tl.load(param_ptr + 1)
-        turn = tanh(norm_scale * norm)
-        raw = tl.load(param_ptr) + slope * turn
+        tanh_norm = tanh(norm_scale * norm)
+        raw = tl.load(param_ptr) + slope * tanh_norm
         p = tl.maximum(raw, 1.0)
         log_x = log2(x)
         log_inverse = log2(inverse)
@@ -129,42 +129,42 @@ def phi_query_gradient(
         total = tl.sum(along, axis=1)[:, None] * inverse
         dp = (tl.sum(along * log_x, axis=1)[:, None] * inverse + total * log_inverse) * LN_2
         dp = tl.where(raw > 1.0, dp, 0.0)
-        dnorm = dp * slope * norm_scale * (1.0 - turn * turn) - total * p * inverse
+        dnorm = dp * slope * norm_scale * (1.0 - tanh_norm * tanh_norm) - total * p * inverse
         # a zero query has a zero gradient: with a power of 1 the slope is not 0 by itself
         dx = dlength * tl.where(size > 0, p * inverse, 0.0) + x * (tl.where(size > SMALLEST_SIZE, dnorm, 0.0) * inverse)
         g0 = tl.where(channels[None, :] == 0, dp, 0.0)
-        g1 = tl.where(channels[None, :] == 0, dp * turn, 0.0)
+        g1 = tl.where(channels[None, :] == 0, dp * tanh_norm, 0.0)
     elif MAP == "norm_aware_cosine":
         unit, size, norm, inverse = unit_and_norm(x)
         slope = tl.load(param_ptr + 1)
-        turn = tanh(norm_scale * norm)
-        raw = tl.load(param_ptr) + slope * turn
+        tanh_norm = tanh(norm_scale * norm)
+        raw = tl.load(param_ptr) + slope * tanh_norm
         p = tl.maximum(raw, 1.0)
         length = tl.abs(unit)
         log_length = log2(length)
         # |u|^(p-1): times |u| it is the feature, times p its derivative
         below = exp2((p - 1.0) * log_length)
-        a, b, turning = sides(alpha * unit)
+        a, b, angle_slope = sides(alpha * unit)
         dmagnitude = inside(da * a + db * b, channels, D)
         dangle = inside(da * b - db * a, channels, D) * below * length
         dunit = tl.where(x > 0, dmagnitude, -dmagnitude) * (p * below)
-        dunit += dangle * alpha * turning
+        dunit += dangle * alpha * angle_slope
         dp = tl.sum(dmagnitude * (below * length) * log_length, axis=1)[:, None] * LN_2
         dp = tl.where(raw > 1.0, dp, 0.0)
-        dnorm = dp * slope * norm_scale * (1.0 - turn * turn) - tl.sum(dunit * unit, axis=1)[:, None] * inverse
+        dnorm = dp * slope * norm_scale * (1.0 - tanh_norm * tanh_norm) - tl.sum(dunit * unit, axis=1)[:, None] * inverse
         dx = dunit * tl.where(size > 0, inverse, 0.0) + tl.where(size > SMALLEST_SIZE, dnorm, 0.0) * unit
         g0 = tl.where(channels[None, :] == 0, dp, 0.0)
-        g1 = tl.where(channels[None, :] == 0, dp * turn, 0.0)
+        g1 = tl.where(channels[None, :] == 0, dp * tanh_norm, 0.0)
     elif MAP == "polarity":
-        p = row_of(param_ptr, 0, channels, D)
-        inverse = row_of(param_ptr, D, channels, D)
+        p = load_parameters(param_ptr, 0, channels, D)
+        inverse = load_parameters(param_ptr, D, channels, D)
         log_y = log2(x * inverse)
         log_scale = tl.maximum(tl.max(p * log_y, axis=1)[:, None] - LOG2_LARGEST, 0.0)
         dmagnitude = tl.where((x > 0) == (STREAM == 0), da, db)
         dx, g0, g1 = power_gradient(x, p, inverse, log_y, log_scale, dmagnitude)
     elif MAP == "polarity_exp":
-        up = row_of(param_ptr, 2 * D * STREAM, channels, D)
-        down = row_of(param_ptr, 2 * D * STREAM + D, channels, D)
+        up = load_parameters(param_ptr, 2 * D * STREAM, channels, D)
+        down = load_parameters(param_ptr, 2 * D * STREAM + D, channels, D)
         signed = x if STREAM == 0 else -x
         positive = tl.maximum(signed, 0.0)
         negative = tl.maximum(-signed, 0.0)
@@ -185,7 +185,7 @@ def phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D: tl.con
     g0 = tl.zeros_like(x)
     g1 = tl.zeros_like(x)
     if is_same_for_both(MAP):
-        dx, g0, g1 = phi_of_both_gradient(x, da, db, param_ptr, channels, alpha, D, MAP)
+        dx, g0, g1 = shared_phi_gradient(x, da, db, param_ptr, channels, alpha, D, MAP)
     elif MAP == "norm_aware_split" or MAP == "norm_aware_cosine":
         p = tl.load(param_ptr + 2)
         if CUBE:
@@ -198,20 +198,20 @@ def phi_key_gradient(x, da, db, param_ptr, channels, log_scale, alpha, D: tl.con
             dx = dmagnitude * slope
         else:
             unit, size, norm, inverse = unit_and_norm(x)
-            a, b, turning = sides(alpha * unit)
+            a, b, angle_slope = sides(alpha * unit)
             magnitude = exp2(p * log2(x) - KEY_SHIFT)
-            dmagnitude = sign_of(x) * (da * a + db * b)
-            dunit = magnitude * (da * b - db * a) * alpha * turning
+            dmagnitude = sign(x) * (da * a + db * b)
+            dunit = magnitude * (da * b - db * a) * alpha * angle_slope
             dunit = inside(dunit, channels, D)
             along = tl.sum(dunit * unit, axis=1)[:, None]
             dx = dmagnitude * slope + (dunit - tl.where(size > SMALLEST_SIZE, along, 0.0) * unit) * inverse
         if not CUBE:
             log_length = log2(x)
-            dp = inside(sign_of(x) * dmagnitude, channels, D) * exp2(p * log_length - KEY_SHIFT) * log_length
+            dp = inside(sign(x) * dmagnitude, channels, D) * exp2(p * log_length - KEY_SHIFT) * log_length
             g0 = tl.where(channels[None, :] == 0, tl.sum(dp, axis=1)[:, None] * LN_2, 0.0)
     elif MAP == "polarity":
-        p = row_of(param_ptr, 0, channels, D)
-        inverse = row_of(param_ptr, D, channels, D)
+        p = load_parameters(param_ptr, 0, channels, D)
+        inverse = load_parameters(param_ptr, D, channels, D)
         dx, g0, g1 = power_gradient(x, p, inverse, log2(x * inverse), log_scale, tl.where(x > 0, da, db))
     elif MAP == "polarity_exp":
         up = da * exp2(LOG2_E * tl.maximum(x, 0.0) - log_scale)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .fastmath import constant, cos, exp2, halves, log2, reciprocal, rsqrt, sin, unbounded_log2, with_sign
-from .row_maps import focused, reflected, softmax
+from .row_maps import focus, reflect, softmax
 
 TINY = constant(1e-30)
 # see feature_maps.norm_aware: below this norm a query changes into one that favours no channel
@@ -53,8 +53,8 @@ def sides(y):
     small = reciprocal(exp2(2.0 * LOG2_E * tl.abs(y)) + 1.0)
     own = cos(HALF_PI * small)
     other = sin(HALF_PI * small)
-    turning = 2.0 * HALF_PI * small * (1.0 - small)
-    return tl.where(y > 0, own, other), tl.where(y > 0, other, own), turning
+    angle_slope = 2.0 * HALF_PI * small * (1.0 - small)
+    return tl.where(y > 0, own, other), tl.where(y > 0, other, own), angle_slope
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def elu_plus_one(x):
 
 
 @triton.jit
-def size_of(x):
+def squared_norm(x):
     """Return the squared norm, [BN, 1], kept below infinity, which has no norm."""
     return tl.minimum(tl.sum(x * x, axis=1)[:, None], LARGEST_SIZE)
 
@@ -89,7 +89,7 @@ def size_of(x):
 @triton.jit
 def unit_and_norm(x):
     """Return x / |x|, the squared norm, the norm and 1 / norm, the norm kept away from zero; all but the first are [BN, 1]."""
-    size = size_of(x)
+    size = squared_norm(x)
     kept = tl.maximum(size, SMALLEST_SIZE)
     inverse = rsqrt(kept)
     # one step of Newton, to float32: sines and cosines are computed from the direction
@@ -98,22 +98,22 @@ def unit_and_norm(x):
 
 
 @triton.jit
-def norm_of(x):
+def norms(x):
     """Return squared norm, norm and 1 / norm, [BN, 1] each, the norm kept away from zero."""
-    size = size_of(x)
+    size = squared_norm(x)
     inverse = rsqrt(tl.maximum(size, SMALLEST_SIZE))
     return size, tl.maximum(size, SMALLEST_SIZE) * inverse, inverse
 
 
 @triton.jit
-def fading_of(size, D: tl.constexpr):
+def zero_query_feature(size, D: tl.constexpr):
     """Return 1 * D^-0.75 for a zero query, 0 from the smallest norm on."""
     full: tl.constexpr = D**-0.75
     return tl.maximum(1.0 - size * LARGEST_INVERSE_SIZE, 0.0) * full
 
 
 @triton.jit
-def row_of(param_ptr, offset, channels, D: tl.constexpr):
+def load_parameters(param_ptr, offset, channels, D: tl.constexpr):
     """Load one parameter per channel, [1, BD]; 0 beyond the head."""
     return tl.load(param_ptr + offset + channels, mask=channels < D, other=0.0)[None, :]
 
@@ -130,7 +130,7 @@ def is_same_for_both(MAP):
 
 
 @triton.jit
-def shown(tile, ok):
+def zero_masked(tile, ok):
     """Zero the rows that are not ok; None: all are."""
     if ok is not None:
         tile = tl.where(ok[:, None], tile, 0.0)
@@ -138,7 +138,7 @@ def shown(tile, ok):
 
 
 @triton.jit
-def phi_of_both(x, ok, param_ptr, channels, alpha, D: tl.constexpr, MAP: tl.constexpr):
+def shared_phi(x, ok, param_ptr, channels, alpha, D: tl.constexpr, MAP: tl.constexpr):
     """Return features of maps that are the same for queries, whose ok is None, and keys."""
     if MAP == "identity":
         a = x
@@ -147,22 +147,24 @@ def phi_of_both(x, ok, param_ptr, channels, alpha, D: tl.constexpr, MAP: tl.cons
         a = tl.maximum(x, 0.0)
         b = a
     elif MAP == "elu":
-        a = inside(shown(elu_plus_one(x), ok), channels, D)
+        a = inside(zero_masked(elu_plus_one(x), ok), channels, D)
         b = a
     elif MAP == "split":
         a = tl.maximum(x, 0.0)
         b = tl.maximum(-x, 0.0)
     elif MAP == "softmax":
-        a = shown(softmax(x, channels[None, :] < D), ok)
-        b = shown(softmax(-x, channels[None, :] < D), ok)
+        a = zero_masked(softmax(x, channels[None, :] < D), ok)
+        b = zero_masked(softmax(-x, channels[None, :] < D), ok)
     elif MAP == "channel_softmax":
-        a = shown(softmax(alpha * x, channels[None, :] < D), ok)
-        b = shown(softmax(-alpha * x, channels[None, :] < D), ok)
+        a = zero_masked(softmax(alpha * x, channels[None, :] < D), ok)
+        b = zero_masked(softmax(-alpha * x, channels[None, :] < D), ok)
     elif MAP == "focused":
-        a = shown(focused(x, row_of(param_ptr, 0, channels, D), alpha), ok)
+        a = zero_masked(focus(x, load_parameters(param_ptr, 0, channels, D), alpha), ok)
         b = a
     else:
-        a = tl.maximum(reflected(x, row_of(param_ptr, 0, channels, D), row_of(param_ptr, D, channels, D), MAP), 0.0)
+        a = tl.maximum(
+            reflect(x, load_parameters(param_ptr, 0, channels, D), load_parameters(param_ptr, D, channels, D), MAP), 0.0
+        )
         b = a
     return a, b
 
@@ -187,43 +189,43 @@ def phi_query(
     """
     log_scale = tl.zeros([x.shape[0], 1], tl.float32)
     if is_same_for_both(MAP):
-        a, b = phi_of_both(x, None, param_ptr, channels, alpha, D, MAP)
+        a, b = shared_phi(x, None, param_ptr, channels, alpha, D, MAP)
     elif MAP == "norm_aware_split":
-        size, norm, inverse = norm_of(x)
+        size, norm, inverse = norms(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
         # |u|^p as 2^(p log2|x| + p log2(1/norm)): the norm costs nothing per channel
-        fading = fading_of(size, D)
+        zero_query = zero_query_feature(size, D)
         if TYPE is None:
-            magnitude = exp2(p * log2(x) + p * log2(inverse)) + fading
-            a = inside(tl.where(x > 0, magnitude, fading), channels, D)
-            b = inside(tl.where(x > 0, fading, magnitude), channels, D)
+            magnitude = exp2(p * log2(x) + p * log2(inverse)) + zero_query
+            a = inside(tl.where(x > 0, magnitude, zero_query), channels, D)
+            b = inside(tl.where(x > 0, zero_query, magnitude), channels, D)
         else:
             rest = p * log2(inverse)
             if factor is not None:
                 rest += log2(factor)
-                fading *= factor
+                zero_query *= factor
             a, b = halves(with_sign(exp2(p * unbounded_log2(x) + rest), x), TYPE)
-            a += fading.to(TYPE)
-            b += fading.to(TYPE)
+            a += zero_query.to(TYPE)
+            b += zero_query.to(TYPE)
     elif MAP == "norm_aware_cosine":
         unit, size, norm, inverse = unit_and_norm(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
         magnitude = exp2(p * log2(unit))
         # [1 ; 0] rotated as the features are
-        fading = fading_of(size, D) * HALF_ROOT
-        a, b, turning = sides(alpha * unit)
-        a = inside(magnitude * a + fading, channels, D)
-        b = inside(magnitude * b + fading, channels, D)
+        zero_query = zero_query_feature(size, D) * HALF_ROOT
+        a, b, angle_slope = sides(alpha * unit)
+        a = inside(magnitude * a + zero_query, channels, D)
+        b = inside(magnitude * b + zero_query, channels, D)
     elif MAP == "polarity":
-        p = row_of(param_ptr, 0, channels, D)
-        log_size = p * log2(x * row_of(param_ptr, D, channels, D))
+        p = load_parameters(param_ptr, 0, channels, D)
+        log_size = p * log2(x * load_parameters(param_ptr, D, channels, D))
         log_scale = tl.maximum(tl.max(log_size, axis=1)[:, None] - LOG2_LARGEST, 0.0)
         magnitude = inside(exp2(log_size - log_scale), channels, D)
         a = tl.where((x > 0) == (STREAM == 0), magnitude, 0.0)
         b = tl.where((x > 0) == (STREAM == 0), 0.0, magnitude)
     elif MAP == "polarity_exp":
-        up = LOG2_E * row_of(param_ptr, 2 * D * STREAM, channels, D)
-        down = LOG2_E * row_of(param_ptr, 2 * D * STREAM + D, channels, D)
+        up = LOG2_E * load_parameters(param_ptr, 2 * D * STREAM, channels, D)
+        down = LOG2_E * load_parameters(param_ptr, 2 * D * STREAM + D, channels, D)
         signed = x if STREAM == 0 else -x
         up = up * tl.maximum(signed, 0.0)
         down = down * tl.maximum(-signed, 0.0)
@@ -252,7 +254,7 @@ def is_unbounded(MAP):
 def key_excess(x, param_ptr, channels, D: tl.constexpr, MAP: tl.constexpr):
     """Return log2 of how far the largest key feature of a tile exceeds what float32 sums should hold; 0 for bounded maps."""
     if MAP == "polarity":
-        log_size = row_of(param_ptr, 0, channels, D) * log2(x * row_of(param_ptr, D, channels, D))
+        log_size = load_parameters(param_ptr, 0, channels, D) * log2(x * load_parameters(param_ptr, D, channels, D))
         excess = tl.maximum(tl.max(log_size) - LOG2_LARGEST, 0.0)
     elif MAP == "polarity_exp":
         excess = tl.maximum(tl.max(LOG2_E * tl.abs(x)) - LOG2_LARGEST, 0.0)
@@ -276,7 +278,7 @@ def phi_key(
 ):
     """Return features of a tile of keys times 2^-log_scale (times 2^-KEY_SHIFT for norm-aware keys); ok [BN]: visible rows."""
     if is_same_for_both(MAP):
-        a, b = phi_of_both(x, ok, param_ptr, channels, alpha, D, MAP)
+        a, b = shared_phi(x, ok, param_ptr, channels, alpha, D, MAP)
     elif MAP == "norm_aware_split":
         if CUBE:
             small = x * KEY_UNIT
@@ -288,11 +290,11 @@ def phi_key(
     elif MAP == "norm_aware_cosine":
         unit, size, norm, inverse = unit_and_norm(x)
         magnitude = exp2(tl.load(param_ptr + 2) * log2(x) - KEY_SHIFT)
-        a, b, turning = sides(alpha * unit)
+        a, b, angle_slope = sides(alpha * unit)
         a *= magnitude
         b *= magnitude
     elif MAP == "polarity":
-        log_size = row_of(param_ptr, 0, channels, D) * log2(x * row_of(param_ptr, D, channels, D))
+        log_size = load_parameters(param_ptr, 0, channels, D) * log2(x * load_parameters(param_ptr, D, channels, D))
         magnitude = inside(exp2(log_size - log_scale), channels, D)
         a = tl.where(x > 0, magnitude, 0.0)
         b = tl.where(x > 0, 0.0, magnitude)

@@ -52,7 +52,7 @@ def unit_matrix(BD: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def widened(x, unit, LEAN: tl.constexpr):
+def widen(x, unit, LEAN: tl.constexpr):
     """Return x [BN, BD] in float32; as a product with the unit matrix it has the layout that the next product needs."""
     return tl.dot(x, unit) if LEAN and x.dtype == unit.dtype else x.to(tl.float32)
 

@@ -22,7 +22,7 @@ def over_peak(x, inverse):
 
 
 @triton.jit
-def focused(x, inverse, power):
+def focus(x, inverse, power):
     """Return y^p |y| / |y^p| with y = (relu(x) + 1e-6) * inverse."""
     y, peak = over_peak(x, inverse)
     powered = exp2(power * log2(y))
@@ -30,7 +30,7 @@ def focused(x, inverse, power):
 
 
 @triton.jit
-def focused_gradient(x, inverse, power, da):
+def focus_gradient(x, inverse, power, da):
     """Return dx and the gradient of `inverse` per row."""
     y, peak = over_peak(x, inverse)
     powered = exp2(power * log2(y))
@@ -60,23 +60,23 @@ def softmax_gradient(y, dy, in_head):
 
 
 @triton.jit
-def softmax_of_both_signs_gradient(x, da, db, in_head):
+def signed_softmax_gradient(x, da, db, in_head):
     return softmax_gradient(softmax(x, in_head), da, in_head) - softmax_gradient(softmax(-x, in_head), db, in_head)
 
 
 @triton.jit
-def pairs_of(x):
+def to_pairs(x):
     """Reshape to channels 2i and 2i+1 side by side, [BN, BD / 2, 2]."""
     return tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2])
 
 
 @triton.jit
-def rows_of(pairs):
+def from_pairs(pairs):
     return tl.reshape(pairs, [pairs.shape[0], 2 * pairs.shape[1]])
 
 
 @triton.jit
-def others_of(pairs):
+def swap_pairs(pairs):
     """Return for each channel the other one of its pair.
 
     It is the xor of both without its own bits. Triton 3.6 miscompiles split and join, which would be clearer, in small tiles.
@@ -98,39 +98,39 @@ def across_heads(x, normal):
 
 
 @triton.jit
-def in_pairs(x, turns):
-    """Apply [[-c, -s], [-s, c]] to each channel pair, its own inverse and transpose; `turns` alternates c and s."""
-    pairs = pairs_of(x)
-    own = pairs_of(turns)
-    other = others_of(own)
+def in_pairs(x, rotations):
+    """Apply [[-c, -s], [-s, c]] to each channel pair, its own inverse and transpose; `rotations` alternates c and s."""
+    pairs = to_pairs(x)
+    own = to_pairs(rotations)
+    other = swap_pairs(own)
     is_first = minus_and_plus() < 0
     c = tl.where(is_first, own, other)
     s = tl.where(is_first, other, own)
-    return rows_of(minus_and_plus() * c * pairs - s * others_of(pairs))
+    return from_pairs(minus_and_plus() * c * pairs - s * swap_pairs(pairs))
 
 
 @triton.jit
-def reflected(x, normal, turns, MAP: tl.constexpr):
+def reflect(x, normal, rotations, MAP: tl.constexpr):
     if MAP != "reflection_in_pairs":
         x = across_heads(x, normal)
     if MAP != "reflection_across":
-        x = in_pairs(x, turns)
+        x = in_pairs(x, rotations)
     return x
 
 
 @triton.jit
-def reflected_gradient(x, normal, turns, dy, MAP: tl.constexpr):
-    """Return dx, and per row the gradients of `normal` and of `turns`; dy is zero beyond the head."""
+def reflect_gradient(x, normal, rotations, dy, MAP: tl.constexpr):
+    """Return dx, and per row the gradients of `normal` and of `rotations`; dy is zero beyond the head."""
     dnormal = tl.zeros_like(x)
     dturns = tl.zeros_like(x)
     if MAP != "reflection_across":
-        pairs = pairs_of(across_heads(x, normal) if MAP == "reflection" else x)
-        other = others_of(pairs)
-        dpairs = pairs_of(dy)
-        dother = others_of(dpairs)
+        pairs = to_pairs(across_heads(x, normal) if MAP == "reflection" else x)
+        other = swap_pairs(pairs)
+        dpairs = to_pairs(dy)
+        dother = swap_pairs(dpairs)
         is_first = minus_and_plus() < 0
-        dturns = rows_of(tl.where(is_first, dother * other - dpairs * pairs, -dpairs * other - dother * pairs))
-        dy = in_pairs(dy, turns)
+        dturns = from_pairs(tl.where(is_first, dother * other - dpairs * pairs, -dpairs * other - dother * pairs))
+        dy = in_pairs(dy, rotations)
     if MAP != "reflection_in_pairs":
         along = tl.sum(dy * normal, axis=1)[:, None]
         dnormal = -2.0 * (tl.sum(x * normal, axis=1)[:, None] * dy + along * x)

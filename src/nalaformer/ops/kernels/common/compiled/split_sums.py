@@ -52,7 +52,7 @@ def prefix_kernel(
     sums_ptr,  # [splits, rows, E] -> the sums before (REVERSE: after) each split, in place
     initial_ptr,  # [rows, E]: the sums before all splits
     total_ptr,  # [rows, E]: the total
-    keep_ptr,  # [splits, rows]: decay of the earlier sums over each split, which spares the last of V + 2 columns (FADES)
+    keep_ptr,  # [splits, rows]: decay of the earlier sums over each split, which spares the last of V + 2 columns (HAS_DECAY)
     splits,
     elements,  # rows * E
     per_row,  # E
@@ -60,7 +60,7 @@ def prefix_kernel(
     BLOCK: tl.constexpr,
     REVERSE: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
 ):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = offsets < elements
@@ -72,7 +72,7 @@ def prefix_kernel(
         place = sums_ptr + tl.cast(split, tl.int64) * elements + offsets
         own = tl.load(place, mask=ok, other=0.0)
         tl.store(place, running, mask=ok)
-        if FADES:
+        if HAS_DECAY:
             keep = tl.load(keep_ptr + split * (elements // per_row) + offsets // per_row, mask=ok, other=0.0)
             # the number of keys does not decay
             running *= tl.where(offsets % (V + 2) == V + 1, 1.0, keep)

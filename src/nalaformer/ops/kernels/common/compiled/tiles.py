@@ -6,7 +6,7 @@ linear/compiled/bidirectional.py describes the layout of the sums.
 import triton
 import triton.language as tl
 
-from .row_maps import minus_and_plus, others_of, pairs_of, rows_of
+from .row_maps import from_pairs, minus_and_plus, swap_pairs, to_pairs
 
 
 @triton.jit
@@ -86,13 +86,13 @@ def sample_offset(sample, row, stride_batch, stride_row, PACKED: tl.constexpr):
 
 
 @triton.jit
-def rows_of_head(ptr, sample, head, row, stride_batch, stride_row, stride_head, PACKED: tl.constexpr):
+def head_rows(ptr, sample, head, row, stride_batch, stride_row, stride_head, PACKED: tl.constexpr):
     """Return the pointer to the rows of a sample and head."""
     return ptr + (sample_offset(sample, row, stride_batch, stride_row, PACKED) + head * stride_head)
 
 
 @triton.jit
-def angles_of(cos_ptr, sin_ptr, sample, row, stride_batch, PAIRS: tl.constexpr):
+def angle_rows(cos_ptr, sin_ptr, sample, row, stride_batch, PAIRS: tl.constexpr):
     """Return the pointers to the rotary tables of a sample."""
     offset = row * PAIRS + tl.cast(sample, tl.int64) * stride_batch
     return cos_ptr + offset, sin_ptr + offset
@@ -107,7 +107,7 @@ def visible_rows(mask_ptr, first, rows, exists, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def share_of_stream(x, columns, STREAM: tl.constexpr, V: tl.constexpr, STREAMS: tl.constexpr):
+def stream_columns(x, columns, STREAM: tl.constexpr, V: tl.constexpr, STREAMS: tl.constexpr):
     """Return x [BN, BV] in the columns of one of two streams, 0 in the others."""
     if STREAMS == 2:
         mine = (columns >= STREAM * (V // STREAMS)) & (columns < (STREAM + 1) * (V // STREAMS))
@@ -127,14 +127,14 @@ def load_angles(cos_ptr, sin_ptr, first, rows, ok, PART: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def turn(x, cos, sin):
+def rotate_pairs(x, cos, sin):
     """Rotate the channel pairs (2i, 2i+1) of x [BN, BD]; -sin rotates back."""
-    pairs = pairs_of(x)
-    return rows_of(pairs * cos[:, :, None] + others_of(pairs) * (sin[:, :, None] * minus_and_plus()))
+    pairs = to_pairs(x)
+    return from_pairs(pairs * cos[:, :, None] + swap_pairs(pairs) * (sin[:, :, None] * minus_and_plus()))
 
 
 @triton.jit
-def rotated(
+def rotate_features(
     x,
     cos_ptr,
     sin_ptr,
@@ -149,7 +149,7 @@ def rotated(
 ):
     if PAIRS > 0:
         cos, sin = load_angles(cos_ptr, sin_ptr, first, rows, ok, PART, D, BD, PAIRS)
-        x = turn(x, cos, -sin) if BACK else turn(x, cos, sin)
+        x = rotate_pairs(x, cos, -sin) if BACK else rotate_pairs(x, cos, sin)
     return x
 
 
@@ -227,7 +227,7 @@ def store_both_sums(
 
 
 @triton.jit
-def place_of_program():
+def program_index():
     """Return the index of a program: along the first axis of the grid, then the second."""
     return tl.cast(tl.program_id(0), tl.int64) * tl.num_programs(1) + tl.program_id(1)
 

@@ -4,14 +4,14 @@ import triton
 import triton.language as tl
 
 from ...common.compiled.tiles import load_rows, store_rows
-from .pieces import (
+from .chunks import (
+    chunk_rows,
     decay_between,
     decay_to_end,
-    numbers_of,
-    product_of_rows,
-    rows_of_piece,
-    rows_of_sequence,
+    load_values,
+    multiply_rows,
     running_decay,
+    sequence_rows,
 )
 
 
@@ -22,8 +22,8 @@ def scan_gradient_kernel(
     k_ptr,  # [rows, heads, F]
     q_ptr,  # [rows, heads, F]
     dout_ptr,  # [rows, heads, V]
-    since_ptr,  # [rows, heads] float32; not read without FADES
-    to_end_ptr,  # [rows, heads] float32; not read without FADES
+    since_ptr,  # [rows, heads] float32; not read without HAS_DECAY
+    to_end_ptr,  # [rows, heads] float32; not read without HAS_DECAY
     dfinal_ptr,  # [sequences, heads, F, V] float32; not read without HAS_FINAL
     sequences_ptr,  # [sequences, 3], read if PACKED
     dstates_ptr,  # [chunks, heads, F, V]: gradients of the state after each chunk
@@ -36,7 +36,7 @@ def scan_gradient_kernel(
     SIZE: tl.constexpr,
     BF: tl.constexpr,
     BV: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -45,8 +45,8 @@ def scan_gradient_kernel(
     DOT: tl.constexpr = du_ptr.dtype.element_ty
     sequence = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
-    row, length, first_piece = rows_of_sequence(sequences_ptr, sequence, tokens, SIZE, PACKED)
-    pieces = tl.cdiv(length, SIZE)
+    row, length, first_chunk = sequence_rows(sequences_ptr, sequence, tokens, SIZE, PACKED)
+    chunks = tl.cdiv(length, SIZE)
     rows = tl.arange(0, SIZE)
     feature = tl.arange(0, BF)
     value = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -58,11 +58,11 @@ def scan_gradient_kernel(
     dstate = tl.zeros((BF, BV), tl.float32)
     if HAS_FINAL:
         dstate = tl.load(dfinal_ptr + in_states + in_state, mask=inside, other=0.0)
-    for step in range(0, pieces):
-        piece = pieces - 1 - step
-        first = row + piece * SIZE
-        ok = rows < length - piece * SIZE
-        at = (tl.cast(first_piece + piece, tl.int64) * heads + head) * F * V
+    for step in range(0, chunks):
+        chunk = chunks - 1 - step
+        first = row + chunk * SIZE
+        ok = rows < length - chunk * SIZE
+        at = (tl.cast(first_chunk + chunk, tl.int64) * heads + head) * F * V
         operand = dstate.to(DOT)
         tl.store(dstates_ptr + at + in_state, operand, mask=inside)
         w = load_rows(w_ptr + head * F, first, rows, ok, feature, is_feature, heads * F)
@@ -71,10 +71,10 @@ def scan_gradient_kernel(
         dout = load_rows(dout_ptr + head * V, first, rows, ok, value, is_value, heads * V).to(tl.float32) * scale
         du = load_rows(du_ptr + head * V, first, rows, ok, value, is_value, heads * V).to(tl.float32)
         by_state = tl.dot(k, operand, input_precision=PRECISION)
-        if FADES:
-            by_state *= numbers_of(to_end_ptr, first, rows, ok, head, heads)[:, None]
-            dout *= numbers_of(since_ptr, first, rows, ok, head, heads)[:, None]
-            last = first + tl.minimum(SIZE, length - piece * SIZE) - 1
+        if HAS_DECAY:
+            by_state *= load_values(to_end_ptr, first, rows, ok, head, heads)[:, None]
+            dout *= load_values(since_ptr, first, rows, ok, head, heads)[:, None]
+            last = first + tl.minimum(SIZE, length - chunk * SIZE) - 1
             dstate *= tl.load(since_ptr + last * heads + head)
         du += by_state
         store_rows(du_ptr + head * V, du, first, rows, ok, value, is_value, heads * V)
@@ -116,7 +116,7 @@ def delta_gradient_kernel(
     k_ptr,  # [rows, heads, F]
     v_ptr,  # [rows, heads, V]
     beta_ptr,  # [rows, heads]
-    decay_ptr,  # [rows, heads]; not read without FADES
+    decay_ptr,  # [rows, heads]; not read without HAS_DECAY
     dout_ptr,  # [rows, heads, V]
     inverse_ptr,  # [rows, heads, SIZE]
     u_ptr,  # [rows, heads, V]
@@ -129,7 +129,7 @@ def delta_gradient_kernel(
     dk_ptr,  # [rows, heads, F]
     dv_ptr,  # [rows, heads, V]
     dbeta_ptr,  # [rows, heads]
-    ddecay_ptr,  # [rows, heads]; written if FADES
+    ddecay_ptr,  # [rows, heads]; written if HAS_DECAY
     tokens,
     heads,
     scale,
@@ -138,20 +138,20 @@ def delta_gradient_kernel(
     SIZE: tl.constexpr,
     BF: tl.constexpr,
     BV: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute gradients of q, k, v, beta and log_decay of a chunk, from those of the states after the chunks and of u."""
     DOT: tl.constexpr = u_ptr.dtype.element_ty
     head = tl.program_id(0) % heads
-    first, count = rows_of_piece(owners_ptr, sequences_ptr, tl.program_id(0) // heads, tokens, SIZE, PACKED)
+    first, count = chunk_rows(owners_ptr, sequences_ptr, tl.program_id(0) // heads, tokens, SIZE, PACKED)
     rows = tl.arange(0, SIZE)
     ok = rows < count
     queries_ptr, keys_ptr = q_ptr + head * F, k_ptr + head * F
     upstream_ptr, corrections_ptr, by_corrections_ptr = dout_ptr + head * V, u_ptr + head * V, du_ptr + head * V
     inverse = load_rows(inverse_ptr + head * SIZE, first, rows, ok, rows, rows < SIZE, heads * SIZE)
-    beta = numbers_of(beta_ptr, first, rows, ok, head, heads).to(tl.float32)
+    beta = load_values(beta_ptr, first, rows, ok, head, heads).to(tl.float32)
     # gradients of beta, of the products among keys in the solved matrix, and of the products in M
     dbeta = tl.zeros((SIZE,), tl.float32)
     damong = tl.zeros((SIZE, SIZE), tl.float32)
@@ -171,20 +171,20 @@ def delta_gradient_kernel(
     high, low = beta, beta
     since = tl.full((SIZE,), 1.0, tl.float32)
     to_end = since
-    if FADES:
+    if HAS_DECAY:
         high, low = running_decay(decay_ptr, first, rows, ok, head, heads)
         since = tl.exp(high)
         to_end = decay_to_end(high, low, rows, SIZE)
-    decay = decay_between(high, low, rows, FADES)
+    decay = decay_between(high, low, rows, HAS_DECAY)
     damong = tl.where(rows[:, None] > rows[None, :], damong * decay, 0.0)
     dweights *= decay * scale
-    similar = product_of_rows(keys_ptr, keys_ptr, first, rows, ok, heads * F, F, BF, SIZE, DOT, PRECISION)
+    similar = multiply_rows(keys_ptr, keys_ptr, first, rows, ok, heads * F, F, BF, SIZE, DOT, PRECISION)
     by_similar = damong * similar
     dbeta += tl.sum(by_similar, axis=1)
     by_sum = dbeta
     at_end = tl.sum(tl.zeros((SIZE,), tl.float32), axis=0)
-    if FADES:
-        scores = product_of_rows(queries_ptr, keys_ptr, first, rows, ok, heads * F, F, BF, SIZE, DOT, PRECISION)
+    if HAS_DECAY:
+        scores = multiply_rows(queries_ptr, keys_ptr, first, rows, ok, heads * F, F, BF, SIZE, DOT, PRECISION)
         # a token with itself would cancel, and lose digits
         by_pair = beta[:, None] * by_similar + tl.where(rows[:, None] > rows[None, :], dweights * scores, 0.0)
         # the columns are summed through a transpose: both sums then have the same layout
@@ -221,7 +221,7 @@ def delta_gradient_kernel(
             upstream_ptr, states_ptr + in_states, first, rows, ok, feature, heads * V, F, V, SIZE, BF, BV, DOT, PRECISION
         )
         dq *= (since * scale)[:, None]
-        if FADES:
+        if HAS_DECAY:
             by_end = tl.sum(by_keys * key, axis=1)
             by_sum += beta * along + tl.sum(dq * q.to(tl.float32), axis=1) - by_end
             at_end += tl.sum(by_end, axis=0)
@@ -235,7 +235,7 @@ def delta_gradient_kernel(
         store_rows(dq_ptr + head * F, dq, first, rows, ok, feature, is_feature, heads * F)
     place = first * heads + head + rows * heads
     tl.store(dbeta_ptr + place, dbeta.to(dbeta_ptr.dtype.element_ty), mask=ok)
-    if FADES:
+    if HAS_DECAY:
         by_sum += tl.where(rows == SIZE - 1, at_end, 0.0)
         # a decay affects its own token and all later ones in the chunk
         by_step = tl.cumsum(by_sum, axis=0, reverse=True)

@@ -9,7 +9,7 @@ from ...common.compiled.maps import phi_key, phi_query
 
 
 @triton.jit
-def mapped(
+def unit_parts(
     x,
     ok,
     param_ptr,
@@ -57,7 +57,7 @@ def unit_features_kernel(
     ok = row < rows
     inside = ok[:, None] & (channels < D)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_row + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-    a, b, inverse = mapped(x, ok, param_ptr, channels, norm_scale, alpha, D, MAP, CUBE, IS_QUERY, PARTS, smallest)
+    a, b, inverse = unit_parts(x, ok, param_ptr, channels, norm_scale, alpha, D, MAP, CUBE, IS_QUERY, PARTS, smallest)
     at = out_ptr + row[:, None] * (PARTS * D) + channels[None, :]
     tl.store(at, (a * inverse).to(out_ptr.dtype.element_ty), mask=inside)
     if PARTS == 2:
@@ -88,7 +88,7 @@ def unit_features_gradient_kernel(
     ok = row < rows
     inside = ok[:, None] & (channels < D)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_row + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-    a, b, inverse = mapped(x, ok, param_ptr, channels, norm_scale, alpha, D, MAP, CUBE, IS_QUERY, PARTS, smallest)
+    a, b, inverse = unit_parts(x, ok, param_ptr, channels, norm_scale, alpha, D, MAP, CUBE, IS_QUERY, PARTS, smallest)
     at = dout_ptr + row[:, None] * (PARTS * D) + channels[None, :]
     da = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     # only the part of the gradient across the direction of the features remains

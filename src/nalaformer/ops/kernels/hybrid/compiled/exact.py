@@ -22,7 +22,7 @@ LN_2 = constant(0.6931471805599453)
 
 
 @triton.jit
-def scores_of(x, y, visible, scale, PRECISION: tl.constexpr):
+def masked_scores(x, y, visible, scale, PRECISION: tl.constexpr):
     """Return the scores of the rows of x and y; -inf where masked."""
     s = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
     return tl.where(visible, s, float("-inf"))
@@ -45,7 +45,7 @@ def attend_tile(
     PRECISION: tl.constexpr,
 ):
     """Compute one step of the online softmax."""
-    s = scores_of(q, k, visible, scale, PRECISION)
+    s = masked_scores(q, k, visible, scale, PRECISION)
     if KEEP_BEST:
         tile_max, place = tl.max(s, axis=1, return_indices=True)
         best = tl.where(tile_max > row_max, number + place, best)
@@ -80,7 +80,7 @@ def add_query_gradient(
     PRECISION: tl.constexpr,
 ):
     """Add the gradients of scores, exp(s - max) (dout . v + dtotal), plus that of the maximum at its key, to dq."""
-    p = exp2(scores_of(q, k, visible, scale, PRECISION) - row_max[:, None])
+    p = exp2(masked_scores(q, k, visible, scale, PRECISION) - row_max[:, None])
     ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) + dtotal[:, None])
     if KEEP_BEST:
         ds += tl.where(numbers[None, :] == best[:, None], dmax[:, None], 0.0)
@@ -107,7 +107,7 @@ def add_key_gradients(
     PRECISION: tl.constexpr,
 ):
     """Add the gradients of scores to those of keys, which are the rows here, [BN, BM]: products then need no transpose."""
-    p = exp2(scores_of(k, q, visible, scale, PRECISION) - row_max[None, :])
+    p = exp2(masked_scores(k, q, visible, scale, PRECISION) - row_max[None, :])
     ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) + dtotal[None, :])
     if KEEP_BEST:
         ds += tl.where(numbers[:, None] == best[None, :], dmax[None, :], 0.0)
@@ -123,7 +123,7 @@ def entries_seen(group, entries, old, per_chunk):
 
 
 @triton.jit
-def queries_of_program(groups, chunk, heads, BM: tl.constexpr):
+def program_queries(groups, chunk, heads, BM: tl.constexpr):
     """Return sample, head, group, and part of the chunk."""
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
     head = tl.program_id(1) % heads
@@ -134,7 +134,7 @@ def queries_of_program(groups, chunk, heads, BM: tl.constexpr):
 
 
 @triton.jit
-def store_of_head(k_ptr, v_ptr, until_ptr, sample, head, heads, store_heads, entries, D: tl.constexpr, V: tl.constexpr):
+def head_store(k_ptr, v_ptr, until_ptr, sample, head, heads, store_heads, entries, D: tl.constexpr, V: tl.constexpr):
     """Return the pointers to the keys, values and last groups of a head's store."""
     owner = sample * (heads // store_heads) + head // store_heads
     return k_ptr + owner * entries * D, v_ptr + owner * entries * V, until_ptr + owner * entries
@@ -242,7 +242,7 @@ def exact_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    sample, head, group, part = queries_of_program(groups, chunk, heads, BM)
+    sample, head, group, part = program_queries(groups, chunk, heads, BM)
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     rows = tl.arange(0, BM)
@@ -270,7 +270,7 @@ def exact_kernel(
             q, k, v, visible, first, scale, row_max, best, total, weighted, KEEP_BEST, DOT, PRECISION
         )
 
-    store_k_ptr, store_v_ptr, until_ptr = store_of_head(
+    store_k_ptr, store_v_ptr, until_ptr = head_store(
         store_k_ptr, store_v_ptr, until_ptr, sample, head, heads, store_heads, entries, D, V
     )
     stop = entries_seen(group, entries, old, per_chunk)
@@ -341,7 +341,7 @@ def exact_dq_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    sample, head, group, part = queries_of_program(groups, chunk, heads, BM)
+    sample, head, group, part = program_queries(groups, chunk, heads, BM)
     channels = tl.arange(0, BD)
     rows = tl.arange(0, BM)
     keys = tl.arange(0, BN)
@@ -370,7 +370,7 @@ def exact_dq_kernel(
             q, k, v, dout, visible, numbers, scale, row_max, dtotal, best, dmax, dq, KEEP_BEST, DOT, PRECISION
         )
 
-    store_k_ptr, store_v_ptr, until_ptr = store_of_head(
+    store_k_ptr, store_v_ptr, until_ptr = head_store(
         store_k_ptr, store_v_ptr, until_ptr, sample, head, heads, store_heads, entries, D, V
     )
     stop = entries_seen(group, entries, old, per_chunk)

@@ -88,7 +88,7 @@ def exact_window_kernel(
     store_rows(dv_ptr + line * V, dv, first, keys, there, columns, columns < V, key_heads * V)
 
 
-@triton.jit(do_not_specialize=["groups", "stretch", "entries", "old"])
+@triton.jit(do_not_specialize=["groups", "split_size", "entries", "old"])
 def exact_store_kernel(
     q_ptr,  # [B, R * l, H, D]
     store_k_ptr,  # [B, S, E, D]
@@ -102,7 +102,7 @@ def exact_store_kernel(
     dk_ptr,  # [splits, B, S, E, D]
     dv_ptr,  # [splits, B, S, E, V]
     groups,
-    stretch,  # groups of a split
+    split_size,  # groups of a split
     chunk,
     entries,
     old,
@@ -140,8 +140,8 @@ def exact_store_kernel(
     numbers = (groups + 1) * chunk + first + keys
     # the first group that sees an entry: entries that enter with a chunk are seen from the group after its own on
     born = tl.where(first + keys < old, 0, (tl.maximum(first + keys - old, 0)) // tl.maximum(per_chunk, 1) + 1)
-    begin = tl.maximum(tl.program_id(2) * stretch, tl.min(born, axis=0))
-    stop = tl.minimum(tl.minimum((tl.program_id(2) + 1) * stretch, groups), tl.max(until, axis=0))
+    begin = tl.maximum(tl.program_id(2) * split_size, tl.min(born, axis=0))
+    stop = tl.minimum(tl.minimum((tl.program_id(2) + 1) * split_size, groups), tl.max(until, axis=0))
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BV], tl.float32)
     q_ptr += sample * stride_qb

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...common.compiled.row_maps import softmax, softmax_of_both_signs_gradient
+from ...common.compiled.row_maps import signed_softmax_gradient, softmax
 from ...common.compiled.tiles import load_rows, store_rows
 
 
@@ -61,5 +61,5 @@ def signed_softmax_gradient_kernel(
     dout_ptr += line * (2 * D)
     da = load_rows(dout_ptr, first, rows, ok, channels, in_head, heads * 2 * D).to(tl.float32)
     db = load_rows(dout_ptr + D, first, rows, ok, channels, in_head, heads * 2 * D).to(tl.float32)
-    dx = softmax_of_both_signs_gradient(x, da, db, in_head[None, :])
+    dx = signed_softmax_gradient(x, da, db, in_head[None, :])
     store_rows(dx_ptr + line * D, dx, first, rows, ok, channels, in_head, heads * D)

@@ -25,14 +25,14 @@ def load_numbers(ptr, first, rows, ok, stride):
     return tl.load(ptr + (tl.cast(first, tl.int64) + rows) * stride, mask=ok, other=0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["last_step", "stretch"])
-def stretch_sums_kernel(
+@triton.jit(do_not_specialize=["last_step", "split_size"])
+def split_sums_kernel(
     inner_ptr,  # [B, steps * rows, H, I]
     outer_ptr,  # [B, steps * rows, H or K, O]
     number_ptr,  # [B, steps * rows, heads]: True if a row counts (COUNTS), or the factor of its part in z
     sums_ptr,  # [stretches, B * H, I, O + 1] float32
     last_step,  # number of steps that add something
-    stretch,
+    split_size,
     heads,
     outer_heads,  # heads per head of outer
     number_heads,
@@ -66,8 +66,8 @@ def stretch_sums_kernel(
     s = tl.zeros([BI, BO], tl.float32)
     z = tl.zeros([BI], tl.float32)
     # the rows of all steps of a split lie side by side
-    start = tl.program_id(0) * stretch * ROWS
-    stop = tl.minimum((tl.program_id(0) + 1) * stretch, last_step) * ROWS
+    start = tl.program_id(0) * split_size * ROWS
+    stop = tl.minimum((tl.program_id(0) + 1) * split_size, last_step) * ROWS
     for first in range(start, stop, BN):
         ok = rows < stop - first
         number = load_numbers(number_ptr, first, rows, ok, lines)
@@ -84,8 +84,8 @@ def stretch_sums_kernel(
         tl.store(sums_ptr + inner * (O + 1) + O, z, mask=inner < I)
 
 
-@triton.jit(do_not_specialize=["steps", "stretch", "read_steps", "add_steps"])
-def walk_kernel(
+@triton.jit(do_not_specialize=["steps", "split_size", "read_steps", "add_steps"])
+def linear_scan_kernel(
     read_ptr,  # [B, read_steps * READ_ROWS, heads, I]
     inner_ptr,  # [B, add_steps * ADD_ROWS, heads, I]
     outer_ptr,  # [B, add_steps * ADD_ROWS, heads, O]
@@ -95,7 +95,7 @@ def walk_kernel(
     out_ptr,  # [B, read_steps * READ_ROWS, H, O]
     total_ptr,  # [B, read_steps * READ_ROWS, H] float32; only with TOTAL
     steps,
-    stretch,
+    split_size,
     read_steps,
     add_steps,
     heads,
@@ -161,8 +161,8 @@ def walk_kernel(
         s = tl.load(sums_ptr + inner[:, None] * (O + 1) + outer[None, :], mask=inside, other=0.0)
         z = tl.load(sums_ptr + inner * (O + 1) + O, mask=inner < I, other=0.0)
 
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, steps)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, steps)
     for count in range(0, stop - start):
         step = stop - 1 - count if BACK else start + count
         for part in tl.static_range((READ_ROWS + BR - 1) // BR):

@@ -21,7 +21,7 @@ def product(a, b, HALF: tl.constexpr):
 
 
 @triton.jit
-def piece_kernel(
+def split_kernel(
     q_ptr,  # [B, 1, H, D]
     k_ptr,  # [B, 1, K, D]
     v_ptr,  # [B, 1, K, V]
@@ -36,7 +36,7 @@ def piece_kernel(
     store_heads,
     repeats,  # S / K
     places,  # A
-    pieces,  # P
+    splits,  # P
     tiles,  # of one piece
     chunk_size,
     salient_per_chunk,
@@ -59,7 +59,7 @@ def piece_kernel(
     HALF: tl.constexpr,  # q, keys and values have the same type of 16 bits
 ):
     owner = tl.cast(tl.program_id(0), tl.int64)
-    piece = tl.program_id(1)
+    split = tl.program_id(1)
     sample = owner // store_heads
     head = owner % store_heads
     member = tl.arange(0, BG)
@@ -84,7 +84,7 @@ def piece_kernel(
     new_value = tl.load(v_ptr + sample * stride_vb + key_head * stride_vh + column, mask=in_value, other=0.0)
     keys_ptr += owner * places * D
     values_ptr += owner * places * V
-    if piece == 0:
+    if split == 0:
         tl.store(keys_ptr + slot * D + channel, new_key.to(keys_ptr.dtype.element_ty), mask=in_head)
         tl.store(values_ptr + slot * V + column, new_value.to(values_ptr.dtype.element_ty), mask=in_value)
         # written here: the other kernel changes the count, so none of its programs may read it
@@ -95,12 +95,12 @@ def piece_kernel(
     own = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
     # the whole row becomes NaN
     own = tl.where(tl.load(is_poisoned_ptr + sample) != 0, float("nan"), own)
-    row_max = tl.where(piece == 0, own, -float("inf"))
-    total = tl.where(piece == 0, 1.0, 0.0) + tl.zeros([BG], tl.float32)
-    weighted = tl.where(piece == 0, new_value.to(tl.float32)[None, :] + tl.zeros([BG, BV], tl.float32), 0.0)
+    row_max = tl.where(split == 0, own, -float("inf"))
+    total = tl.where(split == 0, 1.0, 0.0) + tl.zeros([BG], tl.float32)
+    weighted = tl.where(split == 0, new_value.to(tl.float32)[None, :] + tl.zeros([BG, BV], tl.float32), 0.0)
 
     for tile in range(0, tiles):
-        place = (piece * tiles + tile) * BA + tl.arange(0, BA)
+        place = (split * tiles + tile) * BA + tl.arange(0, BA)
         near = (place < slot) & (place >= first)
         visible = near | ((place >= 2 * chunk_size) & (place < end) & (place < places))
         at = place.to(tl.int64)
@@ -119,7 +119,7 @@ def piece_kernel(
         weighted = weighted * keep[:, None] + product(weights, value, HALF)
         row_max = higher
 
-    part = (owner * G + member) * pieces + piece
+    part = (owner * G + member) * splits + split
     tl.store(max_ptr + part, row_max, mask=is_member)
     tl.store(total_ptr + part, total, mask=is_member)
     tl.store(weighted_ptr + part[:, None] * V + column[None, :], weighted, mask=is_member[:, None] & in_value[None, :])
@@ -157,15 +157,15 @@ def join_kernel(
     weighted_ptr,  # [B, H, P, V]
     share_ptr,  # [B, H] float32
     q_ptr,  # [B, 1, H, D]
-    matrix_ptr,  # [H, D, D]; read with TURN
-    features_ptr,  # [B, 1, H, F]; read without TURN
+    matrix_ptr,  # [H, D, D]; read with HAS_MATRIX
+    features_ptr,  # [B, 1, H, F]; read without HAS_MATRIX
     state_ptr,  # [B, H, F, V]
     sum_ptr,  # [B, H, F]
     gate_ptr,  # [B, 1, H, V or 1]
     count_ptr,  # [B] int64
     out_ptr,  # [B, 1, H, V]
     heads,
-    pieces,
+    splits,
     features,  # F
     eps,
     stride_qb,
@@ -180,7 +180,7 @@ def join_kernel(
     BP: tl.constexpr,
     BF: tl.constexpr,
     LINEAR: tl.constexpr,
-    TURN: tl.constexpr,
+    HAS_MATRIX: tl.constexpr,
     GATED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -188,13 +188,13 @@ def join_kernel(
     sample = row // heads
     head = row % heads
     column = tl.arange(0, BV)
-    piece = tl.arange(0, BP)
+    split = tl.arange(0, BP)
 
-    part = row * pieces + piece
-    part_max = tl.load(max_ptr + part, mask=piece < pieces, other=-float("inf"))
-    part_total = tl.load(total_ptr + part, mask=piece < pieces, other=0.0)
+    part = row * splits + split
+    part_max = tl.load(max_ptr + part, mask=split < splits, other=-float("inf"))
+    part_total = tl.load(total_ptr + part, mask=split < splits, other=0.0)
     at = weighted_ptr + part[:, None] * V + column[None, :]
-    part_weighted = tl.load(at, mask=(piece < pieces)[:, None] & (column < V)[None, :], other=0.0)
+    part_weighted = tl.load(at, mask=(split < splits)[:, None] & (column < V)[None, :], other=0.0)
     row_max = tl.max(part_max, axis=0)
     # every token sees itself; if its score is NaN, the totals are too
     row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
@@ -208,17 +208,17 @@ def join_kernel(
         sum_ptr += row * features
         linear_weighted = tl.zeros([BV], tl.float32)
         linear_total = 0.0
-        if TURN:
+        if HAS_MATRIX:
             channel = tl.arange(0, BD)
             inside = channel < D
             q = tl.load(q_ptr + sample * stride_qb + head * stride_qh + channel, mask=inside, other=0.0).to(tl.float32)
             matrix_at = matrix_ptr + head * D * D + channel[:, None] * D + channel[None, :]
             matrix = tl.load(matrix_at, mask=inside[:, None] & inside[None, :], other=0.0)
-            turned = tl.sum(matrix * q[None, :], axis=1)
+            rotated = tl.sum(matrix * q[None, :], axis=1)
             length = tl.maximum(tl.sqrt(tl.sum(q * q, axis=0)), SMALLEST_NORM)
-            turned *= length / tl.maximum(tl.sqrt(tl.sum(turned * turned, axis=0)), SMALLEST_NORM)
-            w_a, t_a = read_out(softmax(turned, inside), state_ptr, sum_ptr, D, V, BD, BV)
-            w_b, t_b = read_out(softmax(-turned, inside), state_ptr + D * V, sum_ptr + D, D, V, BD, BV)
+            rotated *= length / tl.maximum(tl.sqrt(tl.sum(rotated * rotated, axis=0)), SMALLEST_NORM)
+            w_a, t_a = read_out(softmax(rotated, inside), state_ptr, sum_ptr, D, V, BD, BV)
+            w_b, t_b = read_out(softmax(-rotated, inside), state_ptr + D * V, sum_ptr + D, D, V, BD, BV)
             linear_weighted = w_a + w_b
             linear_total = t_a + t_b
         else:

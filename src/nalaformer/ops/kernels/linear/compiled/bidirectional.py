@@ -22,14 +22,14 @@ import triton.language as tl
 
 from ...common.compiled.fastmath import constant, exp2
 from ...common.compiled.maps import is_unbounded, phi_query
-from ...common.compiled.products import high_and_low, is_lean, unit_matrix, widened
+from ...common.compiled.products import high_and_low, is_lean, unit_matrix, widen
 from ...common.compiled.tiles import (
-    angles_of,
+    angle_rows,
     load_both_sums,
     load_rows,
-    place_of_program,
     place_per_row,
-    rotated,
+    program_index,
+    rotate_features,
     row_strides,
     sample_offset,
     sample_rows,
@@ -37,24 +37,24 @@ from ...common.compiled.tiles import (
     store_per_row,
     store_rows,
 )
-from .contrast import LARGEST_STRENGTH, contrasted, load_value_sum, size_of_sums, store_value_sum, without_mean
+from .contrast import LARGEST_CONTRAST_SCALE, add_contrast, load_value_sum, store_value_sum, sums_size, without_mean
 from .key_sums import sum_keys
-from .mean_query import mean_of_sums, store_mean
+from .mean_query import mean_from_sums, store_mean
 from .weighed_key_sums import sum_weighed_keys
 
-# limits for maps without a bound, as in ops.features: LARGEST_TURNED_OUTPUT and 1 / SMALLEST_DIVISOR
-LARGEST_TURNED_OUTPUT = constant(1e12)
+# limits for maps without a bound, as in ops.features: LARGEST_ROTATED_OUTPUT and 1 / SMALLEST_DIVISOR
+LARGEST_ROTATED_OUTPUT = constant(1e12)
 LARGEST_INVERSE = constant(1e18)
 
 
 @triton.jit
-def eps_of(query_scale, key_scale, eps_count):
+def scaled_eps(query_scale, key_scale, eps_count):
     """Return eps in the scale of the denominator to which it is added."""
     return eps_count * exp2(-(query_scale + key_scale))
 
 
 @triton.jit
-def factor_of_gradients(inverse, MAP: tl.constexpr):
+def gradient_factor(inverse, MAP: tl.constexpr):
     """Return the factor of a row's gradient: 1 / denominator, but bounded for maps without a bound."""
     return tl.minimum(inverse, LARGEST_INVERSE) if is_unbounded(MAP) else inverse
 
@@ -73,7 +73,7 @@ def inverse_denominator(
         total = tl.sum(a * z_a[None, :], axis=1)[:, None]
         if PARTS == 2:
             total += tl.sum(b * z_b[None, :], axis=1)[:, None]
-    below = total + eps_of(query_scale, key_scale, eps_count)
+    below = total + scaled_eps(query_scale, key_scale, eps_count)
     return 1.0 / tl.where(below == 0.0, 1.0, below), total
 
 
@@ -126,27 +126,27 @@ def write_outputs(
     wide_b = high_and_low(tl.zeros([BD, 16], tl.float32) + z_b[:, None], DOT)
     for first in range(start, stop, BN):
         ok = rows < stop - first
-        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
+        x = widen(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
         out = tl.zeros([BN, BV], tl.float32)
         for stream in tl.static_range(STREAMS):
             a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE)
             inverse, score = inverse_denominator(
                 a, b, z_a, z_b, wide_a, wide_b, query_scale, key_scale, eps_count, PARTS, TYPE is not None
             )
-            a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
+            a = rotate_features(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
             above = tl.dot(a.to(DOT), s_a, input_precision=PRECISION)
             if PARTS == 2:
-                b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
+                b = rotate_features(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
                 above = tl.dot(b.to(DOT), s_b, above, input_precision=PRECISION)
             if PAIRS > 0 and is_unbounded(MAP):
                 size = tl.max(tl.abs(above), axis=1)[:, None]
-                inverse = tl.minimum(inverse, LARGEST_TURNED_OUTPUT / tl.where(size == 0.0, 1.0, size))
+                inverse = tl.minimum(inverse, LARGEST_ROTATED_OUTPUT / tl.where(size == 0.0, 1.0, size))
             if KEEP:
                 store_per_row(inverse_ptr + stream * per_stream, inverse, first, rows, ok)
             above *= inverse
             if CONTRAST:
-                strength = tl.minimum(per_score * score, LARGEST_STRENGTH)
-                above = contrasted(above, mean, strength, score, inverse, eps_count, PAIRS == 0)
+                contrast_scale = tl.minimum(per_score * score, LARGEST_CONTRAST_SCALE)
+                above = add_contrast(above, mean, contrast_scale, score, inverse, eps_count, PAIRS == 0)
             if STREAMS == 1:
                 out = above
             else:
@@ -172,7 +172,7 @@ def state_kernel(
     num_key_rows,  # M, or T if packed
     num_keys,
     kv_heads,
-    stretch,  # tokens per split, a multiple of BN
+    split_size,  # tokens per split, a multiple of BN
     query_splits,
     stride_kb,
     stride_k,
@@ -207,14 +207,14 @@ def state_kernel(
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
     row, length = sample_rows(cu_ptr, sample, num_keys, PACKED)
-    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
+    cos_ptr, sin_ptr = angle_rows(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, length)
     k_ptr += sample_offset(sample, row, stride_kb, stride_k, PACKED) + head * stride_kh
     v_ptr += sample_offset(sample, row, stride_vb, stride_v, PACKED) + head * stride_vh
     mask_ptr += tl.cast(sample, tl.int64) * num_keys
     if BY_MEAN:
-        mean_a, mean_b, share = mean_of_sums(query_sums_ptr, query_splits, D, BD, PARTS)
+        mean_a, mean_b, share = mean_from_sums(query_sums_ptr, query_splits, D, BD, PARTS)
         if tl.program_id(0) == 0:
             store_mean(mean_ptr, mean_a, mean_b, share, D, BD, PARTS)
         s_a, s_b, z_a, z_b, count, log_scale = sum_weighed_keys(
@@ -227,8 +227,8 @@ def state_kernel(
             *(param_ptr + (head // param_group) * num_params, cos_ptr, sin_ptr, start, stop, stride_k, stride_v, alpha),
             *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, CONTRAST, GUARD, DOT, PRECISION),
         )
-    place = place_of_program()
-    sums = sums_ptr + place * size_of_sums(D, V, PARTS, CONTRAST)
+    place = program_index()
+    sums = sums_ptr + place * sums_size(D, V, PARTS, CONTRAST)
     store_both_sums(sums, s_a, s_b, z_a, z_b, count, D, V, BD, BV, PARTS)
     if CONTRAST:
         store_value_sum(sums, value_sum, D, V, BV, PARTS)
@@ -252,7 +252,7 @@ def output_kernel(
     num_queries,
     heads,
     group,  # query heads per key head
-    stretch,
+    split_size,
     stride_qb,
     stride_q,
     stride_qh,
@@ -287,12 +287,12 @@ def output_kernel(
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     row, length = sample_rows(cu_ptr, sample, num_queries, PACKED)
-    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
+    cos_ptr, sin_ptr = angle_rows(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, length)
     if start < stop:
         owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
-        sums = sums_ptr + owner * size_of_sums(D, V, PARTS, CONTRAST)
+        sums = sums_ptr + owner * sums_size(D, V, PARTS, CONTRAST)
         s_a, s_b, z_a, z_b = load_both_sums(sums, D, V, BD, BV, PARTS)
         count = tl.load(sums + V + 1)
         mean = load_value_sum(sums, D, V, BV, PARTS, CONTRAST) / tl.maximum(count, 1.0)
@@ -390,7 +390,7 @@ def whole_kernel(
         *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_WEIGHT, CONTRAST, GUARD, DOT, PRECISION),
     )
     if KEEP:
-        sums = sums_ptr + tl.cast(tl.program_id(0), tl.int64) * size_of_sums(D, V, PARTS, CONTRAST)
+        sums = sums_ptr + tl.cast(tl.program_id(0), tl.int64) * sums_size(D, V, PARTS, CONTRAST)
         store_both_sums(sums, s_a, s_b, z_a, z_b, count, D, V, BD, BV, PARTS)
         if CONTRAST:
             store_value_sum(sums, value_sum, D, V, BV, PARTS)

@@ -11,7 +11,7 @@ the part of the mean does not cancel. It is also 0 with a contrast, which has it
 import triton
 import triton.language as tl
 
-from ...common.compiled.map_gradients import phi_of_both_gradient, phi_query_gradient
+from ...common.compiled.map_gradients import phi_query_gradient, shared_phi_gradient
 from ...common.compiled.maps import is_unbounded, phi_query
 from ...common.compiled.products import (
     high_and_low,
@@ -20,30 +20,30 @@ from ...common.compiled.products import (
     plus_product,
     right_factor,
     unit_matrix,
-    widened,
+    widen,
 )
 from ...common.compiled.tiles import (
-    angles_of,
+    angle_rows,
+    head_rows,
     load_per_row,
     load_rows,
-    place_of_program,
     place_per_row,
-    rotated,
+    program_index,
+    rotate_features,
     row_strides,
-    rows_of_head,
     sample_rows,
-    share_of_stream,
     store_both_sums,
     store_per_row,
     store_rows,
     store_two_parameters,
+    stream_columns,
     sum_over_rows,
     visible_rows,
 )
-from .bidirectional import LARGEST_INVERSE, eps_of, factor_of_gradients
+from .bidirectional import LARGEST_INVERSE, gradient_factor, scaled_eps
 from .centred_sums import centred_sums
-from .contrast import drop_with_contrast, load_value_sum, size_of_sums, store_value_sum, strength_of
-from .mean_query import gradient_of_mean, has_slope
+from .contrast import drop_with_contrast, load_value_sum, store_value_sum, sums_size, to_contrast_scale
+from .mean_query import has_slope, mean_gradient
 
 
 @triton.jit
@@ -105,25 +105,25 @@ def query_gradients(
     wide_b = right_factor(z_b[None, :], DOT)
     for first in range(start, stop, BN):
         ok = rows < stop - first
-        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
+        x = widen(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         dx = tl.zeros([BN, BD], tl.float32)
         for stream in tl.static_range(STREAMS):
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
-            factor = factor_of_gradients(inverse, MAP)
+            factor = gradient_factor(inverse, MAP)
             if CONTRAST:
-                factor = inverse * (1.0 + strength_of(inverse, per_score, eps_count))
+                factor = inverse * (1.0 + to_contrast_scale(inverse, per_score, eps_count))
             drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
-            share = share_of_stream(dout, columns, stream, V, STREAMS)
+            share = stream_columns(dout, columns, stream, V, STREAMS)
             # the denominator is divided out at the end, where the two halves have become one tile
             minus = left_factor(drop, DOT)
             da = tl.dot(share.to(DOT), s_a, input_precision=PRECISION)
-            da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
+            da = rotate_features(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
             da = plus_product(da, drop, z_a, minus, wide_a, LEAN)
             db = da
             if PARTS == 2:
                 db = tl.dot(share.to(DOT), s_b, input_precision=PRECISION)
-                db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
+                db = rotate_features(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
                 db = plus_product(db, drop, z_b, minus, wide_b, LEAN)
             step, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, stream)
             dx += step * factor
@@ -139,11 +139,11 @@ def query_gradients(
         if BY_MEAN:
             # every query that counts is a part of the mean
             counts = visible_rows(mask_ptr, first, rows, ok, HAS_QUERY_MASK)[:, None] & has_slope(x)
-            step, g0, g1 = phi_of_both_gradient(x, row_a, row_b, None, channels, 0.0, D, MAP)
+            step, g0, g1 = shared_phi_gradient(x, row_a, row_b, None, channels, 0.0, D, MAP)
             dx += tl.where(counts, step, 0.0)
         store_rows(dq_ptr, dx, first, rows, ok, channels, in_head, stride_dq)
     if LEARNED:
-        place = place_of_program()
+        place = program_index()
         dparam_ptr += place * (4 * D)
         store_two_parameters(dparam_ptr, p0, p1, D, BD)
         tl.store(dparam_ptr + 2 * D + channels, p2, mask=in_head)
@@ -171,7 +171,7 @@ def dq_kernel(
     num_queries,
     heads,
     group,
-    stretch,
+    split_size,
     key_splits,
     stride_qb,
     stride_q,
@@ -212,25 +212,25 @@ def dq_kernel(
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     row, length = sample_rows(cu_ptr, sample, num_queries, PACKED)
-    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
+    cos_ptr, sin_ptr = angle_rows(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
     place = place_per_row(sample, head, heads, row, num_rows, PACKED)
-    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
-    dout_ptr = rows_of_head(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
-    dq_ptr = rows_of_head(dq_ptr, sample, head, row, stride_dqb, stride_dq, stride_dqh, PACKED)
+    q_ptr = head_rows(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    dout_ptr = head_rows(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
+    dq_ptr = head_rows(dq_ptr, sample, head, row, stride_dqb, stride_dq, stride_dqh, PACKED)
     inverse_ptr += place
     drop_ptr += place
     param_ptr += (head // param_group) * num_params
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, length)
     owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
-    sums = sums_ptr + owner * size_of_sums(D, V, PARTS, CONTRAST)
+    sums = sums_ptr + owner * sums_size(D, V, PARTS, CONTRAST)
     s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS == 0 and not CONTRAST)
     count = tl.load(sums + V + 1)
     per_score = contrast / tl.maximum(count, 1.0)
     row_a, row_b = None, None
     if BY_MEAN:
         mask_ptr += tl.cast(sample, tl.int64) * num_queries
-        row_a, row_b = gradient_of_mean(mean_ptr, dmean_ptr, key_splits, D, BD, PARTS)
+        row_a, row_b = mean_gradient(mean_ptr, dmean_ptr, key_splits, D, BD, PARTS)
     query_gradients(
         *(q_ptr, dout_ptr, inverse_ptr, drop_ptr, mask_ptr, param_ptr, cos_ptr, sin_ptr, dq_ptr, dparam_ptr),
         *(tl.trans(s_a.to(DOT)), tl.trans(s_b.to(DOT)), z_a, z_b, row_a, row_b, per_score, eps * count),
@@ -295,28 +295,28 @@ def sums_gradients(
     TYPE: tl.constexpr = DOT if LEAN and PAIRS == 0 else None
     for first in range(start, stop, BN):
         ok = rows < stop - first
-        x = widened(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
+        x = widen(load_rows(q_ptr, first, rows, ok, channels, in_head, stride_q), unit, LEAN)
         dout = load_rows(dout_ptr, first, rows, ok, columns, columns < V, stride_do)
         for stream in tl.static_range(STREAMS):
             inverse = load_per_row(inverse_ptr + stream * per_stream, first, rows, ok)
             # the row's factor multiplies the features: dout then needs no pass through registers
-            factor = factor_of_gradients(inverse, MAP)
+            factor = gradient_factor(inverse, MAP)
             if CONTRAST:
-                strength = strength_of(inverse, per_score, eps_count)
-                factor = inverse * (1.0 + strength)
+                contrast_scale = to_contrast_scale(inverse, per_score, eps_count)
+                factor = inverse * (1.0 + contrast_scale)
             a, b, query_scale = phi_query(x, param_ptr, channels, norm_scale, alpha, D, MAP, stream, TYPE, factor)
-            share = share_of_stream(dout, columns, stream, V, STREAMS)
-            turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
-            turned_b = turned_a
+            share = stream_columns(dout, columns, stream, V, STREAMS)
+            rotated_a = rotate_features(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
+            rotated_b = rotated_a
             if PARTS == 2:
-                turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
+                rotated_b = rotate_features(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
             if IS_KNOWN:
                 drop = load_per_row(drop_ptr + stream * per_stream, first, rows, ok)
             else:
-                out = tl.dot(turned_a, s_a, input_precision=PRECISION)
+                out = tl.dot(rotated_a, s_a, input_precision=PRECISION)
                 if PARTS == 2:
-                    out = tl.dot(turned_b, s_b, out, input_precision=PRECISION)
-                drop = -tl.sum(out * widened(share, unit_v, LEAN), axis=1)[:, None]
+                    out = tl.dot(rotated_b, s_b, out, input_precision=PRECISION)
+                drop = -tl.sum(out * widen(share, unit_v, LEAN), axis=1)[:, None]
                 if is_unbounded(MAP):
                     # the output, computed from the features with their factor, has the whole inverse
                     drop *= tl.maximum(inverse / LARGEST_INVERSE, 1.0)
@@ -324,20 +324,20 @@ def sums_gradients(
                     along_mean = tl.sum(tl.dot(share.to(DOT), wide_mean, input_precision=PRECISION), axis=1)[:, None]
                 if CENTRED:
                     # the mean is in the output, except for the part that eps takes
-                    drop += along_mean * (eps_of(query_scale, key_scale, eps_count) * inverse)
+                    drop += along_mean * (scaled_eps(query_scale, key_scale, eps_count) * inverse)
                 if CONTRAST:
-                    drop = drop_with_contrast(drop, along_mean, strength, factor, per_score)
-                    weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + strength, DOT))
+                    drop = drop_with_contrast(drop, along_mean, contrast_scale, factor, per_score)
+                    weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + contrast_scale, DOT))
                     dvalue_sum = tl.dot(weight, share.to(DOT), dvalue_sum, input_precision=PRECISION)
                 store_per_row(drop_ptr + stream * per_stream, drop, first, rows, ok)
                 if CENTRED:
                     drop -= along_mean
             weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop, DOT))
             dz_a = tl.dot(weight, a.to(DOT), dz_a, input_precision=PRECISION)
-            ds_a = tl.dot(tl.trans(share.to(DOT)), turned_a, ds_a, input_precision=PRECISION)
+            ds_a = tl.dot(tl.trans(share.to(DOT)), rotated_a, ds_a, input_precision=PRECISION)
             if PARTS == 2:
                 dz_b = tl.dot(weight, b.to(DOT), dz_b, input_precision=PRECISION)
-                ds_b = tl.dot(tl.trans(share.to(DOT)), turned_b, ds_b, input_precision=PRECISION)
+                ds_b = tl.dot(tl.trans(share.to(DOT)), rotated_b, ds_b, input_precision=PRECISION)
     return ds_a, ds_b, tl.sum(dz_a, axis=0), tl.sum(dz_b, axis=0), tl.sum(dvalue_sum, axis=0)
 
 
@@ -359,7 +359,7 @@ def dsums_kernel(
     num_queries,
     heads,
     group,
-    stretch,
+    split_size,
     stride_qb,
     stride_q,
     stride_qh,
@@ -398,19 +398,19 @@ def dsums_kernel(
     sample = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     row, length = sample_rows(cu_ptr, sample, num_queries, PACKED)
-    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
+    cos_ptr, sin_ptr = angle_rows(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
     place = place_per_row(sample, head, heads, row, num_rows, PACKED)
-    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
-    dout_ptr = rows_of_head(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
+    q_ptr = head_rows(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    dout_ptr = head_rows(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
     inverse_ptr += place
     drop_ptr += place
     param_ptr += (head // param_group) * num_params
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, length)
     s_a, s_b, mean, count, per_score, eps_count, key_scale = None, None, None, None, None, None, None
     if not IS_KNOWN:
         owner = tl.cast(sample, tl.int64) * (heads // group) + head // group
-        sums = sums_ptr + owner * size_of_sums(D, V, PARTS, CONTRAST)
+        sums = sums_ptr + owner * sums_size(D, V, PARTS, CONTRAST)
         s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS == 0 and not CONTRAST)
         s_a = s_a.to(DOT)
         s_b = s_b.to(DOT)
@@ -427,7 +427,7 @@ def dsums_kernel(
         *(start, stop, per_stream, stride_q, stride_do, norm_scale, alpha),
         *(D, V, BD, BV, BN, MAP, PARTS, STREAMS, PAIRS, CONTRAST, IS_KNOWN, DOT, PRECISION),
     )
-    dsums = dsums_ptr + place_of_program() * size_of_sums(D, V, PARTS, CONTRAST)
+    dsums = dsums_ptr + program_index() * sums_size(D, V, PARTS, CONTRAST)
     if CONTRAST:
         store_value_sum(dsums, dvalue_sum / -tl.maximum(count, 1.0), D, V, BV, PARTS)
     store_both_sums(dsums, tl.trans(ds_a), tl.trans(ds_b), dz_a, dz_b, 0.0, D, V, BD, BV, PARTS)

@@ -15,18 +15,18 @@ from ...common.compiled.products import (
     right_factor,
     times,
     unit_matrix,
-    widened,
+    widen,
 )
 from ...common.compiled.tiles import (
-    angles_of,
+    angle_rows,
+    head_rows,
     load_both_sums,
     load_per_row,
     load_rows,
-    place_of_program,
     place_per_row,
-    rotated,
+    program_index,
+    rotate_features,
     row_strides,
-    rows_of_head,
     sample_rows,
     store_per_row,
     store_rows,
@@ -34,7 +34,7 @@ from ...common.compiled.tiles import (
     sum_over_rows,
     visible_rows,
 )
-from .contrast import load_value_sum, size_of_sums
+from .contrast import load_value_sum, sums_size
 from .mean_query import NEARLY_ALL, along_sums, has_slope, load_mean, product_with_mean, store_row
 
 
@@ -106,7 +106,7 @@ def key_gradients(
     for first in range(start, stop, BN):
         exists = rows < stop - first
         ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
-        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        x = widen(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         a, b = phi_key(x, ok, param_ptr, channels, log_scale, alpha, D, MAP, CUBE, TYPE)
         if HAS_WEIGHT:
@@ -122,22 +122,22 @@ def key_gradients(
             b *= weight
             # in the type of the sums: the gradients of all products add up to zero only with the same values
             summed_a, summed_b = a.to(DOT), b.to(DOT)
-        a = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
+        a = rotate_features(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False)
         dv = tl.dot(a.to(DOT), ds_a, input_precision=PRECISION)
         if PARTS == 2:
-            b = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
+            b = rotate_features(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False)
             dv = tl.dot(b.to(DOT), ds_b, dv, input_precision=PRECISION)
         if CONTRAST:
             dv += tl.where(ok[:, None], dvalue[None, :], 0.0)
         # written before the gradients of the features need its registers
         store_rows(dv_ptr, dv, first, rows, exists, columns, columns < V, stride_dv)
         da = times(v, tl.trans(ds_a), tl.trans(low_a), PRECISION)
-        da = rotated(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
+        da = rotate_features(da, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, True)
         da = plus_product(da, 1.0, dz_a, ones, wide_a, LEAN)
         db = da
         if PARTS == 2:
             db = times(v, tl.trans(ds_b), tl.trans(low_b), PRECISION)
-            db = rotated(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
+            db = rotate_features(db, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, True)
             db = plus_product(db, 1.0, dz_b, ones, wide_b, LEAN)
         if HAS_WEIGHT:
             dweight = da * plain_a
@@ -171,9 +171,9 @@ def key_gradients(
             p0 += sum_over_rows(g0, ok, in_head)
             p1 += sum_over_rows(g1, ok, in_head)
     if BY_MEAN:
-        store_row(dmean_ptr + place_of_program() * (PARTS * D), dmean_a, dmean_b, channels, D, PARTS)
+        store_row(dmean_ptr + program_index() * (PARTS * D), dmean_a, dmean_b, channels, D, PARTS)
     if LEARNED:
-        store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)
+        store_two_parameters(dparam_ptr + program_index() * (2 * D), p0, p1, D, BD)
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def dk_kernel(
     num_key_rows,
     num_keys,
     kv_heads,
-    stretch,
+    split_size,
     stride_kb,
     stride_k,
     stride_kh,
@@ -241,24 +241,24 @@ def dk_kernel(
     sample = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
     row, length = sample_rows(cu_ptr, sample, num_keys, PACKED)
-    cos_ptr, sin_ptr = angles_of(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
-    dsums = dsums_ptr + tl.cast(tl.program_id(1), tl.int64) * size_of_sums(D, V, PARTS, CONTRAST)
+    cos_ptr, sin_ptr = angle_rows(cos_ptr, sin_ptr, sample, row, stride_angle_b, PAIRS)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, length)
+    dsums = dsums_ptr + tl.cast(tl.program_id(1), tl.int64) * sums_size(D, V, PARTS, CONTRAST)
     dvalue = load_value_sum(dsums, D, V, BV, PARTS, CONTRAST)
     place = place_per_row(sample, head, kv_heads, row, num_key_rows, PACKED)
     ds_a, ds_b, dz_a, dz_b = load_both_sums(dsums, D, V, BD, BV, PARTS)
     mean_a, mean_b, of_mean_weight, nearly_all = None, None, None, None
     if BY_MEAN:
         mean_a, mean_b = load_mean(mean_ptr, D, BD, PARTS)
-        sums = sums_ptr + tl.cast(tl.program_id(1), tl.int64) * size_of_sums(D, V, PARTS, CONTRAST)
+        sums = sums_ptr + tl.cast(tl.program_id(1), tl.int64) * sums_size(D, V, PARTS, CONTRAST)
         of_mean_weight = along_sums(sums, ds_a, ds_b, dz_a, dz_b, D, V, BD, BV, PARTS)
         nearly_all = tl.load(sums + V + 1) * NEARLY_ALL
-    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
-    v_ptr = rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
+    k_ptr = head_rows(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = head_rows(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_keys
-    dk_ptr = rows_of_head(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
-    dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
+    dk_ptr = head_rows(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
+    dv_ptr = head_rows(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
     param_ptr += (head // param_group) * num_params
     log_scale = 0.0
     if GUARD or BY_MEAN:

@@ -21,22 +21,22 @@ import triton
 import triton.language as tl
 
 from ...common.compiled.maps import phi_key, phi_query
-from ...common.compiled.products import high_and_low, is_lean, unit_matrix, widened
+from ...common.compiled.products import high_and_low, is_lean, unit_matrix, widen
 from ...common.compiled.tiles import (
-    angles_of,
+    angle_rows,
+    head_rows,
     load_rows,
     load_sums,
     load_sums_or_zeros,
     place_per_row,
-    rotated,
+    rotate_features,
     row_strides,
-    rows_of_head,
     sample_rows,
     store_per_row,
     store_rows,
     visible_rows,
 )
-from .fading import decay_of_tile, pair_decay
+from .decay import pair_decay, tile_decay
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def seen_keys(count, ok, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(before, within, eps_seen):
+def invert_denominator(before, within, eps_seen):
     """Return 1 / denominator of the rows, [BN, 1]; 1 where a row sees nothing."""
     total = before + tl.sum(within, axis=1)[:, None] + eps_seen
     return 1.0 / tl.where(total == 0.0, 1.0, total)
@@ -103,7 +103,7 @@ def write_tile(
     sin_q_ptr,
     cos_k_ptr,
     sin_k_ptr,
-    fade_ptr,
+    log_decay_ptr,
     out_ptr,
     inverse_ptr,
     query_params,
@@ -132,7 +132,7 @@ def write_tile(
     PAIRS: tl.constexpr,
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     KEEP: tl.constexpr,
     IS_SUSPECT: tl.constexpr,
     DOT: tl.constexpr,
@@ -146,76 +146,76 @@ def write_tile(
     LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
     TYPE: tl.constexpr = DOT if LEAN else None
     # decayed keys are weighted before they are rounded
-    KEY_TYPE: tl.constexpr = None if FADES else TYPE
+    KEY_TYPE: tl.constexpr = None if HAS_DECAY else TYPE
     unit = unit_matrix(BD, DOT)
     # products update and read z: sums over rows would make the warps wait for each other at every step
     ones = tl.full([BN, 16], 1.0, DOT)
     exists = rows < stop - first
     ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
     # each pair of feature tiles shrinks to operands before the next is made, because registers limit this kernel
-    y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
+    y = widen(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
     aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, 0, TYPE)
     plain_aq = aq.to(DOT)
     plain_bq = bq.to(DOT)
-    turned_aq = rotated(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-    turned_bq = turned_aq
+    rotated_aq = rotate_features(aq, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+    rotated_bq = rotated_aq
     if PARTS == 2:
-        turned_bq = rotated(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+        rotated_bq = rotate_features(bq, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
     total = tl.dot(plain_aq, high_and_low(wide_a, DOT), input_precision=PRECISION)
     if PARTS == 2:
         total = tl.dot(plain_bq, high_and_low(wide_b, DOT), total, input_precision=PRECISION)
-    above = tl.dot(turned_aq, tl.trans(s_a.to(DOT)), input_precision=PRECISION)
+    above = tl.dot(rotated_aq, tl.trans(s_a.to(DOT)), input_precision=PRECISION)
     if PARTS == 2:
-        above = tl.dot(turned_bq, tl.trans(s_b.to(DOT)), above, input_precision=PRECISION)
-    if FADES:
-        faded, end = decay_of_tile(fade_ptr, first, rows, exists)
-        total *= tl.exp(faded)
-        above *= tl.exp(faded)
-    x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        above = tl.dot(rotated_bq, tl.trans(s_b.to(DOT)), above, input_precision=PRECISION)
+    if HAS_DECAY:
+        decay_sum, end = tile_decay(log_decay_ptr, first, rows, exists)
+        total *= tl.exp(decay_sum)
+        above *= tl.exp(decay_sum)
+    x = widen(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
     raw = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v)
     v = raw.to(DOT)
     ak, bk = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, KEY_TYPE)
     plain_ak = ak.to(DOT)
     plain_bk = bk.to(DOT)
-    turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-    turned_bk = turned_ak
+    rotated_ak = rotate_features(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+    rotated_bk = rotated_ak
     if PARTS == 2:
-        turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+        rotated_bk = rotate_features(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
     within = products_within(plain_aq, plain_bq, plain_ak, plain_bk, PARTS, PRECISION)
-    if FADES:
-        within *= pair_decay(faded, BN)
+    if HAS_DECAY:
+        within *= pair_decay(decay_sum, BN)
     seen, count = seen_keys(count, ok, HAS_MASK)
-    if FADES:
+    if HAS_DECAY:
         seen = 1.0
-    inverse = inverse_of(tl.sum(total, axis=1)[:, None], within, eps * seen)
+    inverse = invert_denominator(tl.sum(total, axis=1)[:, None], within, eps * seen)
     if KEEP:
         store_per_row(inverse_ptr, inverse, first, rows, exists)
     if PAIRS > 0:
-        within = products_within(turned_aq, turned_bq, turned_ak, turned_bk, PARTS, PRECISION)
-        if FADES:
-            within *= pair_decay(faded, BN)
+        within = products_within(rotated_aq, rotated_bq, rotated_ak, rotated_bk, PARTS, PRECISION)
+        if HAS_DECAY:
+            within *= pair_decay(decay_sum, BN)
     if IS_SUSPECT:
         above = add_weighted_values(above, within, lower_triangle(BN), raw, DOT, PRECISION)
     else:
         above = tl.dot(within.to(DOT), v, above, input_precision=PRECISION)
     store_rows(out_ptr, above * inverse, first, rows, exists, columns, columns < V, stride_o)
-    if FADES:
+    if HAS_DECAY:
         s_a *= tl.exp(end)
         s_b *= tl.exp(end)
         wide_a *= tl.exp(end)
         wide_b *= tl.exp(end)
-        ak *= tl.exp(end - faded)
-        bk *= tl.exp(end - faded)
+        ak *= tl.exp(end - decay_sum)
+        bk *= tl.exp(end - decay_sum)
         plain_ak = ak.to(DOT)
         plain_bk = bk.to(DOT)
-        turned_ak = rotated(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        rotated_ak = rotate_features(ak, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
         if PARTS == 2:
-            turned_bk = rotated(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+            rotated_bk = rotate_features(bk, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
     wide_a = tl.dot(tl.trans(plain_ak), ones, wide_a, input_precision=PRECISION)
-    s_a = tl.dot(tl.trans(v), turned_ak, s_a, input_precision=PRECISION)
+    s_a = tl.dot(tl.trans(v), rotated_ak, s_a, input_precision=PRECISION)
     if PARTS == 2:
         wide_b = tl.dot(tl.trans(plain_bk), ones, wide_b, input_precision=PRECISION)
-        s_b = tl.dot(tl.trans(v), turned_bk, s_b, input_precision=PRECISION)
+        s_b = tl.dot(tl.trans(v), rotated_bk, s_b, input_precision=PRECISION)
     return s_a, s_b, wide_a, wide_b, count
 
 
@@ -233,14 +233,14 @@ def causal_kernel(
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
     total_ptr,  # [B * K, PARTS, D, V + 2]
-    fade_ptr,  # [B, K, N] (packed: [K, T]): logarithms of decays
+    log_decay_ptr,  # [B, K, N] (packed: [K, T]): logarithms of decays
     out_ptr,  # [B, N, H, V]
     inverse_ptr,  # [1, B, H, N] (packed: [1, H, T]): 1 / denominator, for the backward pass
     num_rows,  # N, or T if packed
     num_tokens,
     heads,
     group,  # query heads per key head
-    stretch,
+    split_size,
     stride_qb,
     stride_q,
     stride_qh,
@@ -272,7 +272,7 @@ def causal_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     KEEP: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
@@ -288,19 +288,19 @@ def causal_kernel(
     kv_head = head // group
     kv_heads = heads // group
     row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
-    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
-    k_ptr = rows_of_head(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
-    v_ptr = rows_of_head(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
-    out_ptr = rows_of_head(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
+    q_ptr = head_rows(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    k_ptr = head_rows(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = head_rows(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
+    out_ptr = head_rows(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
-    cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
-    cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
+    cos_q_ptr, sin_q_ptr = angle_rows(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
+    cos_k_ptr, sin_k_ptr = angle_rows(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
     inverse_ptr += place_per_row(sample, head, heads, row, num_rows, PACKED)
-    fade_ptr += place_per_row(sample, kv_head, kv_heads, row, num_rows, PACKED)
+    log_decay_ptr += place_per_row(sample, kv_head, kv_heads, row, num_rows, PACKED)
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, length)
     owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
     before = before_ptr + owner * (PARTS * D * (V + 2))
     s_a, s_b, z_a, z_b, count = load_sums_or_zeros(before, D, V, BD, BV, PARTS, HAS_BEFORE)
@@ -321,17 +321,17 @@ def causal_kernel(
         for first in range(start, stop, BN):
             s_a, s_b, wide_a, wide_b, count = write_tile(
                 *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr),
-                *(fade_ptr, out_ptr, inverse_ptr),
+                *(log_decay_ptr, out_ptr, inverse_ptr),
                 *(query_params, key_params, s_a, s_b, wide_a, wide_b, count, first, stop),
                 *(stride_q, stride_k, stride_v, stride_o, norm_scale, alpha, eps),
-                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, FADES, KEEP, True, DOT, PRECISION),
+                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_DECAY, KEEP, True, DOT, PRECISION),
             )
     else:
         for first in range(start, stop, BN):
             s_a, s_b, wide_a, wide_b, count = write_tile(
                 *(q_ptr, k_ptr, v_ptr, mask_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr),
-                *(fade_ptr, out_ptr, inverse_ptr),
+                *(log_decay_ptr, out_ptr, inverse_ptr),
                 *(query_params, key_params, s_a, s_b, wide_a, wide_b, count, first, stop),
                 *(stride_q, stride_k, stride_v, stride_o, norm_scale, alpha, eps),
-                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, FADES, KEEP, False, DOT, PRECISION),
+                *(D, V, BD, BV, BN, MAP, PARTS, PAIRS, CUBE, HAS_MASK, HAS_DECAY, KEEP, False, DOT, PRECISION),
             )

@@ -25,10 +25,10 @@ import triton.language as tl
 from ...common.compiled.maps import phi_key, phi_query
 from ...common.compiled.products import digits, high_and_low
 from ...common.compiled.tiles import (
+    head_rows,
     load_rows,
     place_per_row,
     row_strides,
-    rows_of_head,
     sample_rows,
     store_per_row,
     store_rows,
@@ -44,7 +44,7 @@ def operand_type(DOT):
 
 
 @triton.constexpr_function
-def numbers_of_chunk(BD, PARTS, STEPS=1):
+def chunk_value_count(BD, PARTS, STEPS=1):
     """Return the number of float32 values beside a chunk's operands, padded so that each begins at a multiple of 64 bytes."""
     return STEPS * PARTS * BD + 16
 
@@ -74,7 +74,7 @@ def load_operand(ptr, BD: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def load_turned_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+def load_transposed_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
     """Load S^T [BV, BD] and z [16, BD], rows alike, of one part of the sums that bidirectional.py describes."""
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -85,7 +85,7 @@ def load_turned_sums(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV
 
 
 @triton.jit
-def store_turned_sums(ptr, s, z, count, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+def store_transposed_sums(ptr, s, z, count, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
     ok = (columns < V)[:, None] & (channels < D)[None, :]
@@ -94,8 +94,8 @@ def store_turned_sums(ptr, s, z, count, D: tl.constexpr, V: tl.constexpr, BD: tl
     tl.store(ptr + channels * (V + 2) + V + 1, tl.zeros_like(z) + count, mask=channels < D)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "kv_heads", "stretch"])
-def walk_kernel(
+@triton.jit(do_not_specialize=["num_tokens", "kv_heads", "split_size"])
+def chunk_scan_kernel(
     k_ptr,  # [B, N, K, D]
     v_ptr,  # [B, N, K, V]
     mask_ptr,  # [B, N] uint8
@@ -107,7 +107,7 @@ def walk_kernel(
     numbers_ptr,  # [chunks of all samples, K, STEPS * PARTS * BD + 16]
     num_tokens,
     kv_heads,
-    stretch,  # a multiple of CHUNK
+    split_size,  # a multiple of CHUNK
     stride_kb,
     stride_k,
     stride_kh,
@@ -143,21 +143,21 @@ def walk_kernel(
     split = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
-    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
-    v_ptr = rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
+    k_ptr = head_rows(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = head_rows(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
     param_ptr += (head // param_group) * num_params
-    start = split * stretch
-    stop = tl.minimum(start + stretch, length)
+    start = split * split_size
+    stop = tl.minimum(start + split_size, length)
     SIZE: tl.constexpr = D * (V + 2)
     place = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
     before = before_ptr + (place * PARTS + part) * SIZE
-    s, z = load_turned_sums(before, D, V, BD, BV)
+    s, z = load_transposed_sums(before, D, V, BD, BV)
     count = tl.load(before + V + 1)
     own = (first_chunk(row, sample, num_tokens, CHUNK, PACKED) + start // CHUNK) * kv_heads + head
     operands_ptr += (own * PARTS + part) * (DIGITS * BV * BD)
-    SIZE_OF_NUMBERS: tl.constexpr = numbers_of_chunk(BD, PARTS, CHUNK // STEP)
-    numbers_ptr += own * SIZE_OF_NUMBERS
+    VALUES_SIZE: tl.constexpr = chunk_value_count(BD, PARTS, CHUNK // STEP)
+    numbers_ptr += own * VALUES_SIZE
 
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -170,7 +170,7 @@ def walk_kernel(
         if BN == CHUNK or first % CHUNK == 0:
             store_operand(operands_ptr, s, DIGITS, DOT)
             if part == 0:
-                tl.store(numbers_ptr + SIZE_OF_NUMBERS - 16, count)
+                tl.store(numbers_ptr + VALUES_SIZE - 16, count)
         ok = visible_rows(mask_ptr, first, rows, rows < stop - first, HAS_MASK)
         x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k).to(tl.float32)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
@@ -193,13 +193,13 @@ def walk_kernel(
         if BN == CHUNK or (first + BN) % CHUNK == 0 or first + BN >= stop:
             if HAS_CHECK:
                 is_bad = tl.max(tl.max(((s - s) != 0.0).to(tl.int32), axis=1), axis=0)
-                tl.store(numbers_ptr + SIZE_OF_NUMBERS - 15 + part, is_bad.to(tl.float32))
+                tl.store(numbers_ptr + VALUES_SIZE - 15 + part, is_bad.to(tl.float32))
             operands_ptr += tl.cast(kv_heads, tl.int64) * (PARTS * DIGITS * BV * BD)
-            numbers_ptr += kv_heads * SIZE_OF_NUMBERS
+            numbers_ptr += kv_heads * VALUES_SIZE
     if HAS_TOTAL:
         total = total_ptr + (tl.cast(tl.program_id(1), tl.int64) * PARTS + part) * SIZE
         # multiplying by a sixteenth is exact
-        store_turned_sums(total, s, tl.sum(z, axis=0) * 0.0625, count, D, V, BD, BV)
+        store_transposed_sums(total, s, tl.sum(z, axis=0) * 0.0625, count, D, V, BD, BV)
 
 
 @triton.jit
@@ -329,17 +329,17 @@ def chunk_kernel(
     first = tl.program_id(0) * BN
     if first >= length:
         return
-    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
-    k_ptr = rows_of_head(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
-    v_ptr = rows_of_head(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
-    out_ptr = rows_of_head(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
+    q_ptr = head_rows(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    k_ptr = head_rows(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = head_rows(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
+    out_ptr = head_rows(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
     inverse_ptr += place_per_row(sample, head, heads, row, num_rows, PACKED)
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
     own = (first_chunk(row, sample, num_tokens, CHUNK, PACKED) + first // CHUNK) * kv_heads + kv_head
     operands_ptr += own * (PARTS * BV * BD)
-    numbers_ptr += own * numbers_of_chunk(BD, PARTS)
+    numbers_ptr += own * chunk_value_count(BD, PARTS)
 
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)

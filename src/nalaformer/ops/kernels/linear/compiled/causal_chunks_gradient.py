@@ -12,12 +12,12 @@ from ...common.compiled.map_gradients import along_query, is_one_sided, phi_quer
 from ...common.compiled.maps import phi_key
 from ...common.compiled.products import left_factor, right_factor
 from ...common.compiled.tiles import (
+    head_rows,
     load_per_row,
     load_rows,
-    place_of_program,
     place_per_row,
+    program_index,
     row_strides,
-    rows_of_head,
     sample_rows,
     store_per_row,
     store_rows,
@@ -27,9 +27,9 @@ from ...common.compiled.tiles import (
 )
 from .causal import lower_triangle
 from .causal_chunks import (
+    chunk_value_count,
     first_chunk,
     load_operand,
-    numbers_of_chunk,
     operand_type,
     visible_keys,
 )
@@ -45,7 +45,7 @@ def times_operand(x, ptr, BD: tl.constexpr, BV: tl.constexpr, DIGITS: tl.constex
 
 
 @triton.jit
-def row_of_numbers(ptr, BD: tl.constexpr):
+def load_value_row(ptr, BD: tl.constexpr):
     return tl.load(ptr + tl.arange(0, BD))[None, :]
 
 
@@ -127,14 +127,14 @@ def chunk_dq_kernel(
     if first >= length:
         if LEARNED:
             nothing = tl.zeros([BD], tl.float32)
-            store_two_parameters(dparam_ptr + place_of_program() * (2 * D), nothing, nothing, D, BD)
+            store_two_parameters(dparam_ptr + program_index() * (2 * D), nothing, nothing, D, BD)
         return
-    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
-    k_ptr = rows_of_head(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
-    v_ptr = rows_of_head(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
-    out_ptr = rows_of_head(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
-    dout_ptr = rows_of_head(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
-    dq_ptr = rows_of_head(dq_ptr, sample, head, row, stride_dqb, stride_dq, stride_dqh, PACKED)
+    q_ptr = head_rows(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    k_ptr = head_rows(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = head_rows(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
+    out_ptr = head_rows(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
+    dout_ptr = head_rows(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
+    dq_ptr = head_rows(dq_ptr, sample, head, row, stride_dqb, stride_dq, stride_dqh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
     place_of_rows = place_per_row(sample, head, heads, row, num_rows, PACKED)
     inverse_ptr += place_of_rows
@@ -144,7 +144,7 @@ def chunk_dq_kernel(
     own = (first_chunk(row, sample, num_tokens, CHUNK, PACKED) + first // CHUNK) * kv_heads + kv_head
     operands_ptr += own * (PARTS * DIGITS * BV * BD)
     begin = first // CHUNK * CHUNK
-    numbers_ptr += own * numbers_of_chunk(BD, PARTS, CHUNK // BN)
+    numbers_ptr += own * chunk_value_count(BD, PARTS, CHUNK // BN)
     count = tl.load(numbers_ptr + CHUNK // BN * (PARTS * BD))
     z_ptr = numbers_ptr + (first - begin) // BN * (PARTS * BD)
 
@@ -160,11 +160,11 @@ def chunk_dq_kernel(
     # the part of the tokens before the chunk; the denominator is divided out at the end
     lost = left_factor(-drop, DOT)
     da = times_operand(dout, operands_ptr, BD, BV, DIGITS, PRECISION)
-    da = tl.dot(lost, right_factor(row_of_numbers(numbers_ptr, BD), DOT), da, input_precision=PRECISION)
+    da = tl.dot(lost, right_factor(load_value_row(numbers_ptr, BD), DOT), da, input_precision=PRECISION)
     db = da
     if PARTS == 2:
         db = times_operand(dout, operands_ptr + DIGITS * BV * BD, BD, BV, DIGITS, PRECISION)
-        db = tl.dot(lost, right_factor(row_of_numbers(numbers_ptr + BD, BD), DOT), db, input_precision=PRECISION)
+        db = tl.dot(lost, right_factor(load_value_row(numbers_ptr + BD, BD), DOT), db, input_precision=PRECISION)
     keys = tl.arange(0, BK)
     for start in range(begin, tl.minimum(first + BN, length), BK):
         ok = visible_rows(mask_ptr, start, keys, keys < length - start, HAS_MASK)
@@ -199,12 +199,12 @@ def chunk_dq_kernel(
     errors = tl.where(lower_triangle(BN), -error, 0.0).to(DOT)
     more = da if not IS_ONE else tl.zeros([BN, BD], tl.float32)
     more = tl.dot(errors, a.to(DOT), more, input_precision=PRECISION)
-    more = tl.dot(lost, right_factor(row_of_numbers(z_ptr, BD), DOT), more, input_precision=PRECISION)
+    more = tl.dot(lost, right_factor(load_value_row(z_ptr, BD), DOT), more, input_precision=PRECISION)
     da = more if not IS_ONE else tl.where(y > 0, da + more, da)
     if PARTS == 2:
         more = db if not IS_ONE else tl.zeros([BN, BD], tl.float32)
         more = tl.dot(errors, b.to(DOT), more, input_precision=PRECISION)
-        more = tl.dot(lost, right_factor(row_of_numbers(z_ptr + BD, BD), DOT), more, input_precision=PRECISION)
+        more = tl.dot(lost, right_factor(load_value_row(z_ptr + BD, BD), DOT), more, input_precision=PRECISION)
         da = da if not IS_ONE else tl.where(y > 0, da, da - more)
         db = more if not IS_ONE else -da
     else:
@@ -216,4 +216,4 @@ def chunk_dq_kernel(
     if LEARNED:
         p0 = sum_over_rows(g0 * inverse, exists, in_head)
         p1 = sum_over_rows(g1 * inverse, exists, in_head)
-        store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)
+        store_two_parameters(dparam_ptr + program_index() * (2 * D), p0, p1, D, BD)

@@ -7,12 +7,12 @@ from ...common.compiled.map_gradients import phi_key_gradient
 from ...common.compiled.maps import phi_key, phi_query
 from ...common.compiled.products import high_and_low
 from ...common.compiled.tiles import (
+    head_rows,
     load_per_row,
     load_rows,
-    place_of_program,
     place_per_row,
+    program_index,
     row_strides,
-    rows_of_head,
     sample_offset,
     sample_rows,
     store_rows,
@@ -21,19 +21,19 @@ from ...common.compiled.tiles import (
     visible_rows,
 )
 from .causal_chunks import (
+    chunk_value_count,
     first_chunk,
     load_operand,
-    load_turned_sums,
-    numbers_of_chunk,
+    load_transposed_sums,
     operand_type,
     store_operand,
-    store_turned_sums,
+    store_transposed_sums,
 )
 from .causal_chunks_gradient import times_operand
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "kv_heads", "group", "stretch"])
-def walk_back_kernel(
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "kv_heads", "group", "split_size"])
+def chunk_scan_back_kernel(
     q_ptr,  # [B, N, H, D]
     dout_ptr,  # [B, N, H, V]
     inverse_ptr,  # [1, B, H, N] or [1, H, T]
@@ -48,7 +48,7 @@ def walk_back_kernel(
     num_tokens,
     kv_heads,
     group,
-    stretch,  # a multiple of CHUNK
+    split_size,  # a multiple of CHUNK
     stride_qb,
     stride_q,
     stride_qh,
@@ -85,11 +85,11 @@ def walk_back_kernel(
     row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
     q_offset = sample_offset(sample, row, stride_qb, stride_q, PACKED)
     do_offset = sample_offset(sample, row, stride_dob, stride_do, PACKED)
-    start = split * stretch
-    stop = tl.minimum(start + stretch, length)
+    start = split * split_size
+    stop = tl.minimum(start + split_size, length)
     SIZE: tl.constexpr = D * (V + 2)
     place = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    ds, dz = load_turned_sums(after_ptr + (place * PARTS + part) * SIZE, D, V, BD, BV)
+    ds, dz = load_transposed_sums(after_ptr + (place * PARTS + part) * SIZE, D, V, BD, BV)
     # the rows are added up, so the first one begins with everything
     dz = tl.where(tl.arange(0, 16)[:, None] == 0, dz, 0.0)
     places = first_chunk(row, sample, num_tokens, CHUNK, PACKED)
@@ -105,7 +105,7 @@ def walk_back_kernel(
         if BN == CHUNK or tile == 0 or (first + BN) % CHUNK == 0:
             own = (places + first // CHUNK) * kv_heads + head
             store_operand(operands_ptr + (own * PARTS + part) * (DIGITS * BV * BD), ds, DIGITS, DOT)
-            tl.store(numbers_ptr + own * numbers_of_chunk(BD, PARTS) + part * BD + channels, tl.sum(dz, axis=0))
+            tl.store(numbers_ptr + own * chunk_value_count(BD, PARTS) + part * BD + channels, tl.sum(dz, axis=0))
         exists = rows < stop - first
         # a loop of one is no loop: the next tile is then read while this one is computed
         for member in range(0, group if GROUPED else 1):
@@ -128,7 +128,7 @@ def walk_back_kernel(
             dz = tl.dot(weight, a, dz, input_precision=PRECISION)
     if HAS_TOTAL:
         total = total_ptr + (tl.cast(tl.program_id(1), tl.int64) * PARTS + part) * SIZE
-        store_turned_sums(total, ds, tl.sum(dz, axis=0), 0.0, D, V, BD, BV)
+        store_transposed_sums(total, ds, tl.sum(dz, axis=0), 0.0, D, V, BD, BV)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "kv_heads", "group"])
@@ -208,19 +208,19 @@ def chunk_dk_kernel(
     if first >= length:
         if LEARNED:
             nothing = tl.zeros([BD], tl.float32)
-            store_two_parameters(dparam_ptr + place_of_program() * (2 * D), nothing, nothing, D, BD)
+            store_two_parameters(dparam_ptr + program_index() * (2 * D), nothing, nothing, D, BD)
         return
     q_offset = sample_offset(sample, row, stride_qb, stride_q, PACKED)
     do_offset = sample_offset(sample, row, stride_dob, stride_do, PACKED)
-    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
-    v_ptr = rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
-    dk_ptr = rows_of_head(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
-    dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
+    k_ptr = head_rows(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = head_rows(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
+    dk_ptr = head_rows(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
+    dv_ptr = head_rows(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
     key_params = param_ptr + (head // key_param_group) * num_params
     own = (first_chunk(row, sample, num_tokens, CHUNK, PACKED) + first // CHUNK) * kv_heads + head
     operands_ptr += own * (PARTS * DIGITS * BV * BD)
-    numbers_ptr += own * numbers_of_chunk(BD, PARTS)
+    numbers_ptr += own * chunk_value_count(BD, PARTS)
 
     OF_KEYS: tl.constexpr = WHICH == "keys"
     OF_VALUES: tl.constexpr = WHICH == "values"
@@ -292,4 +292,4 @@ def chunk_dk_kernel(
         if LEARNED:
             p0 = sum_over_rows(g0, ok, in_head)
             p1 = sum_over_rows(g1, ok, in_head)
-            store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)
+            store_two_parameters(dparam_ptr + program_index() * (2 * D), p0, p1, D, BD)

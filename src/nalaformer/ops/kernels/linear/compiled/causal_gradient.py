@@ -20,17 +20,17 @@ import triton.language as tl
 
 from ...common.compiled.map_gradients import along_query, phi_query_gradient
 from ...common.compiled.maps import phi_key
-from ...common.compiled.products import is_lean, left_factor, right_factor, times, truncated_digits, unit_matrix, widened
+from ...common.compiled.products import is_lean, left_factor, right_factor, times, truncated_digits, unit_matrix, widen
 from ...common.compiled.tiles import (
-    angles_of,
+    angle_rows,
+    head_rows,
     load_per_row,
     load_rows,
     load_sums_or_zeros,
-    place_of_program,
     place_per_row,
-    rotated,
+    program_index,
+    rotate_features,
     row_strides,
-    rows_of_head,
     sample_rows,
     store_per_row,
     store_rows,
@@ -39,7 +39,7 @@ from ...common.compiled.tiles import (
     visible_rows,
 )
 from .causal import lower_triangle, seen_keys
-from .fading import decay_of_tile, pair_decay
+from .decay import pair_decay, tile_decay
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def causal_dq_kernel(
     cos_k_ptr,
     sin_k_ptr,
     before_ptr,  # [splits, B * K, PARTS, D, V + 2]
-    fade_ptr,  # [B, K, N] or [K, T]
+    log_decay_ptr,  # [B, K, N] or [K, T]
     dq_ptr,  # [B, N, H, D]
     drop_ptr,  # [1, B, H, N] or [1, H, T]: minus dout . out, corrected
     dparam_ptr,  # [splits, B * H, 2, D]
@@ -73,7 +73,7 @@ def causal_dq_kernel(
     num_tokens,
     heads,
     group,
-    stretch,
+    split_size,
     stride_qb,
     stride_q,
     stride_qh,
@@ -111,7 +111,7 @@ def causal_dq_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     SAME_ANGLES: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
     LEARNED: tl.constexpr,
@@ -129,23 +129,23 @@ def causal_dq_kernel(
     kv_head = head // group
     kv_heads = heads // group
     row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
-    q_ptr = rows_of_head(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
-    k_ptr = rows_of_head(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
-    v_ptr = rows_of_head(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
-    out_ptr = rows_of_head(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
-    dout_ptr = rows_of_head(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
-    dq_ptr = rows_of_head(dq_ptr, sample, head, row, stride_dqb, stride_dq, stride_dqh, PACKED)
+    q_ptr = head_rows(q_ptr, sample, head, row, stride_qb, stride_q, stride_qh, PACKED)
+    k_ptr = head_rows(k_ptr, sample, kv_head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = head_rows(v_ptr, sample, kv_head, row, stride_vb, stride_v, stride_vh, PACKED)
+    out_ptr = head_rows(out_ptr, sample, head, row, stride_ob, stride_o, stride_oh, PACKED)
+    dout_ptr = head_rows(dout_ptr, sample, head, row, stride_dob, stride_do, stride_doh, PACKED)
+    dq_ptr = head_rows(dq_ptr, sample, head, row, stride_dqb, stride_dq, stride_dqh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
-    cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
-    cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
+    cos_q_ptr, sin_q_ptr = angle_rows(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
+    cos_k_ptr, sin_k_ptr = angle_rows(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
     place_of_rows = place_per_row(sample, head, heads, row, num_rows, PACKED)
     inverse_ptr += place_of_rows
     drop_ptr += place_of_rows
-    fade_ptr += place_per_row(sample, kv_head, kv_heads, row, num_rows, PACKED)
+    log_decay_ptr += place_per_row(sample, kv_head, kv_heads, row, num_rows, PACKED)
     query_params = param_ptr + (head // query_param_group) * num_params
     key_params = param_ptr + (kv_head // key_param_group) * num_params
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, length)
     owner = (tl.cast(tl.program_id(0), tl.int64) * (tl.num_programs(1) // group)) + sample * kv_heads + kv_head
     before = before_ptr + owner * (PARTS * D * (V + 2))
     s_a, s_b, z_a, z_b, count = load_sums_or_zeros(before, D, V, BD, BV, PARTS, HAS_BEFORE)
@@ -164,7 +164,7 @@ def causal_dq_kernel(
     p1 = tl.zeros([BD], tl.float32)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV) and PAIRS == 0
     # decayed keys are weighted before they are rounded
-    TYPE: tl.constexpr = DOT if LEAN and not FADES else None
+    TYPE: tl.constexpr = DOT if LEAN and not HAS_DECAY else None
     unit = unit_matrix(BD, DOT)
     unit_v = unit_matrix(BV, DOT)
     for first in range(start, stop, BN):
@@ -173,21 +173,21 @@ def causal_dq_kernel(
         dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
         out = load_rows(out_ptr, first, rows, exists, columns, columns < V, stride_o)
         inverse = load_per_row(inverse_ptr, first, rows, exists)
-        drop = tl.sum(widened(dout, unit_v, LEAN) * widened(out, unit_v, LEAN), axis=1)[:, None]
+        drop = tl.sum(widen(dout, unit_v, LEAN) * widen(out, unit_v, LEAN), axis=1)[:, None]
         dout = dout.to(DOT)
         # the part of the tokens before the tile; the denominator is divided out at the end
         high, low = truncated_digits(s_a, DOT)
         da = times(dout, high, low, PRECISION)
-        db_turned = da
+        db_rotated = da
         if PARTS == 2:
             high, low = truncated_digits(s_b, DOT)
-            db_turned = times(dout, high, low, PRECISION)
+            db_rotated = times(dout, high, low, PRECISION)
         left = 1.0
-        if FADES:
-            faded, end = decay_of_tile(fade_ptr, first, rows, exists)
-            left = tl.exp(faded)
+        if HAS_DECAY:
+            decay_sum, end = tile_decay(log_decay_ptr, first, rows, exists)
+            left = tl.exp(decay_sum)
             da *= left
-            db_turned *= left
+            db_rotated *= left
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         toward = tl.where(lower_triangle(BN), tl.dot(dout, tl.trans(v), input_precision=PRECISION), 0.0)
         minus = tl.where(lower_triangle(BN), drop, 0.0)
@@ -196,67 +196,67 @@ def causal_dq_kernel(
         elif SAME_ANGLES:
             minus -= tl.where(diagonal(BN), toward, 0.0)
             toward = tl.where(diagonal(BN), 0.0, toward)
-        if FADES:
-            pairs_left = pair_decay(faded, BN)
+        if HAS_DECAY:
+            pairs_left = pair_decay(decay_sum, BN)
             toward *= pairs_left
             minus *= pairs_left
         toward = toward.to(DOT)
-        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        x = widen(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
         a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
-        turned_a = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-        turned_b = turned_a
+        rotated_a = rotate_features(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        rotated_b = rotated_a
         if PARTS == 2:
-            turned_b = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+            rotated_b = rotate_features(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
         # the features that the sums add
-        kept_a = turned_a
-        kept_b = turned_b
+        kept_a = rotated_a
+        kept_b = rotated_b
         kept_plain_a = a.to(DOT)
         kept_plain_b = b.to(DOT)
-        if FADES:
+        if HAS_DECAY:
             s_a *= tl.exp(end)
             s_b *= tl.exp(end)
-            faded_a = a * tl.exp(end - faded)
-            faded_b = b * tl.exp(end - faded)
-            kept_a = rotated(faded_a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+            decayed_a = a * tl.exp(end - decay_sum)
+            decayed_b = b * tl.exp(end - decay_sum)
+            kept_a = rotate_features(decayed_a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
             if PARTS == 2:
-                kept_b = rotated(faded_b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-            kept_plain_a = faded_a.to(DOT)
-            kept_plain_b = faded_b.to(DOT)
+                kept_b = rotate_features(decayed_b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+            kept_plain_a = decayed_a.to(DOT)
+            kept_plain_b = decayed_b.to(DOT)
         a = a.to(DOT)
         b = b.to(DOT)
         lost = left_factor(-drop * left, DOT)
         before_a = right_factor(wide_a, DOT)
         before_b = right_factor(wide_b, DOT)
-        if FADES:
+        if HAS_DECAY:
             wide_a *= tl.exp(end)
             wide_b *= tl.exp(end)
-        da = tl.dot(toward, turned_a, da, input_precision=PRECISION)
+        da = tl.dot(toward, rotated_a, da, input_precision=PRECISION)
         s_a = tl.dot(tl.trans(v), kept_a, s_a, input_precision=PRECISION)
-        da = rotated(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
+        da = rotate_features(da, cos_q_ptr, sin_q_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
         da = tl.dot(lost, before_a, da, input_precision=PRECISION)
         if PAIRS > 0:
             da -= tl.dot(minus.to(DOT), a, input_precision=PRECISION)
         wide_a = tl.dot(ones, kept_plain_a, wide_a, input_precision=PRECISION)
         db = da
         if PARTS == 2:
-            db = tl.dot(toward, turned_b, db_turned, input_precision=PRECISION)
+            db = tl.dot(toward, rotated_b, db_rotated, input_precision=PRECISION)
             s_b = tl.dot(tl.trans(v), kept_b, s_b, input_precision=PRECISION)
-            db = rotated(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
+            db = rotate_features(db, cos_q_ptr, sin_q_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
             db = tl.dot(lost, before_b, db, input_precision=PRECISION)
             if PAIRS > 0:
                 db -= tl.dot(minus.to(DOT), b, input_precision=PRECISION)
             wide_b = tl.dot(ones, kept_plain_b, wide_b, input_precision=PRECISION)
-        y = widened(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
+        y = widen(load_rows(q_ptr, first, rows, exists, channels, in_head, stride_q), unit, LEAN)
         # a factor of all features changes an output only through eps, which shows how the rounding of out changed the drop
         seen, count = seen_keys(count, ok, HAS_MASK)
-        if FADES:
+        if HAS_DECAY:
             seen = 1.0
         of_eps = drop * (eps * seen)
         error = along_query(y, da, db, query_params, channels, norm_scale, alpha, of_eps, D, MAP, PARTS)
         error = (error - of_eps) * inverse
         lost = left_factor(-error * left, DOT)
         errors = tl.where(lower_triangle(BN), -error, 0.0)
-        if FADES:
+        if HAS_DECAY:
             errors *= pairs_left
         errors = errors.to(DOT)
         da = tl.dot(errors, a, tl.dot(lost, before_a, da, input_precision=PRECISION), input_precision=PRECISION)
@@ -271,4 +271,4 @@ def causal_dq_kernel(
             p0 += sum_over_rows(g0 * inverse, exists, in_head)
             p1 += sum_over_rows(g1 * inverse, exists, in_head)
     if LEARNED:
-        store_two_parameters(dparam_ptr + place_of_program() * (2 * D), p0, p1, D, BD)
+        store_two_parameters(dparam_ptr + program_index() * (2 * D), p0, p1, D, BD)

@@ -5,17 +5,17 @@ import triton.language as tl
 
 from ...common.compiled.map_gradients import phi_key_gradient
 from ...common.compiled.maps import phi_key, phi_query
-from ...common.compiled.products import high_and_low, is_lean, times, truncated_digits, unit_matrix, widened
+from ...common.compiled.products import high_and_low, is_lean, times, truncated_digits, unit_matrix, widen
 from ...common.compiled.tiles import (
-    angles_of,
+    angle_rows,
+    head_rows,
     load_per_row,
     load_rows,
     load_sums_or_zeros,
-    place_of_program,
     place_per_row,
-    rotated,
+    program_index,
+    rotate_features,
     row_strides,
-    rows_of_head,
     sample_offset,
     sample_rows,
     store_per_row,
@@ -25,7 +25,7 @@ from ...common.compiled.tiles import (
     visible_rows,
 )
 from .causal_gradient import diagonal
-from .fading import decay_of_tile, pair_decay
+from .decay import pair_decay, tile_decay
 
 
 @triton.jit
@@ -73,23 +73,23 @@ def query_operands(
     exists = rows < stop - first
     inverse = load_per_row(inverse_ptr, first, rows, exists)
     dout = load_rows(dout_ptr, first, rows, exists, columns, columns < V, stride_do)
-    y = widened(load_rows(q_ptr, first, rows, exists, channels, channels < D, stride_q), unit_matrix(BD, DOT), LEAN)
+    y = widen(load_rows(q_ptr, first, rows, exists, channels, channels < D, stride_q), unit_matrix(BD, DOT), LEAN)
     if SCALED:
         a, b, query_scale = phi_query(y, param_ptr, channels, norm_scale, alpha, D, MAP, 0, TYPE, inverse)
     else:
         a, b, query_scale = phi_query(y, param_ptr, channels, norm_scale, alpha, D, MAP, 0, TYPE)
         dout = dout.to(tl.float32) * inverse
-    turned_a = rotated(a, cos_ptr, sin_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
-    turned_b = turned_a
+    rotated_a = rotate_features(a, cos_ptr, sin_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+    rotated_b = rotated_a
     if PARTS == 2:
-        turned_b = rotated(b, cos_ptr, sin_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
-    return dout.to(DOT), a.to(DOT), b.to(DOT), turned_a, turned_b
+        rotated_b = rotate_features(b, cos_ptr, sin_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+    return dout.to(DOT), a.to(DOT), b.to(DOT), rotated_a, rotated_b
 
 
 @triton.jit
-def faded_operand(features, faded, DOT: tl.constexpr):
+def decayed_operand(features, decay_sum, DOT: tl.constexpr):
     """Return the features of queries as they read the sums before the tile."""
-    return (features.to(tl.float32) * tl.exp(faded)).to(DOT)
+    return (features.to(tl.float32) * tl.exp(decay_sum)).to(DOT)
 
 
 @triton.jit
@@ -110,10 +110,10 @@ def add_to_keys(
     ds_b,
     wide_a,
     wide_b,
-    faded,
+    decay_sum,
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     SAME_ANGLES: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -134,14 +134,14 @@ def add_to_keys(
     # with the decay since the sums before the tile
     far_aq = aq
     far_bq = bq
-    if FADES:
-        left = tl.trans(pair_decay(faded, BN))
+    if HAS_DECAY:
+        left = tl.trans(pair_decay(decay_sum, BN))
         toward *= left
         if PAIRS > 0:
             minus *= left
-        far_aq = faded_operand(aq, faded, DOT)
-        far_bq = faded_operand(bq, faded, DOT)
-        weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop * tl.exp(faded), DOT))
+        far_aq = decayed_operand(aq, decay_sum, DOT)
+        far_bq = decayed_operand(bq, decay_sum, DOT)
+        weight = tl.trans(high_and_low(tl.zeros([BN, 16], tl.float32) + drop * tl.exp(decay_sum), DOT))
     toward = toward.to(DOT)
     da = tl.dot(toward, aq, da, input_precision=PRECISION)
     ds_a = tl.dot(tl.trans(dout), far_aq, ds_a, input_precision=PRECISION)
@@ -173,15 +173,15 @@ def causal_dk_kernel(
     inverse_ptr,  # [1, B, H, N] or [1, H, T]
     drop_ptr,
     after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
-    fade_ptr,  # [B, K, N] or [K, T]
-    dfade_ptr,  # the same shape: the gradient through the decay of each key
+    log_decay_ptr,  # [B, K, N] or [K, T]
+    dlog_decay_ptr,  # the same shape: the gradient through the decay of each key
     dk_ptr,  # [B, N, K, D]
     dparam_ptr,  # [splits, B * K, 2, D]
     num_rows,
     num_tokens,
     kv_heads,
     group,
-    stretch,
+    split_size,
     stride_qb,
     stride_q,
     stride_qh,
@@ -215,7 +215,7 @@ def causal_dk_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     SAME_ANGLES: tl.constexpr,
     HAS_AFTER: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -234,20 +234,20 @@ def causal_dk_kernel(
     row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
     q_offset = sample_offset(sample, row, stride_qb, stride_q, PACKED)
     do_offset = sample_offset(sample, row, stride_dob, stride_do, PACKED)
-    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
-    v_ptr = rows_of_head(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
-    dk_ptr = rows_of_head(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
+    k_ptr = head_rows(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
+    v_ptr = head_rows(v_ptr, sample, head, row, stride_vb, stride_v, stride_vh, PACKED)
+    dk_ptr = head_rows(dk_ptr, sample, head, row, stride_dkb, stride_dk, stride_dkh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
-    cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
-    cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
+    cos_q_ptr, sin_q_ptr = angle_rows(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
+    cos_k_ptr, sin_k_ptr = angle_rows(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
     of_keys = place_per_row(sample, head, kv_heads, row, num_rows, PACKED)
-    fade_ptr += of_keys
-    dfade_ptr += of_keys
+    log_decay_ptr += of_keys
+    dlog_decay_ptr += of_keys
     heads = kv_heads * group
     key_params = param_ptr + (head // key_param_group) * num_params
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
-    place = place_of_program()
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, length)
+    place = program_index()
     after = after_ptr + place * (PARTS * D * (V + 2))
     ds_a, ds_b, dz_a, dz_b, count = load_sums_or_zeros(after, D, V, BD, BV, PARTS, HAS_AFTER)
     # transposed: then a product of tiles in memory adds to them
@@ -292,13 +292,13 @@ def causal_dk_kernel(
         if PAIRS == 0:
             da = plain_a
             db = plain_b
-        faded = 0.0
-        if FADES:
-            faded, end = decay_of_tile(fade_ptr, first, rows, exists)
-            da *= tl.exp(end - faded)
-            db *= tl.exp(end - faded)
-            plain_a *= tl.exp(end - faded)
-            plain_b *= tl.exp(end - faded)
+        decay_sum = 0.0
+        if HAS_DECAY:
+            decay_sum, end = tile_decay(log_decay_ptr, first, rows, exists)
+            da *= tl.exp(end - decay_sum)
+            db *= tl.exp(end - decay_sum)
+            plain_a *= tl.exp(end - decay_sum)
+            plain_b *= tl.exp(end - decay_sum)
             ds_a *= tl.exp(end)
             ds_b *= tl.exp(end)
             wide_a *= tl.exp(end)
@@ -316,22 +316,22 @@ def causal_dk_kernel(
             )
             drop = load_per_row(drop_ptr + own, first, rows, exists)
             da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b = add_to_keys(
-                *(v, ones, drop, dout, a, b, aq, bq, da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b, faded),
-                *(PARTS, PAIRS, FADES, SAME_ANGLES, DOT, PRECISION),
+                *(v, ones, drop, dout, a, b, aq, bq, da, db, plain_a, plain_b, ds_a, ds_b, wide_a, wide_b, decay_sum),
+                *(PARTS, PAIRS, HAS_DECAY, SAME_ANGLES, DOT, PRECISION),
             )
         if PAIRS > 0:
-            da = plain_a + rotated(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
+            da = plain_a + rotate_features(da, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, True)
             if PARTS == 2:
-                db = plain_b + rotated(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
+                db = plain_b + rotate_features(db, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, True)
         if PARTS == 1:
             db = da
         # last: until here its registers belong to the gradients
-        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
-        if FADES:
+        x = widen(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        if HAS_DECAY:
             # how much the outputs would change if the key had decayed less
             a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, None)
             loss = tl.sum(a * da + b * db if PARTS == 2 else a * da, axis=1)[:, None]
-            store_per_row(dfade_ptr, loss, first, rows, exists)
+            store_per_row(dlog_decay_ptr, loss, first, rows, exists)
         dx, g0, g1 = phi_key_gradient(x, da, db, key_params, channels, 0.0, alpha, D, MAP, CUBE)
         # masked keys get a gradient of zero, which must be written
         store_rows(

@@ -4,23 +4,23 @@ import triton
 import triton.language as tl
 
 from ...common.compiled.maps import phi_key
-from ...common.compiled.products import is_lean, unit_matrix, widened
+from ...common.compiled.products import is_lean, unit_matrix, widen
 from ...common.compiled.tiles import (
-    angles_of,
+    angle_rows,
+    head_rows,
     load_rows,
     load_sums_or_zeros,
-    place_of_program,
     place_per_row,
-    rotated,
+    program_index,
+    rotate_features,
     row_strides,
-    rows_of_head,
     sample_offset,
     sample_rows,
     store_rows,
     visible_rows,
 )
-from .causal_gradient_of_keys import faded_operand, query_operands, upper_triangle
-from .fading import decay_of_tile, pair_decay
+from .causal_gradient_of_keys import decayed_operand, query_operands, upper_triangle
+from .decay import pair_decay, tile_decay
 
 
 @triton.jit
@@ -33,9 +33,9 @@ def add_to_values(
     dv,
     ds_a,
     ds_b,
-    faded,
+    decay_sum,
     PARTS: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -44,10 +44,10 @@ def add_to_values(
     if PARTS == 2:
         weights = tl.dot(bk, tl.trans(bq), weights, input_precision=PRECISION)
     weights = tl.where(upper_triangle(dout.shape[0]), weights, 0.0)
-    if FADES:
-        weights *= tl.trans(pair_decay(faded, dout.shape[0]))
-        aq = faded_operand(aq, faded, DOT)
-        bq = faded_operand(bq, faded, DOT)
+    if HAS_DECAY:
+        weights *= tl.trans(pair_decay(decay_sum, dout.shape[0]))
+        aq = decayed_operand(aq, decay_sum, DOT)
+        bq = decayed_operand(bq, decay_sum, DOT)
     dv = tl.dot(weights.to(DOT), dout, dv, input_precision=PRECISION)
     ds_a = tl.dot(tl.trans(dout), aq, ds_a, input_precision=PRECISION)
     if PARTS == 2:
@@ -69,13 +69,13 @@ def causal_dv_kernel(
     sin_k_ptr,
     inverse_ptr,  # [1, B, H, N] or [1, H, T]
     after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
-    fade_ptr,  # [B, K, N] or [K, T]
+    log_decay_ptr,  # [B, K, N] or [K, T]
     dv_ptr,  # [B, N, K, V]
     num_rows,
     num_tokens,
     kv_heads,
     group,
-    stretch,
+    split_size,
     stride_qb,
     stride_q,
     stride_qh,
@@ -106,7 +106,7 @@ def causal_dv_kernel(
     CUBE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PACKED: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
     HAS_AFTER: tl.constexpr,
     GROUPED: tl.constexpr,
     DOT: tl.constexpr,
@@ -122,17 +122,17 @@ def causal_dv_kernel(
     row, length = sample_rows(cu_ptr, sample, num_tokens, PACKED)
     q_offset = sample_offset(sample, row, stride_qb, stride_q, PACKED)
     do_offset = sample_offset(sample, row, stride_dob, stride_do, PACKED)
-    k_ptr = rows_of_head(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
-    dv_ptr = rows_of_head(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
+    k_ptr = head_rows(k_ptr, sample, head, row, stride_kb, stride_k, stride_kh, PACKED)
+    dv_ptr = head_rows(dv_ptr, sample, head, row, stride_dvb, stride_dv, stride_dvh, PACKED)
     mask_ptr += tl.cast(sample, tl.int64) * num_tokens
-    cos_q_ptr, sin_q_ptr = angles_of(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
-    cos_k_ptr, sin_k_ptr = angles_of(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
-    fade_ptr += place_per_row(sample, head, kv_heads, row, num_rows, PACKED)
+    cos_q_ptr, sin_q_ptr = angle_rows(cos_q_ptr, sin_q_ptr, sample, row, stride_angle_q, PAIRS)
+    cos_k_ptr, sin_k_ptr = angle_rows(cos_k_ptr, sin_k_ptr, sample, row, stride_angle_k, PAIRS)
+    log_decay_ptr += place_per_row(sample, head, kv_heads, row, num_rows, PACKED)
     heads = kv_heads * group
     key_params = param_ptr + (head // key_param_group) * num_params
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, length)
-    place = place_of_program()
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, length)
+    place = program_index()
     after = after_ptr + place * (PARTS * D * (V + 2))
     ds_a, ds_b, dz_a, dz_b, count = load_sums_or_zeros(after, D, V, BD, BV, PARTS, HAS_AFTER)
     # transposed: then a product of tiles in memory adds to them
@@ -151,18 +151,18 @@ def causal_dv_kernel(
         first = start + (tiles - 1 - tile) * BN
         exists = rows < stop - first
         ok = visible_rows(mask_ptr, first, rows, exists, HAS_MASK)
-        x = widened(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
+        x = widen(load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k), unit, LEAN)
         a, b = phi_key(x, ok, key_params, channels, 0.0, alpha, D, MAP, CUBE, TYPE)
-        ak = rotated(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
+        ak = rotate_features(a, cos_k_ptr, sin_k_ptr, first, rows, exists, 0, D, BD, PAIRS, False).to(DOT)
         bk = ak
         dv = tl.dot(ak, tl.trans(ds_a.to(DOT)), input_precision=PRECISION)
         if PARTS == 2:
-            bk = rotated(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
+            bk = rotate_features(b, cos_k_ptr, sin_k_ptr, first, rows, exists, 1, D, BD, PAIRS, False).to(DOT)
             dv = tl.dot(bk, tl.trans(ds_b.to(DOT)), dv, input_precision=PRECISION)
-        faded = 0.0
-        if FADES:
-            faded, end = decay_of_tile(fade_ptr, first, rows, exists)
-            dv *= tl.exp(end - faded)
+        decay_sum = 0.0
+        if HAS_DECAY:
+            decay_sum, end = tile_decay(log_decay_ptr, first, rows, exists)
+            dv *= tl.exp(end - decay_sum)
             ds_a *= tl.exp(end)
             ds_b *= tl.exp(end)
         # a loop of one is no loop: the next tile is then read while this one is computed
@@ -177,8 +177,8 @@ def causal_dv_kernel(
                 *(stride_q, stride_do, norm_scale, alpha, D, V, BD, BV, BN, MAP, PARTS, PAIRS, False, DOT),
             )
             dv, ds_a, ds_b = add_to_values(
-                *(ak, bk, dout, aq, bq, dv, ds_a, ds_b, faded),
-                *(PARTS, FADES, DOT, PRECISION),
+                *(ak, bk, dout, aq, bq, dv, ds_a, ds_b, decay_sum),
+                *(PARTS, HAS_DECAY, DOT, PRECISION),
             )
         # masked keys get a gradient of zero, which must be written
         store_rows(

@@ -34,7 +34,7 @@ def causal_whole_gradient_kernel(
     dkey_ptr,  # the same shape
     num_tokens,
     heads,
-    stretch,
+    split_size,
     stride_qb,
     stride_q,
     stride_qh,
@@ -85,7 +85,7 @@ def causal_whole_gradient_kernel(
     causal_dq_kernel(
         *(q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, inverse_ptr, mask_ptr, None, param_ptr),
         *(cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, inverse_ptr, inverse_ptr, dq_ptr, drop_ptr, dquery_ptr),
-        *(num_tokens, num_tokens, heads, 1, stretch),
+        *(num_tokens, num_tokens, heads, 1, split_size),
         *(stride_qb, stride_q, stride_qh, stride_kb, stride_k, stride_kh, stride_vb, stride_v, stride_vh),
         *(stride_ob, stride_o, stride_oh, stride_dob, stride_do, stride_doh, stride_dqb, stride_dq, stride_dqh),
         *(stride_angle_q, stride_angle_k, query_param_group, key_param_group, num_params, norm_scale, alpha, eps),
@@ -96,7 +96,7 @@ def causal_whole_gradient_kernel(
     causal_dk_kernel(
         *(q_ptr, k_ptr, v_ptr, dout_ptr, mask_ptr, None, param_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr),
         *(inverse_ptr, drop_ptr, inverse_ptr, inverse_ptr, inverse_ptr, dk_ptr, dkey_ptr),
-        *(num_tokens, num_tokens, heads, 1, stretch),
+        *(num_tokens, num_tokens, heads, 1, split_size),
         *(stride_qb, stride_q, stride_qh, stride_kb, stride_k, stride_kh, stride_vb, stride_v, stride_vh),
         *(stride_dob, stride_do, stride_doh, stride_dkb, stride_dk, stride_dkh),
         *(stride_angle_q, stride_angle_k, query_param_group, key_param_group, num_params, norm_scale, alpha),
@@ -124,7 +124,7 @@ def causal_whole_gradient_kernel(
     causal_dv_kernel(
         *(q_ptr, k_ptr, dout_ptr, mask_ptr, None, param_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr),
         *(inverse_ptr, inverse_ptr, inverse_ptr, dv_ptr),
-        *(num_tokens, num_tokens, heads, 1, stretch),
+        *(num_tokens, num_tokens, heads, 1, split_size),
         *(stride_qb, stride_q, stride_qh, stride_kb, stride_k, stride_kh),
         *(stride_dob, stride_do, stride_doh, stride_dvb, stride_dv, stride_dvh),
         *(stride_angle_q, stride_angle_k, query_param_group, key_param_group, num_params, norm_scale, alpha),

@@ -19,11 +19,11 @@ import triton.language as tl
 from ...common.compiled.fastmath import constant
 
 # as in ops.contrast
-LARGEST_STRENGTH = constant(1e12)
+LARGEST_CONTRAST_SCALE = constant(1e12)
 
 
 @triton.constexpr_function
-def size_of_sums(D, V, PARTS, CONTRAST):
+def sums_size(D, V, PARTS, CONTRAST):
     """Return the elements of a sample and head: S, z, count and, for a contrast, the sum of the values."""
     return PARTS * D * (V + 2) + (V if CONTRAST else 0)
 
@@ -53,26 +53,26 @@ def without_mean(s, z, mean, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def contrasted(out, mean, strength, score, inverse, eps_count, CENTRED: tl.constexpr):
+def add_contrast(out, mean, contrast_scale, score, inverse, eps_count, CENTRED: tl.constexpr):
     """Apply the formulas above to o or, if CENTRED, to c; score = phi_q . z_sum, inverse = 1 / den."""
     if CENTRED:
-        out = out * (1.0 + strength) + mean[None, :] * (inverse * (score - strength * eps_count))
+        out = out * (1.0 + contrast_scale) + mean[None, :] * (inverse * (score - contrast_scale * eps_count))
     else:
-        out += strength * (out - mean[None, :])
+        out += contrast_scale * (out - mean[None, :])
     return out
 
 
 @triton.jit
-def strength_of(inverse, per_score, eps_count):
+def to_contrast_scale(inverse, per_score, eps_count):
     """Return z of rows, from 1 / den, [BN, 1]; rows that do not exist have a 1 / den of 0."""
     den = 1.0 / tl.where(inverse == 0.0, 1.0, inverse)
-    return tl.minimum(per_score * (den - eps_count), LARGEST_STRENGTH)
+    return tl.minimum(per_score * (den - eps_count), LARGEST_CONTRAST_SCALE)
 
 
 @triton.jit
-def drop_with_contrast(drop, along_mean, strength, factor, per_score):
+def drop_with_contrast(drop, along_mean, contrast_scale, factor, per_score):
     """Return the drop above, from drop = -(1 + z) dout . o, along_mean = dout . m and factor = w."""
-    drop = drop / (1.0 + strength)
+    drop = drop / (1.0 + contrast_scale)
     # a clamped scale has no gradient; rows that do not exist have a factor of 0
-    share = tl.where(strength < LARGEST_STRENGTH, per_score, 0.0) / tl.where(factor == 0.0, 1.0, factor)
+    share = tl.where(contrast_scale < LARGEST_CONTRAST_SCALE, per_score, 0.0) / tl.where(factor == 0.0, 1.0, factor)
     return drop - share * (drop + along_mean)

@@ -8,7 +8,7 @@ from ...common.compiled.maps import phi_key
 
 
 @triton.jit
-def places_of(tile, sample, num_tokens, stride_b, stride_n, stride_h, D: tl.constexpr, C: tl.constexpr, BC, BN):
+def tile_offsets(tile, sample, num_tokens, stride_b, stride_n, stride_h, D: tl.constexpr, C: tl.constexpr, BC, BN):
     """Return offsets of a tile of tokens and its channels in a [B, N, H, D] view and in a contiguous one, and their masks."""
     tokens = tile * BN + tl.arange(0, BN)
     channels = tl.arange(0, BC)
@@ -39,7 +39,7 @@ def features_kernel(
 ):
     sample = tl.program_id(1)
     param_ptr += tl.cast(sample, tl.int64) * stride_param
-    here, there, channels, ok, inside = places_of(
+    here, there, channels, ok, inside = tile_offsets(
         tl.program_id(0), sample, num_tokens, stride_b, stride_n, stride_h, D, C, BC, BN
     )
     x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
@@ -72,7 +72,7 @@ def features_gradient_kernel(
     p0 = tl.zeros([BC], tl.float32)
     p1 = tl.zeros([BC], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BN), tl.num_programs(0)):
-        here, there, channels, ok, inside = places_of(tile, sample, num_tokens, stride_b, stride_n, stride_h, D, C, BC, BN)
+        here, there, channels, ok, inside = tile_offsets(tile, sample, num_tokens, stride_b, stride_n, stride_h, D, C, BC, BN)
         x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
         da = tl.load(dout_ptr + there, mask=inside, other=0.0).to(tl.float32)
         dx, g0, g1 = phi_key_gradient(x, da, da, param_ptr, channels, 0.0, alpha, C, MAP, False)

@@ -6,8 +6,8 @@ It supports maps without parameters that are the same for queries and keys, with
 import triton
 import triton.language as tl
 
-from ...common.compiled.map_gradients import phi_of_both_gradient
-from ...common.compiled.tiles import load_per_row, load_rows, place_of_program, store_per_row, store_rows, visible_rows
+from ...common.compiled.map_gradients import shared_phi_gradient
+from ...common.compiled.tiles import load_per_row, load_rows, program_index, store_per_row, store_rows, visible_rows
 from .mean_query import LARGEST_FEATURE, bounded_features, store_row
 
 
@@ -28,7 +28,7 @@ def feature_sums_kernel(
     sums_ptr,  # [splits, B * H, PARTS, D]
     num_tokens,
     heads,
-    stretch,
+    split_size,
     stride_b,
     stride_n,
     stride_h,
@@ -42,8 +42,8 @@ def feature_sums_kernel(
     """Compute sum_i phi(x_i) over a split of visible tokens."""
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
     x_ptr += sample * stride_b + (tl.program_id(1) % heads) * stride_h
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, num_tokens)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, num_tokens)
     channels = tl.arange(0, BD)
     rows = tl.arange(0, BN)
     sum_a = tl.zeros([BN, BD], tl.float32)
@@ -54,7 +54,7 @@ def feature_sums_kernel(
         a, b = bounded_features(x, ok, channels, D, MAP)
         sum_a += a
         sum_b += b
-    store_row(sums_ptr + place_of_program() * (PARTS * D), sum_a, sum_b, channels, D, PARTS)
+    store_row(sums_ptr + program_index() * (PARTS * D), sum_a, sum_b, channels, D, PARTS)
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def feature_products_kernel(
     out_ptr,  # [B, H, N]
     num_tokens,
     heads,
-    stretch,
+    split_size,
     stride_b,
     stride_n,
     stride_h,
@@ -80,8 +80,8 @@ def feature_products_kernel(
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
     place = tl.cast(tl.program_id(1), tl.int64)
     x_ptr += sample * stride_b + (tl.program_id(1) % heads) * stride_h
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, num_tokens)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, num_tokens)
     channels = tl.arange(0, BD)
     rows = tl.arange(0, BN)
     row_a, row_b = load_row(row_ptr + place * (PARTS * D), channels, D, PARTS)
@@ -106,7 +106,7 @@ def feature_gradient_kernel(
     sums_ptr,  # [splits, B * H, PARTS, D]
     num_tokens,
     heads,
-    stretch,
+    split_size,
     stride_b,
     stride_n,
     stride_h,
@@ -127,8 +127,8 @@ def feature_gradient_kernel(
     place = tl.cast(tl.program_id(1), tl.int64)
     x_ptr += sample * stride_b + head * stride_h
     dx_ptr += sample * stride_dxb + head * stride_dxh
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, num_tokens)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, num_tokens)
     channels = tl.arange(0, BD)
     rows = tl.arange(0, BN)
     row_a, row_b = load_row(row_ptr + place * (PARTS * D), channels, D, PARTS)
@@ -147,8 +147,8 @@ def feature_gradient_kernel(
         # a clamped feature has no gradient
         da = tl.where(a < LARGEST_FEATURE, number * row_a, 0.0)
         db = tl.where(b < LARGEST_FEATURE, number * row_b, 0.0)
-        dx, g0, g1 = phi_of_both_gradient(x, da, db, None, channels, 0.0, D, MAP)
+        dx, g0, g1 = shared_phi_gradient(x, da, db, None, channels, 0.0, D, MAP)
         # masked tokens get a gradient of zero, which must be written
         store_rows(dx_ptr, tl.where(ok[:, None], dx, 0.0), first, rows, exists, channels, channels < D, stride_dx)
     if HAS_NUMBERS:
-        store_row(sums_ptr + place_of_program() * (PARTS * D), sum_a, sum_b, channels, D, PARTS)
+        store_row(sums_ptr + program_index() * (PARTS * D), sum_a, sum_b, channels, D, PARTS)

@@ -5,8 +5,8 @@ import triton.language as tl
 
 from ...common.compiled.fastmath import exp2
 from ...common.compiled.maps import is_elementwise, key_excess, phi_key
-from ...common.compiled.products import is_lean, unit_matrix, widened
-from ...common.compiled.tiles import load_per_row, load_rows, rotated
+from ...common.compiled.products import is_lean, unit_matrix, widen
+from ...common.compiled.tiles import load_per_row, load_rows, rotate_features
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def sum_keys(
         if HAS_MASK:
             ok = ok & (tl.load(mask_ptr + first + rows, mask=ok, other=0) != 0)
         x = load_rows(k_ptr, first, rows, ok, channels, in_head, stride_k)
-        x = tl.trans(tl.dot(unit, tl.trans(x))) if ACROSS else widened(x, unit, LEAN)
+        x = tl.trans(tl.dot(unit, tl.trans(x))) if ACROSS else widen(x, unit, LEAN)
         v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
         if GUARD:
             larger = tl.maximum(log_scale, key_excess(x, param_ptr, channels, D, MAP))
@@ -103,11 +103,11 @@ def sum_keys(
         count += ok.to(tl.float32)
         if CONTRAST:
             value_sum = tl.dot(tl.full([16, BN], 1.0, DOT), v, value_sum, input_precision=PRECISION)
-        turned = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
-        s_a, z_a = add_tile(s_a, z_a, turned, a.to(DOT), v, ones, ACROSS, PRECISION)
+        rotated = rotate_features(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
+        s_a, z_a = add_tile(s_a, z_a, rotated, a.to(DOT), v, ones, ACROSS, PRECISION)
         if PARTS == 2:
-            turned = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
-            s_b, z_b = add_tile(s_b, z_b, turned, b.to(DOT), v, ones, ACROSS, PRECISION)
+            rotated = rotate_features(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
+            s_b, z_b = add_tile(s_b, z_b, rotated, b.to(DOT), v, ones, ACROSS, PRECISION)
     if not ACROSS:
         s_a, s_b, z_a, z_b = tl.trans(s_a), tl.trans(s_b), tl.trans(z_a), tl.trans(z_b)
     # the columns of z are alike, and multiplying by a sixteenth is exact

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from ...common.compiled.fastmath import constant
-from ...common.compiled.maps import LOG2_E, phi_of_both
-from ...common.compiled.tiles import load_both_sums, load_rows, place_of_program, visible_rows
+from ...common.compiled.maps import LOG2_E, shared_phi
+from ...common.compiled.tiles import load_both_sums, load_rows, program_index, visible_rows
 
 # as in ops.key_weight
 LARGEST_FEATURE = constant(1e17)
@@ -29,7 +29,7 @@ AT_ONCE = constant(32)
 def bounded_features(x, ok, channels, D: tl.constexpr, MAP: tl.constexpr):
     """Return phi(x), clamped so that its products stay finite, 0 in rows that are not ok; maps of one part return it twice."""
     # these maps have no parameters, so the pointer is never read
-    a, b = phi_of_both(x.to(tl.float32), ok, None, channels, 0.0, D, MAP)
+    a, b = shared_phi(x.to(tl.float32), ok, None, channels, 0.0, D, MAP)
     return tl.minimum(a, LARGEST_FEATURE), tl.minimum(b, LARGEST_FEATURE)
 
 
@@ -58,7 +58,7 @@ def store_row(ptr, a, b, channels, D: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def sum_of_rows(ptr, splits, SIZE: tl.constexpr, FIRST: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+def sum_rows(ptr, splits, SIZE: tl.constexpr, FIRST: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """Return elements FIRST .. FIRST + D - 1 of this program's row in [splits, rows, SIZE], summed over the splits, [1, BD]."""
     channels = tl.arange(0, BD)
     steps = tl.arange(0, AT_ONCE)
@@ -71,15 +71,15 @@ def sum_of_rows(ptr, splits, SIZE: tl.constexpr, FIRST: tl.constexpr, D: tl.cons
 
 
 @triton.jit
-def mean_of_sums(ptr, splits, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
+def mean_from_sums(ptr, splits, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
     """Return r in one or two parts, [1, BD], and D^-1/2 / n, from the output of query_sums_kernel."""
     SIZE: tl.constexpr = PARTS * D + 1
     SCALE: tl.constexpr = D**-0.5
-    share = SCALE / tl.maximum(tl.sum(sum_of_rows(ptr, splits, SIZE, SIZE - 1, 1, 16)), 1.0)
-    mean_a = sum_of_rows(ptr, splits, SIZE, 0, D, BD) * share
+    share = SCALE / tl.maximum(tl.sum(sum_rows(ptr, splits, SIZE, SIZE - 1, 1, 16)), 1.0)
+    mean_a = sum_rows(ptr, splits, SIZE, 0, D, BD) * share
     mean_b = mean_a
     if PARTS == 2:
-        mean_b = sum_of_rows(ptr, splits, SIZE, D, D, BD) * share
+        mean_b = sum_rows(ptr, splits, SIZE, D, D, BD) * share
     return mean_a, mean_b, share
 
 
@@ -104,13 +104,13 @@ def load_mean(ptr, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def gradient_of_mean(mean_ptr, dmean_ptr, splits, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
+def mean_gradient(mean_ptr, dmean_ptr, splits, D: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr):
     """Return the gradient of each query's features: D^-1/2 / n dr, [1, BD] for each part."""
     share = tl.load(mean_ptr + tl.cast(tl.program_id(1), tl.int64) * (PARTS * D + 1) + PARTS * D)
-    row_a = sum_of_rows(dmean_ptr, splits, PARTS * D, 0, D, BD) * share
+    row_a = sum_rows(dmean_ptr, splits, PARTS * D, 0, D, BD) * share
     row_b = row_a
     if PARTS == 2:
-        row_b = sum_of_rows(dmean_ptr, splits, PARTS * D, D, D, BD) * share
+        row_b = sum_rows(dmean_ptr, splits, PARTS * D, D, D, BD) * share
     return row_a, row_b
 
 
@@ -134,7 +134,7 @@ def query_sums_kernel(
     sums_ptr,  # [splits, B * H, PARTS * D + 1]
     num_tokens,
     heads,
-    stretch,
+    split_size,
     stride_b,
     stride_n,
     stride_h,
@@ -149,8 +149,8 @@ def query_sums_kernel(
     """Compute sum_i phi(x_i) over a split of visible tokens, and count them."""
     sample = tl.cast(tl.program_id(1) // heads, tl.int64)
     x_ptr += sample * stride_b + (tl.program_id(1) % heads) * stride_h
-    start = tl.program_id(0) * stretch
-    stop = tl.minimum(start + stretch, num_tokens)
+    start = tl.program_id(0) * split_size
+    stop = tl.minimum(start + split_size, num_tokens)
     channels = tl.arange(0, BD)
     rows = tl.arange(0, BN)
     sum_a = tl.zeros([BN, BD], tl.float32)
@@ -164,6 +164,6 @@ def query_sums_kernel(
         if PARTS == 2:
             sum_b += b
         count += ok.to(tl.float32)
-    ptr = sums_ptr + place_of_program() * (PARTS * D + 1)
+    ptr = sums_ptr + program_index() * (PARTS * D + 1)
     store_row(ptr, sum_a, sum_b, channels, D, PARTS)
     tl.store(ptr + PARTS * D, tl.sum(count))

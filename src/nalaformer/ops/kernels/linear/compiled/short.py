@@ -13,11 +13,11 @@ import triton.language as tl
 
 from ...common.compiled.map_gradients import phi_key_gradient, phi_query_gradient
 from ...common.compiled.maps import phi_key, phi_query
-from ...common.compiled.products import is_lean, unit_matrix, widened
+from ...common.compiled.products import is_lean, unit_matrix, widen
 from ...common.compiled.tiles import (
+    head_rows,
     load_rows,
     row_strides,
-    rows_of_head,
     store_rows,
     store_two_parameters,
     sum_over_rows,
@@ -26,7 +26,7 @@ from ...common.compiled.tiles import (
 
 
 @triton.jit
-def scores_of(q_a, q_b, k_a, k_b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def feature_products(q_a, q_b, k_a, k_b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """Return phi(q_i) . phi(k_j), [BN, BN]."""
     scores = tl.dot(q_a, tl.trans(k_a), input_precision=PRECISION)
     if PARTS == 2:
@@ -35,7 +35,7 @@ def scores_of(q_a, q_b, k_a, k_b, PARTS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def inverse_of_sum(scores, visible, eps):
+def invert_sum(scores, visible, eps):
     """Return 1 / denominator, [BN, 1]; 1 where a row sees nothing."""
     below = tl.sum(scores, axis=1)[:, None] + eps * tl.sum(visible.to(tl.float32))
     return 1.0 / tl.where(below == 0.0, 1.0, below)
@@ -87,10 +87,10 @@ def short_kernel(
     stride_ob, stride_o, stride_oh = row_strides(stride_ob, stride_o, stride_oh, V)
     sample = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
-    q_ptr = rows_of_head(q_ptr, sample, head, 0, stride_qb, stride_q, stride_qh, False)
-    k_ptr = rows_of_head(k_ptr, sample, head, 0, stride_kb, stride_k, stride_kh, False)
-    v_ptr = rows_of_head(v_ptr, sample, head, 0, stride_vb, stride_v, stride_vh, False)
-    out_ptr = rows_of_head(out_ptr, sample, head, 0, stride_ob, stride_o, stride_oh, False)
+    q_ptr = head_rows(q_ptr, sample, head, 0, stride_qb, stride_q, stride_qh, False)
+    k_ptr = head_rows(k_ptr, sample, head, 0, stride_kb, stride_k, stride_kh, False)
+    v_ptr = head_rows(v_ptr, sample, head, 0, stride_vb, stride_v, stride_vh, False)
+    out_ptr = head_rows(out_ptr, sample, head, 0, stride_ob, stride_o, stride_oh, False)
     param_ptr += (head // param_group) * num_params
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -102,11 +102,11 @@ def short_kernel(
     v = load_rows(v_ptr, 0, rows, visible, columns, columns < V, stride_v).to(DOT)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
-    k_a, k_b = phi_key(widened(k, unit, LEAN), visible, param_ptr, channels, 0.0, alpha, D, MAP, CUBE, DOT)
-    q_a, q_b, log_scale = phi_query(widened(q, unit, LEAN), param_ptr, channels, norm_scale, alpha, D, MAP, 0, DOT)
-    scores = scores_of(q_a, q_b, k_a, k_b, PARTS, PRECISION).to(DOT)
+    k_a, k_b = phi_key(widen(k, unit, LEAN), visible, param_ptr, channels, 0.0, alpha, D, MAP, CUBE, DOT)
+    q_a, q_b, log_scale = phi_query(widen(q, unit, LEAN), param_ptr, channels, norm_scale, alpha, D, MAP, 0, DOT)
+    scores = feature_products(q_a, q_b, k_a, k_b, PARTS, PRECISION).to(DOT)
     # the sum of the rounded scores that are multiplied, so that the weights add up to one
-    inverse = inverse_of_sum(scores.to(tl.float32), visible, eps)
+    inverse = invert_sum(scores.to(tl.float32), visible, eps)
     out = tl.dot(scores, v, input_precision=PRECISION)
     store_rows(out_ptr, out * inverse, 0, rows, rows < num_queries, columns, columns < V, stride_o)
 
@@ -175,13 +175,13 @@ def short_gradient_kernel(
     stride_dvb, stride_dv, stride_dvh = row_strides(stride_dvb, stride_dv, stride_dvh, V)
     sample = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
-    q_ptr = rows_of_head(q_ptr, sample, head, 0, stride_qb, stride_q, stride_qh, False)
-    k_ptr = rows_of_head(k_ptr, sample, head, 0, stride_kb, stride_k, stride_kh, False)
-    v_ptr = rows_of_head(v_ptr, sample, head, 0, stride_vb, stride_v, stride_vh, False)
-    dout_ptr = rows_of_head(dout_ptr, sample, head, 0, stride_dob, stride_do, stride_doh, False)
-    dq_ptr = rows_of_head(dq_ptr, sample, head, 0, stride_dqb, stride_dq, stride_dqh, False)
-    dk_ptr = rows_of_head(dk_ptr, sample, head, 0, stride_dkb, stride_dk, stride_dkh, False)
-    dv_ptr = rows_of_head(dv_ptr, sample, head, 0, stride_dvb, stride_dv, stride_dvh, False)
+    q_ptr = head_rows(q_ptr, sample, head, 0, stride_qb, stride_q, stride_qh, False)
+    k_ptr = head_rows(k_ptr, sample, head, 0, stride_kb, stride_k, stride_kh, False)
+    v_ptr = head_rows(v_ptr, sample, head, 0, stride_vb, stride_v, stride_vh, False)
+    dout_ptr = head_rows(dout_ptr, sample, head, 0, stride_dob, stride_do, stride_doh, False)
+    dq_ptr = head_rows(dq_ptr, sample, head, 0, stride_dqb, stride_dq, stride_dqh, False)
+    dk_ptr = head_rows(dk_ptr, sample, head, 0, stride_dkb, stride_dk, stride_dkh, False)
+    dv_ptr = head_rows(dv_ptr, sample, head, 0, stride_dvb, stride_dv, stride_dvh, False)
     param_ptr += (head // param_group) * num_params
     channels = tl.arange(0, BD)
     columns = tl.arange(0, BV)
@@ -196,10 +196,10 @@ def short_gradient_kernel(
     dout = load_rows(dout_ptr, 0, rows, is_query, columns, columns < V, stride_do).to(DOT)
     LEAN: tl.constexpr = is_lean(DOT, BD, BV)
     unit = unit_matrix(BD, DOT)
-    k_a, k_b = phi_key(widened(k, unit, LEAN), visible, param_ptr, channels, 0.0, alpha, D, MAP, CUBE, DOT)
-    q_a, q_b, log_scale = phi_query(widened(q, unit, LEAN), param_ptr, channels, norm_scale, alpha, D, MAP, 0, DOT)
-    scores = scores_of(q_a, q_b, k_a, k_b, PARTS, PRECISION)
-    inverse = inverse_of_sum(scores, visible, eps)
+    k_a, k_b = phi_key(widen(k, unit, LEAN), visible, param_ptr, channels, 0.0, alpha, D, MAP, CUBE, DOT)
+    q_a, q_b, log_scale = phi_query(widen(q, unit, LEAN), param_ptr, channels, norm_scale, alpha, D, MAP, 0, DOT)
+    scores = feature_products(q_a, q_b, k_a, k_b, PARTS, PRECISION)
+    inverse = invert_sum(scores, visible, eps)
     weights = scores * inverse
     dv = tl.dot(tl.trans(weights.to(DOT)), dout, input_precision=PRECISION)
     store_rows(dv_ptr, dv, 0, rows, is_key, columns, columns < V, stride_dv)
@@ -213,7 +213,7 @@ def short_gradient_kernel(
     if PARTS == 2:
         db = tl.dot(dscores.to(DOT), k_b, input_precision=PRECISION)
     # reading it again is cheaper than holding it in registers
-    x = widened(load_rows(q_ptr, 0, rows, is_query, channels, in_head, stride_q), unit, LEAN)
+    x = widen(load_rows(q_ptr, 0, rows, is_query, channels, in_head, stride_q), unit, LEAN)
     dx, g0, g1 = phi_query_gradient(x, da, db, param_ptr, channels, norm_scale, alpha, D, MAP, 0)
     store_rows(dq_ptr, dx * inverse, 0, rows, is_query, channels, in_head, stride_dq)
     place = tl.cast(tl.program_id(0), tl.int64)
@@ -228,7 +228,7 @@ def short_gradient_kernel(
     db = da
     if PARTS == 2:
         db = tl.dot(left, q_b, input_precision=PRECISION)
-    x = widened(load_rows(k_ptr, 0, rows, visible, channels, in_head, stride_k), unit, LEAN)
+    x = widen(load_rows(k_ptr, 0, rows, visible, channels, in_head, stride_k), unit, LEAN)
     dx, g0, g1 = phi_key_gradient(x, da, db, param_ptr, channels, 0.0, alpha, D, MAP, CUBE)
     # masked keys get a gradient of zero, which must be written
     dx = tl.where(visible[:, None], dx, 0.0) if HAS_MASK else dx

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from ...common.compiled.fastmath import exp2
 from ...common.compiled.maps import LN_2, LOG2_E, key_excess, phi_key, phi_query
-from ...common.compiled.tiles import rotated
-from .bidirectional import LARGEST_TURNED_OUTPUT, eps_of
+from ...common.compiled.tiles import rotate_features
+from .bidirectional import LARGEST_ROTATED_OUTPUT, scaled_eps
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def update(
     state_ptr,  # [D, V] of one part
     sum_ptr,  # [D]
     feature,  # [1, BD] without rotary
-    turned,  # [1, BD] with rotary
+    rotated,  # [1, BD] with rotary
     v,  # [BV]
     keep,  # the factor of the old sums
     D: tl.constexpr,
@@ -29,7 +29,7 @@ def update(
     columns = tl.arange(0, BV)
     places = state_ptr + channels[:, None] * V + columns[None, :]
     inside = (channels < D)[:, None] & (columns < V)[None, :]
-    s = tl.load(places, mask=inside, other=0.0) * keep + tl.trans(turned) * v[None, :]
+    s = tl.load(places, mask=inside, other=0.0) * keep + tl.trans(rotated) * v[None, :]
     z = tl.load(sum_ptr + channels, mask=channels < D, other=0.0) * keep + tl.reshape(feature, [BD])
     # several warps read a tile smaller than them: all must have read before one of them writes
     tl.debug_barrier()
@@ -52,7 +52,7 @@ def step_kernel(
     sum_ptr,  # [B, K, PARTS * D]
     count_ptr,  # [B] int64, this token included
     scale_ptr,  # [B, K]
-    fade_ptr,  # [B, K]: log_decay
+    log_decay_ptr,  # [B, K]: log_decay
     out_ptr,  # [B, 1, H, V]
     kv_heads,
     group,
@@ -81,7 +81,7 @@ def step_kernel(
     PAIRS: tl.constexpr,
     CUBE: tl.constexpr,
     GUARD: tl.constexpr,
-    FADES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
 ):
     owner = tl.cast(tl.program_id(0), tl.int64)
     sample = owner // kv_heads
@@ -113,19 +113,19 @@ def step_kernel(
         true_size = exp2(log2_key_shift - log_scale)
         ak *= true_size
         bk *= true_size
-    if FADES:
-        keep *= tl.exp(tl.load(fade_ptr + owner))
-    turned = rotated(ak, cos_k_ptr, sin_k_ptr, 0, row, here, 0, D, BD, PAIRS, False)
+    if HAS_DECAY:
+        keep *= tl.exp(tl.load(log_decay_ptr + owner))
+    rotated = rotate_features(ak, cos_k_ptr, sin_k_ptr, 0, row, here, 0, D, BD, PAIRS, False)
     state_ptr += owner * (PARTS * D * V)
     sum_ptr += owner * (PARTS * D)
-    s_a, z_a = update(state_ptr, sum_ptr, ak, turned, v, keep, D, V, BD, BV)
+    s_a, z_a = update(state_ptr, sum_ptr, ak, rotated, v, keep, D, V, BD, BV)
     s_b, z_b = s_a, z_a
     if PARTS == 2:
-        turned = rotated(bk, cos_k_ptr, sin_k_ptr, 0, row, here, 1, D, BD, PAIRS, False)
-        s_b, z_b = update(state_ptr + D * V, sum_ptr + D, bk, turned, v, keep, D, V, BD, BV)
+        rotated = rotate_features(bk, cos_k_ptr, sin_k_ptr, 0, row, here, 1, D, BD, PAIRS, False)
+        s_b, z_b = update(state_ptr + D * V, sum_ptr + D, bk, rotated, v, keep, D, V, BD, BV)
 
     eps_count = eps
-    if not FADES:
+    if not HAS_DECAY:
         eps_count *= tl.load(count_ptr + sample).to(tl.float32)
     for member in range(0, group):
         query_head = head * group + member
@@ -136,15 +136,15 @@ def step_kernel(
         for stream in tl.static_range(STREAMS):
             aq, bq, query_scale = phi_query(y, query_params, channels, norm_scale, alpha, D, MAP, stream)
             total = tl.sum(tl.reshape(aq, [BD]) * z_a, axis=0)
-            turned = rotated(aq, cos_q_ptr, sin_q_ptr, 0, row, here, 0, D, BD, PAIRS, False)
-            above = tl.sum(tl.trans(turned) * s_a, axis=0)
+            rotated = rotate_features(aq, cos_q_ptr, sin_q_ptr, 0, row, here, 0, D, BD, PAIRS, False)
+            above = tl.sum(tl.trans(rotated) * s_a, axis=0)
             if PARTS == 2:
                 total += tl.sum(tl.reshape(bq, [BD]) * z_b, axis=0)
-                turned = rotated(bq, cos_q_ptr, sin_q_ptr, 0, row, here, 1, D, BD, PAIRS, False)
-                above += tl.sum(tl.trans(turned) * s_b, axis=0)
-            total += eps_of(tl.sum(query_scale), log_scale, eps_count)
+                rotated = rotate_features(bq, cos_q_ptr, sin_q_ptr, 0, row, here, 1, D, BD, PAIRS, False)
+                above += tl.sum(tl.trans(rotated) * s_b, axis=0)
+            total += scaled_eps(tl.sum(query_scale), log_scale, eps_count)
             if GUARD and PAIRS > 0:
-                total = tl.maximum(total, tl.max(tl.abs(above)) / LARGEST_TURNED_OUTPUT)
+                total = tl.maximum(total, tl.max(tl.abs(above)) / LARGEST_ROTATED_OUTPUT)
             above = above / tl.where(total == 0.0, 1.0, total)
             mine = (columns >= stream * (V // STREAMS)) & (columns < (stream + 1) * (V // STREAMS))
             out = tl.where(mine, above, out)

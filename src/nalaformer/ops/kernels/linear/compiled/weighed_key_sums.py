@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from ...common.compiled.fastmath import constant, exp2
-from ...common.compiled.maps import LOG2_E, phi_of_both
-from ...common.compiled.products import is_lean, unit_matrix, widened
-from ...common.compiled.tiles import load_rows, rotated, visible_rows
+from ...common.compiled.maps import LOG2_E, shared_phi
+from ...common.compiled.products import is_lean, unit_matrix, widen
+from ...common.compiled.tiles import load_rows, rotate_features, visible_rows
 from .key_sums import add_tile
 from .mean_query import product_with_mean
 
@@ -82,20 +82,20 @@ def sum_weighed_keys(
         highest = tl.zeros([BN, 1], tl.float32)
         for first in range(start, stop, BN):
             ok = visible_rows(mask_ptr, first, rows, rows < stop - first, HAS_MASK)
-            x = widened(load_rows(k_ptr, first, rows, ok, channels, channels < D, stride_k), unit, LEAN)
+            x = widen(load_rows(k_ptr, first, rows, ok, channels, channels < D, stride_k), unit, LEAN)
             v = load_rows(v_ptr, first, rows, ok, columns, columns < V, stride_v).to(DOT)
-            a, b = phi_of_both(x, ok, None, channels, 0.0, D, MAP)
+            a, b = shared_phi(x, ok, None, channels, 0.0, D, MAP)
             product = product_with_mean(a, b, mean_a, mean_b, PARTS)
             highest = tl.maximum(highest, product)
             weight = tl.where(ok[:, None], exp2(tl.minimum(product - scale, 0.0)), 0.0)
             weights += weight
             a *= weight
-            turned = rotated(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
-            s_a, z_a = add_tile(s_a, z_a, turned, a.to(DOT), v, ones, False, PRECISION)
+            rotated = rotate_features(a, cos_ptr, sin_ptr, first, rows, ok, 0, D, BD, PAIRS, False).to(DOT)
+            s_a, z_a = add_tile(s_a, z_a, rotated, a.to(DOT), v, ones, False, PRECISION)
             if PARTS == 2:
                 b *= weight
-                turned = rotated(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
-                s_b, z_b = add_tile(s_b, z_b, turned, b.to(DOT), v, ones, False, PRECISION)
+                rotated = rotate_features(b, cos_ptr, sin_ptr, first, rows, ok, 1, D, BD, PAIRS, False).to(DOT)
+                s_b, z_b = add_tile(s_b, z_b, rotated, b.to(DOT), v, ones, False, PRECISION)
         largest = tl.ceil(tl.max(highest))
         keep = exp2(scale - largest)
         # False for NaN, which a second pass would not fix; the scale of a second pass is the largest product

@@ -6,11 +6,11 @@ The sums and their gradients stay on chip from one loop to the next.
 import triton
 import triton.language as tl
 
-from ...common.compiled.tiles import row_strides, rows_of_head
+from ...common.compiled.tiles import head_rows, row_strides
 from .bidirectional_gradient import query_gradients, sums_gradients
 from .bidirectional_gradient_of_keys import key_gradients
 from .centred_sums import centred_sums
-from .contrast import load_value_sum, size_of_sums
+from .contrast import load_value_sum, sums_size
 
 
 @triton.jit
@@ -98,13 +98,13 @@ def whole_gradient_kernel(
     head = tl.program_id(1) % heads
     owner = tl.cast(tl.program_id(1), tl.int64)
     wide = tl.cast(sample, tl.int64)
-    q_ptr = rows_of_head(q_ptr, sample, head, 0, stride_qb, stride_q, stride_qh, False)
-    k_ptr = rows_of_head(k_ptr, sample, head, 0, stride_kb, stride_k, stride_kh, False)
-    v_ptr = rows_of_head(v_ptr, sample, head, 0, stride_vb, stride_v, stride_vh, False)
-    dout_ptr = rows_of_head(dout_ptr, sample, head, 0, stride_dob, stride_do, stride_doh, False)
-    dq_ptr = rows_of_head(dq_ptr, sample, head, 0, stride_dqb, stride_dq, stride_dqh, False)
-    dk_ptr = rows_of_head(dk_ptr, sample, head, 0, stride_dkb, stride_dk, stride_dkh, False)
-    dv_ptr = rows_of_head(dv_ptr, sample, head, 0, stride_dvb, stride_dv, stride_dvh, False)
+    q_ptr = head_rows(q_ptr, sample, head, 0, stride_qb, stride_q, stride_qh, False)
+    k_ptr = head_rows(k_ptr, sample, head, 0, stride_kb, stride_k, stride_kh, False)
+    v_ptr = head_rows(v_ptr, sample, head, 0, stride_vb, stride_v, stride_vh, False)
+    dout_ptr = head_rows(dout_ptr, sample, head, 0, stride_dob, stride_do, stride_doh, False)
+    dq_ptr = head_rows(dq_ptr, sample, head, 0, stride_dqb, stride_dq, stride_dqh, False)
+    dk_ptr = head_rows(dk_ptr, sample, head, 0, stride_dkb, stride_dk, stride_dkh, False)
+    dv_ptr = head_rows(dv_ptr, sample, head, 0, stride_dvb, stride_dv, stride_dvh, False)
     inverse_ptr += owner * num_queries
     drop_ptr += owner * num_queries
     cos_q_ptr += wide * stride_angle_q
@@ -112,7 +112,7 @@ def whole_gradient_kernel(
     mask_ptr += wide * num_keys
     weight_ptr += owner * num_keys
     param_ptr += (head // param_group) * num_params
-    sums = sums_ptr + owner * size_of_sums(D, V, PARTS, CONTRAST)
+    sums = sums_ptr + owner * sums_size(D, V, PARTS, CONTRAST)
     s_a, s_b, z_a, z_b, mean = centred_sums(sums, D, V, BD, BV, PARTS, PAIRS == 0 and not CONTRAST)
     s_a, s_b = s_a.to(DOT), s_b.to(DOT)
     count = tl.load(sums + V + 1)

@@ -10,7 +10,7 @@ import triton.language as tl
 from .gelu import gelu, gelu_and_slope
 
 
-@triton.jit(do_not_specialize=["groups", "height", "width", "stretch"])
+@triton.jit(do_not_specialize=["groups", "height", "width", "split_size"])
 def depthwise_kernel(
     x_ptr,  # [B, N, C], channels side by side
     plus_ptr,  # [B, N, C]: added to the output; not read without PLUS
@@ -21,7 +21,7 @@ def depthwise_kernel(
     height,
     width,
     channels,
-    stretch,  # rows of the grid per program
+    split_size,  # rows of the grid per program
     x_batch,
     x_token,
     plus_batch,
@@ -45,11 +45,11 @@ def depthwise_kernel(
     """
     half: tl.constexpr = SIZE // 2
     strips = tl.cdiv(width, BW)
-    stretches = tl.cdiv(height, stretch)
+    splits = tl.cdiv(height, split_size)
     program = tl.program_id(0)
-    group = program // stretches * BG + tl.arange(0, BG)
-    first = program % stretches * stretch
-    last = tl.minimum(first + stretch, height)
+    group = program // splits * BG + tl.arange(0, BG)
+    first = program % splits * split_size
+    last = tl.minimum(first + split_size, height)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
     inside = (group < groups)[:, None] & is_channel[None, :]
@@ -74,15 +74,15 @@ def depthwise_kernel(
     for _ in tl.static_range((SIZE - 1) * BW):
         sums = sums + (start,)  # noqa: RUF005
     begin, end = tl.maximum(first - half, 0), tl.minimum(last + half, height)
-    x = row_of(x_at, begin, end, column, width, inside, x_token, half, BW, EVEN)
+    x = load_row(x_at, begin, end, column, width, inside, x_token, half, BW, EVEN)
     for row in tl.range(begin, last + half, num_stages=1):
         # the next row is loaded while this one is added up
-        coming = row_of(x_at, row + 1, end, column, width, inside, x_token, half, BW, EVEN)
+        coming = load_row(x_at, row + 1, end, column, width, inside, x_token, half, BW, EVEN)
         is_done = (column * 0 + row) >= first + half
         if PLUS:
             # there is no row before the first
             until = tl.where(row >= first + half, last, row - half)
-            plus = row_of(plus_at, row - half, until, column, width, inside, plus_token, 0, BW, EVEN)
+            plus = load_row(plus_at, row - half, until, column, width, inside, plus_token, 0, BW, EVEN)
         y = ()
         for place in tl.static_range(BW + 2 * half):
             seen = x[place].to(tl.float32)
@@ -90,7 +90,7 @@ def depthwise_kernel(
                 seen = gelu(seen)
             y = y + (seen,)  # noqa: RUF005
         for place in tl.static_range(BW):
-            done = added(sums[place], y, weights, place, SIZE * (SIZE - 1), SIZE)
+            done = add_taps(sums[place], y, weights, place, SIZE * (SIZE - 1), SIZE)
             if PLUS:
                 done += plus[place].to(tl.float32)
             at = out_at + ((row - half) * width + place) * out_token
@@ -99,14 +99,14 @@ def depthwise_kernel(
         new = ()
         for line in tl.static_range(1, SIZE - 1):
             for place in tl.static_range(BW):
-                new = new + (added(sums[line * BW + place], y, weights, place, SIZE * (SIZE - 1 - line), SIZE),)  # noqa: RUF005
+                new = new + (add_taps(sums[line * BW + place], y, weights, place, SIZE * (SIZE - 1 - line), SIZE),)  # noqa: RUF005
         for place in tl.static_range(BW):
-            new = new + (added(start, y, weights, place, 0, SIZE),)  # noqa: RUF005
+            new = new + (add_taps(start, y, weights, place, 0, SIZE),)  # noqa: RUF005
         sums, x = new, coming
 
 
 @triton.jit
-def row_of(at, row, end, column, width, inside, token, beyond: tl.constexpr, BW: tl.constexpr, EVEN: tl.constexpr):
+def load_row(at, row, end, column, width, inside, token, beyond: tl.constexpr, BW: tl.constexpr, EVEN: tl.constexpr):
     """Load a tile per column of the strips and `beyond` more on both sides; zeros outside of the grid and from row `end` on."""
     tiles = ()
     is_row = (column * 0 + row) < end
@@ -123,14 +123,14 @@ def row_of(at, row, end, column, width, inside, token, beyond: tl.constexpr, BW:
 
 
 @triton.jit
-def added(total, y, weights, place: tl.constexpr, first: tl.constexpr, SIZE: tl.constexpr):
+def add_taps(total, y, weights, place: tl.constexpr, first: tl.constexpr, SIZE: tl.constexpr):
     """Return the total plus SIZE tokens of a row, each times its tap."""
     for tap in tl.static_range(SIZE):
         total += y[place + tap] * weights[first + tap]
     return total
 
 
-@triton.jit(do_not_specialize=["groups", "height", "width", "stretch", "walks"])
+@triton.jit(do_not_specialize=["groups", "height", "width", "split_size", "scans"])
 def depthwise_gradient_kernel(
     x_ptr,  # [B, N, C]
     dout_ptr,  # [B, N, C]
@@ -141,8 +141,8 @@ def depthwise_gradient_kernel(
     height,
     width,
     channels,
-    stretch,  # rows in a scan
-    walks,  # scans of a program
+    split_size,  # rows in a scan
+    scans,  # scans of a program
     x_batch,
     x_token,
     dout_batch,
@@ -167,7 +167,7 @@ def depthwise_gradient_kernel(
     half: tl.constexpr = SIZE // 2
     columns: tl.constexpr = BW + 2 * half
     strips = tl.cdiv(width, BW)
-    stretches = tl.cdiv(height, stretch)
+    splits = tl.cdiv(height, split_size)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     is_channel = channel < channels
     kernel = channel % WEIGHTS if WEIGHTS else channel
@@ -184,11 +184,11 @@ def depthwise_gradient_kernel(
     sums = ()
     for _ in tl.static_range(SIZE * SIZE):
         sums = sums + (tl.zeros((BG, BC), tl.float32),)  # noqa: RUF005
-    most = tl.cdiv(groups, BG) * stretches
-    for walk in tl.range(tl.program_id(0) * walks, tl.minimum((tl.program_id(0) + 1) * walks, most), num_stages=1):
-        group = walk // stretches * BG + tl.arange(0, BG)
-        first = walk % stretches * stretch
-        last = tl.minimum(first + stretch, height)
+    most = tl.cdiv(groups, BG) * splits
+    for scan in tl.range(tl.program_id(0) * scans, tl.minimum((tl.program_id(0) + 1) * scans, most), num_stages=1):
+        group = scan // splits * BG + tl.arange(0, BG)
+        first = scan % splits * split_size
+        last = tl.minimum(first + split_size, height)
         inside = (group < groups)[:, None] & is_channel[None, :]
         batch = (group // strips).to(tl.int64)[:, None]
         column = group % strips * BW
@@ -199,17 +199,17 @@ def depthwise_gradient_kernel(
         for line in tl.static_range(SIZE - 1):
             # a row above the grid is not read
             above = first + line - half
-            found = row_of(
+            found = load_row(
                 dout_at, above, tl.where(above >= 0, height, above), column, width, inside, dout_token, half, BW, EVEN
             )
             for place in tl.static_range(columns):
                 lines = lines + (found[place].to(tl.float32),)  # noqa: RUF005
-        below = row_of(dout_at, first + half, height, column, width, inside, dout_token, half, BW, EVEN)
-        x = row_of(x_at, first, last, column, width, inside, x_token, 0, BW, EVEN)
+        below = load_row(dout_at, first + half, height, column, width, inside, dout_token, half, BW, EVEN)
+        x = load_row(x_at, first, last, column, width, inside, x_token, 0, BW, EVEN)
         for row in tl.range(first, last, num_stages=1):
             # the next rows are loaded while these are added up
-            below_next = row_of(dout_at, row + half + 1, height, column, width, inside, dout_token, half, BW, EVEN)
-            coming = row_of(x_at, row + 1, last, column, width, inside, x_token, 0, BW, EVEN)
+            below_next = load_row(dout_at, row + half + 1, height, column, width, inside, dout_token, half, BW, EVEN)
+            coming = load_row(x_at, row + 1, last, column, width, inside, x_token, 0, BW, EVEN)
             for place in tl.static_range(columns):
                 lines = lines + (below[place].to(tl.float32),)  # noqa: RUF005
             y = ()

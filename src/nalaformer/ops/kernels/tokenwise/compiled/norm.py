@@ -76,7 +76,7 @@ def norm_gradient_kernel(
     dgate_ptr,  # [R, C] side by side; not written without GATED
     partial_ptr,  # [programs, C] float32: gradient of the weight; [programs, 2, C], then of the bias, with CENTRED
     rows,
-    stretch,  # steps of BR rows per program
+    split_size,  # steps of BR rows per program
     x_row,
     gate_row,
     dout_row,
@@ -98,8 +98,8 @@ def norm_gradient_kernel(
     if CENTRED:
         bias = tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)
         dbias = tl.zeros((BR, BC), tl.float32)
-    last = tl.minimum((program + 1) * stretch, tl.cdiv(rows, BR))
-    for step in tl.range(program * stretch, last, num_stages=STAGES):
+    last = tl.minimum((program + 1) * split_size, tl.cdiv(rows, BR))
+    for step in tl.range(program * split_size, last, num_stages=STAGES):
         row = (step * BR + tl.arange(0, BR)).to(tl.int64)
         is_row = row < rows
         inside = is_row[:, None] & is_channel[None, :]

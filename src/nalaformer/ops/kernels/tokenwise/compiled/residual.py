@@ -43,7 +43,7 @@ def residual_gradient_kernel(
     partial_ptr,  # [programs, C] float32: gradient of the scale; not written without SCALED
     rows,
     tokens,
-    stretch,  # steps of BR rows per program
+    split_size,  # steps of BR rows per program
     C: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
@@ -57,8 +57,8 @@ def residual_gradient_kernel(
     dscale = tl.zeros((BR, BC), tl.float32)
     if SCALED:
         scale = tl.load(scale_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-    last = tl.minimum((program + 1) * stretch, tl.cdiv(rows, BR))
-    for step in tl.range(program * stretch, last, num_stages=STAGES):
+    last = tl.minimum((program + 1) * split_size, tl.cdiv(rows, BR))
+    for step in tl.range(program * split_size, last, num_stages=STAGES):
         row = (step * BR + tl.arange(0, BR)).to(tl.int64)
         is_row = row < rows
         inside = is_row[:, None] & is_channel[None, :]

@@ -161,7 +161,7 @@ def short_convolution_gradient_kernel(
     num_tokens,
     channels,
     all_channels,
-    stretch,  # tiles of tokens per program
+    split_size,  # tiles of tokens per program
     x_batch,
     x_token,
     dout_batch,
@@ -187,8 +187,8 @@ def short_convolution_gradient_kernel(
     tap1 = tl.zeros((BN, BC), tl.float32)
     tap2 = tl.zeros((BN, BC), tl.float32)
     tap3 = tl.zeros((BN, BC), tl.float32)
-    last = tl.minimum((split + 1) * stretch, batches * tiles)
-    for tile in tl.range(split * stretch, last, num_stages=STAGES):
+    last = tl.minimum((split + 1) * split_size, batches * tiles)
+    for tile in tl.range(split * split_size, last, num_stages=STAGES):
         batch = (tile // tiles).to(tl.int64)
         start = ((tile % tiles) * BN).to(tl.int64)
         token = (tile % tiles) * BN + local

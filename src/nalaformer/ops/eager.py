@@ -10,7 +10,7 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def untraced(function: Function) -> Function:
+def run_eagerly(function: Function) -> Function:
     """Return the function with tracing switched off inside.
 
     torch.compiler.disable does that, but as a decorator it would import torch._dynamo with this library, which takes as long

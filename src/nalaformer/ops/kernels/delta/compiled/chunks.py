@@ -11,29 +11,29 @@ SMALLEST_LOG_DECAY = constant(-100.0)
 
 
 @triton.jit
-def rows_of_sequence(sequences_ptr, sequence, tokens, SIZE: tl.constexpr, PACKED: tl.constexpr):
+def sequence_rows(sequences_ptr, sequence, tokens, SIZE: tl.constexpr, PACKED: tl.constexpr):
     """Return the first row of a sequence among those of all, its length, and the index of its first chunk."""
     row = tl.cast(sequence, tl.int64) * tokens
     length = tokens
-    piece = sequence * tl.cdiv(tokens, SIZE)
+    chunk = sequence * tl.cdiv(tokens, SIZE)
     if PACKED:
         row = tl.load(sequences_ptr + sequence * 3).to(tl.int64)
         length = tl.load(sequences_ptr + sequence * 3 + 1)
-        piece = tl.load(sequences_ptr + sequence * 3 + 2)
-    return row, length, piece
+        chunk = tl.load(sequences_ptr + sequence * 3 + 2)
+    return row, length, chunk
 
 
 @triton.jit
-def rows_of_piece(owners_ptr, sequences_ptr, piece, tokens, SIZE: tl.constexpr, PACKED: tl.constexpr):
+def chunk_rows(owners_ptr, sequences_ptr, chunk, tokens, SIZE: tl.constexpr, PACKED: tl.constexpr):
     """Return the first row of a chunk, and its number of tokens."""
-    sequence = tl.load(owners_ptr + piece) if PACKED else piece // tl.cdiv(tokens, SIZE)
-    row, length, first_piece = rows_of_sequence(sequences_ptr, sequence, tokens, SIZE, PACKED)
-    before = (piece - first_piece) * SIZE
+    sequence = tl.load(owners_ptr + chunk) if PACKED else chunk // tl.cdiv(tokens, SIZE)
+    row, length, first_chunk = sequence_rows(sequences_ptr, sequence, tokens, SIZE, PACKED)
+    before = (chunk - first_chunk) * SIZE
     return row + before, tl.minimum(SIZE, length - before)
 
 
 @triton.jit
-def numbers_of(ptr, first, rows, ok, head, heads):
+def load_values(ptr, first, rows, ok, head, heads):
     """Load one value per token of [*, heads]."""
     return tl.load(ptr + (first * heads + head) + rows * heads, mask=ok, other=0.0)
 
@@ -41,7 +41,7 @@ def numbers_of(ptr, first, rows, ok, head, heads):
 @triton.jit
 def running_decay(decay_ptr, first, rows, ok, head, heads):
     """Return G, the sum of log_decay up to each token of a chunk, as two floats, whose differences keep small decays."""
-    steps = numbers_of(decay_ptr, first, rows, ok, head, heads).to(tl.float32)
+    steps = load_values(decay_ptr, first, rows, ok, head, heads).to(tl.float32)
     # a comparison instead of a maximum, which would turn NaN into a number
     total = tl.cumsum(tl.where(steps < SMALLEST_LOG_DECAY, SMALLEST_LOG_DECAY, steps).to(tl.float64), axis=0)
     high = total.to(tl.float32)
@@ -49,10 +49,10 @@ def running_decay(decay_ptr, first, rows, ok, head, heads):
 
 
 @triton.jit
-def decay_between(high, low, rows, FADES: tl.constexpr):
+def decay_between(high, low, rows, HAS_DECAY: tl.constexpr):
     """Return D_ij = exp(G_i - G_j) up to the diagonal, 0 above it."""
     is_lower = rows[:, None] >= rows[None, :]
-    if FADES:
+    if HAS_DECAY:
         between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
         decay = tl.exp(tl.where(is_lower, between, float("-inf")))
     else:
@@ -70,7 +70,7 @@ def decay_to_end(high, low, rows, SIZE: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(a, rows, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def invert_unit_lower(a, rows, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """Return (I + A)^-1 of A [2^LEVELS, 2^LEVELS], zero on and above the diagonal, for blocks of 2, 4, 8, .. rows.
 
     With T the inverse for blocks of one size and B the part of A that joins two of them to a block of twice the size, the
@@ -86,7 +86,7 @@ def inverse_of(a, rows, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def product_of_rows(
+def multiply_rows(
     x_ptr,  # [*, heads, F]: the rows of a head
     y_ptr,  # [*, heads, F]
     first,

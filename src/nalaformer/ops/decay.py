@@ -13,7 +13,7 @@ from .exporting import is_jit_tracing
 from .features import hide
 
 # tokens whose pairwise decays are computed as one matrix
-PIECE = 128
+CHUNK = 128
 # exp of it is below the smallest float32, so a lower bound changes nothing, and larger sums would lose their digits
 LEAST = -100.0
 
@@ -29,36 +29,36 @@ def usable_decay(log_decay: Tensor | None, key_mask: Tensor | None) -> Tensor | 
     return torch.where(log_decay > 0, 0.0, log_decay).clamp(min=LEAST)
 
 
-def faded_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+def decayed_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the mean value that each token sees if all features are alike: v [B, N, K, V], log_decay [B, N, K]."""
     visible = torch.ones_like(v[..., :1], dtype=dtype)
     both = torch.cat((hide(v, key_mask).to(dtype), hide(visible, key_mask)), dim=-1)
-    total = faded_sums(both, log_decay.to(dtype))
+    total = decayed_sums(both, log_decay.to(dtype))
     count = total[..., -1:]
     return total[..., :-1] / torch.where(count == 0, 1.0, count)
 
 
-def faded_sums(x: Tensor, log_decay: Tensor) -> Tensor:
+def decayed_sums(x: Tensor, log_decay: Tensor) -> Tensor:
     """Return sum_{j <= i} exp(L_i - L_j) x_j: x [B, N, K, V], log_decay [B, N, K]."""
     before = torch.zeros_like(x[:, 0])
     parts = []
     # an exported program must support every number of tokens, so it cannot count chunks
     is_whole = torch.compiler.is_exporting() or is_jit_tracing()
-    pieces = [(x, log_decay)] if is_whole else zip(x.split(PIECE, dim=1), log_decay.split(PIECE, dim=1), strict=True)
-    for values, decay in pieces:
-        faded = decay.cumsum(1)
-        within = pair_decay(faded)
-        sums = torch.einsum("bkij,bjkv->bikv", within, values) + faded.exp()[..., None] * before[:, None]
+    chunks = [(x, log_decay)] if is_whole else zip(x.split(CHUNK, dim=1), log_decay.split(CHUNK, dim=1), strict=True)
+    for values, decay in chunks:
+        decay_sum = decay.cumsum(1)
+        within = pair_decay(decay_sum)
+        sums = torch.einsum("bkij,bjkv->bikv", within, values) + decay_sum.exp()[..., None] * before[:, None]
         before = sums[:, -1]
         parts.append(sums)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def pair_decay(faded: Tensor) -> Tensor:
+def pair_decay(decay_sum: Tensor) -> Tensor:
     """Return exp(L_i - L_j) for j <= i and 0 for later ones: L [B, N, K] -> [B, K, i, j]."""
-    by_head = faded.transpose(1, 2)
+    by_head = decay_sum.transpose(1, 2)
     difference = by_head[..., :, None] - by_head[..., None, :]
-    num_tokens = faded.shape[1]
-    lower = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=faded.device).tril()
+    num_tokens = decay_sum.shape[1]
+    lower = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=decay_sum.device).tril()
     # masked before exp: it may be infinite for later tokens, and infinity times zero has no gradient
     return torch.where(lower, torch.where(lower, difference, 0.0).exp(), 0.0)
