@@ -256,7 +256,7 @@ def check_rotary_pair(rotary: RotaryArgument, q: Tensor, k: Tensor) -> RotaryPai
     rotary_q, rotary_k = rotary if isinstance(rotary, tuple) else (rotary, rotary)
     check_rotary(rotary_q, q, "q")
     check_rotary(rotary_k, k, "k")
-    of_q, of_k = (turn is not None and turn.normalised for turn in (rotary_q, rotary_k))
+    of_q, of_k = (x is not None and x.normalised for x in (rotary_q, rotary_k))
     if of_q != of_k:
         raise ValueError(
             f"a normalised rotary adds features and must rotate both q and k, got normalised={of_q} for q and {of_k} for k; "

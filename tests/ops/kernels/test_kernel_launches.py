@@ -304,7 +304,7 @@ def test_code_that_cannot_be_looked_at_counts_as_broken(monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(machine_code, "may_have_descriptors", lambda cubin: cubin == b"descriptors")
-    monkeypatch.setattr(machine_code, "disassembled", missing)
+    monkeypatch.setattr(machine_code, "disassemble", missing)
     with pytest.warns(UserWarning, match="no cuobjdump"):
         assert machine_code.is_miscompiled(b"descriptors")
     assert not machine_code.is_miscompiled(b"none")
@@ -317,7 +317,7 @@ def test_machine_code_is_disassembled_once(faults, monkeypatch, tmp_path):
     looked = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(machine_code, "may_have_descriptors", lambda cubin: True)
-    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: looked.append(cubin))
+    monkeypatch.setattr(machine_code, "disassemble", lambda cubin: looked.append(cubin))
     monkeypatch.setattr(machine_code, "undefined_descriptors", lambda code: faults)
     assert [machine_code.is_miscompiled(b"some code") for _ in range(3)] == [bool(faults)] * 3
     assert len(looked) == 1
