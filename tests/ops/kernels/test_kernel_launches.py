@@ -345,9 +345,9 @@ def test_a_kernel_that_the_assembler_breaks_takes_another_form(right, chosen, mo
     table = {"num_stages": 3, "num_warps": 4}
     if chosen is None:
         with pytest.raises(RuntimeError, match="breaks assembled in every form"):
-            launch.sound_form(Assembled(), (), (1,), table)
+            launch.working_options(Assembled(), (), (1,), table)
     else:
-        assert launch.sound_form(Assembled(), (), (1,), table)["num_warps"] == chosen
+        assert launch.working_options(Assembled(), (), (1,), table)["num_warps"] == chosen
 
 
 if INTERPRETING:
