@@ -87,13 +87,13 @@ def check_block(block: int, *, causal: bool, is_packed: bool) -> None:
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, *, has_values: bool = True) -> None:
     """Raise for inputs that break a rule; one quick check passes nearly every valid call."""
-    if not fits_at_a_glance(q, k, v, feature_map):
+    if not passes_quick_check(q, k, v, feature_map):
         explain_tensors(q, k, v, feature_map)
         if has_values:
             check_value_size(v, feature_map)
 
 
-def fits_at_a_glance(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> bool:
+def passes_quick_check(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike) -> bool:
     """True only if `explain_tensors` finds no error; it also handles grouped heads and rare types."""
     is_map = hasattr(feature_map, "query_streams") and not isinstance(feature_map, type)
     if not is_map or not (type(q) is type(k) is type(v) is Tensor) or q.dim() != 4:
@@ -256,7 +256,7 @@ def check_rotary_pair(rotary: RotaryArgument, q: Tensor, k: Tensor) -> RotaryPai
     rotary_q, rotary_k = rotary if isinstance(rotary, tuple) else (rotary, rotary)
     check_rotary(rotary_q, q, "q")
     check_rotary(rotary_k, k, "k")
-    of_q, of_k = (turn is not None and turn.normalised for turn in (rotary_q, rotary_k))
+    of_q, of_k = (x is not None and x.normalised for x in (rotary_q, rotary_k))
     if of_q != of_k:
         raise ValueError(
             f"a normalised rotary adds features and must rotate both q and k, got normalised={of_q} for q and {of_k} for k; "

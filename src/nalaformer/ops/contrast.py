@@ -56,7 +56,7 @@ def make_contrast(
     dtype: torch.dtype,
     mean: Tensor | None = None,
 ) -> Contrast | None:
-    """Convert the argument of a call to the form that backends take. mean: the mean of the values, where it is known."""
+    """Convert the argument of a call to the form that backends take. mean: the mean of the values, if the caller has it."""
     if contrast is None:
         return None
     contrast_scale = contrast.to(dtype) if isinstance(contrast, Tensor) else None
@@ -94,5 +94,5 @@ def mean_score(denominator: Tensor, *, head_dim: int, count: Tensor, scales: lis
 
 
 def add_contrast(out: Tensor, mean: Tensor, contrast_scale: Tensor) -> Tensor:
-    """Return out + z (out - mean). out: [..., V]; mean broadcasts to it; strength: [...]."""
+    """Return out + z (out - mean). out: [..., V]; mean broadcasts to it; contrast_scale: [...]."""
     return out + contrast_scale[..., None] * (out - mean)

@@ -214,7 +214,7 @@ def _run_chunked(
     missing = 0 if is_whole else -length % size
     count = 1 if is_whole else -1
     # zero tokens at the end change nothing
-    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (count, size)) for x in (q, k, v))  # [B, H, pieces, size, *]
+    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (count, size)) for x in (q, k, v))  # [B, H, chunks, size, *]
     beta = F.pad(beta, (0, missing)).unflatten(2, (count, size))[..., None]
     lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if log_decay is None:
@@ -224,7 +224,7 @@ def _run_chunked(
         steps = F.pad(log_decay, (0, missing)).unflatten(2, (count, size))
         # G_i - G_j is summed for each j from the token after it on: a difference of running sums would lose the digits of small
         # decays after a large one, and all digits after a full reset (-inf)
-        between = torch.where(lower.tril(-1), steps[..., :, None], 0).cumsum(-2)  # [B, H, pieces, i, j]
+        between = torch.where(lower.tril(-1), steps[..., :, None], 0).cumsum(-2)  # [B, H, chunks, i, j]
         decay = torch.where(lower, between.exp(), 0)
         since_start = steps.cumsum(-1).exp()[..., None]
         to_end = decay[..., -1, :, None]
@@ -249,7 +249,7 @@ def _kernels() -> ModuleType | None:
         return None
     try:
         import fla.ops
-    except Exception as error:  # it looks at the GPU and at Triton while it is imported, and each fails in its own way
+    except Exception as error:  # its import checks the GPU and Triton, and each fails in its own way
         warnings.warn(f"flash-linear-attention cannot be used, so the delta rule runs without it: {error}", stacklevel=2)
         return None
     return fla.ops

@@ -65,7 +65,7 @@ def _capture(
         torch.cuda.set_stream(stream)
         generator = torch.cuda.default_generators[stream.device_index]
         generator.graphsafe_set_state(generator.clone_state())
-        # the same call has just run without a graph, so only the capture can have failed
+        # the call has just run without a graph, so only the capture can have failed
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             raise NotCapturable(f"the call cannot be captured as a CUDA graph: {error}") from error
         raise

@@ -126,19 +126,19 @@ def linear_attention(
         if contrast is not None and (backend != "triton" or not has_score):
             # the value and its mean may cancel in the gradient, so the two are added before they are rounded
             v = v if backend == "triton" else v.to(compute_dtype(q, k, v))
-            dtype, decay_sum = compute_dtype(q, k, v), None
+            dtype, mean_value = compute_dtype(q, k, v), None
             if log_decay is not None and backend == "triton":
                 from . import kernels
 
-                decay_sum = kernels.decayed_mean(v, log_decay, key_mask=key_mask, keep=needs_grad)
+                mean_value = kernels.decayed_mean(v, log_decay, key_mask=key_mask, needs_backward=needs_grad)
             elif log_decay is not None:
-                decay_sum = decayed_mean(v, log_decay, key_mask=key_mask, dtype=dtype)
-            against = make_contrast(contrast, q, v, key_mask=key_mask, causal=causal, dtype=dtype, mean=decay_sum)
+                mean_value = decayed_mean(v, log_decay, key_mask=key_mask, dtype=dtype)
+            against = make_contrast(contrast, q, v, key_mask=key_mask, causal=causal, dtype=dtype, mean=mean_value)
         if backend == "triton":
             # imported where used: Triton may be missing
             from . import kernels
 
-            ready = kernels.prepare(
+            prepared = kernels.prepare(
                 *(q, k, v),
                 feature_map=mapped,
                 spec=spec,
@@ -151,11 +151,11 @@ def linear_attention(
                 query_mask=query_mask,
                 log_decay=log_decay,
             )
-            out = kernels.attend(ready, causal=causal, keep=needs_grad)
+            out = kernels.attend(prepared, causal=causal, needs_backward=needs_grad)
             if is_plain and is_plain_eager() and mapped is feature_map:
                 from .kernels.linear import known_calls
 
-                known_calls.remember(ready, spec, *given, feature_map, causal, eps)
+                known_calls.remember(prepared, spec, *given, feature_map, causal, eps)
                 _known_calls[:] = [known_calls]
             return (out if against is None else against.apply_scale(out)).to(q.dtype)
         options: dict[str, Any] = {"contrast": against, "key_weight": weight, "eps": eps, "recompute": needs_grad}
@@ -216,10 +216,10 @@ def recurrent_linear_attention(
         if backend == "triton":
             from . import kernels
 
-            ready = kernels.prepare(
+            prepared = kernels.prepare(
                 q, k, v, feature_map=mapped, spec=spec, rotary=rotaries, key_mask=key_mask, eps=eps, log_decay=log_decay
             )
-            out, after = kernels.attend_after(ready, state, keep=recompute)
+            out, after = kernels.attend_after(prepared, state, needs_backward=recompute)
             return out.to(q.dtype), after
         return chunked.causal_linear_attention(
             q,
@@ -270,10 +270,10 @@ def recurrent_step_(
         if choice.backend == "triton":
             from . import kernels
 
-            ready = kernels.prepare(
+            prepared = kernels.prepare(
                 q, k, v, feature_map=mapped, spec=choice.spec, rotary=rotaries, eps=eps, log_decay=log_decay
             )
-            return kernels.step_(ready, state).to(q.dtype)
+            return kernels.step_(prepared, state).to(q.dtype)
         if choice.backend == "reference":
             out, after = reference.recurrent_linear_attention(
                 q, k, v, feature_map=mapped, state=state, rotary=rotaries, key_mask=None, eps=eps, log_decay=log_decay
@@ -341,7 +341,7 @@ def _attend_packed(
         if backend == "triton":
             from . import kernels
 
-            ready = kernels.prepare(
+            prepared = kernels.prepare(
                 *(q, spread_k[0], spread_v[0]),
                 feature_map=feature_map,
                 spec=spec,
@@ -353,8 +353,8 @@ def _attend_packed(
                 key_weight=None if weight is None else weight[0],
                 log_decay=None if decay is None else decay[0],
             )
-            keep = _needs_grad(q, k, v, feature_map, key_weight, log_decay)
-            return kernels.attend(ready, causal=causal, keep=keep).to(q.dtype)
+            needs_backward = _needs_grad(q, k, v, feature_map, key_weight, log_decay)
+            return kernels.attend(prepared, causal=causal, needs_backward=needs_backward).to(q.dtype)
 
     def split_sequences(x: Tensor | str | None) -> Sequence[Tensor | str | None]:
         """Return each sequence as a batch of one; other values are repeated for each."""

@@ -36,7 +36,7 @@ class KernelSpec(NamedTuple):
     parts: int
     """1, or 2 for maps that keep both signs: the halves of the features."""
     parameters: Tensor | None = None
-    """float32 [heads of the map, P], laid out as kernels/common/compiled/maps.py says; the gradient reaches the map's own."""
+    """float32 [heads of the map, P], laid out as in kernels/common/compiled/maps.py; the gradient reaches the map's own."""
     norm_scale: float = 1.0
     alpha: float = 0.0
     log2_key_shift: float = 0.0

@@ -26,7 +26,7 @@ def poisoned(poisoned_memory):
     """Memory that nothing wrote is NaN: a missing store fails."""
 
 
-@pytest.fixture(params=[False, True], ids=["one stretch", "several splits"])
+@pytest.fixture(params=[False, True], ids=["one split", "several splits"])
 def splits(request, monkeypatch):
     from nalaformer.ops.kernels.linear import call
 
@@ -182,7 +182,7 @@ def test_a_compiled_program_of_fading_keys_is_the_same():
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_what_is_rounded_in_one_stretch_stays_out_of_the_gradients_of_earlier_ones(is_packed):
+def test_what_is_rounded_in_one_split_stays_out_of_the_gradients_of_earlier_ones(is_packed):
     """Added up from the end of a text without a halt, the roundings of all tokens would outgrow the gradient of one decay."""
     from nalaformer.ops.kernels.linear.decay_splits import Splits, sums_over_later_tokens
 
@@ -194,7 +194,7 @@ def test_what_is_rounded_in_one_stretch_stays_out_of_the_gradients_of_earlier_on
     before, after = torch.randn(2, count, 6, 2, 4, 5).unbind()
     by_token = torch.randn(shape)
     found = sums_over_later_tokens(splits, by_token, before, after, 3)
-    # the last token of the first sample's first stretch: itself, and what the sums say of all later splits
+    # the last token of the first sample's first split: itself, and what the sums say of all later splits
     products = (after[0, :3, ..., :-1] * before[1, :3, ..., :-1]).sum((1, 2, 3))
     first = (slice(None), 1) if is_packed else (0, slice(None), 1)
     torch.testing.assert_close(found[first], by_token[first] + products)
@@ -226,5 +226,5 @@ if INTERPRETING:
         for place, (ours, exact, plain) in enumerate(list(zip(*outcomes, strict=True))[:5]):
             bar = relative_error(plain, exact) + HALF_ULP[torch.bfloat16]
             # room: half a unit is the most that the rounding of an operand costs, and none reaches it everywhere; the gradient
-            # of a decay adds up over the tokens of a stretch, and so do their roundings
+            # of a decay adds up over the tokens of a split, and so do their roundings
             assert relative_error(ours, exact) < bar * (3 if place == 4 else 1)

@@ -304,7 +304,7 @@ def test_code_that_cannot_be_looked_at_counts_as_broken(monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(machine_code, "may_have_descriptors", lambda cubin: cubin == b"descriptors")
-    monkeypatch.setattr(machine_code, "disassembled", missing)
+    monkeypatch.setattr(machine_code, "disassemble", missing)
     with pytest.warns(UserWarning, match="no cuobjdump"):
         assert machine_code.is_miscompiled(b"descriptors")
     assert not machine_code.is_miscompiled(b"none")
@@ -317,7 +317,7 @@ def test_machine_code_is_disassembled_once(faults, monkeypatch, tmp_path):
     looked = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(machine_code, "may_have_descriptors", lambda cubin: True)
-    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: looked.append(cubin))
+    monkeypatch.setattr(machine_code, "disassemble", lambda cubin: looked.append(cubin))
     monkeypatch.setattr(machine_code, "undefined_descriptors", lambda code: faults)
     assert [machine_code.is_miscompiled(b"some code") for _ in range(3)] == [bool(faults)] * 3
     assert len(looked) == 1
@@ -345,9 +345,9 @@ def test_a_kernel_that_the_assembler_breaks_takes_another_form(right, chosen, mo
     table = {"num_stages": 3, "num_warps": 4}
     if chosen is None:
         with pytest.raises(RuntimeError, match="breaks assembled in every form"):
-            launch.sound_form(Assembled(), (), (1,), table)
+            launch.working_options(Assembled(), (), (1,), table)
     else:
-        assert launch.sound_form(Assembled(), (), (1,), table)["num_warps"] == chosen
+        assert launch.working_options(Assembled(), (), (1,), table)["num_warps"] == chosen
 
 
 if INTERPRETING:

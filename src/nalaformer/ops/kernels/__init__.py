@@ -98,20 +98,20 @@ def prepare(
     return Prepared(q, k, v, parameters, layout, settings, weight)
 
 
-def attend(ready: Prepared, *, causal: bool, keep: bool) -> Tensor:
-    """Return the output, [B, N, H, V] or [T, H, V] if packed. `keep`: a backward pass may follow."""
-    q, k, v, parameters, layout, settings, weight = ready
+def attend(prepared: Prepared, *, causal: bool, needs_backward: bool) -> Tensor:
+    """Return the output, [B, N, H, V] or [T, H, V] if packed. `needs_backward`: a backward pass may follow."""
+    q, k, v, parameters, layout, settings, weight = prepared
     if not causal:
-        return bidirectional_op.attend(q, k, v, parameters, weight, layout, settings, keep)
-    return causal_op.attend(q, k, v, parameters, None, weight, layout, settings, False, keep)[0]
+        return bidirectional_op.attend(q, k, v, parameters, weight, layout, settings, needs_backward)
+    return causal_op.attend(q, k, v, parameters, None, weight, layout, settings, False, needs_backward)[0]
 
 
-def attend_after(ready: Prepared, state: LinearState | None, *, keep: bool) -> tuple[Tensor, LinearState]:
+def attend_after(prepared: Prepared, state: LinearState | None, *, needs_backward: bool) -> tuple[Tensor, LinearState]:
     """Compute causal attention of a batch after `state`, and the state after the last token."""
-    q, k, v, parameters, layout, settings, log_decay = ready
+    q, k, v, parameters, layout, settings, log_decay = prepared
     unit = 2.0**settings.log2_key_shift
     initial = None if state is None else to_sums(state, settings.parts, unit)
-    out, total = causal_op.attend(q, k, v, parameters, initial, log_decay, layout, settings, True, keep)
+    out, total = causal_op.attend(q, k, v, parameters, initial, log_decay, layout, settings, True, needs_backward)
     (batch, tokens, kv_heads), key_mask = k.shape[:3], layout.key_mask
     new = torch.full((batch,), tokens, device=total.device) if key_mask is None else key_mask.sum(1)
     count = new if state is None else state.count + new
@@ -123,20 +123,20 @@ def attend_after(ready: Prepared, state: LinearState | None, *, keep: bool) -> t
     return out, LinearState(sums[..., :-2] * unit, sums[..., -2] * unit, count, sums.new_zeros(batch, kv_heads))
 
 
-def decayed_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, keep: bool) -> Tensor:
+def decayed_mean(v: Tensor, log_decay: Tensor, *, key_mask: Tensor | None, needs_backward: bool) -> Tensor:
     """Return the mean value that each token sees with decay, [B, N, K, V]: attention whose only feature is one."""
     alike = torch.ones_like(v[..., :1])
     layout = TokenLayout(None, None, None, None, None if key_mask is None else key_mask.contiguous(), None, 0)
     settings = KernelSpec("identity", parts=1).settings(streams=1, eps=0.0, has_decay=True)
     decay_rows = log_decay.float().transpose(-2, -1).contiguous()
     parameters = alike.new_empty(1, 0, dtype=torch.float32)
-    return causal_op.attend(alike, alike, readable(v), parameters, None, decay_rows, layout, settings, False, keep)[0]
+    return causal_op.attend(alike, alike, readable(v), parameters, None, decay_rows, layout, settings, False, needs_backward)[0]
 
 
-def step_(ready: Prepared, state: LinearState) -> Tensor:
+def step_(prepared: Prepared, state: LinearState) -> Tensor:
     """Compute one token after `state`, which becomes the state after it; its tensors must be contiguous."""
     sums = (state.state, state.key_sum, state.count, state.log_scale)
-    return step(*ready[:4], *ready.layout[:4], *sums, ready.weight, *ready.settings)
+    return step(*prepared[:4], *prepared.layout[:4], *sums, prepared.weight, *prepared.settings)
 
 
 def to_sums(state: LinearState, parts: int, unit: float) -> Tensor:

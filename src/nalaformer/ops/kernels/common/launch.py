@@ -50,7 +50,7 @@ def start(launches: Launches, key: object, kernel: Any, tensors: Sequence[Tensor
     taken = {name: value for name, value in constants.items() if name in kernel.arg_names or name in OPTIONS}
     with use_device(tensors[0]):
         if machine_code.IS_FOUND_HERE and not INTERPRETING:
-            taken = sound_form(kernel, (*tensors, *numbers), grid, taken)
+            taken = working_options(kernel, (*tensors, *numbers), grid, taken)
         compiled = kernel[grid](*tensors, *numbers, **taken)
     if not INTERPRETING:
         in_order = kernel.arg_names[len(tensors) + len(numbers) :]
@@ -76,7 +76,7 @@ def make_runner(compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...], dev
                 return launch(tensors)
         # addresses instead of tensors: for a tensor, Triton queries the driver at every launch
         addresses = [x.data_ptr() for x in tensors]
-        if is_heard(listeners.launch_enter_hook) or is_heard(listeners.launch_exit_hook):
+        if has_hook(listeners.launch_enter_hook) or has_hook(listeners.launch_exit_hook):
             of_triton(*addresses, *rest)
         else:
             run(*grid, current_stream(device), *then, *addresses, *rest)
@@ -84,12 +84,12 @@ def make_runner(compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...], dev
     return launch
 
 
-def is_heard(hook: Any) -> bool:
+def has_hook(hook: Any) -> bool:
     """True if a hook is set: it is None, a chain of functions that may be empty, or a function."""
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def sound_form(kernel: Any, arguments: Sequence[Any], grid: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
+def working_options(kernel: Any, arguments: Sequence[Any], grid: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
     """Return the constants with the first options under which the assembler breaks nothing."""
     for options in ({}, *OTHER_FORMS):
         form = constants | options

@@ -38,7 +38,7 @@ def is_miscompiled(cubin: bytes) -> bool:
     if known := answers.get_file("descriptors"):
         return Path(known).read_text() == "undefined"
     try:
-        is_wrong = bool(undefined_descriptors(disassembled(cubin)))
+        is_wrong = bool(undefined_descriptors(disassemble(cubin)))
     except OSError as error:
         warnings.warn(
             f"the assembler of Triton {triton.__version__} may break kernels, and its cuobjdump, which would tell, cannot run "
@@ -63,7 +63,7 @@ def may_have_descriptors(cubin: bytes) -> bool:
     return False
 
 
-def disassembled(cubin: bytes) -> str:
+def disassemble(cubin: bytes) -> str:
     import triton.backends.nvidia
 
     tool = Path(triton.backends.nvidia.__file__).with_name("bin") / "cuobjdump"

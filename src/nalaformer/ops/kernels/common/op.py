@@ -37,7 +37,7 @@ class OnceDifferentiable(torch.autograd.Function):
         )
 
 
-def once(gradients: Sequence[Any], causes: Sequence[Any]) -> list[Any]:
+def guard_gradients(gradients: Sequence[Any], causes: Sequence[Any]) -> list[Any]:
     """Return the gradients, which raise an error when one of their causes differentiates them; both may hold None."""
     found, leading = list(gradients), [x for x in causes if x is not None and x.requires_grad]
     if leading:
@@ -169,7 +169,7 @@ def operator(
                 with torch.no_grad():
                     found = gradients(ctx, by, *of_outputs[:outputs])
                 # everything that they were computed from has been saved
-                found = once(found, (*of_outputs, *ctx.saved_tensors))
+                found = guard_gradients(found, (*of_outputs, *ctx.saved_tensors))
             else:
                 found = gradients(ctx, by, *of_outputs[:outputs])
             asked = ctx.needs_input_grad

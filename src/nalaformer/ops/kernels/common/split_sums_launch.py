@@ -62,24 +62,24 @@ def start_merge(
     )
 
 
-def prefix(launches: Launches, sums: Tensor, initial: Tensor | None, *, reverse: bool, keep: Tensor | None = None) -> Tensor:
+def prefix(launches: Launches, sums: Tensor, initial: Tensor | None, *, reverse: bool, decay: Tensor | None = None) -> Tensor:
     """Replace sums [splits, rows, ...] by those before (or after) each split, in place; return the sum of all.
 
-    keep: [splits, rows], the factor by which each split reduces the sums before it.
+    decay: [splits, rows], the factor by which each split reduces the sums before it.
     """
     total = torch.empty_like(sums[0])
     start_of = sums if initial is None else initial
     start(
         launches,
-        ("prefix", sums.shape, initial is None, keep is None, start_of.data_ptr() % 16, reverse, sums.device),
+        ("prefix", sums.shape, initial is None, decay is None, start_of.data_ptr() % 16, reverse, sums.device),
         prefix_kernel,
-        (sums, start_of, total, sums if keep is None else keep),
+        (sums, start_of, total, sums if decay is None else decay),
         lambda: (
             (triton.cdiv(total.numel(), PREFIX_BLOCK),),
             (sums.shape[0], total.numel(), total[0].numel()),
             {
                 **{"V": sums.shape[-1] - 2, "BLOCK": PREFIX_BLOCK},
-                **{"REVERSE": reverse, "HAS_INITIAL": initial is not None, "HAS_DECAY": keep is not None},
+                **{"REVERSE": reverse, "HAS_INITIAL": initial is not None, "HAS_DECAY": decay is not None},
             },
         ),
     )

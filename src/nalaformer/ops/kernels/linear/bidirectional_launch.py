@@ -22,24 +22,24 @@ def forward(
     weight: Tensor | None,
     layout: TokenLayout,
     call: Call,
-    keep: bool,
+    needs_backward: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the output, and for a backward pass: the sums [B * K, PARTS, D, V + 2], their log2 scale [B * K] where they
     have one, 1 / denominator, and the mean query where it weighs keys."""
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
     out = torch.empty(call.output_shape, dtype=call.output, device=call.device)
-    inverse = torch.empty(call.per_row, dtype=torch.float32, device=call.device) if keep else None
+    inverse = torch.empty(call.per_row, dtype=torch.float32, device=call.device) if needs_backward else None
     # unused pointers point to other tensors of their type
     weights, inverses = parameters if weight is None else weight, parameters if inverse is None else inverse
     if call.is_whole:
-        sums = torch.empty(call.all_sums_shape, dtype=torch.float32, device=call.device) if keep else None
+        sums = torch.empty(call.all_sums_shape, dtype=torch.float32, device=call.device) if needs_backward else None
         scale = sums.new_empty(len(sums)) if sums is not None and call.has_scale else None
         if call.is_short:
             # the sums stay empty: the backward pass needs none
             short_forward(call, q, k, v, parameters, mask, out)
             return out, sums, scale, inverse, None
         call.start(
-            ("whole", keep),
+            ("whole", needs_backward),
             whole_kernel,
             (
                 *(q, k, v, mask, weights, parameters, cos_q, sin_q, cos_k, sin_k, out, inverses),
@@ -55,7 +55,7 @@ def forward(
                     *parameter_row(call.heads, parameters),
                     *(*call.scalars, call.settings.contrast),
                 ),
-                {"KEEP": keep},
+                {"KEEP": needs_backward},
             ),
         )
         return out, sums, scale, inverse, None
@@ -73,7 +73,7 @@ def forward(
 
     count, query_split = call.splits("output", call.num_queries, call.heads)
     call.start(
-        ("output", keep),
+        ("output", needs_backward),
         output_kernel,
         (q, bounds, parameters, cos_q, sin_q, sums, sums if scale is None else scale, out, inverses),
         lambda: (
@@ -85,10 +85,10 @@ def forward(
                 *parameter_row(call.heads, parameters),
                 *(*call.scalars, call.settings.contrast),
             ),
-            {"KEEP": keep},
+            {"KEEP": needs_backward},
         ),
     )
-    return (out, sums, scale, inverse, mean) if keep else (out, None, None, None, None)
+    return (out, sums, scale, inverse, mean) if needs_backward else (out, None, None, None, None)
 
 
 def short_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, parameters: Tensor, mask: Tensor, out: Tensor) -> None:

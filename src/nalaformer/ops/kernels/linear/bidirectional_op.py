@@ -23,7 +23,7 @@ def run_forward(
     weight: Tensor | None,
     layout: TokenLayout,
     settings: MapSettings,
-    keep: bool,
+    needs_backward: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the output [B, N, H, V] (or [T, H, V]), and for a backward pass: sums, their scale (where they have one),
     1 / denominator per row, and the mean query (where it weighs keys).
@@ -32,13 +32,13 @@ def run_forward(
     of queries, None if all count.
     """
     call = call_for(q, k, v, parameters, layout, settings)
-    return bidirectional_launch.forward(q, k, v, parameters, weight, layout, call, keep)
+    return bidirectional_launch.forward(q, k, v, parameters, weight, layout, call, needs_backward)
 
 
-def shapes(q: Any, k: Any, v: Any, parameters: Any, weight: Any, layout: Any, settings: Any, keep: Any) -> Any:
+def shapes(q: Any, k: Any, v: Any, parameters: Any, weight: Any, layout: Any, settings: Any, needs_backward: Any) -> Any:
     call = new_call(q, k, v, layout, settings)
     sums, of_mean = call.all_sums_shape, mean_query_launch.mean_shape(call)
-    kept = (sums, sums[0] if call.has_scale else 0, call.per_row, of_mean) if keep else (0,) * 4
+    kept = (sums, sums[0] if call.has_scale else 0, call.per_row, of_mean) if needs_backward else (0,) * 4
     return q.new_empty(call.output_shape, dtype=call.output), *(q.new_empty(x, dtype=torch.float32) for x in kept)
 
 
@@ -142,12 +142,12 @@ def attend(
     weight: Tensor | None,
     layout: TokenLayout,
     settings: MapSettings,
-    keep: bool,
+    needs_backward: bool,
 ) -> Tensor:
-    """Return the output alone; keep: a backward pass may follow."""
+    """Return the output alone; needs_backward: a backward pass may follow."""
     if torch.compiler.is_compiling():
-        return with_gradients(q, k, v, parameters, weight, layout, settings, keep)
-    return attend_as(call_for(q, k, v, parameters, layout, settings), q, k, v, parameters, weight, layout, keep)
+        return with_gradients(q, k, v, parameters, weight, layout, settings, needs_backward)
+    return attend_as(call_for(q, k, v, parameters, layout, settings), q, k, v, parameters, weight, layout, needs_backward)
 
 
 def attend_as(
@@ -158,11 +158,11 @@ def attend_as(
     parameters: Tensor,
     weight: Tensor | None,
     layout: TokenLayout,
-    keep: bool,
+    needs_backward: bool,
 ) -> Tensor:
     """Run a known call outside compiled programs."""
-    run = with_gradients if keep else first_output
-    return run(q, k, v, parameters, weight, layout, call, keep)
+    run = with_gradients if needs_backward else first_output
+    return run(q, k, v, parameters, weight, layout, call, needs_backward)
 
 
 def first_output(*inputs: Any) -> Any:

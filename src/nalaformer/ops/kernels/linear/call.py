@@ -350,7 +350,7 @@ class Call:
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    """True if every row begins at a multiple of sixteen elements, as Triton must know before it reads rows ahead."""
+    """True if every row begins at a multiple of sixteen elements, which Triton needs to read rows ahead."""
     return all(x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides(x)) for x in tensors)
 
 

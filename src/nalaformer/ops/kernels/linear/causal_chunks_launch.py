@@ -59,11 +59,11 @@ def forward(
     log_decay: None,
     out: Tensor,
     want_total: bool,
-    keep: bool,
+    needs_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward pass; arguments and results are those of causal_launch.forward."""
     _, _, _, _, mask, bounds = layout.pointers(q)
-    inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
+    inverse = torch.empty(call.per_row if needs_backward else 0, dtype=torch.float32, device=call.device)
     count, split_size = call.causal_splits()
     if count > 1:
         sums, _ = sum_keys(call, k, v, parameters, parameters, layout, count, split_size)
@@ -74,7 +74,7 @@ def forward(
     chunks = scan(call, k, v, parameters, mask, bounds, sums, total, has_total=count == 1 and want_total)
     tile = call.tile("chunk")
     call.start(
-        ("chunk", keep),
+        ("chunk", needs_backward),
         chunk_kernel,
         (q, k, v, mask, bounds, parameters, *chunks, out, inverse),
         lambda: (
@@ -86,7 +86,7 @@ def forward(
                 *parameter_layout(call, parameters),
                 *call.scalars,
             ),
-            {"KEEP": keep, "CHUNK": call.chunk, "BK": keys_at_once(call, "chunk")},
+            {"KEEP": needs_backward, "CHUNK": call.chunk, "BK": keys_at_once(call, "chunk")},
         ),
     )
     return total, sums, inverse

@@ -26,14 +26,14 @@ def forward(
     log_decay: Tensor | None,
     out: Tensor,
     want_total: bool,
-    keep: bool,
+    needs_backward: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Write out; return the sums of all tokens, those before each split, and with `keep` 1 / denominator per row.
+    """Write out; return the sums of all tokens, those before each split, and with needs_backward 1 / denominator per row.
 
     A single short scan whose total is not needed has no sums.
     """
     cos_q, sin_q, cos_k, sin_k, mask, bounds = layout.pointers(q)
-    inverse = torch.empty(call.per_row if keep else 0, dtype=torch.float32, device=call.device)
+    inverse = torch.empty(call.per_row if needs_backward else 0, dtype=torch.float32, device=call.device)
     count, split_size = call.causal_splits()
     has_total = count > 1 or want_total
     sums = total = None
@@ -42,7 +42,7 @@ def forward(
         if log_decay is not None:
             weight, split_decay = key_factors(Splits.build(call, layout, count, split_size), log_decay)
         sums, _ = sum_keys(call, k, v, parameters, weight, layout, count, split_size)
-        total = prefix(call.launches, sums, initial, reverse=False, keep=split_decay)
+        total = prefix(call.launches, sums, initial, reverse=False, decay=split_decay)
     else:
         # nothing comes before the only split: a caller with a state before it also needs the one after it, which takes sums
         assert initial is None
@@ -50,7 +50,7 @@ def forward(
             sums = call.sums(1, call.kv_heads).zero_()
     has_before = sums is not None
     call.start(
-        ("causal", keep, has_total, has_before),
+        ("causal", needs_backward, has_total, has_before),
         causal_kernel,
         (
             *(q, k, v, mask, bounds, parameters, cos_q, sin_q, cos_k, sin_k),
@@ -66,7 +66,7 @@ def forward(
                 *parameter_layout(call, parameters, layout),
                 *call.scalars,
             ),
-            {"KEEP": keep, "HAS_BEFORE": has_before, "HAS_TOTAL": has_total, "BN": tokens_at_once(call, q, k, v)},
+            {"KEEP": needs_backward, "HAS_BEFORE": has_before, "HAS_TOTAL": has_total, "BN": tokens_at_once(call, q, k, v)},
         ),
     )
     return total, sums, inverse
@@ -186,7 +186,7 @@ def backward(
             kernel="causal_dsums",
         )
         after = by_query if group == 1 else by_query.unflatten(1, (-1, group)).sum(2)
-        dinitial = prefix(call.launches, after, dtotal, reverse=True, keep=split_decay)
+        dinitial = prefix(call.launches, after, dtotal, reverse=True, decay=split_decay)
     call.start(
         ("causal dk", kind_of_dout),
         causal_dk_kernel,

@@ -23,16 +23,16 @@ def run_forward(
     layout: TokenLayout,
     settings: MapSettings,
     want_total: bool,
-    keep: bool,
+    needs_backward: bool,
     is_padded: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return the output, the sums of all tokens (with want_total), those before each split and, with `keep`, 1 / denominator.
+    """Return the output, sums of all tokens (with want_total) and before each split, and 1 / denominator if needs_backward.
 
     is_padded: allocate the sums of as many splits as there may be. A search over the tokens chooses the actual number, which
     would specialize a graph of torch.compile to some numbers of tokens.
     """
     call = call_for(q, k, v, parameters, layout, settings)
-    out, total, before, inverse = run_known(q, k, v, parameters, initial, log_decay, layout, call, want_total, keep)
+    out, total, before, inverse = run_known(q, k, v, parameters, initial, log_decay, layout, call, want_total, needs_backward)
     if before is None:
         # an operator returns the outputs that `shapes` promises, and its backward pass needs zeros for them
         before = call.sums(1, call.kv_heads).zero_()
@@ -53,12 +53,14 @@ def run_known(
     layout: TokenLayout,
     call: Call,
     want_total: bool,
-    keep: bool,
+    needs_backward: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Run a known call; a single short scan has no sums before it."""
     out = torch.empty(call.output_shape, dtype=call.output, device=call.device)
     launch = causal_chunks_launch if call.chunk else causal_launch
-    total, before, inverse = launch.forward(call, q, k, v, parameters, layout, initial, log_decay, out, want_total, keep)
+    total, before, inverse = launch.forward(
+        call, q, k, v, parameters, layout, initial, log_decay, out, want_total, needs_backward
+    )
     return out, total if want_total else None, before, inverse
 
 
@@ -72,7 +74,7 @@ def shapes(
     layout: Any,
     settings: Any,
     want_total: Any,
-    keep: Any,
+    needs_backward: Any,
     is_padded: Any,
 ) -> Any:
     call = new_call(q, k, v, layout, settings)
@@ -83,7 +85,7 @@ def shapes(
     out = q.new_empty(call.output_shape, dtype=call.output)
     per_split = (count, call.samples * call.kv_heads, settings.parts, q.shape[-1], v.shape[-1] + 2)
     before = q.new_empty(per_split, dtype=torch.float32)
-    inverse = before.new_empty(call.per_row if keep else 0)
+    inverse = before.new_empty(call.per_row if needs_backward else 0)
     return out, torch.empty_like(before[0]) if want_total else before.new_empty(0), before, inverse
 
 
@@ -200,13 +202,13 @@ def attend(
     layout: TokenLayout,
     settings: MapSettings,
     want_total: bool,
-    keep: bool,
+    needs_backward: bool,
 ) -> Any:
-    """Return the output and, with want_total, the sums of all tokens; keep: a backward pass may follow."""
+    """Return the output and, with want_total, the sums of all tokens; needs_backward: a backward pass may follow."""
     if torch.compiler.is_compiling():
-        return with_gradients(q, k, v, parameters, initial, log_decay, layout, settings, want_total, keep, True)
+        return with_gradients(q, k, v, parameters, initial, log_decay, layout, settings, want_total, needs_backward, True)
     call = call_for(q, k, v, parameters, layout, settings)
-    return attend_as(call, q, k, v, parameters, initial, log_decay, layout, want_total, keep)
+    return attend_as(call, q, k, v, parameters, initial, log_decay, layout, want_total, needs_backward)
 
 
 def attend_as(
@@ -219,8 +221,8 @@ def attend_as(
     log_decay: Tensor | None,
     layout: TokenLayout,
     want_total: bool,
-    keep: bool,
+    needs_backward: bool,
 ) -> Any:
     """Run a known call outside compiled programs."""
-    run = with_gradients if keep else run_known
-    return run(q, k, v, parameters, initial, log_decay, layout, call, want_total, keep)[:2]
+    run = with_gradients if needs_backward else run_known
+    return run(q, k, v, parameters, initial, log_decay, layout, call, want_total, needs_backward)[:2]

@@ -36,17 +36,19 @@ def attend_again(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMapLike, c
         return None
     spec = feature_map.kernel_spec(q.device)
     # the map may have changed since, and the values of its parameters may always differ
-    if spec is None or not (spec is known.spec or is_same_but_for_numbers(spec, known.spec)):
+    if spec is None or not (spec is known.spec or is_same_except_parameters(spec, known.spec)):
         return None
     if other_facts(feature_map) != known.other_facts:
         return None
     parameters = spec.parameters
     if parameters is None:
         parameters = q.new_empty(1, 0, dtype=torch.float32)
-    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or parameters.requires_grad)
+    needs_backward = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or parameters.requires_grad
+    )
     if causal:
-        return causal_op.attend_as(known.call, q, k, v, parameters, None, None, NO_LAYOUT, False, keep)[0]
-    return bidirectional_op.attend_as(known.call, q, k, v, parameters, None, NO_LAYOUT, keep)
+        return causal_op.attend_as(known.call, q, k, v, parameters, None, None, NO_LAYOUT, False, needs_backward)[0]
+    return bidirectional_op.attend_as(known.call, q, k, v, parameters, None, NO_LAYOUT, needs_backward)
 
 
 def remember(
@@ -82,6 +84,6 @@ def other_facts(feature_map: FeatureMapLike) -> tuple[object, ...]:
     return feature_map.num_heads, feature_map.head_dim, feature_map.streams, feature_map.heads_have_own_keys
 
 
-def is_same_but_for_numbers(spec: KernelSpec, other: KernelSpec) -> bool:
+def is_same_except_parameters(spec: KernelSpec, other: KernelSpec) -> bool:
     shapes = [None if x.parameters is None else x.parameters.shape for x in (spec, other)]
     return shapes[0] == shapes[1] and spec._replace(parameters=None) == other._replace(parameters=None)

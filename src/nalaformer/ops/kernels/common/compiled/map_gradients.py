@@ -62,7 +62,7 @@ def along_query(
 ):
     """Sum da and db times the query features of one stream over each row, [BN, 1]; zero_query_sum is that for small norms."""
     if MAP == "norm_aware_split":
-        # as phi_query_gradient writes it, so that the power is taken once
+        # in the form of phi_query_gradient, so that the power is computed once
         size, norm, inverse = norms(x)
         p = tl.maximum(tl.load(param_ptr) + tl.load(param_ptr + 1) * tanh(norm_scale * norm), 1.0)
         signed = inside(tl.where(x > 0, da, -db), channels, D)

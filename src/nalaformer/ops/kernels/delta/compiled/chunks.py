@@ -42,7 +42,7 @@ def load_values(ptr, first, rows, ok, head, heads):
 def running_decay(decay_ptr, first, rows, ok, head, heads):
     """Return G, the sum of log_decay up to each token of a chunk, as two floats, whose differences keep small decays."""
     steps = load_values(decay_ptr, first, rows, ok, head, heads).to(tl.float32)
-    # a comparison instead of a maximum, which would turn NaN into a number
+    # a comparison instead of a maximum, which would replace NaN with a number
     total = tl.cumsum(tl.where(steps < SMALLEST_LOG_DECAY, SMALLEST_LOG_DECAY, steps).to(tl.float64), axis=0)
     high = total.to(tl.float32)
     return high, (total - high.to(tl.float64)).to(tl.float32)

@@ -23,8 +23,8 @@ def solve_kernel(
     v_ptr,  # [rows, heads, V]; with GRADIENT that of the outputs
     beta_ptr,  # [rows, heads]
     decay_ptr,  # [rows, heads]; not read without HAS_DECAY
-    owners_ptr,  # [pieces], read if PACKED: the sequence of each piece
-    sequences_ptr,  # [sequences, 3], read if PACKED: first row, tokens, first piece
+    owners_ptr,  # [chunks], read if PACKED: the sequence of each chunk
+    sequences_ptr,  # [sequences, 3], read if PACKED: first row, tokens, first chunk
     u_ptr,  # [rows, heads, V]
     w_ptr,  # [rows, heads, F]
     since_ptr,  # [rows, heads] float32: s; written if HAS_DECAY
@@ -94,7 +94,7 @@ def scan_kernel(
     to_end_ptr,  # [rows, heads] float32; not read without HAS_DECAY
     initial_ptr,  # [sequences, heads, F, V] float32; not read without HAS_INITIAL
     sequences_ptr,  # [sequences, 3], read if PACKED
-    states_ptr,  # [pieces, heads, F, V]: before each piece
+    states_ptr,  # [chunks, heads, F, V]: before each chunk
     final_ptr,  # [sequences, heads, F, V] float32
     tokens,
     heads,
@@ -148,8 +148,8 @@ def delta_output_kernel(
     k_ptr,  # [rows, heads, F]
     u_ptr,  # [rows, heads, V]
     decay_ptr,  # [rows, heads]; not read without HAS_DECAY
-    states_ptr,  # [pieces, heads, F, V]
-    owners_ptr,  # [pieces], read if PACKED
+    states_ptr,  # [chunks, heads, F, V]
+    owners_ptr,  # [chunks], read if PACKED
     sequences_ptr,  # [sequences, 3], read if PACKED
     out_ptr,  # [rows, heads, V]
     tokens,

@@ -121,9 +121,9 @@ def delta_gradient_kernel(
     inverse_ptr,  # [rows, heads, SIZE]
     u_ptr,  # [rows, heads, V]
     du_ptr,  # [rows, heads, V]
-    states_ptr,  # [pieces, heads, F, V]: before each piece
+    states_ptr,  # [chunks, heads, F, V]: before each chunk
     dstates_ptr,  # [chunks, heads, F, V]: gradients of the state after each chunk
-    owners_ptr,  # [pieces], read if PACKED
+    owners_ptr,  # [chunks], read if PACKED
     sequences_ptr,  # [sequences, 3], read if PACKED
     dq_ptr,  # [rows, heads, F]
     dk_ptr,  # [rows, heads, F]

@@ -30,7 +30,7 @@ def split_sums_kernel(
     inner_ptr,  # [B, steps * rows, H, I]
     outer_ptr,  # [B, steps * rows, H or K, O]
     number_ptr,  # [B, steps * rows, heads]: True if a row counts (COUNTS), or the factor of its part in z
-    sums_ptr,  # [stretches, B * H, I, O + 1] float32
+    sums_ptr,  # [splits, B * H, I, O + 1] float32
     last_step,  # number of steps that add something
     split_size,
     heads,

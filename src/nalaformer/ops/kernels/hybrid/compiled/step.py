@@ -37,7 +37,7 @@ def split_kernel(
     repeats,  # S / K
     places,  # A
     splits,  # P
-    tiles,  # of one piece
+    tiles,  # tiles of a split
     chunk_size,
     salient_per_chunk,
     largest_store,

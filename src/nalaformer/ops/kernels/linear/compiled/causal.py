@@ -87,7 +87,7 @@ def add_weighted_values(above, weights, sees, raw, DOT: tl.constexpr, PRECISION:
 
 
 @triton.jit
-def holds_no_number(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
+def has_nan_or_infinity(ptr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr):
     """True if the sums of a part hold NaN or infinity, because some value up to here does."""
     s, z = load_sums(ptr, D, V, BD, BV)
     return tl.max(tl.max(((s - s) != 0.0).to(tl.int32), axis=1), axis=0) > 0
@@ -311,7 +311,7 @@ def causal_kernel(
         after = total_ptr + (sample * kv_heads + kv_head) * size
         if tl.program_id(0) + 1 < tl.num_programs(0):
             after = before + (tl.num_programs(1) // group) * size
-        is_suspect = holds_no_number(after, D, V, BD, BV)
+        is_suspect = has_nan_or_infinity(after, D, V, BD, BV)
     wide_a = tl.zeros([BD, 16], tl.float32) + z_a[:, None]
     wide_b = tl.zeros([BD, 16], tl.float32) + z_b[:, None]
     s_a = tl.trans(s_a)

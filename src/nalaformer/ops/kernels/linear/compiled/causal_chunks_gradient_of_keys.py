@@ -40,7 +40,7 @@ def chunk_scan_back_kernel(
     drop_ptr,
     cu_ptr,
     param_ptr,
-    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
+    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each split
     total_ptr,  # [B * K, PARTS, D, V + 2]: written, HAS_TOTAL: from all tokens
     operands_ptr,  # [chunks of all samples, K, PARTS, DIGITS, BV, BD]
     numbers_ptr,  # [chunks of all samples, K, PARTS * BD + 16]

@@ -172,7 +172,7 @@ def causal_dk_kernel(
     sin_k_ptr,
     inverse_ptr,  # [1, B, H, N] or [1, H, T]
     drop_ptr,
-    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
+    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each split
     log_decay_ptr,  # [B, K, N] or [K, T]
     dlog_decay_ptr,  # the same shape: the gradient through the decay of each key
     dk_ptr,  # [B, N, K, D]

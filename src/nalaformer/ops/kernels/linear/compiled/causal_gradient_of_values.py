@@ -68,7 +68,7 @@ def causal_dv_kernel(
     cos_k_ptr,
     sin_k_ptr,
     inverse_ptr,  # [1, B, H, N] or [1, H, T]
-    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each stretch
+    after_ptr,  # [splits, B * K, PARTS, D, V + 2]: gradients of the sums, from the tokens after each split
     log_decay_ptr,  # [B, K, N] or [K, T]
     dv_ptr,  # [B, N, K, V]
     num_rows,

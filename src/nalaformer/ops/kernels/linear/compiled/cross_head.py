@@ -1,4 +1,4 @@
-"""Compute features of a row of all heads of a token together; cross_head_op.py says when they are needed."""
+"""Compute features of a row of all heads of a token together; cross_head_op.py explains when they are needed."""
 
 import triton
 import triton.language as tl
