@@ -122,7 +122,7 @@ def refuse_unwritable(path: Path) -> None:
     """Check before long work that the file can be written."""
     if path.is_dir():
         raise ValueError(f"{path} must be a file to write, got a folder; name a file in it")
-    refuse_place(path, existing_part(path.absolute().parent))
+    check_place(path, existing_part(path.absolute().parent))
 
 
 def existing_part(path: Path) -> Path:
@@ -133,7 +133,7 @@ def existing_part(path: Path) -> Path:
     return place
 
 
-def refuse_place(path: Path, place: Path) -> None:
+def check_place(path: Path, place: Path) -> None:
     """Reject a `place` where the path cannot be made: a file, or a folder that this user may not write to."""
     if not place.is_dir():
         raise ValueError(f"{path} must lie in a folder, got the file {place} in its way; choose another place")
@@ -177,7 +177,7 @@ def free_bytes(folder: Path) -> int:
 def refuse_full_disk(folder: Path, needed: int, what: str) -> None:
     """Check before long work that the folder can be made and that `needed` bytes fit on its disk."""
     place = existing_part(folder)
-    refuse_place(folder, place)
+    check_place(folder, place)
     if not shutil.disk_usage(place).total:
         raise ValueError(f"{folder} must lie on a disk, got {place}, where no files are kept; choose another place")
     free = free_bytes(folder)

@@ -1,4 +1,4 @@
-"""Matplotlib figures without pyplot: no global state, no display, nothing to close."""
+"""Matplotlib plots without pyplot: no global state, no display, nothing to close."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

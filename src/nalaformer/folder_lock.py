@@ -71,7 +71,7 @@ def _take(path: Path, file: Path) -> int:
                 # the holder removed the file after we had opened it
                 os.close(descriptor)
                 continue
-            _refuse_holder(path, file, _read_holder(descriptor), is_locked)
+            _check_holder(path, file, _read_holder(descriptor), is_locked)
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, (json.dumps(asdict(_this_process())) + "\n").encode(), 0)
         except BaseException:
@@ -81,7 +81,7 @@ def _take(path: Path, file: Path) -> int:
         return descriptor
 
 
-def _refuse_holder(path: Path, file: Path, holder: Holder | None, is_locked: bool | None) -> None:
+def _check_holder(path: Path, file: Path, holder: Holder | None, is_locked: bool | None) -> None:
     if holder is not None and holder.host != socket.gethostname():
         # locks may not reach other machines, depending on the file system, so holding ours proves nothing
         raise InUse(

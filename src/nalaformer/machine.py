@@ -59,7 +59,7 @@ def describe_machine() -> Machine:
         torch=torch.__version__,
         triton=version_of("triton") or "none",
         nalaformer=version_of("nalaformer") or UNKNOWN,
-        commit=commit_of(PACKAGE),
+        commit=source_commit(PACKAGE),
         cpu=cpu_name(),
         threads=torch.get_num_threads(),
         gpus=gpus,
@@ -74,7 +74,7 @@ def cpu_name() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine() or UNKNOWN
 
 
-def commit_of(folder: Path) -> str:
+def source_commit(folder: Path) -> str:
     """Return the commit of a folder of source; "unknown" if git does not track it.
 
     It is marked "+dirty" if a file in the folder differs, or other Python code of the same checkout.

@@ -16,7 +16,7 @@ from .published_names import (
     is_published_model,
     translate,
     translate_dit,
-    warn_of_others,
+    warn_about_others,
 )
 from .registry import unknown_name
 from .weight_files import read
@@ -43,9 +43,9 @@ def load(weights: Mapping[str, Tensor] | str | Path, family: str, **config: Any)
     if isinstance(weights, str | Path):
         weights = read(weights)
     weights, others = backbone_part(weights)
-    warn_of_others(others)
+    warn_about_others(others)
     translated = translate(weights, family)
-    config = facts_of(translated) | config
+    config = config_from_weights(translated) | config
     if family in LAYOUTS:
         layout = LAYOUTS[family]
     else:
@@ -97,7 +97,7 @@ def load_dit(weights: Mapping[str, Tensor] | str | Path, *, num_heads: int = 0, 
     return model.eval()
 
 
-def facts_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def config_from_weights(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the fields that translated weights determine: classes, head, output norms."""
     facts: dict[str, Any] = {}
     if "head.fc.weight" in weights:
@@ -125,13 +125,13 @@ def convert_file(source: str | Path, out: str | Path, family: str, *, model: str
     if out.suffix != ".safetensors":
         raise ValueError(f"out must end in .safetensors, got {out.name}")
     published, others = backbone_part(read(source))
-    warn_of_others(others)
+    warn_about_others(others)
     if not is_published_model(published):
         some = ", ".join(list(published)[:3])
         raise ValueError(f"{source} holds no published backbone: none of its names begins with patch_embed, but {some}, ...")
     weights = {name: value.contiguous() for name, value in translate(published, family).items()}
     if model:
-        facts = {"num_classes": 0} | facts_of(weights)
+        facts = {"num_classes": 0} | config_from_weights(weights)
         expected = {name: value.shape for name, value in build(model, device="meta", **facts).state_dict().items()}
         wrong = sorted(name for name in expected.keys() | weights.keys() if not _same(expected.get(name), weights.get(name)))
         if wrong:

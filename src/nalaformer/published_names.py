@@ -97,7 +97,7 @@ def backbone_part(weights: Mapping[str, Tensor]) -> tuple[Weights, dict[str, int
     return inside, dict(Counter(name.split(".")[0] for name in weights if not name.startswith(front)))
 
 
-def warn_of_others(others: Mapping[str, int]) -> None:
+def warn_about_others(others: Mapping[str, int]) -> None:
     """Warn about the tensors of a file that are not part of the backbone."""
     if others:
         listed = ", ".join(f"{name} ({count} tensors)" for name, count in others.items())
@@ -121,7 +121,7 @@ def _frame(published: Weights) -> Weights:
         for pattern, replacement in INSIDE_BLOCKS:
             name = re.sub(pattern, replacement, name)
         ours[name] = value
-    return _shaped(ours)
+    return _reshape_entries(ours)
 
 
 # the first rule that matches applies
@@ -156,7 +156,7 @@ INSIDE_BLOCKS = (
 )
 
 
-def _shaped(weights: Weights) -> Weights:
+def _reshape_entries(weights: Weights) -> Weights:
     """Change entries with another shape or place: scales [1, C, 1, 1], 1x1 convolutions versus linear layers, the last norm."""
     ours = {}
     projects = "projection.0.weight" in weights
@@ -175,12 +175,12 @@ def _shaped(weights: Weights) -> Weights:
 
 
 def _nalaformer(published: Weights) -> Weights:
-    return _renamed(published, {"ln": "norm", "lepe": "local_mix.conv", "out_proj": "projection"})
+    return _rename_modules(published, {"ln": "norm", "lepe": "local_mix.conv", "out_proj": "projection"})
 
 
 def _polaformerpp(published: Weights) -> Weights:
     # the gate is called g in a linear layer and o in a softmax layer
-    ours = _renamed(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvo": "qkvg"})
+    ours = _rename_modules(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvo": "qkvg"})
     for prefix in _prefixes(published, "s1"):
         ours[f"{prefix}map.same"] = ours.pop(f"{prefix}s1")[0, :, 0]
         ours[f"{prefix}map.opposite"] = ours.pop(f"{prefix}s2")[0, :, 0]
@@ -189,14 +189,14 @@ def _polaformerpp(published: Weights) -> Weights:
 
 def _rala(published: Weights) -> Weights:
     """Translate RALA and MALA. Their linear layers are 1x1 convolutions."""
-    ours = _renamed(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvo": "qkvg"})
+    ours = _rename_modules(published, {"lepe": "local_mix.conv", "proj": "projection", "qkvo": "qkvg"})
     is_linear = re.compile(r"(^|\.)(qkvg|projection|feed_forward\.fc[12])\.weight$")
     return {name: value.flatten(1) if is_linear.search(name) else value for name, value in ours.items()}
 
 
 def _flatten(published: Weights) -> Weights:
     """Translate FLatten and PolaFormer, which adds a gate and a power per channel. Softmax layers lack the conv branch."""
-    ours = _renamed(published, {"dwc": "local_mix.conv", "proj": "projection"})
+    ours = _rename_modules(published, {"dwc": "local_mix.conv", "proj": "projection"})
     for prefix in _prefixes(published, "dwc.weight"):
         ours[f"{prefix}table.table"] = ours.pop(f"{prefix}positional_encoding")
         scale = ours.pop(f"{prefix}scale")[0, 0]
@@ -226,7 +226,7 @@ def _join_projections(weights: Weights, prefix: str) -> None:
         weights.update({f"{prefix}{name}.{part}": value for name, value in found.items() if value is not None})
 
 
-def _renamed(weights: Weights, modules: dict[str, str]) -> Weights:
+def _rename_modules(weights: Weights, modules: dict[str, str]) -> Weights:
     """Rename the module that holds a parameter: "blocks.0.ln.weight" -> "blocks.0.norm.weight"."""
     result = {}
     for name, value in weights.items():

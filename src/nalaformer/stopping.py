@@ -27,7 +27,7 @@ def stop_requests(ask: Callable[[], None]) -> Iterator[None]:
         by_keyboard = True
         ask()
 
-    with handled({signal.SIGTERM: on_terminate, signal.SIGINT: on_interrupt}):
+    with install_handlers({signal.SIGTERM: on_terminate, signal.SIGINT: on_interrupt}):
         yield
     if by_keyboard:
         raise KeyboardInterrupt
@@ -40,12 +40,12 @@ def clean_exit() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    with handled({signal.SIGTERM: leave}):
+    with install_handlers({signal.SIGTERM: leave}):
         yield
 
 
 @contextmanager
-def handled(handlers: dict[signal.Signals, Handler]) -> Iterator[None]:
+def install_handlers(handlers: dict[signal.Signals, Handler]) -> Iterator[None]:
     """Install signal handlers inside the block; signals that this process was started to ignore stay ignored."""
     before: dict[signal.Signals, Any] = {}
     try:

@@ -38,12 +38,12 @@ def read(path: str | Path) -> dict[str, Tensor]:
 
 def read_as_stored(path: Path) -> dict[str, Tensor]:
     """Return the weights under the names in the file."""
-    found = _tensors_of(path)
+    found = _read_tensors(path)
     check_finite(found, path)
     return found
 
 
-def _tensors_of(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
@@ -56,7 +56,7 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
         raise
     except Exception as error:
         raise ValueError(
-            f"{path} cannot be read as weights alone: {reason_of(path, error)}; "
+            f"{path} cannot be read as weights alone: {explain_read_error(path, error)}; "
             "a file that holds other objects would run their code, so save its state dict anew where you trust it"
         ) from error
     return weights_in(content, str(path))
@@ -73,7 +73,7 @@ def weights_in(content: Any, where: str) -> dict[str, Tensor]:
     return dict(content)
 
 
-def reason_of(path: Path, error: Exception) -> str:
+def explain_read_error(path: Path, error: Exception) -> str:
     with path.open("rb") as file:
         start = file.read(2)
     # torch.save writes a zip archive, or a pickle with its version

@@ -5,7 +5,7 @@ import torch
 
 from helpers.looked_at_models import looked_at
 from nalaformer.analysis import attention_map, map_of, record, rollout
-from nalaformer.analysis.maps import enlarge, spread
+from nalaformer.analysis.maps import enlarge, spread_evenly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,7 +70,7 @@ def test_rollout_stays_a_distribution_over_windows_of_every_kind():
 @pytest.mark.parametrize(("coarse", "fine"), [((2, 3), (4, 6)), ((2, 2), (3, 3)), ((4, 4), (10, 10)), ((1, 1), (5, 2))])
 def test_spreading_keeps_the_amount(coarse, fine):
     amounts = torch.rand(2, coarse[0] * coarse[1])
-    torch.testing.assert_close(spread(amounts, coarse, fine).sum(1), amounts.sum(1))
+    torch.testing.assert_close(spread_evenly(amounts, coarse, fine).sum(1), amounts.sum(1))
 
 
 def test_a_map_is_the_row_of_its_token():

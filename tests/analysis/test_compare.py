@@ -23,9 +23,9 @@ from nalaformer.analysis import (
     norm_sweep,
     spearman,
 )
-from nalaformer.analysis.compare import channels_sharpen, time_of_call, weights_of
+from nalaformer.analysis.compare import channels_sharpen, time_call, weights_of
 from nalaformer.analysis.entropy import falls_monotonically, ranks
-from nalaformer.analysis.pictures import line_styles, spread
+from nalaformer.analysis.pictures import line_styles, space_labels
 from nalaformer.analysis.tables import cells
 from nalaformer.cli import build_app
 from nalaformer.feature_maps import FEATURE_MAPS
@@ -43,10 +43,10 @@ def one_thread():
 @pytest.fixture(scope="module")
 def rows(one_thread):
     def short_time(phi):
-        return time_of_call(phi, num_tokens=64)
+        return time_call(phi, num_tokens=64)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nalaformer.analysis.compare.time_of_call", short_time)
+        patch.setattr("nalaformer.analysis.compare.time_call", short_time)
         patch.setattr("nalaformer.analysis.compare.SEEDS", 2)
         return {row.label: row for row in compare_methods(methods())}
 
@@ -233,7 +233,7 @@ def test_the_curve_shows_the_entropy_at_its_norms(rows):
 
 
 def test_a_comparison_without_times_takes_none(monkeypatch):
-    monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: pytest.fail("timed"))
+    monkeypatch.setattr("nalaformer.analysis.compare.time_call", lambda phi: pytest.fail("timed"))
     (row,) = compare_methods([ComparedMethod(map_name="relu")], num_tokens=16, timed=False)
     assert row.milliseconds is None
     assert cells(row)[-1] == "-"
@@ -248,7 +248,7 @@ def test_the_time_of_a_call_is_the_median_without_the_first(monkeypatch):
         "nalaformer.analysis.compare.linear_attention", lambda q, k, v, feature_map: tokens.append((q.shape[1], feature_map))
     )
     phi = ComparedMethod(map_name="relu").make(torch.float32)
-    assert time_of_call(phi, num_tokens=64) == pytest.approx(4.0)
+    assert time_call(phi, num_tokens=64) == pytest.approx(4.0)
     assert tokens == [(64, phi)] * len(seconds)
 
 
@@ -291,7 +291,7 @@ def test_no_two_methods_look_alike_in_the_picture():
 
 def test_labels_keep_their_order_and_distance_and_stay_below_the_top():
     heights = [5.0, 5.01, 1.0, 5.02, 3.0]
-    placed = spread(heights, gap=0.5, highest=5.1)
+    placed = space_labels(heights, gap=0.5, highest=5.1)
     by_height = [place for _, place in sorted(zip(heights, placed, strict=True))]
     assert all(b - a >= 0.5 - 1e-9 for a, b in pairwise(by_height))
     assert max(placed) <= 5.1
@@ -330,7 +330,7 @@ def test_the_command_compares_the_tokens_and_the_seed_that_are_asked_for(tmp_pat
 
     softmax = [ComparedMethod(map_name=None)]
     monkeypatch.setattr(nalaformer.analysis, "methods", lambda: softmax)
-    monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: 1.0)
+    monkeypatch.setattr("nalaformer.analysis.compare.time_call", lambda phi: 1.0)
     for tokens, seed in ((32, 3), (48, 3), (32, 4)):
         out = tmp_path / f"{tokens}_{seed}"
         arguments = ["compare", "--out", str(out), "--tokens", str(tokens), "--seed", str(seed)]

@@ -11,7 +11,7 @@ from PIL import Image
 from helpers.small_vit import small_images, small_subject
 from nalaformer.analysis import explain
 from nalaformer.analysis.attention_page import load_subject, look_into
-from nalaformer.analysis.attention_page.explained import overlaid
+from nalaformer.analysis.attention_page.explained import overlay_heat
 from nalaformer.analysis.attention_page.report import stored_page
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +50,7 @@ def test_the_largest_share_is_that_of_the_explanation():
 
 def test_a_cell_is_the_brighter_the_more_it_counts():
     heat = torch.tensor([[0.1, 0.4], [0.3, 0.2]])
-    bright = np.asarray(overlaid(Image.new("RGB", (20, 10)), heat).convert("L"), dtype=int)
+    bright = np.asarray(overlay_heat(Image.new("RGB", (20, 10)), heat).convert("L"), dtype=int)
     cells = bright.reshape(2, 5, 2, 10)[:, 2, :, 5]
     assert cells.flatten().argsort().tolist() == heat.flatten().argsort().tolist()
     assert (bright.reshape(2, 5, 2, 10) == cells[:, None, :, None]).all()

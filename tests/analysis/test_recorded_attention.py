@@ -12,7 +12,7 @@ import nalaformer
 from helpers.language_models import make, text
 from helpers.looked_at_models import IMAGE_MODELS, TEXT_MODELS, looked_at, pyramid, timm_vit, transformers_vit
 from nalaformer.analysis import attention_entropy, attention_layers, effective_rank, entropy_drop, record, rollout, spearman
-from nalaformer.analysis.layers import Recorder, call, grid_of
+from nalaformer.analysis.layers import Recorder, call, fit_grid
 from nalaformer.analysis.records import LinearRecord, SoftmaxRecord
 from nalaformer.attention import Attention, AttentionConfig, build
 from nalaformer.attention.windows import Groups
@@ -210,7 +210,7 @@ def test_tokens_lie_where_the_image_has_them(name, grids, prefix):
     [(196, (224, 224), (14, 14)), (6, (32, 48), (2, 3)), (6, (48, 32), (3, 2)), (7, (64, 64), None), (0, (8, 8), None)],
 )
 def test_a_grid_has_the_proportions_of_the_image(tokens, image, grid):
-    assert grid_of(tokens, image) == grid
+    assert fit_grid(tokens, image) == grid
 
 
 @pytest.mark.parametrize("name", ["nalaformer", "timm vit", "transformers vit", "language", "still"])

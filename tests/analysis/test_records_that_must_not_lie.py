@@ -84,5 +84,5 @@ def test_a_sample_that_is_all_padding_changes_no_figure(method):
 @pytest.mark.parametrize("method", ["nalaformer", "softmax"])
 def test_statistics_of_padding_alone_are_refused(method):
     found = recorded_with_mask(method, torch.zeros(2, 12, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"tokens that the mask shows, got .* with all 24 hidden"):
+    with pytest.raises(ValueError, match=r"statistics need visible tokens, got .* with all 24 masked"):
         found.statistics()

@@ -26,7 +26,7 @@ from nalaformer.analysis.attention_page import (
     serve,
     write_report,
 )
-from nalaformer.analysis.attention_page.maps import MOST_BYTES, Layer, fitting, maps_of, pooling
+from nalaformer.analysis.attention_page.maps import MOST_BYTES, Layer, compute_maps, fit_layers, pooling_matrix
 from nalaformer.analysis.attention_page.report import sharpest_layer, stored_page
 from nalaformer.conversion import convert
 
@@ -87,7 +87,7 @@ def test_the_server_gives_the_row_of_the_formula(look, explorer):
 def test_a_coarse_map_keeps_all_weight(attention):
     look = small_look(attention=attention, images=1, depth=1)
     coarse = replace(look.layers[0], cells=(3, 2))
-    maps = maps_of(look.records[0], coarse, coarse.stored_queries())
+    maps = compute_maps(look.records[0], coarse, coarse.stored_queries())
     assert maps.cells.shape[2:] == (3, 2)
     total = maps.cells.sum((2, 3)) + maps.beside.sum(-1)
     torch.testing.assert_close(total, torch.ones_like(total), atol=1e-5, rtol=0)
@@ -95,7 +95,7 @@ def test_a_coarse_map_keeps_all_weight(attention):
 
 def test_a_token_on_a_border_is_shared_by_both_cells():
     expected = torch.tensor([[1, 0.5, 0], [0, 0.5, 1]], dtype=torch.float64)
-    torch.testing.assert_close(pooling(3, 2), expected)
+    torch.testing.assert_close(pooling_matrix(3, 2), expected)
 
 
 def big_layers(count, heads, side):
@@ -106,7 +106,7 @@ def big_layers(count, heads, side):
 
 @pytest.mark.parametrize(("count", "heads", "side"), [(2, 1, 4), (24, 16, 14), (48, 10, 56)])
 def test_a_page_has_room_for_large_models(count, heads, side):
-    chosen = fitting(big_layers(count, heads, side), images=4)
+    chosen = fit_layers(big_layers(count, heads, side), images=4)
     assert 4 * sum(layer.bytes for layer in chosen) <= MOST_BYTES
     # a small one loses nothing
     assert (chosen[0].queries == (side, side)) == (side == 4)
@@ -114,7 +114,7 @@ def test_a_page_has_room_for_large_models(count, heads, side):
 
 def test_a_page_without_room_says_what_to_do():
     with pytest.raises(ValueError, match="show fewer images"):
-        fitting(big_layers(48, 16, 56), images=200)
+        fit_layers(big_layers(48, 16, 56), images=200)
 
 
 def test_stored_patches_lie_in_the_middle_of_their_parts():
@@ -268,7 +268,7 @@ def test_a_run_of_a_dense_task_shows_its_network(monkeypatch, tmp_path, recipe, 
 
 def test_the_picture_is_what_the_model_saw():
     subject, (_, image) = small_subject(), small_images(1)[0]
-    assert subject.picture(subject.prepare(image)).tobytes() == image.tobytes()
+    assert subject.to_image(subject.prepare(image)).tobytes() == image.tobytes()
 
 
 def test_a_layer_of_one_token_is_not_the_sharpest():

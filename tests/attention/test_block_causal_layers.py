@@ -148,4 +148,4 @@ def test_blocks_without_causal_attention_are_refused():
 
 def test_attention_received_from_all_tokens_is_refused_where_they_do_not_see_each_other():
     with pytest.raises(ValueError, match=r"needs tokens that all see each other alike: use .* causal=False"):
-        make("linear").received(tokens())
+        make("linear").received_attention(tokens())

@@ -14,12 +14,12 @@ from helpers.option_effects import Effects
 from nalaformer import FEATURE_MAPS, Rotary, feature_map, linear_attention
 from nalaformer.attention import METHODS, Attention, AttentionConfig, build
 from nalaformer.attention.local_mix import resize_values
-from nalaformer.feature_maps import map_options_of
+from nalaformer.feature_maps import map_option_names
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 
 PARTS = Effects(field.name for field in fields(AttentionConfig))
-MAPS = {name: Effects(map_options_of(name)) for name in FEATURE_MAPS.names() if map_options_of(name)}
+MAPS = {name: Effects(map_option_names(name)) for name in FEATURE_MAPS.names() if map_option_names(name)}
 GRID = (3, 5)
 
 

@@ -199,7 +199,7 @@ def test_what_blocks_cannot_do_is_refused(options, message):
 def test_some_tokens_of_a_grid_and_received_attention_are_refused():
     layer, x = build("linear", dim=16, num_heads=2, mixed_blocks=(2, 2)), torch.randn(1, 16, 16)
     with pytest.raises(ValueError, match=r"mixed_blocks=\(1, 1\)"):
-        layer.received(x, (4, 4))
+        layer.received_attention(x, (4, 4))
     with pytest.raises(ValueError, match=r"mixed_blocks=\(1, 1\)"):
         layer.forward_at(x[:, :3], (4, 4), torch.tensor([[0, 1, 5]]))
 

@@ -42,7 +42,7 @@ def test_help_names_every_command(run):
 
 
 def test_compare_prints_every_method_and_writes_the_picture(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: 1.0)
+    monkeypatch.setattr("nalaformer.analysis.compare.time_call", lambda phi: 1.0)
     result = run("compare", "--out", str(tmp_path / "out"), "--tokens", "32", "--seed", "3")
     assert result.exit_code == 0, result.output
     picture = tmp_path / "out" / "entropy_vs_norm.png"

@@ -112,7 +112,7 @@ def test_tokenize_names_its_folder_and_bad_lines(run, folder):
 
 
 def test_compare_names_its_picture(run, folder, monkeypatch):
-    monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: 1.0)
+    monkeypatch.setattr("nalaformer.analysis.compare.time_call", lambda phi: 1.0)
     some = methods()[:1]
     monkeypatch.setattr("nalaformer.analysis.methods", lambda: some)
     monkeypatch.setattr("nalaformer.analysis.draw_entropy_against_norm", lambda rows, path, num_tokens: path)

@@ -476,7 +476,7 @@ def test_models_shows_those_that_match():
 
 @COMMANDS.of("compare.out", "compare.tokens", "compare.seed")
 def test_compare_looks_at_so_many_tokens_of_its_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr("nalaformer.analysis.compare.time_of_call", lambda phi: 1.0)
+    monkeypatch.setattr("nalaformer.analysis.compare.time_call", lambda phi: 1.0)
     # two methods are enough, and what is in the picture is seen to with the picture
     monkeypatch.setattr("nalaformer.analysis.methods", lambda: methods()[:2])
     monkeypatch.setattr("nalaformer.analysis.draw_entropy_against_norm", lambda rows, path, num_tokens: path)

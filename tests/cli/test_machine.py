@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nalaformer as nf
-from nalaformer.machine import commit_of, describe_machine, extras
+from nalaformer.machine import describe_machine, extras, source_commit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,29 +27,29 @@ def checkout(tmp_path):
 
 
 def test_the_commit_of_clean_and_of_changed_source(checkout):
-    clean = commit_of(checkout / "package")
+    clean = source_commit(checkout / "package")
     assert re.fullmatch(r"[0-9a-f]{12}", clean)
     (checkout / "results.csv").write_text("a result beside the package does not make it another package")
-    assert commit_of(checkout / "package") == clean
+    assert source_commit(checkout / "package") == clean
     (checkout / "package" / "code.py").write_text("x = 2\n")
-    assert commit_of(checkout / "package") == f"{clean}+dirty"
+    assert source_commit(checkout / "package") == f"{clean}+dirty"
 
 
 def test_changed_code_beside_the_package_is_another_measurement(checkout):
     (checkout / "studies").mkdir()
     (checkout / "studies" / "measure.py").write_text("what measures may change a figure too")
-    assert commit_of(checkout / "package").endswith("+dirty")
+    assert source_commit(checkout / "package").endswith("+dirty")
 
 
 def test_a_package_installed_inside_another_checkout_has_no_commit(checkout):
     installed = checkout / "site-packages"
     installed.mkdir()
     (installed / "code.py").write_text("x = 1\n")
-    assert commit_of(installed) == "unknown"
+    assert source_commit(installed) == "unknown"
 
 
 def test_source_outside_git_has_no_commit(tmp_path):
-    assert commit_of(tmp_path) == "unknown"
+    assert source_commit(tmp_path) == "unknown"
 
 
 def test_the_machine_names_what_it_runs_on():

@@ -84,7 +84,7 @@ def test_a_layer_tells_what_its_tokens_receive(method):
     if weight is not None:
         rows = nalaformer.attention_weights(q, k, feature_map=layer.map, rows=[0], key_weight=weight)
         torch.testing.assert_close(expected, rows.mean((1, 2)), atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(layer.received(x, (3, 4), prefix=1), expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(layer.received_attention(x, (3, 4), prefix=1), expected, atol=1e-6, rtol=1e-4)
 
 
 def test_a_converted_vit_asks_its_class_token():
@@ -94,7 +94,7 @@ def test_a_converted_vit_asks_its_class_token():
     found = nalaformer.filter_tokens(model, {1: 0.3})
     model(torch.randn(2, 3, 48, 48))
     block = model.blocks[1]
-    received = block.attn.attention.received(block.norm1(seen[0]), prefix=1)[:, 1:]
+    received = block.attn.attention.received_attention(block.norm1(seen[0]), prefix=1)[:, 1:]
     assert torch.equal(found.kept[1][:, 1:], received.topk(3).indices.sort(1).values + 1)
 
 
@@ -176,7 +176,7 @@ def test_a_stage_keeps_the_tokens_that_its_first_block_attends_to():
     model.stages[1].blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     found = nalaformer.filter_tokens(model, {1: 0.2})
     model(torch.randn(2, 3, 40, 40))
-    received = model.stages[1].blocks[0].received(seen[0], (5, 5))
+    received = model.stages[1].blocks[0].received_attention(seen[0], (5, 5))
     assert torch.equal(found.kept[1], received.topk(5).indices.sort(1).values)
 
 

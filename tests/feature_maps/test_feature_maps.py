@@ -173,7 +173,7 @@ def test_turning_keeps_the_norm(size, make_map, make_qkv):
         (feature_map.query_weight, feature_map.query_normal),
         (feature_map.key_weight, feature_map.key_normal),
     ):
-        turned = feature_map.turn(size * q, weight, normal)
+        turned = feature_map.change_direction(size * q, weight, normal)
         assert (turned.norm(dim=-1) / (size * q).norm(dim=-1) - 1).abs().max() < 1e-12
         assert (turned - size * q).abs().max() > 0.1 * size
 
@@ -186,7 +186,7 @@ def test_norm_preserving_matrix_of_queries_is_float32_whatever_the_map_is(make_m
     q = make_qkv()[0]
     turned = torch.einsum("bnhd,hed->bnhe", q, matrix.double())
     turned = turned * (q.norm(dim=-1, keepdim=True) / turned.norm(dim=-1, keepdim=True))
-    exact = wide.turn(q, wide.query_weight, wide.query_normal)
+    exact = wide.change_direction(q, wide.query_weight, wide.query_normal)
     # 8 products in float32; in bfloat16 the error would be some 1e-2
     torch.testing.assert_close(turned, exact, rtol=0, atol=2e-6)
 

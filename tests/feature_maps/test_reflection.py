@@ -149,7 +149,7 @@ def test_the_block_variance_does_not_depend_on_its_pieces(monkeypatch, make_qkv)
     made = reflection(variance=True)
     key_mask = torch.rand(2, 31) < 0.5
     whole = made.block_variance(q, k, key_mask)
-    monkeypatch.setattr("nalaformer.feature_maps.reflection.PIECE", 4)
+    monkeypatch.setattr("nalaformer.feature_maps.reflection.CHUNK", 4)
     assert (made.block_variance(q, k, key_mask) - whole).abs().max() < 1e-12
 
 

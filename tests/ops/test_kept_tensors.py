@@ -113,16 +113,16 @@ def check(call: Callable[[Tensor], Tensor], x: Tensor, somewhere_else: Callable[
 
 @pytest.mark.parametrize("method", ["nalaformer", "polaformerpp", "softmax"])
 def test_a_layer_with_positions(method, somewhere_else, is_ordinary_first, monkeypatch):
-    monkeypatch.setattr(layer_module, "kept_rotary", kept(Rotary.grid, maxsize=4))
+    monkeypatch.setattr(layer_module, "cached_rotary", kept(Rotary.grid, maxsize=4))
     layer = build(method, dim=16, num_heads=2, position="rotary")
     x = torch.randn(2, 12, 16)
     out = check(lambda x: layer(x, (3, 4)), x, somewhere_else, is_ordinary_first)
-    monkeypatch.setattr(layer_module, "kept_rotary", Rotary.grid)
+    monkeypatch.setattr(layer_module, "cached_rotary", Rotary.grid)
     assert torch.equal(out, layer(x, (3, 4)))
 
 
 def test_hybrid_attention(somewhere_else, is_ordinary_first, monkeypatch):
-    monkeypatch.setattr(function, "kept_layout", kept(Layout, maxsize=4))
+    monkeypatch.setattr(function, "cached_layout", kept(Layout, maxsize=4))
     split = feature_map("split", num_heads=2, head_dim=4)
     settings = HybridSettings(chunk_size=4, salient_per_chunk=1)
 
@@ -131,13 +131,13 @@ def test_hybrid_attention(somewhere_else, is_ordinary_first, monkeypatch):
 
     x = torch.randn(2, 11, 2, 4)
     out = check(call, x, somewhere_else, is_ordinary_first)
-    monkeypatch.setattr(function, "kept_layout", Layout)
+    monkeypatch.setattr(function, "cached_layout", Layout)
     assert torch.equal(out, call(x))
 
 
 @pytest.mark.skipif(not (TRITON_FOUND and INTERPRETING), reason="runs the kernels on a CPU")
 def test_kernels_train_on_positions_and_powers_that_inference_used_first(monkeypatch):
-    monkeypatch.setattr(norm_aware, "kept_spec", kept(norm_aware.spec_of_fixed_powers, maxsize=4))
+    monkeypatch.setattr(norm_aware, "cached_spec", kept(norm_aware.build_fixed_spec, maxsize=4))
     mapped, rotary = feature_map("norm_aware", num_heads=2, head_dim=4), Rotary.grid(2, 3, 4)
 
     def call(x: Tensor) -> Tensor:

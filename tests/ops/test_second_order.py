@@ -187,7 +187,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(chunked, "SMALLEST_CHUNK", 2)
     monkeypatch.setattr(chunked, "CAUSAL_CHUNK", 2)
     monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "LOGITS", 10)
-    monkeypatch.setattr(function, "piece_size", lambda *given, **settings: SETTINGS.chunk_size)
+    monkeypatch.setattr(function, "segment_size", lambda *given, **settings: SETTINGS.chunk_size)
 
 
 def test_second_derivatives_of_plain_torch_are_right(call, backend, small_pieces):

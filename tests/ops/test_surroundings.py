@@ -185,8 +185,8 @@ def test_layer_norm_gives_the_type_that_was_asked_for(backend):
     x, weight, bias = make((2, 5, 16), (16,), (16,))
     with nalaformer.use_backend(backend):
         normed = layer_norm(x, weight, bias, eps=1e-5, dtype=torch.bfloat16)
-        total, of_sum = add_layer_norm(x, x.bfloat16(), weight, bias, eps=1e-5, dtype=torch.bfloat16)
-        assert (normed.dtype, total.dtype, of_sum.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+        total, add_norm = add_layer_norm(x, x.bfloat16(), weight, bias, eps=1e-5, dtype=torch.bfloat16)
+        assert (normed.dtype, total.dtype, add_norm.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
         assert layer_norm(x.bfloat16(), weight, bias, eps=1e-5).dtype == torch.bfloat16
 
 

@@ -123,7 +123,7 @@ def compare_one(method: ComparedMethod, norms: Tensor, q: Tensor, k: Tensor, *, 
         channel_entropy_falls=None if phi is None else channels_sharpen(phi, seed=seed),
         smallest_weight=smallest,
         effective_rank=torch.stack(rank).mean().item(),
-        milliseconds=time_of_call(method.make(torch.float32, seed=seed)) if timed else None,
+        milliseconds=time_call(method.make(torch.float32, seed=seed)) if timed else None,
         norms=tuple(bins),
         entropy=tuple(heights),
     )
@@ -148,7 +148,7 @@ def channels_sharpen(phi: FeatureMap, *, directions: int = 64, steps: int = 64, 
     return falls_monotonically(entropy.movedim(0, -1), least_fall=LEAST_DROP)
 
 
-def time_of_call(phi: FeatureMap | None, *, num_tokens: int = TIMED_TOKENS) -> float:
+def time_call(phi: FeatureMap | None, *, num_tokens: int = TIMED_TOKENS) -> float:
     """Return the median milliseconds of a forward call in float32 on the CPU; softmax by torch's fused attention."""
     _, q, k = norm_sweep(num_tokens, num_heads=NUM_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
     v = k.flip(1)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..registry import unknown_name
 from .layers import Recorder, attention_layers, for_heads, record
-from .maps import as_images, as_map, moved, rollout, spread_keys, start_at
+from .maps import as_images, as_map, move_amounts, rollout, spread_keys, start_at
 from .records import LayerRecord
 
 EXPLANATIONS = ("decision_aware", "gradient_rollout", "rollout", "integrated_gradients")
@@ -44,7 +44,7 @@ def explain(
         images = images.clone()
         if method == "rollout":
             records = record(model, images)
-            heat = rollout(records, start_of(records[-1]))
+            heat = rollout(records, start_token(records[-1]))
         elif method == "integrated_gradients":
             heat = _integrated_gradients(model, images, target, steps, baseline)
         else:
@@ -52,12 +52,12 @@ def explain(
     return heat if image.dim() == 4 else heat[0]
 
 
-def start_of(last: LayerRecord) -> str:
+def start_token(last: LayerRecord) -> str:
     """Return the token of the last layer that the classifier reads."""
     return "class" if last.prefix else "mean"
 
 
-def targets_of(logits: Tensor, target: int | Tensor | None) -> Tensor:
+def target_classes(logits: Tensor, target: int | Tensor | None) -> Tensor:
     """Return the classes as a tensor [B]."""
     if target is None:
         return logits.argmax(-1)
@@ -74,7 +74,7 @@ def targets_of(logits: Tensor, target: int | Tensor | None) -> Tensor:
     return classes
 
 
-def logits_of(output: Any) -> Tensor:
+def unwrap_logits(output: Any) -> Tensor:
     """Return the logits of an output, which transformers wraps."""
     return getattr(output, "logits", output)
 
@@ -84,9 +84,9 @@ def _by_flow(model: nn.Module, images: Tensor, target: int | Tensor | None, meth
     images.requires_grad_()
     with torch.enable_grad():
         with Recorder(model, image=(images.shape[2], images.shape[3]), keep_values=True) as recorder:
-            logits = logits_of(model(images))
+            logits = unwrap_logits(model(images))
         records = recorder.records
-        score = logits.gather(1, targets_of(logits, target)[:, None]).sum()
+        score = logits.gather(1, target_classes(logits, target)[:, None]).sum()
         gathered = [found.gathered for found in records if found.gathered is not None]
         gradients = torch.autograd.grad(score, gathered, retain_graph=True, allow_unused=True)
         flows = []
@@ -96,11 +96,11 @@ def _by_flow(model: nn.Module, images: Tensor, target: int | Tensor | None, meth
             flows.append(decision_flow(found, gradient) if method == "decision_aware" else gradient)
     amounts = torch.zeros_like(start_at(records[-1], "mean"))
     if method == "gradient_rollout":
-        amounts = start_at(records[-1], start_of(records[-1]))
+        amounts = start_at(records[-1], start_token(records[-1]))
     for number in reversed(range(len(records))):
         found = records[number]
         if number + 1 < len(records):
-            amounts = moved(amounts, records[number + 1], found)
+            amounts = move_amounts(amounts, records[number + 1], found)
         step = flows[number] if method == "decision_aware" else gradient_pull(found, flows[number], amounts)
         amounts = amounts + spread_keys(step, found)
     return as_map(amounts, records[0].grid, records[0]).detach()
@@ -117,24 +117,24 @@ def decision_flow(found: LayerRecord, gradient: Tensor) -> Tensor:
     products = (pulled * found.values).sum(-1).detach()  # [., S, H] or [., H, S]
     flow = products.clamp(min=0).sum(1 if found.heads_first else 2)
     # some layers split values into windows before they are recorded, some after
-    return found.from_pieces(flow) if len(flow) == len(found.q) else flow
+    return found.from_windows(flow) if len(flow) == len(found.q) else flow
 
 
 @torch.no_grad()
 def gradient_pull(found: LayerRecord, gradient: Tensor, amounts: Tensor) -> Tensor:
     """Return sum_i amounts_i mean_h max(0, A_ij <g_i, v_j>) of each key, some queries at a time: [B, N] -> [B, M]."""
     assert found.values is not None
-    gradient, values = (_in_pieces(found, x) for x in (gradient, found.values))
+    gradient, values = (_in_windows(found, x) for x in (gradient, found.values))
     values = for_heads(values, gradient)
-    inside = found.to_pieces(amounts)
+    inside = found.to_windows(amounts)
     total = amounts.new_zeros(found.k.shape[:2])
     for places, weights in found.chunks():
         effect = weights * torch.einsum("pihv,pjhv->phij", gradient[:, places], values)
         total += torch.einsum("pi,pij->pj", inside[:, places], effect.clamp(min=0).mean(1))
-    return found.from_pieces(total)
+    return found.from_windows(total)
 
 
-def _in_pieces(found: LayerRecord, x: Tensor) -> Tensor:
+def _in_windows(found: LayerRecord, x: Tensor) -> Tensor:
     """Return values or outputs as [P, T, H, V]."""
     x = x.transpose(1, 2) if found.heads_first else x
     if found.windows is None or len(x) == len(found.q):
@@ -155,8 +155,8 @@ def _integrated_gradients(model: nn.Module, images: Tensor, target: int | Tensor
     model.eval()
     try:
         with torch.no_grad():
-            classes = targets_of(logits_of(model(images)), target)
-        attribution = IntegratedGradients(lambda x: logits_of(model(x))).attribute(
+            classes = target_classes(unwrap_logits(model(images)), target)
+        attribution = IntegratedGradients(lambda x: unwrap_logits(model(x))).attribute(
             images, baselines=baseline, target=classes, n_steps=steps, internal_batch_size=len(images)
         )
     finally:

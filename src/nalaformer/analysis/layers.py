@@ -41,8 +41,8 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
     Delta rules are not listed: what they store of a token depends on later ones, so they have no weights.
     """
-    found = [layer for name, module in model.named_modules() if (layer := _layer_of(name, module)) is not None]
-    # of nested attention modules only the innermost attends, except for the original inside a converted one
+    found = [layer for name, module in model.named_modules() if (layer := _as_attention_layer(name, module)) is not None]
+    # only the innermost of nested attention modules attends, except for the original inside a converted one
     hybrids = tuple(f"{layer.name.partition('.hybrid.groups.')[0]}." for layer in found if layer.kind == "hybrid")
     return [
         layer
@@ -52,7 +52,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     ]
 
 
-def _layer_of(name: str, module: nn.Module) -> AttentionLayer | None:
+def _as_attention_layer(name: str, module: nn.Module) -> AttentionLayer | None:
     kind = method = "softmax"
     if isinstance(module, HybridAttention):
         kind = method = "hybrid"
@@ -76,7 +76,7 @@ def _is_mixer(module: nn.Module, name: str) -> bool:
     return mixers is not None and isinstance(module, getattr(mixers, name))
 
 
-def refuse_earlier_tokens(layer: AttentionLayer, count: int) -> None:
+def reject_earlier_tokens(layer: AttentionLayer, count: int) -> None:
     """Reject a cache with tokens, since a state does not hold their queries and keys."""
     if count:
         raise ValueError(
@@ -91,7 +91,7 @@ def record(model: nn.Module, inputs: Inputs, layers: Sequence[str] | None = None
     inputs: a tensor, a sequence of positional arguments, or a mapping of keyword arguments. layers: names, all by default.
     Memory is that of the queries and keys, linear in the number of tokens.
     """
-    with torch.no_grad(), Recorder(model, layers, image=_image_of(inputs)) as recorder:
+    with torch.no_grad(), Recorder(model, layers, image=_image_size(inputs)) as recorder:
         call(model, inputs)
     return recorder.records
 
@@ -161,7 +161,7 @@ class Recorder(TorchFunctionMode):
         elif _is_mixer(module, "LinearMixer"):
             self._replace(module, "mix", self._listen_to_mixer(layer, module.mix))
         elif _is_mixer(module, "SoftmaxMixer"):
-            self._replace(module, "forward", self._listen_to_exact_mixer(module.forward))
+            self._replace(module, "forward", self._listen_to_softmax_mixer(module.forward))
         elif isinstance(module, HybridAttention):
             self._replace(module, "forward", self._listen_to_hybrid(layer, module.forward))
         # torch's fused function is seen by __torch_function__
@@ -204,7 +204,7 @@ class Recorder(TorchFunctionMode):
     def _listen_to_ours(self, layer: AttentionLayer, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         module: Any = layer.module
 
-        def listening(
+        def listen(
             q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_grid: Grid, key_mask: Any, groups: Any, log_decay: Any = None
         ) -> Tensor:
             seen = len(self.records)
@@ -243,9 +243,9 @@ class Recorder(TorchFunctionMode):
                 key_mask=key_mask,
                 groups=groups,
                 windows=windows,
-                contrast=module.contrast_of(q),
+                contrast=module.op_contrast(q),
                 weigh_keys=module.key_weights,
-                mixing=module.mixing_of_pairs(grid, key_grid, q),
+                mixing=module.pair_mixing(grid, key_grid, q),
                 log_decay=log_decay,
                 values=v,
                 gathered=out,
@@ -253,13 +253,13 @@ class Recorder(TorchFunctionMode):
             self._add(found, layer, grid, key_grid)
             return out
 
-        return listening
+        return listen
 
     def _listen_to_mixer(self, layer: AttentionLayer, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
         module: Any = layer.module
 
-        def listening(x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Any, cache: Any) -> Tensor:
-            refuse_earlier_tokens(layer, 0 if cache is None else cache.seen)
+        def listen(x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Any, cache: Any) -> Tensor:
+            reject_earlier_tokens(layer, 0 if cache is None else cache.seen)
             out = mix(x, q, k, v, tokens, cache)
             decay = module.log_decay(x)
             found = LinearRecord(
@@ -280,10 +280,10 @@ class Recorder(TorchFunctionMode):
             self._add(found, layer)
             return out
 
-        return listening
+        return listen
 
-    def _listen_to_exact_mixer(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def listening(x: Tensor, tokens: Any, cache: Any) -> Tensor:
+    def _listen_to_softmax_mixer(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def listen(x: Tensor, tokens: Any, cache: Any) -> Tensor:
             seen = len(self.records)
             out = forward(x, tokens, cache)
             for found in self.records[seen:]:
@@ -291,15 +291,15 @@ class Recorder(TorchFunctionMode):
                 found.key_mask = tokens.key_mask
             return out
 
-        return listening
+        return listen
 
     def _listen_to_hybrid(self, layer: AttentionLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
         module: Any = layer.module
 
-        def listening(
+        def listen(
             q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, key_mask: Any = None, scale: Any = None, state: Any = None
         ) -> Any:
-            refuse_earlier_tokens(layer, 0 if state is None else max(state.lengths))
+            reject_earlier_tokens(layer, 0 if state is None else max(state.lengths))
             out, after = forward(q, k, v, x, key_mask=key_mask, scale=scale, state=state)
             scores = module.scores(q, k, x, scale=scale, state=state)
             found = HybridRecord(
@@ -319,7 +319,7 @@ class Recorder(TorchFunctionMode):
             self._add(found, layer)
             return out, after
 
-        return listening
+        return listen
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -380,13 +380,13 @@ class Recorder(TorchFunctionMode):
         elif self.image is not None:
             known = getattr(self.model, "num_prefix_tokens", None)
             for prefix in (known,) if isinstance(known, int) else range(6):
-                if (fitting := grid_of(tokens - prefix, self.image)) is not None:
+                if (fitting := fit_grid(tokens - prefix, self.image)) is not None:
                     found.grid = found.key_grid = fitting
                     found.prefix = prefix
                     break
 
 
-def grid_of(tokens: int, image: Grid) -> Grid | None:
+def fit_grid(tokens: int, image: Grid) -> Grid | None:
     """Return rows and columns of so many tokens with the proportions of the image; None if none fit."""
     if tokens < 1:
         return None
@@ -397,7 +397,7 @@ def grid_of(tokens: int, image: Grid) -> Grid | None:
     return None
 
 
-def _image_of(inputs: Inputs) -> Grid | None:
+def _image_size(inputs: Inputs) -> Grid | None:
     """Return height and width if the inputs are images."""
     if isinstance(inputs, Mapping):
         inputs = inputs.get("pixel_values", next(iter(inputs.values()), torch.empty(0)))

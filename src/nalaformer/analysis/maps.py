@@ -66,7 +66,7 @@ def rollout(records: Sequence[LayerRecord], token: Token = "mean") -> Tensor:
     amounts = start_at(records[-1], token)
     for after, found in zip([None, *records[:0:-1]], records[::-1], strict=True):
         if after is not None:
-            amounts = moved(amounts, after, found)
+            amounts = move_amounts(amounts, after, found)
         amounts = (amounts + spread_keys(found.pull(amounts).mean(1), found)) / 2
     return as_map(amounts, records[0].grid, records[0])
 
@@ -98,10 +98,10 @@ def spread_keys(amounts: Tensor, found: LayerRecord) -> Tensor:
         raise ValueError(
             f"{found.name} has {found.num_keys} keys for {found.num_tokens} tokens, and no grid says which is where"
         )
-    return spread(amounts, found.key_grid, found.grid)
+    return spread_evenly(amounts, found.key_grid, found.grid)
 
 
-def moved(amounts: Tensor, after: LayerRecord, before: LayerRecord) -> Tensor:
+def move_amounts(amounts: Tensor, after: LayerRecord, before: LayerRecord) -> Tensor:
     """Move amounts [B, N] from a later layer's tokens to those of the layer before."""
     if after.num_tokens == before.num_tokens and after.prefix == before.prefix:
         return amounts
@@ -112,10 +112,10 @@ def moved(amounts: Tensor, after: LayerRecord, before: LayerRecord) -> Tensor:
     prefix = amounts[:, : after.prefix]
     lost = prefix.new_zeros(len(prefix), max(0, before.prefix - after.prefix))
     prefix = torch.cat((prefix, lost), dim=1)[:, : before.prefix]
-    return torch.cat((prefix, spread(amounts[:, after.prefix :], after.grid, before.grid)), dim=1)
+    return torch.cat((prefix, spread_evenly(amounts[:, after.prefix :], after.grid, before.grid)), dim=1)
 
 
-def spread(amounts: Tensor, coarse: Grid, fine: Grid) -> Tensor:
+def spread_evenly(amounts: Tensor, coarse: Grid, fine: Grid) -> Tensor:
     """Share the amount of each coarse cell evenly among the fine cells that it covers: [B, n] -> [B, N], same sum.
 
     A fine cell belongs to the coarse cell that holds its center; strides round up, so the last cells may cover fewer.

@@ -48,7 +48,7 @@ def draw_entropy_against_norm(rows: Sequence[Row], path: str | Path, *, num_toke
     for row, style in zip(rows, styles, strict=True):
         axes.plot(row.norms, row.entropy, **style)
     # labels at the ends of lines, since a legend of this length is slow to read
-    heights = spread([row.entropy[-1] for row in rows], gap=1.02 * margin, highest=highest + margin / 2)
+    heights = space_labels([row.entropy[-1] for row in rows], gap=1.02 * margin, highest=highest + margin / 2)
     for row, style, height in zip(rows, styles, heights, strict=True):
         strong = style["linewidth"] > 2
         # a thin line from the end of the curve to its label, then a sample of the curve before the text
@@ -98,7 +98,7 @@ def line_styles(labels: Sequence[str]) -> list[Style]:
     return styles
 
 
-def spread(heights: Sequence[float], *, gap: float, highest: float) -> list[float]:
+def space_labels(heights: Sequence[float], *, gap: float, highest: float) -> list[float]:
     """Return positions of labels near these heights: in the same order, at least `gap` apart, none above `highest`."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     # groups of touching labels move together, around the mean of their targets (least squares)

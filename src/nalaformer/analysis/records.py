@@ -114,8 +114,8 @@ class LayerRecord:
         where[flat[flat >= 0]] = torch.arange(len(flat), device=flat.device)[flat >= 0]
         window, place = where[queries] // self.windows.shape[1], where[queries] % self.windows.shape[1]
         number = torch.arange(len(queries), device=flat.device)
-        pieces = self.piece_weights(place).unflatten(0, (self.batch, -1))  # [B, count, H, R, T]
-        found = pieces.permute(1, 3, 0, 2, 4)[window, number].permute(1, 2, 0, 3)  # [B, H, R, T]
+        per_window = self.piece_weights(place).unflatten(0, (self.batch, -1))  # [B, count, H, R, T]
+        found = per_window.permute(1, 3, 0, 2, 4)[window, number].permute(1, 2, 0, 3)  # [B, H, R, T]
         # padding goes into an extra column, which is cut off
         index = torch.where(self.windows < 0, self.num_tokens, self.windows)[window].expand_as(found)
         out = found.new_zeros(*found.shape[:3], self.num_tokens + 1).scatter_(-1, index, found)
@@ -135,19 +135,19 @@ class LayerRecord:
 
         pulled_j = sum_i amounts_i share_ij for each head: a product with the whole matrix, which is never materialized.
         """
-        inside = self.to_pieces(amounts)
+        inside = self.to_windows(amounts)
         total = sum(torch.einsum("pr,phrs->phs", inside[:, places], as_shares(weights)) for places, weights in self.chunks())
         assert isinstance(total, Tensor)
-        return self.from_pieces(total)
+        return self.from_windows(total)
 
-    def to_pieces(self, amounts: Tensor) -> Tensor:
+    def to_windows(self, amounts: Tensor) -> Tensor:
         """Split amounts into windows, [B, N] -> [P, T]; padding of windows has 0."""
         if self.windows is None:
             return amounts
         padded = torch.cat((amounts, amounts.new_zeros(len(amounts), 1)), dim=1)
         return padded[:, self.windows].flatten(0, 1)
 
-    def from_pieces(self, amounts: Tensor) -> Tensor:
+    def from_windows(self, amounts: Tensor) -> Tensor:
         """Join the windows, [P, ..., S] -> [B, ..., M]; values of padding are dropped."""
         if self.windows is None:
             return amounts
@@ -188,7 +188,7 @@ class SoftmaxRecord(LayerRecord):
         if bias is not None:
             # some models mask by a finite number, which leaves a weight of e^-100
             seen = seen & (bias > HIDDEN)
-        return seen & up_to_block_of(places, self.k, self.block) if self.causal else seen
+        return seen & up_to_block(places, self.k, self.block) if self.causal else seen
 
     def bias_at(self, places: Tensor) -> Tensor | None:
         return self.bias.index_select(-2, places) if self.bias is not None and self.bias.shape[-2] > 1 else self.bias
@@ -201,7 +201,7 @@ class SoftmaxRecord(LayerRecord):
         if bias is not None:
             logits = logits + bias.to(dtype)
         if self.causal:
-            logits = logits.masked_fill(~up_to_block_of(places, self.k, self.block), -torch.inf)
+            logits = logits.masked_fill(~up_to_block(places, self.k, self.block), -torch.inf)
         return logits
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ class LinearRecord(LayerRecord):
         if self.groups is not None:
             of_tokens = self.groups.of_tokens
             seen = seen & (of_tokens[:, places, None] == of_tokens[:, None])[:, None]
-        return seen & up_to_block_of(places, self.k, self.block) if self.causal else seen
+        return seen & up_to_block(places, self.k, self.block) if self.causal else seen
 
     def visible(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """Return pairs of masks (queries [P, T], keys [P, S]) that see each other; None: all."""
@@ -288,13 +288,13 @@ class LinearRecord(LayerRecord):
         found = attention_weights(self.q, self.k, rotary=self.rotary, **asked)
         if self.mixing is None:
             return found
-        plain = found if self.rotary is None else attention_weights(self.q, self.k, rotary=self.unturned, **asked)
+        plain = found if self.rotary is None else attention_weights(self.q, self.k, rotary=self.denominator_rotary, **asked)
         mixing = self.mixing[places].to(found.dtype)
         # the weights miss one by the share of eps in the denominators, which mixing does not change
         return found * mixing / ((plain * mixing).sum(-1, keepdim=True) + 1 - plain.sum(-1, keepdim=True))
 
     @property
-    def unturned(self) -> "Rotary | tuple[Rotary, Rotary] | None":
+    def denominator_rotary(self) -> "Rotary | tuple[Rotary, Rotary] | None":
         """The rotary positions of the denominators; None if only the numerator rotates."""
         first = self.rotary[0] if isinstance(self.rotary, tuple) else self.rotary
         return self.rotary if first is not None and first.normalised else None
@@ -326,7 +326,7 @@ class HybridRecord(LayerRecord):
     kind = "hybrid"
 
     def seen_keys(self, places: Tensor) -> Tensor:
-        return super().seen_keys(places) & up_to_block_of(places, self.k, 1)
+        return super().seen_keys(places) & up_to_block(places, self.k, 1)
 
     def piece_weights(self, places: Tensor) -> Tensor:
         # gathered[i, r] = sum_j w_ij values[j, r], so the gradient of gathered[place r, r] by the values is row r
@@ -354,7 +354,7 @@ class HybridRecord(LayerRecord):
         return torch.full((self.q.shape[0], self.num_heads, self.q.shape[1]), torch.nan, device=self.q.device)
 
 
-def up_to_block_of(places: Tensor, k: Tensor, block: int) -> Tensor:
+def up_to_block(places: Tensor, k: Tensor, block: int) -> Tensor:
     """Return a mask of the keys up to the end of the block of each place, which causal attention sees: [R, S]."""
     keys = torch.arange(k.shape[1], device=places.device)
     return keys // block <= places[:, None] // block
@@ -377,7 +377,7 @@ def linear_forms(record: LinearRecord, keys: Tensor | None) -> list[LinearForm]:
     columns, of_keys = mixing.unique(dim=1, return_inverse=True)
     own = torch.nn.functional.one_hot(of_keys, columns.shape[1]).to(mixing.dtype)
     mixed = []
-    for form, plain in zip(forms, _forms(record, record.unturned, keys), strict=True):
+    for form, plain in zip(forms, _forms(record, record.denominator_rotary, keys), strict=True):
         sums = torch.einsum("sc,phsf->phcf", own, plain.keys)
         total = 1 + torch.einsum("phtf,tc,phcf->pht", plain.queries, columns - 1, sums)
         pairs = ((form.queries / total[..., None], columns), (form.keys, own))
@@ -388,14 +388,14 @@ def linear_forms(record: LinearRecord, keys: Tensor | None) -> list[LinearForm]:
 
 def _forms(record: LinearRecord, rotary: "Rotary | tuple[Rotary, Rotary] | None", keys: Tensor | None) -> list[LinearForm]:
     """Return the factors without the mixing of blocks."""
-    turns = rotary if isinstance(rotary, tuple) else (rotary, rotary)
+    rotaries = rotary if isinstance(rotary, tuple) else (rotary, rotary)
     return linear_form.linear_forms(
         record.q,
         record.k,
         feature_map=record.feature_map,
         causal=record.causal,
         block=record.block,
-        rotary=turns,
+        rotary=rotaries,
         key_mask=keys,
         key_weight=record.key_weight(keys),
         log_decay=record.log_decay,

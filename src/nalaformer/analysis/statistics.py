@@ -12,7 +12,7 @@ from .records import LayerRecord, LinearRecord, as_shares, linear_forms
 
 CURVE_POINTS = 24
 # The numbers of windows and rows for effective ranks, each of which needs a singular value decomposition.
-RANKED_PIECES, RANKED_ROWS = 8, 128
+RANKED_WINDOWS, RANKED_ROWS = 8, 128
 # Opposite signs count as lost if they get less than this fraction of the weight of equal ones.
 LEAST_RESPONSE = 1e-3
 PROBES = 16
@@ -61,16 +61,16 @@ def head_statistics(record: LayerRecord) -> list[HeadStatistics]:
     attention at most 128 evenly spaced rows are used, which bounds the rank. Rows of padding count as zeros, and samples of
     only padding do not count.
     """
-    pieces, places, heads, _ = record.q.shape
+    windows, places, heads, _ = record.q.shape
     real = _real_queries(record)
     if not bool(real.any()):
         raise ValueError(
             f"statistics need visible tokens, got {record.name} with all {real.numel()} masked; pass a mask with some tokens"
         )
-    entropy = torch.zeros(pieces, heads, places, dtype=torch.float64, device=record.q.device)
-    received = torch.zeros(pieces, heads, record.k.shape[1], dtype=torch.float64, device=record.q.device)
+    entropy = torch.zeros(windows, heads, places, dtype=torch.float64, device=record.q.device)
+    received = torch.zeros(windows, heads, record.k.shape[1], dtype=torch.float64, device=record.q.device)
     smallest = torch.full((heads,), torch.inf, dtype=torch.float64, device=record.q.device)
-    negative = torch.zeros(pieces, heads, places, dtype=torch.float64, device=record.q.device)
+    negative = torch.zeros(windows, heads, places, dtype=torch.float64, device=record.q.device)
     for chunk, weights in record.chunks():
         shares = as_shares(weights)
         entropy[:, :, chunk] = attention_entropy(shares).double()
@@ -128,21 +128,21 @@ def _effective_rank(record: LayerRecord, real: Tensor) -> Tensor:
     """Return the effective rank of each head, [H]."""
     # a window of only padding has no rank, but 1 would be computed
     shown = real.any(dim=1).nonzero()[:, 0]
-    places = torch.linspace(0, len(shown) - 1, min(RANKED_PIECES, len(shown))).round().long().unique()
-    pieces = shown[places.to(shown.device)]
+    places = torch.linspace(0, len(shown) - 1, min(RANKED_WINDOWS, len(shown))).round().long().unique()
+    windows = shown[places.to(shown.device)]
     if isinstance(record, LinearRecord) and not record.causal and record.groups is None:
-        ranks = [_rank_of_product(form, pieces, real[pieces]) for form in linear_forms(record, record.key_mask)]
+        ranks = [_product_rank(form, windows, real[windows]) for form in linear_forms(record, record.key_mask)]
         return torch.stack(ranks).mean(0)
     rows = torch.linspace(0, record.q.shape[1] - 1, min(RANKED_ROWS, record.q.shape[1])).round().long().unique()
     rows = rows.to(record.q.device)
-    weights = torch.where(real[pieces][:, None, rows, None], record.piece_weights(rows)[pieces], 0.0)
+    weights = torch.where(real[windows][:, None, rows, None], record.piece_weights(rows)[windows], 0.0)
     return effective_rank(weights.double()).mean(0)
 
 
-def _rank_of_product(form: LinearForm, pieces: Tensor, real: Tensor) -> Tensor:
+def _product_rank(form: LinearForm, windows: Tensor, real: Tensor) -> Tensor:
     """Return exp of the entropy of the singular values of queries keys^T, from the product of both triangles, [H]."""
-    visible = torch.where(real[:, None, :, None], form.queries[pieces], 0.0)
-    queries, keys = (torch.linalg.qr(x.double(), mode="r").R for x in (visible, form.keys[pieces]))
+    visible = torch.where(real[:, None, :, None], form.queries[windows], 0.0)
+    queries, keys = (torch.linalg.qr(x.double(), mode="r").R for x in (visible, form.keys[windows]))
     return effective_rank(queries @ keys.mT).mean(0)
 
 
@@ -157,7 +157,7 @@ def _lost_products(record: LayerRecord, real: Tensor) -> Tensor:
     for queries, keys in record.visible():
         q_up, q_down = _parts(record.q, real if queries is None else real & queries)
         # the sums over the keys that each query sees
-        k_up, k_down = (_sum_of_seen(x, record) for x in _parts(record.k, keys))
+        k_up, k_down = (_sum_visible(x, record) for x in _parts(record.k, keys))
         if not record.causal:
             q_up, q_down = q_up.sum(1, keepdim=True), q_down.sum(1, keepdim=True)
         opposite = opposite + (q_up * k_down + q_down * k_up).sum((0, 1, 3))
@@ -171,7 +171,7 @@ def _parts(x: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     return x.clamp(min=0), (-x).clamp(min=0)
 
 
-def _sum_of_seen(x: Tensor, record: LinearRecord) -> Tensor:
+def _sum_visible(x: Tensor, record: LinearRecord) -> Tensor:
     """Sum over all tokens, [P, 1, H, D], or in causal attention up to the end of each token's block, [P, T, H, D]."""
     if not record.causal:
         return x.sum(1, keepdim=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ..feature_maps import FEATURE_MAPS, map_options_of
+from ..feature_maps import FEATURE_MAPS, map_option_names
 from ..field_types import check_field_types
 from ..registry import unknown_name
 
@@ -189,7 +189,7 @@ def configure(name: str, options: dict[str, Any]) -> AttentionConfig:
     changed = {key: value for key, value in options.items() if key in parts}
     for_map = {key: value for key, value in options.items() if key not in parts}
     name_of_map = changed.get("feature_map", config.feature_map)
-    known = parts if name_of_map is None else parts | set(map_options_of(name_of_map))
+    known = parts if name_of_map is None else parts | set(map_option_names(name_of_map))
     for option in for_map:
         if option not in known:
             raise unknown_name(f"option of {name} attention:", option, known)

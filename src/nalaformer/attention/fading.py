@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..ops import compute_dtype
 
 
-def start_of_decay(num_heads: int) -> tuple[Tensor, Tensor]:
+def initial_decay(num_heads: int) -> tuple[Tensor, Tensor]:
     """Return the initial rate and step, [H] each: rates of 1 to 16, time steps of 0.001 to 0.1 on a logarithmic scale.
 
     The memories of the heads then last from one token to a thousand.
@@ -19,7 +19,7 @@ def start_of_decay(num_heads: int) -> tuple[Tensor, Tensor]:
     return rate.log(), step + torch.log(-torch.expm1(-step))
 
 
-def log_decay_of(projected: Tensor, rate: Tensor, step: Tensor) -> Tensor:
+def compute_log_decay(projected: Tensor, rate: Tensor, step: Tensor) -> Tensor:
     """Return -exp(rate) softplus(projected + step), <= 0: projected [B, N, H], rate and step [H]."""
     # float32, since a decay near 1 is raised to the power of thousands of tokens
     dtype = compute_dtype(projected)
@@ -34,8 +34,8 @@ class Fading(nn.Module):
     def __init__(self, *, dim: int, num_heads: int) -> None:
         super().__init__()
         self.projection = nn.Linear(dim, num_heads, bias=False)
-        rate, step = start_of_decay(num_heads)
+        rate, step = initial_decay(num_heads)
         self.rate, self.step = nn.Parameter(rate), nn.Parameter(step)
 
     def forward(self, x: Tensor) -> Tensor:
-        return log_decay_of(self.projection(x), self.rate, self.step)
+        return compute_log_decay(self.projection(x), self.rate, self.step)

@@ -30,7 +30,7 @@ from .position_table import PositionTable
 from .windows import Groups, RelativeBias, Windows, held_to_sizes
 
 # layers of one stage share their rotary table, also across steps
-kept_rotary = kept(Rotary.grid, maxsize=32)
+cached_rotary = kept(Rotary.grid, maxsize=32)
 
 
 class Attention(nn.Module):
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         return self._output(out, gate)
 
     @torch.no_grad()
-    def received(self, x: Tensor, grid: Grid | None = None, *, prefix: int = 0) -> Tensor:
+    def received_attention(self, x: Tensor, grid: Grid | None = None, *, prefix: int = 0) -> Tensor:
         """Return the attention that each token receives, [B, N], by `ops.received_attention`; x: [B, N, C]."""
         if self.config.window or self.config.key_reduction > 1 or self.config.causal or self.block_mix is not None:
             raise ValueError(
@@ -262,7 +262,7 @@ class Attention(nn.Module):
         return of_queries, of_keys
 
     @torch.no_grad()
-    def mixing_of_pairs(self, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor | None:
+    def pair_mixing(self, grid: Grid, key_grid: Grid, like: Tensor) -> Tensor | None:
         """Return the mixing weight of each query and key, [N, M]; None: all alike."""
         if self.block_mix is None:
             return None
@@ -283,8 +283,8 @@ class Attention(nn.Module):
         mapped = self.map
         assert mapped is not None
         if self.block_mix is not None and blocks is not None:
-            turns = rotary if isinstance(rotary, tuple) else (rotary, rotary)
-            given = {"feature_map": mapped, "mixing": self.block_mix(), "blocks": blocks, "rotary": turns}
+            rotaries = rotary if isinstance(rotary, tuple) else (rotary, rotary)
+            given = {"feature_map": mapped, "mixing": self.block_mix(), "blocks": blocks, "rotary": rotaries}
             return mixed_linear_attention(q, k, v, key_mask=visible, query_mask=visible, **given)
         return linear_attention(
             *(q, k, v),
@@ -294,7 +294,7 @@ class Attention(nn.Module):
             rotary=rotary,
             key_mask=visible,
             query_mask=visible,
-            contrast=self.contrast_of(q),
+            contrast=self.op_contrast(q),
             key_weight=None if self.config.key_weight == "none" else self.config.key_weight,
             log_decay=log_decay,
         )
@@ -305,7 +305,7 @@ class Attention(nn.Module):
             return None
         return global_query_weight(q, k, feature_map=self.map, key_mask=visible, query_mask=visible)
 
-    def contrast_of(self, q: Tensor) -> Tensor | str | None:
+    def op_contrast(self, q: Tensor) -> Tensor | str | None:
         """Return the contrast in the form that linear_attention takes."""
         if self.contrast is not None:
             return self.contrast(q)
@@ -352,7 +352,7 @@ class Attention(nn.Module):
     def _rotary(self, grid: Grid, channels: int, like: Tensor) -> Rotary:
         # softmax weights sum to one without normalization, so rotation is all that is needed
         normalised = self.config.normalised_rotary and self.map is not None
-        return kept_rotary(*grid, channels, normalised=normalised, device=like.device)
+        return cached_rotary(*grid, channels, normalised=normalised, device=like.device)
 
     def _checked_grid(self, x: Tensor, grid: Grid | None) -> Grid:
         if not isinstance(x, Tensor):

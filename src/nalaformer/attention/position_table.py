@@ -19,22 +19,22 @@ class PositionTable(nn.Module):
     def forward(self, grid: tuple[int, int]) -> Tensor:
         # an exported or traced program must not branch on the size of its example
         is_exported = torch.compiler.is_exporting() or is_jit_tracing()
-        return self.table if not is_exported and tuple(grid) == self.grid else interpolated(self.table, self.grid, grid)
+        return self.table if not is_exported and tuple(grid) == self.grid else interpolate_table(self.table, self.grid, grid)
 
     @torch.no_grad()
     def resample(self, grid: tuple[int, int]) -> None:
         """Resample the table to another grid in place, to train it there."""
         if tuple(grid) != self.grid:
-            self.table = nn.Parameter(resampled(self.table, self.grid, grid), requires_grad=self.table.requires_grad)
+            self.table = nn.Parameter(resample_table(self.table, self.grid, grid), requires_grad=self.table.requires_grad)
             self.grid = (grid[0], grid[1])
 
 
-def interpolated(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
+def interpolate_table(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
     """Return a view of the table [1, cells, C], interpolated to another grid."""
     image = table.transpose(1, 2).unflatten(2, grid)
     return F.interpolate(image, size=new_grid, mode="bicubic").flatten(2).transpose(1, 2)
 
 
-def resampled(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
+def resample_table(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
     """Return a contiguous copy of the table, interpolated to another grid."""
-    return interpolated(table, grid, new_grid).contiguous()
+    return interpolate_table(table, grid, new_grid).contiguous()

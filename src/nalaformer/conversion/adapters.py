@@ -33,7 +33,7 @@ class TimmAttention(Adapter):
             raise ValueError("this attention was converted in a model without rotary positions, got rope")
         if is_causal:
             raise ValueError("this attention was converted for images and sees all tokens, got is_causal=True")
-        return self.dropout(self.attention(x, key_mask=key_mask_of(attn_mask, x)))
+        return self.dropout(self.attention(x, key_mask=to_key_mask(attn_mask, x)))
 
 
 class TimmWindowAttention(Adapter):
@@ -44,7 +44,7 @@ class TimmWindowAttention(Adapter):
         self.window_size = window_size
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        groups = None if mask is None else groups_of(mask).repeat(x.shape[0] // mask.shape[0], 1)
+        groups = None if mask is None else window_groups(mask).repeat(x.shape[0] // mask.shape[0], 1)
         return self.dropout(self.attention(x, self.window_size, groups=groups, num_groups=MOST_PARTS))
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
@@ -72,10 +72,10 @@ class TransformersAttention(Adapter):
     """An adapter for the attention of transformers' ViT; it returns None for the attention weights."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
-        refuse_weights(unused, self.config)
+        reject_attention_weights(unused, self.config)
         if unused.get("is_causal"):
             raise ValueError("this attention was converted for tokens that all see each other, got is_causal=True")
-        return self.attention(hidden_states, key_mask=key_mask_of(attention_mask, hidden_states)), None
+        return self.attention(hidden_states, key_mask=to_key_mask(attention_mask, hidden_states)), None
 
 
 class TransformersWindowAttention(TimmWindowAttention):
@@ -84,7 +84,7 @@ class TransformersWindowAttention(TimmWindowAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: Any
     ) -> tuple[Tensor, None]:
-        refuse_weights(unused, self.config)
+        reject_attention_weights(unused, self.config)
         return super().forward(hidden_states, attention_mask), None
 
 
@@ -117,7 +117,7 @@ class DiffusersAttention(Adapter):
             raise ValueError("this attention was converted for the tokens of the image alone, got encoder_hidden_states")
         # here the mask is [batch, 1, tokens]
         mask = attention_mask[:, None] if attention_mask is not None and attention_mask.dim() == 3 else attention_mask
-        return self.dropout(self.attention(hidden_states, key_mask=key_mask_of(mask, hidden_states)))
+        return self.dropout(self.attention(hidden_states, key_mask=to_key_mask(mask, hidden_states)))
 
 
 class TransformersGridAttention(TransformersAttention):
@@ -126,13 +126,13 @@ class TransformersGridAttention(TransformersAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, height: int, width: int, attention_mask: Tensor | None = None, **unused: Any
     ) -> tuple[Tensor, None]:
-        refuse_weights(unused, self.config)
+        reject_attention_weights(unused, self.config)
         if attention_mask is not None:
             raise ValueError("this attention was converted for whole images, got an attention_mask")
         return self.attention(hidden_states, (height, width)), None
 
 
-def refuse_weights(asked: dict[str, Any], config: Any) -> None:
+def reject_attention_weights(asked: dict[str, Any], config: Any) -> None:
     """Raise ValueError if attention weights are requested, which a model of transformers returns before conversion."""
     wanted = asked.get("output_attentions")
     if wanted if wanted is not None else getattr(config, "output_attentions", False):
@@ -142,7 +142,7 @@ def refuse_weights(asked: dict[str, Any], config: Any) -> None:
         )
 
 
-def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
+def to_key_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
     """Return a key mask [B, N] bool from an attention mask, bool or added to scores, that masks keys for all queries alike.
 
     mask: [B or 1, 1, 1, N], or with equal rows for all queries, as transformers builds it for padded texts.
@@ -169,7 +169,7 @@ def key_mask_of(mask: Tensor | None, x: Tensor) -> Tensor | None:
     return visible[:, 0, 0].expand(x.shape[0], -1)
 
 
-def groups_of(mask: Tensor) -> Tensor:
+def window_groups(mask: Tensor) -> Tensor:
     """Return the parts of each window, [count, tokens], from Swin's mask [count, tokens, tokens] that is 0 inside a part."""
     visible = mask == 0
     first = visible.int().argmax(dim=-1)  # the first token of a part names it

@@ -65,7 +65,7 @@ def factors_in(model: nn.Module) -> Iterator[Found]:
             for (_, layer), (place, norm) in pairwise(module._modules.items()):
                 is_pair = type(layer) in CONVOLUTIONS and type(norm) in BATCH_NORMS
                 if is_pair and norm.running_var is not None and is_alone(layer) and is_alone(norm):
-                    yield (names[layer], layer), (module, place, prefix + place), *of_batch_norm(norm)
+                    yield (names[layer], layer), (module, place, prefix + place), *batch_norm_factors(norm)
         elif hasattr(module, "scaled_layers"):
             for place, layer in module.scaled_layers().items():
                 scale = getattr(module, place)
@@ -74,7 +74,7 @@ def factors_in(model: nn.Module) -> Iterator[Found]:
                     yield (names[layer], layer), (module, place, prefix + place), gamma, None
 
 
-def of_batch_norm(norm: Any) -> tuple[Tensor, Tensor]:
+def batch_norm_factors(norm: Any) -> tuple[Tensor, Tensor]:
     """Return factor and shift [C] of a batch norm in evaluation mode."""
     factor = (exact(norm.running_var) + norm.eps).rsqrt()
     factor = factor if norm.weight is None else factor * exact(norm.weight)

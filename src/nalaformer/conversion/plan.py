@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .adapters import Adapter
-from .hosts import hosts_in
+from .layer_kinds import find_layers
 from .records import attach_record, keep_names_when_saved
 
 
@@ -47,10 +47,10 @@ def convert(model: nn.Module, attention: str = "nalaformer", *, only: str = "", 
     # all layers are built before the first is inserted, so that an error leaves the model unchanged
     made = {}
     names = {found.name for found in replacements}
-    for name, module, host in hosts_in(model):
+    for name, module, layer_kind in find_layers(model):
         if name in names:
-            made[name] = layer = host.convert(module, attention, options)
-            attach_record(layer, host.record)
+            made[name] = layer = layer_kind.convert(module, attention, options)
+            attach_record(layer, layer_kind.record)
             if isinstance(layer, Adapter):
                 layer.config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
             layer.train(module.training)
@@ -70,7 +70,7 @@ def plan_conversion(model: nn.Module, *, only: str = "") -> list[Replacement]:
     except (re.error, TypeError) as error:
         raise ValueError(f"only must be a regular expression over names of layers, got {only!r}: {error}") from error
     plan = []
-    for name, module, host in hosts_in(model):
+    for name, module, layer_kind in find_layers(model):
         if not pattern.search(name):
             continue
         if not name:
@@ -81,8 +81,8 @@ def plan_conversion(model: nn.Module, *, only: str = "") -> list[Replacement]:
                 name=name,
                 kind=type(module).__name__,
                 dim=dim,
-                num_heads=host.num_heads(module),
-                obstacle=host.obstacle(module),
+                num_heads=layer_kind.num_heads(module),
+                obstacle=layer_kind.obstacle(module),
             )
         )
     return plan

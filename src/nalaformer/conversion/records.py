@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention, AttentionConfig
 from ..weight_files import FRONTS, load_all, read_as_stored, weights_in
-from .hosts import Host, hosts_in
+from .layer_kinds import LayerKind, find_layers
 
 
 class ConversionRecord(nn.Module):
@@ -73,12 +73,12 @@ def load_converted(model: nn.Module, source: Mapping[str, Tensor] | str | PathLi
     other entries. An error leaves the model unchanged.
     """
     state = weights_in(source, "the weights") if isinstance(source, Mapping) else read_weights(Path(source))
-    state = with_names_of(model, state)
+    state = match_names(model, state)
     made: dict[str, nn.Module] = {}
-    for name, module, host in hosts_in(model):
-        key = f"{name}.{host.record}.weight"
-        if host.record and key in state and state[key].dim() == 1:
-            made[name] = converted_by_record(module, host, read_record(state[key], name))
+    for name, module, layer_kind in find_layers(model):
+        key = f"{name}.{layer_kind.record}.weight"
+        if layer_kind.record and key in state and state[key].dim() == 1:
+            made[name] = converted_by_record(module, layer_kind, read_record(state[key], name))
     if not made:
         raise ValueError(
             "the weights must hold layers that nalaformer.convert made, by the names that this model has, got "
@@ -105,7 +105,7 @@ def load_converted(model: nn.Module, source: Mapping[str, Tensor] | str | PathLi
     return model
 
 
-def converted_by_record(module: nn.Module, host: Host, options: dict[str, Any]) -> nn.Module:
+def converted_by_record(module: nn.Module, layer_kind: LayerKind, options: dict[str, Any]) -> nn.Module:
     # the original layer determines these
     fixed = ("key_reduction", "window", "shifted")
     options = {name: value for name, value in options.items() if name not in fixed}
@@ -114,8 +114,8 @@ def converted_by_record(module: nn.Module, host: Host, options: dict[str, Any]) 
     # our own layers keep their parts except for the feature map
     parts = ("feature_map", "rotary_over", "contrast", "key_weight")
     kept = {name: options[name] for name in parts if name in options} | options["map_options"] if is_ours else options
-    new = host.convert(module, "linear", kept)
-    attach_record(new, host.record)
+    new = layer_kind.convert(module, "linear", kept)
+    attach_record(new, layer_kind.record)
     return new.train(module.training)
 
 
@@ -140,7 +140,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {key: value for file in files for key, value in read_as_stored(file).items()}
 
 
-def with_names_of(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def match_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Remove the prefixes of distributed training and torch.compile, unless the model has such names itself."""
     own = model.state_dict().keys()
     for front in ("", *FRONTS, "".join(FRONTS)):

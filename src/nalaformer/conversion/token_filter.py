@@ -52,13 +52,13 @@ class Choices:
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, Tensor]] = {}
 
     def remember(self, x: Tensor, kept: Tensor) -> None:
-        memory = _memory_of(x)
+        memory = _storage_reference(x)
         if memory is not None:
             self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
             self._known[memory.cdata, int(x.storage_offset())] = memory, kept
 
-    def of(self, x: Tensor) -> Tensor | None:
-        memory = _memory_of(x)
+    def lookup(self, x: Tensor) -> Tensor | None:
+        memory = _storage_reference(x)
         # the weak reference keeps the address from being reused for another tensor
         known = None if memory is None else self._known.get((memory.cdata, int(x.storage_offset())))
         return None if known is None else known[1]
@@ -67,7 +67,7 @@ class Choices:
         return Choices()
 
 
-def _memory_of(x: Tensor) -> StorageWeakRef | None:
+def _storage_reference(x: Tensor) -> StorageWeakRef | None:
     """Return the tensor's memory; None in compiled code and torch.func, which never run a block twice on their own."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return None
@@ -96,7 +96,7 @@ class FilteredBlock:
 
     def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, *rest = args
-        kept = self.kept_of(block, x, *rest)
+        kept = self.kept_tokens(block, x, *rest)
         self.running = x, kept
         return (x, *rest, kept) if self.is_ours else (cells_at(x, kept), *rest), kwargs
 
@@ -110,12 +110,12 @@ class FilteredBlock:
         self.filter._choices.remember(out, kept)
         return out
 
-    def kept_of(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+    def kept_tokens(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
         """Return the tokens that this block chooses or reuses; in a backward pass, those of the forward pass of the same x."""
         is_again = _is_in_backward()
-        kept = self.filter._choices.of(x) if is_again or self.score is None else None
+        kept = self.filter._choices.lookup(x) if is_again or self.score is None else None
         if kept is None and self.score is not None:
-            kept = self.chosen(x, self.score(block, x, *rest) if self.filter.by == "attention" else None)
+            kept = self.choose_tokens(x, self.score(block, x, *rest) if self.filter.by == "attention" else None)
         if kept is None and is_again:
             raise ValueError(
                 "a filtered block that runs again in a backward pass needs the tensor of its forward pass, got another one; "
@@ -129,7 +129,7 @@ class FilteredBlock:
         return kept
 
     @torch.no_grad()
-    def chosen(self, x: Tensor, score: Tensor | None) -> Tensor:
+    def choose_tokens(self, x: Tensor, score: Tensor | None) -> Tensor:
         """Choose tokens, [B, n] in ascending order, at random without scores; prefix tokens are always kept."""
         tokens = x.shape[1] - self.prefix
         count = max(1, math.ceil(self.share * tokens))
@@ -153,7 +153,7 @@ def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "att
     """
     if by not in RULES:
         raise unknown_name("rule of a token filter", by, RULES)
-    groups, is_ours = _groups_of(model)
+    groups, is_ours = _block_groups(model)
     if not isinstance(keep, Mapping):
         raise ValueError(
             f"keep names a share of tokens for each {'stage' if is_ours else 'block'}, such as {{1: 0.5}}, got {keep!r}"
@@ -177,7 +177,7 @@ def filter_tokens(model: nn.Module, keep: Mapping[int, float], *, by: str = "att
         if current is None or keep[current] == 1:
             continue
         for index, block in enumerate(blocks):
-            score = _score_of(block, is_ours, prefix) if number in keep and index == 0 else None
+            score = _score_function(block, is_ours, prefix) if number in keep and index == 0 else None
             plan.append((block, FilteredBlock(found, current, keep[current], prefix, score, is_ours)))
     if any(is_filtered(block) for block, _ in plan):
         raise ValueError("a model takes one token filter at a time, got one that has another; call remove() of that one first")
@@ -192,7 +192,7 @@ def is_filtered(block: nn.Module) -> bool:
     return any(isinstance(getattr(hook, "__self__", None), FilteredBlock) for hook in block._forward_pre_hooks.values())
 
 
-def _groups_of(model: nn.Module) -> tuple[list[list[nn.Module]], bool]:
+def _block_groups(model: nn.Module) -> tuple[list[list[nn.Module]], bool]:
     """Return blocks by stage and True for our backbones; single blocks and False for plain ViTs."""
     stages, blocks = getattr(model, "stages", None), getattr(model, "blocks", None)
     if stages is not None and all(hasattr(stage, "blocks") for stage in stages):
@@ -204,7 +204,7 @@ def _groups_of(model: nn.Module) -> tuple[list[list[nn.Module]], bool]:
     raise ValueError(f"tokens can be filtered in our backbones and in timm's plain ViTs, got {type(model).__name__}")
 
 
-def _score_of(block: Any, is_ours: bool, prefix: int) -> Callable[..., Tensor]:
+def _score_function(block: Any, is_ours: bool, prefix: int) -> Callable[..., Tensor]:
     """Return a function score(block, x, ...) -> [B, N]."""
     if is_ours:
         config = block.attention.config
@@ -212,21 +212,21 @@ def _score_of(block: Any, is_ours: bool, prefix: int) -> Callable[..., Tensor]:
             raise ValueError(
                 "tokens can be filtered where all of them see each other, got windows or reduced keys in this stage"
             )
-        return lambda block, x, grid: block.received(x, grid)
+        return lambda block, x, grid: block.received_attention(x, grid)
     attention = block.attn
     if isinstance(attention, TimmAttention):
         attended = _attended_in(block)
-        return lambda block, x, *_: block.attn.attention.received(attended(block, x), prefix=prefix)
-    if not _is_one_of(attention, PLAIN_ATTENTION):
+        return lambda block, x, *_: block.attn.attention.received_attention(attended(block, x), prefix=prefix)
+    if not _is_instance_by_name(attention, PLAIN_ATTENTION):
         raise ValueError(f"no rule for the attention of {type(attention).__name__}; timm's plain ViT has one")
     return partial(_received_by_timm, attended=_attended_in(block), prefix=prefix)
 
 
 def _attended_in(block: nn.Module) -> Callable[[Any, Tensor], Tensor]:
     """Return a function attended(block, x) that gives the input of the block's attention."""
-    if _is_one_of(block, NORM_LAST):
+    if _is_instance_by_name(block, NORM_LAST):
         return lambda block, x: x
-    if _is_one_of(block, NORM_FIRST):
+    if _is_instance_by_name(block, NORM_FIRST):
         return lambda block, x: block.norm1(x)
     raise ValueError(
         f"tokens can be scored in timm's {', '.join(name.rpartition('.')[2] for name in NORM_FIRST + NORM_LAST)}, got "
@@ -234,7 +234,7 @@ def _attended_in(block: nn.Module) -> Callable[[Any, Tensor], Tensor]:
     )
 
 
-def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
+def _is_instance_by_name(module: nn.Module, classes: tuple[str, ...]) -> bool:
     """True for these classes and their subclasses, compared by name, so that timm need not be imported."""
     return any(f"{kind.__module__}.{kind.__qualname__}" in classes for kind in type(module).__mro__)
 

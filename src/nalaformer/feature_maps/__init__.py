@@ -6,7 +6,7 @@ from .norm_aware import NormAware
 from .norm_preserving import NormPreserving
 from .polarity import Polarity, PolarityExp
 from .reflection import Reflection
-from .registry import FEATURE_MAPS, feature_map, map_options_of
+from .registry import FEATURE_MAPS, feature_map, map_option_names
 from .simple import Elu, Hedgehog, Relu, Split
 
 __all__ = [
@@ -23,5 +23,5 @@ __all__ = [
     "Relu",
     "Split",
     "feature_map",
-    "map_options_of",
+    "map_option_names",
 ]

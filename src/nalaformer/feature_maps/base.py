@@ -52,14 +52,14 @@ class FeatureMap(nn.Module):
     def query(self, q: Tensor) -> Tensor:
         """Compute phi_q of the first stream: [B, N, H, D] -> [B, N, H, F]."""
         if type(self).query_streams is FeatureMap.query_streams:
-            raise NotImplementedError(self.missing("query", "q"))
+            raise NotImplementedError(self.missing_method_error("query", "q"))
         return self.streams_as_numbers(q)[0]
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
         """Compute phi_k(k) * exp(-log_scale): [B, N, H, D] -> [B, N, H, F]. Maps without `key_log_scale` get no log_scale."""
-        raise NotImplementedError(self.missing("key", "k"))
+        raise NotImplementedError(self.missing_method_error("key", "k"))
 
-    def missing(self, method: str, argument: str) -> str:
+    def missing_method_error(self, method: str, argument: str) -> str:
         """Return the error message for a map without a required method."""
         return (
             f"a feature map must have the methods query and key, got {type(self).__name__} without {method}; add "
@@ -120,7 +120,7 @@ def within_reach(features: Tensor) -> ScaledFeatures:
     return ScaledFeatures(features * (-log_scale).exp(), log_scale)
 
 
-def power_of(size: Tensor, power: Tensor | float) -> Tensor:
+def safe_power(size: Tensor, power: Tensor | float) -> Tensor:
     """Return size^power for sizes >= 0 and powers >= 1. Gradients of any order are zero at zero, where torch gives NaN."""
     # a traced program must be the same with gradients and without
     if not torch.is_grad_enabled() or is_jit_tracing() or (cheap_to_look_at(size) and bool((size > 0).all())):

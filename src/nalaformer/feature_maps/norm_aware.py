@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops import KernelSpec, cheap_to_look_at
 from ..ops.kept_tensors import kept
-from .base import FeatureMap, both_signs, by_sign, check_flag, check_number, excess, power_of
+from .base import FeatureMap, both_signs, by_sign, check_flag, check_number, excess, safe_power
 from .registry import FEATURE_MAPS
 
 # Below this norm gradients cannot trust the direction of a query: it is blended into one that favors no channel.
@@ -97,13 +97,13 @@ class NormAware(FeatureMap):
         q, size = with_size(q)
         norm = size.clamp(min=SMALLEST_NORM**2).sqrt()
         unit = q / norm
-        features = self.spread(power_of(unit.abs(), self.query_power(norm)), unit)
+        features = self.place_magnitudes(safe_power(unit.abs(), self.query_power(norm)), unit)
         # 1 for a zero query, 0 from SMALLEST_NORM on; no gradient, since it would be steep and have no meaningful direction
         if cheap_to_look_at(size) and bool((size >= SMALLEST_NORM**2).all()):
             return features
-        fading = (1 - size.detach() / SMALLEST_NORM**2).clamp(min=0) * self.head_dim**-0.75
+        blend = (1 - size.detach() / SMALLEST_NORM**2).clamp(min=0) * self.head_dim**-0.75
         # the cosine map blends into [1 ; 0], rotated as its features are
-        return features + (fading if self.direction == "split" else fading * 0.5**0.5)
+        return features + (blend if self.direction == "split" else blend * 0.5**0.5)
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
         power = self.key_power(k)
@@ -113,9 +113,9 @@ class NormAware(FeatureMap):
         if self.direction == "split" and is_cube:
             return both_signs(scaled * scaled * scaled)
         size = scaled.abs()
-        magnitude = size * size * size if is_cube else power_of(size, power)
+        magnitude = size * size * size if is_cube else safe_power(size, power)
         k, squares = with_size(k)
-        return self.spread(magnitude, k / squares.clamp(min=SMALLEST_NORM**2).sqrt())
+        return self.place_magnitudes(magnitude, k / squares.clamp(min=SMALLEST_NORM**2).sqrt())
 
     def key_log_scale(self, k: Tensor) -> Tensor:
         return excess(self.key_power(k) * k.abs().amax(dim=-1, keepdim=True).log())
@@ -130,28 +130,28 @@ class NormAware(FeatureMap):
             rows = torch.stack((lambda_ * tau, lambda_, key_power), dim=1).to(device)
         else:
             values = (self.fixed_lambda * self.fixed_tau, self.fixed_lambda, self.fixed_key_power)
-            return kept_spec(self.direction, values, self.norm_scale, self.alpha, device=device)
+            return cached_spec(self.direction, values, self.norm_scale, self.alpha, device=device)
         is_cube = self.powers == "published" and self.fixed_key_power == 3.0
-        return spec_of(self.direction, rows, self.norm_scale, self.alpha, is_cube)
+        return build_spec(self.direction, rows, self.norm_scale, self.alpha, is_cube)
 
-    def spread(self, magnitude: Tensor, unit: Tensor) -> Tensor:
+    def place_magnitudes(self, magnitude: Tensor, unit: Tensor) -> Tensor:
         """Put the magnitudes on the two halves of the features by the direction of the input."""
         if self.direction == "split":
             return by_sign(magnitude, unit)
         # cos a + sin a = sqrt 2 sin(pi/4 + a); 1 + tanh x is written as 2 sigmoid(2 x), which keeps its digits near zero
-        turn = 2 * self.alpha * unit
-        halves = [magnitude * (math.pi / 2 * side.sigmoid()).sin() for side in (turn, -turn)]
+        angle = 2 * self.alpha * unit
+        halves = [magnitude * (math.pi / 2 * side.sigmoid()).sin() for side in (angle, -angle)]
         return torch.cat(halves, dim=-1)
 
     def query_power(self, norm: Tensor) -> Tensor:
         """Return the power p for a query norm [B, N, H, 1]."""
-        turn = (self.norm_scale * norm).tanh()
+        growth = (self.norm_scale * norm).tanh()
         if self.powers == "mild":
-            return 1 + F.softplus(self.per_head(self.query_gain, norm))[:, None] * turn
+            return 1 + F.softplus(self.per_head(self.query_gain, norm))[:, None] * growth
         if self.learnable:
             lambda_, tau = self.per_head(self.lambda_, norm), self.per_head(self.tau, norm)
-            return (lambda_[:, None] * (tau[:, None] + turn)).clamp(min=1.0)
-        return self.fixed_lambda * (self.fixed_tau + turn)
+            return (lambda_[:, None] * (tau[:, None] + growth)).clamp(min=1.0)
+        return self.fixed_lambda * (self.fixed_tau + growth)
 
     def key_power(self, k: Tensor) -> Tensor | float:
         """Return the power of the keys: a float, or [H, 1] if it is learned."""
@@ -181,7 +181,7 @@ def constant_row(values: tuple[float, ...], *, device: torch.device) -> Tensor:
     return row
 
 
-def spec_of(direction: str, rows: Tensor, norm_scale: float, alpha: float, is_cube: bool) -> KernelSpec:
+def build_spec(direction: str, rows: Tensor, norm_scale: float, alpha: float, is_cube: bool) -> KernelSpec:
     return KernelSpec(
         f"norm_aware_{direction}",
         parts=2,
@@ -193,11 +193,11 @@ def spec_of(direction: str, rows: Tensor, norm_scale: float, alpha: float, is_cu
     )
 
 
-def spec_of_fixed_powers(
+def build_fixed_spec(
     direction: str, values: tuple[float, ...], norm_scale: float, alpha: float, *, device: torch.device
 ) -> KernelSpec:
-    return spec_of(direction, constant_row(values, device=device), norm_scale, alpha, values[2] == 3.0)
+    return build_spec(direction, constant_row(values, device=device), norm_scale, alpha, values[2] == 3.0)
 
 
 # a copy to the GPU at each call would cost more than the op
-kept_spec = kept(spec_of_fixed_powers, maxsize=128)
+cached_spec = kept(build_fixed_spec, maxsize=128)

@@ -9,7 +9,7 @@ from ..ops import KernelSpec
 from ..ops.rotary import length_of
 from .base import FeatureMap
 from .registry import FEATURE_MAPS
-from .simple import softmax_of_both_signs
+from .simple import softmax_both_signs
 
 SMALLEST_NORM = 1e-5
 
@@ -32,31 +32,31 @@ class NormPreserving(FeatureMap):
         self.key_normal = nn.Parameter(torch.randn(num_heads, head_dim))
 
     def query(self, q: Tensor) -> Tensor:
-        return softmax_of_both_signs(self.turn(q, self.query_weight, self.query_normal))
+        return softmax_both_signs(self.change_direction(q, self.query_weight, self.query_normal))
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
-        return softmax_of_both_signs(self.turn(k, self.key_weight, self.key_normal))
+        return softmax_both_signs(self.change_direction(k, self.key_weight, self.key_normal))
 
     def kernel_spec(self, device: torch.device) -> KernelSpec:
         before = (
-            partial(self.turn, weight=self.query_weight, normal=self.query_normal),
-            partial(self.turn, weight=self.key_weight, normal=self.key_normal),
+            partial(self.change_direction, weight=self.query_weight, normal=self.query_normal),
+            partial(self.change_direction, weight=self.key_weight, normal=self.key_normal),
         )
         return KernelSpec("softmax", parts=2, before=before)
 
-    def turn(self, x: Tensor, weight: Tensor, normal: Tensor) -> Tensor:
+    def change_direction(self, x: Tensor, weight: Tensor, normal: Tensor) -> Tensor:
         """Change the direction of x and keep its norm: a reflection, then W, then the old norm."""
         # the reflection is folded into the matrix: one product per token and no temporary of the size of x
-        matrix = reflected(self.per_head(weight, x), self.per_head(normal, x))
-        turned = torch.einsum("bnhd,hed->bnhe", x, matrix)
-        return turned * (norm(x) / norm(turned))
+        matrix = fold_reflection(self.per_head(weight, x), self.per_head(normal, x))
+        changed = torch.einsum("bnhd,hed->bnhe", x, matrix)
+        return changed * (norm(x) / norm(changed))
 
     def query_matrix(self) -> Tensor:
         """Return reflection and W of the queries as one matrix, [H, D, D], for kernels that map one token."""
-        return reflected(self.query_weight.float(), self.query_normal.float())
+        return fold_reflection(self.query_weight.float(), self.query_normal.float())
 
 
-def reflected(weight: Tensor, normal: Tensor) -> Tensor:
+def fold_reflection(weight: Tensor, normal: Tensor) -> Tensor:
     """Return W (1 - 2 n n^T) for n of any length. weight: [H, D, D]; normal: [H, D]."""
     unit = nn.functional.normalize(normal, dim=-1, eps=SMALLEST_NORM)
     return weight - 2 * torch.einsum("hed,hd,hf->hef", weight, unit, unit)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import KernelSpec, ScaledFeatures
-from .base import LOG_LARGEST_FEATURE, FeatureMap, both_signs, by_sign, check_number, excess, power_of, swap_halves
+from .base import LOG_LARGEST_FEATURE, FeatureMap, both_signs, by_sign, check_number, excess, safe_power, swap_halves
 from .registry import FEATURE_MAPS
 
 
@@ -29,7 +29,7 @@ class Polarity(FeatureMap):
 
     def query_streams(self, q: Tensor) -> tuple[ScaledFeatures, ...]:
         size, power = self._size_and_power(q)
-        scale = log_scale_of_power(size, power)
+        scale = power_log_scale(size, power)
         same = by_sign(scaled_power(size, power, scale), q)
         return ScaledFeatures(same, scale), ScaledFeatures(swap_halves(same), scale)
 
@@ -38,7 +38,7 @@ class Polarity(FeatureMap):
         return by_sign(scaled_power(size, power, log_scale), k)
 
     def key_log_scale(self, k: Tensor) -> Tensor:
-        return log_scale_of_power(*self._size_and_power(k))
+        return power_log_scale(*self._size_and_power(k))
 
     def kernel_spec(self, device: torch.device) -> KernelSpec:
         power = 1 + self.alpha * self.power.float().sigmoid()
@@ -50,7 +50,7 @@ class Polarity(FeatureMap):
         return size, 1 + self.alpha * self.per_head(self.power, x).sigmoid()
 
 
-def log_scale_of_power(size: Tensor, power: Tensor) -> Tensor:
+def power_log_scale(size: Tensor, power: Tensor) -> Tensor:
     """Return how far the log of the largest size^power exceeds LOG_LARGEST_FEATURE, [B, N, H, 1]."""
     with torch.no_grad():
         return excess((power * size.log()).amax(dim=-1, keepdim=True))
@@ -60,7 +60,7 @@ def scaled_power(size: Tensor, power: Tensor, log_scale: Tensor | float) -> Tens
     """Return size^power * exp(-log_scale), with the scale applied before the power so that nothing overflows."""
     if isinstance(log_scale, Tensor):
         size = size * (-log_scale / power).exp()
-    return power_of(size, power)
+    return safe_power(size, power)
 
 
 @FEATURE_MAPS.register("polarity_exp")

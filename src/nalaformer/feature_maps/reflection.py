@@ -19,7 +19,7 @@ KERNEL_NAMES = {
     (False, True): "reflection_in_pairs",
     (False, False): "relu",
 }
-PIECE = 4096  # tokens whose statistics are taken at once: the float32 copies stay small
+CHUNK = 4096  # tokens whose statistics are computed at once, so that the float32 copies stay small
 
 
 @FEATURE_MAPS.register("reflection")
@@ -123,12 +123,12 @@ class Reflection(FeatureMap):
         if name == "relu":
             return KernelSpec(name, parts=1)
         if angles is None:
-            turns = torch.zeros(self.num_heads, self.head_dim, device=device)
+            rotations = torch.zeros(self.num_heads, self.head_dim, device=device)
         else:
             twice = 2 * angles.to(device, torch.float32)
-            turns = torch.stack((twice.cos(), twice.sin()), dim=-1).flatten(-2)
-        normal = self.unit_normal(torch.float32).to(device) if self.cross_head else torch.zeros_like(turns)
-        rows = torch.cat((normal.expand_as(turns), turns), dim=-1)
+            rotations = torch.stack((twice.cos(), twice.sin()), dim=-1).flatten(-2)
+        normal = self.unit_normal(torch.float32).to(device) if self.cross_head else torch.zeros_like(rotations)
+        rows = torch.cat((normal.expand_as(rotations), rotations), dim=-1)
         return KernelSpec(name, parts=1, parameters=rows, spans_heads=self.cross_head)
 
     def given(
@@ -169,18 +169,18 @@ class Reflection(FeatureMap):
         total = mean = moment = torch.zeros((), device=q.device)
         for x, mask in ((q, query_mask), (k, key_mask)):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            masks = [None] * math.ceil(x.shape[1] / PIECE) if mask is None else mask.split(PIECE, dim=1)
-            for piece, piece_mask in zip(x.split(PIECE, dim=1), masks, strict=True):
-                shown = torch.ones(piece.shape[:2], dtype=torch.bool, device=x.device) if piece_mask is None else piece_mask
+            masks = [None] * math.ceil(x.shape[1] / CHUNK) if mask is None else mask.split(CHUNK, dim=1)
+            for chunk, chunk_mask in zip(x.split(CHUNK, dim=1), masks, strict=True):
+                shown = torch.ones(chunk.shape[:2], dtype=torch.bool, device=x.device) if chunk_mask is None else chunk_mask
                 shown = shown[:, :, None, None, None]
-                reflected = self.reflect_across_heads(torch.where(shown[..., 0], piece, 0).to(dtype))
+                reflected = self.reflect_across_heads(torch.where(shown[..., 0], chunk, 0).to(dtype))
                 pairs = torch.where(shown, reflected.unflatten(-1, (-1, 2)), 0)  # [B, n, H, D/2, 2]
                 count = 2 * shown.sum(dim=(1, 4)).to(dtype)  # [B, 1, 1]
-                piece_mean = pairs.sum(dim=(1, 4)) / count.clamp(min=1)
-                off = torch.where(shown, pairs - piece_mean[:, None, :, :, None], 0)
+                chunk_mean = pairs.sum(dim=(1, 4)) / count.clamp(min=1)
+                off = torch.where(shown, pairs - chunk_mean[:, None, :, :, None], 0)
                 # means and squared differences of two sets combine exactly, without the cancellation of E[x^2] - E[x]^2
                 after = (total + count).clamp(min=1)
-                step = piece_mean - mean
+                step = chunk_mean - mean
                 moment = moment + off.square().sum(dim=(1, 4)) + step.square() * total * count / after
                 mean = mean + step * count / after
                 total = total + count

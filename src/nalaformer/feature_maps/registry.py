@@ -8,7 +8,7 @@ from .base import FeatureMap
 FEATURE_MAPS: Registry[type[FeatureMap]] = Registry("feature map")
 
 
-def map_options_of(name: str) -> list[str]:
+def map_option_names(name: str) -> list[str]:
     """Return the names of the options that a feature map takes."""
     parameters = signature(FEATURE_MAPS[name]).parameters.values()
     return [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY and p.name not in ("num_heads", "head_dim")]
@@ -16,7 +16,7 @@ def map_options_of(name: str) -> list[str]:
 
 def feature_map(name: str, *, num_heads: int, head_dim: int, **options: object) -> FeatureMap:
     """Build the feature map of that name; the options are those of its class."""
-    known = map_options_of(name)
+    known = map_option_names(name)
     for option in options:
         if option not in known:
             raise unknown_name(f"option of the feature map {name!r}:", option, known)

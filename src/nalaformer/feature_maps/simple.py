@@ -73,17 +73,17 @@ class Hedgehog(FeatureMap):
         self.key_weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
 
     def query(self, q: Tensor) -> Tensor:
-        return softmax_of_both_signs(self.turn(q, self.query_weight))
+        return softmax_both_signs(self.project(q, self.query_weight))
 
     def key(self, k: Tensor, log_scale: Tensor | float = 0.0) -> Tensor:
-        return softmax_of_both_signs(self.turn(k, self.key_weight))
+        return softmax_both_signs(self.project(k, self.key_weight))
 
-    def turn(self, x: Tensor, weight: Tensor) -> Tensor:
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute W_h x."""
         return torch.einsum("bnhd,hed->bnhe", x, self.per_head(weight, x))
 
     def kernel_spec(self, device: torch.device) -> KernelSpec:
-        before = partial(self.turn, weight=self.query_weight), partial(self.turn, weight=self.key_weight)
+        before = partial(self.project, weight=self.query_weight), partial(self.project, weight=self.key_weight)
         return KernelSpec("softmax", parts=2, before=before)
 
 
@@ -104,7 +104,7 @@ class ChannelSoftmax(SameForBoth):
         self.gain = gain
 
     def phi(self, x: Tensor) -> Tensor:
-        return softmax_of_both_signs(self.gain * x)
+        return softmax_both_signs(self.gain * x)
 
     def kernel_spec(self, device: torch.device) -> KernelSpec:
         return KernelSpec("channel_softmax", parts=2, alpha=self.gain)
@@ -113,6 +113,6 @@ class ChannelSoftmax(SameForBoth):
         return f"{super().extra_repr()}, gain={self.gain:g}"
 
 
-def softmax_of_both_signs(x: Tensor) -> Tensor:
+def softmax_both_signs(x: Tensor) -> Tensor:
     """Return [softmax(x) ; softmax(-x)] over the channels."""
     return torch.cat((x.softmax(-1), (-x).softmax(-1)), dim=-1)

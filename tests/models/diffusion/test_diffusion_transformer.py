@@ -213,7 +213,7 @@ def test_sizes_that_the_patch_does_not_divide_are_refused(height, width):
         ({"depth": 0}, "depth must be a positive whole number, got 0"),
         ({"class_dropout": 1.0}, "class_dropout must be at least 0 and below 1"),
         ({"attention": "softmaxx"}, "did you mean 'softmax'"),
-        ({"attention_options": {"causal": True, "local_mix": "none"}}, "leave causal at False"),
+        ({"attention_options": {"causal": True, "local_mix": "none"}}, "must not be causal"),
     ],
 )
 def test_networks_that_make_no_sense_are_refused(change, message):
@@ -262,9 +262,9 @@ def test_a_learned_variance_doubles_the_output():
 def test_labels_are_dropped_in_training_alone_and_at_their_rate():
     network = moved(DiffusionTransformer(**TINY, class_dropout=0.3))
     labels = torch.zeros(2000, dtype=torch.long)
-    assert torch.equal(network._dropped(labels), labels)
+    assert torch.equal(network._drop_classes(labels), labels)
     network.train()
-    dropped = network._dropped(labels)
+    dropped = network._drop_classes(labels)
     assert set(dropped.tolist()) == {0, 5}
     # five standard deviations of 2000 draws
     assert (dropped == 5).float().mean().item() == pytest.approx(0.3, abs=0.05)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nalaformer.models.diffusion import DiffusionTransformer
-from nalaformer.models.diffusion.prediction import guided, prediction
+from nalaformer.models.diffusion.prediction import predict_guided, prediction
 
 
 def network_on(device: str) -> DiffusionTransformer:
@@ -23,12 +23,12 @@ def test_a_replay_predicts_what_the_network_does(guidance):
     labels = torch.tensor([0, 3], device="cuda")
     images = torch.randn(2, 3, 16, 8, device="cuda")
     predict = prediction(network, images, labels, guidance, calls=50)
-    assert predict.__name__ == "replayed"
+    assert predict.__name__ == "replay_prediction"
     kept = []
     for time in (900.0, 500.0, 3.0):
         images = torch.randn_like(images)
         time = torch.tensor(time, device="cuda")
-        expected = guided(network, images, time, labels, guidance)
+        expected = predict_guided(network, images, time, labels, guidance)
         kept.append((predict(images, time), expected))
     # earlier answers stay, as multistep samplers need
     for found, expected in kept:

@@ -15,7 +15,7 @@ def labeller(head, **changes):
     return head(NaLaConfig.from_size("nano", vocab_size=61, num_labels=3, **changes)).double().eval()
 
 
-def logits_of(out) -> torch.Tensor:
+def unwrap_logits(out) -> torch.Tensor:
     return out.logits if hasattr(out, "logits") else torch.stack((out.start_logits, out.end_logits), dim=-1)
 
 
@@ -25,9 +25,9 @@ def test_every_token_has_logits_whatever_is_padded_beside_it(head):
     model, tokens = labeller(head), text(2, 9)
     mask = torch.ones_like(tokens)
     mask[1, :4] = 0
-    found = logits_of(model(tokens, attention_mask=mask))
+    found = unwrap_logits(model(tokens, attention_mask=mask))
     assert found.shape == (2, 9, 3 if head is NaLaForTokenClassification else 2)
-    torch.testing.assert_close(found[1:, 4:], logits_of(model(tokens[1:, 4:])), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[1:, 4:], unwrap_logits(model(tokens[1:, 4:])), rtol=0, atol=1e-10)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from nalaformer.models.language import (
     NaLaForSequenceClassification,
     NaLaModel,
 )
-from nalaformer.models.language.config import FADING_MIXERS
+from nalaformer.models.language.config import DECAY_MIXERS
 from nalaformer.training.trainer import checkpoint_activations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,7 +214,7 @@ def test_saved_models_are_loaded_by_the_auto_classes(layout, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is NaLaForCausalLM
-    assert loaded.config.mixer_of_layers == model.config.mixer_of_layers
+    assert loaded.config.layer_mixers == model.config.layer_mixers
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     base = AutoModel.from_pretrained(tmp_path)
@@ -241,7 +241,7 @@ def test_new_models_start_near_the_loss_of_guessing(mixers):
     assert abs(model(tokens, labels=tokens).loss - guessing) < 0.2
 
 
-@pytest.mark.parametrize("mixers", FADING_MIXERS)
+@pytest.mark.parametrize("mixers", DECAY_MIXERS)
 def test_new_parameters_of_maps_and_decays_are_not_overwritten(mixers):
     """transformers draws all weights of a new model again; ours must keep the starts that their papers give them."""
     options = {"feature_map": "hedgehog", "mixers": mixers}

@@ -46,7 +46,7 @@ def by_hand(model: NaLaForCausalLM, tokens: Tensor) -> Tensor:
     """Logits of a model of one or more blocks, from its weights and its config alone."""
     config, parts = model.config, model.state_dict()
     x = parts["model.embed_tokens.weight"][tokens]
-    for number, mixer in enumerate(config.mixer_of_layers):
+    for number, mixer in enumerate(config.layer_mixers):
         layer = {name.split(".", 3)[3]: value for name, value in parts.items() if name.startswith(f"model.layers.{number}.")}
         y = rms(x, layer["mixer_norm.weight"], config)
         x = x + (softmax_mixer if mixer == "softmax" else recurrent_mixer)(y, layer, config, mixer)

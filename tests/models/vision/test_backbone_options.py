@@ -108,7 +108,7 @@ def patches(x: Tensor, convolution: nn.Conv2d, size: int) -> Tensor:
 
 
 def block_by_hand(block: nn.Module, x: Tensor, grid: tuple[int, int], config: BackboneConfig, stage: int) -> Tensor:
-    start = config.of_stage("layer_scale", stage)
+    start = config.stage_value("layer_scale", stage)
     scales = [getattr(block, name).gamma if start is not None else 1.0 for name in ("scale1", "scale2")]
     if config.local_positions > 0:
         x = x + around(x, block.local1, grid)
@@ -116,7 +116,7 @@ def block_by_hand(block: nn.Module, x: Tensor, grid: tuple[int, int], config: Ba
     if config.local_positions > 1:
         x = x + around(x, block.local2, grid)
     forward = block.feed_forward
-    assert forward.fc1.out_features == int(x.shape[-1] * config.of_stage("mlp_ratios", stage))
+    assert forward.fc1.out_features == int(x.shape[-1] * config.stage_value("mlp_ratios", stage))
     y = F.gelu(layer_norm(x, block.norm2, config.norm_eps) @ forward.fc1.weight.T + forward.fc1.bias)
     y = y + around(y, forward.local, grid) if config.feed_forward_mix else y
     return x + scales[1] * (y @ forward.fc2.weight.T + forward.fc2.bias)

@@ -6,7 +6,7 @@ import torch
 from helpers.option_effects import Effects
 from nalaformer.data.super_resolution import enlarge
 from nalaformer.models.vision import SuperResolution, build_super_resolution
-from nalaformer.models.vision.super_resolution import ATTENTIONS, LAYOUTS, WINDOWS, attention_of
+from nalaformer.models.vision.super_resolution import ATTENTIONS, LAYOUTS, WINDOWS, attention_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = Effects(("scale", "attention", "attention_options", "embed_dim", "depths", "num_heads", "mlp_ratio", "skip"))
@@ -45,9 +45,9 @@ def test_attention_sees_the_whole_image_unless_it_has_windows(attention):
 
 
 def test_windows_of_every_second_block_are_shifted():
-    shifted = [attention_of(WINDOWS, {}, block).shifted for block in range(5)]
+    shifted = [attention_config(WINDOWS, {}, block).shifted for block in range(5)]
     assert shifted == [False, True, False, True, False]
-    assert {attention_of(WINDOWS, {}, block).window for block in range(5)} == {8}
+    assert {attention_config(WINDOWS, {}, block).window for block in range(5)} == {8}
     # the second block's windows straddle the borders of the first one's
     reach = []
     for depth in (1, 2):

@@ -49,7 +49,7 @@ class Explanation:
         return f'<figure class="plot">{image}<figcaption class="small">{told}</figcaption></figure>'
 
 
-def explanations_of(subject: Subject, names: Sequence[str], images: Tensor) -> list[Explanation]:
+def explain_answers(subject: Subject, names: Sequence[str], images: Tensor) -> list[Explanation]:
     """Return explanations of a classifier for images [N, 3, H, W] as it takes them; none for a model without classes."""
     if not subject.names_classes:
         return []
@@ -60,19 +60,19 @@ def explanations_of(subject: Subject, names: Sequence[str], images: Tensor) -> l
         return []
     found = []
     for number, (name, pixels) in enumerate(zip(names, images, strict=True)):
-        seen = subject.picture(pixels)
+        seen = subject.to_image(pixels)
         for (method, meaning), heat in zip(SHOWN, (each[number] for each in heats), strict=True):
-            picture, largest, even = as_address(overlaid(seen, heat)), heat.max().item(), 1 / heat.numel()
+            picture, largest, even = as_address(overlay_heat(seen, heat)), heat.max().item(), 1 / heat.numel()
             found.append(Explanation(image=name, method=method, meaning=meaning, picture=picture, largest=largest, even=even))
     return found
 
 
-def overlaid(picture: "Image", heat: Tensor) -> "Image":
+def overlay_heat(picture: "Image", heat: Tensor) -> "Image":
     """Draw the map [h, w] in color over the gray image, without smoothing."""
     from matplotlib import colormaps
     from PIL import Image
 
     shares = (heat / heat.max().clamp(min=1e-30)).to(torch.float32).numpy()
-    colours = Image.fromarray((255 * colormaps["inferno"](shares)[..., :3]).astype(np.uint8))
-    large = colours.resize(picture.size, Image.Resampling.NEAREST)
+    colors = Image.fromarray((255 * colormaps["inferno"](shares)[..., :3]).astype(np.uint8))
+    large = colors.resize(picture.size, Image.Resampling.NEAREST)
     return Image.blend(picture.convert("L").convert("RGB"), large, 0.7)

@@ -10,10 +10,10 @@ import torch
 
 from ...data import CorruptImage, read_image
 from .. import HeadStatistics, LayerRecord, attention_layers, record
-from .explained import Explanation, explanations_of
-from .maps import Layer, layer_of, maps_of
+from .explained import Explanation, explain_answers
+from .maps import Layer, compute_maps, full_layout
 from .page import Column, ModelOnPage, as_address
-from .pictures import Curve, as_inline_svg, draw_one_curve
+from .plots import Curve, as_inline_svg, draw_one_curve
 from .subject import Subject, as_text
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Look:
     def preview(self) -> list[tuple[str, Any]]:
         """Return each layer's name and the map of the first image's middle patch, mean of the heads: [height, width]."""
         maps = [
-            maps_of(found, layer, torch.tensor([layer.query_at(0.5, 0.5)])).cells[0].mean(0)
+            compute_maps(found, layer, torch.tensor([layer.query_at(0.5, 0.5)])).cells[0].mean(0)
             for found, layer in zip(self.records, self.layers, strict=True)
         ]
         return [(f"{layer.name}\n{layer.kind}", each) for layer, each in zip(self.layers, maps, strict=True)]
@@ -152,13 +152,13 @@ def look_into(subject: Subject, images: Sequence[tuple[str, Any]], *, advance: C
                 "model that are not finite"
             )
         advance(found.name)
-    seen = [subject.picture(pixels) for pixels in prepared]
+    seen = [subject.to_image(pixels) for pixels in prepared]
     shown = [
         {"name": name, "picture": as_address(picture), "answer": subject.answer(image) if subject.answer else ""}
         for (name, image), picture in zip(images, seen, strict=True)
     ]
-    layers = [layer_of(found) for found in records]
-    explanations = explanations_of(subject, [name for name, _ in images], batch)
+    layers = [full_layout(found) for found in records]
+    explanations = explain_answers(subject, [name for name, _ in images], batch)
     return Look(
         subject=subject,
         first=seen[0],

@@ -80,13 +80,13 @@ class Layer:
     def bytes(self) -> int:
         return (math.prod(self.queries) + self.prefix) * self.heads * (4 * (2 + self.prefix) + math.prod(self.cells))
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the layout as the page reads it."""
         shown = {name: list(getattr(self, name)) for name in ("grid", "queries", "cells", "beside")}
         return {"name": self.name, "kind": self.kind, "heads": self.heads, "keys": self.keys, **shown}
 
 
-def layer_of(record: LayerRecord) -> Layer:
+def full_layout(record: LayerRecord) -> Layer:
     """Return the full layout of a record: every patch is a query, and a cell is a patch."""
     grid, key_grid = record.grid, record.key_grid or record.grid
     assert grid is not None
@@ -104,7 +104,7 @@ def layer_of(record: LayerRecord) -> Layer:
     )
 
 
-def fitting(layers: Sequence[Layer], *, images: int, most_bytes: int = MOST_BYTES) -> list[Layer]:
+def fit_layers(layers: Sequence[Layer], *, images: int, most_bytes: int = MOST_BYTES) -> list[Layer]:
     """Reduce the stored queries, and then the cells, until the maps of all layers fit into the page."""
     for cells in CELL_SIDES:
         for queries in QUERY_SIDES:
@@ -123,9 +123,9 @@ def at_most(grid: Grid, side: int) -> Grid:
 
 
 @torch.no_grad()
-def maps_of(record: LayerRecord, layer: Layer, queries: Tensor, *, image: int = 0) -> Maps:
+def compute_maps(record: LayerRecord, layer: Layer, queries: Tensor, *, image: int = 0) -> Maps:
     """Return rows of these tokens [R], some at a time, summed over the cells of the map."""
-    height, width = (pooling(*sides) for sides in zip(layer.key_grid, layer.cells, strict=True))
+    height, width = (pooling_matrix(*sides) for sides in zip(layer.key_grid, layer.cells, strict=True))
     parts = []
     for some in queries.split(CHUNK):
         shares = record.shares(some.to(record.q.device))[image].transpose(0, 1).double().cpu()  # [R, H, keys]
@@ -136,7 +136,7 @@ def maps_of(record: LayerRecord, layer: Layer, queries: Tensor, *, image: int = 
     return Maps(entropy=entropy, beside=beside, cells=cells)
 
 
-def pooling(side: int, cells: int) -> Tensor:
+def pooling_matrix(side: int, cells: int) -> Tensor:
     """Return the fraction of each token in each of `cells` equal parts of the side, [cells, side]; columns sum to one."""
     ends = torch.arange(cells + 1, dtype=torch.float64) * side / cells
     start = torch.arange(side, dtype=torch.float64)
@@ -144,7 +144,7 @@ def pooling(side: int, cells: int) -> Tensor:
     return overlap.clamp(min=0)
 
 
-def packed(maps: Maps) -> str:
+def encode_maps(maps: Maps) -> str:
     """Encode maps in base64: float32 [R, H, 2 + prefix] (largest weight, entropy, prefix), then codes [R, H, cells].
 
     code = round(255 sqrt(weight / largest)) in a byte, which keeps the differences of small weights.

@@ -71,12 +71,14 @@ class Page:
             style=style,
             heading=html.escape(heading),
             lead=html.escape(self.lead),
-            notes="".join(notes_of(model) for model in self.models),
+            notes="".join(notes_html(model) for model in self.models),
             accuracy=html.escape(self.accuracy),
-            figures=explanations_of(self) + figures_of(self),
-            tables="".join(table_of(model, number) for number, model in enumerate(self.models) if model.columns),
+            figures=explanations_html(self) + plots_html(self),
+            tables="".join(table_html(model, number) for number, model in enumerate(self.models) if model.columns),
             footer=html.escape(" ".join([f"Made by nalaformer {__version__}.", *self.footer])),
-            data=as_script_data({"live": self.is_live, "start": self.start, "models": [shown(model) for model in self.models]}),
+            data=as_script_data(
+                {"live": self.is_live, "start": self.start, "models": [model_data(model) for model in self.models]}
+            ),
             script=script,
         )
 
@@ -96,18 +98,18 @@ def as_script_data(value: Any) -> str:
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def shown(model: ModelOnPage) -> dict[str, Any]:
+def model_data(model: ModelOnPage) -> dict[str, Any]:
     return {"name": model.name, "images": list(model.images), "layers": list(model.layers)}
 
 
-def notes_of(model: ModelOnPage) -> str:
+def notes_html(model: ModelOnPage) -> str:
     name, words = html.escape(model.name), html.escape("; ".join(model.notes))
     if model.is_random:
         return f'<p class="warning" role="note"><strong>⚠ Random weights: {name}</strong> {words}.</p>'
     return f'<p class="facts"><b>{name}</b>: {words}.</p>' if words else ""
 
 
-def explanations_of(page: Page) -> str:
+def explanations_html(page: Page) -> str:
     """Return the section of explanations; empty if no model has classes."""
     if not any(model.explanations for model in page.models):
         return ""
@@ -124,7 +126,7 @@ def explanations_of(page: Page) -> str:
     return "".join(parts) + "</section>"
 
 
-def figures_of(page: Page) -> str:
+def plots_html(page: Page) -> str:
     if not page.depth_figure:
         return ""
     parts = [
@@ -145,17 +147,17 @@ def figures_of(page: Page) -> str:
     return "".join(parts) + "</section>"
 
 
-def table_of(model: ModelOnPage, number: int) -> str:
+def table_html(model: ModelOnPage, number: int) -> str:
     """Return a table with a row for each layer: the mean of its heads, then lowest and highest, and a table of all heads."""
     names = [column.name for column in model.columns]
     head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in ("layer", "attention", "tokens", "heads", *names))
     rows, details = [], []
     for place, layer in enumerate(model.layers):
         facts = (layer["name"], layer["kind"], layer["keys"], layer["heads"])
-        cells = [cell_of(column.heads[place]) for column in model.columns]
+        cells = [table_cell(column.heads[place]) for column in model.columns]
         rows.append("<tr>" + "".join(f"<td>{html.escape(str(fact))}</td>" for fact in facts) + "".join(cells) + "</tr>")
         for index in range(layer["heads"]):
-            values = "".join(f"<td>{number_of(column.heads[place][index])}</td>" for column in model.columns)
+            values = "".join(f"<td>{format_number(column.heads[place][index])}</td>" for column in model.columns)
             details.append(f"<tr><td>{html.escape(layer['name'])}</td><td>head {index + 1}</td>{values}</tr>")
     legend = "".join(f"<dt>{html.escape(column.name)}</dt><dd>{html.escape(column.meaning)}</dd>" for column in model.columns)
     title = f"table-{number}"
@@ -170,16 +172,16 @@ def table_of(model: ModelOnPage, number: int) -> str:
     )
 
 
-def cell_of(values: Sequence[float]) -> str:
+def table_cell(values: Sequence[float]) -> str:
     known = [value for value in values if value == value]
     if not known:
         return "<td>-</td>"
     mean = sum(known) / len(known)
-    spread = f"<small>{number_of(min(known))} to {number_of(max(known))}</small>" if len(known) > 1 else ""
-    return f"<td>{number_of(mean)}{spread}</td>"
+    spread = f"<small>{format_number(min(known))} to {format_number(max(known))}</small>" if len(known) > 1 else ""
+    return f"<td>{format_number(mean)}{spread}</td>"
 
 
-def number_of(value: float) -> str:
+def format_number(value: float) -> str:
     if value != value:
         return "-"
     # avoid a minus before a rounded zero

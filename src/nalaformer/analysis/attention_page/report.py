@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ...atomic_files import write_atomically
 from ...machine import describe_machine
 from .look import Look
-from .maps import ACCURACY, fitting, maps_of, packed
+from .maps import ACCURACY, compute_maps, encode_maps, fit_layers
 from .page import ModelOnPage, Page
-from .pictures import as_inline_svg, draw_curves, draw_depth, draw_maps, save_png_and_svg
+from .plots import as_inline_svg, draw_curves, draw_depth, draw_maps, save_png_and_svg
 from .server import Explorer
 
 if TYPE_CHECKING:
@@ -45,28 +45,28 @@ def write_report(looks: Sequence[Look], out: Path, *, advance: Advance = lambda 
 def stored_page(looks: Sequence[Look], *, advance: Advance = lambda _: None) -> Page:
     """Build the page with its maps inside, quantized."""
     images = len(looks[0].images)
-    layers = iter(fitting([layer for look in looks for layer in look.layers], images=images))
+    layers = iter(fit_layers([layer for look in looks for layer in look.layers], images=images))
     models = []
     for look in looks:
         described: list[dict[str, Any]] = []
         for found in look.records:
             layer = next(layers)
             queries = layer.stored_queries()
-            rows = [packed(maps_of(found, layer, queries, image=image)) for image in range(images)]
-            described.append(layer.described() | {"rows": rows})
+            rows = [encode_maps(compute_maps(found, layer, queries, image=image)) for image in range(images)]
+            described.append(layer.describe() | {"rows": rows})
             advance(layer.name)
         models.append(look.on_page(described))
-    return page_of(looks, models, accuracy=STORED_ACCURACY, is_live=False)
+    return build_page(looks, models, accuracy=STORED_ACCURACY, is_live=False)
 
 
 def explorer_of(looks: Sequence[Look]) -> Explorer:
     """Build the server's content: the page without maps, which are computed on request."""
-    models = [look.on_page([layer.described() for layer in look.layers]) for look in looks]
-    page = page_of(looks, models, accuracy=LIVE_ACCURACY, is_live=True)
+    models = [look.on_page([layer.describe() for layer in look.layers]) for look in looks]
+    page = build_page(looks, models, accuracy=LIVE_ACCURACY, is_live=True)
     return Explorer(looks, page.text())
 
 
-def page_of(looks: Sequence[Look], models: Sequence[ModelOnPage], *, accuracy: str, is_live: bool) -> Page:
+def build_page(looks: Sequence[Look], models: Sequence[ModelOnPage], *, accuracy: str, is_live: bool) -> Page:
     machine, count = describe_machine(), len(looks[0].images)
     heads = sum(layer.heads for look in looks for layer in look.layers)
     names = ", ".join(image["name"] for image in looks[0].images)

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 
 from .look import Look
-from .maps import maps_of, whole
+from .maps import compute_maps, whole
 
 ADDRESS = "127.0.0.1"
 # limit of the path with its query; ours are shorter
@@ -27,7 +27,7 @@ HEADERS = {
 }
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A request that is rejected, with the status and the reason."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
@@ -55,14 +55,14 @@ class Explorer:
             for record, layer in zip(look.records, look.layers, strict=True):
                 is_patch = token is None or not layer.prefix
                 query = layer.query_at(y, x) if is_patch or token is None else min(token, layer.prefix - 1)
-                answers.append(whole(maps_of(record, layer, torch.tensor([query]), image=image)))
+                answers.append(whole(compute_maps(record, layer, torch.tensor([query]), image=image)))
         return b"".join(answers)
 
 
 def whole_number(question: dict[str, str], name: str, end: int) -> int:
     text = question.get(name, "")
     if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) < end):
-        raise Refused(HTTPStatus.BAD_REQUEST, f"{name} must be a whole number from 0 to {end - 1}")
+        raise Rejected(HTTPStatus.BAD_REQUEST, f"{name} must be a whole number from 0 to {end - 1}")
     return int(text)
 
 
@@ -72,7 +72,7 @@ def part(question: dict[str, str], name: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise Refused(HTTPStatus.BAD_REQUEST, f"{name} must be a number from 0 to 1")
+        raise Rejected(HTTPStatus.BAD_REQUEST, f"{name} must be a number from 0 to 1")
     return value
 
 
@@ -95,23 +95,23 @@ class Handler(BaseHTTPRequestHandler):
                 question = {name: values[0] for name, values in found.items() if len(values) == 1}
                 self._answer(HTTPStatus.OK, "application/octet-stream", self.server.explorer.rows(question))
             else:
-                raise Refused(HTTPStatus.NOT_FOUND, "there are two addresses here: / and /rows")
-        except Refused as refused:
-            self._refuse(refused.status, str(refused))
+                raise Rejected(HTTPStatus.NOT_FOUND, "there are two addresses here: / and /rows")
+        except Rejected as rejected:
+            self._reject(rejected.status, str(rejected))
         except ValueError:
-            self._refuse(HTTPStatus.BAD_REQUEST, "the address cannot be read")
+            self._reject(HTTPStatus.BAD_REQUEST, "the address cannot be read")
 
     def _check(self) -> None:
         # a page of another site may make this browser send requests under its own host name (DNS rebinding)
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].lower() not in self.server.names:
-            raise Refused(HTTPStatus.MISDIRECTED_REQUEST, f"the host must be {self.server.names[0]}")
+            raise Rejected(HTTPStatus.MISDIRECTED_REQUEST, f"the host must be {self.server.names[0]}")
         if len(self.path) > MOST_CHARACTERS:
-            raise Refused(HTTPStatus.REQUEST_URI_TOO_LONG, f"an address has at most {MOST_CHARACTERS} characters")
+            raise Rejected(HTTPStatus.REQUEST_URI_TOO_LONG, f"an address has at most {MOST_CHARACTERS} characters")
         if self.headers.get("Content-Length", "0") != "0" or self.headers.get("Transfer-Encoding"):
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a request has no body")
+            raise Rejected(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a request has no body")
 
-    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+    def _reject(self, status: HTTPStatus, reason: str) -> None:
         # the rest of the request is not read
         self.close_connection = True
         self._answer(status, "text/plain; charset=utf-8", reason.encode())

@@ -52,7 +52,7 @@ class Subject:
     answer: "Callable[[Image], str] | None" = None
     """Returns the model's answer for an image, if it is a classifier."""
 
-    def picture(self, pixels: Tensor) -> "Image":
+    def to_image(self, pixels: Tensor) -> "Image":
         """Return the input [3, height, width] as an image again, cropped as the model saw it."""
         from PIL import Image
 
@@ -68,12 +68,12 @@ def as_text(name: str) -> str:
 
 def load_subject(text: str, *, device: torch.device | str = "cpu") -> Subject:
     """Load the model that the text names: a run's folder, or NAME with @FILE and :ATTENTION after it, in either order."""
-    subject = subject_of_run(Path(text)) if Path(text).is_dir() else subject_of_name(text)
+    subject = load_run_model(Path(text)) if Path(text).is_dir() else load_named_model(text)
     subject.model.eval().to(device)
     return subject
 
 
-def subject_of_run(folder: Path) -> Subject:
+def load_run_model(folder: Path) -> Subject:
     """Load a trained model, or the backbone of a detector, segmenter and the like."""
     run = load_run(folder)
     task: Any = run.task
@@ -85,7 +85,9 @@ def subject_of_run(folder: Path) -> Subject:
         )
     if "scale" in run.facts:
         notes.append(f"on images of {PIXEL_SIDE} pixels: each pixel is a token")
-        return Subject(name=name, model=run.model, prepare=unscaled, mean=(0.0,) * 3, spread=(1.0,) * 3, notes=notes)
+        return Subject(
+            name=name, model=run.model, prepare=resize_for_super_resolution, mean=(0.0,) * 3, spread=(1.0,) * 3, notes=notes
+        )
     if not hasattr(task, "prepare"):
         notes.append(f"its backbone, on images of {SIDE} pixels")
         network = backbone_of(task, run.model)
@@ -99,14 +101,14 @@ def subject_of_run(folder: Path) -> Subject:
     return Subject(name=name, model=run.model, prepare=task.prepare, notes=notes, answer=answer, names_classes=True, **numbers)
 
 
-def unscaled(image: "Image") -> Tensor:
+def resize_for_super_resolution(image: "Image") -> Tensor:
     """Return the image as super-resolution reads it: [3, 64, 64], from 0 to 1."""
     from torchvision.transforms.functional import pil_to_tensor
 
     return pil_to_tensor(image.resize((PIXEL_SIDE, PIXEL_SIDE))) / 255
 
 
-def subject_of_name(text: str) -> Subject:
+def load_named_model(text: str) -> Subject:
     """Create a timm model by its name, with weights of a file and conversion as the text says."""
     import timm
     from timm.data import create_transform, resolve_model_data_config

@@ -108,7 +108,7 @@ def linear_branch(query_features: Tensor, state: Tensor, key_sum: Tensor) -> Lin
     return Linear(query_features @ state, (query_features @ key_sum[..., None])[..., 0])
 
 
-def bounded(linear: Linear, share: Tensor | None) -> Linear:
+def scale_sums(linear: Linear, share: Tensor | None) -> Linear:
     """Multiply both sums by share [B or 1, R]."""
     if share is None:
         return linear
@@ -137,7 +137,7 @@ def merge(exact: Exact, linear: Linear | None, gate: Tensor | None, *, kind: str
     return (weighted + linear_weighted) / (total + linear_total + eps * scale)[..., None]
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """Some chunks of a call, with the keys and state that their queries see.
 
     rows: queries [B, R, T, H, D]; keys, values by slot, [B, slots, K, *]; gate: [B, R, T, H, V or 1].
@@ -153,9 +153,11 @@ class Piece(NamedTuple):
     before: LinearState
 
 
-def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs [B, R, T, H, V] of a `Piece`, and the linear state after it: state [B, H, F, V], key_sum [B, H, F]."""
-    rows, keys, values, gate, layout, store, leaving, before = piece
+def attend(
+    segment: Segment, *, feature_map: FeatureMap, settings: HybridSettings, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs [B, R, T, H, V] of a `Segment`, and the linear state after it: state [B, H, F, V], key_sum [B, H, F]."""
+    rows, keys, values, gate, layout, store, leaving, before = segment
     dtype = before.state.dtype
     heads = (keys.shape[2], -1)
     rows = rows.to(dtype)
@@ -174,7 +176,7 @@ def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, s
         sums = sums_before(before, leaving, feature_map, chunks=layout.leaving, groups=layout.groups)
         state_after, key_sum_after = sums.state_after, sums.key_sum_after
         share = linear_share(layout.chunks_before, settings, dtype)
-        seen = bounded(linear_branch(query_features, sums.state, sums.key_sum), share)
+        seen = scale_sums(linear_branch(query_features, sums.state, sums.key_sum), share)
         linear = Linear(*(x.unflatten(1, exact.total.shape[1:3]) for x in seen))
     gates = None if gate is None else by_key_head(gate.to(dtype), keys.shape[2])
     out = merge(exact, linear, gates, kind=settings.merge, eps=EPS)

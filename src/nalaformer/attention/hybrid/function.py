@@ -17,7 +17,7 @@ from ...ops import LinearState, compute_dtype, recurrent_linear_attention
 from ...ops.features import outside_autocast
 from . import branches, every_token, fused
 from .checks import check_inputs
-from .layout import Layout, kept_layout
+from .layout import Layout, cached_layout
 from .salient import leaving_tokens, repeated_for, store_after, updated_store
 from .selection import Selection
 from .settings import HybridSettings
@@ -83,13 +83,15 @@ def recurrent_hybrid_attention(
         outputs = []
         is_fused = fused.serves(q, k, v, state)
         is_plain = every_token.serves(q, k, v, state, settings, key_mask)
-        size = q.shape[1] if is_plain else piece_size(q, state, settings, is_fused=is_fused)
+        size = q.shape[1] if is_plain else segment_size(q, state, settings, is_fused=is_fused)
         needs_memory = torch.is_grad_enabled() and q.shape[1] > size
         for start in range(0, q.shape[1], size):
             given = (None if x is None else x[:, start : start + size] for x in (q, k, v, gate, scores, key_mask))
             arguments: tuple[Any, ...] = (*given, state, feature_map, settings, scale, is_fused)
             # the backward pass keeps only the states between segments
-            out, state = checkpoint(_piece, *arguments, use_reentrant=False) if needs_memory else _piece(*arguments)
+            out, state = (
+                checkpoint(_attend_segment, *arguments, use_reentrant=False) if needs_memory else _attend_segment(*arguments)
+            )
             outputs.append(out)
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], state
 
@@ -117,7 +119,7 @@ def empty_state(q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap, set
     )
 
 
-def piece_size(q: Tensor, state: HybridState, settings: HybridSettings, *, is_fused: bool) -> int:
+def segment_size(q: Tensor, state: HybridState, settings: HybridSettings, *, is_fused: bool) -> int:
     """Return how many tokens are computed at once: whole chunks, as many as the workspace allows."""
     chunk, tokens = settings.chunk_size, q.shape[1]
     heads = max(1, q.shape[0] * q.shape[2])
@@ -125,9 +127,9 @@ def piece_size(q: Tensor, state: HybridState, settings: HybridSettings, *, is_fu
     if is_fused:
         # memory for features of queries and keys and the sums of both branches; none of it grows with the salient tokens
         most = FUSED_WORKSPACE // (heads * chunk * (4 * features + 3 * values))
-        pieces = -(-tokens // (chunk * max(1, most)))
+        segments = -(-tokens // (chunk * max(1, most)))
         # equal segments, since a short last one would leave most of a GPU idle
-        return chunk * max(1, -(-tokens // (chunk * pieces)))
+        return chunk * max(1, -(-tokens // (chunk * segments)))
     longest = max(state.lengths, default=0) + tokens
     salient = settings.salient_per_chunk * (longest // chunk)
     if settings.largest_store is not None:
@@ -136,7 +138,7 @@ def piece_size(q: Tensor, state: HybridState, settings: HybridSettings, *, is_fu
     return chunk * max(1, min(MOST_CHUNKS, HEAD_WORKSPACE // per_chunk, WORKSPACE // (per_chunk * heads)))
 
 
-def _piece(
+def _attend_segment(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -160,7 +162,7 @@ def _piece(
         return out, replace(after, is_poisoned=is_poisoned[:, -1].clone())
     size = settings.chunk_size
     if key_mask is None:
-        layout = kept_layout(size, q.shape[1], state.lengths, device=q.device)
+        layout = cached_layout(size, q.shape[1], state.lengths, device=q.device)
     else:
         layout = Layout(size, q.shape[1], state.lengths, q.device, key_mask)
 
@@ -170,9 +172,9 @@ def _piece(
         score_slots = _scores(state, layout, keys, scores, rows, settings, scale)
     store = updated_store(state, layout, keys, values, score_slots, settings)
     gates, leaving = None if gate is None else layout.queries(gate), leaving_tokens(store, layout, keys, values)
-    piece = branches.Piece(rows, keys, values, gates, layout, store, leaving, state.linear)
+    segment = branches.Segment(rows, keys, values, gates, layout, store, leaving, state.linear)
     attend = fused.attend if is_fused else branches.attend
-    out, state_after, key_sum_after = attend(piece, feature_map=feature_map, settings=settings, scale=scale)
+    out, state_after, key_sum_after = attend(segment, feature_map=feature_map, settings=settings, scale=scale)
     salient_keys, salient_values, salient_scores = store_after(store, layout, settings)
     count = state.linear.count + (q.shape[1] if key_mask is None else key_mask.sum(1))
     after = HybridState(

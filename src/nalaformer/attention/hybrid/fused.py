@@ -8,7 +8,7 @@ from torch import Tensor
 from ...feature_maps import FeatureMap
 from ...ops import LinearState
 from ...ops.backend import LARGEST_FEATURES, LARGEST_HEAD, runs_kernels
-from .branches import EPS, Piece
+from .branches import EPS, Segment
 from .salient import Leaving, repeated_for
 from .settings import HybridSettings, linear_share
 from .state import HybridState
@@ -26,12 +26,14 @@ def serves(q: Tensor, k: Tensor, v: Tensor, state: HybridState) -> bool:
     )
 
 
-def attend(piece: Piece, *, feature_map: FeatureMap, settings: HybridSettings, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def attend(
+    segment: Segment, *, feature_map: FeatureMap, settings: HybridSettings, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the same as branches.attend, with outputs in the dtype of the queries."""
     # imported here, since Triton may be missing
     from ...ops.kernels.hybrid import exact_op, merge_op
 
-    rows, keys, values, gate, layout, store, leaving, before = piece
+    rows, keys, values, gate, layout, store, leaving, before = segment
     queries = rows.flatten(1, 2)
     is_released = settings.merge == "released" and settings.linear
     # the gradient of the row maximum belongs to the highest key; with merge="exact" it is of the size of eps, which bfloat16

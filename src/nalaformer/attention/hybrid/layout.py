@@ -171,7 +171,7 @@ class Layout:
 
 
 # without a mask all layers of a model use the same layout
-kept_layout = kept(Layout, maxsize=16)
+cached_layout = kept(Layout, maxsize=16)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from .distant import distant_attention
 from .function import recurrent_hybrid_attention
 from .settings import HybridSettings
 from .state import HybridState
-from .stepping import hybrid_step_, query_matrix_of, roll_
+from .stepping import hybrid_step_, kernel_query_matrix, roll_
 
 SCORER_WIDTH = 64
 
@@ -64,7 +64,7 @@ class HybridAttention(nn.Module):
         state: HybridState | None = None,
     ) -> tuple[Tensor, HybridState]:
         """Attend: q [B, N, H, D], k, v [B, N, K, D], rotary applied; x [B, N, dim] -> [B, N, H, D], and the next state."""
-        given = self._given(q, k, x, scale, state)
+        given = self._arguments(q, k, x, scale, state)
         return recurrent_hybrid_attention(q, k, v, **given, key_mask=key_mask, state=state)
 
     def step_(
@@ -79,9 +79,9 @@ class HybridAttention(nn.Module):
         query_matrix: Tensor | None = None,
     ) -> Tensor:
         """Decode one token, [B, 1, H, D], with a state that is written in place; see `hybrid_step_`."""
-        return hybrid_step_(q, k, v, **self._given(q, k, x, scale, state), state=state, query_matrix=query_matrix)
+        return hybrid_step_(q, k, v, **self._arguments(q, k, x, scale, state), state=state, query_matrix=query_matrix)
 
-    def _given(self, q: Tensor, k: Tensor, x: Tensor, scale: float | None, state: HybridState | None) -> dict[str, Any]:
+    def _arguments(self, q: Tensor, k: Tensor, x: Tensor, scale: float | None, state: HybridState | None) -> dict[str, Any]:
         """Return the other arguments of the attention functions."""
         scores = self.scores(q, k, x, scale=scale, state=state)
         return {"feature_map": self.map, "settings": self.settings, "gate": self.gates(x), "scores": scores, "scale": scale}
@@ -100,14 +100,14 @@ class HybridAttention(nn.Module):
         roll_(state, feature_map=self.map, settings=self.settings)
 
     def query_matrix(self) -> Tensor | None:
-        """Return the matrix of the feature map that captured steps use; see `query_matrix_of`."""
-        return query_matrix_of(self.map, self.num_heads)
+        """Return the matrix of the feature map that captured steps use; see `kernel_query_matrix`."""
+        return kernel_query_matrix(self.map, self.num_heads)
 
     def gates(self, x: Tensor) -> Tensor | None:
         """Return the factor of the linear branch, [B, N, H, D or 1]; None without a gate."""
         if self.gate is None:
             return None
-        return torch.sigmoid(self.gate(_as_weights_of(self.gate, x))).unflatten(-1, (self.num_heads, -1))
+        return torch.sigmoid(self.gate(_cast_to_weights(self.gate, x))).unflatten(-1, (self.num_heads, -1))
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor, *, scale: float | None, state: HybridState | None) -> Tensor | None:
         """Return scores [B, N, K] for the rules that take them, else None."""
@@ -137,12 +137,12 @@ class HybridAttention(nn.Module):
 
     def _learned_scores(self, x: Tensor) -> Tensor:
         assert self.scorer is not None
-        return self.scorer(_as_weights_of(self.scorer, x))
+        return self.scorer(_cast_to_weights(self.scorer, x))
 
     def extra_repr(self) -> str:
         return f"{self.settings}"
 
 
-def _as_weights_of(module: nn.Module, x: Tensor) -> Tensor:
+def _cast_to_weights(module: nn.Module, x: Tensor) -> Tensor:
     """Return x in the dtype of the module's weights, or unchanged if the module is quantized."""
     return x.to(next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), x.dtype))

@@ -22,7 +22,7 @@ class Store(NamedTuple):
     keys, values: [B, S, E, *]; scores: [B, S, E], -inf for empty entries.
     Group r of the queries sees the first `old + r * per_chunk` of them, except for evicted ones: with `until`, [B, S, E],
     groups up to until - 1 see a token, and later the linear state holds it; None: no eviction.
-    is_left_out: [B, S, m, l], tokens of leaving chunks that did not enter.
+    is_skipped: [B, S, m, l], tokens of leaving chunks that did not enter.
     """
 
     keys: Tensor
@@ -31,7 +31,7 @@ class Store(NamedTuple):
     old: int
     per_chunk: int
     until: Tensor | None
-    is_left_out: Tensor
+    is_skipped: Tensor
 
     def seen_until(self) -> Tensor:
         """Return the first group from which a token is masked, [B, S, E]; 0 for empty entries."""
@@ -53,7 +53,7 @@ class Store(NamedTuple):
         """
         if self.until is None:
             return None
-        chunks = self.is_left_out.shape[2]
+        chunks = self.is_skipped.shape[2]
         # a token leaves before group r, so with chunk r - 1; those that stay go to an extra last place that is cut off
         chunk = torch.where((self.until > 0) & (self.until <= chunks), self.until - 1, chunks)
         chunk, order = chunk.sort(dim=-1, stable=True)
@@ -67,12 +67,12 @@ class Store(NamedTuple):
 class Chosen(NamedTuple):
     """Tokens of m leaving chunks that enter the store, c of each: places in their chunk and scores, [B, S, m, c].
 
-    Scores are -inf where the chunk does not leave. is_left_out: [B, S, m, l], tokens of leaving chunks that do not enter.
+    Scores are -inf where the chunk does not leave. is_skipped: [B, S, m, l], tokens of leaving chunks that do not enter.
     """
 
     places: Tensor
     scores: Tensor
-    is_left_out: Tensor
+    is_skipped: Tensor
 
 
 def choose_salient(scores: Tensor, positions: Tensor, leaves: Tensor, *, heads: int, settings: HybridSettings) -> Chosen:
@@ -100,8 +100,8 @@ def updated_store(
     old = min(state.capacity, most_salient(state.lengths, settings))
     kept, kept_values, kept_scores = (x[:, :, :old] for x in (state.salient_keys, state.salient_values, state.salient_scores))
     if not leaving or not chosen:
-        left_out = layout.leaves[:, None, :, None].expand(batch, heads, leaving, size)
-        return Store(kept, kept_values, kept_scores, old, 0, None, left_out)
+        skipped = layout.leaves[:, None, :, None].expand(batch, heads, leaving, size)
+        return Store(kept, kept_values, kept_scores, old, 0, None, skipped)
     chunks, tokens = (leaving, size), slice(0, leaving * size)
     choice = choose_salient(
         scores[:, tokens].unflatten(1, chunks),
@@ -111,8 +111,8 @@ def updated_store(
         settings=settings,
     )
     slot = (choice.places + size * torch.arange(leaving, device=keys.device)[:, None]).flatten(2)  # [B, S, m * chosen]
-    store_keys = torch.cat((kept, _gathered(keys[:, tokens], slot)), dim=2)
-    store_values = torch.cat((kept_values, _gathered(values[:, tokens], slot)), dim=2)
+    store_keys = torch.cat((kept, _gather_slots(keys[:, tokens], slot)), dim=2)
+    store_values = torch.cat((kept_values, _gather_slots(values[:, tokens], slot)), dim=2)
     store_scores = torch.cat((kept_scores, choice.scores.flatten(2)), dim=2)
     until = None
     if settings.largest_store is not None and store_scores.shape[2] > settings.largest_store:
@@ -120,7 +120,7 @@ def updated_store(
         place = torch.arange(store_scores.shape[2], device=keys.device)
         born = (torch.div(place - old, chosen, rounding_mode="floor") + 1).clamp(min=0)
         until = _until(store_scores, born, settings.largest_store)
-    return Store(store_keys, store_values, store_scores, old, chosen, until, choice.is_left_out)
+    return Store(store_keys, store_values, store_scores, old, chosen, until, choice.is_skipped)
 
 
 def best(scores: Tensor, room: int) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class Leaving(NamedTuple):
 def leaving_tokens(store: Store, layout: Layout, keys: Tensor, values: Tensor) -> list[Leaving]:
     """Return the tokens of leaving chunks that did not enter the store, then the evicted ones."""
     tokens = slice(0, layout.leaving * layout.chunk_size)
-    found = [Leaving(keys[:, tokens], values[:, tokens], store.is_left_out.flatten(2).transpose(1, 2), layout.chunk_size)]
+    found = [Leaving(keys[:, tokens], values[:, tokens], store.is_skipped.flatten(2).transpose(1, 2), layout.chunk_size)]
     departures = store.departures()
     if departures is not None:
         index, is_there = departures
@@ -184,6 +184,6 @@ def _until(scores: Tensor, born: Tensor, most: int) -> Tensor:
     return torch.where(scores > -torch.inf, torch.maximum(until, born), 0)
 
 
-def _gathered(x: Tensor, slot: Tensor) -> Tensor:
+def _gather_slots(x: Tensor, slot: Tensor) -> Tensor:
     """Gather slots for the heads of the store: x [B, A, K, D], slot [B, S, E] -> [B, S, E, D], S a multiple of K."""
     return entries(repeated_for(x, slot.shape[1]).transpose(1, 2), slot)

@@ -68,7 +68,7 @@ class SmallKeyNorm(Selection):
 
 @SELECTIONS.register("self_saliency")
 class SelfSaliency(Selection):
-    """How much a token's window attention changes without the token itself, as published.
+    """The change of a token's window attention without the token itself, as published.
 
     KL = (1-a) log(1-a) + a log((a+e)/e) rises with the self-attention probability a, so the log-odds rank the same:
     s_tt - logsumexp of s_tj over the last chunk_size keys but t.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...feature_maps import FEATURE_MAPS, map_options_of
+from ...feature_maps import FEATURE_MAPS, map_option_names
 from ...field_types import check_field_types
 from ...registry import unknown_name
 from .selection import SELECTIONS, EveryToken, Selection
@@ -70,8 +70,8 @@ class HybridSettings:
         if FEATURE_MAPS[self.feature_map].streams != 1:
             raise ValueError(f"feature_map must have one stream, got {self.feature_map!r}; polarity maps are unsupported here")
         for option in self.map_options:
-            if option not in map_options_of(self.feature_map):
-                raise unknown_name(f"option of {self.feature_map}:", option, map_options_of(self.feature_map))
+            if option not in map_option_names(self.feature_map):
+                raise unknown_name(f"option of {self.feature_map}:", option, map_option_names(self.feature_map))
         for name, value, known in (
             ("merge", self.merge, MERGES),
             ("gate", self.gate, GATES),

@@ -87,7 +87,7 @@ class HybridState:
         """The size of the state in bytes, including empty entries."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "HybridState":
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "HybridState":
         own: dict[str, Any] = {name: change(tensor) for name, tensor in self._own().items()}
         return replace(self, **own, linear=LinearState(*map(change, self.linear.tensors().values())))
 
@@ -97,7 +97,7 @@ class HybridState:
         # if all lengths are equal, the device is not asked which samples are taken
         is_uniform = len(set(self.lengths)) == 1
         lengths = self.lengths[:1] * len(index) if is_uniform else tuple(self.lengths[i] for i in index.tolist())
-        return replace(self._mapped(lambda tensor: tensor.index_select(0, index)), lengths=lengths)
+        return replace(self._map_tensors(lambda tensor: tensor.index_select(0, index)), lengths=lengths)
 
     def select_(self, samples: Tensor | Sequence[int]) -> None:
         """Select samples in place, as many as there are."""
@@ -105,13 +105,13 @@ class HybridState:
 
     def detach(self) -> "HybridState":
         """Return a state without gradients, to cut backpropagation through a sequence."""
-        return self._mapped(torch.Tensor.detach)
+        return self._map_tensors(torch.Tensor.detach)
 
     def clone(self) -> "HybridState":
         return self.with_room(self.capacity)
 
     def to(self, device: torch.device | str) -> "HybridState":
-        return self._mapped(lambda tensor: tensor.to(device))
+        return self._map_tensors(lambda tensor: tensor.to(device))
 
     def with_room(self, capacity: int) -> "HybridState":
         """Return a copy with room for `capacity` salient tokens of a head; further ones are dropped."""
@@ -122,8 +122,8 @@ class HybridState:
 
     def _resize_(self, capacity: int) -> None:
         places = self.window + capacity
-        self.keys, self.values = (_resized(x, places, 0) for x in (self.keys, self.values))
-        self.salient_scores = _resized(self.salient_scores, capacity, -torch.inf)
+        self.keys, self.values = (_resize(x, places, 0) for x in (self.keys, self.values))
+        self.salient_scores = _resize(self.salient_scores, capacity, -torch.inf)
 
     def load_(self, state: "HybridState") -> None:
         """Copy another state of as many samples into the same memory, so that captured graphs stay valid."""
@@ -156,7 +156,7 @@ class HybridState:
         return any(length % (self.window // 2) == 0 for length in self.lengths)
 
 
-def _resized(x: Tensor, places: int, empty: float) -> Tensor:
+def _resize(x: Tensor, places: int, empty: float) -> Tensor:
     """Return x with another number of entries: [B, S, E, ...] -> [B, S, places, ...]."""
     new = x.new_full((*x.shape[:2], places, *x.shape[3:]), empty)
     common = min(places, x.shape[2])

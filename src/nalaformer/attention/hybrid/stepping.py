@@ -20,7 +20,7 @@ from ...feature_maps.norm_preserving import NormPreserving
 from ...ops import compute_dtype
 from ...ops.backend import LARGEST_HEAD, runs_kernels
 from ...ops.features import outside_autocast
-from .branches import EPS, Exact, Linear, bounded, linear_branch, merge, sums_before
+from .branches import EPS, Exact, Linear, linear_branch, merge, scale_sums, sums_before
 from .checks import check_inputs
 from .salient import Leaving, best, choose_salient, entries
 from .settings import HybridSettings, linear_share, most_salient
@@ -67,7 +67,7 @@ def hybrid_step_(
     """Decode one token of each sample into the window and return its output. Arguments as in `hybrid_attention`, N = 1.
 
     Call `state.advance()` after every step and, if it returns True, `roll_`. There is no gradient.
-    query_matrix: the cached result of `query_matrix_of`; None: computed here if needed.
+    query_matrix: the cached result of `kernel_query_matrix`; None: computed here if needed.
     """
     check_inputs(q, k, v, feature_map=feature_map, settings=settings, gate=gate, scores=scores, key_mask=None)
     if q.shape[1] != 1 or len(q) != len(state.lengths) or k.shape[2] != state.key_heads:
@@ -85,7 +85,7 @@ def hybrid_step_(
 
             sums: tuple[Tensor | None, ...] = (None, None, None, None)
             if settings.linear:
-                matrix = query_matrix_of(feature_map, q.shape[2]) if query_matrix is None else query_matrix
+                matrix = kernel_query_matrix(feature_map, q.shape[2]) if query_matrix is None else query_matrix
                 features = feature_map.query(q.float()).contiguous() if matrix is None else None
                 sums = state.linear.state, state.linear.key_sum, features, matrix
             out = hybrid_step(
@@ -95,13 +95,13 @@ def hybrid_step_(
                 *(scale, EPS, settings.merge == "exact"),
             )
         else:
-            out = _plain(q, k, v, state, feature_map, settings, gate, scale)
+            out = _step_in_torch(q, k, v, state, feature_map, settings, gate, scale)
         if before is not None:
             _note_scores(state, settings, q, scale, *before, scores)
         return out
 
 
-def query_matrix_of(feature_map: FeatureMap, heads: int) -> Tensor | None:
+def kernel_query_matrix(feature_map: FeatureMap, heads: int) -> Tensor | None:
     """Return the matrix with which the kernel maps queries, [H, D, D]; None: the kernel does not support this map."""
     if not isinstance(feature_map, NormPreserving) or feature_map.num_heads != heads:
         return None
@@ -112,7 +112,7 @@ def _fits_kernel(state: HybridState) -> bool:
     return state.linear.state.dtype == torch.float32 and max(state.keys.shape[-1], state.values.shape[-1]) <= LARGEST_HEAD
 
 
-def _plain(
+def _step_in_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -139,7 +139,7 @@ def _plain(
         features = feature_map.query(rows).transpose(1, 2)  # [B, H, 1, F]
         sums = (x[:, :, None] for x in (state.linear.state, state.linear.key_sum))
         share = linear_share((state.linear.count // settings.chunk_size)[:, None], settings, dtype)
-        seen = bounded(linear_branch(features[:, :, None], *sums), share)
+        seen = scale_sums(linear_branch(features[:, :, None], *sums), share)
         linear = Linear(*(x[:, :, 0, 0].unflatten(1, (heads, -1)) for x in seen))
     gates = None if gate is None else gate[:, 0].to(dtype).unflatten(1, (heads, -1))
     out = merge(exact, linear, gates, kind=settings.merge, eps=EPS)
@@ -190,7 +190,7 @@ def roll_(state: HybridState, *, feature_map: FeatureMap, settings: HybridSettin
         is_full = count % size == 0
         leaves = (is_full & (count >= 2 * size))[:, None]
         keys, values = (x[:, :, :size] for x in (state.keys, state.values))
-        is_left_out, gone = leaves[:, None].expand(*keys.shape[:2], size), None
+        is_skipped, gone = leaves[:, None].expand(*keys.shape[:2], size), None
         if settings.salient_per_chunk:
             positions = (count - 2 * size)[:, None] + torch.arange(size, device=count.device)
             if settings.keeps_scores:
@@ -198,10 +198,10 @@ def roll_(state: HybridState, *, feature_map: FeatureMap, settings: HybridSettin
             else:
                 scores = settings.rule.of_tokens(state.window_keys[:, :size], positions)
             chosen = choose_salient(scores[:, None], positions[:, None], leaves, heads=keys.shape[1], settings=settings)
-            is_left_out, index = chosen.is_left_out[:, :, 0], chosen.places[:, :, 0]
+            is_skipped, index = chosen.is_skipped[:, :, 0], chosen.places[:, :, 0]
             gone = _enter_store(state, entries(keys, index), entries(values, index), chosen.scores[:, :, 0])
         if settings.linear:
-            leaving = [_leaving(keys, values, is_left_out)] + ([] if gone is None else [_leaving(*gone)])
+            leaving = [_to_leaving(keys, values, is_skipped)] + ([] if gone is None else [_to_leaving(*gone)])
             sums = sums_before(state.linear, leaving, feature_map, chunks=1, groups=1)
             state.linear.state.copy_(sums.state_after)
             state.linear.key_sum.copy_(sums.key_sum_after)
@@ -212,7 +212,7 @@ def roll_(state: HybridState, *, feature_map: FeatureMap, settings: HybridSettin
             second.masked_fill_(is_moved, 0)
 
 
-def _leaving(keys: Tensor, values: Tensor, counts: Tensor) -> Leaving:
+def _to_leaving(keys: Tensor, values: Tensor, counts: Tensor) -> Leaving:
     """Return tokens [B, S, n, *], of which those with counts [B, S, n] are real."""
     return Leaving(keys.transpose(1, 2), values.transpose(1, 2), counts.transpose(1, 2), keys.shape[2])
 

@@ -115,17 +115,17 @@ class DiffusionTransformer(nn.Module):
         """Predict as the class describes. Samplers call this, since a subclass may have another forward."""
         grid = self._checked_grid(images, times, labels)
         tokens = self.patches(images).flatten(2).transpose(1, 2)
-        positions = kept_positions(*grid, tokens.shape[-1], device=tokens.device)
+        positions = cached_positions(*grid, tokens.shape[-1], device=tokens.device)
         # under autocast the sum over the blocks keeps the precision of the weights
         tokens = tokens + positions.to(self.patches.weight.dtype)
-        condition = self.time(time_waves(times).to(self.classes.weight.dtype)) + self.classes(self._dropped(labels))
+        condition = self.time(time_waves(times).to(self.classes.weight.dtype)) + self.classes(self._drop_classes(labels))
         for block in self.blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 tokens = checkpoint(block, tokens, condition, grid, use_reentrant=False)
             else:
                 tokens = block(tokens, condition, grid)
         shift, scale = self.last_modulation(condition)
-        return as_pixels(self.pixels(modulated(tokens, shift, scale)), grid, self.patch_size)
+        return as_pixels(self.pixels(modulate(tokens, shift, scale)), grid, self.patch_size)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute blocks in the backward pass instead of retaining their activations."""
@@ -145,7 +145,7 @@ class DiffusionTransformer(nn.Module):
                 "ask for a class that the network was made for, or make it with more (num_classes)"
             )
 
-    def _dropped(self, labels: Tensor) -> Tensor:
+    def _drop_classes(self, labels: Tensor) -> Tensor:
         if not self.training or not self.class_dropout:
             return labels
         return labels.masked_fill(torch.rand(labels.shape, device=labels.device) < self.class_dropout, self.num_classes)
@@ -174,8 +174,8 @@ class ModulatedBlock(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor, grid: tuple[int, int]) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)
-        x = torch.addcmul(x, gate1, self.attention(modulated(x, shift1, scale1), grid).to(x.dtype))
-        hidden = F.gelu(self.fc1(modulated(x, shift2, scale2)), approximate="tanh")
+        x = torch.addcmul(x, gate1, self.attention(modulate(x, shift1, scale1), grid).to(x.dtype))
+        hidden = F.gelu(self.fc1(modulate(x, shift2, scale2)), approximate="tanh")
         return torch.addcmul(x, gate2, self.fc2(hidden).to(x.dtype))
 
 
@@ -191,7 +191,7 @@ class Modulation(nn.Module):
         return self.linear(F.silu(condition))[:, None].chunk(self.count, dim=-1)
 
 
-def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Return norm(x) (1 + scale) + shift over the channels."""
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
@@ -225,7 +225,7 @@ def sin_cos_positions(height: int, width: int, dim: int, *, device: torch.device
 
 
 # every step of a sampler uses them
-kept_positions: Callable[..., Tensor] = kept(sin_cos_positions, maxsize=16)
+cached_positions: Callable[..., Tensor] = kept(sin_cos_positions, maxsize=16)
 
 
 def check_size(height: int, width: int, patch_size: int) -> None:

@@ -54,7 +54,7 @@ class NoisePrediction:
     def errors(self, predict: Predict, images: Tensor, labels: Tensor, noise: Tensor, levels: Tensor) -> Errors:
         times = (levels * TRAINED_STEPS).long().clamp(max=TRAINED_STEPS - 1)
         signal, spread, mean_weight, largest, smallest = (
-            row[times][:, None, None, None] for row in kept_noise_tables(device=images.device)
+            row[times][:, None, None, None] for row in cached_noise_tables(device=images.device)
         )
         output = predict(signal * images + spread * noise, times, labels).float()
         predicted, variance = output.chunk(2, dim=1)
@@ -102,7 +102,7 @@ def noise_tables(*, device: torch.device) -> Tensor:
     return torch.stack(rows).float().to(device)
 
 
-kept_noise_tables: Callable[..., Tensor] = kept(noise_tables, maxsize=4)
+cached_noise_tables: Callable[..., Tensor] = kept(noise_tables, maxsize=4)
 
 
 def gaussian_divergence(apart: Tensor, log_variance: Tensor, other: Tensor) -> Tensor:

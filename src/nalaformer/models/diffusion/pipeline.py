@@ -68,7 +68,7 @@ class NaLaDiTPipeline(DiffusionPipeline):
         config = self.transformer.config
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}; take 0 or more")
-        numbers = self.numbers_of(labels)
+        numbers = self.class_numbers(labels)
         images = denoise(
             self.transformer,
             torch.tensor(numbers, dtype=torch.long),
@@ -86,7 +86,7 @@ class NaLaDiTPipeline(DiffusionPipeline):
             images = decode(self.vae, images.to(self.vae.dtype)).float()
         return to_rgb(images).cpu()
 
-    def numbers_of(self, labels: Sequence[int | str] | Tensor) -> list[int]:
+    def class_numbers(self, labels: Sequence[int | str] | Tensor) -> list[int]:
         """Return the numbers of classes that are given by number or name."""
         if isinstance(labels, str | Integral) or (isinstance(labels, Tensor) and labels.dim() != 1):
             raise ValueError(f"labels must be a list with one for each image, got {labels!r}; write [{labels!r}] for one image")

@@ -22,7 +22,7 @@ def prediction(
     """
 
     def eager(images: Tensor, time: Tensor) -> Tensor:
-        return guided(network, images, time, labels, guidance)
+        return predict_guided(network, images, time, labels, guidance)
 
     tokens = images[:, 0].numel() // network.patch_size**2 * (1 if guidance == 1 else 2)
     is_worth_it = calls >= FEWEST_CALLS_OF_GRAPH and tokens <= MOST_TOKENS_OF_GRAPH
@@ -40,17 +40,17 @@ def prediction(
     except NotCapturable:
         return eager
 
-    def replayed(images: Tensor, time: Tensor) -> Tensor:
+    def replay_prediction(images: Tensor, time: Tensor) -> Tensor:
         kept_images.copy_(images)
         kept_time.copy_(time)
         replay()
         # clone: multistep samplers retain the predictions
         return outputs[0].clone()
 
-    return replayed
+    return replay_prediction
 
 
-def guided(network: DiffusionTransformer, images: Tensor, time: Tensor, labels: Tensor, guidance: float) -> Tensor:
+def predict_guided(network: DiffusionTransformer, images: Tensor, time: Tensor, labels: Tensor, guidance: float) -> Tensor:
     """Return the network's prediction under guidance, with the variance of the class."""
     times = time.expand(len(images))
     if guidance == 1:

@@ -129,11 +129,11 @@ def denoise(
         part = slice(start, start + at_once)
         schedule = make_sampler(name, objective, clip=clip)
         shape = (network.channels, height, width)
-        done.append(_denoised(network, labels[part], schedule, shape, steps, guidance, seeds[part], advance))
+        done.append(_denoise_batch(network, labels[part], schedule, shape, steps, guidance, seeds[part], advance))
     return torch.cat(done) if done else torch.empty(0, network.channels, height, width)
 
 
-def _denoised(
+def _denoise_batch(
     network: DiffusionTransformer,
     labels: Tensor,
     schedule: Any,

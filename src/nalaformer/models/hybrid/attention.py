@@ -83,7 +83,7 @@ class AttentionPass:
             )
         self.has_attended = True
         if owner.mode == "hybrid":
-            return self._hybrid(q, k, v, key_mask, scale)
+            return self._attend_hybrid(q, k, v, key_mask, scale)
         if self.cache is not None:
             raise ValueError(f"the mode {owner.mode!r} computes whole sequences, got a cache; pass use_cache=False")
         if owner.observer is not None:
@@ -93,7 +93,7 @@ class AttentionPass:
             self._transfer(q.detach(), k.detach(), v.detach(), key_mask, scale, teacher.detach())
         return teacher
 
-    def _hybrid(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+    def _attend_hybrid(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
         hybrid = self.attention.hybrid
         if self.cache is None:
             return hybrid(q, k, v, self.tokens, key_mask=key_mask, scale=scale)[0]
@@ -143,7 +143,9 @@ def attend(
     return call.attend(q, k, v, attention_mask, scale), None
 
 
-def key_mask_of(q_length: int, *, attention_mask: Tensor | None = None, mask_function: Any = None, **_: Any) -> Tensor | None:
+def build_key_mask(
+    q_length: int, *, attention_mask: Tensor | None = None, mask_function: Any = None, **_: Any
+) -> Tensor | None:
     """Return the mask for transformers' name INTERFACE: which of the new tokens are real, [B, N] bool; None: all of them."""
     if mask_function is not None and mask_function is not causal_mask_function:
         raise ValueError(
@@ -157,7 +159,7 @@ def key_mask_of(q_length: int, *, attention_mask: Tensor | None = None, mask_fun
 
 
 AttentionInterface.register(INTERFACE, attend)
-AttentionMaskInterface.register(INTERFACE, key_mask_of)
+AttentionMaskInterface.register(INTERFACE, build_key_mask)
 
 
 def converted_attentions(model: nn.Module) -> list[ConvertedAttention]:

@@ -88,7 +88,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"past_key_values must be a HybridCache, got {type(past_key_values).__name__}; pass HybridCache(model.config)"
             )
-        refuse_packing(position_ids, attention_mask, kwargs)
+        reject_packing(position_ids, attention_mask, kwargs)
         asks_for_weights = kwargs.get("output_attentions")
         if asks_for_weights if asks_for_weights is not None else getattr(self.host.config, "output_attentions", False):
             raise ValueError(
@@ -170,7 +170,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         self.host.set_output_embeddings(new_embeddings)
 
 
-def refuse_packing(position_ids: Tensor | None, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+def reject_packing(position_ids: Tensor | None, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
     """Reject packed sequences; transformers only detects them without cache and mask, and passes their bounds on unread."""
     bounds, numbers = options.get("cu_seq_lens_q"), options.get("seq_idx")
     is_packed = bounds is not None and len(bounds) > 2

@@ -196,13 +196,13 @@ class _Place:
         """True if the decoder holds the states of all layers."""
         return all(layer.held is state for layer, state in zip(cache.layers, self.decoder.cache.states, strict=True))
 
-    def _lent(self) -> list[HybridCacheLayer]:
+    def _lent_layers(self) -> list[HybridCacheLayer]:
         """Return the layers that still exist and have their states here."""
         states = {id(state) for state in self.decoder.cache.states}
         return [layer for borrower in self._borrowers if (layer := borrower()) is not None and id(layer.held) in states]
 
     def is_lent(self) -> bool:
-        return bool(self._lent())
+        return bool(self._lent_layers())
 
     def fits(self, kind: Kind, needed: int) -> bool:
         capacity = self.decoder.cache.capacity
@@ -221,7 +221,7 @@ class _Place:
 
     def give_back(self) -> None:
         """Give the states back to the cache, for use on the stream that wrote them and on the current one."""
-        lent, self._borrowers = self._lent(), []
+        lent, self._borrowers = self._lent_layers(), []
         # after the steps that write them, and before any that follow
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for layer in lent:

@@ -70,14 +70,14 @@ class RecurrentLayer(StateLayer):
             return mixer(x, tokens, self)
         length = x.shape[1]
         before = max(length - RECORDED_TOKENS, 0)
-        out = [] if before == 0 else [mixer(x[:, :before], tokens.between(0, before), self)]
-        x, tokens = x[:, before:], tokens.between(before, length)
+        out = [] if before == 0 else [mixer(x[:, :before], tokens.slice_tokens(0, before), self)]
+        x, tokens = x[:, before:], tokens.slice_tokens(before, length)
         inputs = x.detach()
         copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         self.recorded.append(
             Recorded(
                 *(copies, self.seen, length - before),
-                lambda layer, count: mixer(inputs[:, :count], tokens.between(0, count), layer),
+                lambda layer, count: mixer(inputs[:, :count], tokens.slice_tokens(0, count), layer),
             )
         )
         while sum(each.length for each in self.recorded[1:]) >= RECORDED_TOKENS:
@@ -139,10 +139,10 @@ class NaLaCache(LanguageCache, DynamicCache):
     layers: list[RecurrentLayer | DynamicLayer]  # type: ignore[assignment]
 
     def __init__(self, config: NaLaConfig) -> None:
-        recurrent = [mixer in RECURRENT_MIXERS for mixer in config.mixer_of_layers]
+        recurrent = [mixer in RECURRENT_MIXERS for mixer in config.layer_mixers]
         Cache.__init__(self, layers=[RecurrentLayer() if is_recurrent else DynamicLayer() for is_recurrent in recurrent])
         # compiled programs build caches too and cannot trace json, so the rest is done when a file is written or read
-        self._made_for = (list(config.mixer_of_layers), config.feature_map, dict(config.map_options or {}), config.contrast)
+        self._made_for = (list(config.layer_mixers), config.feature_map, dict(config.map_options or {}), config.contrast)
 
     @property
     def kind(self) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
-from ...feature_maps import FEATURE_MAPS, map_options_of
+from ...feature_maps import FEATURE_MAPS, map_option_names
 from ...registry import unknown_name
 
 RECURRENT_MIXERS = ("linear", "forgetting", "delta", "gated_delta")
 # mixers whose state decays
-FADING_MIXERS = ("forgetting", "gated_delta")
+DECAY_MIXERS = ("forgetting", "gated_delta")
 MIXER_NAMES = (*RECURRENT_MIXERS, "softmax")
 CONTRASTS = ("none", "learned")
 
@@ -189,8 +189,8 @@ class NaLaConfig(PreTrainedConfig):
             number = self.rope_parameters.get(name)
             if not isinstance(number, (int, float)) or number <= 0:
                 raise ValueError(f"rope_parameters of the type {kind!r} need a positive {name!r}, got {number!r}")
-        turning = int(self.head_dim * part)
-        if not 0 < part <= 1 or (self.has_rotary and (turning % 2 or turning == 0)):
+        rotating = int(self.head_dim * part)
+        if not 0 < part <= 1 or (self.has_rotary and (rotating % 2 or rotating == 0)):
             raise ValueError(
                 f"partial_rotary_factor must be above 0, at most 1, and rotate an even number of channels, got {part} of "
                 f"{self.head_dim} channels"
@@ -201,18 +201,18 @@ class NaLaConfig(PreTrainedConfig):
             raise ValueError(
                 f"mixers must be one name or one for each of the {self.num_hidden_layers} layers, got {len(self.mixers)} names"
             )
-        for name in self.mixer_of_layers:
+        for name in self.layer_mixers:
             if name not in MIXER_NAMES:
                 raise unknown_name("mixer", name, MIXER_NAMES)
 
     def _check_map(self) -> None:
         assert self.map_options is not None
         for option in self.map_options:
-            known = map_options_of(self.feature_map)
+            known = map_option_names(self.feature_map)
             if option not in known:
                 raise unknown_name(f"option of the feature map {self.feature_map!r}:", option, known)
         streams = FEATURE_MAPS[self.feature_map].streams
-        if streams > 1 and {"delta", "gated_delta"} & set(self.mixer_of_layers):
+        if streams > 1 and {"delta", "gated_delta"} & set(self.layer_mixers):
             raise ValueError(
                 f"the delta rules write one value for each key and need a map with one stream, got {self.feature_map!r} with "
                 f"{streams}; use mixers='linear' or 'forgetting', or another feature_map"
@@ -226,26 +226,26 @@ class NaLaConfig(PreTrainedConfig):
                 f"contrast_offset is where a learned contrast starts, got {self.contrast_offset} with contrast='none'; use "
                 "contrast='learned', or leave it out"
             )
-        if self.contrast != "none" and not {"linear", "forgetting"} & set(self.mixer_of_layers):
+        if self.contrast != "none" and not {"linear", "forgetting"} & set(self.layer_mixers):
             raise ValueError(
                 f"a contrast is a part of `linear` and `forgetting` mixers, got {self.contrast!r} with mixers={self.mixers!r}; "
                 "leave it out"
             )
 
     @property
-    def mixer_of_layers(self) -> list[str]:
+    def layer_mixers(self) -> list[str]:
         """The mixer of each layer."""
         return [self.mixers] * self.num_hidden_layers if isinstance(self.mixers, str) else list(self.mixers)
 
     @property
     def has_rotary(self) -> bool:
         """True if a layer rotates its queries and keys."""
-        return "softmax" in self.mixer_of_layers or self.linear_rotary
+        return "softmax" in self.layer_mixers or self.linear_rotary
 
     @property
     def layer_types(self) -> list[str]:
         """The mixers in transformers' terms: "full_attention" for `softmax`, "linear_attention" for the others."""
-        return ["full_attention" if name == "softmax" else "linear_attention" for name in self.mixer_of_layers]
+        return ["full_attention" if name == "softmax" else "linear_attention" for name in self.layer_mixers]
 
 
 AutoConfig.register(NaLaConfig.model_type, NaLaConfig, exist_ok=True)

@@ -19,7 +19,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         return rms_norm(x, self.weight, eps=self._eps, gate=gate)
 
-    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + y, and its norm."""
         if is_as_torch_made_it(self):
             return add_rms_norm(x, y, self.weight, eps=self._eps)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import initialization
 from transformers.cache_utils import CacheLayerMixin
 
-from ...attention.fading import log_decay_of, start_of_decay
+from ...attention.fading import compute_log_decay, initial_decay
 from ...attention.learned_contrast import LearnedContrast
 from ...feature_maps import FeatureMap, feature_map
 from ...ops import (
@@ -78,7 +78,7 @@ class RecurrentMixer(nn.Module):
         return None
 
 
-class FadingMixer(RecurrentMixer):
+class DecayMixer(RecurrentMixer):
     """A mixer with decay: log_decay = -exp(A_log) softplus(W x + dt_bias) at each token, as in Mamba 2.
 
     x [B, N, C] -> [B, N, K], <= 0. Inherit from this class before the mixer that decays, and call `add_decay` last.
@@ -92,12 +92,12 @@ class FadingMixer(RecurrentMixer):
         self.reset_decay()
 
     def reset_decay(self) -> None:
-        rate, step = start_of_decay(len(self.A_log))
+        rate, step = initial_decay(len(self.A_log))
         initialization.copy_(self.A_log, rate)
         initialization.copy_(self.dt_bias, step)
 
     def log_decay(self, x: Tensor) -> Tensor:
-        return log_decay_of(self.a_proj(x), self.A_log, self.dt_bias)
+        return compute_log_decay(self.a_proj(x), self.A_log, self.dt_bias)
 
 
 class LinearMixer(RecurrentMixer):
@@ -113,9 +113,9 @@ class LinearMixer(RecurrentMixer):
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
         rotary = tokens.rotary if self.has_rotary else None
-        strength = None if self.contrast is None else self.contrast(q)
+        contrast_scale = None if self.contrast is None else self.contrast(q)
         decay = self.log_decay(x)
-        rates: dict[str, Any] = {"contrast": strength, "log_decay": decay}
+        rates: dict[str, Any] = {"contrast": contrast_scale, "log_decay": decay}
         if tokens.cu_seqlens is not None:
             places = None if rotary is None else rotary.flat()
             flat = [y.flatten(0, 1) for y in (q, k, v)]
@@ -129,13 +129,13 @@ class LinearMixer(RecurrentMixer):
                 q, k, v, feature_map=self.map, causal=True, rotary=rotary, key_mask=tokens.key_mask, **rates
             )
         given: dict[str, Any] = {"log_decay": decay, "key_mask": tokens.key_mask}
-        out = continued(layer, q, k, v, feature_map=self.map, rotary=rotary, **given)
-        if strength is None:
+        out = attend_after_cache(layer, q, k, v, feature_map=self.map, rotary=rotary, **given)
+        if contrast_scale is None:
             return out
         one, same = (y.new_ones(*y.shape[:-1], 1) for y in (q, k))
-        mean = continued(layer, one, same, v, feature_map=even_map(q.shape[2]), name="mean_", eps=0.0, **given)
-        wide = widened(out)
-        return (wide + strength[..., None] * (wide - widened(mean))).to(out.dtype)
+        mean = attend_after_cache(layer, one, same, v, feature_map=even_map(q.shape[2]), name="mean_", eps=0.0, **given)
+        wide = widen(out)
+        return (wide + contrast_scale[..., None] * (wide - widen(mean))).to(out.dtype)
 
 
 @cache
@@ -144,7 +144,7 @@ def even_map(num_heads: int) -> FeatureMap:
     return feature_map("relu", num_heads=num_heads, head_dim=1)
 
 
-def continued(
+def attend_after_cache(
     layer: RecurrentLayer,
     q: Tensor,
     k: Tensor,
@@ -166,7 +166,7 @@ def continued(
     return out
 
 
-class ForgettingMixer(FadingMixer, LinearMixer):
+class DecayedLinearMixer(DecayMixer, LinearMixer):
     """Normalized causal linear attention with decay: for query i, key j weighs exp(sum of log_decay from j + 1 to i)."""
 
     def __init__(self, config: NaLaConfig) -> None:
@@ -185,7 +185,7 @@ class DeltaMixer(RecurrentMixer):
         self.b_proj = nn.Linear(config.hidden_size, config.num_attention_heads, bias=False)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: RecurrentLayer | None) -> Tensor:
-        tensors = [*unit_features(self.map, q, k), v, widened(self.b_proj(x)).sigmoid()]
+        tensors = [*unit_features(self.map, q, k), v, widen(self.b_proj(x)).sigmoid()]
         decay = self.log_decay(x)
         if tokens.cu_seqlens is not None:
             flat = (y.flatten(0, 1) for y in tensors)
@@ -201,7 +201,7 @@ class DeltaMixer(RecurrentMixer):
         return out
 
 
-class GatedDeltaMixer(FadingMixer, DeltaMixer):
+class GatedDeltaMixer(DecayMixer, DeltaMixer):
     """Gated DeltaNet: the delta rule with a state that decays by exp(log_decay) at each token."""
 
     def __init__(self, config: NaLaConfig) -> None:
@@ -239,8 +239,8 @@ class SoftmaxMixer(nn.Module):
         parts = self.qkv_proj(x).split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         # apply RoPE in float32
-        queries = widened(q) if tokens.sharpness is None else widened(q) * tokens.sharpness
-        q, k = (tokens.rotary.rotate(y).to(part.dtype) for y, part in ((queries, q), (widened(k), k)))
+        queries = widen(q) if tokens.sharpness is None else widen(q) * tokens.sharpness
+        q, k = (tokens.rotary.rotate(y).to(part.dtype) for y, part in ((queries, q), (widen(k), k)))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if layer is not None:
             k, v = layer.update(k, v)
@@ -267,18 +267,18 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor | None) -> tu
         pairs = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(~pairs, -math.inf) if pairs.dtype == torch.bool else scores + pairs
-    weights = widened(scores).softmax(-1).to(q.dtype)
+    weights = widen(scores).softmax(-1).to(q.dtype)
     return weights @ v, weights
 
 
-def widened(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """Return the tensor in float32; float64 stays float64."""
     return x.to(compute_dtype(x))
 
 
 MIXERS = {
     "linear": LinearMixer,
-    "forgetting": ForgettingMixer,
+    "forgetting": DecayedLinearMixer,
     "delta": DeltaMixer,
     "gated_delta": GatedDeltaMixer,
     "softmax": SoftmaxMixer,

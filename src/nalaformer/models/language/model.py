@@ -34,10 +34,10 @@ from ...feature_maps import FeatureMap, feature_map
 from ...registry import unknown_name
 from ..token_masks import check_input_ids
 from .cache import LanguageCache, NaLaCache, RecurrentLayer
-from .config import FADING_MIXERS, NaLaConfig
+from .config import DECAY_MIXERS, NaLaConfig
 from .layers import RMSNorm, ShortConvolution, SwiGLU
 from .loss import can_do_without_logits, next_token_loss
-from .mixers import MIXERS, FadingMixer
+from .mixers import MIXERS, DecayMixer
 from .positions import RotaryPositions
 from .static_cache import NaLaStaticCache
 from .tokens import Masks, Tokens, describe_tokens, static_masks
@@ -56,7 +56,7 @@ class NaLaBlock(GradientCheckpointingLayer):
     def __init__(self, config: NaLaConfig, number: int) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mixer = MIXERS[config.mixer_of_layers[number]](config)
+        self.mixer = MIXERS[config.layer_mixers[number]](config)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.number = number
@@ -66,7 +66,7 @@ class NaLaBlock(GradientCheckpointingLayer):
         layer = None if past_key_values is None else past_key_values.layers[self.number]
         y = self.mixer_norm(x)
         mixed = layer.mix(self.mixer, y, tokens) if isinstance(layer, RecurrentLayer) else self.mixer(y, tokens, layer)
-        x, normed = self.mlp_norm.of_sum(x, mixed)
+        x, normed = self.mlp_norm.add_norm(x, mixed)
         return x + self.mlp(normed)
 
 
@@ -84,7 +84,7 @@ class NaLaPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
 
     def __init__(self, config: NaLaConfig, *inputs: Any, **kwargs: Any) -> None:
-        if set(FADING_MIXERS) & set(config.mixer_of_layers):
+        if set(DECAY_MIXERS) & set(config.layer_mixers):
             self._keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
         super().__init__(config, *inputs, **kwargs)
 
@@ -98,7 +98,7 @@ class NaLaPreTrainedModel(PreTrainedModel):
             begin_as(module, feature_map(self.config.feature_map, **sizes, **options))
         elif isinstance(module, LearnedContrast):
             begin_as(module, LearnedContrast(num_heads=len(module.offset), offset=self.config.contrast_offset))
-        elif isinstance(module, FadingMixer):
+        elif isinstance(module, DecayMixer):
             module.reset_decay()
         else:
             super()._init_weights(module)
@@ -146,7 +146,7 @@ class NaLaModel(NaLaPreTrainedModel):
         if input_ids is not None:
             check_input_ids(input_ids)
         check_known(kwargs)
-        refuse_numbered_sequences(kwargs, position_ids, cu_seq_lens_q)
+        reject_numbered_sequences(kwargs, position_ids, cu_seq_lens_q)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         tokens = describe_tokens(
@@ -173,7 +173,7 @@ class NaLaModel(NaLaPreTrainedModel):
 
     def _wants_weights(self, output_attentions: bool | None) -> bool:
         wanted = self.config.output_attentions if output_attentions is None else output_attentions
-        if wanted and "softmax" not in self.config.mixer_of_layers:
+        if wanted and "softmax" not in self.config.layer_mixers:
             raise ValueError(
                 "output_attentions needs a layer with softmax attention, got none: recurrent mixers have no weight for each "
                 "pair; nalaformer.attention_weights computes rows of the weights that linear attention amounts to"
@@ -227,7 +227,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         of the memory; see config.logits_in_training.
         """
         check_known(kwargs)
-        refuse_numbered_sequences(kwargs, position_ids, cu_seq_lens_q)
+        reject_numbered_sequences(kwargs, position_ids, cu_seq_lens_q)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -345,7 +345,7 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
     ) -> SequenceClassifierOutputWithPast:
         """Compute logits. The last real token: by attention_mask, else the last that is not pad_token_id, else the last."""
         check_known(kwargs)
-        refuse_numbered_sequences(kwargs, position_ids, None)
+        reject_numbered_sequences(kwargs, position_ids, None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -391,7 +391,7 @@ def check_known(arguments: dict[str, Any]) -> None:
             raise unknown_name("argument", name, [*KNOWN_ARGUMENTS, *inspect.signature(NaLaForCausalLM.forward).parameters])
 
 
-def refuse_numbered_sequences(arguments: dict[str, Any], position_ids: Tensor | None, cu_seq_lens_q: Tensor | None) -> None:
+def reject_numbered_sequences(arguments: dict[str, Any], position_ids: Tensor | None, cu_seq_lens_q: Tensor | None) -> None:
     """Reject packed sequences that are only numbered (seq_idx), so that their beginnings are unknown."""
     if arguments.get("seq_idx") is not None and position_ids is None and cu_seq_lens_q is None:
         raise ValueError(

@@ -19,7 +19,7 @@ class LanguageStep(nn.Module):
 
     def __init__(self, model: NaLaForCausalLM) -> None:
         super().__init__()
-        exact = [mixer for mixer in model.config.mixer_of_layers if mixer not in RECURRENT_MIXERS]
+        exact = [mixer for mixer in model.config.layer_mixers if mixer not in RECURRENT_MIXERS]
         if exact:
             raise ValueError(
                 f"a step has states of one size, got {len(exact)} layers with {exact[0]!r} mixers, whose keys grow with the "

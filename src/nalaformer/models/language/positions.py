@@ -47,32 +47,32 @@ class RotaryPositions(nn.Module):
         if given is not None:
             return float(given)
         if settings.get("mscale") and settings.get("mscale_all_dim"):
-            return _sharpness(settings["factor"], settings["mscale"]) / _sharpness(
+            return _yarn_temperature(settings["factor"], settings["mscale"]) / _yarn_temperature(
                 settings["factor"], settings["mscale_all_dim"]
             )
-        return _sharpness(settings["factor"], 1.0)
+        return _yarn_temperature(settings["factor"], 1.0)
 
     def temperatures(self, like: Tensor) -> Tensor | None:
         """Return the temperature of each channel pair [D / 2], 1 for those that do not rotate; None: 1 for all."""
         if self.temperature == 1.0:
             return None
-        turning, still = self._pairs
-        return F.pad(like.new_full((turning,), self.temperature), (0, still), value=1.0)
+        rotating, fixed = self._pairs
+        return F.pad(like.new_full((rotating,), self.temperature), (0, fixed), value=1.0)
 
     def frequencies(self, device: torch.device, positions: Tensor | None) -> Tensor:
         """Return the frequencies [D / 2]; positions: those of the call, from which "dynamic" takes the longest row."""
         settings = self._settings
-        turning, still = self._pairs
-        speeds = rotary_frequencies(turning, base=settings["rope_theta"], device=device)
+        rotating, fixed = self._pairs
+        speeds = rotary_frequencies(rotating, base=settings["rope_theta"], device=device)
         speeds = SCALINGS[settings["rope_type"]](speeds, settings, self.config, positions)
-        return F.pad(speeds, (0, still)) if still else speeds
+        return F.pad(speeds, (0, fixed)) if fixed else speeds
 
     @property
     def _pairs(self) -> tuple[int, int]:
         """The numbers of channel pairs that rotate, and of the last ones that do not."""
         assert self.config.head_dim is not None
-        turning = int(self.config.head_dim * self._settings["partial_rotary_factor"]) // 2
-        return turning, self.config.head_dim // 2 - turning
+        rotating = int(self.config.head_dim * self._settings["partial_rotary_factor"]) // 2
+        return rotating, self.config.head_dim // 2 - rotating
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -81,15 +81,15 @@ class RotaryPositions(nn.Module):
         return self.config.rotary
 
 
-def _unchanged(speeds: Tensor, _: dict[str, Any], __: NaLaConfig, ___: Tensor | None) -> Tensor:
+def _keep_speeds(speeds: Tensor, _: dict[str, Any], __: NaLaConfig, ___: Tensor | None) -> Tensor:
     return speeds
 
 
-def _slower(speeds: Tensor, settings: dict[str, Any], _: NaLaConfig, __: Tensor | None) -> Tensor:
+def _scale_linear(speeds: Tensor, settings: dict[str, Any], _: NaLaConfig, __: Tensor | None) -> Tensor:
     return speeds / settings["factor"]
 
 
-def _slower_for_long_rows(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, positions: Tensor | None) -> Tensor:
+def _scale_dynamic(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, positions: Tensor | None) -> Tensor:
     """Scale by NTK: base' = base (factor length / trained - factor + 1)^(D / (D - 2)) from the trained length on."""
     if positions is None or len(speeds) < 2:
         return speeds
@@ -101,15 +101,15 @@ def _slower_for_long_rows(speeds: Tensor, settings: dict[str, Any], config: NaLa
     return speeds * growth**-exponents
 
 
-def _slower_where_slow(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, _: Tensor | None) -> Tensor:
+def _scale_yarn(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, _: Tensor | None) -> Tensor:
     """Scale as YaRN: fast pairs stay, those with less than one rotation in the trained length are slowed, a ramp between."""
     trained = settings.get("original_max_position_embeddings") or config.max_position_embeddings
     pairs = len(speeds)
 
-    def pair_that_turns(times: float) -> float:
+    def pair_with_rotations(times: float) -> float:
         return pairs * math.log(trained / (times * 2 * math.pi)) / math.log(settings["rope_theta"])
 
-    first, last = pair_that_turns(settings.get("beta_fast") or 32), pair_that_turns(settings.get("beta_slow") or 1)
+    first, last = pair_with_rotations(settings.get("beta_fast") or 32), pair_with_rotations(settings.get("beta_slow") or 1)
     if settings.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
@@ -118,25 +118,25 @@ def _slower_where_slow(speeds: Tensor, settings: dict[str, Any], config: NaLaCon
     return speeds * (1 - ramp) + speeds / settings["factor"] * ramp
 
 
-def _slower_by_wavelength(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, _: Tensor | None) -> Tensor:
+def _scale_llama3(speeds: Tensor, settings: dict[str, Any], config: NaLaConfig, _: Tensor | None) -> Tensor:
     """Scale as Llama 3: like YaRN, with the ramp over the rotations in the trained length."""
     trained = settings.get("original_max_position_embeddings") or config.max_position_embeddings
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
-    turns = trained * speeds / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    rotations = trained * speeds / (2 * math.pi)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return speeds * kept + speeds / settings["factor"] * (1 - kept)
 
 
-def _sharpness(factor: float, weight: float) -> float:
+def _yarn_temperature(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 Scaling = Callable[[Tensor, dict[str, Any], NaLaConfig, Tensor | None], Tensor]
 SCALINGS: dict[str, Scaling] = {
-    "default": _unchanged,
-    "linear": _slower,
-    "dynamic": _slower_for_long_rows,
-    "yarn": _slower_where_slow,
-    "llama3": _slower_by_wavelength,
+    "default": _keep_speeds,
+    "linear": _scale_linear,
+    "dynamic": _scale_dynamic,
+    "yarn": _scale_yarn,
+    "llama3": _scale_llama3,
 }
 """Functions that scale the frequencies, by the names of config.ROTARY_KINDS."""

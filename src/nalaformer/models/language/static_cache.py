@@ -52,7 +52,7 @@ class NaLaStaticCache(LanguageCache, StaticCache):
     layers: list[RecurrentLayer | StaticLayer]  # type: ignore[assignment]
 
     def __init__(self, config: NaLaConfig, max_cache_len: int) -> None:
-        recurrent = [mixer in RECURRENT_MIXERS for mixer in config.mixer_of_layers]
+        recurrent = [mixer in RECURRENT_MIXERS for mixer in config.layer_mixers]
         Cache.__init__(
             self, layers=[StaticRecurrentLayer() if is_recurrent else StaticLayer(max_cache_len) for is_recurrent in recurrent]
         )

@@ -42,7 +42,7 @@ class Tokens:
     weights: list[Tensor] | None = None
     """A list to which `softmax` mixers append their weights [B, H, N, past + N]; None: the weights are not returned."""
 
-    def between(self, start: int, stop: int) -> "Tokens":
+    def slice_tokens(self, start: int, stop: int) -> "Tokens":
         """Return the tokens start .. stop - 1 for a recurrent mixer; packed sequences cannot be split."""
         mask = None if self.key_mask is None else self.key_mask[:, start:stop]
         past = self.past + start
@@ -73,7 +73,7 @@ def describe_tokens(
     if isinstance(attention_mask, dict):
         key_mask, pairs = attention_mask["linear_attention"], attention_mask["full_attention"]
     elif attention_mask is not None and attention_mask.dim() == 4:
-        pairs = _mask_of_pairs(config, attention_mask)
+        pairs = _check_pair_mask(config, attention_mask)
     else:
         visible = _visible(attention_mask, batch, past + length)
         # only new tokens matter: rows padded long ago need no mask
@@ -92,14 +92,14 @@ def describe_tokens(
             "sequences, or one sequence in each row"
         )
     if is_first and (cu_seqlens is not None or (position_ids is not None and length > 1)):
-        starts, bounds = _packing(position_ids, cu_seqlens, key_mask, batch, length, device)
+        starts, bounds = _find_packing(position_ids, cu_seqlens, key_mask, batch, length, device)
     elif position_ids is not None and length > 1 and pairs is None:
-        _refuse_packing_after_cache(position_ids, key_mask, batch, length, past)
+        _reject_packing_after_cache(position_ids, key_mask, batch, length, past)
     if starts is not None:
         sequence = starts.flatten().cumsum(0).unflatten(0, (batch, length))
     if position_ids is None:
         position_ids = _positions(visible, starts, past, length, device)
-    if pairs is None and "softmax" in config.mixer_of_layers:
+    if pairs is None and "softmax" in config.layer_mixers:
         pairs = _pairs(visible, sequence, past, length, device, capacity)
     temperatures = places.temperatures(embeddings.new_empty((), dtype=compute_dtype(embeddings)))
     return Tokens(
@@ -120,13 +120,13 @@ def static_masks(config: NaLaConfig, embeddings: Tensor, attention_mask: Tensor 
     batch, length = embeddings.shape[:2]
     visible = _visible(attention_mask, batch, past + length)
     key_mask = None if visible is None else none_if_all(visible[:, visible.shape[1] - length :])
-    has_softmax = "softmax" in config.mixer_of_layers
+    has_softmax = "softmax" in config.layer_mixers
     pairs = _pairs(visible, None, past, length, embeddings.device, capacity) if has_softmax else None
     return {"full_attention": pairs, "linear_attention": key_mask}
 
 
-def _mask_of_pairs(config: NaLaConfig, mask: Tensor) -> Tensor:
-    recurrent = [mixer for mixer in config.mixer_of_layers if mixer in RECURRENT_MIXERS]
+def _check_pair_mask(config: NaLaConfig, mask: Tensor) -> Tensor:
+    recurrent = [mixer for mixer in config.layer_mixers if mixer in RECURRENT_MIXERS]
     if recurrent:
         raise ValueError(
             f"a mask for each pair of tokens needs `softmax` mixers alone, got attention_mask of shape {tuple(mask.shape)} and "
@@ -163,7 +163,7 @@ def has_numbers(x: Tensor) -> bool:
 
 # values are read on the host, so each packing would be traced as another program
 @torch.compiler.disable
-def _packing(
+def _find_packing(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     key_mask: Tensor | None,
@@ -204,7 +204,7 @@ def _packing(
     return starts, torch.tensor([*starts.flatten().nonzero()[:, 0].tolist(), starts.numel()])
 
 
-def _refuse_packing_after_cache(position_ids: Tensor, key_mask: Tensor | None, batch: int, length: int, past: int) -> None:
+def _reject_packing_after_cache(position_ids: Tensor, key_mask: Tensor | None, batch: int, length: int, past: int) -> None:
     if is_traced(position_ids):
         return
     starts = (position_ids == 0).expand(batch, length)

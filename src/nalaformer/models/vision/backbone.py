@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ...attention import Attention, DepthwiseConv, LayerNorm
 from ...attention.position_table import PositionTable
 from ...ops import scaled_residual
-from ...published_names import backbone_part, is_published_model, translate, warn_of_others
+from ...published_names import backbone_part, is_published_model, translate, warn_about_others
 from .block import Block, as_image, as_tokens, parameters_without_decay
 from .config import BackboneConfig
 from .resampling import resample_to
@@ -61,7 +61,7 @@ class Backbone(nn.Module):
         self.feature_info = [
             {"num_chs": dim, "reduction": config.stride(index), "module": f"stages.{index}"} for index, dim in enumerate(dims)
         ]
-        self._initialise()
+        self._initialize()
         self.to(dtype=dtype)
         self.register_load_state_dict_pre_hook(fit_weights)
 
@@ -155,7 +155,7 @@ class Backbone(nn.Module):
             for number, block in enumerate(stage.blocks):
                 attention: Any = block.attention
                 if attention.table is not None:
-                    grid = self.config.attention_of(index, number).table_grid
+                    grid = self.config.attention_config(index, number).table_grid
                     attention.table.resample(grid)
                     # the other parts of the layer may have been converted
                     attention.config = replace(attention.config, table_grid=grid)
@@ -179,7 +179,7 @@ class Backbone(nn.Module):
     def _stem(self, image: Tensor) -> Tensor:
         return self.stem(checked_image(image, self.in_chans))
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         for module in self.modules():
             # the published patch layouts leave convolutions at torch's initialization
             own = (nn.Linear, nn.Conv2d) if self.config.stem == "convolutions" else (nn.Linear,)
@@ -203,13 +203,13 @@ class Stage(nn.Module):
         self.positions = PositionTable(channels=dim, grid=config.grid(index)) if has_table else None
         self.blocks = nn.ModuleList(
             Block(
-                config.attention_of(index, block),
+                config.attention_config(index, block),
                 dim=dim,
-                num_heads=config.of_stage("num_heads", index),
-                mlp_ratio=config.of_stage("mlp_ratios", index),
+                num_heads=config.stage_value("num_heads", index),
+                mlp_ratio=config.stage_value("mlp_ratios", index),
                 local_positions=config.local_positions,
                 feed_forward_mix=config.feed_forward_mix,
-                layer_scale=config.of_stage("layer_scale", index),
+                layer_scale=config.stage_value("layer_scale", index),
                 drop_path=_drop_path(config, index, block),
                 drop=config.proj_drop_rate,
                 activation=config.act_layer,
@@ -281,6 +281,6 @@ def translate_published_names(model: nn.Module, state_dict: dict[str, Any], pref
     inside, others = backbone_part(state_dict)
     if is_published_model(inside):
         inside = translate(inside, model.config.family)  # type: ignore[union-attr, arg-type]
-    warn_of_others(others)
+    warn_about_others(others)
     state_dict.clear()
     state_dict.update(inside)

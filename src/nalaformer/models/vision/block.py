@@ -70,9 +70,9 @@ class Block(nn.Module):
         return put_back(x, tokens, kept)
 
     @torch.no_grad()
-    def received(self, x: Tensor, grid: Grid) -> Tensor:
+    def received_attention(self, x: Tensor, grid: Grid) -> Tensor:
         """Return the attention that each token would receive in this block, [B, N]."""
-        return self.attention.received(self.norm1(x if self.local1 is None else self.local1(x, grid, plus=x)), grid)
+        return self.attention.received_attention(self.norm1(x if self.local1 is None else self.local1(x, grid, plus=x)), grid)
 
     def scaled_layers(self) -> dict[str, nn.Module]:
         """Return the layer before each layer scale, with only dropout between: `nalaformer.fold` folds the scale into it."""

@@ -119,7 +119,7 @@ class BackboneConfig:
                 "attention has no weight for each pair; use proj_drop_rate or drop_path_rate"
             )
 
-    def of_stage(self, name: str, stage: int) -> Any:
+    def stage_value(self, name: str, stage: int) -> Any:
         """Return the entry for a stage of a field in PER_STAGE."""
         return getattr(self, name)[stage]
 
@@ -142,9 +142,9 @@ class BackboneConfig:
         feature_map = configure(self.attention, self.attention_options).feature_map
         return self.attention_stages[stage] == "l" and feature_map is not None
 
-    def attention_of(self, stage: int, block: int) -> AttentionConfig:
+    def attention_config(self, stage: int, block: int) -> AttentionConfig:
         """Return the configuration of a block's attention layer."""
-        reduction = self.of_stage("key_reduction" if self.is_linear(stage) else "softmax_key_reduction", stage)
+        reduction = self.stage_value("key_reduction" if self.is_linear(stage) else "softmax_key_reduction", stage)
         height, width = self.grid(stage)
         parts: dict[str, Any] = {
             "key_reduction": reduction,

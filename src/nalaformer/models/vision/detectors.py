@@ -96,7 +96,7 @@ class Detector(nn.Module):
         self.network, self.config = network, config
         # label 0 is the background in R-CNN, but not in RetinaNet
         self.first_label = 0 if config.kind == "retinanet" else 1
-        for head in heads_of(network):
+        for head in head_modules(network):
             head.register_forward_hook(in_float32)
 
     @property
@@ -166,7 +166,7 @@ class Pyramid(nn.Module):
         self.is_channels_last = str(getattr(features, "output_fmt", "NCHW")).endswith("NHWC")
         last = LastLevelP6P7(config.channels, config.channels) if config.kind == "retinanet" else LastLevelMaxPool()
         self.fpn = FeaturePyramidNetwork(
-            features.feature_info.channels(), config.channels, extra_blocks=last, norm_layer=norm_of(config)
+            features.feature_info.channels(), config.channels, extra_blocks=last, norm_layer=norm_layer(config)
         )
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
@@ -195,7 +195,7 @@ def retinanet(pyramid: Pyramid, config: DetectorConfig) -> nn.Module:
     anchors = AnchorGenerator(
         tuple((side, int(side * 2 ** (1 / 3)), int(side * 2 ** (2 / 3))) for side in sides), (RATIOS,) * len(sides)
     )
-    head = RetinaNetHead(config.channels, anchors.num_anchors_per_location()[0], config.classes, norm_layer=norm_of(config))
+    head = RetinaNetHead(config.channels, anchors.num_anchors_per_location()[0], config.classes, norm_layer=norm_layer(config))
     for part in (head.classification_head, head.regression_head):
         part.conv = part.conv[: config.head_layers]
     return RetinaNet(pyramid, config.classes, anchor_generator=anchors, head=head, detections_per_img=config.detections)
@@ -233,11 +233,11 @@ def region_pooling(pyramid: Pyramid, config: DetectorConfig, side: int) -> Multi
     return pool
 
 
-def norm_of(config: DetectorConfig) -> Any:
+def norm_layer(config: DetectorConfig) -> Any:
     return partial(nn.GroupNorm, 8) if config.head_norm else None
 
 
-def heads_of(network: Any) -> list[nn.Module]:
+def head_modules(network: Any) -> list[nn.Module]:
     """Return the modules that compute scores, box offsets, and masks."""
     if isinstance(network, RetinaNet):
         return [network.head.classification_head, network.head.regression_head]

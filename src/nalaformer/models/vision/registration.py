@@ -13,7 +13,7 @@ from .variants import VARIANTS, build
 __all__: list[str] = []
 
 
-def take_files_of_whole_networks(features: FeatureGetterNet, names: set[str]) -> None:
+def accept_whole_checkpoints(features: FeatureGetterNet, names: set[str]) -> None:
     """Let features_only=True load files of the whole network, with our names or the authors', and drop what timm cut off.
 
     names: parameters of the whole network; tensors with other names stay, so that torch rejects them.
@@ -49,7 +49,7 @@ def entry(name: str) -> Callable[..., Backbone]:
 
         model = build_model_with_cfg(build_whole, name, pretrained, feature_cfg=features, **options)
         if isinstance(model, FeatureGetterNet):
-            take_files_of_whole_networks(model, names)
+            accept_whole_checkpoints(model, names)
         return model
 
     # timm registers a function under its name, and looks for default_cfgs in its module

@@ -6,7 +6,7 @@ from typing import Any
 from timm.layers import resize_rel_pos_bias_table
 from torch import Tensor, nn
 
-from ...attention.position_table import PositionTable, resampled
+from ...attention.position_table import PositionTable, resample_table
 from ...attention.windows import RelativeBias
 
 
@@ -29,7 +29,7 @@ def resample_to(model: nn.Module, weights: dict[str, Any], prefix: str = "") -> 
             fits = value.shape[1:2] == module.table.shape[1:2] or value.shape[2:] != module.table.shape[2:]
             if fits or not side or side**2 != value.shape[1]:
                 continue
-            weights[key] = resampled(value, (side, side), module.grid)
+            weights[key] = resample_table(value, (side, side), module.grid)
             lines.append(f"{key}: {side} x {side} -> {module.grid[0]} x {module.grid[1]}")
         else:
             side = math.isqrt(value.shape[0]) if value.dim() == 2 else 0

@@ -43,7 +43,7 @@ class PatchConv(nn.Conv2d):
         super().__init__(channels_in, channels_out, size, stride=size)
 
     def forward(self, image: Tensor) -> Tensor:
-        return super().forward(padded(image, self.kernel_size[0]))
+        return super().forward(pad_to_multiple(image, self.kernel_size[0]))
 
 
 class PatchMerging(nn.Module):
@@ -55,10 +55,10 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim_in, dim_out, bias=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        cells = padded(image, 2).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, C, H/2, 2, W/2, 2]
+        cells = pad_to_multiple(image, 2).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, C, H/2, 2, W/2, 2]
         # column by column inside a cell, the published order of the weights' inputs
-        neighbours = cells.permute(0, 2, 4, 5, 3, 1).flatten(3)  # [B, H/2, W/2, 4C]
-        return self.reduction(self.norm(neighbours)).permute(0, 3, 1, 2)
+        neighbors = cells.permute(0, 2, 4, 5, 3, 1).flatten(3)  # [B, H/2, W/2, 4C]
+        return self.reduction(self.norm(neighbors)).permute(0, 3, 1, 2)
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -68,6 +68,6 @@ class ChannelNorm(nn.LayerNorm):
         return super().forward(image.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def padded(image: Tensor, size: int) -> Tensor:
+def pad_to_multiple(image: Tensor, size: int) -> Tensor:
     """Pad with zeros below and to the right, up to multiples of `size`."""
     return F.pad(image, (0, -image.shape[3] % size, 0, -image.shape[2] % size))

@@ -98,7 +98,7 @@ def create_segmentation_network(
         options |= {"decoder_segmentation_channels": segmentation_channels}
     else:
         options = {"decoder_channels": decoder_channels}
-    refuse_without_pyramid(backbone)
+    check_pyramid(backbone)
     network = getattr(smp, DECODERS[decoder])(
         f"tu-{backbone}", encoder_weights=None, classes=classes, **options, **backbone_options
     )
@@ -106,7 +106,7 @@ def create_segmentation_network(
     return SegmentationNetwork(network, classes=classes, auxiliary_channels=AUXILIARY_CHANNELS if has_head else 0)
 
 
-def refuse_without_pyramid(backbone: str) -> None:
+def check_pyramid(backbone: str) -> None:
     """Check that the backbone has the strides 4, 8, 16 and 32, which the decoders need."""
     import timm
     import torch

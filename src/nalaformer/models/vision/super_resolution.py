@@ -62,7 +62,7 @@ class SuperResolution(nn.Module):
         self.scale, self.skip = scale, skip
         options = dict(attention_options or {})
         self.features = Features(
-            [[attention_of(attention, options, block) for block in range(depth)] for depth in depths],
+            [[attention_config(attention, options, block) for block in range(depth)] for depth in depths],
             dim=embed_dim,
             num_heads=num_heads,
             mlp_ratio=mlp_ratio,
@@ -153,7 +153,7 @@ class ResidualGroup(nn.Module):
         return tokens + as_tokens(self.conv(as_image(x, grid)))
 
 
-def attention_of(name: str, options: dict[str, Any], block: int) -> AttentionConfig:
+def attention_config(name: str, options: dict[str, Any], block: int) -> AttentionConfig:
     """Return the attention of a block by its index in the group; windows of every second block are shifted."""
     if name not in ATTENTIONS:
         raise unknown_name("attention", name, ATTENTIONS)

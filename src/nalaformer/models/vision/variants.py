@@ -110,7 +110,7 @@ LAYOUTS = {
 }
 
 
-def _sized(
+def _make_size(
     embed_dims: tuple[int, ...],
     depths: tuple[int, ...],
     num_heads: tuple[int, ...],
@@ -129,12 +129,12 @@ def _sized(
 
 # the sizes that NaLaFormer, PolaFormer++, RALA and MALA share, the smallest first
 SIZES = {
-    "6m": _sized((32, 64, 128, 384), (2, 2, 2, 2), (1, 2, 4, 12)),
-    "8m": _sized((32, 64, 192, 384), (2, 2, 4, 2), (1, 2, 6, 12)),
-    "t": _sized((64, 128, 256, 512), (2, 2, 6, 2), (1, 2, 4, 8)),
-    "s": _sized((64, 128, 320, 512), (3, 5, 9, 3), (1, 2, 5, 8), drop_path_rate=0.15),
-    "b": _sized((96, 192, 384, 512), (4, 6, 12, 6), (1, 2, 6, 8), drop_path_rate=0.4, layer_scale=(1.0, 1.0, 1e-6, 1e-6)),
-    "l": _sized((96, 192, 448, 640), (4, 7, 19, 8), (1, 2, 7, 10), drop_path_rate=0.55, layer_scale=1e-6),
+    "6m": _make_size((32, 64, 128, 384), (2, 2, 2, 2), (1, 2, 4, 12)),
+    "8m": _make_size((32, 64, 192, 384), (2, 2, 4, 2), (1, 2, 6, 12)),
+    "t": _make_size((64, 128, 256, 512), (2, 2, 6, 2), (1, 2, 4, 8)),
+    "s": _make_size((64, 128, 320, 512), (3, 5, 9, 3), (1, 2, 5, 8), drop_path_rate=0.15),
+    "b": _make_size((96, 192, 384, 512), (4, 6, 12, 6), (1, 2, 6, 8), drop_path_rate=0.4, layer_scale=(1.0, 1.0, 1e-6, 1e-6)),
+    "l": _make_size((96, 192, 448, 640), (4, 7, 19, 8), (1, 2, 7, 10), drop_path_rate=0.55, layer_scale=1e-6),
 }
 
 

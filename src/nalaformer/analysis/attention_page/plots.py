@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # the page replaces this color by that of its text, so that plots are readable on dark and light pages
 INK, PAPER = "#101010", "#fefefe"
-HEAD_COLOURS = (BLUE, *OTHER_COLOURS[:4])
+HEAD_COLORS = (BLUE, *OTHER_COLOURS[:4])
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 FONTS: Any = {"svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
 COLUMNS = 4
@@ -45,7 +45,7 @@ def draw_curve(axes: Any, curve: Curve) -> None:
         axes.plot(
             norms,
             entropy,
-            color=HEAD_COLOURS[head % len(HEAD_COLOURS)],
+            color=HEAD_COLORS[head % len(HEAD_COLORS)],
             marker=MARKERS[head % len(MARKERS)],
             markersize=3.2,
             linewidth=1.1,
@@ -111,13 +111,13 @@ def draw_depth(models: Sequence[tuple[str, Sequence[Sequence[float]]]]) -> "Figu
     axes = figure.add_subplot()
     deepest = max(len(each) for _, each in models) - 1
     for number, (name, layers) in enumerate(models):
-        colour, marker, line = ((VERMILION, "o", "-"), (BLUE, "s", "--"))[number % 2]
+        color, marker, line = ((VERMILION, "o", "-"), (BLUE, "s", "--"))[number % 2]
         # as on the slider, the same relative depth has the same place
         places = [1 + deepest * layer / max(1, len(layers) - 1) for layer in range(len(layers))]
         for place, heads in zip(places, layers, strict=True):
-            axes.plot([place] * len(heads), heads, linestyle="none", marker=marker, color=colour, markersize=4, alpha=0.45)
+            axes.plot([place] * len(heads), heads, linestyle="none", marker=marker, color=color, markersize=4, alpha=0.45)
         means = [sum(heads) / len(heads) for heads in layers]
-        axes.plot(places, means, color=colour, linestyle=line, linewidth=1.8, marker=marker, markersize=5, label=name)
+        axes.plot(places, means, color=color, linestyle=line, linewidth=1.8, marker=marker, markersize=5, label=name)
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     axes.set_ylim(-0.03, 1.06)
     axes.set_xlabel("layer")

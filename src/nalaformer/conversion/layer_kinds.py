@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, AttentionConfig, configure
-from ..feature_maps import map_options_of
+from ..feature_maps import map_option_names
 from ..registry import unknown_name
 from .adapters import (
     Adapter,
@@ -58,7 +58,7 @@ HEADS = ("num_heads", "num_attention_heads", "heads")
 
 
 @dataclass(frozen=True)
-class Host:
+class LayerKind:
     """A kind of attention layer: the reason why a layer must stay ("" if none), and its replacement."""
 
     obstacle: Callable[[Any], str]
@@ -71,7 +71,7 @@ class Host:
         return next(getattr(part, name) for part in module.modules() for name in HEADS if hasattr(part, name))
 
 
-def hosts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, Host]]:
+def find_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind]]:
     """Yield the attention layers of a model: name, layer and kind."""
     has_rotary = any(type(module).__name__.startswith("RotaryEmbedding") for module in model.modules())
     whole = None
@@ -80,15 +80,15 @@ def hosts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, Host]]:
         if whole is not None and name.startswith(whole):
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
-        host = host_of(module, parent)
-        if host is TIMM_EVA and has_rotary:
-            host = staying(ROTARY)
-        if host is not None:
-            whole = None if host is UNKNOWN else f"{name}."
-            yield name, module, host
+        layer_kind = find_kind(module, parent)
+        if layer_kind is TIMM_EVA and has_rotary:
+            layer_kind = unconvertible(ROTARY)
+        if layer_kind is not None:
+            whole = None if layer_kind is UNKNOWN else f"{name}."
+            yield name, module, layer_kind
 
 
-def host_of(module: nn.Module, parent: nn.Module) -> Host | None:
+def find_kind(module: nn.Module, parent: nn.Module) -> LayerKind | None:
     """Return the kind of an attention layer; None for other modules. parent: the module around it."""
     kind, package = type(module).__name__, type(module).__module__
     if isinstance(module, Attention):
@@ -106,7 +106,7 @@ def host_of(module: nn.Module, parent: nn.Module) -> Host | None:
         is_known = type(parent).__module__ == "torchvision.models.vision_transformer"
         return TORCH_IN_VIT if is_known else UNKNOWN
     if (package, kind) in OBSTACLES:
-        return staying(OBSTACLES[package, kind])
+        return unconvertible(OBSTACLES[package, kind])
     if (package, kind) == ("timm.models.eva", "EvaAttention"):
         return TIMM_EVA
     if (package, kind) == ("torchvision.models.swin_transformer", "ShiftedWindowAttention"):
@@ -128,14 +128,14 @@ def host_of(module: nn.Module, parent: nn.Module) -> Host | None:
     return UNKNOWN if has_heads and projects else None
 
 
-def staying(reason: str) -> Host:
-    return Host(lambda module: reason, lambda module, attention, options: module)
+def unconvertible(reason: str) -> LayerKind:
+    return LayerKind(lambda module: reason, lambda module, attention, options: module)
 
 
 # --- our layer replaces another ------------------------------------------------------------------------------------------
 
 
-def settled(attention: str, options: dict[str, Any], defaults: dict[str, Any], *, bias: bool) -> AttentionConfig:
+def conversion_config(attention: str, options: dict[str, Any], defaults: dict[str, Any], *, bias: bool) -> AttentionConfig:
     config = configure(attention, defaults | {"qkv_bias": bias} | options)
     if config.feature_map is None:
         raise ValueError(f"{attention!r} is the softmax attention that the model has already; name a linear method")
@@ -144,8 +144,8 @@ def settled(attention: str, options: dict[str, Any], defaults: dict[str, Any], *
     return config
 
 
-def settled_without_grid(attention: str, options: dict[str, Any], *, bias: bool) -> AttentionConfig:
-    config = settled(attention, options, WITHOUT_NEW_PROJECTIONS | WITHOUT_GRID, bias=bias)
+def conversion_config_without_grid(attention: str, options: dict[str, Any], *, bias: bool) -> AttentionConfig:
+    config = conversion_config(attention, options, WITHOUT_NEW_PROJECTIONS | WITHOUT_GRID, bias=bias)
     if config.position != "none" or config.local_mix != "none":
         raise ValueError(
             'a ViT tells its attention no grid (a class token lies on none): leave position and local_mix at "none", got '
@@ -154,12 +154,12 @@ def settled_without_grid(attention: str, options: dict[str, Any], *, bias: bool)
     return config
 
 
-def settled_with_grid(attention: str, options: dict[str, Any], *, bias: bool) -> AttentionConfig:
+def conversion_config_with_grid(attention: str, options: dict[str, Any], *, bias: bool) -> AttentionConfig:
     """Use no positions by default: these networks learn positions in their convolutions."""
-    return settled(attention, options, WITHOUT_NEW_PROJECTIONS | {"position": "none"}, bias=bias)
+    return conversion_config(attention, options, WITHOUT_NEW_PROJECTIONS | {"position": "none"}, bias=bias)
 
 
-def filled(config: AttentionConfig, num_heads: int, qkv: tuple[nn.Linear, ...], output: nn.Linear) -> Attention:
+def build_layer(config: AttentionConfig, num_heads: int, qkv: tuple[nn.Linear, ...], output: nn.Linear) -> Attention:
     """Build our layer with the weights of theirs, on the same device and in the same dtype."""
     dim, like = output.in_features, output.weight
     with torch.device(like.device):
@@ -177,7 +177,7 @@ def filled(config: AttentionConfig, num_heads: int, qkv: tuple[nn.Linear, ...], 
     return layer
 
 
-def filled_on_grid(
+def build_layer_on_grid(
     config: AttentionConfig,
     num_heads: int,
     q: nn.Linear,
@@ -188,7 +188,7 @@ def filled_on_grid(
 ) -> Attention:
     """Build our layer for keys of a smaller image, made by a convolution and a norm; None: keys of the tokens themselves."""
     if smaller is None or norm is None:
-        return filled(config, num_heads, (q, *kv), output)
+        return build_layer(config, num_heads, (q, *kv), output)
     config = replace(config, key_reduction=smaller.kernel_size[0])
     with torch.device(output.weight.device):
         layer = Attention(config, dim=output.in_features, num_heads=num_heads).to(output.weight.dtype)
@@ -230,20 +230,20 @@ class Parts:
     def has_bias(self, module: Any) -> bool:
         return module.get_submodule(self.qkv[0]).bias is not None
 
-    def filled(self, module: Any, config: AttentionConfig) -> Attention:
+    def build_layer(self, module: Any, config: AttentionConfig) -> Attention:
         """Build our layer with the weights of the module."""
         qkv = tuple(module.get_submodule(name) for name in self.qkv)
-        return filled(config, attrgetter(self.heads)(module), qkv, module.get_submodule(self.output))
+        return build_layer(config, attrgetter(self.heads)(module), qkv, module.get_submodule(self.output))
 
-    def host(self, adapter: type[Adapter], record: str, *, more: Callable[[Any], str] = lambda module: "") -> Host:
+    def make_kind(self, adapter: type[Adapter], record: str, *, more: Callable[[Any], str] = lambda module: "") -> LayerKind:
         """Return a kind whose attention gets no grid; more: returns another reason why a layer must stay."""
 
         def convert(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-            config = settled_without_grid(attention, options, bias=self.has_bias(module))
+            config = conversion_config_without_grid(attention, options, bias=self.has_bias(module))
             dropout = module.get_submodule(self.dropout) if self.dropout else None
-            return adapter(self.filled(module, config), dropout)
+            return adapter(self.build_layer(module, config), dropout)
 
-        return Host(lambda module: more(module) or self.obstacle(module), convert, record)
+        return LayerKind(lambda module: more(module) or self.obstacle(module), convert, record)
 
 
 def projections_obstacle(heads: int, dim: int, output: nn.Linear) -> str:
@@ -277,31 +277,31 @@ def timm_vit_obstacle(module: Any) -> str:
     return ""
 
 
-def settled_in_windows(
+def conversion_config_in_windows(
     parts: Parts, module: Any, window: tuple[int, int], attention: str, options: dict[str, Any]
 ) -> AttentionConfig:
     """Configure attention in windows, where position and local mix of the method replace the relative bias."""
-    return settled(attention, options, WITHOUT_NEW_PROJECTIONS | {"table_grid": window}, bias=parts.has_bias(module))
+    return conversion_config(attention, options, WITHOUT_NEW_PROJECTIONS | {"table_grid": window}, bias=parts.has_bias(module))
 
 
 def convert_timm_swin(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     window = (module.window_size[0], module.window_size[1])
-    config = settled_in_windows(TIMM, module, window, attention, options)
-    return TimmWindowAttention(TIMM.filled(module, config), module.proj_drop, window)
+    config = conversion_config_in_windows(TIMM, module, window, attention, options)
+    return TimmWindowAttention(TIMM.build_layer(module, config), module.proj_drop, window)
 
 
 def convert_transformers_swin(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     window = tuple(module.relative_position_bias.window_size)
-    config = settled_in_windows(TRANSFORMERS, module, window, attention, options)
-    return TransformersWindowAttention(TRANSFORMERS.filled(module, config), None, window)
+    config = conversion_config_in_windows(TRANSFORMERS, module, window, attention, options)
+    return TransformersWindowAttention(TRANSFORMERS.build_layer(module, config), None, window)
 
 
 def convert_torchvision_swin(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
     """Convert a layer that splits images into windows itself, as ours does; the local mix sees the whole image."""
     window = (module.window_size[0], module.window_size[1])
-    config = settled_in_windows(TIMM, module, window, attention, options)
+    config = conversion_config_in_windows(TIMM, module, window, attention, options)
     config = replace(config, window=window[0], shifted=any(module.shift_size))
-    return TorchvisionWindowAttention(TIMM.filled(module, config), nn.Dropout(module.dropout))
+    return TorchvisionWindowAttention(TIMM.build_layer(module, config), nn.Dropout(module.dropout))
 
 
 def torchvision_swin_obstacle(module: Any) -> str:
@@ -343,12 +343,12 @@ def torch_in_vit_obstacle(module: Any) -> str:
 
 
 def convert_torch_in_vit(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    joined = linear_of(module.in_proj_weight, module.in_proj_bias)
-    config = settled_without_grid(attention, options, bias=joined.bias is not None)
-    return TorchAttention(filled(config, module.num_heads, (joined,), module.out_proj))
+    joined = as_linear(module.in_proj_weight, module.in_proj_bias)
+    config = conversion_config_without_grid(attention, options, bias=joined.bias is not None)
+    return TorchAttention(build_layer(config, module.num_heads, (joined,), module.out_proj))
 
 
-def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Build a layer around these weights, to read them from."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach())
@@ -364,18 +364,18 @@ def timm_pvt_obstacle(module: Any) -> str:
 
 
 def convert_timm_pvt(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    config = settled_with_grid(attention, options, bias=module.q.bias is not None)
-    layer = filled_on_grid(config, module.num_heads, module.q, (module.kv,), module.sr, module.norm, module.proj)
+    config = conversion_config_with_grid(attention, options, bias=module.q.bias is not None)
+    layer = build_layer_on_grid(config, module.num_heads, module.q, (module.kv,), module.sr, module.norm, module.proj)
     return TimmGridAttention(layer, module.proj_drop)
 
 
 def convert_transformers_segformer(module: Any, attention: str, options: dict[str, Any]) -> nn.Module:
-    config = settled_with_grid(attention, options, bias=module.q_proj.bias is not None)
+    config = conversion_config_with_grid(attention, options, bias=module.q_proj.bias is not None)
     smaller = getattr(module, "sequence_reduction", None)
     convolution, norm = (None, None) if smaller is None else (smaller.sequence_reduction, smaller.layer_norm)
     kv = (module.k_proj, module.v_proj)
     return TransformersGridAttention(
-        filled_on_grid(config, module.num_attention_heads, module.q_proj, kv, convolution, norm, module.o_proj)
+        build_layer_on_grid(config, module.num_attention_heads, module.q_proj, kv, convolution, norm, module.o_proj)
     )
 
 
@@ -392,10 +392,10 @@ def convert_timm_eva(module: Any, attention: str, options: dict[str, Any]) -> nn
         parts = list(zip(weights, (module.q_bias, module.k_bias, module.v_bias), strict=True))
     has_bias = any(bias is not None for _, bias in parts)
     linears = tuple(
-        linear_of(weight, weight.new_zeros(len(weight)) if has_bias and bias is None else bias) for weight, bias in parts
+        as_linear(weight, weight.new_zeros(len(weight)) if has_bias and bias is None else bias) for weight, bias in parts
     )
-    config = settled_without_grid(attention, options, bias=has_bias)
-    return TimmAttention(filled(config, module.num_heads, linears, module.proj), module.proj_drop)
+    config = conversion_config_without_grid(attention, options, bias=has_bias)
+    return TimmAttention(build_layer(config, module.num_heads, linears, module.proj), module.proj_drop)
 
 
 def our_obstacle(module: Attention) -> str:
@@ -406,8 +406,8 @@ def our_obstacle(module: Attention) -> str:
 
 def convert_ours(module: Attention, attention: str, options: dict[str, Any]) -> nn.Module:
     """Convert our own layer: only the feature map is new."""
-    method = settled(attention, options, {}, bias=True)
-    known = [*map_options_of(method.feature_map or ""), "feature_map", "rotary_over", "contrast", "key_weight"]
+    method = conversion_config(attention, options, {}, bias=True)
+    known = [*map_option_names(method.feature_map or ""), "feature_map", "rotary_over", "contrast", "key_weight"]
     for option in options:
         if option not in known:
             raise unknown_name("option of the feature map (our own layers keep their other parts):", option, known)
@@ -428,17 +428,17 @@ def convert_ours(module: Attention, attention: str, options: dict[str, Any]) -> 
     return layer
 
 
-OURS = Host(our_obstacle, convert_ours, "converted")
-TIMM_VIT = TIMM.host(TimmAttention, "qkv", more=timm_vit_obstacle)
-TIMM_SWIN = Host(TIMM.obstacle, convert_timm_swin, "qkv")
-TRANSFORMERS_VIT = TRANSFORMERS.host(TransformersAttention, "q_proj")
-TRANSFORMERS_NESTED_VIT = TRANSFORMERS_NESTED.host(TransformersNestedAttention, "output.dense")
-TRANSFORMERS_ENCODER = TRANSFORMERS_TWO.host(TransformersAttention, "q_proj", more=transformers_encoder_obstacle)
-TORCH_IN_VIT = Host(torch_in_vit_obstacle, convert_torch_in_vit, "out_proj")
-TIMM_PVT = Host(timm_pvt_obstacle, convert_timm_pvt, "q")
-TRANSFORMERS_SEGFORMER = Host(TRANSFORMERS.obstacle, convert_transformers_segformer, "q_proj")
-TRANSFORMERS_SWIN = Host(TRANSFORMERS.obstacle, convert_transformers_swin, "q_proj")
-TORCHVISION_SWIN = Host(torchvision_swin_obstacle, convert_torchvision_swin, "qkv")
-DIFFUSERS = DIFFUSERS_PARTS.host(DiffusersAttention, "to_q", more=diffusers_obstacle)
-TIMM_EVA = Host(timm_eva_obstacle, convert_timm_eva, "proj")
-UNKNOWN = staying("of a kind that is not known here")
+OURS = LayerKind(our_obstacle, convert_ours, "converted")
+TIMM_VIT = TIMM.make_kind(TimmAttention, "qkv", more=timm_vit_obstacle)
+TIMM_SWIN = LayerKind(TIMM.obstacle, convert_timm_swin, "qkv")
+TRANSFORMERS_VIT = TRANSFORMERS.make_kind(TransformersAttention, "q_proj")
+TRANSFORMERS_NESTED_VIT = TRANSFORMERS_NESTED.make_kind(TransformersNestedAttention, "output.dense")
+TRANSFORMERS_ENCODER = TRANSFORMERS_TWO.make_kind(TransformersAttention, "q_proj", more=transformers_encoder_obstacle)
+TORCH_IN_VIT = LayerKind(torch_in_vit_obstacle, convert_torch_in_vit, "out_proj")
+TIMM_PVT = LayerKind(timm_pvt_obstacle, convert_timm_pvt, "q")
+TRANSFORMERS_SEGFORMER = LayerKind(TRANSFORMERS.obstacle, convert_transformers_segformer, "q_proj")
+TRANSFORMERS_SWIN = LayerKind(TRANSFORMERS.obstacle, convert_transformers_swin, "q_proj")
+TORCHVISION_SWIN = LayerKind(torchvision_swin_obstacle, convert_torchvision_swin, "qkv")
+DIFFUSERS = DIFFUSERS_PARTS.make_kind(DiffusersAttention, "to_q", more=diffusers_obstacle)
+TIMM_EVA = LayerKind(timm_eva_obstacle, convert_timm_eva, "proj")
+UNKNOWN = unconvertible("of a kind that is not known here")
