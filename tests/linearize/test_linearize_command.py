@@ -230,7 +230,7 @@ def test_a_misspelt_setting_is_answered_with_a_name_that_is_taken(pretrained_fol
 def test_windows_longer_than_what_the_model_was_made_for_are_noted(pretrained_folder, tmp_path):
     for length, is_noted in ((512, False), (513, True)):
         said = run_command(pretrained_folder, tmp_path / "out", length=length, more=["--dry-run"]).output
-        assert ("the model was made for 512 tokens, got 513" in said) is is_noted
+        assert ("the model was trained for 512 tokens, got 513" in said) is is_noted
 
 
 def test_a_full_disk_in_the_last_save_leaves_no_half_and_the_same_command_ends(pretrained_folder, tmp_path, monkeypatch):
