@@ -44,7 +44,7 @@ DIFFUSERS_PROCESSORS = ("AttnProcessor", "AttnProcessor2_0")
 TRANSFORMERS_TWO_ENCODERS = ("CLIPAttention", "SiglipAttention", "Siglip2Attention")
 BIASED = "adds a learned bias for each pair of tokens, its positions, which linear attention cannot have"
 SCALED = "compares directions with a learned scale for each head, which linear attention has no place for"
-ROTARY = "turns queries and keys by rotary positions that its model gives to it, and ours takes none from outside"
+ROTARY = "rotates queries and keys by rotary positions that its model gives to it, and ours takes none from outside"
 # known layers that cannot be converted, by package and class, with the reason
 OBSTACLES = {
     ("timm.models.beit", "Attention"): BIASED,
