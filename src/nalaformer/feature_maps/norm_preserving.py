@@ -16,7 +16,7 @@ SMALLEST_NORM = 1e-5
 
 @FEATURE_MAPS.register("norm_preserving")
 class NormPreserving(FeatureMap):
-    """u = |x| * normalise(W_h (x - 2 (x.n_h) n_h)),  phi(x) = [softmax(u) ; softmax(-u)]; F = 2 D.
+    """u = |x| * normalize(W_h (x - 2 (x.n_h) n_h)),  phi(x) = [softmax(u) ; softmax(-u)]; F = 2 D.
 
     W_h is a matrix and n_h a unit vector per head, learned, separate for queries and keys. W starts as the identity.
     """

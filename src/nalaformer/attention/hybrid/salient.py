@@ -60,8 +60,8 @@ class Store(NamedTuple):
         rank = torch.arange(chunk.shape[2], device=chunk.device) - torch.searchsorted(chunk, chunk)
         size = chunks * self.per_chunk
         place = torch.where(chunk < chunks, chunk * self.per_chunk + rank, size)
-        nobody = order.new_zeros(*order.shape[:2], size + 1)
-        return nobody.scatter(-1, place, order)[..., :size], nobody.bool().scatter(-1, place, True)[..., :size]
+        empty = order.new_zeros(*order.shape[:2], size + 1)
+        return empty.scatter(-1, place, order)[..., :size], empty.bool().scatter(-1, place, True)[..., :size]
 
 
 class Chosen(NamedTuple):

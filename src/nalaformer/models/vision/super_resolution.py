@@ -80,7 +80,7 @@ class SuperResolution(nn.Module):
         if image.dim() != 4 or image.shape[1] != 3 or 0 in image.shape[2:]:
             raise ValueError(
                 f"images must be [batch, 3, height, width] with at least one pixel, got {tuple(image.shape)}; "
-                "repeat the channel of a grey image"
+                "repeat the channel of a gray image"
             )
         features = self.features(image - 0.5)
         # float32, since bfloat16 has steps of half a gray level near white
