@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import islice
 
 import torch
@@ -37,10 +38,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     on_gpu = ranks.device.type == "cuda"
-    mine, first = (
-        batches_in_order(data, batch_size=batch_size, rank=rank, ranks=ranks.count, workers=workers, pin_memory=on_gpu)
-        for rank in (ranks.rank, 0)
-    )
+    batches_for = partial(batches_in_order, data, batch_size=batch_size, ranks=ranks.count, workers=workers, pin_memory=on_gpu)
+    mine = batches_for(rank=ranks.rank)
 
     def update(metrics: Metrics, batch: Batch) -> None:
         content = map_tensors(batch.content, lambda t: t.to(ranks.device, non_blocking=True))
@@ -56,6 +55,7 @@ def evaluate(
                 advance()
             if getattr(model, "is_collective", False):
                 # the first rank has the most batches
+                first = batches_for(rank=0)
                 for batch in islice(first, len(first) - len(mine)):
                     update(deepcopy(metrics), batch)
     finally:
