@@ -227,7 +227,7 @@ def test_no_picture_starts_a_program(folder, monkeypatch):
     """Pillow hands PostScript to Ghostscript, whatever the name of the file says."""
     program, ran = folder / "bin" / "gs", folder / "ran"
     program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\necho $@ > {ran}\n")
+    program.write_text(f"#!/bin/sh\necho $@ > '{ran}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from nalaformer.child_processes import shorten_socket_paths
 from nalaformer.recipes import evaluate_run
 
 # conftest.py names what the fork server imports; it runs nothing itself, so its children may use autograd
+shorten_socket_paths()
 SERVER = multiprocessing.get_context("forkserver")
 RANKS = 2
 LONGEST = 120.0
