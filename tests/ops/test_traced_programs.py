@@ -10,6 +10,8 @@ from nalaformer import FEATURE_MAPS, feature_map, linear_attention
 from nalaformer.attention import METHODS, build
 from nalaformer.models.language import NaLaConfig, NaLaForCausalLM
 from nalaformer.models.vision import build as build_backbone
+from nalaformer.ops import delta, interface
+from nalaformer.ops.eager import run_eagerly
 from nalaformer.ops.features import quotient_with_bounded_gradient
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,3 +128,19 @@ def test_a_traced_language_model_serves_other_lengths_and_padding(mixer, has_mas
         real = given[1].bool() if has_mask else slice(None)
         found, expected = (call(*given[: 1 + has_mask])[real] for call in (program, model))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_reads_values_on_the_host_is_not_traced():
+    traced = []
+
+    @run_eagerly
+    def double_sum(x):
+        traced.append(torch.compiler.is_compiling())
+        return x * x.sum().item()
+
+    compiled = torch.compile(lambda x: double_sum(x + 1) - 1, backend="eager")
+    for size in (3, 5):
+        assert compiled(torch.ones(size)).tolist() == [4 * size - 1] * size
+    assert traced == [False, False]
+    # packed sequences are such functions: traced, every packing would be another program
+    assert all(hasattr(packed, "_torchdynamo_disable") for packed in (interface._attend_packed, delta._run_packed))
